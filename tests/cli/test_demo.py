@@ -164,7 +164,7 @@ def test_tenants_that_are_mixed_up_fail_it_and_nothing_is_left(short, monkeypatc
 
     namespace = Service.namespace
     monkeypatch.setattr(Service, "namespace", lambda service, _: namespace(service, None))
-    with pytest.raises(AssertionError, match="nobody else has its salt"):
+    with pytest.raises(AssertionError, match="the salt is new"):
         main(["demo", "--max-tokens", "3"])
     assert_nothing_is_left(url_in(capsys.readouterr().out))
 

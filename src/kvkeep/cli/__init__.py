@@ -32,13 +32,13 @@ INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``kvkeep`` with these arguments (default: the process's own); return the exit code.
 
-    A mistake of the user is one line on stderr and exit code 2.
+    A mistake of the user gives one line on stderr and exit code 2.
     """
     args = _parser().parse_args(arguments)
     try:
         code: int = args.run(args)
     except KVKeepError as error:
-        line = visible(" ".join(str(error).split()))  # it may quote a file or a server
+        line = visible(" ".join(str(error).split()))  # the message may quote a file or a server
         print(f"kvkeep: error: {line}", file=sys.stderr)
         return WRONG_INPUT
     except KeyboardInterrupt:

@@ -103,7 +103,7 @@ def add_json(
 
 
 def add_model_path(parser: argparse._ActionsContainer, help: str) -> None:
-    """Add ``--model``, whose default is the bundled model; ``help`` says what is read there."""
+    """Add ``--model`` with the help text ``help``; the default is the bundled model."""
     add_path(parser, "--model", f"{help} (default: the tiny model that kvkeep ships)",
              metavar="PATH")  # fmt: skip
 

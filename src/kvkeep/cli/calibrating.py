@@ -61,7 +61,7 @@ class Timed:
 
 
 def _starts(length: int, page: int) -> list[int]:
-    """Return the lengths of a prompt to cache, in whole pages: none, half, all but the end."""
+    """Return how much of a prompt to cache, in whole pages: nothing, half, all but the end."""
     half, most = length // 2 // page * page, (length - 1) // page * page
     return sorted({0, half, most})
 

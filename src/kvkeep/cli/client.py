@@ -212,7 +212,7 @@ class Client:
         return connection
 
     def _trouble(self, error: OSError | HTTPException) -> str:
-        """Return why there is no reply, in words that say what to check."""
+        """Return why there is no reply, and what to check."""
         if isinstance(error, ssl.SSLCertVerificationError):
             return (
                 f"the certificate of {self.address} is not trusted "

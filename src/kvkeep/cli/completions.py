@@ -1,4 +1,4 @@
-"""`ask`: one streamed completion of a kvkeep server, timed as its client sees it."""
+"""`ask`: one streamed completion of a kvkeep server, timed at the client."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OUT_OF_MEMORY = {"context_length_exceeded", "out_of_pages"}
 
 @dataclass(frozen=True, slots=True)
 class CompletionReply:
-    """A completion as its client sees it; seconds count from before the connection is made."""
+    """A completion, timed at the client: seconds count from before the connection is made."""
 
     text: str
     finish_reason: str
@@ -35,7 +35,7 @@ class CompletionReply:
 
     @property
     def answer(self) -> tuple[str, int, str]:
-        """What must be the same whether or not anything was cached."""
+        """The part of the reply that must not depend on the cache."""
         return self.text, self.generated_tokens, self.finish_reason
 
     @property
@@ -85,7 +85,7 @@ def ask(url: str, path: str, body: dict[str, Any]) -> CompletionReply:
 
 
 def _events(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of server-sent events until ``[DONE]``, which has to come."""
+    """Yield the JSON objects of server-sent events until ``[DONE]``, which is required."""
     for line in lines:
         field, _, data = line.partition(b":")
         if field != b"data":

@@ -1,6 +1,6 @@
 """``kvkeep demo``: one document, several questions, through the real server, cold and warm.
 
-At the end the server is stopped and started again, and asked the first question once more.
+At the end the server is stopped and started again, and gets the first question once more.
 """
 
 from __future__ import annotations
@@ -160,8 +160,8 @@ def _service(args: argparse.Namespace, name: str, tiers: list[str]) -> Iterator[
 def serving(engine: Engine, name: str) -> Iterator[str]:
     """Serve ``engine`` on a free local port, as ``kvkeep serve`` does; yield the URL.
 
-    The server runs in a thread, so it ends with this process, however that ends. When the block
-    ends, running requests fail.
+    The server runs in a thread, so it ends with this process in any case. When the block ends,
+    running requests fail.
     """
     from kvkeep.serve.server import Listener, ServerSettings, bind, create_app, url_of  # noqa: PLC0415
 
@@ -211,7 +211,7 @@ class Demo:
         return rows + self._both("at once", CLIENTS)
 
     def ask_again(self, url: str, engine: Engine, advance: Callable[[], object]) -> list[DemoRow]:
-        """Repeat the first question to another server, whose pool is empty."""
+        """Send the first question again, to another server with an empty pool."""
         self._warm_up(url, engine, advance)
         return self._both(RESTARTED, ASKED[:1])
 
@@ -219,8 +219,8 @@ class Demo:
         self._url, self._advance = url, advance
         self._chat = engine.tokenizer is not None and engine.tokenizer.has_chat_template
         talk = [{"role": "user", "content": _question(ASKED[0])}]
-        # torch warms up, unmeasured. As all requests, in a client thread: an interrupt is raised
-        # in the main thread, and then cannot leave a socket open.
+        # torch warms up, unmeasured. All requests run in client threads: an interrupt, which is
+        # raised in the main thread, then cannot leave a socket open.
         self._clients.submit(self._ask, talk, self._new_salt(), store=False).result()
 
     def _both(
@@ -298,7 +298,7 @@ def _question(about: str) -> str:
 
 
 def _row(request: str, about: str, cold: CompletionReply, warm: CompletionReply) -> DemoRow:
-    assert not cold.cached_tokens, "nobody else has its salt"
+    assert not cold.cached_tokens, "the salt is new"
     return DemoRow(
         request=request,
         about=about,

@@ -1,4 +1,4 @@
-"""What ``kvkeep demo`` prints."""
+"""The output of ``kvkeep demo``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _totals(rows: list[DemoRow]) -> dict[str, float | None]:
 
 
 def as_json(url: str, name: str, rows: list[DemoRow], stats: dict[str, Any]) -> dict[str, Any]:
-    """Return what ``--json`` prints; ``stats`` is the answer of /kv/stats."""
+    """Return the output of ``--json``; ``stats`` is the answer of /kv/stats."""
     return {
         "url": url,
         "model": name,
@@ -47,7 +47,7 @@ def as_json(url: str, name: str, rows: list[DemoRow], stats: dict[str, Any]) -> 
 
 
 def print_rows(rows: list[DemoRow], clients: int) -> None:
-    """Print a table of the requests, and what they show."""
+    """Print a table of the requests, and a summary."""
     console = require("rich.console", "cli").Console()
     say = partial(console.print, markup=False, highlight=False)
     say(
@@ -74,7 +74,7 @@ def print_rows(rows: list[DemoRow], clients: int) -> None:
     )
     if not all(row.same_text for row in rows):
         print("kvkeep: a warm answer differs from its cold one", file=sys.stderr)
-    print(_NEXT)  # not wrapped: it is to be copied
+    print(_NEXT)  # not wrapped: users copy it
 
 
 def _table(rows: list[DemoRow]) -> Any:

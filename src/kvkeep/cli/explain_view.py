@@ -1,4 +1,4 @@
-"""What ``kvkeep explain`` prints, as lines of `rich` without markup."""
+"""The output of ``kvkeep explain``, as lines of `rich` without markup."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def _span(span: Object, digits: int, width: int) -> list[Text]:
 
 
 def _evidence(reason: str, of: Object, tokens: int) -> str:
-    """Return the evidence for a span's reason in words; unknown fields as they are."""
+    """Return the evidence for a span's reason in words; unknown fields are shown as given."""
     if reason == "diverged":
         nearest, differs = text(of, "nearest"), whole(of, "differs")
         said = f"at token {whole(of, 'position'):,}"

@@ -1,7 +1,7 @@
 """Lines of cells and bars for `rich`, each of an exact width.
 
-Imported only to draw, as rich is optional. Texts are not markup; text of others must have gone
-through `kvkeep.cli.drawing.visible`.
+Imported only to draw, as rich is optional. Texts are not markup; callers pass text from servers and
+files through `kvkeep.cli.drawing.visible` first.
 """
 
 from __future__ import annotations

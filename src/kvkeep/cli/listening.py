@@ -1,4 +1,4 @@
-"""What ``kvkeep serve`` and ``kvkeep route`` share: address, connection limits, log level."""
+"""Options of both ``kvkeep serve`` and ``kvkeep route``: address, connection limits, log level."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def add_address(group: argparse._ArgumentGroup, *, port: int) -> None:
 
 
 def add_connection_limits(group: argparse._ArgumentGroup, *, share: str) -> None:
-    """Add the limits on connections and bodies; ``share`` is what of the open files is used."""
+    """Add the limits on connections and bodies; ``share`` is part of a help text."""
     add_option(
         group,
         "--max-connections N",
@@ -65,7 +65,7 @@ def allowed_hosts(host: str, names: Iterable[str], loopback: Iterable[str]) -> l
     """Return the Host headers to accept when listening on ``host``; None accepts all.
 
     ``names`` were given with ``--allow-host``. On a loopback address ``loopback`` is accepted
-    too, and nothing else: a web page cannot reach the server under a name of its own.
+    too, and nothing else: a web page cannot reach the server under the page's own host name.
     """
     allowed = [name.lower() for name in names]
     return [*allowed, *loopback, host.lower()] if _is_loopback(host) else allowed or None

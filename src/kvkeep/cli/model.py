@@ -56,8 +56,8 @@ def load(args: argparse.Namespace, *, dtype: str | None) -> tuple[Runner, Tokeni
 def choose_threads(args: argparse.Namespace) -> None:
     """Use one thread for the bundled model: several spend more time waiting than computing.
 
-    To be called before torch is imported, which reads OMP_NUM_THREADS then. A value that is set
-    already is kept.
+    Call it before the import of torch, which reads OMP_NUM_THREADS. If the variable is set, it
+    stays.
     """
     if args.model is None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -1,4 +1,4 @@
-"""``kvkeep plan``: which policy, memory and tiers suit the traffic of a trace."""
+"""``kvkeep plan``: recommends policy, memory and tiers for the traffic of a trace."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ __all__ = ["bytes_progress", "progress"]
 def progress(
     doing: str, *, of: int | None = None, remaining: bool = False
 ) -> Iterator[Callable[..., object]]:
-    """Show what is being done and how many of ``of`` steps are done.
+    """Show the activity ``doing`` and how many of its ``of`` steps are done.
 
     Yields a function to call after each step, or with a number of steps. Without ``of`` the bar
     only moves. With ``remaining`` it also shows the share done and the time left.
@@ -63,7 +63,7 @@ def _rich() -> Any:
     try:
         return require("rich.progress", "cli") if sys.stderr.isatty() else None
     except MissingExtra:
-        return None  # the work does not need to be watched
+        return None  # progress is optional
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""``kvkeep replay``: what policies and memories would have made of a trace."""
+"""``kvkeep replay``: hit rates of eviction policies and memory sizes on a trace."""
 
 from __future__ import annotations
 
@@ -235,5 +235,5 @@ def _share(outcome: Outcome | None) -> str:
 
 
 def _seconds(found: float | None) -> str:
-    """Empty if no request was served."""
+    """Format seconds; empty if no request was served."""
     return "" if found is None else f"{found:.2f}"

@@ -1,4 +1,4 @@
-"""What ``kvkeep replay`` and ``kvkeep plan`` share: reading a trace, replaying it, the report."""
+"""Shared by ``kvkeep replay`` and ``kvkeep plan``: reading a trace, replaying it, the report."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def add_price_arguments(parser: argparse.ArgumentParser) -> None:
 def check_out(args: argparse.Namespace) -> None:
     """Raise `InvalidValue`, before anything is replayed, if the report cannot be written.
 
-    That includes a report whose files would replace a file that is read.
+    Also raised if a file of the report would overwrite an input file.
     """
     if args.out is None:
         return

@@ -1,4 +1,4 @@
-"""How commands reach a running server: its address, API key, and TLS certificates."""
+"""Options to reach a running server: its address, API key, and TLS certificates."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def add_server_url(parser: argparse.ArgumentParser) -> None:
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say how to reach a server; `connect` reads them."""
+    """Add the options for the connection to a server; `connect` reads them."""
     server = parser.add_argument_group("the server")
     add_path(
         server,
@@ -46,8 +46,8 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 def connect(url: str, args: argparse.Namespace) -> Iterator[Client]:
     """Yield a client of the server at ``url``, for the options of `add_server_arguments`.
 
-    Raises `InvalidValue` for wrong options, and in the place of `Gone` for a server that cannot
-    be reached or fails.
+    Raises `InvalidValue` for wrong options, and instead of `Gone` for a server that cannot be
+    reached or fails.
     """
     if not 0 < args.timeout <= 3600:
         raise InvalidValue(

@@ -23,7 +23,7 @@ _PROMPTS = (8 * 1024, 32 * 1024, 128 * 1024)
 
 @dataclass(frozen=True)
 class _Sizes:
-    """What fits into ``memory`` bytes; all counts are per tensor-parallel rank."""
+    """The KV that fits into ``memory`` bytes; all counts are per tensor-parallel rank."""
 
     model: str
     geometry: KVGeometry

@@ -74,7 +74,7 @@ def _add(
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the action on each tier; a tier that fails is one line on stderr and exit code 1."""
+    """Run the action on each tier; a failing tier gives one line on stderr, and exit code 1."""
     action = _action(args.action)
     urls = [TierURL(url) for url in args.urls]  # all URLs are checked before any is used
     code = 0

@@ -1,4 +1,4 @@
-"""What the actions of ``kvkeep store`` share: an open tier, its records, and columns of text."""
+"""Shared by the actions of ``kvkeep store``: an open tier, its records, and columns of text."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class OpenTier(NamedTuple):
     @property
     def odd(self) -> int:
         """Number of files that are no records, as of the last listing."""
-        return getattr(self.backend, "odd", 0)  # only directories have it
+        return getattr(self.backend, "odd", 0)  # only the backend of directories has this attribute
 
 
 class NamespaceRecords(NamedTuple):

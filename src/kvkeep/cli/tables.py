@@ -1,4 +1,4 @@
-"""What commands print: aligned facts, tables, and lines of `rich`."""
+"""Output of commands: aligned facts, tables, and lines of `rich`."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def console(*, live: bool = False) -> Console:
-    """Return a console for stdout that reads no markup in what it prints."""
+    """Return a console for stdout that does not interpret markup."""
     stream = sys.stdout
     if (stream.encoding or "").lower().replace("-", "") not in {"utf8", "utf8sig"}:
-        # Block characters become question marks where the encoding has none, not a traceback.
+        # Where the encoding lacks block characters, print question marks instead of a traceback.
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors="replace")

@@ -233,6 +233,6 @@ def _requests(picture: Picture, requests: Sequence[Mapping[str, Any]], width: in
 
 
 def main_reason(computed: Mapping[str, int]) -> str:
-    """Return the main reason of the computed tokens, without the last, always computed."""
+    """Return the main reason of the computed tokens, ignoring the last, which always is."""
     reasons = [name for name in computed if name != "last_token" and computed[name]]
     return (reasons or ["all reused" if computed else "–"])[0].replace("_", " ")

@@ -38,7 +38,7 @@ _PAGES: Final = (
 
 
 def draw(picture: Picture, address: str, width: int, height: int, *, ends: str = "") -> list[Text]:
-    """Draw at most ``height`` lines of ``width`` columns; ``ends`` says how to quit."""
+    """Draw at most ``height`` lines of ``width`` columns; ``ends`` explains how to quit."""
     tall = height >= _TALL
     head = [
         _title(picture, address, width),

@@ -85,7 +85,7 @@ def _add_out(parser: argparse.ArgumentParser, name: str, **options: object) -> N
 
 
 def add_reading_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say how a trace is read; `opened` uses them."""
+    """Add the options for reading a trace; `opened` uses them."""
     reading = parser.add_argument_group("reading")
     reading.add_argument("--format", choices=FORMATS, help="format of the file (default: detected)")
     add_option(

@@ -1,4 +1,4 @@
-"""What ``kvkeep tree URL`` prints, as lines of `rich` without markup."""
+"""The output of ``kvkeep tree URL``, as lines of `rich` without markup."""
 
 from __future__ import annotations
 

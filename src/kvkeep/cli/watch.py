@@ -27,8 +27,8 @@ class Picture:
 
     ``live`` is the latest answer of /kv/live and ``before`` the one before it (None at first, and
     after a restart of the server). ``requests`` and ``summary`` are None if the server does not
-    explain (--no-explain). ``trouble`` is why the latest poll failed; the other fields are then
-    those of ``seen_at``, in Unix seconds.
+    explain (--no-explain). ``seen_at`` is the time of these answers, in Unix seconds. ``trouble``
+    is why a later poll failed; None if the latest succeeded.
     """
 
     live: Mapping[str, Any]
@@ -71,7 +71,7 @@ class Watcher:
             self._picture = Picture(
                 old.live, None, old.requests, old.summary, old.seen_at, str(error)
             )
-            self._summary_at = -math.inf  # it may come back with another summary, or none
+            self._summary_at = -math.inf  # after a restart there may be another, or none
         return self._picture
 
     def _ask(self) -> Picture:

@@ -5,5 +5,5 @@ vllm/             a KV connector
 sglang/           a storage backend below HiCache
 mini_sglang.py    a prefix cache
 
-What several of them use: options.py, records.py, loaded.py.
+Shared by several of them: options.py, records.py, loaded.py.
 """

@@ -1,11 +1,11 @@
-"""Which weights an engine has loaded, named by their files.
+"""The identity of the weights that an engine has loaded, from their files.
 
-An engine loads the weights and only then makes its connector. A digest of the files taken then is
-wrong if a file was replaced in between. But the process of the engine is older than its model: a
-file that did not change since the process began is the one that was loaded.
+An engine loads the weights before it makes its connector. A digest that the connector takes of the
+files is wrong if a file was replaced in between. But the engine's process began before it loaded
+the weights: a file that did not change since the process began is the one that was loaded.
 
 A model of the Hugging Face hub is named by a commit, which never changes, or by a branch, which
-moves: the local file that says where the branch points must not have changed either.
+moves: the local file with the branch's commit must not have changed either.
 
 Changes are recognised by the change time (ctime) of a file, link or directory, which cannot be set
 back. `SLACK_S` seconds of difference between clocks are tolerated. Not noticed: renaming a
@@ -53,7 +53,7 @@ def loaded_identity(model: str, revision: str | None, cache_dir: str | None) -> 
     a path.
 
     Raises:
-        InvalidValue: it cannot be known which files were loaded, with the reason.
+        InvalidValue: the loaded files cannot be identified, with the reason.
     """
     began = process_began()
     if not Path(model).is_dir():

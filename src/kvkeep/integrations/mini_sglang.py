@@ -39,7 +39,7 @@ class Handle:
         symbols: its tokens, as the index compares them.
         pages: its page numbers in the index.
         found: whether `PrefixCache.match_prefix` made the handle; locking it counts as a use.
-        hold: what protects the prefix from eviction while ``locks`` is not zero.
+        hold: protection of the prefix from eviction while ``locks`` is not zero.
     """
 
     __slots__ = ("_cache", "cached_len", "found", "hold", "locks", "pages", "symbols")
@@ -58,7 +58,7 @@ class Handle:
     def get_matched_indices(self) -> torch.Tensor:
         """Return the slots of the prefix, int32 [cached_len], on the cache's device.
 
-        They remain those of the prefix only while the handle is locked.
+        They are valid only while the handle is locked.
         """
         return self._cache.slots_of(self.pages)
 
@@ -99,8 +99,8 @@ class PrefixCache:
     """A prefix cache for mini-sglang: whole pages, and eviction of exactly the requested number.
 
     The slots of a page are consecutive and begin at a multiple of ``page_size``. Slots stay on the
-    device, so no call waits for it: the index knows pages by numbers of its own, and a tensor on
-    the device maps each number to the page's first slot.
+    device, so no call waits for it: the index has its own page numbers, and a tensor on the device
+    maps each number to the page's first slot.
 
     Args:
         device: device of the page table.
@@ -245,7 +245,7 @@ class PrefixCache:
         return match.without_partial()
 
     def _take(self, count: int) -> PageArray:
-        """Return ``count`` unused page numbers. mini-sglang gives no limit: add numbers."""
+        """Return ``count`` unused page numbers; make new ones if needed, as there is no limit."""
         if count > len(self._free):
             have = len(self._starts)
             more = max(have, count, _LEAST_ROOM)

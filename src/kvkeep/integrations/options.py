@@ -114,11 +114,11 @@ class EngineOptions:
 
     Attributes:
         tiers: URLs of the store's tiers, fastest first; see docs/store.md.
-        revision: names the weights where their files cannot.
+        revision: a name for the weights, if their files do not identify them.
         tenant: separates this engine's KV from that of engines with other tenants.
         load_timeout: seconds for one load; what has not arrived by then is a miss.
         lookup_timeout: seconds for a query to shared tiers.
-        flush_timeout: seconds to write, at shutdown, what is still queued.
+        flush_timeout: seconds to write queued blocks at shutdown.
     """
 
     tiers: tuple[str, ...] = option(("memory://1GiB",), tiers_of)
@@ -130,7 +130,7 @@ class EngineOptions:
 
     @classmethod
     def from_json(cls, given: Mapping[str, object], where: str) -> Self:
-        """Check the options that stand in ``where``, the name of an engine's setting.
+        """Check options given in ``where``, the name of an engine's setting.
 
         Raises:
             InvalidValue: an unknown option, or a value that an option cannot have.

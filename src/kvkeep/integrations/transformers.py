@@ -52,7 +52,7 @@ class LoadedPrefix(NamedTuple):
 
 
 class ReuseReport(NamedTuple):
-    """What one `KeptModel.generate` reused, in tokens of all rows.
+    """The reuse in one call of `KeptModel.generate`, in tokens of all rows.
 
     Attributes:
         prompt: of all prompts.
@@ -73,8 +73,8 @@ class KeptModel:
 
     Generates for one text, or a batch padded on the left. Layers with a sliding window are stored
     whole, so their memory grows with the text as that of full attention does, unless a cache with
-    windows is passed. A model whose rotary embedding changes with the length of the text uses the
-    store for texts up to the length where it begins to.
+    windows is passed. If the model's rotary embedding changes for texts above some length, the
+    store is used only for texts up to that length.
 
     Args:
         model: as ``from_pretrained`` returns it, on one device, not in training mode.
@@ -82,12 +82,12 @@ class KeptModel:
         store: an open store with layout HND, instead of ``tiers``; it stays open.
         block_tokens: unit in which texts that differ later share KV, in tokens. A text that
             continues a stored one reuses it to the token.
-        tenant: whose KV this is; other tenants do not find it. By default that of the store.
+        tenant: the owner of the KV; other tenants do not find it. Default: the store's tenant.
 
     Attributes:
         model: the model.
         store: the `KVStore`, for its statistics, pins and lookups.
-        last: what the latest `generate` reused; None before the first.
+        last: the report of the latest `generate`; None before the first.
 
     Thread safety: one call at a time, like the model. Several objects may share a store.
 
@@ -158,7 +158,7 @@ class KeptModel:
         )
         if settings.cache is None:
             stored = self._store_prompts(prefill, rows, cache, copies=settings.copies)
-        if settings.copies == 1:  # of several answers, only what they share is stored
+        if settings.copies == 1:  # of several answers, only the common prompt is stored
             sequences: Any = getattr(output, "sequences", output)
             stored += self._store_answers(settings, sequences, cache)
         self.last = ReuseReport(sum(map(len, rows.texts)), prefill.loaded, stored, prefill.shared)
@@ -169,10 +169,10 @@ class KeptModel:
     ) -> LoadedPrefix:
         """Return a cache with the stored KV of ``input_ids``, except their last token.
 
-        ``input_ids`` are [tokens], or [rows, tokens] padded on the left; of several rows, the
-        columns that are known of all are loaded. The cache belongs to the caller, on the model's
-        device; pass it to ``model.generate`` with all of ``input_ids``, or to ``model`` with the
-        rest.
+        ``input_ids`` are [tokens], or [rows, tokens] padded on the left; of several rows, only
+        columns whose KV is stored for all rows are loaded. The cache belongs to the caller, on the
+        model's device; pass it to ``model.generate`` with all of ``input_ids``, or to ``model``
+        with the rest.
         """
         self._check_model()
         rows = rows_of(input_ids, attention_mask)
@@ -228,7 +228,7 @@ class KeptModel:
         )
 
     def close(self) -> None:
-        """Close the store if this object opened it, after writing what is queued."""
+        """Close the store if this object opened it, after writing queued blocks."""
         if self._owned:
             self.store.close()
 

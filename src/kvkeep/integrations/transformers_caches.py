@@ -35,7 +35,7 @@ class LayerKV(NamedTuple):
 
 
 def length_of(cache: Cache) -> int:
-    """Return the columns that were put into ``cache``, including those that left a window."""
+    """Return the number of columns added to ``cache``, including those that left a window."""
     return int(cache.get_seq_length())
 
 

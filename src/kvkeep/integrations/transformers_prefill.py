@@ -1,6 +1,6 @@
 """`Prefill`: the KV of a batch's prompts, from the store, from each other, and from the model.
 
-    load      read what the store has of each row; common prefixes are read once
+    load      read the stored KV of each row; common prefixes are read once
     share     compute common prefixes of several rows once
     reach     compute the rest, in few passes over the rows that need them (`passes`)
 
@@ -73,16 +73,16 @@ class Prefill:
 
     @property
     def known(self) -> list[int]:
-        """Tokens of each row whose KV is known."""
+        """For each row, the number of leading tokens with known KV."""
         return [pieces[-1].stop if pieces else 0 for pieces in self._pieces]
 
     @property
     def levels(self) -> list[int]:
-        """Columns of each row up to which nothing has to be computed."""
+        """For each row, the column up to which nothing has to be computed."""
         return [pad + known for pad, known in zip(self._rows.pads, self.known, strict=True)]
 
     def load(self, get: Get) -> None:
-        """Read what the store has; rows that begin alike read their common prefix once."""
+        """Read the stored KV of all rows; rows that begin alike read their common prefix once."""
         before: dict[int, int] = {}  # row → tokens it shares with the row before it in order
         for shared in self._common:
             before |= dict.fromkeys(shared.rows[1:], shared.tokens)  # longer ones come later
@@ -121,9 +121,9 @@ class Prefill:
                 self._lend(row, other, shared.tokens)
 
     def reach(self, columns: int, *, last: bool) -> DynamicCache:
-        """Return a cache of all rows up to ``columns``, or to the last pass without ``last``.
+        """Return a cache of all rows up to ``columns``; without ``last``, up to the last pass.
 
-        The caller then makes the last pass, in which all rows take part.
+        The caller then makes that pass, in which all rows take part.
         """
         steps = passes(self.levels, columns)
         for row, stored in enumerate(self._stored):
@@ -136,7 +136,7 @@ class Prefill:
         return self.cache(columns)
 
     def cache(self, columns: int) -> DynamicCache:
-        """Return a cache of all rows up to a column that all of them know."""
+        """Return a cache of all rows up to a column; all rows have known KV up to there."""
         return self._assemble(range(len(self._pieces)), columns, self._rows.pads)
 
     def _compute(self, rows: tuple[int, ...], start: int, stop: int) -> None:
@@ -185,7 +185,7 @@ class Prefill:
         model(**inputs, return_dict=True)
 
     def _assemble(self, rows: Sequence[int], columns: int, pads: Sequence[int]) -> DynamicCache:
-        """Return a cache of ``rows`` up to a column, each behind its pads, whose KV is zero."""
+        """Return a cache of ``rows`` up to a column; the KV of their leading pads is zero."""
         if not columns:
             return grown(())
         geometry = self._geometry

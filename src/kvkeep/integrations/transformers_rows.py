@@ -162,9 +162,9 @@ class Pass(NamedTuple):
 def passes(levels: Sequence[int], columns: int) -> list[Pass]:
     """Return the passes that compute rows, known up to ``levels``, up to ``columns``.
 
-    Rows that know less begin, and others join later. A row may join earlier than necessary if that
-    saves a pass: the sum of all columns computed, plus `PASS_TOKENS` for each pass, is minimal.
-    O(rows²).
+    Rows with less known KV begin, and others join later. A row may join earlier than necessary if
+    that saves a pass: the sum of all columns computed, plus `PASS_TOKENS` for each pass, is
+    minimal. O(rows²).
     """
     ordered = sorted(levels)
     starts = sorted({level for level in levels if level < columns})

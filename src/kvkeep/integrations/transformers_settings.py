@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["GenerateSettings"]
 
 _OWN_CACHE: Final = "it does not continue from a loaded cache; leave it out"
-# Settings of `generate` that use the cache in their own way, and what to do instead.
+# Settings of `generate` with their own use of the cache, and the advice for each.
 _REFUSED: Final[dict[str, str]] = {
     "inputs_embeds": "the store finds KV by token ids; pass input_ids",
     "custom_generate": "use load() and save() around it",

@@ -1,4 +1,4 @@
-"""Upper bounds of hit rates: an unlimited cache, and one that knows all future requests."""
+"""Upper bounds of hit rates: an unlimited cache, and an optimal cache that sees the future."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class _Foresight:
 def _next_requests(workload: Workload) -> npt.NDArray[np.int64]:
     """Return, for each place in ``workload.ids``, the next request with that id in its prompt.
 
-    An id that only an answer stores again counts as not requested.
+    Answers do not count as requests of their ids.
     """
     lengths = workload.last - workload.first
     requests = np.repeat(np.arange(len(workload)), lengths)

@@ -1,4 +1,4 @@
-"""When requests arrive: at the times of a trace, or after the answers that users wait for."""
+"""Arrivals of requests: at the times of a trace, or after the answers that users wait for."""
 
 from __future__ import annotations
 

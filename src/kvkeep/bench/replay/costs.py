@@ -71,7 +71,7 @@ class PrefillCost:
     ``seconds_per_token`` · (b - a) + ``seconds_per_token_pair`` · (b² - a²) / 2; the last term is
     attention, of each token to all before it. Each token of an answer after the first takes
     ``decode_seconds_per_token``. ``kv_bytes_per_token`` is the size of a token's KV, 0 if unknown.
-    ``name`` says what was measured.
+    ``name`` describes the measured engine or server.
 
     Raises `InvalidValue` for values that are no numbers in 0 … 10¹².
     """
@@ -104,7 +104,7 @@ class PrefillCost:
         return self.seconds_fixed + linear + self.seconds_per_token_pair * pairs
 
     def decode_s(self, tokens: int) -> float:
-        """Return seconds for the tokens of an answer after its first."""
+        """Return the seconds to decode an answer of ``tokens`` tokens after its first."""
         return self.decode_seconds_per_token * max(0, tokens - 1)
 
     # --- measured ------------------------------------------------------------------------------

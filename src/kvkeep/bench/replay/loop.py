@@ -4,7 +4,7 @@
                  ▲                 one at a time            │
                  └─────────────── pages are freed ◀─────────┘
 
-It measures what a hit is worth to a user: seconds until the first token.
+It measures the effect of hits on users: seconds until the first token.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def simulate_loop(
 
     Requests arrive at their times in the trace, ``speed`` times as fast, and queue. The first is
     admitted when no other prompt is being computed, fewer than ``max_running`` requests run, and
-    the pool has pages for its prompt and answer. The tokens that are not cached take the time that
-    ``cost`` says; then the prompt is published, the first token is there, and the answer is
-    generated beside others at ``cost``'s rate. The request holds its pages until it ends. A prompt
-    larger than the pool is refused; an answer is cut at the end of the pool.
+    the pool has pages for its prompt and answer. Computing the tokens that are not cached takes the
+    time given by ``cost``; then the prompt is published, the first token is there, and the answer
+    is generated beside others at ``cost``'s rate. The request holds its pages until it ends. A
+    prompt larger than the pool is refused; an answer is cut at the end of the pool.
 
     With ``users``, requests do not arrive at their times: each of the users goes through one
     session of the trace after the other. The next request of a session arrives after the end of
@@ -160,7 +160,7 @@ class _Loop:
         size, pages = self._stage.paging.size, self._stage.pages
         whole_units = self._stage.paging.whole_units(int(self._work.tokens[number]))
         prompt = -(-self._stage.length(number) // size)
-        # A known answer follows the whole units; what is after them may belong to another request.
+        # A known answer follows the whole units; a page behind them may be another request's.
         begin = whole_units // size if len(self._work.answer(number)) else prompt
         end = -(-self._stage.length(number, answered=True) // size)
         return prompt, max(0, min(end - begin, pages - prompt))
@@ -179,8 +179,8 @@ class _Loop:
         stage, sequence = self._stage, self._running[number]
         if self._work.store[number]:
             stage.publish(number, sequence)
-        # The pages were reserved on admission, and none was admitted since. They are missing only
-        # if the pool cannot hold them, or if others hold what follows the whole units.
+        # The pages were reserved on admission, and no request was admitted since. They are missing
+        # only if the pool cannot hold them, or if others hold the pages behind the whole units.
         with suppress(OutOfPages):
             if len(self._work.answer(number)):
                 self._answered[number] = stage.append_answer(number, sequence)

@@ -1,4 +1,4 @@
-"""`Outcome`: the figures that a replay found."""
+"""`Outcome`: the figures of one replay."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NEVER = "never admitted"
 OTHER = "other namespace"
 REMAINDER = "page remainder"
 REASONS = (FIRST, EVICTED, NEVER, OTHER, REMAINDER)
-"""Why a token was computed; every computed token has exactly one reason."""
+"""Reasons why a token was computed; every computed token has exactly one."""
 
 
 class Spans:
@@ -57,7 +57,7 @@ class Spans:
 
 @dataclass(slots=True)
 class Outcome:
-    """What one policy with one capacity reused of a trace.
+    """The figures of one replay: how much of a trace a policy reused with one capacity.
 
     ``blocks`` are the units of all prompts, ``hit_blocks`` those reused whole; ``tokens`` and
     ``hit_tokens`` are the same in tokens. ``misses`` has the computed tokens by reason (`REASONS`).

@@ -1,4 +1,4 @@
-"""`PlannedMemory`: the replays behind a recommendation, and the recommendation in words."""
+"""`PlannedMemory`: replays for a memory size, and the recommendation that follows from them."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _USUAL = "lru"
 _TIERINGS = ("inclusive", "exclusive", "adaptive")
 _TIMES = (0.25, 0.5, 1.0, 2.0, 4.0)
 _WORTH = 0.01
-"""The least difference that is worth a change, as a share of all prompt tokens."""
+"""The least improvement that justifies a change, as a share of all prompt tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
     """A recommendation and its reasons, each one or several sentences.
 
-    ``policy`` and ``tiering`` are the settings to use; ``disk`` says whether a tier below memory
-    is worth it.
+    ``policy`` and ``tiering`` are the settings to use; ``disk`` is whether a tier below memory
+    pays.
     """
 
     policy: str
@@ -162,7 +162,7 @@ class _Reading:
         )
 
     def _disk(self, kept: float) -> tuple[tuple[str, str] | None, str]:
-        """Return the best policy and tiering if a tier adds to ``kept``, else None; and why."""
+        """Return the best policy and tiering, None if a tier adds little to ``kept``; and why."""
         if not self._tiers:
             return None, ""
         most = max(self._tiers.values())
@@ -232,7 +232,7 @@ class _Reading:
             EVICTED: f"{share} of all prompt tokens were evicted before they were requested again "
             "(with LRU): more memory or another policy may keep them.",
             NEVER: f"{share} of all prompt tokens were seen before but never cached: their "
-            "requests were too large for the memory, or asked not to be stored.",
+            "requests were too large for the memory, or were not to be stored.",
             OTHER: f"{share} of all prompt tokens were cached in another namespace: check whether "
             "tenants, salts or adapters must be kept apart.",
             REMAINDER: f"{share} of all prompt tokens lie in pages that were not full: smaller "

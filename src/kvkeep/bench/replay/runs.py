@@ -326,7 +326,7 @@ def _in_processes(
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent has died, as nothing else would."""
+    """End this process when its parent has died; an orphan would compute on."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

@@ -36,7 +36,7 @@ _TIMES = (0.5, 1.0, 2.0, 4.0)  # factors of the memory, for the curve of each na
 
 @dataclass(frozen=True, slots=True)
 class Paging:
-    """How the tokens of a workload lie in pages.
+    """The layout of a workload's tokens in pages.
 
     By units (``page_tokens`` None): each unit is a page, the last one of a prompt as well, full or
     not. Published hit rates of traces of block ids are counted this way. By tokens: a prompt has
@@ -112,7 +112,7 @@ def simulate(
     the memory. ``progress`` is called with the number of requests done.
 
     By tokens, the hits are those of the engine, token for token. One exception: if several pages
-    begin alike and one is copied from, ids do not say which one the engine took.
+    begin alike and one of them is copied, ids do not tell which page the engine copied.
 
     Cost: about 100 µs per request by units; about 200 by tokens for prompts of 12,000 tokens, and
     60 for each page of an answer with a policy that is not `by_recency`.
@@ -155,9 +155,9 @@ def _serve(stage: Stage, number: int, sequence: Sequence) -> None:
 
 
 def _write(stage: Stage, number: int, sequence: Sequence, *, keep: bool) -> None:
-    """Generate the answer as an engine does: each page is taken when the one before is stored.
+    """Generate the answer as an engine does: each page is allocated when the one before is stored.
 
-    Most policies choose the next victim by what is stored; with the others the whole answer can be
+    With most policies the stored pages decide the next victim; with the others the whole answer is
     appended at once.
     """
     if len(stage.workload.answer(number)):

@@ -40,15 +40,16 @@ def simulate_tiers(
 ) -> Outcome:
     """Replay ``workload`` through tiers of so many tokens, fastest first, by units.
 
-    Each unit is a block, the last of a prompt as well. ``tiering`` is what moves where, as
-    `kvkeep.store.tiers.tiering` names it, ``policy`` the eviction of each tier. The outcome's
-    ``tiers`` say what each was asked for and what was written to it; its policy is "lru/inclusive".
+    Each unit is a block, including the last unit of a prompt. ``tiering`` names the policy that
+    moves blocks between tiers (`kvkeep.store.tiers.tiering`), ``policy`` the eviction policy of
+    each tier. The outcome's ``tiers`` count the hits and writes of each tier; its policy is named
+    like "lru/inclusive".
 
-    With ``cost`` requests wait in line, and the outcome has a ``latency`` (as `simulate_loop`;
-    ``users`` and ``speed`` are told there): what is found below the first tier is read at
-    ``bandwidths``, in bytes a second of each tier (None, and tiers behind the last: at once), one
-    request at a time from each tier, while the prompt before is computed; ``loaded_s`` is the sum
-    of that. What a running request holds is not taken out of the first tier.
+    With ``cost`` requests wait in line, and the outcome has a ``latency``, as from `simulate_loop`,
+    which explains ``users`` and ``speed``. Blocks found below the first tier are read at
+    ``bandwidths``, in bytes per second of each tier (at once where None or not given), one request
+    at a time from each tier, while the prompt before is computed; ``loaded_s`` is the sum of these
+    times. The memory of running requests is not subtracted from the first tier.
 
     Cost: 5 to 10 µs a block.
     """
@@ -110,7 +111,7 @@ def simulate_tiers(
 def _keep(
     workload: Workload, number: int, found: int, simulator: TierSimulator, watch: ReplayWatch
 ) -> None:
-    """Store what was not found of a prompt, and its answer."""
+    """Store the units of a prompt that were not found, and those of its answer."""
     ids, answer = workload.prompt(number), workload.answer(number)
     new = np.concatenate((ids[found:], answer)) if len(answer) else ids[found:]
     keys = block_ids(new, int(workload.namespace[number]))
@@ -119,7 +120,7 @@ def _keep(
 
 
 def block_ids(ids: Ids, space: int) -> list[bytes]:
-    """Names of blocks, as evenly spread as keys are: 16 bytes of the namespace, 32 of the key."""
+    """Return block ids, spread as evenly as real ones: 16 bytes of namespace, 32 of key."""
     words = np.empty((len(ids), 6), np.uint64)
     words[:, 0] = words[:, 1] = space
     mixed = ids.astype(np.uint64)

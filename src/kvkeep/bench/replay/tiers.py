@@ -41,8 +41,8 @@ class Level:
 class LevelStats:
     """A level at one moment, in blocks; the last four are totals.
 
-    ``hits`` were found here, ``writes`` came here (in memory: also by being read), ``evictions``
-    were deleted to make room, ``demotions`` of these moved one level down.
+    ``hits`` were found in this level, ``writes`` were added to it (to memory also by reads),
+    ``evictions`` were deleted to make room, ``demotions`` of these moved one level down.
     """
 
     name: str
@@ -91,7 +91,7 @@ class TierSimulator(ReadMoves, StoreMoves):
         super().__init__(Planner(policy, len(levels) - 1), self._levels[0].catalogue)
 
     def request(self, blocks: Sequence[bytes]) -> list[int]:
-        """Read the beginning of a prompt that is there and store the rest; see `find`."""
+        """Read the stored beginning of a prompt, and store the rest; returns as `find`."""
         found = self.find(blocks)
         self.put(blocks[sum(found) :])
         return found
@@ -114,7 +114,7 @@ class TierSimulator(ReadMoves, StoreMoves):
         return found
 
     def put(self, blocks: Sequence[bytes]) -> None:
-        """Store ``blocks``, in order; those that are there already are used."""
+        """Store ``blocks``, in order; for those already stored, note a use."""
         if not blocks:
             return
         self._requested(blocks)
@@ -145,7 +145,7 @@ class TierSimulator(ReadMoves, StoreMoves):
     def fetch(self, blocks: Sequence[bytes], levels: Sequence[int]) -> int:
         for count, (block, level) in enumerate(zip(blocks, levels, strict=False)):
             if level and not self._promote(block, level):
-                return count  # blocks that came to memory before it pushed it out
+                return count  # evicted to make room for the blocks before it
         return len(levels)
 
     def _promote(self, block: bytes, level: int) -> bool:
@@ -167,7 +167,7 @@ class TierSimulator(ReadMoves, StoreMoves):
     # --- the steps of a put ----------------------------------------------------------------------
 
     def runs(self, blocks: Sequence[bytes]) -> Iterable[Sequence[bytes]]:
-        # A prompt of which nothing is there takes each step at once: the result is the same.
+        # Without any stored block, one run gives the same result as one run per block.
         if all(self.level_of(block) is None for block in blocks):
             return [blocks]
         for level in self._below:
@@ -191,7 +191,7 @@ class TierSimulator(ReadMoves, StoreMoves):
             if alone:
                 self._levels[level].hold(blocks)
         if not alone:
-            return True  # nothing of this prompt comes after it
+            return True  # the run is the whole prompt: no later block needs it
         return any(run[0] in self._levels[level].catalogue for level in self._below)
 
     def demote_ahead(self) -> None:
@@ -208,7 +208,7 @@ class TierSimulator(ReadMoves, StoreMoves):
     # --- making room -----------------------------------------------------------------------------
 
     def _add(self, level: int, blocks: Sequence[bytes]) -> None:
-        """Have ``level`` hold ``blocks``, as many of them as it has room for."""
+        """Add ``blocks`` to ``level``, as many as it has room for."""
         one = self._levels[level]
         catalogue, room = one.catalogue, one.level.blocks
         blocks = [block for block in blocks if block not in catalogue][:room]
@@ -267,7 +267,7 @@ class TierSimulator(ReadMoves, StoreMoves):
 
 
 class _SimulatedLevel:
-    """A level, the catalogue of its blocks, which have one byte each, and what it counted."""
+    """A level, the catalogue of its blocks, of one byte each, and its counters."""
 
     def __init__(self, level: Level, clock: Callable[[], float]) -> None:
         self.level = level
@@ -276,10 +276,10 @@ class _SimulatedLevel:
         self._held: list[bytes] = []
 
     def hold(self, blocks: Sequence[bytes]) -> None:
-        """Keep those of ``blocks`` that are here from eviction until `free`."""
+        """Protect those of ``blocks`` that are in this level from eviction until `free`."""
         self.catalogue.hold_all(blocks, self._held)
 
     def free(self) -> None:
-        """Allow all that is held to be evicted again."""
+        """Allow all held blocks to be evicted again."""
         self.catalogue.free_all(self._held)
         self._held = []

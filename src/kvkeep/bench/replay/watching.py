@@ -70,7 +70,7 @@ class ReplayWatch:
     def request(self, number: int, hit_tokens: int, hit_blocks: int) -> None:
         """Record that request ``number`` was served, ``hit_tokens`` of its prompt from the cache.
 
-        To be called before its own units are stored.
+        Call it before the request's own units are stored.
         """
         work, outcome = self._workload, self.outcome
         ids, tokens = work.prompt(number), int(work.tokens[number])

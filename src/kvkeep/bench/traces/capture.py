@@ -37,7 +37,7 @@ _FLUSH_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Seen:
-    """A request as a server saw it. ``arrived`` is a time of `time.perf_counter`.
+    """A request that a server has served. ``arrived`` is a time of `time.perf_counter`.
 
     ``answer`` has the tokens of its first answer. ``served`` is None for a request that failed or
     whose client disconnected.
@@ -55,7 +55,7 @@ class Seen:
 
     @property
     def size(self) -> int:
-        """Bytes that it takes in the queue."""
+        """Bytes that the request takes in the queue."""
         return self.prompt.nbytes + len(self.answer) * 32 + _ENTRY_BYTES
 
 
@@ -90,7 +90,7 @@ class KeyedIds:
         return np.frombuffer(digests, "<i8").astype(np.int64) & np.int64(MAX_ID)
 
     def name(self, kind: str, value: bytes) -> str:
-        """Return the name that replaces that of a namespace or a session."""
+        """Return the name that replaces ``value``, the name of a namespace or a session."""
         person = f"kvkeep {kind}".encode()[: hashlib.blake2b.PERSON_SIZE]
         return hashlib.blake2b(value, key=self._key, digest_size=8, person=person).hexdigest()
 

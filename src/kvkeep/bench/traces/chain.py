@@ -63,7 +63,7 @@ def fresh_ids(number: int, count: int) -> UnitArray:
 
 
 def chain_ids(ids: UnitArray) -> UnitArray:
-    """Return chained ids for ids that each stand for their own unit only."""
+    """Return prefix-chained ids for ids that each depend on their own unit only."""
     return chain_tokens(ids.view(np.uint64), 1)
 
 

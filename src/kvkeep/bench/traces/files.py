@@ -30,7 +30,7 @@ _ZSTD_WINDOW_BYTES = 128 << 20
 
 
 class BadLine(Exception):
-    """Why a line is no valid request; `FileTrace` counts it, or raises `InvalidValue` for it."""
+    """An invalid line, with the reason; `FileTrace` counts it, or raises `InvalidValue`."""
 
 
 def compression(path: Path) -> str | None:

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Azure", "Bailian", "Format", "Mooncake", "ReadOptions"]
 
-_MOST_SESSIONS = 1_000_000  # chats whose first chat is remembered
+_MOST_SESSIONS = 1_000_000  # chats whose session is remembered
 
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """How to read a file, where its format leaves that open.
+    """Options for files whose format leaves these facts open.
 
     ``unit_tokens``: tokens per id where the file does not say (Mooncake 512, Bailian 16), or of ids
     that are made here (prompts 1, Azure 512). ``chained``: whether ids in the file are
@@ -109,7 +109,7 @@ class Bailian(_IdLines):
     """Qwen-Bailian's anonymised traces: ``timestamp`` (s), ``chat_id``, ``parent_chat_id``, ….
 
     Their ids are hashes of 16 tokens each, published as independent of the tokens before them, and
-    are therefore chained here. Chaining ids that were chained already keeps which ones are equal.
+    are therefore chained here. Ids that are chained twice are equal where they were equal before.
     A session has the name of its first chat.
     """
 
@@ -146,8 +146,8 @@ class Bailian(_IdLines):
 class Azure:
     """``TIMESTAMP,ContextTokens,GeneratedTokens``: only times and lengths.
 
-    The files do not have what prompts have in common, so every prompt gets ids of its own and
-    nothing can be reused. They show load, not reuse.
+    The files do not show common prefixes of prompts, so every prompt gets unique ids and nothing
+    can be reused: they are traces of load, not of reuse.
     """
 
     COLUMNS = ("timestamp", "contexttokens", "generatedtokens")

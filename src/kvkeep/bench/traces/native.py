@@ -197,12 +197,12 @@ class TraceWriter:
         self._file.write(_line({"dropped": requests}))
 
     def flush(self) -> None:
-        """Make what was written visible to readers."""
+        """Write buffered lines to the file, for readers."""
         self._file.flush()
         self._raw.flush()
 
     def close(self) -> None:
-        """End the file; a compressed file is incomplete before."""
+        """End the file; until then a compressed file is incomplete."""
         try:
             self._file.close()
         finally:

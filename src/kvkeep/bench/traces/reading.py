@@ -104,7 +104,7 @@ class FileTrace:
 
     @property
     def length(self) -> int | None:
-        """None: not known before the end."""
+        """None: the number of requests is unknown before the end of a pass."""
         return None
 
     @property
@@ -114,7 +114,7 @@ class FileTrace:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Reasons for the first few of them: ``line 3: …``."""
+        """Reasons for the first few skipped lines: ``line 3: …``."""
         return tuple(self._pass.reasons)
 
     @property

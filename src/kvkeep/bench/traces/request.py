@@ -29,7 +29,7 @@ NO_UNITS.setflags(write=False)
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """How a request was served when it was captured.
+    """The service that a request got when it was captured: reuse and times.
 
     ``cached_tokens`` of its prompt were reused, ``loaded_tokens`` of them from a store. ``ttft_s``
     and ``seconds`` are the times from its arrival to its first and to its last token.

@@ -1,4 +1,4 @@
-"""`summarise`: figures of a trace, and what an unlimited cache would reuse of it."""
+"""`summarise`: figures of a trace, and the reuse that an unlimited cache would reach."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def _geometry(pool: Any, page_bytes: int) -> str:
 
 
 def _revision(config: HiCacheStorageConfig, path: str) -> str:
-    """Return the identity of the weights; one that only this start has if it cannot be known."""
+    """Return the identity of the weights; if unknown, a name that only this start has."""
     load_format = str(server_setting("load_format") or "auto")
     if load_format == "dummy":
         why = "its weights are dummies"
@@ -129,7 +129,7 @@ def _loaded(path: str, revision: str) -> str:
     """Return the identity of loaded weights in a directory, or of a hub model.
 
     Raises:
-        InvalidValue: it cannot be known.
+        InvalidValue: the weights cannot be identified.
     """
     cache = server_setting("download_dir")
     return loaded_identity(path, revision or None, None if cache is None else str(cache))
@@ -177,7 +177,7 @@ def _this_start(config: HiCacheStorageConfig) -> str:
 
 
 def _draft() -> str:
-    """Return the identity of a draft model with weights of its own; empty without one."""
+    """Return the identity of a draft model with separate weights; empty without one."""
     path = str(server_setting("speculative_draft_model_path", "spec") or "")
     revision = str(server_setting("speculative_draft_model_revision", "spec") or "")
     if not path:

@@ -127,7 +127,7 @@ def pages_of(pool: Any) -> HostPages:
         first, again = _page(pool, 0), _page(pool, 0)
         if not first.numel():
             return _Marks(pool)
-        # Both are alive, so if they have the same address, it is memory of the pool.
+        # Both tensors are alive, so equal addresses mean that the page is memory of the pool.
         return (_Views if first.data_ptr() == again.data_ptr() else _Joined)(pool)
     except (NotImplementedError, ValueError):
         pass  # the pool has no such method; it may give addresses

@@ -97,7 +97,7 @@ def _group(path: str) -> dict[str, object]:
 
 
 def _switches() -> list[str]:
-    """Return the environment variables that are set and that SGLang reads as true or false."""
+    """Return the boolean environment variables of SGLang that are set."""
     from sglang.srt import environ  # noqa: PLC0415 - as above
 
     switches = vars(type(environ.envs))

@@ -21,8 +21,9 @@ def restorable_prefixes(
 ) -> set[int] | None:
     """Return the lengths of the prefixes of ``keys`` for which one pool has all it needs, in pages.
 
-    None: the pool sets no condition. Shared tiers are queried until ``until``. Pages that only the
-    end of a prefix needs are queried from the last one on, because SGLang wants the longest prefix.
+    Returns None if the pool sets no condition. Shared tiers are queried until ``until``. Pages that
+    only the end of a prefix needs are queried from the last one on, because SGLang wants the
+    longest prefix.
     """
     if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
         return set(range(1, transport.lookup(keys, until) + 1))

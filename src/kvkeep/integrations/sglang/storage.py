@@ -45,7 +45,7 @@ R = TypeVar("R")
 def _at_worst(answer: Callable[..., R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make a method log an exception and return ``answer(*arguments)``, a miss.
 
-    SGLang's threads survive an exception but count it as a fault of their own.
+    SGLang's threads survive an exception, but count it as their own error.
     """
 
     def wrap(method: Callable[P, R]) -> Callable[P, R]:
@@ -68,7 +68,7 @@ class _Pool:
 
     pages: HostPages
     digest: bytes
-    written_here: bool  # of ranks with the same pages, one writes
+    written_here: bool  # of ranks with the same pages, only one writes
 
 
 class KVKeepStorage(HiCacheStorage):  # type: ignore[misc]  # Any where SGLang is not installed
@@ -298,8 +298,8 @@ class KVKeepStorage(HiCacheStorage):  # type: ignore[misc]  # Any where SGLang i
         """Return the prefixes of ``keys`` that can be restored from all the pools they need.
 
         A pool with `ALL_PAGES` needs every page of a prefix, one with `TRAILING_PAGES` as many
-        pages at its end as the transfer has keys. After ``lookup_timeout`` shorter prefixes are not
-        looked for.
+        pages at its end as the transfer has keys. The search for shorter prefixes ends after
+        ``lookup_timeout``.
         """
         if self._transport is None:
             return PoolTransferResult.empty()
@@ -327,7 +327,7 @@ class KVKeepStorage(HiCacheStorage):  # type: ignore[misc]  # Any where SGLang i
             self._transport.store.clear()
 
     def close(self) -> None:
-        """Write what is queued, for at most ``flush_timeout``, and release everything."""
+        """Write queued blocks, for at most ``flush_timeout``, and release all resources."""
         transport, self._transport = self._transport, None
         if transport is None:
             return

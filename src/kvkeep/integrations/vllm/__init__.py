@@ -4,11 +4,11 @@
       "kv_connector_module_path": "kvkeep.integrations.vllm", "kv_role": "kv_both",
       "kv_connector_extra_config": {"tiers": ["memory://8GiB", "file:///var/lib/kvkeep?size=500GiB"]}}'
 
-    connector.py   KVKeepConnector: what vLLM calls, passed on to one of two sides
+    connector.py   KVKeepConnector: vLLM's interface, which forwards to one of two sides
     scheduler.py   the scheduler's side: which blocks are stored, loaded and saved
     lookups.py     lookups that the scheduler's side waits for
     worker.py      the worker's side: has the pages, loads and saves them
-    messages.py    what the two sides send each other with every step
+    messages.py    messages between the two sides, with every step
     shared.py      the store of a worker, and how a scheduler in the same process finds it
     groups.py      groups of layers, and which kinds of KV can be stored
     pages.py       the engine's memory, page by page · device.py: copies on a GPU
@@ -16,7 +16,7 @@
     weights.py     which weights were loaded · numbers.py: settings that decide numbers
     adapters.py    which LoRA weights a request uses
     options.py     options of the connector and of a request
-    outer.py       what vLLM reads elsewhere if the connector is inside another one
+    outer.py       options that vLLM reads from an outer connector, such as MultiConnector
     record.py      a trace of the requests
     stats.py       counts for vLLM's log and its Prometheus page
 

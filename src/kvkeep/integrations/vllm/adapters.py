@@ -1,4 +1,4 @@
-"""Which LoRA weights a request is computed with.
+"""The identity of the LoRA weights of a request.
 
 vLLM's hashes contain an adapter's name and path, which stay the same when the adapter is trained
 again into the same files. So the identity of its files goes into the keys as well, taken at the

@@ -94,7 +94,7 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: what is not saved is computed again."""
+        """False: blocks that are not saved are computed again."""
         return False
 
     @property
@@ -140,7 +140,7 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
         self._moving.save(self._plan)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return the loads that have ended."""
+        """Return the requests whose loads have ended."""
         return self._moving.finished(finished_req_ids, self._plan)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -160,7 +160,7 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return the tokens that can be loaded behind the computed ones; None: ask again."""
+        """Return the number of tokens to load behind the computed ones; None: call again."""
         tokens = self._scheduling.matched(request, num_computed_tokens)
         return tokens, bool(tokens)
 
@@ -181,7 +181,7 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Forget a request. vLLM may free its pages: what is to be saved was copied."""
+        """Forget a request. vLLM may free its pages: blocks to be saved were copied."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
@@ -222,7 +222,7 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
         return KVKeepPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        """Write what is queued, for at most ``flush_timeout`` seconds, and release everything."""
+        """Write queued blocks, for at most ``flush_timeout`` seconds; release all resources."""
         if self._worker is not None:
             self._worker.close()
         if self._scheduler is not None:

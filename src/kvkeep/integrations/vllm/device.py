@@ -1,10 +1,10 @@
-"""Pages on a GPU: copied aside in the order of its work, then to the store.
+"""Pages on a GPU: copied within the GPU in vLLM's stream, then to the store.
 
-    pages ─ in vLLM's stream ─▶ a copy on the GPU ─ in a stream of ours ─▶ the store's memory
+    pages ─ in vLLM's stream ─▶ a copy on the GPU ─ in our own stream ─▶ the store's memory
 
-The first copy is in vLLM's stream, so whatever vLLM does to the pages comes after it: preemption
-and reuse need no fence. Copies take memory of the GPU, so at most `_ASIDE_BYTES` exist at a time;
-what does not fit is dropped. Loads copy from the store's page-locked memory straight into the
+The first copy is in vLLM's stream, so vLLM overwrites pages only after it: preemption and reuse
+need no fence. Copies take memory of the GPU, so at most `_ASIDE_BYTES` exist at a time; blocks
+beyond that are dropped. Loads copy from the store's page-locked memory straight into the
 pages.
 """
 
@@ -56,7 +56,7 @@ class DeviceCopies:
         return event
 
     def save(self, save: Save) -> None:
-        """Copy pages aside and return; later work in the stream may overwrite them."""
+        """Copy pages within the GPU and return; later work in the stream may overwrite them."""
         for span in save.spans:
             for start in range(0, len(span.keys), _AT_ONCE):
                 end = start + _AT_ONCE

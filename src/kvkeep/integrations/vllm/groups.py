@@ -1,4 +1,4 @@
-"""Groups of layers, each with pages of its own, and which kinds of KV can be stored."""
+"""Groups of layers, each with its own pages, and which kinds of KV can be stored."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Groups:
     def reach(
         self, hashes: Sequence[bytes], first: int, count: Callable[[list[bytes]], int]
     ) -> int:
-        """Return up to which block a request can continue; it has those before ``first``.
+        """Return the block up to which a request can be loaded; it has the blocks before ``first``.
 
         ``count`` returns how many leading keys are stored.
         """

@@ -1,4 +1,4 @@
-"""Lookups of a request's blocks, whose results the scheduler's side may have to wait for."""
+"""Lookups of a request's blocks, some of which take longer than a step of the scheduler."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ class BlockLookups:
         self._timeout = timeout
         self._threads = ThreadPoolExecutor(_THREADS, "kvkeep lookup")
         self._number = 0
-        self._pending: dict[int, PendingLookup] = {}  # by number, those of workers
+        self._pending: dict[int, PendingLookup] = {}  # lookups by workers, by number
         self._found: dict[int, list[int]] = {}  # by number, the results of ranks so far
         self._messages: list[RankLookup] = []
 
     def reach(self, followed: FollowedRequest, first: int, limit: int) -> int | None:
         """Return the block up to which the request is stored; None: not known yet.
 
-        After ``lookup_timeout`` the result is what is known.
+        After ``lookup_timeout``, returns the block up to which it is known to be stored.
         """
         lookup = followed.lookup
         if lookup is None or (lookup.first, lookup.limit) != (first, limit):
@@ -124,7 +124,7 @@ class BlockLookups:
             shared.news.set()
 
     def take_messages(self) -> list[RankLookup]:
-        """Return and forget the lookups that the workers have not been sent."""
+        """Return and forget the lookups that were not yet sent to the workers."""
         messages, self._messages = self._messages, []
         return messages
 

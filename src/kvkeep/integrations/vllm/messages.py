@@ -59,12 +59,13 @@ class RankLookup:
 
 @dataclass(slots=True)
 class StepPlan(KVConnectorMetadata):
-    """From the scheduler to every worker.
+    """A message from the scheduler to every worker.
 
     Attributes:
         idle: nothing is computed in this step.
         waiting: a request waits for the result of a lookup.
-        clear: how often everything was to be deleted so far, for workers with stores of their own.
+        clear: number of times so far that all blocks were to be deleted; for workers with their
+            own stores.
     """
 
     idle: bool = False
@@ -78,7 +79,7 @@ class StepPlan(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class LookupResults(KVConnectorWorkerMetadata):
-    """From the workers: for each lookup, the block up to which each rank found the request."""
+    """A message from the workers: by lookup, the block up to which each rank found the request."""
 
     found: dict[int, list[int]] = field(default_factory=dict)
 

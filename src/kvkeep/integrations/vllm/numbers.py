@@ -1,7 +1,7 @@
-"""Which settings of vLLM decide the numbers of KV.
+"""The settings of vLLM that decide the numbers of KV.
 
-All of them, except those listed here as neutral: a setting that a later vLLM adds is part of the
-namespace until it is known to be neutral. Values are those that vLLM resolved, so
+These are all settings except those listed here as neutral: a setting that a later vLLM adds is part
+of the namespace until it is known to be neutral. Values are those that vLLM resolved, so
 ``--hf-overrides`` and a default given by hand count by their effect.
 
 Neutral settings are about serving, logs, sampling, sizes and scheduling. The composition of a batch
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["numbers_of", "plain"]
 
 _MODEL: Final = {
-    # described in another way: what was loaded, and the configuration that it has
+    # described in another way: by the loaded files, and by the model's configuration
     "model", "model_weights", "revision", "hf_config", "hf_text_config", "hf_config_path",
     "hf_overrides", "config_format", "max_model_len", "spec_target_max_model_len", "dtype",
     "multimodal_config",
@@ -55,7 +55,7 @@ _CACHE: Final = {
     # described in another way
     "block_size", "user_specified_block_size", "kv_cache_layout", "hash_block_size", "cache_dtype",
     "prefix_caching_hash_algo", "_block_size_resolved", "effective_attention_block_size",
-    # sizes, and what is cached
+    # sizes, and choice of cached tokens
     "gpu_memory_utilization", "num_gpu_blocks", "num_cpu_blocks", "num_gpu_blocks_override",
     "kv_cache_memory_bytes", "kv_cache_size_tokens", "kv_cache_max_concurrency",
     "kv_offloading_size", "kv_offloading_backend", "enable_prefix_caching", "prefix_match_unit",

@@ -1,7 +1,7 @@
-"""What vLLM reads from the outer configuration if the connector is inside another one.
+"""Options that vLLM reads from the outer configuration if the connector is inside another one.
 
-`MultiConnector` gives each of its connectors a copy of the configuration with a
-``kv_transfer_config`` of its own. vLLM's scheduler, however, reads the outer one, also for two
+`MultiConnector` gives each of its connectors a copy of the configuration with its own
+``kv_transfer_config``. vLLM's scheduler, however, reads the outer one, also for two
 options on which the connector depends:
 
     kv_load_failure_policy   "fail" ends a request whose load fails with an empty answer
@@ -13,7 +13,7 @@ first, so the scheduler's side never starts, although the weights are loaded by 
 connector earlier.
 
 A process of vLLM has one worker's side, even if a script makes two engines in it: the second engine
-gets the connector of the first, which would name its KV as the first one's.
+gets the connector of the first, which would store the second's KV under the first's namespace.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _POLICY = "recompute"
 
 
 def require_outer(own: KVTransferConfig) -> None:
-    """Set what the connector needs in ``own``, and check that vLLM will follow it.
+    """Set the options that the connector needs in ``own``; check that the outer ones agree.
 
     Raises:
         InvalidValue: the outer configuration differs, with the option to set there.

@@ -1,4 +1,4 @@
-"""The engine's memory, page by page: from it into a record, and back.
+"""Copies between the engine's memory, page by page, and records.
 
 A record is the pages of one block in all layers of a group, one after another. Layers whose pages
 are adjacent in memory form one run, and are copied at once.

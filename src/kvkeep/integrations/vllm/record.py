@@ -26,8 +26,8 @@ _SUCCEEDED = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_
 class Recorder:
     """Writes a line for each request that ends: times, lengths and keyed hashes, no text.
 
-    An id stands for a block of the engine. The scheduler does not know when the first token was
-    sent: the trace has the time to the first step instead. Requests with embeddings only are left
+    An id stands for a block of the engine. The scheduler cannot see when the first token was sent:
+    the trace has the time to the first step instead. Requests with embeddings only are left
     out. Raises `InvalidValue` if the file exists.
 
     Thread safety: the scheduler's thread. Cost: a copy of the tokens; a thread does the rest.
@@ -69,12 +69,12 @@ class Recorder:
         )
 
     def close(self) -> None:
-        """Write what is queued."""
+        """Write queued lines, and end the file."""
         self._capture.close()
 
 
 def _namespace(request: Request) -> Namespace:
-    """Return what keeps a request from reusing another's KV although its tokens are equal."""
+    """Return a namespace of all that the KV depends on besides tokens: salt, images, LoRA."""
     seen = [feature.identifier for feature in getattr(request, "mm_features", None) or ()]
     lora = request.lora_request
     return Namespace(

@@ -1,4 +1,4 @@
-"""What the scheduler's side knows of a request."""
+"""The state of a request in the scheduler's side."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class FollowedRequest:
 
     Attributes:
         adapter: digest of its LoRA weights.
-        saved: blocks that were considered for saving.
-        loaded: its number of preemptions when it was last loaded; -1: never.
-        hit: the blocks, from … to, that were last promised to vLLM.
-        local: tokens that vLLM had itself when it last asked.
-        placed: the step in which it got its pages; -1: none.
+        saved: number of leading blocks that were considered for saving.
+        loaded: number of preemptions before the last load; -1: never loaded.
+        hit: the blocks, from … to, last reported to vLLM as loadable.
+        local: tokens in vLLM's own prefix cache at its last lookup.
+        placed: the step in which the request got its pages; -1: none.
         held: the step until which none of its blocks are saved.
-        lookup: the lookup it waits for.
-        had: for the trace, the tokens that vLLM had itself when it first began.
-        promised: for the trace, the tokens that were to be loaded then.
-        began: for the trace, when that was, by `time.time`.
+        lookup: the pending lookup, if any.
+        had: for the trace, tokens in vLLM's own prefix cache when the request first ran.
+        promised: for the trace, tokens to be loaded at that time.
+        began: for the trace, that time, by `time.time`.
     """
 
     request: Request
@@ -51,6 +51,6 @@ class FollowedRequest:
     began: float | None = None
 
     def hashes(self, first: int, end: int) -> Sequence[bytes]:
-        """Return the hashes of its blocks, with the digest of its LoRA weights mixed in."""
+        """Return the hashes of these blocks, with the digest of the LoRA weights mixed in."""
         hashes: Sequence[bytes] = self.request.block_hashes[first:end]
         return hashes if self.adapter is None else Adapters.mixed(hashes, self.adapter)

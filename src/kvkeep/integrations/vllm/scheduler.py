@@ -1,4 +1,4 @@
-"""The scheduler's side: which blocks of a request are stored, and which are to be saved."""
+"""The scheduler's side: finds the stored blocks of requests, and plans loads and saves."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class SchedulerSide:
             self._recorder = Recorder(options.capture, vllm_config, groups)
 
     def follow(self, request: Request) -> None:
-        """Take a new request; one whose KV cannot be stored is ignored."""
+        """Track a new request; one whose KV cannot be stored is ignored."""
         options = RequestOptions()
         try:
             options = RequestOptions.parse(request.kv_transfer_params)
@@ -97,7 +97,7 @@ class SchedulerSide:
     # --- loads -----------------------------------------------------------------------------------
 
     def matched(self, request: Request, computed: int) -> int | None:
-        """Return the tokens that can be loaded beyond ``computed``; None: ask in the next step."""
+        """Return the number of tokens to load beyond ``computed``; None: call in the next step."""
         followed = self._followed.get(request.request_id)
         if followed is not None:
             followed.local = computed
@@ -129,12 +129,12 @@ class SchedulerSide:
         return end * size - computed
 
     def _gain(self, request: Request, blocks: int, computed: int) -> int:
-        """Return the tokens that need not be computed; the last one always is, for its logits."""
+        """Return the number of tokens saved; the last token is always computed, for its logits."""
         tokens: int = request.num_tokens
         return min(blocks * self._groups.block_tokens, tokens - 1) - computed
 
     def receive(self, output: KVConnectorOutput) -> None:
-        """Take the lookup results of workers with stores of their own."""
+        """Take the lookup results of workers with their own stores."""
         results = output.kv_connector_worker_meta
         if isinstance(results, LookupResults):
             self._lookups.receive(results)
@@ -167,7 +167,7 @@ class SchedulerSide:
     # --- saves -----------------------------------------------------------------------------------
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
-        """Return what the workers are to do with this step."""
+        """Return the loads, saves and lookups of the workers in this step."""
         plan, self._plan = self._plan, StepPlan()
         step, self._step = self._step, self._step + 1
         plan.idle = output.total_num_scheduled_tokens == 0
@@ -194,7 +194,7 @@ class SchedulerSide:
         return plan
 
     def _complete(self, followed: FollowedRequest, scheduled: int) -> int:
-        """Return the number of blocks that are full, of final tokens, after this step."""
+        """Return the number of blocks that are full of final tokens after this step."""
         request, size = followed.request, self._groups.block_tokens
         end: int = (request.num_computed_tokens + scheduled) // size
         end = min(end, len(request.block_hashes))  # only final tokens have hashes
@@ -206,7 +206,7 @@ class SchedulerSide:
     def _is_foreign(followed: FollowedRequest) -> bool:
         """Whether another connector (in `MultiConnector`) fills pages of the request in this step.
 
-        If that fails, vLLM learns it with the step's results, and computes the pages again.
+        If that load fails, vLLM sees it in the step's results, and computes the pages again.
         """
         request = followed.request
         ours = followed.loaded == request.num_preemptions
@@ -230,7 +230,7 @@ class SchedulerSide:
     # --- the end ---------------------------------------------------------------------------------
 
     def finished(self, request: Request) -> None:
-        """Forget a request that has ended, and pin its blocks if it asked for that."""
+        """Forget a request that has ended, and pin its blocks if its options have ``pin``."""
         followed = self._followed.pop(request.request_id, None)
         if self._recorder is not None:
             known = followed or FollowedRequest(request, RequestOptions())

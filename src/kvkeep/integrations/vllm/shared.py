@@ -34,11 +34,11 @@ _ENGINES: WeakValueDictionary[str, SharedStore] = WeakValueDictionary()
 
 
 class SharedStore:
-    """A worker's store, with what both sides do with it. Thread safety: all methods.
+    """A worker's store, used by both sides. Thread safety: all methods.
 
     vLLM closes its two sides in any order, so the scheduler may still use a store that the worker
-    has closed. Then `lookup`, `knows`, `unknown`, `must_ask` and `pin` behave as if it were empty
-    and full, where the store itself raises.
+    has closed. Then `lookup`, `knows`, `unknown`, `must_ask` and `pin` find nothing and save
+    nothing, where the store itself raises.
 
     Attributes:
         sizes: bytes of a record, by group.
@@ -168,7 +168,7 @@ class SharedStore:
         return removed.complete
 
     def close(self) -> None:
-        """Write what is queued, for at most ``flush_timeout``; a second call does nothing."""
+        """Write queued blocks, for at most ``flush_timeout``; a second call does nothing."""
         with self._lock:
             if self.closed:
                 return
@@ -189,6 +189,6 @@ def _unless_closed(call: Callable[[], T], closed: T) -> T:
 
 
 def log_fault(future: Future[Any]) -> None:
-    """Log what ended a thread's work unexpectedly; for the request it is a miss."""
+    """Log an unexpected exception in a thread; for the request it is a miss."""
     if not future.cancelled() and (error := future.exception()) is not None:
         _LOG.error("a bug of kvkeep; tokens that were not loaded are computed", exc_info=error)

@@ -1,7 +1,6 @@
-"""Which weights vLLM loaded, as the revision of a namespace.
+"""The identity of the weights that vLLM loaded, as the revision of a namespace.
 
-vLLM loads and packs the weights before it makes a connector. So they are named by the files it
-read:
+vLLM loads and packs the weights before it makes a connector, so they are named by their files:
 
     a directory     its identity, if nothing in it changed since the process began
     the hub         the same for the downloaded files, or the commit, if the branch did not move

@@ -54,10 +54,10 @@ class _Loading:
 
 
 class WorkerSide:
-    """Moves the pages of one rank. vLLM's thread calls it; threads of its own load.
+    """Moves the pages of one rank. vLLM's thread calls it; separate threads load.
 
-    It raises nothing because of the store: pages that were not loaded are reported, blocks that
-    were not saved are counted.
+    No failure of the store raises: pages that were not loaded are reported, blocks that were not
+    saved are counted.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ class WorkerSide:
         if plan.saves:
             started = time.monotonic()
             for save in plan.saves:
-                # Again: a scheduler in another process does not know what this store has.
+                # Checked here again: a scheduler in another process cannot see this store.
                 new = [span.only(self._open().unknown(span.keys)) for span in save.spans]
                 spans = [span for span in new if span.keys]
                 if self._device is not None:
@@ -273,7 +273,7 @@ class WorkerSide:
     # --- the end ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Cancel loads, and let the store write what is queued."""
+        """Cancel loads, and let the store write queued blocks."""
         for loading in self._loading.values():
             loading.cancelled = True
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""Why tokens of a prompt were computed and not reused, and what that costs."""
+"""Explanations: why tokens of prompts were computed and not reused, and which causes cost most."""
 
 from __future__ import annotations
 

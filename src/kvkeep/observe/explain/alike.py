@@ -1,7 +1,7 @@
-"""Find where two prompts are equal behind a difference: anchors, and stretches around them.
+"""Stretches in which two prompts are equal behind a difference, found by common anchors.
 
-An anchor is a run of `GRAM` tokens whose hash ends in zeros, so both prompts choose the same ones
-at whatever position. Anchors that both have, each once, lie on diagonals; the heaviest chain of
+An anchor is a run of `GRAM` tokens whose hash ends in zeros, so both prompts have the same anchors
+at any position. Anchors that each prompt has exactly once lie on diagonals; the heaviest chain of
 diagonals that moves forward in both prompts is compared token by token.
 """
 

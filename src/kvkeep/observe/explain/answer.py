@@ -39,7 +39,7 @@ REASONS = (
 )
 """Reasons why a token was computed; every computed token has exactly one."""
 STORE_REASONS = frozenset({"evicted", "not_admitted", "tier_unavailable", "damaged"})
-"""Reasons that a store can report for tokens that it did not give."""
+"""Reasons that a store can report for tokens that were not loaded from it."""
 BEFORE, BEHIND = 8, 16
 """Tokens shown before the first differing token, and from it on."""
 
@@ -76,7 +76,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """A store's reason for tokens that it did not give.
+    """A store's reason for tokens that were not loaded from it.
 
     ``reason``: "evicted", "not_admitted", "tier_unavailable" or "damaged"; else `InvalidValue`.
     """
@@ -186,9 +186,9 @@ class ExplainSummary:
 def around(evidence: Mapping[str, Any], decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
     """Return the text around the first differing token, of both prompts.
 
-    ``given_text`` is the prompt's, ``cached_text`` the cached prompt's; ``at_given`` and
-    ``at_cached`` are the positions of the first differing token in them, in characters. Empty if
-    the evidence has no tokens (its reason is not "diverged", or they were left out).
+    ``given_text`` is that of the prompt, ``cached_text`` that of the cached prompt; ``at_given``
+    and ``at_cached`` are the positions of the first differing token in them, in characters. Empty
+    if the evidence has no tokens (its reason is not "diverged", or they were left out).
     """
     if "given" not in evidence or "cached" not in evidence:
         return {}

@@ -1,4 +1,4 @@
-"""`ExplainedRequest`: what an explainer keeps of one request, and its explanation."""
+"""`ExplainedRequest`: the record that an explainer keeps of one request, and its explanation."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ExplainedRequest:
     seconds: float | None = None
 
     def settle(self, sources: Sequence[tuple[int, int, str]], missing: Sequence[Missing]) -> None:
-        """Make the spans, with the tokens that a store gave and its reasons for the others."""
+        """Set the spans from ``judged``, tokens loaded from a store, and its reasons for others."""
         spans = self.judged
         for one in missing:
             evidence = self._evidence(one)
@@ -66,7 +66,7 @@ class ExplainedRequest:
         return {"tier": None} | said
 
     def explanation(self) -> Explanation:
-        """Return the explanation, as far as it is known."""
+        """Return the explanation, as far as known now."""
         requester = self.requester
         return Explanation(
             id=requester.id,

@@ -37,12 +37,13 @@ _MOST_RUNNING = 10_000
 
 
 class Explainer:
-    """Explains, token by token, why prompts were computed or not.
+    """Explains, token by token, why tokens of prompts were computed or reused.
 
     It follows one `kvkeep.core.cache.PagedCache` with pages of ``page_size`` tokens by its events
     (`see`), and each request: by the events of an engine (`see_request`), or by calls of `opened`
-    right after it was opened, `loaded` once a store gave what it had, and `ended` at its end. These
-    methods only queue; a thread of its own handles the queue, and so does every query first.
+    right after it was opened, `loaded` once loading from a store is over, and `ended` at its end.
+    These methods only queue; a separate thread handles the queue, and every query handles the rest
+    of it first.
 
     It remembers the last ``requests``, the tokens of the latest prompts up to ``prompt_tokens``,
     and the state of ``units`` full pages that are not in the cache. ``policy`` is the name of the
@@ -154,9 +155,9 @@ class Explainer:
         sources: Sequence[tuple[int, int, str]],
         missing: Sequence[Missing],
     ) -> None:
-        """Note the tokens that came from a store, (start, stop, tier), and why others did not.
+        """Note the tokens loaded from a store, (start, stop, tier), and why others were not.
 
-        The last call counts. An unknown request is ignored.
+        A later call replaces an earlier one. An unknown request is ignored.
         """
         self._inbox.put(partial(self._handle_loaded, id, tuple(sources), tuple(missing)))
 
@@ -179,7 +180,7 @@ class Explainer:
 
     @property
     def failed(self) -> int:
-        """Events whose handling failed, by a fault of this package."""
+        """Events whose handling failed, which is a bug of this package."""
         return self._inbox.failed
 
     @property
@@ -221,7 +222,7 @@ class Explainer:
 
     @staticmethod
     def _given(tokens: TokenArray, cached: int) -> int:
-        """Return how many cached tokens were reused: the last token is always computed."""
+        """Return how many cached tokens were reused: never the last one, which is computed."""
         return min(cached, len(tokens) - 1)
 
     def _handle_ended(
@@ -292,7 +293,7 @@ class Explainer:
             return summarise(islice(reversed(self._records.values()), last))
 
     def computed(self) -> dict[str, int]:
-        """Return the computed tokens by reason, of all requests that have ended; never falls."""
+        """Return the computed tokens by reason, of all ended requests; the counts never fall."""
         with self._inbox.lock:
             self._inbox.work_off()
             return dict(self._computed)

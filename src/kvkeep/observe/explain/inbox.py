@@ -1,4 +1,4 @@
-"""`Inbox`: a bounded queue whose items one thread handles in order."""
+"""`Inbox`: a bounded queue whose items are handled in order, one at a time."""
 
 from __future__ import annotations
 

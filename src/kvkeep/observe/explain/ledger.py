@@ -41,7 +41,7 @@ class NamespaceUnits:
 class UnitLedger:
     """Remembers units by name and namespace, and which of them are in the cache.
 
-    A unit in the cache is known by its page. Of the others ``units`` are remembered; those
+    A unit in the cache is found by its page. At most ``units`` others are remembered; those
     requested longest ago are forgotten first, and counted.
 
     Thread safety: none. Cost: about 0.2 µs a unit and call. Memory: about 200 bytes a unit.
@@ -112,7 +112,7 @@ class UnitLedger:
     def holders(self, name: bytes, but: Namespace, most: int = 1) -> list[NamespaceUnits]:
         """Return namespaces other than ``but`` with a unit of this name in the cache, newest first.
 
-        At ``most`` so many: thousands may share the beginning of their prompts.
+        At most ``most`` of them: thousands may share the beginning of their prompts.
         """
         found = self._holders.get(name, ())
         spaces = (
@@ -169,7 +169,7 @@ class UnitLedger:
             getattr(self, name)[: len(column)] = column
 
     def requested(self, rows: Rows, state: UnitState) -> None:
-        """Note a request of these units; those not in the cache get ``state``."""
+        """Note a request for these units; those not in the cache get ``state``."""
         out = rows[self.page[rows] < 0]
         self.state[out] = state
         self._age(out)
@@ -184,7 +184,7 @@ class UnitLedger:
         number: int,
         at: float,
     ) -> None:
-        """Record that these units are in these pages since event ``number``, of time ``at``."""
+        """Record that these units are in these pages since event ``number``, at time ``at``."""
         top = int(pages.max(initial=-1))
         if top >= len(self._row_of_page):
             wider = np.full(max(top + 1, 2 * len(self._row_of_page)), -1, np.int64)
@@ -230,7 +230,7 @@ class UnitLedger:
     # --- forgetting --------------------------------------------------------------------------
 
     def _age(self, rows: Rows) -> None:
-        """Make ``rows``, none of them in the cache, the youngest."""
+        """Mark ``rows``, none of them in the cache, as requested last: they are forgotten last."""
         if len(rows):
             self._stamp += 1
             self.stamp[rows] = self._stamp
@@ -277,7 +277,7 @@ class UnitLedger:
         self.forgotten += 1
 
     def check(self) -> None:
-        """Recount it all and assert that it agrees. Cost: all of it."""
+        """Recount all rows and assert that the tables agree. Cost: O(rows)."""
         rows = [row for space in self.spaces.values() for row in space.rows.values()]
         assert len(rows) == len(set(rows)) == len(self)
         cached = [row for row in rows if self.page[row] >= 0]

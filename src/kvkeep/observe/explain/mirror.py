@@ -49,7 +49,7 @@ class Mirror:
     # --- events ------------------------------------------------------------------------------
 
     def see(self, event: Event, at: float) -> None:
-        """Follow the next event of the cache, of time ``at``."""
+        """Follow the next event of the cache, at time ``at``."""
         self._number += 1
         made_room = self._made_room(event)
         if made_room is None:
@@ -71,9 +71,10 @@ class Mirror:
         self._before = event
 
     def _made_room(self, event: Event) -> Eviction | None:
-        """Return the eviction for the sequence that ``event`` opens: the event right before it.
+        """Return the eviction that made room for the sequence that ``event`` opens, if any.
 
-        Those pages were evicted after the lookup of the prompt, so the prompt is judged first.
+        It is the event right before. Its pages were evicted after the lookup of the prompt, so the
+        prompt is judged before the eviction is applied.
         """
         if self._gone is None or self._gone[0] is not self._before:
             return None
@@ -183,7 +184,7 @@ class Mirror:
         if prompt.tail is not None:
             tail = ledger.note(space, [prompt.tail], len(prompt.names))
             before = ledger.state[tail[0]]
-            if isinstance(before, Requester):  # the full page of that tail is this tail's, too
+            if isinstance(before, Requester):  # both tails became the same full page
                 prompt.requester.tail = before.tail
             ledger.requested(tail, prompt.requester)
         ledger.requested(rows[cached:], prompt.requester)

@@ -1,4 +1,4 @@
-"""`PromptHistory`: the latest prompts, and the one that a new prompt differs from least."""
+"""`PromptHistory`: the latest prompts, and the nearest of them to a new prompt."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class SeenPrompt:
         return self.requester.id
 
     def salted(self) -> list[int]:
-        """Return its anchors' hashes, made different from those of other namespaces."""
+        """Return the hashes of the prompt's anchors, salted with its namespace."""
         salt = np.frombuffer(root_key(self.namespace)[:8], np.uint64)
         salted: list[int] = (self.anchors.hashes ^ salt).tolist()
         return salted
@@ -73,7 +73,7 @@ class Nearest:
 
     @property
     def would_reuse(self) -> int:
-        """Our tokens that could be reused if the tokens before them were equal."""
+        """Tokens of our prompt that could be reused if the tokens before them were equal."""
         return sum(stretch.stop - stretch.start for stretch in self.stretches)
 
 
@@ -137,9 +137,9 @@ class PromptHistory:
     def nearest(
         self, query: SeenPrompt, candidates: Iterable[SeenPrompt], ledger: UnitLedger, missing: int
     ) -> Nearest | None:
-        """Return the candidate of which most could be reused but for the difference.
+        """Return the candidate with the most tokens that could be reused but for the difference.
 
-        Only our tokens from ``missing`` on count. None if too few tokens are equal in all of them.
+        Only our tokens from ``missing`` on count. None if no candidate has enough equal tokens.
         Ties go to the longer common prefix, then to the newer prompt.
         """
         ours = query.tokens
@@ -175,7 +175,7 @@ def cached_tokens(prompt: SeenPrompt, ledger: UnitLedger) -> int:
 
 
 def _within(stretches: Iterable[Stretch], missing: int, cached: int) -> tuple[Stretch, ...]:
-    """Cut ``stretches`` to tokens that are missing here and cached there."""
+    """Cut stretches to our tokens from ``missing`` on and the other's first ``cached`` ones."""
     cut = []
     for start, stop, other in stretches:
         first = max(start, missing)

@@ -1,4 +1,4 @@
-"""`Reasons`: why each token of a prompt that the pool did not have is computed."""
+"""`Reasons`: finds why tokens of a prompt are computed and not reused from the pool."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ class _Late:
 
 
 Verdict = Requester | Eviction | _Late | str
-"""Why a unit was not reused: the request that computes it or did, its eviction, or a reason."""
+"""Why a unit was not reused: the request that computes or computed it, its eviction, or a reason.
+"""
 
 
 class Reasons:
@@ -127,7 +128,7 @@ class Reasons:
         late = there & (ledger.since[missing] > (0 if query.opened is None else query.opened))
         changes = (states[1:] != states[:-1]) | np.diff(there) | np.diff(late)
         if there[-1] and len(query.rows) * self._size == len(query.tokens):
-            changes[-1:] = True  # the last page has a verdict of its own
+            changes[-1:] = True  # the last page is judged separately
         begins = [0, *(np.flatnonzero(changes) + 1).tolist(), len(missing)]
         verdicts: list[tuple[Verdict, int]] = []
         for begin, end in pairwise(begins):
@@ -218,7 +219,7 @@ class Reasons:
         return [Span(start, stop, None, _REMAINDER, {"page_size": self._size})]
 
     def _filled_and_gone(self, space: NamespaceUnits | None, tail: int) -> Eviction | None:
-        """Return the eviction of the full page that a tail became by generated tokens, if any."""
+        """Return the eviction of the full page that generated tokens made of a tail, if any."""
         requester = self._ledger.state[tail]
         if space is None or not isinstance(requester, Requester) or requester.tail is None:
             return None
@@ -258,7 +259,7 @@ class Reasons:
         return spans
 
     def _alike(self, query: QueriedPrompt, spans: list[Span], rows: Rows, known: int) -> list[Span]:
-        """Mark tokens that late prompts have behind a difference."""
+        """Mark tokens that recent prompts have behind a difference."""
         if query.space is None or spans[-1].reason != _NEW:
             return spans
         numbers = self._ledger.prompt[rows[rows >= 0]][::-1].tolist()
@@ -273,7 +274,7 @@ class Reasons:
             evidence = _divergence(query.prompt, found)
             for start, stop, _ in found.stretches:
                 spans = painted(spans, Span(start, stop, None, "diverged", evidence), {_NEW})
-            # Fewer than the stretches have: tokens with another known reason keep that.
+            # Fewer tokens than in the stretches: those with another known reason keep it.
             reusable = (span.tokens for span in spans if span.reason == "diverged")
             evidence["would_reuse"] = sum(reusable)
         return spans
@@ -281,7 +282,7 @@ class Reasons:
     def _same_page(
         self, query: QueriedPrompt, spans: list[Span], others: list[SeenPrompt], known: int
     ) -> list[Span]:
-        """Mark the first tokens of the first new page that another prompt's page begins with."""
+        """Mark the leading tokens that the first new page has in common with another prompt's."""
         start, stop = known * self._size, (known + 1) * self._size
         common = 0
         for prompt in others:
@@ -294,7 +295,7 @@ class Reasons:
         return spans
 
     def _there(self, prompt: SeenPrompt, unit: int) -> bool:
-        """Whether this page of ``prompt`` is cached, or is the last one and was never full."""
+        """Whether page ``unit`` of ``prompt`` is cached, or is its last one and was never full."""
         space = self._ledger.spaces.get(prompt.namespace)
         if unit < len(prompt.names):
             return self._ledger.cached(space, prompt.names[unit])
@@ -339,7 +340,7 @@ def _divergence(prompt: SeenPrompt, found: Nearest) -> dict[str, Any]:
 def evicted(
     at: float | None, now: float, *, tier: str, policy: str | None, cause: str
 ) -> dict[str, Any]:
-    """Return the evidence of an eviction, without the request that it was for."""
+    """Return the evidence of an eviction, without the request that needed the pages."""
     return {
         "at": at,
         "ago_s": None if at is None else max(0.0, now - at),

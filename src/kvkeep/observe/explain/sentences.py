@@ -22,7 +22,7 @@ _FIELDS = {
 }
 _CAUSES = {
     "pressure": "when memory was short",
-    "asked": "because somebody asked for it",
+    "asked": "because a user requested it",
     "cleared": "when the cache was cleared",
     "dropped": "when the request that published them gave them up",
 }
@@ -177,7 +177,7 @@ def _of_prompts(reason: str, evidence: Mapping[str, Any]) -> str:
             place = "the pool" if tier in {None, "", "pool"} else f"tier {shown(tier)}"
             return f"come again after {place} evicted them"
         case "not_admitted":
-            return f"come again, and {_WHY_NOT.get(evidence.get('why', ''), 'nobody kept them')}"
+            return f"come again, and {_WHY_NOT.get(evidence.get('why', ''), 'they were not kept')}"
         case "tier_unavailable" | "damaged" | "other_namespace" | "computing":
             return f"could not be reused: {_because(reason, evidence)}"
         case "page_remainder":

@@ -1,4 +1,4 @@
-"""Painting spans over a prompt: the last span that covers a token counts."""
+"""Spans of a prompt: painting one over others, and joining equal neighbours."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["covering", "painted", "with_last_token"]
 
 
 def painted(spans: list[Span], new: Span, over: Container[str | None]) -> list[Span]:
-    """Replace by ``new`` what it covers of ``spans`` whose reason is in ``over``."""
+    """Return ``spans`` with ``new`` painted over those whose reason is in ``over``."""
     found: list[Span] = []
     for span in spans:
         first, last = max(span.start, new.start), min(span.stop, new.stop)
@@ -35,7 +35,7 @@ def _cut(span: Span, start: int, stop: int) -> Span:
 def with_last_token(spans: list[Span], tokens: int) -> list[Span]:
     """Give the last token its own reason if no other token had to be computed.
 
-    The rest of a page does not count: it would have been reused.
+    Tokens with the reason "page_remainder" do not count as such.
     """
     reasons = {span.reason for span in spans if span.start < tokens - 1 and span.reason}
     if reasons <= {"page_remainder"}:

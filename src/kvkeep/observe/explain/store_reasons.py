@@ -1,4 +1,4 @@
-"""What a store says of tokens that it did not give, in the words of explanations."""
+"""Converts a store's reasons for tokens that were not loaded to those of explanations."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def missing(misses: Iterable[Miss], *, waited_s: float | None = None) -> list[Mi
 
 
 def _converted(miss: Miss, word: str, waited_s: float | None) -> tuple[str, dict[str, Any]]:
-    """Return reason and evidence, without the tier; ``word`` is the first part of the detail."""
+    """Return reason and evidence, without the tier; ``word`` is the detail before the colon."""
     match miss.what:
         case "evicted":
             return "evicted", {**_eviction(miss, "pressure"), "policy": word}

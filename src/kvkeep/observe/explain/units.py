@@ -14,8 +14,8 @@ UNKNOWN = "unknown"
 class Requester:
     """A request that computes units, and publishes them or not; shared by all of its units.
 
-    ``reuse`` is False if the cache keeps nothing. ``tail`` is the name of the full unit that its
-    prompt's last, short one became, if it did.
+    ``reuse`` is False if the cache keeps nothing. ``tail`` is the name of the full unit into which
+    generated tokens turned the prompt's last, short one; None if they did not.
     """
 
     id: str
@@ -27,7 +27,7 @@ class Requester:
 
     @property
     def why_not(self) -> str:
-        """Why nothing of the request was kept."""
+        """The reason why no page of the request was kept."""
         if not self.reuse:
             return "reuse_off"
         if not self.store:
@@ -37,7 +37,7 @@ class Requester:
 
 @dataclass(slots=True, eq=False)
 class Eviction:
-    """An eviction ``at`` that time (unix seconds), for the ``needed_pages`` of request ``by``."""
+    """An eviction at ``at`` (unix seconds), for the ``needed_pages`` of request ``by``."""
 
     at: float
     cause: str

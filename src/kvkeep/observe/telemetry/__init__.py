@@ -1,7 +1,7 @@
 """For operators: residency of pages, spans, labels, and structured logs.
 
-Nothing here knows a cache, an engine or a server, and nothing here sees the text of a prompt.
-OpenTelemetry comes with the extra ``otel`` and is imported when `start` exports spans.
+This room depends on no cache, engine or server, and never gets the text of a prompt. OpenTelemetry
+comes with the extra ``otel`` and is imported when `start` exports spans.
 """
 
 from kvkeep.observe.telemetry.evictions import PageTimes, TimesOfPages

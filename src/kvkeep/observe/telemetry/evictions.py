@@ -54,12 +54,12 @@ class PageTimes:
     """A hook for a cache of ``num_pages`` pages: ``cache.subscribe(times.see)``.
 
     Residency is the time from `Stored` to `Evicted` of each page. A reuse gap is the time from one
-    use of a prefix to the next: the first `Stored` of a sequence names the page of others that it
-    continues; the run of that page, and all runs above, were used then. A run is what one sequence
-    stored. Reuse by sequences that store nothing is not seen.
+    use of a prefix to the next: the first `Stored` of a sequence names the page, stored by another
+    sequence, that it continues; that counts as a use of the page's run and all runs above it. A run
+    is the pages that one sequence stored. Reuse by sequences that store nothing is not seen.
 
-    The hook only queues events; `snapshot` counts them, and the hook a few at a time once many
-    wait. ``clock`` gives seconds. Memory: 28 bytes a page, and the queue.
+    The hook queues events and `snapshot` counts them; once many wait, each call of the hook counts
+    a few. ``clock`` gives seconds. Memory: 28 bytes a page, and the queue.
 
     Thread safety: `see` is called by one thread at a time, `snapshot` by any.
     Cost: see `docs/observability.md`.

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT", "OTHER", "label", "visible"]
 
 OTHER: Final = "other"
-"""The label of all names without a label of their own."""
+"""The label of all names without their own label."""
 DEFAULT: Final = "default"
 """The label of the empty name."""
 

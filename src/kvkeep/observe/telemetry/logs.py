@@ -55,7 +55,7 @@ _OURS = frozenset({"time", "level", "logger", "message", "error", "stack"})
 
 
 def redact(text: str) -> str:
-    """Return ``text`` without secrets that are known by their position, and cut if it is long.
+    """Return ``text`` without secrets, which are recognised by their position; cut if too long.
 
     These are passwords in URLs, values of Authorization and API key headers, bearer tokens, and
     URL parameters with the name of a secret. Cost: a few passes.

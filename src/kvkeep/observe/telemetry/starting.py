@@ -1,4 +1,4 @@
-"""`start`: export spans to a collector, if the environment or the command line says so."""
+"""`start`: exports spans to a collector, if the environment or the command line requests it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def start(*, always: bool = False) -> Tracing | None:
 
     Raises:
         MissingExtra: OpenTelemetry's SDK or its exporter is not installed (extra ``otel``).
-        InvalidValue: the environment asks for another protocol than http/protobuf.
+        InvalidValue: the environment sets another protocol than http/protobuf.
     """
     if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return None
@@ -87,7 +87,7 @@ def _started() -> Tracing:
     named = {"service.version": ours}
     if "OTEL_SERVICE_NAME" not in os.environ:
         named["service.name"] = "kvkeep"
-    # A provider of its own: the global one belongs to the embedding program.
+    # Not the global provider: that belongs to the embedding program.
     provider = TracerProvider(resource=Resource.create(named), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
 

@@ -1,4 +1,4 @@
-"""What happened to each request, as one record, and the usage that adds up from it.
+"""The record and events of each request, and the usage that adds up from them.
 
 An engine emits the events of `records`, each once, through one `Notifier`; explanations, spans,
 metrics and the dashboard read these events or the `UsageTable` made from them.

@@ -1,4 +1,4 @@
-"""`ReuseHistory`: reuse in steps of five seconds, and late times to the first token."""
+"""`ReuseHistory`: reuse in steps of five seconds, and recent times to the first token."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ReuseCounts:
 
 @dataclass(frozen=True, slots=True)
 class FirstTokenTimes:
-    """Seconds to the first token of late requests; None without any."""
+    """Seconds to the first token of recent requests; None without any."""
 
     count: int
     p50_s: float | None

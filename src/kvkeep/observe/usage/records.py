@@ -29,12 +29,12 @@ Outcome = Literal["done", "aborted", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class RequestOrigin:
-    """Where a request comes from: the id of its answer, the endpoint, and its HTTP headers."""
+    """The origin of a request: the id of its answer, the endpoint, and the HTTP headers."""
 
     id: str
     endpoint: str = ""
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Names are in lower case."""
+    """HTTP headers; names are in lower case."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +59,7 @@ class LoadReport:
     """The result of loading one request's prompt from the store.
 
     Attributes:
-        requested: tokens behind what the pool had, without the prompt's last one, which is
+        requested: tokens behind those that the pool had, without the prompt's last one, which is
             computed in any case. 0 if they are less than a page, since no page is then loaded; of a
             request that ended while it was loaded, only the tokens that had come.
         sources: ``(start, stop, tier)`` of tokens that came, in order; ``tier`` had them at the
@@ -84,7 +84,7 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestBegun:
-    """An engine took the request on."""
+    """An engine queued the request."""
 
     request: RequestRecord
 
@@ -106,7 +106,7 @@ class RequestAdmitted:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestLoaded:
-    """Nothing more comes from the store; once per admitted request of an engine with a store."""
+    """Loading from the store is over; once per admitted request of an engine with a store."""
 
     request: RequestRecord
     report: LoadReport
@@ -135,7 +135,7 @@ class PromptStored:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestEnded:
-    """Nothing more comes of the request: once per request, admitted or not.
+    """The request ended: once per request, admitted or not.
 
     ``generated`` tokens were handed out; ``ttft_s`` and ``seconds`` run from `RequestBegun` to the
     first token (None without one) and to the end.
@@ -152,5 +152,5 @@ RequestEvent = (
     RequestBegun | RequestAdmitted | RequestLoaded | PromptComputed | PromptStored | RequestEnded
 )
 RequestObserver = Callable[[RequestEvent], None]
-"""Called in the engine's thread, which waits for it: it must be quick. It ignores events of
-requests whose earlier events it has not seen."""
+"""Called in the engine's thread, which waits for the call: an observer must be quick. It ignores
+events of requests whose earlier events it has not seen."""

@@ -28,7 +28,7 @@ class ReuseTotals:
         self._unpriced = 0  # tokens reused before the first one was computed
 
     def reused(self, tier: str, tokens: int) -> None:
-        """Count tokens that came from a tier."""
+        """Count tokens reused from a tier."""
         if tier not in self.hit_tokens and len(self.hit_tokens) > _MOST_TIERS:
             tier = "other"
         self.hit_tokens[tier] = self.hit_tokens.get(tier, 0) + tokens
@@ -38,7 +38,7 @@ class ReuseTotals:
             self._unpriced += tokens
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """Count computed tokens, which also price a reused one."""
+        """Count computed tokens; their average time is the time that a reused token saves."""
         self.computed_tokens += tokens
         self.computed_seconds += seconds
         if self._unpriced and self.computed_tokens:

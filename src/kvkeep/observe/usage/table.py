@@ -38,7 +38,7 @@ class NamespaceUsage(ReuseCounts):
 
     tenant: str = ""
     recent_prompt: float = field(default=0.0, repr=False)
-    """Prompt tokens, of which each counts half after a half-life, times the table's weight."""
+    """Prompt tokens, each halved with every half-life, times the table's weight."""
     recent_reused: float = field(default=0.0, repr=False)
 
 
@@ -56,7 +56,7 @@ class SessionUsage(ReuseCounts):
 
 @dataclass(frozen=True, slots=True)
 class NamespaceShare:
-    """A namespace's share of all late prompt tokens, and the reused share of its own (0 … 1).
+    """A namespace's share of all recent prompt tokens, and the reused share of these (0 … 1).
 
     ``name`` is None for all namespaces that are not listed.
     """
@@ -86,9 +86,9 @@ class UsageTable:
     """A `RequestObserver` (`see`) that adds up usage for metrics and the dashboard.
 
     ``num_pages`` are those of the cache. At most ``names`` namespaces are remembered: beyond that
-    the half with fewer late prompt tokens is forgotten, and counts among those without a name. The
-    last thousand sessions are remembered. Late means: after ``half_life_s`` seconds a token counts
-    half. ``clock`` gives seconds since 1970, ``monotonic`` seconds.
+    the half with fewer recent prompt tokens is forgotten, and counts as unlisted. The last thousand
+    sessions are remembered. Recent tokens are weighted: after ``half_life_s`` seconds a token
+    counts half. ``clock`` gives seconds since 1970, ``monotonic`` seconds.
 
     Thread safety: all methods. Memory: bounded, below 4 MB, names aside. Cost: about 5 µs a
     request; snapshots take one pass over the names.
@@ -157,7 +157,7 @@ class UsageTable:
                 counts = (*counts, self._session(tenant, request.session, event.turn, now))
             for one in counts:
                 one.add(tokens, reused)
-            # Late tokens weigh more, instead of all earlier ones less: no other row is touched.
+            # New tokens weigh more, instead of all earlier ones less: no other row is touched.
             weight = self._weight()
             for one in (row, self._all):
                 one.recent_prompt += weight * tokens

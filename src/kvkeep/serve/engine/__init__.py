@@ -15,8 +15,8 @@ A request's way from `Engine.add` to its tokens:
     text.py         tokens to text, up to a stop text
     results.py      `Delta` for each step of an answer; `Completion` at the end
 
-Beside it: params.py, stats.py; observe.py: events for observers; loading.py: models from files;
-probe.py: the proof that a model computes the same over pages; linear.py: faster layers on CPUs.
+Also: params.py, stats.py; observe.py: events for observers; loading.py: models from files;
+probe.py: checks that a model computes the same over pages; linear.py: faster layers on CPUs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`Answer`: one sequence that a request generates; what the scheduler runs and preempts."""
+"""`Answer`: one sequence that a request generates; the scheduler's unit of work."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BY_ARRIVAL = attrgetter("order")
 
 
 class Answer:
-    """One answer of a request: its generated tokens, and where it stands.
+    """One answer of a request: its generated tokens and its progress.
 
     A waiting answer has no ``sequence``. A running answer's sequence holds the prompt, all
     generated tokens but the newest, and the ``drafts`` of the present step; the KV of the first
@@ -90,7 +90,7 @@ class Answer:
 
     @property
     def slots(self) -> int:
-        """Places it takes in the batch; before its prompt is computed, those of all answers."""
+        """Places taken in the batch; until the prompt is computed, one for each future answer."""
         return 1 if self.request.forked else self.request.params.width
 
     def tokens(self) -> TokenArray:
@@ -116,11 +116,11 @@ class Answer:
 
     @property
     def has_logits(self) -> bool:
-        """Whether it is a beam whose logits wait for those of the other beams."""
+        """Whether this answer is a beam whose logits wait for those of the other beams."""
         return self.logits is not None
 
     def fork(self, index: int, *next_token: int) -> Answer:
-        """Return an answer that shares the pages of this one and goes on from it."""
+        """Return an answer that shares the pages of this one and continues its tokens."""
         assert not self.drafts
         other = Answer(self.request, index)
         other.generated = [*self.generated, *next_token]
@@ -139,11 +139,11 @@ class Answer:
 
     @property
     def mean_logprob(self) -> float:
-        """Mean log probability of its tokens, by which answers are ranked."""
+        """Mean log probability of the generated tokens; ranks answers."""
         return self.sum_logprob / max(1, len(self.generated))
 
     def row(self, ahead: int = 0) -> LogitsRow:
-        """Return how to choose its next token, or the one after ``ahead`` drafts."""
+        """Return the rules that choose the next token, or the token after ``ahead`` drafts."""
         request = self.request
         chance = None
         if not request.params.greedy:
@@ -206,7 +206,7 @@ class Answer:
         return self._shown
 
     def delta(self) -> Delta:
-        """Return what was generated since the last delta."""
+        """Return the tokens and text generated since the last delta."""
         start, self._shown = self._shown, len(self.generated)
         text, self._unshown = self._unshown, ""
         return Delta(

@@ -45,10 +45,10 @@ class Hypothesis:
 class BeamSearch:
     """A search for the likeliest whole answers to one prompt, with ``params.beams`` beams.
 
-    Pure logic: it reads logits and says which sequence to fork where; it holds neither cache nor
-    model. Call `start` with the logits behind the prompt, then compute each pick and call `advance`
-    with their logits in the same order, until `done` or until there is no room; `finish` returns
-    the answers.
+    Pure logic: it reads logits and returns which beams to fork with which tokens; it uses neither
+    cache nor model. Call `start` with the logits behind the prompt, then compute each pick and
+    call `advance` with their logits in the same order, until `done` or until there is no room;
+    `finish` returns the answers.
 
     The rules are those of Transformers' ``generate(num_beams=…, early_stopping=False)``. A step
     ranks all continuations and considers the best ``2 * beams`` of them (``beams`` more for each
@@ -56,9 +56,10 @@ class BeamSearch:
     ``beams`` that do not end live on. The search is done when no live beam, were it to end now,
     would beat the worst of ``beams`` hypotheses, or at ``max_length``.
 
-    ``end_tokens`` end an answer unless ``params.ignore_eos``. ``has_stop`` says whether an answer's
-    tokens contain a stop text; it is called for each considered continuation that no end token
-    ends. ``max_length`` is the longest sequence of model and pool, including the ``prompt_tokens``.
+    ``end_tokens`` end an answer unless ``params.ignore_eos``. ``has_stop`` returns whether an
+    answer's tokens contain a stop text; it is called for each considered continuation that no end
+    token ends. ``max_length`` is the longest sequence of model and pool, including the
+    ``prompt_tokens``.
 
     Thread safety: none. Cost: one log-softmax and one ranking of beams × vocabulary a step.
     """
@@ -94,7 +95,7 @@ class BeamSearch:
 
     @property
     def done(self) -> bool:
-        """Whether the search has ended: no beam lives."""
+        """Whether the search has ended: no beam is live."""
         return self._done
 
     def start(self, logits: torch.Tensor) -> list[Pick]:

@@ -1,4 +1,4 @@
-"""`RequestChecks`: what a request must satisfy before an engine takes it."""
+"""`RequestChecks`: validates a request before an engine queues it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class RequestChecks:
                 )
 
     def search(self, params: SamplingParams, prompt_tokens: int) -> BeamSearch | None:
-        """Return the beam search that ``params`` ask for; None if they ask for none."""
+        """Return the beam search for ``params``; None if they have no beams."""
         if not params.beams:
             return None
         return BeamSearch(

@@ -1,4 +1,4 @@
-"""Draft tokens by prompt lookup: what followed the same tokens earlier in the sequence.
+"""Draft tokens by prompt lookup: the tokens that followed an earlier occurrence of the last ones.
 
 Answers that quote, edit or continue their prompt are often predicted many tokens at a time. Source:
 Saxena, "Prompt Lookup Decoding", 2023.
@@ -61,7 +61,7 @@ class PromptLookup:
     def propose(self, limit: int) -> list[int]:
         """Return at most ``limit`` draft tokens; none without a match, or while drafting rests.
 
-        They are what followed the longest earlier match. If fewer tokens follow the match than
+        They are the tokens behind the longest earlier match. If fewer tokens follow the match than
         wanted, they are repeated: the sequence is taken to be periodic.
         """
         ours = self._tokens
@@ -78,7 +78,7 @@ class PromptLookup:
         return []
 
     def accepted(self, count: int, of: int) -> None:
-        """Adapt to the last proposal: ``count`` ``of`` its verified tokens were right.
+        """Adapt to the last proposal: ``count`` of its ``of`` verified tokens were right.
 
         If all were right, the next draft is twice as long, up to ``max_draft``; else it is two
         shorter, but longer than ``count``. After two failures in a row drafting rests, for twice as
@@ -122,6 +122,6 @@ def _index(tokens: array[int], length: int) -> dict[bytes, int]:
     if len(tokens) <= length:
         return {}
     row = np.frombuffer(tokens, np.int32)
-    windows = np.lib.stride_tricks.sliding_window_view(row, length)[:-1]  # the last has no next
+    windows = np.lib.stride_tricks.sliding_window_view(row, length)[:-1]  # nothing follows the last
     keys = np.ascontiguousarray(windows).view(f"V{row.itemsize * length}")[:, 0].tolist()
     return dict(zip(keys, range(length, len(tokens)), strict=True))

@@ -160,9 +160,9 @@ class Engine:
         return request
 
     def abort(self, request: Request) -> None:
-        """Drop a request and free its pages; what it published stays cached.
+        """Drop a request and free its pages; pages that it published stay cached.
 
-        It gets no more deltas. A request that has ended is left as it is.
+        The request produces no more deltas. Does nothing for a request that has ended.
         """
         if request.id in self._scheduler.requests:
             self._stats.aborted += 1
@@ -171,19 +171,19 @@ class Engine:
             self._notifier.emit(ended)
 
     def step(self) -> list[Delta]:
-        """Run one forward pass; return what it produced, nothing if there was nothing to compute.
+        """Run one forward pass and return its deltas; empty if there was nothing to compute.
 
-        An error in the pass ends the requests that took part in it, and is in their last delta;
-        others go on. Raises `IllegalStep` when the runner was given to another cache.
+        An error in the pass ends the requests that took part in it: their last delta has it. Other
+        requests go on. Raises `IllegalStep` when the runner was given to another cache.
         """
         self._check_cache()
         return self._step.run()
 
     def close(self, timeout: float = 10.0) -> bool:
-        """Abort all requests, and wait ``timeout`` seconds for the store to keep what was computed.
+        """Abort all requests, and wait ``timeout`` seconds for the store to write computed KV.
 
-        Returns whether the store keeps all of it; True without a store. May be called twice; `add`
-        and `step` may not be called afterwards.
+        Returns whether the store has written all of it; True without a store. May be called twice;
+        `add` and `step` may not be called afterwards.
         """
         try:
             for request in list(self._scheduler.requests.values()):
@@ -194,7 +194,7 @@ class Engine:
         return flushed
 
     def clear_store(self, namespace: NamespaceLike | None = None) -> Removed | None:
-        """Delete what the store has of one namespace; None: of all namespaces seen here.
+        """Delete the stored KV of ``namespace``; None: of all namespaces that this engine has seen.
 
         Returns None without a store. Safe from any thread.
         """
@@ -203,7 +203,7 @@ class Engine:
         return None if offload is None else offload.clear(space)
 
     def remove_stored(self, tokens: TokensLike, namespace: NamespaceLike = "") -> Removed | None:
-        """Delete what the store has of a prompt, as `KVStore.remove` does; None without a store.
+        """Delete the stored KV of a prompt, as `KVStore.remove` does; None without a store.
 
         Safe from any thread. Running requests store what they compute afterwards.
         """
@@ -219,9 +219,9 @@ class Engine:
         return None if offload is None else offload.tenant_of(as_namespace(namespace))
 
     def observe(self, *observers: RequestObserver) -> None:
-        """Call these observers from now on, instead of those before.
+        """Replace the observers.
 
-        They may receive events of requests that were added before.
+        The new ones may receive later events of requests that were added before.
         """
         self._notifier.observers = observers
 

@@ -1,4 +1,4 @@
-"""`Limits`: how much an engine takes on at once."""
+"""`Limits`: bounds on an engine's batch and queue."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["Limits"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How much an engine takes on at once.
+    """Bounds on an engine's batch and queue.
 
     ``max_running`` answers are computed together, and ``step_tokens`` tokens in one forward pass:
-    prompts are computed in chunks of what the decoding answers leave of it. ``max_waiting``
+    decoding answers come first, and chunks of prompts take the rest. ``max_waiting``
     requests may wait (None: any number). A request with more of its prompt cached may overtake
     others; each is overtaken at most ``max_overtaken`` times. ``watermark`` is the share of the
     pool that admission keeps free for running answers to grow into.

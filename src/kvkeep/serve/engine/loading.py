@@ -1,6 +1,6 @@
-"""Load a local Hugging Face causal language model, or say in one line why it cannot be loaded.
+"""Load a local Hugging Face causal language model, or raise an error with the reason in one line.
 
-Nothing is fetched from a network, and no code that comes with a model is run.
+Uses no network, and runs no code that comes with a model.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def context_tokens(config: PretrainedConfig) -> int | None:
 
 
 def vocabulary(model: PreTrainedModel) -> int:
-    """Return how many token ids ``model`` knows: 0 … vocabulary - 1."""
+    """Return the number of token ids of ``model``: 0 … vocabulary - 1."""
     weight = model.get_input_embeddings().weight
     assert isinstance(weight, torch.Tensor)
     return weight.shape[0]

@@ -1,4 +1,4 @@
-"""`SamplingParams`: how a request's tokens are chosen, its number of answers, when it ends."""
+"""`SamplingParams`: a request's rules for choosing tokens, and its number of answers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from kvkeep.core.errors import InvalidValue, told
 __all__ = ["SamplingParams"]
 
 _MAX_LOGPROBS = 100
-# Larger values overflow the tensors of a step, and would fail the other requests in it.
+# Larger values overflow the tensors of a step, which would fail its other requests, too.
 _INT32 = 2**31 - 1
 _FINITE = sys.float_info.max
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one request's tokens are chosen, how many answers it has, and when it ends.
+    """The rules for one request: choice of tokens, number of answers, and when they end.
 
     ``temperature`` 0 takes the likeliest token. Above 0 a token is drawn: from the ``top_k``
     likeliest (0: all), of these from the fewest whose probabilities add up to ``top_p``, of these

@@ -1,4 +1,4 @@
-"""A proof at load time that a model computes the same over pages as by itself.
+"""A check at load time that a model computes the same over pages as by itself.
 
 Two sequences run over pages, first the beginnings of both, then the rest with the KV in the pages;
 their logits are compared with the model's own. One begins with a long piece and ends with a short

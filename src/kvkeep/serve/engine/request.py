@@ -29,7 +29,7 @@ __all__ = ["CacheUse", "Request"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheUse:
-    """How a request uses cache and store; see `Engine.add`."""
+    """A request's use of cache and store; see `Engine.add`."""
 
     namespace: Namespace
     store: bool = True
@@ -60,7 +60,7 @@ class Request:
         self.id = id
         origin = RequestOrigin(str(id)) if origin is None else origin
         self.record = RequestRecord(origin, prompt, use.namespace, use.session, use.store)
-        """What observers get with each event."""
+        """The description of this request in each event for observers."""
         self.prompt = prompt
         self.params = params
         self.namespace = use.namespace
@@ -73,10 +73,10 @@ class Request:
         self.cached_tokens: int | None = None
         """Prompt tokens reused from pool and store; None before the first admission."""
         self.loaded_tokens = 0
-        """Of ``cached_tokens``, those that came from the store."""
+        """Those of ``cached_tokens`` that came from the store."""
         self.seed = fresh_seed() if params.seed is None else params.seed
         self.live: list[Answer] = [Answer(self, 0)]
-        """The answers that wait or run."""
+        """Answers that wait or run."""
         self.ended: list[Answer] = []
         self._began = perf_counter()
         self._first_token = 0.0
@@ -94,7 +94,7 @@ class Request:
 
     @property
     def is_ranked(self) -> bool:
-        """Whether answers are ranked when all have ended, so that none is shown before."""
+        """Whether answers are ranked when all have ended; deltas come only then."""
         params = self.params
         return self.search is not None or params.width > params.n
 
@@ -114,7 +114,7 @@ class Request:
             self._first_token = perf_counter()
 
     def completion(self, choices: tuple[Choice, ...]) -> Completion:
-        """Return the result of this request, which ends now with these answers."""
+        """Return the result of this request, which ends now, with these finished answers."""
         now = perf_counter()
         return Completion(
             choices=choices,

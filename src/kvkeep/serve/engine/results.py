@@ -1,4 +1,4 @@
-"""What a request produces: `Delta` while it runs, `Choice` and `Completion` when it has ended."""
+"""Results of a request: `Delta` while it runs; `Choice` and `Completion` when it has ended."""
 
 from __future__ import annotations
 

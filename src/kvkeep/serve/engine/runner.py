@@ -52,7 +52,7 @@ class Runner:
     ) -> None:
         """Take over ``model``: replace its attention, if that leaves its results the same.
 
-        Its identity is taken before anything else: about 0.1 s a GiB on a CPU. There, in float32,
+        The model's identity is computed first: about 0.1 s a GiB on a CPU. In float32 on a CPU,
         linear layers keep their weights twice, up to 1 GiB more in all (see
         `kvkeep.serve.engine.linear`).
         """
@@ -124,10 +124,11 @@ class Runner:
         return pool if self.context_tokens is None else min(pool, self.context_tokens)
 
     def check_model(self) -> None:
-        """Raise `IllegalStep` if the model was changed since it was taken over.
+        """Raise `IllegalStep` if the model was changed since this runner took it over.
 
-        Its KV would no longer match the cached KV. `ModelWatch` says what is noticed. Cost: about
-        0.1 ms for a model of 4 layers, 1 ms for 32; on a GPU it waits for running kernels.
+        New KV would no longer match the cached KV. `ModelWatch` lists the changes that are noticed.
+        Cost: about 0.1 ms for a model of 4 layers, 1 ms for 32; on a GPU it waits for running
+        kernels.
         """
         if (what := self._watch.changed()) is not None:
             raise IllegalStep(
@@ -136,11 +137,11 @@ class Runner:
             )
 
     def serve(self, cache: PagedCache) -> None:
-        """Let ``cache`` own these pages from now on; the KV in them is not kept."""
+        """Let ``cache`` own the pages from now on; the KV in them is lost."""
         self._cache = weakref.ref(cache)
 
     def serves(self, cache: PagedCache) -> bool:
-        """Whether ``cache`` is the one that owns the pages."""
+        """Whether ``cache`` owns the pages."""
         return self._cache is not None and self._cache() is cache
 
     def copy(self, copies: Iterable[PageCopy]) -> None:

@@ -68,10 +68,10 @@ def chance_of(seed: int, choice: int, position: int) -> int:
 
 @dataclass(slots=True)
 class LogitsRow:
-    """How to choose a token from one row of logits.
+    """The rules for choosing a token from one row of logits.
 
-    ``chance`` are the random bits to draw with; None takes the likeliest, whatever ``params`` say.
-    ``generated`` are the answer's tokens so far, which only penalties read.
+    ``chance`` are the random bits to draw with; with None the likeliest token is chosen, even if
+    ``params`` have a temperature. ``generated`` are the answer's tokens so far, for penalties.
     """
 
     params: SamplingParams
@@ -228,12 +228,12 @@ def _draw(scores: torch.Tensor, rows: list[LogitsRow]) -> torch.Tensor:
 
 
 def _pick(scores: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """Return some of the rows, in order; a copy unless these are all."""
+    """Return these rows of ``scores``, in order; a copy unless they are all rows."""
     return scores if len(rows) == len(scores) else scores[rows]
 
 
 def _draw_uncut(scores: torch.Tensor, rows: list[LogitsRow]) -> torch.Tensor:
-    """Draw from all tokens, or those that ``min_p`` leaves; needs no ranking."""
+    """Draw from all tokens, cut only by ``min_p``; needs no ranking."""
     weights = scores.exp()
     if any(row.params.min_p > 0 for row in rows):
         weights = weights.where(weights >= _Knobs.of(rows, scores.device).min_p, 0)

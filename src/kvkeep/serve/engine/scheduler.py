@@ -1,4 +1,4 @@
-"""`Scheduler`: which answers the next step computes, and how many tokens of each.
+"""`Scheduler`: chooses the answers that the next step computes, and the tokens of each.
 
     waiting ──admit──▶ running ──grow──▶ chunks ──(a forward pass)──▶ …
        ▲                  │
@@ -108,7 +108,7 @@ class Scheduler:
         insort(self.running, answer, key=BY_ARRIVAL)
 
     def remove(self, answer: Answer) -> None:
-        """Remove ``answer`` and free its pages; what it published stays cached."""
+        """Remove ``answer`` and free its pages; pages that it published stay cached."""
         if self._offload is not None:
             self._offload.cancel(answer)
         if answer.sequence is None:
@@ -120,10 +120,10 @@ class Scheduler:
         self._blocked = 0
 
     def _preempt(self, answer: Answer) -> None:
-        """Move ``answer`` back to the queue; what stays cached until its turn is not recomputed.
+        """Move ``answer`` back to the queue; pages that stay cached are not computed again.
 
-        A beam search restarts behind its prompt: beams go on only together, and without the pages
-        they shared as forks they might not be admitted together again.
+        A beam search restarts behind its prompt: beams run only together, and without the pages
+        that they shared as forks they might not all be admitted again.
         """
         request = answer.request
         if request.search is None:
@@ -194,7 +194,7 @@ class Scheduler:
     def _computed_by_another(self, answer: Answer) -> bool:
         """Whether a running answer will publish more of this prompt than is cached.
 
-        Waiting for it costs no time: this answer would compute those tokens no sooner.
+        Waiting for that answer costs no time: this one would compute the tokens no sooner.
         """
         if not self._cache.reuse:
             return False
@@ -287,13 +287,13 @@ class Scheduler:
         return stuck
 
     def _alone(self, answer: Answer) -> bool:
-        """Whether no other can be preempted; beams of one search cannot for each other."""
+        """Whether no other answer can be preempted; a beam cannot preempt beams of its search."""
         if answer.request.search is not None:
             return self.running[0].request is answer.request
         return len(self.running) == 1
 
     def _append(self, answer: Answer, spare: int) -> int | None:
-        """Append the newest token and drafts; return the number of drafts, None without pages."""
+        """Append the newest token and drafts; return the number of drafts, None if out of pages."""
         sequence = answer.running_sequence
         newest = answer.generated[-1]
         drafts = answer.propose(spare)
@@ -312,7 +312,7 @@ class Scheduler:
         return 0
 
     def chunks(self) -> list[Chunk]:
-        """Return what to compute now: the newest tokens of decoding answers, then prompts in order.
+        """Return the chunks to compute: newest tokens of decoding answers, then prompts in order.
 
         Answers whose prompts are being loaded are left out.
         """

@@ -1,4 +1,4 @@
-"""`EngineStep`: one forward pass over what the `Scheduler` chose, and what it produces.
+"""`EngineStep`: one forward pass over the chunks that the `Scheduler` chose, and its deltas.
 
 admit, receive, grow, chunks ──▶ copies ──▶ forward ──▶ publish ──▶ choose ──▶ emit
                                                                       │
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class EngineStep:
-    """The step of an `Engine`. Thread safety: none."""
+    """Runs the steps of an `Engine`. Thread safety: none."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class EngineStep:
         self._stats = stats
         self._offload = offload
         self._notifier = notifier or Notifier()
-        # Requests that ended in this step: emitted after what the step computed of them.
+        # Requests that ended in this step: emitted after the step's other events about them.
         self._over: list[RequestEnded] = []
 
     def run(self) -> list[Delta]:
@@ -229,7 +229,7 @@ class EngineStep:
             self._end(request, sorted(request.ended, key=BY_ARRIVAL), deltas)
 
     def _end_ranked(self, request: Request, best: list[Answer], deltas: list[Delta]) -> None:
-        """End a ranked request, and emit its answers: none was shown before."""
+        """End a ranked request, and emit its answers, which had no deltas before."""
         for index, answer in enumerate(best):
             answer.index = index
             deltas.append(answer.delta())

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GrowingText", "Tokenizer"]
 
-# What a tokenizer decodes incomplete or invalid bytes to.
+# The replacement character, to which a tokenizer decodes incomplete or invalid bytes.
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 # The name of a single byte in vocabularies whose tokens are text.
 _BYTE_NAME = re.compile(r"<0x([0-9A-F]{2})>")
@@ -113,7 +113,7 @@ class Tokenizer:
         return token in self._special or self._tokenizer.convert_ids_to_tokens(token) is None
 
     def token_bytes(self, token: int) -> bytes:
-        """Return what one token stands for within a text, in UTF-8; may be part of a character.
+        """Return the text that one token stands for, in UTF-8; may be part of a character.
 
         Special tokens stand for their names, ids without a token for nothing.
         """
@@ -192,7 +192,7 @@ class Decoding(Protocol):
         """Add one token; return the characters that are complete now."""
 
     def end(self) -> str:
-        """End the text; return what was held back: an incomplete character."""
+        """End the text; return the incomplete character that was held back, if any."""
 
 
 class _ByBytes:
@@ -265,9 +265,9 @@ class _ByWindow:
 class GrowingText:
     """The text of an answer while its tokens come, cut before the first of its stop texts.
 
-    `add` and `finish` return the text that is final: an incomplete character, or what may be the
-    beginning of a stop text, is held back. Cost: constant for each token; with stop texts, a search
-    in what is held back.
+    `add` and `finish` return text that is final. An incomplete character, and characters that may
+    begin a stop text, are held back. Cost: constant for each token; with stop texts, a search in
+    the held text.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
@@ -279,7 +279,7 @@ class GrowingText:
 
     @property
     def text(self) -> str:
-        """The whole text so far, held back or not. Cost: a copy of it."""
+        """The whole text so far, including held text. Cost: a copy of the text."""
         return "".join(self._shown) + self._held
 
     def add(self, token: int) -> str:
@@ -288,7 +288,7 @@ class GrowingText:
         return self._take(self._decoding.add(token))
 
     def finish(self) -> str:
-        """End the text; return what was held back."""
+        """End the text; return the text that was held back."""
         shown = "" if self.stopped else self._take(self._decoding.end())
         return shown + self._show(len(self._held))
 

@@ -22,7 +22,7 @@ __all__ = ["BodyBudget", "BodyGuard", "BodyRefused", "RequestBody", "body_of"]
 FREE_BYTES = 64 << 10
 """The first bytes of each body are not counted, so small requests pass when the budget is full."""
 _LINGER_S = 1.0
-"""Seconds for which a refused body is read on, so that the client gets to read the response."""
+"""Seconds to keep reading a refused body, so that the client gets to read the response."""
 _KEY = "kvkeep.body"
 # A connection whose body was not read to its end cannot carry another request.
 _CLOSE = {"Connection": "close"}
@@ -31,7 +31,7 @@ _CLOSE = {"Connection": "close"}
 class BodyRefused(Exception):
     """A refused body, with the ``status``, ``code`` and ``headers`` of the response.
 
-    The client is sent the message.
+    The response has the exception's message.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class RequestBody:
             self._large = None
 
     async def _refused(self, why: str, *, lingers: bool) -> BodyRefused:
-        """Release the body, read on for a moment if ``lingers``, and return the error to raise."""
+        """Release the body, keep reading for a moment if ``lingers``; return the error to raise."""
         self.close()
         self._bodies.refused[why] += 1
         if lingers:

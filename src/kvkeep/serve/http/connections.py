@@ -1,4 +1,4 @@
-"""The connections of one server: how many, what each waits for, and until when."""
+"""The connections of one server: their limit, the phase of each, and its deadline."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ConnectionLimits:
 
 
 class Phase(Enum):
-    """What a connection waits for."""
+    """The event that a connection waits for."""
 
     HEAD = "head"
     """The head of its first request, or the rest of a head that has begun."""
@@ -96,8 +96,8 @@ class Connections:
 
     @property
     def settling(self) -> bool:
-        """Whether the limit is reached and the next to be displaced was opened too recently for its
-        head to have been read. Lasts for a few turns of the event loop.
+        """Whether the limit is reached, and the connection to displace next was opened so recently
+        that its head cannot have been read. Lasts for a few turns of the event loop.
         """
         oldest = next(iter(self._phases[Phase.HEAD]), None)
         return oldest is not None and not oldest.was_read and self.full
@@ -151,8 +151,8 @@ class Connections:
 class GuardedProtocol(H11Protocol):
     """uvicorn's HTTP/1.1 protocol with a time limit for each wait on the client.
 
-    `kvkeep.serve.http.BodyBudget` limits the wait for a body, the application the wait for a
-    response.
+    `kvkeep.serve.http.BodyBudget` limits the wait for a body; the application limits the wait for
+    a response.
     """
 
     def __init__(self, connections: Connections, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""`unless_disconnected`: work for a client that may leave before it is done."""
+"""`unless_disconnected`: cancels work whose client leaves before the work is done."""
 
 from __future__ import annotations
 

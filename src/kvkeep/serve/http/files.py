@@ -1,4 +1,4 @@
-"""How many connections the limit on open files (``RLIMIT_NOFILE``) allows."""
+"""The number of connections that the limit on open files (``RLIMIT_NOFILE``) allows."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def raise_file_limit() -> int:
 def connections_for(wanted: int | None = None, *, files_each: int = 1) -> int:
     """Return how many connections may be open at once, if each takes ``files_each`` files.
 
-    ``wanted`` if given, else 1,024 or what the limit on open files minus a reserve allows. Raises
-    `InvalidValue` if ``wanted`` exceeds what it allows.
+    Returns ``wanted`` if given, else 1,024, or fewer if the limit on open files, less a reserve,
+    does not allow that many. Raises `InvalidValue` if the limit does not allow ``wanted``.
     """
     limit = file_limit()
     room = max(1, (limit - min(_MOST_RESERVE, limit // 4)) // files_each)

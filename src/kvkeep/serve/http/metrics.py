@@ -20,7 +20,7 @@ __all__ = ["families"]
 
 
 def families(connections: Connections | None, bodies: BodyBudget | None) -> Iterator[Metric]:
-    """Yield the metrics of those that are given."""
+    """Yield the metrics of ``connections`` and ``bodies``, each unless None."""
     if connections is not None:
         phases = GaugeMetricFamily(
             "kvkeep_http_connections",

@@ -90,9 +90,9 @@ class CacheMirror:
     def reconcile(self, spaces: Iterable[tuple[Namespace, Iterable[StoredRun]]]) -> list[KVEvent]:
         """Make the mirror equal to the given runs of each namespace. Return the events to publish.
 
-        For a cache that existed before the mirror, or whose events were missed. Runs come depth
-        first, as from `PagedCache.runs`. Runs without tokens (of the chain index) and all behind
-        them are left out.
+        For a cache that existed before the mirror, or whose events were missed. Runs are given
+        depth first, as by `PagedCache.runs`. Runs without tokens (of the chain index) and all runs
+        below them are left out.
         """
         events: list[KVEvent] = []
         seen: set[int] = set()
@@ -112,7 +112,7 @@ class CacheMirror:
         return events + self._remove([page for page in self._pages if page not in seen])
 
     def snapshot(self) -> Iterator[KVEvent]:
-        """Yield all pages as events for a reader that knows nothing, parents first."""
+        """Yield all pages as events for a new reader, parents first."""
         children: dict[int, list[int]] = {}
         for page, held in self._pages.items():
             children.setdefault(held.parent, []).append(page)

@@ -98,7 +98,7 @@ class EventPublisher:
     million tokens. When the queue is full, events are dropped and counted, and the thread compares
     its mirror with the cache as soon as it can.
 
-    Events show the tokens of prompts to anybody who can connect; salts are digests. Raises
+    Events show the tokens of prompts to every client that can connect; salts are digests. Raises
     `InvalidValue` for an endpoint that cannot be bound.
 
     Thread safety: `close` may be called from any thread, and repeatedly.
@@ -151,7 +151,7 @@ class EventPublisher:
         self._thread.start()
 
     def close(self) -> None:
-        """Publish what is queued, then stop."""
+        """Publish the queued events, then stop."""
         self._unsubscribe()
         self._closing = True
         self._wake()
@@ -182,7 +182,7 @@ class EventPublisher:
 
     def _run(self) -> None:
         try:
-            # Readers of an earlier process at this endpoint drop what it published.
+            # Readers of an earlier process at this endpoint drop the blocks that it published.
             self._publish([AllBlocksCleared()])
             self._resync()
             poller = zmq.Poller()
@@ -224,7 +224,7 @@ class EventPublisher:
             yield from self._mirror.take(event)
 
     def _resync(self) -> None:
-        """Publish what differs between the mirror and the cache.
+        """Publish the differences between the mirror and the cache.
 
         Cache events queued meanwhile are applied afterwards; those already visible in the cache's
         runs change nothing.

@@ -31,7 +31,7 @@ _MAX_BACKOFF_S = 60.0
 
 
 class Receiver(Protocol):
-    """Where events are delivered to; `kvkeep.serve.router.PrefixRouter` is one."""
+    """A receiver of events; `kvkeep.serve.router.PrefixRouter` is one."""
 
     def apply(self, instance: str, events: Sequence[KVEvent], rank: int = 0) -> None:
         """Apply the events of one rank, in order."""
@@ -88,7 +88,7 @@ class EventReader:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop reading. The receiver keeps what was delivered."""
+        """Stop reading. The receiver keeps the delivered events."""
         self._closing = True
         with contextlib.suppress(OSError):
             self._wake_send.send(b"!")
@@ -117,7 +117,7 @@ class EventReader:
         self._context.destroy(linger=0)
 
     def _turn(self) -> None:
-        """Wait for messages or the next deadline, then handle what is due."""
+        """Wait for messages or the next deadline, then handle messages and expired deadlines."""
         poller = zmq.Poller()
         poller.register(self._wake_recv, zmq.POLLIN)
         times = []
@@ -205,7 +205,7 @@ class EventReader:
             sub.stats.malformed += 1
 
     def _reset(self, sub: Subscription) -> None:
-        """Forget everything known of a source, in the receiver as well."""
+        """Forget the state of a source, and clear its blocks in the receiver."""
         if sub.stream.taken is not None or sub.ranks:
             sub.stats.resets += 1
         for rank in sub.ranks:
@@ -216,7 +216,7 @@ class EventReader:
     # --- replays -----------------------------------------------------------------------------
 
     def _request_update(self, sub: Subscription, now: float, *, after_gap: bool = False) -> None:
-        """Request what came since the last batch taken, or a snapshot if none was."""
+        """Request the batches since the last one taken, or a snapshot if none was taken."""
         unknown = sub.stream.taken is None
         what = ReplayRequest.SNAPSHOT if unknown else ReplayRequest.SINCE
         self._request(sub, what, now, after_gap=after_gap)

@@ -1,4 +1,4 @@
-"""`Source`, a publisher to follow, and `Stream`, which classifies its messages. No sockets here."""
+"""`Source`, a publisher to follow, and `Stream`, which classifies its messages without I/O."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["MessageAction", "ReaderStats", "Source", "Stream", "check_endpoint",
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Raise `InvalidValue` unless ZeroMQ can use this address, and as it is meant."""
+    """Raise `InvalidValue` unless ZeroMQ accepts this address and reads it as intended."""
     scheme, found, rest = endpoint.partition("://")
     _, _, port = rest.rpartition(":")
     sound = scheme in {"tcp", "ipc", "inproc"} and bool(found and rest)
@@ -69,7 +69,7 @@ class ReaderStats:
 
 
 class MessageAction(Enum):
-    """What to do with a live message."""
+    """The reader's action on a live message."""
 
     TAKE = "take"
     SKIP = "skip"  # a replay brought it already
@@ -83,7 +83,7 @@ def digest(payload: bytes) -> bytes:
 
 
 class Stream:
-    """The sequence numbers of one publisher: the last batch taken, and what to do with the next.
+    """The sequence numbers of one publisher: the last batch taken, and the action on the next.
 
     A publisher's numbers only grow. A live number not above the last live one means that it was
     restarted; one above that but not above the last taken was in a replay before. A restarted
@@ -100,7 +100,7 @@ class Stream:
         self._digest: bytes | None = None
 
     def classify(self, seq: int) -> MessageAction:
-        """Return what to do with a live message of this number."""
+        """Return the action on a live message of this number."""
         if seq <= self._live:
             return MessageAction.RESTART
         if self.taken is None:

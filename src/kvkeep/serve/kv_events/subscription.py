@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 __all__ = ["ReplayRequest", "Subscription"]
 
-# Messages queued in this process per socket. More wait at the publisher, which has a bound of its
-# own; what it drops shows up as a gap and is replayed.
+# Messages queued in this process per socket. More wait at the publisher, which has its own
+# bound; messages that it drops show up as a gap and are replayed.
 _QUEUE = 64
 _MONITORED = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
 
 
 class ReplayRequest(Enum):
-    """Which batches a replay request asks for."""
+    """The batches that a replay request covers."""
 
     SINCE = "since"  # the last batch taken, and all after it
     SNAPSHOT = "snapshot"
@@ -40,7 +40,7 @@ class Subscription:
         self.source = source
         self.stream = Stream()
         self.stats = ReaderStats()
-        self.ranks: set[int] = set()  # those whose events were delivered
+        self.ranks: set[int] = set()  # ranks whose events were delivered
         self.next_check = 0.0
         # The replay request in flight:
         self.requested: ReplayRequest | None = None
@@ -66,7 +66,7 @@ class Subscription:
     def reconnected(self) -> bool:
         """Whether the socket has (re)connected since the last call.
 
-        ZeroMQ reports a connection before the first message of it can be read.
+        ZeroMQ reports a connection before its first message can be read.
         """
         found = False
         while self.monitor.poll(0):
@@ -78,7 +78,7 @@ class Subscription:
     def request_replay(
         self, what: ReplayRequest, now: float, timeout: float, *, after_gap: bool
     ) -> None:
-        """Send a replay request, on a new socket: a late reply to an earlier one goes nowhere."""
+        """Send a replay request, on a new socket: late replies to earlier ones are dropped."""
         self.end_replay()
         assert self.source.replay is not None
         self.dealer = self._context.socket(zmq.DEALER)

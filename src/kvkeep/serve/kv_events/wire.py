@@ -41,7 +41,7 @@ SNAPSHOT = 2**64 - 1
 
 # Bounds on one message. msgspec checks a list's claimed length before it allocates the list.
 MOST_BYTES = 8 << 20
-"""Of a message; one that stores a prompt of a million tokens has about 5 MB."""
+"""Bytes of a message; that for a stored prompt of a million tokens has about 5 MB."""
 MOST_RANKS = 1 << 16
 _MOST_EVENTS = 1 << 17
 _MOST_BLOCKS = 1 << 20

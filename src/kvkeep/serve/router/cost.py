@@ -21,7 +21,7 @@ _TIERS = {"GPU": 0.0, "COMING": 0.0, "CPU": 7e-6, "DISK": 45e-6, "STORAGE": 130e
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """The part of the time to the first token that depends on where a prompt is sent.
+    """Estimates the part of the time to the first token that depends on the choice of instance.
 
     Computing tokens m … n of a prompt takes ``token_s · (n - m) + square_s · (n² - m²)``; the
     defaults are for an 8-billion-parameter model on one large GPU. ``tiers`` are the seconds to
@@ -52,7 +52,8 @@ class CostModel:
     def prefill_s(self, tokens: int, held: HeldPrefix | None) -> float:
         """Return the seconds to prefill ``tokens`` tokens, of which ``held`` is cached.
 
-        The last token is always computed, as is a part that is slower to load than to compute.
+        The last token is always computed, and so are tokens that are slower to load than to
+        compute.
         """
         if held is None or not held.tokens:
             return self._compute(0, tokens)

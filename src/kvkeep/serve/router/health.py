@@ -1,4 +1,4 @@
-"""`Health`: which instances may get requests, judged by the outcomes of requests and probes."""
+"""`Health`: decides from outcomes of requests and probes which instances may get requests."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ _LONGEST_REST_S = 30.0
 _SILENT_PROBES = 3
 """Failed probes in a row after which the requests waiting at an instance are abandoned."""
 _IGNORED_S = 5.0
-"""A client that leaves after so many seconds without any response from the instance counts as a
-failed request."""
+"""Seconds without any answer of the instance after which a leaving client counts as a failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +67,7 @@ class InstanceHealth(Enum):
 
 
 class Doubt(Enum):
-    """Why an instance became suspect."""
+    """The reason why an instance became suspect."""
 
     PROBE = "probe"
     REQUEST = "request"
@@ -133,7 +132,7 @@ class Health:
         return [name for name in self._instances if self.state(name) is InstanceHealth.UP]
 
     def best(self, tried: Collection[str]) -> list[str]:
-        """Return the candidates for the next try: those up, else those resting, else the rest."""
+        """Return the instances to try next: those up, else those resting, else all others."""
         left = [name for name in self._instances if name not in tried]
         for state in (InstanceHealth.UP, InstanceHealth.RESTING):
             found = [name for name in left if self.state(name) is state]
@@ -144,7 +143,7 @@ class Health:
     # --- outcomes of requests ----------------------------------------------------------------
 
     def now(self) -> float:
-        """Return the current time, for `left`."""
+        """Return the current time on the clock of `left`."""
         return self._clock()
 
     def failed(self, name: str) -> None:
@@ -157,7 +156,7 @@ class Health:
         self.doubt(name, Doubt.REQUEST)
 
     def worked(self, name: str) -> None:
-        """Note a request that was answered."""
+        """Note a request that got a response."""
         one = self._instances[name]
         one.failures = 0
         one.rests_until = 0.0
@@ -179,7 +178,7 @@ class Health:
             hook(name, why)
 
     def left(self, name: str, since: float) -> None:
-        """Note that a client left that had waited for a first byte since ``since``."""
+        """Note that a client left while it waited, since ``since``, for a first byte."""
         ignored = self._instances[name].answered_at < since
         if ignored and self._clock() - since >= _IGNORED_S:
             self.failed(name)
@@ -200,7 +199,7 @@ class Health:
         self._abandon()
 
     def silent(self, name: str) -> bool:
-        """Whether so many probes failed that the instance counts as stopped."""
+        """Whether enough probes failed for the instance to count as stopped."""
         return self._instances[name].silent >= _SILENT_PROBES
 
     def wake(self, name: str) -> asyncio.Event:
@@ -213,7 +212,10 @@ class Health:
     def waiting(
         self, name: str, others: Collection[str], give_up: Callable[[], None]
     ) -> Iterator[Waiting]:
-        """Within, call ``give_up`` once if the instance is silent while one of ``others`` is up."""
+        """In this context, call ``give_up`` once if the instance is silent and another is up.
+
+        The other instance must be one of ``others``.
+        """
         waiting = Waiting(others, give_up)
         among = self._instances[name].waiting
         among.add(waiting)

@@ -14,7 +14,7 @@ __all__ = ["HeldPrefix", "TierBlocks", "in_one_tier", "in_several_tiers"]
 class HeldPrefix:
     """The cached beginning of a prompt at one place: its tokens, in total and by tier.
 
-    Blocks present in several tiers count for the first of them.
+    A block present in several tiers counts for the first of them.
     """
 
     tokens: int = 0
@@ -41,7 +41,7 @@ class TierBlocks:
 
 
 def in_one_tier(keys: list[int], among: int, tier: TierBlocks, size: int) -> dict[int, HeldPrefix]:
-    """Return what the places in the mask ``among`` hold, by bit.
+    """Return the held prefixes of the places in the mask ``among``, by bit.
 
     ``keys`` are those of the prompt's prefixes, ``size`` tokens apart. Cost: one dict lookup and
     one comparison per key.
@@ -107,7 +107,7 @@ def _count(  # noqa: PLR0917 - the walk's own state
     tiers: list[TierBlocks],
     size: int,
 ) -> None:
-    """Close the runs of places that leave a tier at key ``at``, and open those that enter one."""
+    """Add the runs of places that leave a tier at key ``at``; begin those of places that enter."""
     for tier, old, new in zip(tiers, before, now, strict=True):
         for bit in _bits(old & ~new):
             found.setdefault(bit, HeldPrefix()).add(tier.name, (at - since[bit]) * size)

@@ -1,4 +1,4 @@
-"""`PlacementIndex`: which place holds which prefix, in which tier."""
+"""`PlacementIndex`: maps prefixes to the places that hold them, by tier."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class _PlaceBlocks:
     bit: int
     tier: TierBlocks
     holders: dict[int, int]
-    """Those of ``tier``: prefix key → places, one bit each."""
+    """The tier's own table: prefix key → places, one bit each."""
     blocks: dict[Hash, int] = field(default_factory=dict)
     """Hash → prefix key, least recently stored or looked up first."""
     copies: dict[Hash, int] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class _PlaceBlocks:
 
 
 class PlacementIndex:
-    """Which places hold which prefix, as one bit mask of places per prefix and tier.
+    """Maps each prefix to the places that hold it, as one bit mask of places per tier.
 
     ``tiers`` lists tiers from the fastest on; tiers that instances name besides come after. A block
     whose parent is unknown is left out and counted (``orphans``), as are inconsistent ones
@@ -113,7 +113,7 @@ class PlacementIndex:
 
     At most ``most_blocks`` are kept per instance, over all its ranks and tiers. Beyond, the least
     recently stored or looked up blocks of its largest tier are evicted and counted (`evicted`), so
-    an instance that announces too much, or never a removal, takes no room from others.
+    an instance that announces too many blocks, or no removals, takes no room from others.
 
     Thread safety: none. Cost: about 1.5 µs to store a block and 0.1 µs per block of a lookup,
     regardless of the number of places and of evictions. Memory: about 200 bytes per block where
@@ -157,7 +157,7 @@ class PlacementIndex:
 
     # --- updates -----------------------------------------------------------------------------
 
-    # --- what places say ---------------------------------------------------------------------
+    # --- announced blocks --------------------------------------------------------------------
 
     def store(
         self,
@@ -174,8 +174,8 @@ class PlacementIndex:
     ) -> None:
         """Add blocks of ``block_size`` tokens, in order, behind ``parent`` (None: the first ones).
 
-        ``marks`` has for each block what it depends on besides the tokens up to its end, "" for
-        nothing. ``lora`` and ``salt`` matter only at a prompt's start.
+        ``marks`` names for each block its inputs besides the tokens up to its end (such as images),
+        "" for none. ``lora`` and ``salt`` matter only at a prompt's start.
         """
         count = len(hashes)
         own = self._announced(place, tier)
@@ -365,7 +365,7 @@ class PlacementIndex:
     # --- lookups -----------------------------------------------------------------------------
 
     def lookup(self, tokens: TokenArray, lora: str = "", salt: str = "") -> dict[Place, HeldPrefix]:
-        """Return what each place holds of this prompt, without the places that hold nothing."""
+        """Return the held prefix of this prompt by place, without places that hold nothing."""
         found: dict[int, HeldPrefix] = {}
         root = self._keys.root(lora, salt)
         for size, among in self._sizes.items():

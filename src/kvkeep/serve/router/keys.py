@@ -53,7 +53,7 @@ class PrefixKeys:
         return self.mark(repr(names))
 
     def mark(self, what: str) -> int:
-        """Return the number to add to a key where a prefix depends on ``what`` besides tokens."""
+        """Return the number to add to a key at a block with the further input ``what``."""
         text = what.encode("utf-8", "surrogatepass")
         number = hashlib.blake2b(text, key=self._secret, digest_size=8).digest()
         return int.from_bytes(number, "little") << _LENGTH_BITS & _ALL

@@ -31,7 +31,7 @@ _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0)
 
 
 class RouterMetrics:
-    """The router's metrics, in a registry of their own. No label names a prompt, key or client.
+    """The router's metrics, in their own registry. No label names a prompt, key or client.
 
     Only ``tiers`` have their own label; other tier names of instances count as "other". The
     listening server sets ``connections``.

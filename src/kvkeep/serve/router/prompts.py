@@ -28,7 +28,7 @@ __all__ = ["Prompt", "PromptParser", "TokenizeOutcome"]
 
 _MOST_BYTES = 32 << 20  # of a /tokenize response; 8 MiB of text has no more tokens than that
 _MOST_NAME = 4096  # bytes of a model's name or a salt, as JSON
-_MOST_TRIES = 2  # instances to ask for the tokens of one text
+_MOST_TRIES = 2  # instances that may get one text for /tokenize
 # Fields of a chat request that /tokenize takes as well.
 _CHAT = ("model", "messages", "tools", "chat_template", "chat_template_kwargs")
 _NOTHING = msgspec.Raw()
@@ -88,9 +88,9 @@ class PromptParser:
     """Reads prompts from request bodies. ``tokenize``, or an instance's /tokenize, tokenizes text.
 
     ``tokenize`` gets a body with text in ``prompt``, or with ``messages``; it runs in a thread and
-    may raise `InvalidValue`. Without it, at most two instances that are up are asked, each within
-    ``timeouts.tokenize_s``; ``on_outcome`` is called for each. Of several prompts in one request
-    the first counts.
+    may raise `InvalidValue`. Without ``tokenize``, a request goes to /tokenize of at most two
+    instances that are up, each within ``timeouts.tokenize_s``; ``on_outcome`` is called for each.
+    Of several prompts in one request the first counts.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class PromptParser:
         self._turn = 0
 
     async def read(self, body: bytes, headers: list[tuple[bytes, bytes]]) -> Prompt:
-        """Return the prompt of this body. Never raises for what the body contains."""
+        """Return the prompt of this body. No content of the body makes it raise."""
         try:
             fields = _bodies.decode(body)
         except _UNREADABLE:
@@ -141,7 +141,7 @@ class PromptParser:
     async def _request_tokens(
         self, body: bytes, headers: list[tuple[bytes, bytes]]
     ) -> TokenArray | None:
-        """Ask instances that are up, in turn; one that does not answer in time is doubted."""
+        """Send the text to /tokenize of instances that are up, in turn; doubt one that is late."""
         own = [pair for pair in headers if pair[0] in {b"authorization", b"x-api-key"}]
         own.append((b"content-type", b"application/json"))
         tried: set[str] = set()

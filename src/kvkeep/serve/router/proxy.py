@@ -209,7 +209,7 @@ class _Proxy:
     async def forward(self, request: Request, body: bytes, send: Send, *, placed: bool) -> None:
         """Send the request to the best instance, or after a failure to the next best.
 
-        No instance is tried once the client has been sent anything.
+        No other instance is tried once a response to the client has begun.
         """
         headers = end_to_end_headers(request.scope["headers"])
         prompt = await self._prompts.read(body, headers) if placed else Prompt(None)
@@ -266,7 +266,7 @@ class _Proxy:
     ) -> _Outcome:
         """Send the request to one instance; ``others`` may be tried after it.
 
-        Leaving early closes the connection, which tells the instance to abort the request.
+        Cancelling it closes the connection, upon which the instance aborts the request.
         """
         name = score.place.instance
         since = self._health.now()
@@ -356,7 +356,7 @@ class _Proxy:
         return True
 
     def _any_alive(self, others: set[str]) -> bool:
-        """Whether one of them answers requests or probes."""
+        """Whether one of these instances answers requests or probes."""
         return any(self._health.state(name) is not InstanceHealth.SUSPECT for name in others)
 
     def _headers(self, forwarded: _ForwardedRequest, score: Score) -> list[tuple[bytes, bytes]]:
@@ -379,7 +379,7 @@ class _ForwardedRequest:
 
 
 def _refused(scope: Scope) -> Response | None:
-    """Return the error for a path that is not forwarded: one that the next server may rewrite."""
+    """Return the error for a path that is not forwarded, as the next server may rewrite it."""
     if not {".", ".."}.isdisjoint(scope["path"].split("/")):
         return _error(404, "not found")
     if len(scope.get("raw_path") or b"") + len(scope["query_string"]) > _LONGEST_PATH:

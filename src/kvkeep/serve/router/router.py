@@ -1,4 +1,4 @@
-"""`PrefixRouter`: chooses the instance on which a prompt costs least."""
+"""`PrefixRouter`: chooses the instance with the lowest cost for a prompt."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _COMING_TOKENS = 256
 # Kinds of attention whose blocks prove that a prefix is cached; sliding windows keep only its end.
 _WHOLE = {None, "full_attention", "mla_attention"}
 _MARK_LENGTH = 4096
-# Bounds on what one instance may announce.
+# Bounds on the announcements of one instance.
 _MOST_ADAPTERS = 1_000
 _LONGEST_ADAPTER = 256
 _MOST_GROUPS = 64
@@ -52,7 +52,7 @@ class Score(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """The sum of the three."""
+        """The sum of prefill, wait and balance."""
         return self.prefill_s + self.wait_s + self.balance_s
 
 
@@ -61,11 +61,11 @@ class _Load:
     """The load of one rank."""
 
     waiting_ns: int = 0
-    """Expected prefill of prompts without a first token yet. Whole nanoseconds, so that sums of
-    what comes and goes return to exactly 0."""
+    """Expected prefill of prompts without a first token yet, in whole nanoseconds: additions and
+    subtractions then return to exactly 0."""
     requests: int = 0
     recent_s: float = 0.0
-    """Prefill seconds it was given, decaying exponentially."""
+    """Prefill seconds of the prompts sent to the rank, decaying exponentially."""
     noted: float = 0.0
 
     @property
@@ -144,7 +144,7 @@ class PrefixRouter:
             self._loads.setdefault(instance, {Place(instance): _Load()})
 
     def remove(self, instance: str) -> None:
-        """Remove an instance and all that is known of it."""
+        """Remove an instance with its blocks, load and counters."""
         self.clear(instance)
         with self._lock:
             self._loads.pop(instance, None)
@@ -366,7 +366,7 @@ def _ns(seconds: float) -> int:
 
 
 def _extras(event: BlockStored, lora: str) -> tuple[str, list[str] | None]:
-    """Return the salt in an event's first block, and what else each block depends on.
+    """Return the salt in an event's first block, and the further inputs of each block.
 
     Extra keys are untagged: an adapter's name, images with their positions, the salt (in a prompt's
     first block), digests of embeddings. Text in the first block counts as a salt.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["UpstreamFailed", "Upstreams", "end_to_end_headers"]
 
-# Headers of one connection, not of the message (RFC 9110, 7.6.1), and those that are made anew.
+# Headers of one connection, not of the message (RFC 9110, 7.6.1), and those the proxy sets anew.
 _OWN_HEADERS = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer "
     b"transfer-encoding upgrade host content-length expect x-data-parallel-rank".split()
@@ -25,7 +25,7 @@ _OWN_HEADERS = frozenset(
 
 
 class UpstreamFailed(Exception):
-    """An instance did not respond, or broke off. ``reached``: it may have had the request."""
+    """An instance did not respond, or broke off. ``reached``: it may have got the request."""
 
     def __init__(self, name: str, error: Exception) -> None:
         self.reached = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
@@ -84,7 +84,7 @@ class Upstreams:
             raise UpstreamFailed(name, error) from error
         try:
             yield response
-        except httpx.RequestError as error:  # among them bodies that claim gzip and are not
+        except httpx.RequestError as error:  # also for bodies that claim gzip and are not
             raise UpstreamFailed(name, error) from error
         finally:
             await response.aclose()

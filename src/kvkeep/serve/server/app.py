@@ -42,9 +42,9 @@ def create_app(
 ) -> FastAPI:
     """Return an ASGI application that serves ``engine``; its lifespan runs the engine's thread.
 
-    The engine is the application's alone from then on. ``app.state.service`` is its `Service`.
-    ``capture`` notes what is served, ``observers`` get the events of requests; both stay the
-    caller's to close. ``events`` says what a publisher of KV events has done, for /metrics.
+    Only the application may use the engine from then on. ``app.state.service`` is its `Service`.
+    ``capture`` records the requests, ``observers`` get their events; the caller closes both.
+    ``events`` returns the counters of a publisher of KV events, for /metrics.
     Raises `InvalidValue` for an engine without a tokenizer.
     """
     if engine.tokenizer is None:

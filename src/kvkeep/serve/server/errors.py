@@ -1,4 +1,4 @@
-"""Errors as clients see them: one JSON form for all."""
+"""Errors for clients, all in one JSON form."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class ApiError(HTTPException):
 
 
 def as_api_error(error: Exception, *, retry_after_s: int = 1) -> ApiError:
-    """Return the `ApiError` for ``error``; ``retry_after_s`` is sent where waiting may help."""
+    """Return the `ApiError` for ``error``; ``retry_after_s`` is sent if a retry may succeed."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidValue):
@@ -158,7 +158,7 @@ def _what(error: Mapping[str, Any]) -> str:
 
 
 def _first_word(message: str) -> str | None:
-    """Return the field that a message of kvkeep's is about: it begins with the field's name."""
+    """Return the field that a message of kvkeep's names: its first word."""
     word = re.match(r"[a-z]+(_[a-z]+)+(?= )|(stop|temperature|n|beams|prompt)(?= )", message)
     return word and word[0]
 

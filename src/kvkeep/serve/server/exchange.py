@@ -68,7 +68,7 @@ async def respond(
     characters: int,
     stream: bool,
 ) -> Response:
-    """Create the jobs, run them, and respond with what ``writer`` makes of their deltas.
+    """Create the jobs, run them, and return the response that ``writer`` builds of their deltas.
 
     ``jobs`` runs in a tokenizer thread, chosen by the number of ``characters`` to tokenize. Raises
     `ApiError` for errors before the response begins; a stream ends with an error as its last event.

@@ -111,7 +111,7 @@ def _cause(cause: Cause) -> PrefillCause:
 
 
 def _shown(value: Any) -> Any:
-    """Make all texts in a piece of evidence showable."""
+    """Return a piece of evidence with all texts made safe to display (see `showable`)."""
     if isinstance(value, str):
         return showable(value)
     if isinstance(value, dict):

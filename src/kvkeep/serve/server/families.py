@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 MOST_NAMES = 20
-"""Namespaces with a label of their own; all others are "other"."""
+"""Namespaces with their own label; all others are "other"."""
 
 _Table = dict[str, tuple[str, str]]
 

@@ -1,7 +1,7 @@
 """Turns request bodies into jobs for the engine: tokens, parameters, namespace.
 
 These functions tokenize, so they run in a tokenizer thread. They raise `ApiError` or `InvalidValue`
-for what this server refuses.
+for requests that this server refuses.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Live:
     """Makes the answer of ``/kv/live`` and keeps it for half a second, for all clients.
 
     An answer costs one pass over the pool's reference counts; it walks no tree and queries no tier.
-    It is made in a thread of its own, so that it waits neither for tokenizers nor for tiers.
+    A separate thread computes it, so that it waits neither for tokenizers nor for tiers.
 
     Thread safety: none; it belongs to the event loop.
     """

@@ -45,8 +45,8 @@ _LEADS = ("", " ", "\n")
 class Maps:
     """Answers about the tree of one server's cache.
 
-    The cache returns the same map for a second or longer; its JSON is kept as long. Decoded texts
-    are kept, too.
+    The cache returns the same map for a second or longer; its JSON is cached as long. Decoded texts
+    are cached, too.
 
     Thread safety: all methods; two threads may make the same answer at once.
     """

@@ -33,7 +33,8 @@ class NodeTiers:
 
     A store's blocks begin and end anywhere in the runs of a tree: the last tokens of a node belong
     to blocks that end in nodes behind it. The tail of a prompt or answer is stored as a shorter
-    block with tokens that fill no page; the tree does not have those, so its tiers are unknown.
+    block, whose last tokens may fill no page. The tree lacks such tokens, so the tiers of a tail
+    are unknown.
 
     Thread safety: all methods.
     """
@@ -79,7 +80,7 @@ class _Node(NamedTuple):
     before: int
     """Tokens before the node that belong to the block in which the node begins."""
     blocks: list[tuple[str, ...]]
-    """By block that ends in the node: the tiers that hold it."""
+    """For each block that ends in the node, the tiers that hold the block."""
 
 
 def _onward(nodes: Sequence[_Node]) -> dict[int, set[str]]:

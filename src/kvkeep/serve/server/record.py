@@ -17,7 +17,7 @@ __all__ = ["JobRecorder"]
 
 
 class JobRecorder:
-    """Captures each job of a request once: when it has ended, or when the request is given up.
+    """Captures each job of a request once: when the job has ended, or when the request is aborted.
 
     A job that failed was looked up in the cache, too, and may have published part of its prompt;
     it is captured without an answer.
@@ -30,7 +30,7 @@ class JobRecorder:
         self._jobs: dict[int, Job] = {}
 
     def begin(self, jobs: Sequence[Job], arrived: float) -> None:
-        """Note jobs that the engine has taken on; ``arrived`` is of `time.perf_counter`."""
+        """Note jobs that the engine has accepted; ``arrived`` is a time of `time.perf_counter`."""
         self._jobs = dict(enumerate(jobs))
         self._arrived = arrived
 

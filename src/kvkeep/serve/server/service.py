@@ -153,7 +153,7 @@ class Service:
             raise EngineStopped("the engine has stopped")
 
     def _refuse_if_full(self) -> None:
-        """Refuse early, before anything is tokenized; the engine itself counts exactly."""
+        """Refuse early, before tokenizing, by the number of requests; the engine counts exactly."""
         limits = self.engine.limits
         if limits.max_waiting is None:
             return

@@ -14,7 +14,7 @@ LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """The settings of a server; the engine has `Limits` of its own.
+    """The settings of a server; those of the engine are `Limits`.
 
     ``name`` is the model's name for clients. ``api_key`` is required of every request but /health
     and the dashboard's files. A body has at most ``max_body_bytes`` and ``body_timeout_s`` to
@@ -28,8 +28,8 @@ class ServerSettings:
     own names should be, or a web page could reach the server under its own name (DNS rebinding).
 
     Without ``text``, no response under /kv contains text or tokens of prompts. Without ``explain``,
-    no prompts are remembered to explain what was reused of them. Without ``answers``, the store
-    keeps only the KV of prompts, whatever a request asks for.
+    no prompts are remembered to explain their reuse. Without ``answers``, the store keeps only the
+    KV of prompts, even if a request sets otherwise.
     """
 
     name: str

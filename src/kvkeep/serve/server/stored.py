@@ -26,9 +26,9 @@ async def stored(
 ) -> tuple[list[Source], list[Missing]]:
     """Return ``(start, stop, tier)`` of tokens that would be loaded, and why the others would not.
 
-    For the tokens behind the ``cached`` ones. No block is read; tiers shared with other processes
-    are queried, for two seconds at most. Both lists are empty without a store, and if less than a
-    page could be loaded.
+    Only tokens behind the ``cached`` ones are considered. No block is read; tiers shared with other
+    processes are queried, for two seconds at most. Both lists are empty without a store, and if
+    less than a page could be loaded.
     """
     tenant = engine.store_tenant(namespace)
     last = len(tokens) - 1

@@ -1,8 +1,8 @@
 """Makes client text safe to display: characters with an effect are shown as visible signs.
 
-Prompts, salts and session names are whatever a client sends. JSON can carry all of it, and the
-dashboard puts it into text nodes; this is about what a person sees: right-to-left overrides that
-turn a line around, escape sequences in a terminal, letters without width.
+Clients choose prompts, salts and session names. JSON and the dashboard's text nodes carry any text
+safely, but a person may be misled by right-to-left overrides that turn a line around, escape
+sequences in a terminal, and characters without width.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ _TOKENIZER_THREADS = 2
 class ThreadPools:
     """Threads for three kinds of work: tokenizing to generate, to inspect, and parsing.
 
-    Work larger than `LARGE` has threads of its own, so that it never delays small work. Work whose
-    request ends before its turn is dropped.
+    Work larger than `LARGE` runs in separate threads, so that it never delays small work. Work
+    whose request ends before its turn is dropped.
 
     Thread safety: for the event loop.
     """
@@ -40,7 +40,7 @@ class ThreadPools:
         return await _run(self._large if size > LARGE else self._tokenizing, function)
 
     async def for_inspection(self, function: Callable[[], Result], size: int = 0) -> Result:
-        """Run ``function``, which tokenizes ``size`` characters of another request, or looks."""
+        """Run ``function``, which tokenizes ``size`` characters of another request, or queries."""
         return await _run(self._large_counting if size > LARGE else self._counting, function)
 
     async def for_parsing(self, function: Callable[[], Result], size: int) -> Result:

@@ -64,7 +64,7 @@ def as_text(service: Service, shown: Mapping[Namespace, int], depth: int, branch
 
 def _space(service: Service, space: Namespace, pages: int, depth: int, branches: int) -> Space:
     top = Space(cache_salt=showable(space.tenant), num_pages=pages, runs=[])
-    path: list[Space | Run] = [top]  # the ancestors of the run at hand
+    path: list[Space | Run] = [top]  # the ancestors of the current run
     skip: int | None = None  # the depth of a run that was left out, and so are all runs below it
     for stored in service.engine.cache.runs(space):
         if skip is not None and stored.depth > skip:
@@ -106,7 +106,7 @@ def _text(service: Service, tokens: TokenArray) -> str:
 
 
 def _nothing(tokens: TokenArray) -> str:
-    """Decode to nothing, on a server that shows no text."""
+    """Return no text: the decoder of a server that shows none."""
     del tokens
     return ""
 

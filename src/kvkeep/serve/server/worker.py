@@ -53,7 +53,7 @@ class Call:
     headers: Mapping[str, str] = field(repr=False)
 
     def origin(self, number: int) -> RequestOrigin:
-        """Return the origin of job ``number``: with the answer's id; further jobs id.1, id.2 …"""
+        """Return the origin of job ``number``, with id.1, id.2 … for the jobs after the first."""
         id = f"{self.id}.{number}" if number else self.id
         return RequestOrigin(id, self.endpoint, self.headers)
 
@@ -149,7 +149,7 @@ class Worker:
     def stop(self) -> None:
         """Stop after the current step, abort all requests, and wait for the thread.
 
-        The thread waits up to ``flush_timeout_s`` for the engine's store to take what was computed.
+        The thread waits up to ``flush_timeout_s`` for the engine's store to write computed KV.
         """
 
         def stop() -> None:

@@ -60,7 +60,7 @@ class Arranged:
         return next(named, self.policies[0] if self.policies else None)
 
     def best(self, capacity: int) -> PolicyCurve | None:
-        """Return the policy that reuses most with that capacity; the first of equals."""
+        """Return the policy with the most reuse at that capacity; the first of equals."""
         there = [line for line in self.policies if line.at(capacity) is not None]
         return max(there, key=lambda line: _rate(line.at(capacity)), default=None)
 

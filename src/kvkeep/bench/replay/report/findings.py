@@ -109,7 +109,7 @@ def _capacity(found: Arranged, usual: PolicyCurve, capacity: int) -> str:
 
 
 def _why(usual: PolicyCurve) -> Iterator[str]:
-    """Say why the usual policy computed tokens, for the middle capacity."""
+    """Return a sentence on why the usual policy computed tokens, at the middle capacity."""
     outcome = usual.outcomes[(len(usual.outcomes) - 1) // 2]
     missed = sum(outcome.misses.values())
     if not missed:
@@ -140,7 +140,7 @@ def _median(rows: Sequence[Sequence[float]]) -> float | None:
 
 
 def _waits(usual: PolicyCurve) -> Iterator[str]:
-    """Say the times to first token with the least and the most memory, if there are any."""
+    """Return a sentence on the times to first token with the least and the most memory."""
     timed = [
         (outcome.capacity_tokens, times["p50"], times["p99"])
         for outcome in usual.outcomes

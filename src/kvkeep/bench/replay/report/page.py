@@ -106,7 +106,7 @@ def _embedded(data: dict[str, Any]) -> str:
 
 
 def _link(name: str) -> str:
-    """Return the URL of a file beside the page; with ``./``, so that no name is a scheme."""
+    """Return the URL of a file beside the page; with ``./``: no name is then read as a scheme."""
     safe = "".join(
         one if one.isascii() and (one.isalnum() or one in "-._") else _percent(one) for one in name
     )

@@ -1,4 +1,4 @@
-"""The cost of a capacity and what it saves, from prices that the user gives."""
+"""The cost of a capacity, and its saving, from prices that the user gives."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Prices in one currency; `FORMULA` says how costs are computed from them.
+    """Prices in one currency; `FORMULA` explains how costs are computed from them.
 
     ``gpu_hour`` is the price of the GPUs that together prefill ``prefill_tokens_per_s``.
     ``kv_bytes_per_token`` is what `kvkeep size` prints. Raises `InvalidValue` for values that are
@@ -91,7 +91,7 @@ class Prices:
         )
 
     def nothing_kept(self, outcome: Outcome, span_s: float) -> Cost | None:
-        """Return the same cost if every prompt token is computed and no memory is paid for."""
+        """Return the monthly cost without a cache: all prompt tokens computed, no memory paid."""
         if span_s <= 0:
             return None
         return Cost(memory=0.0, disk=0.0, gpu=self._gpu(outcome.tokens, span_s))

@@ -43,10 +43,10 @@ def write_report(
 ) -> list[Path]:
     """Write the report to ``path`` (``.html``), and JSON, CSV and PNG of the same name beside it.
 
-    ``trace`` has facts of the workload: ``name``, ``requests``, ``tokens``, ``span_s`` (seconds,
+    ``trace`` has facts about the workload: ``name``, ``requests``, ``tokens``, ``span_s`` (seconds,
     for times and costs), ``unit_tokens``, ``namespaces``, ``skipped``, ``digest``; other entries
-    are listed as they are. ``command`` is the command line that ran the replays, ``advice`` text
-    for a section of its own. Policies named belady and infinite are drawn as bounds.
+    are listed as they are. ``command`` is the command line that ran the replays, ``advice`` the
+    text of a separate section. Policies named belady and infinite are drawn as bounds.
 
     Returns the files that were written, the page first; without matplotlib (the extra ``report``)
     there is no PNG. Existing files are replaced atomically. Raises `InvalidValue` if there are no

@@ -49,7 +49,7 @@ class PromptSegments:
         """Return the prompt as a request, and append the answer to the prompt."""
         units, tokens = self._growing.units(), self._growing.length
         answer = "answer", session.name, turn
-        # Without the last token, whose KV is never computed.
+        # Without the answer's last token, whose KV is never computed.
         computed = self._growing.fork()
         computed.append(_segment(output_tokens - 1, *answer))
         self.add(output_tokens, *answer)

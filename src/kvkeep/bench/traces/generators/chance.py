@@ -65,7 +65,7 @@ WAITS: Table = (
 
 
 class Chance:
-    """A random stream, named by its purpose, so that other streams do not shift it."""
+    """A random stream, seeded by its purpose, so that draws from other streams do not shift it."""
 
     def __init__(self, *names: object) -> None:
         self._random = random.Random("/".join(map(str, names)))  # noqa: S311 - no secret

@@ -1,7 +1,7 @@
 """Kinds of traffic that public traces lack: agents, retrieval, APIs, chats, and many tenants.
 
 Each distribution is a table of quantiles (`Table`). Segments of the same name are the same text in
-all prompts: a system prompt has one name, a user's question a name of its own.
+all prompts: a system prompt has one name, each user's question has another.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class RAG(_SingleKind):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class API(_SingleKind):
-    """Programs that fill in a template of theirs. 97 % of requests are alone in their session."""
+    """Programs that each fill in a template. 97 % of requests are alone in their session."""
 
     kind: str = "api"
     sessions_per_second: float = 5.0

@@ -1,4 +1,4 @@
-"""`PagedBatch`: what one forward pass computes, as one row of tokens, and how each piece attends.
+"""`PagedBatch`: the pieces of sequences that one forward pass computes, as one row of tokens.
 
 A batch may mix cold prompts, the rest of prompts whose beginning is cached, decoded tokens, and
 drafts. Each token of a piece attends to the pages of its own sequence, from position 0 to its own
@@ -68,7 +68,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Plan:
-    """How the pieces of a batch attend under one window; each piece is in one of these."""
+    """How the pieces of a batch attend under one window; each piece is in one of these lists."""
 
     long: Sequence[LongPiece]
     short: Sequence[ShortGroup]

@@ -11,7 +11,7 @@ __all__ = ["Scoring", "attend", "attend_partial"]
 
 
 class Scoring(NamedTuple):
-    """How a model computes scores from queries and keys.
+    """A model's parameters for computing scores from queries and keys.
 
     ``scale`` None is one over the square root of the head dimension. ``softcap`` bounds the scores
     by a tanh (Gemma 2), which torch's fused kernels do not support.
@@ -58,7 +58,7 @@ def attend_partial(
     heads, queries]. Sums are float32 or wider.
     """
     if scoring.softcap is None and query.device.type == "cpu":
-        # What `scaled_dot_product_attention` calls on a CPU, which does not return the LSE.
+        # `scaled_dot_product_attention` calls this operator on a CPU, but does not return its LSE.
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, attn_mask=mask, scale=scoring.scale
         )

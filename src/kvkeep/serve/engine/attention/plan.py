@@ -1,4 +1,4 @@
-"""The terms in which a batch plans its attention calls: their sizes, and the pieces' places."""
+"""Terms for planning the attention calls of a batch: sizes of calls, and places of pieces."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ GPU: Final = Grain(query_rows=1024, call_bytes=64 << 20, group_bytes=1 << 30)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanContext:
-    """What all pieces share under one window: memory, grain, and the model's heads.
+    """The terms that all pieces share under one window: memory, grain, and the model's heads.
 
     ``window`` counts the keys a token sees, itself included; None: all before it. ``group`` query
     heads share one KV head.

@@ -44,7 +44,7 @@ class ShortGroup:
     rows: Rows  # rows of the batch, n * queries
     queries: int
     gather: Gather
-    keys: torch.Tensor  # [n, kv_heads, keys, dim], a view of what was gathered
+    keys: torch.Tensor  # [n, kv_heads, keys, dim], a view of the gathered keys
     values: torch.Tensor
     mask: torch.Tensor | None  # [n, 1, queries * group, keys]
 
@@ -96,7 +96,7 @@ def groups(pieces: Iterable[PlacedPiece], context: PlanContext) -> list[ShortGro
 def _joins(
     one: PlacedPiece, group: list[PlacedPiece], context: PlanContext, padding: int, most: int
 ) -> bool:
-    """Whether ``one``, no shorter than the pieces of ``group``, is best attended to with them."""
+    """Whether one call for ``group`` and ``one``, no shorter than its pieces, costs less."""
     longest = group[-1]
     pages = one.num_pages(context.page_size)
     added = len(group) * (pages - longest.num_pages(context.page_size)) * context.page_bytes

@@ -1,4 +1,4 @@
-"""`Evidence`: notes on one load while it goes on, and the report made of them.
+"""`Evidence`: records the progress of one load, and makes the report of it.
 
     pool            came          stop         found            end
 ─────┼───────────────┼─────────────┼─────────────┼───────────────┼──▶ tokens
@@ -32,13 +32,13 @@ class _Range(NamedTuple):
 
 
 class Evidence:
-    """Notes on one load: what was found, fetched and read, from which tier, and what failed.
+    """The progress of one load: tokens found, fetched and read, their tiers, and failures.
 
     ``end`` is the number of tokens worth loading, all but the last; ``tiers`` are the store's,
     fastest first.
 
     Thread safety: one thread writes at a time: the lookup's, then the reader's, then the engine's,
-    which makes the report when the others are done or no longer waited for.
+    which makes the report when the others are done or have run out of time.
     """
 
     def __init__(self, end: int, page_size: int, tiers: Sequence[str]) -> None:
@@ -70,7 +70,7 @@ class Evidence:
     # --- noting ------------------------------------------------------------------------------
 
     def looked_up(self, there: Lookup, behind: Sequence[Miss]) -> None:
-        """Note what the store has, and ``behind``: why it lacks the rest."""
+        """Note the result of the lookup, and ``behind``: the reasons for tokens not found."""
         self.now()
         self._answer = there, behind
 
@@ -78,11 +78,11 @@ class Evidence:
         """Note the end of the prefetch: ``ready`` tokens can be read, most of them from memory."""
         self._fetched = _ranges(prefetch.start, prefetch.sources)
         self._ready = ready
-        if ready < self._found:  # the rest was waited for in vain
+        if ready < self._found:  # the wait for the rest ended just now
             self.now()
 
     def begins(self, pool: int, *, wanted: bool) -> None:
-        """Note the admission, with ``pool`` tokens cached; what a lookup finds later is ignored.
+        """Note the admission, with ``pool`` tokens cached; a lookup that ends later is ignored.
 
         ``wanted`` is whether anything was worth loading when the load was made.
         """
@@ -94,7 +94,7 @@ class Evidence:
         self.asks = wanted and self._end - pool >= self._page_size
 
     def came(self, at: int, start: int, tokens: int, sources: Sequence[tuple[str, int]]) -> None:
-        """Note a chunk of ``tokens`` tokens from ``start`` on; those from ``at`` on are new."""
+        """Note a chunk of ``tokens`` tokens from ``start`` on; tokens before ``at`` are not new."""
         for one in _ranges(start, [*sources, (self._front, tokens)]):
             begin, stop = max(at, one.start), min(start + tokens, one.stop)
             if begin < stop:
@@ -105,7 +105,7 @@ class Evidence:
         self._stopped = why
 
     def late(self) -> None:
-        """Note that the time for reading is over."""
+        """Note that the read ran out of time."""
         self._in_time = False
         self.now()
 
@@ -128,7 +128,7 @@ class Evidence:
         return LoadReport(asked, sources, (), self._last - self._began)
 
     def report(self) -> LoadReport:
-        """Return what came, and why the rest did not."""
+        """Return the report: the tokens that came, by tier, and why the others did not."""
         if not self.asks:
             return LoadReport(seconds=self._last - self._began)
         sources = self._sources()
@@ -150,7 +150,7 @@ class Evidence:
         )
 
     def _sources(self) -> tuple[tuple[int, int, str], ...]:
-        """Return what came, by tier.
+        """Return the tokens that came, by tier.
 
         Tokens read from memory count for the tier below from which they were fetched for this load.
         """
@@ -174,7 +174,7 @@ class Evidence:
         return tuple((*one,) for one in sources)
 
     def _not_in_time(self, start: int, stop: int) -> list[Miss]:
-        """Explain tokens found and not read: not in memory in time, or less than a page."""
+        """Explain tokens that were found but not read: too slow, or less than a page."""
         if self._ready is not None and self._ready < self._found:
             return self._cover(start, stop, (), "late", "no answer")
         return [Miss(start, stop, "", "never", None, "part")] if start < stop else []
@@ -182,7 +182,7 @@ class Evidence:
     def _cover(
         self, start: int, stop: int, fates: Sequence[Miss], what: What, detail: str
     ) -> list[Miss]:
-        """Cut ``fates`` to tokens ``start`` … ``stop - 1``, and fill the gaps with ``what``."""
+        """Cut ``fates`` to tokens ``start`` … ``stop - 1``; tokens in the gaps get ``what``."""
         covered: list[Miss] = []
         for fate in fates:
             begin, end = max(start, fate.start), min(stop, fate.stop)
@@ -193,7 +193,7 @@ class Evidence:
         return covered + self._same(start, stop, what, detail)
 
     def _same(self, start: int, stop: int, what: What, detail: str) -> list[Miss]:
-        """Give tokens one fate, in one piece for each tier where the lookup found them."""
+        """Return misses with one reason, split by the tier where the lookup found the tokens."""
         if start >= stop:
             return []
         if what == "never":

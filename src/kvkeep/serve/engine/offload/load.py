@@ -36,11 +36,11 @@ class LoadChunk(NamedTuple):
 
 
 class Load:
-    """The lookup, prefetch and read of what a store has of one answer's tokens.
+    """The lookup, prefetch and read of one answer's tokens in a store.
 
     The steps are `looked_up`, `begin` (the answer is admitted), `arrived` for each chunk, and
     `end_read`; `cancel` may come at any time. ``in_pool`` leading tokens were in the pool when the
-    load was made. ``evidence`` is None where nobody observes the engine.
+    load was made. ``evidence`` is None if the engine has no observers.
 
     Thread safety: all methods. The public attributes belong to the engine's thread, except
     ``due``, which the reading thread sets.
@@ -60,17 +60,17 @@ class Load:
         self.in_pool = in_pool
         self.evidence = evidence
         self.reported = False
-        """Whether the observer has its report."""
+        """Whether the observers have the report of this load."""
         self.held_since: float | None = None
         """When admission first waited for this load, in monotonic seconds."""
         self.loading = False
         """Whether the answer runs and chunks are still to come."""
         self.is_first = False
-        """Whether it counts in its request's statistics: set at the request's first admission."""
+        """Whether this load counts in the request's statistics: set at its first admission."""
         self.ready = 0
         """Tokens that can be read, once the answer is admitted."""
         self.stop = 0
-        """Tokens to read: those that are ready, without the prompt's last one."""
+        """Tokens to read: the ready ones, except the last token, which is computed in any case."""
         self.due: float | None = None
         """When the read under way should be over, in monotonic seconds; None between reads."""
         self._lock = threading.Lock()
@@ -83,7 +83,7 @@ class Load:
 
     @property
     def settled(self) -> bool:
-        """Whether the lookup is over and what it found is in the store's memory."""
+        """Whether the lookup is over and the prefetch of the tokens it found is done."""
         return self._looked_up and (self._prefetch is None or self._prefetch.done)
 
     @property
@@ -92,7 +92,7 @@ class Load:
         return self._cancelled
 
     def is_through(self) -> bool:
-        """Whether nothing more comes: all chunks were taken, or a read has missed its time."""
+        """Whether no chunk will come: all were taken, or a read has missed its deadline."""
         due = self.due  # the reading thread may set it to None meanwhile
         if due is not None and time.monotonic() > due:
             if self.evidence is not None:
@@ -119,7 +119,8 @@ class Load:
     def begin(self, cached: int, page_size: int) -> None:
         """End the prefetch and set `ready`, `stop` and `loading`; the pool has ``cached`` tokens.
 
-        A prefetch that is late is left, with what it has brought. Less than a page is not loaded.
+        A prefetch that is not done is cancelled; tokens that it has brought are ready. Less than
+        a page is not loaded.
         """
         evidence = self.evidence
         if evidence is not None:

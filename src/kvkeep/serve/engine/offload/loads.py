@@ -1,8 +1,8 @@
-"""`Loads`: KV of prompts on its way from a store into pages.
+"""`Loads`: loads KV of prompts from a store into pages, in the background.
 
     lookup ──▶ prefetch (while the answer waits) ──▶ admitted ──▶ chunks ──▶ done
                     │                                    │
-                    └── late: read what is ready ────────┴── a slow chunk: keep what came
+                    └── late: read what is ready ────────┴── a slow chunk: keep those before
 
 Threads of this module call the store, so that a tier that hangs never holds up the engine; the
 engine's thread only writes chunks that have arrived to pages.
@@ -50,7 +50,7 @@ _CLOSE_S = 0.5
 
 
 class Loads:
-    """Looks prompts up in a store, and reads what it has into memory in page order.
+    """Looks prompts up in a store, and reads their KV into memory in page order.
 
     Reads for one answer may take ``timeout`` seconds in all. Thread safety: all methods belong to
     the engine's thread; ``arrival`` is set whenever a lookup ends, a chunk arrives or a load ends.
@@ -86,7 +86,7 @@ class Loads:
     # --- lookup ------------------------------------------------------------------------------
 
     def start(self, load: Load) -> None:
-        """Look up ``load.tokens`` in the background, and prefetch what the pool lacks of them."""
+        """Look up ``load.tokens`` in the background, and prefetch those that the pool lacks."""
         self._lookups.submit(lambda: self._run_lookup(load))
 
     def _run_lookup(self, load: Load) -> None:
@@ -117,16 +117,16 @@ class Loads:
     # --- reading -----------------------------------------------------------------------------
 
     def begin(self, load: Load, cached: int) -> None:
-        """Read on from the ``cached`` tokens that the pool has of an answer admitted now.
+        """Start to read behind the ``cached`` tokens that the pool has; the answer is admitted.
 
-        ``load.loading`` says afterwards whether anything comes.
+        ``load.loading`` is then whether any chunk will come.
         """
         load.begin(cached, self._page_size)
         if not load.loading:
             self.cancel(load)
             return
         held = 0.0 if load.held_since is None else time.monotonic() - load.held_since
-        # What is ready is worth reading even if the lookup took all of the time.
+        # Ready tokens are worth reading even if the lookup took all of the time.
         seconds = max(self._timeout - held, self._timeout / 4)
         start = cached // self._page_size * self._page_size
         self._reads.submit(lambda: self._read_all(load, start, seconds))
@@ -183,7 +183,10 @@ class Loads:
             self.give_back(chunk)
 
     def _forget_stored(self, load: Load, start: int) -> None:
-        """Let blocks be written again that were found but are lost or damaged, from ``start``."""
+        """Forget that blocks from ``start`` on are stored: they are lost or damaged.
+
+        The next save then writes them again.
+        """
         keys = block_keys(load.namespace, load.tokens, self._block)[start // self._block :]
         self._known.found([], missing=keys, since=time.monotonic())
 
@@ -197,9 +200,9 @@ class Loads:
         self._buffers.give(chunk.block)
 
     def report(self, load: Load, *, called_off: bool = False) -> LoadReport | None:
-        """Return what came of an admitted answer's load, and why the rest did not.
+        """Return the report on an admitted answer's load; None without evidence.
 
-        ``called_off`` loads ended early: only what came is reported. None without evidence.
+        With ``called_off`` the load ended early: only tokens that came are reported.
         """
         evidence = load.evidence
         if evidence is None:
@@ -217,6 +220,6 @@ class Loads:
             self.give_back(chunk)
 
     def close(self) -> None:
-        """End the threads; one that hangs in the store is left behind."""
+        """End the threads; one that hangs in the store is left running, as a daemon."""
         self._lookups.close(_CLOSE_S)
         self._reads.close(_CLOSE_S)

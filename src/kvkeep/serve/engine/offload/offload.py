@@ -1,8 +1,9 @@
 """`Offload`: the engine's side of a store that outlives it.
 
-While a request waits, `Offload` prefetches what the store has of its prompt beyond the pool; once
-the request is admitted, it loads that into its pages. It writes computed KV to the store behind
-the steps. A store that fails or hangs costs a request ``timeout`` seconds at most, never an error.
+While a request waits, `Offload` prefetches the stored KV of its prompt that the pool lacks; once
+the request is admitted, `Offload` loads that KV into its pages. Computed KV is written to the store
+in the background. A store that fails or hangs costs a request ``timeout`` seconds at most, never an
+error.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Offload"]
 
-# Waiting answers, from the front of the queue, that are prefetched for.
+# Waiting answers, from the front of the queue, whose KV is prefetched.
 _AHEAD = 8
 # Seconds a step waits for a load when it has nothing to compute.
 _PAUSE_S = 0.002
@@ -139,7 +140,10 @@ class Offload:
         return answer.load
 
     def should_wait(self, answer: Answer) -> bool:
-        """Whether ``answer``, which is next, should wait for its prefetch; at most ``timeout``."""
+        """Whether ``answer``, next in the queue, should wait for its prefetch.
+
+        True for ``timeout`` seconds at most.
+        """
         load = self._load_of(answer)
         if load.settled or not load.is_worthwhile(self._runner.page_size):
             return False
@@ -154,7 +158,7 @@ class Offload:
     # --- while it runs -----------------------------------------------------------------------
 
     def admitted(self, answer: Answer) -> None:
-        """Start to read what was prefetched for ``answer``, which has its pages now."""
+        """Start to read the KV prefetched for ``answer``, which has its pages now."""
         sequence, load = answer.running_sequence, answer.load
         if load is None:
             return
@@ -219,7 +223,7 @@ class Offload:
             self._report(answer, load, called_off=True)
 
     def save(self, answer: Answer, *, last: bool = False) -> None:
-        """Hand computed blocks of ``answer`` to the store; with the ``last`` call its tail, too.
+        """Queue computed blocks of ``answer`` for the store; in the ``last`` call also its tail.
 
         Cost: nothing until a block is complete, then one read of its pages.
         """
@@ -236,7 +240,7 @@ class Offload:
     # --- the end -----------------------------------------------------------------------------
 
     def clear(self, namespace: Namespace | None = None) -> Removed:
-        """Delete what the store has of ``namespace``; None: of all namespaces seen here.
+        """Delete the stored KV of ``namespace``; None: of the namespaces used so far.
 
         Safe from any thread. Running requests store what they compute afterwards.
         """
@@ -247,7 +251,7 @@ class Offload:
         return _together(self._store.tiers, removed)
 
     def remove(self, tokens: TokenArray, namespace: Namespace) -> Removed:
-        """Delete what the store has of a prompt, as `KVStore.remove` does; safe from any thread.
+        """Delete the stored KV of a prompt, as `KVStore.remove` does; safe from any thread.
 
         Running requests store what they compute afterwards.
         """
@@ -257,13 +261,13 @@ class Offload:
         return removed
 
     def close(self, timeout: float) -> bool:
-        """Wait ``timeout`` seconds for all writes to be durable in the store; whether they are."""
+        """Wait ``timeout`` seconds for all writes to be durable; return whether they are."""
         end = time.monotonic() + timeout
         self._loads.close()
         written = self._writes.close(timeout)
         try:
             return self._store.flush(max(0.0, end - time.monotonic())) and written
-        except IllegalStep:  # its owner has closed the store, which flushed what it had
+        except IllegalStep:  # its owner has closed the store, which flushed it
             return written
 
 

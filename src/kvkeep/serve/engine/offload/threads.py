@@ -37,7 +37,7 @@ class DaemonThreads:
             thread.start()
 
     def close(self, timeout: float) -> None:
-        """End the threads behind the tasks submitted so far; wait ``timeout`` seconds for each."""
+        """End the threads after all submitted tasks; wait ``timeout`` seconds for each."""
         for _ in self._threads:
             self._queue.put(None)
         for thread in self._threads:

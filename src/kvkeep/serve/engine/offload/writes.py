@@ -1,4 +1,4 @@
-"""`Writes`: KV of computed tokens on its way from pages to a store, in the background."""
+"""`Writes`: writes KV of computed tokens from pages to a store, in the background."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ _NEVER = 1 << 62
 
 @dataclass(slots=True)
 class Trail:
-    """How far one answer's tokens were handed to the store; all positions are in tokens."""
+    """The progress of writing one answer's tokens to the store; positions are in tokens."""
 
     end: int | None
-    """Where the prompt ends and its tail is written; None once that is done."""
+    """The end of the prompt, where its tail is written; None once the tail is queued."""
     limit: int = _NEVER
     """Tokens from here on are not written."""
     withheld: bool = False
@@ -54,7 +54,7 @@ class Trail:
     offered: int = 0
     """End of the full blocks that were handed over or are stored already."""
     next: int = 0
-    """The least number of computed tokens at which there is something to write."""
+    """The number of computed tokens from which on there is a block or tail to write."""
     keys: list[bytes] = field(default_factory=list)
     """Block keys of the sequence's full blocks, as far as they were needed."""
 
@@ -64,7 +64,7 @@ class Trail:
 
 
 class Known:
-    """Keys of blocks that are stored or on their way there, so that they are not read from pages.
+    """Keys of blocks that are stored or queued, which need not be copied from pages again.
 
     May be wrong either way: the store skips blocks it has, and the next lookup finds out about
     blocks it has lost. Thread safety: all methods.
@@ -103,7 +103,7 @@ class Known:
                 self._note(key)
 
     def clear(self) -> None:
-        """Forget stored blocks; those on their way stay."""
+        """Forget stored blocks; queued ones stay known."""
         with self._lock:
             self._keys.clear()
 
@@ -131,8 +131,8 @@ class Writes:
 
     The engine's thread copies pages to host memory, at most 256 MiB of it; a background thread
     brings them into the store's order and puts them. When the store is slower than the engine,
-    blocks stay in their pages while their answer runs; what is left at its end is not stored, and
-    counted in ``unkept_tokens``.
+    blocks stay in their pages while their answer runs; those left at its end are not stored, and
+    are counted in ``unkept_tokens``.
 
     Thread safety: `offer` and ``stats`` belong to the engine's thread; other methods to any.
     """
@@ -158,10 +158,10 @@ class Writes:
     def offer(
         self, trail: Trail, sequence: Sequence, computed: int, tenant: str, *, last: bool = False
     ) -> None:
-        """Hand over the full blocks among the first ``computed`` tokens that were not yet.
+        """Queue full blocks among the first ``computed`` tokens that were not queued before.
 
-        The tail goes too with the ``last`` call, and once where the prompt ends. Blocks for which
-        no buffer is free are offered again by the next call.
+        Tails are queued, too: where the prompt ends, and at ``computed`` in the ``last`` call.
+        Blocks for which no buffer is free are offered again by the next call.
         """
         if last and trail.withheld and computed > trail.limit:
             begin = trail.limit // self._block * self._block
@@ -188,7 +188,10 @@ class Writes:
             self._offer_tail(trail, sequence, computed, tenant)
 
     def _offer_tail(self, trail: Trail, sequence: Sequence, end: int, tenant: str) -> bool:
-        """Hand over what follows the last full block before ``end``; whether no retry is needed."""
+        """Queue the tail: the tokens behind the last full block before ``end``.
+
+        Returns False if it must be tried again.
+        """
         start = end // self._block * self._block
         if end - start < self._tensors.page_size:
             return True  # less than a page is computed faster than it is read
@@ -262,12 +265,12 @@ class Writes:
     # --- the end -----------------------------------------------------------------------------
 
     def flush(self, timeout: float) -> bool:
-        """Wait ``timeout`` seconds for the store to take all queued blocks; whether it has."""
+        """Wait ``timeout`` seconds until no block is queued; return whether none is."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._unwritten, timeout)
 
     def close(self, timeout: float) -> bool:
-        """`flush`, and end the thread; one that hangs in the store is left behind."""
+        """`flush`, and end the thread; a thread that hangs in the store is left running."""
         end = time.monotonic() + timeout
         flushed = self.flush(timeout)
         self._thread.close(max(0.0, end - time.monotonic()))

@@ -1,4 +1,4 @@
-"""``/kv``: statistics of the cache, the prefix trees, and removing what is cached."""
+"""``/kv``: statistics of the cache, the prefix trees, and removal of cached KV."""
 
 import asyncio
 from dataclasses import asdict
@@ -79,7 +79,7 @@ async def clear(body: ClearRequest, service: ServiceOf) -> ClearResponse:
     """Forget everything that no running request uses, in the pool and in the store."""
     salt, engine = body.cache_salt, service.engine
     space = None if salt is None else service.namespace(salt)
-    # The store first: what is loaded from it meanwhile lies in the pool, and is cleared too.
+    # The store first: KV loaded from it meanwhile is then in the pool, and is cleared too.
     stored = await asyncio.to_thread(engine.clear_store, space)
     pages = await asyncio.to_thread(engine.cache.clear, space)
     freed = 0 if stored is None else stored.bytes
@@ -90,7 +90,7 @@ async def clear(body: ClearRequest, service: ServiceOf) -> ClearResponse:
 async def remove(body: RemoveRequest, service: ServiceOf) -> RemoveResponse:
     """Delete the KV of one prompt in the pool and all tiers. Requires an API key.
 
-    Also deletes what continues the prompt, and prompts that share its first page or block.
+    Also deletes continuations of the prompt, and prompts that share its first page or block.
     """
     require_key(service, "remove prompts")
     tokens = await read_prompt(service, body)
@@ -115,7 +115,7 @@ async def session(
     body: SessionRequest,
     service: ServiceOf,
 ) -> SessionResponse:
-    """Say that a session pauses, is over, or begins anew; this orders eviction."""
+    """Hint that a session pauses, is over, or begins anew; this changes the order of eviction."""
     hinted = service.engine.cache.session(session, service.namespace(body.cache_salt))
 
     def apply() -> SessionResponse:

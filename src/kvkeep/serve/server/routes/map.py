@@ -79,7 +79,7 @@ async def show(
     nodes: Annotated[int, Query(ge=1, le=_MOST_NODES, description="Shown one by one.")] = 400,
     tiers: Annotated[bool, Query(description="Add which tiers have each node.")] = False,
 ) -> Response:
-    """A map of what is cached. Made anew every second; less often if it is large."""
+    """A map of the cached prefixes. Made anew every second; less often if it is large."""
     data = await asyncio.to_thread(maps.map, namespace, root, nodes, tiers=tiers)
     return Response(data, media_type="application/json")
 
@@ -116,7 +116,7 @@ async def search(
     ] = None,
     namespace: SaltQuery = None,
 ) -> SearchResponse:
-    """Find a text, or a sequence of tokens, in what is cached; give one of the two.
+    """Find a text, or a sequence of tokens, in the cached prompts; give one of the two.
 
     A text is found where it is tokenized as by itself, after a space, or on a new line.
     """

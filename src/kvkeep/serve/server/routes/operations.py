@@ -30,7 +30,7 @@ async def health(service: ServiceOf) -> HealthResponse:
 async def metrics(service: ServiceOf) -> Response:
     """Metrics in Prometheus' text format."""
     cache, engine = await service.stats()
-    # Whoever reads metrics pays for counting page times: it begins with the first read.
+    # Counting page times costs time, so it begins with the first read of the metrics.
     await asyncio.to_thread(service.metrics.watch, service.engine.cache)
     store = await service.store_stats()
     # In a thread: the explainer first handles the events in its queue.

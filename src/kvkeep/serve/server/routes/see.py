@@ -93,7 +93,7 @@ async def requests(
 async def summary(
     service: ServiceOf, last: Annotated[int, Query(ge=1, le=_MOST)] = _MOST
 ) -> SummaryResponse:
-    """What the last requests had to compute, and which causes cost most."""
+    """The tokens that the last requests reused and computed, and the costliest causes."""
     explainer = _explainer(service)
     return await service.threads.for_inspection(
         lambda: explaining.as_summary(explainer.summary(last))
@@ -102,7 +102,7 @@ async def summary(
 
 @router.get("/live", response_model=LiveResponse, responses=READ_ERRORS, operation_id="kv_live")
 async def live(service: ServiceOf) -> Response:
-    """The server at this moment, half a second old at most: to be asked every second."""
+    """The server's state, half a second old at most, for clients that poll every second."""
     return Response(await service.live.answer(), media_type="application/json")
 
 

@@ -43,7 +43,7 @@ class RequestModel(BaseModel):
 
     ``REFUSED`` maps fields of OpenAI's that cannot be honoured here to the reason. They must not be
     set; null is accepted, as some clients send it, and so are the ``HARMLESS`` values, which
-    request what is done anyway.
+    request the default behaviour.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)

@@ -15,7 +15,7 @@ __all__ = [
 
 
 class MemoryPoint(ResponseModel):
-    """What a cache of another size would have reused of the requests so far."""
+    """The estimated reuse by a cache of another size, for the requests so far."""
 
     times: float = Field(description="Its size, relative to this cache's.")
     pages: int
@@ -34,7 +34,7 @@ class KVStats(ResponseModel):
 
 
 class Hidden(ResponseModel):
-    """What is left out below a run."""
+    """The runs and pages left out below a run."""
 
     runs: int
     pages: int
@@ -54,7 +54,7 @@ class Run(ResponseModel):
 
 
 class Space(ResponseModel):
-    """One namespace: what is cached under one cache_salt."""
+    """One namespace: the cached prefixes under one cache_salt."""
 
     cache_salt: str
     num_pages: int
@@ -70,7 +70,7 @@ class KVTree(ResponseModel):
 
 
 class ClearRequest(RequestModel):
-    """Clear everything that no running request uses, or only what is under one cache_salt."""
+    """Clear all cached KV that no running request uses, or only that of one cache_salt."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{}, {"cache_salt": "tenant-1"}]})
 
@@ -78,7 +78,7 @@ class ClearRequest(RequestModel):
 
 
 class TierFreed(ResponseModel):
-    """What one tier removed."""
+    """The amount that one tier removed."""
 
     name: str
     freed_bytes: int
@@ -89,7 +89,7 @@ class TierFreed(ResponseModel):
 
 
 class ClearResponse(ResponseModel):
-    """What was cleared."""
+    """The amount cleared, in the pool and in each tier."""
 
     pages: int
     stored_bytes: int = Field(description="In all tiers; of salts used since the server's start.")
@@ -111,7 +111,7 @@ class RemoveRequest(PromptRequest):
 
 
 class RemoveResponse(ResponseModel):
-    """What was deleted: all that begins with the prompt's first page or block."""
+    """The amount deleted, of all prompts that begin with the prompt's first page or block."""
 
     tokens: int = Field(description="The length of the prompt.")
     pages: int = Field(description="Pages freed in the pool.")

@@ -83,7 +83,7 @@ class SearchResponse(ResponseModel):
 
 
 class NodeChangeRequest(RequestModel):
-    """What to do with a node. Running requests are not affected."""
+    """A change of a node: pin, unpin or evict. Running requests are not affected."""
 
     model_config = ConfigDict(
         json_schema_extra={"examples": [{"action": "pin", "ttl_s": 600}, {"action": "evict"}]}

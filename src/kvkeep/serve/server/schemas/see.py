@@ -97,7 +97,7 @@ class PrefillCause(ResponseModel):
 
 
 class SummaryResponse(ResponseModel):
-    """What the last requests computed, and why; the costliest causes come first."""
+    """Tokens that the last requests reused and computed; the costliest causes come first."""
 
     requests: int
     prompt_tokens: int
@@ -168,7 +168,7 @@ class LiveTier(ResponseModel):
 
 
 class LivePoint(ResponseModel):
-    """What a cache of another size would have reused."""
+    """The estimated reuse by a cache of another size."""
 
     times: float
     pages: int

@@ -27,7 +27,7 @@ const WORDS = {
     said.ago_s === undefined || said.ago_s === null ? "" : `Evicted ${ago(said.ago_s)}`,
     said.tier ? ` from the ${sourceName(said.tier)}` : "", {
       pressure: `, since pages were needed (${said.policy || "policy"} chose these)`,
-      asked: ", because somebody asked for it", cleared: ", when the cache was cleared",
+      asked: ", because a user requested it", cleared: ", when the cache was cleared",
       dropped: ", with what it belonged to",
     }[said.cause] || "", said.by ? ": " : ".",
     ...(said.by ? [to(said.by, `request ${said.by}`),
