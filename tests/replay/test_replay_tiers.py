@@ -130,6 +130,14 @@ def test_it_moves_what_a_real_store_moves(name: str, seed: int, sizes: tuple[int
         real.store.close()
 
 
+def test_a_new_prompt_is_demoted_ahead_from_its_end() -> None:
+    """Like in a store, where a prompt is found by its first blocks only."""
+    simulated = TierSimulator([Level("m", 20), Level("d", 20)], Exclusive(), ahead=True)
+    blocks = [bytes(16) + b"%04d" % number for number in range(20)]
+    simulated.request(blocks)
+    assert [simulated.level_of(block) for block in blocks] == [0] * 18 + [1] * 2
+
+
 # --- by itself -------------------------------------------------------------------------------
 
 

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import logging
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
-from tier_bench import PAGE, RAW, Bench, content, get, name, put, settle, there
+from tier_bench import PAGE, RAW, Bench, checked, content, get, name, put, settle, there
 
-from kvkeep.core.errors import BackendFailed
+from kvkeep.core.errors import BackendFailed, OutOfRoom
 from kvkeep.store.backends.memory import MemoryBackend
+from kvkeep.store.tiers import Exclusive, MemorySpec, Tier, TieredStore
 from kvkeep.store.tiers.block_table import BlockTable
 from kvkeep.store.tiers.catalogue import Catalogue
 from kvkeep.store.tiers.known import KnownBlocks
 from kvkeep.store.tiers.listing import Listing
+from kvkeep.store.tiers.record import HEADER_BYTES
 from kvkeep.store.tiers.record_codec import RecordCodec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from kvkeep.store.backends import Room
 
@@ -191,3 +194,131 @@ def test_ctrl_c_in_a_call_closes_and_charges_nothing(bench: Bench) -> None:
     assert call.failed
     assert tier.breaker.opened == tier.counters.errors == 0
     assert not calls.running
+
+
+def test_a_fault_of_ours_while_demoting(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The victims are deleted, their demotions counted as dropped, and nothing stays pending."""
+    store = bench.store(20, bench.memory(4), bench.memory(64), policy=Exclusive())
+    upper, lower = store.tiers
+    for number in range(22):
+        put(store, [number], wait=20)
+    settle(store)
+    before = len(lower.catalogue)
+    with monkeypatch.context() as patch:
+        patch.setattr(RecordCodec, "decode_alone", broken)
+        for number in range(22, 26):
+            put(store, [number], wait=20)
+        settle(store)
+    assert planted(caplog)
+    assert len(lower.catalogue) == before
+    assert upper.counters.demotions_dropped == len(planted(caplog))
+    assert sorted(item.block for item in upper.backend.list()) == sorted(upper.catalogue.blocks())
+    assert not len(store._queue)
+    assert upper.breaker.opened == lower.breaker.opened == 0
+
+
+def test_a_block_that_moves_up_while_memory_evicts_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tier deletes it just when memory asks whether the tier has it: one of them keeps it."""
+    store = bench.store(20, bench.disk(), policy=Exclusive())
+    tier = store.tiers[0]
+    put(store, [0])
+    assert store.flush(10)
+    begun, go_on = threading.Event(), threading.Event()
+    remove, knows = Tier.remove, Tier.knows
+
+    def slowly(self: Tier, blocks: Sequence[bytes]) -> tuple[int, list[bytes]]:
+        begun.set()
+        assert go_on.wait(10)
+        return remove(self, blocks)
+
+    mover = threading.Thread(target=store._queue.move_out, args=(tier, name(0)))
+
+    def at_the_wrong_moment(self: Tier, block: bytes) -> bool:
+        answer = knows(self, block)
+        if threading.current_thread() is not mover:
+            go_on.set()
+            mover.join(10)
+        return answer
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tier, "remove", slowly)
+        mover.start()
+        assert begun.wait(10)
+        patch.setattr(Tier, "knows", at_the_wrong_moment)
+        for block in store.memory.leave(PAGE):
+            store._demoter._from_memory(block)
+        go_on.set()
+        mover.join(10)
+    settle(store)
+    assert get(store, [0]) == 1
+
+
+def test_a_removal_that_ctrl_c_ended_does_not_stop_learning(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = bench.disk()
+    place.shared = True
+    store = bench.store(16, place)
+    tier = store.tiers[0]
+    put(store, range(4), wait=20)
+    forget = Catalogue.forget
+
+    def interrupted(self: Catalogue, block: bytes) -> bool:
+        if self is tier.catalogue:
+            raise KeyboardInterrupt
+        return forget(self, block)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Catalogue, "forget", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            store.clear()
+    store.clear()
+    record = memoryview(bytearray(PAGE))
+    record[-RAW:] = content(name(7))
+    assert bench.tier(bench.disk()).save(name(7), record), "as another process does"
+    assert tier.probe([name(7)]) == 1
+    assert tier.knows(name(7))
+
+
+def test_no_room_is_a_failure_where_nothing_is_put(bench: Bench) -> None:
+    """A backend that has no room for a note failed; the block before it was written."""
+    place = bench.disk()
+
+    def no_room(space: bytes, note: bytes) -> None:
+        raise OutOfRoom(100, "the directory")
+
+    place.note_space = no_room  # type: ignore[method-assign]
+    notes = {name(0)[:16]: b"{}"}
+    store = TieredStore(MemorySpec(MemoryBackend(16 * PAGE)), [bench.spec(place)], notes=notes)
+    tier = store.tiers[0]
+    put(store, [0], wait=20)
+    settle(store)
+    assert there(tier) == [0]
+    assert (tier.counters.drops, tier.counters.errors) == (0, 1)
+    checked(store)
+    store.close(20)
+
+
+def test_a_record_of_another_shape_is_not_demoted_and_stays_known(bench: Bench) -> None:
+    place = bench.memory(16)
+    assert bench.tier(place, "int8").save(name(0), memoryview(bytearray(HEADER_BYTES + 32)))
+    tier = bench.tier(place)
+    tier.open()
+    assert tier.knows(name(0))
+    assert tier.fetch(name(0)) is None
+    assert not tier.is_hidden(name(0))
+    assert tier.counters.refused == 0
+
+
+def test_an_empty_prompt_waits_for_writes_before_it(bench: Bench) -> None:
+    place = bench.disk()
+    store = bench.store(16, place)
+    place.slow(0.2, "put")
+    put(store, [0])
+    assert there(store.tiers[0]) == []
+    put(store, [], wait=20)
+    assert there(store.tiers[0]) == [0]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from tier_bench import PAGE, RAW, Bench, content, get, name, put, settle, there
+from tier_bench import PAGE, RAW, Bench, content, get, name, put, settle, there, until
 
 from kvkeep.bench.replay.tiers import Level, TierSimulator
 from kvkeep.store.tiers import Exclusive, Inclusive, Tier, TieredStore
+from kvkeep.store.tiers.writing import StoreRequest
 
 
 def written_one_by_one(store: TieredStore, tier: Tier, numbers: range) -> None:
@@ -46,17 +47,77 @@ def test_one_that_is_too_long_keeps_its_beginning(bench: Bench, writers: int, kn
     put(store, range(20, 24), wait=20)
     put(store, range(16), wait=20)
     settle(store)
-    # Several writers take blocks out of turn: of the last ones some may be missing.
-    sure = 8 if writers == 1 else 5
-    assert there(tier)[:sure] == list(range(sure))
-    assert tier.counters.drops >= 8
+    assert there(tier) == list(range(8))
+    assert tier.counters.drops + tier.counters.evictions == 8 + 4, "of the rest, and of the others"
     store.memory.remove([name(number) for number in range(16)])
-    assert get(store, range(16)) >= sure
+    assert get(store, range(16)) == 8
     put(store, range(30, 34), wait=20)
     settle(store)
     assert [number for number in there(tier) if number >= 30] == list(range(30, 34)), (
         "it stays for no longer than until it was written"
     )
+
+
+@pytest.mark.parametrize("quota", [False, True])
+def test_a_later_block_does_not_take_the_room_of_an_earlier_one(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, quota: bool
+) -> None:
+    """One writer is so slow with the first block that the other fills the tier."""
+    tier = bench.spec(bench.disk(64 if quota else 8), writers=2)
+    store = bench.store(32, tier)
+    tier = store.tiers[0]
+    if quota:
+        tier.catalogue.set_quota(name(0)[:16], 8 * PAGE)
+    store_in = Tier._store
+
+    def stalled(self: Tier, block: bytes, *args: object, **more: object) -> str:
+        if block == name(0):
+            until(lambda: len(there(self)) == 8)
+        return store_in(self, block, *args, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Tier, "_store", stalled)
+    put(store, range(12), wait=20)
+    settle(store)
+    assert there(tier) == list(range(8))
+    assert get(store, range(12)) == 12
+    lost = [store.losses.of(name(number)) for number in range(12)]
+    assert [loss is not None for loss in lost] == [False] * 8 + [True] * 4
+    assert not tier.prompts
+
+
+def test_a_later_block_that_others_need_stays(bench: Bench) -> None:
+    tier = bench.tier(bench.disk(8))
+    record = memoryview(bytearray(PAGE))
+    for number in range(4):
+        assert tier.save(name(number), record)
+    catalogue = tier.catalogue
+    for number in (1, 1, 2):
+        assert catalogue.hold(name(number))
+    assert catalogue.pin([name(3)], 60, 8 * PAGE)
+    assert catalogue.hold(name(3))
+    assert [catalogue.give_up(name(number)) for number in range(5)] == [0, 0, PAGE, 0, 0]
+    assert sorted(catalogue.blocks()) == [name(0), name(1), name(3)]
+    catalogue.check()
+
+
+def test_the_last_demotions_of_a_put_may_evict_blocks_of_any_prompt(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory makes room ahead of need when the prompt that was put holds nothing any more."""
+    store = bench.store(20, bench.disk(8), policy=Exclusive())
+    put(store, range(8), wait=20)
+    held: list[bool] = []
+
+    def looked(self: StoreRequest) -> None:
+        blocks = store.tiers[0].catalogue._table.blocks.values()
+        held.append(any(block.held for block in blocks))
+
+    written_one_by_one(store, store.tiers[0], range(8))
+    store.memory.remove([name(number) for number in range(4)])
+    monkeypatch.setattr(StoreRequest, "demote_ahead", looked)
+    put(store, range(12))
+    assert held[-1] is False
+    assert len(held) > 1
 
 
 def test_what_a_read_writes_pushes_out_nothing_of_it(bench: Bench) -> None:

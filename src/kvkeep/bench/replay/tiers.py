@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from kvkeep.store.tiers.planner import Copy, Drop, Planner
 from kvkeep.store.tiers.prompt_moves import Placement, ReadMoves, StoreMoves
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Sequence
+    from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
     from kvkeep.store.tiers import TieringPolicy
     from kvkeep.store.tiers.planner import Refuse
@@ -118,11 +119,7 @@ class TierSimulator(ReadMoves, StoreMoves):
         if not blocks:
             return
         self._requested(blocks)
-        try:
-            self.store(blocks)
-        finally:
-            for level in self._below:
-                self._levels[level].free()
+        self.store(blocks)
 
     def level_of(self, block: bytes) -> int | None:
         """Return the fastest level that has ``block``, None for none."""
@@ -170,10 +167,18 @@ class TierSimulator(ReadMoves, StoreMoves):
         # Without any stored block, one run gives the same result as one run per block.
         if all(self.level_of(block) is None for block in blocks):
             return [blocks]
-        for level in self._below:
-            one = self._levels[level]
-            one.hold(blocks[: one.level.blocks])  # as `PromptHolds` does
         return super().runs(blocks)
+
+    @contextmanager
+    def holding(self, blocks: Sequence[bytes]) -> Iterator[None]:
+        below = self._levels[1:]
+        for one in below:
+            one.hold(blocks[: one.level.blocks])  # as `PromptHolds` does
+        try:
+            yield
+        finally:
+            for one in below:
+                one.free()
 
     def place(self, run: Sequence[bytes]) -> Placement:
         level = self.level_of(run[0])

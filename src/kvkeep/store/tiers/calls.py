@@ -184,7 +184,8 @@ class BackendCall:
         breaker = None if self.kind is None else calls.breaker(self.kind, self.part)
         if error is None and not self.continues:
             calls.check_doubts()
-        if error is None or isinstance(error, OutOfRoom) or self._ours is not None:
+        full = isinstance(error, OutOfRoom) and self.method == "put"
+        if error is None or full or self._ours is not None:
             self._returned(breaker, worked=error is None and self.decisive)
             if self._ours is not None and error is not self._ours:
                 raise self._ours  # the backend replaced it by an exception of its own type

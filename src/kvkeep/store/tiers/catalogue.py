@@ -262,6 +262,20 @@ class Catalogue:
             for block in blocks:
                 self._free(block)
 
+    def give_up(self, block: bytes) -> int:
+        """Forget ``block`` although it is held; return the bytes that deleting it frees.
+
+        Returns 0, and changes nothing, if it is held more than once, or pinned.
+        """
+        with self._lock:
+            known = self._table.blocks.get(block)
+            if known is None or known.held != 1 or known.pinned:
+                return 0
+            if self._gone is not None:
+                self._gone.add(block)
+            self._table.forget(block)
+            return self._table.takes(known.size)
+
     def forget(self, block: bytes) -> bool:
         """Remove ``block``; return whether it was known."""
         with self._lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -10,10 +11,12 @@ from kvkeep.store.tiers.planner import Drop
 
 if TYPE_CHECKING:
     from kvkeep.store.tiers.levels import Levels
+    from kvkeep.store.tiers.tier import Tier
     from kvkeep.store.tiers.write_queue import WriteQueue
 
 __all__ = ["Demoter"]
 
+_LOG = logging.getLogger("kvkeep.tiers")
 _PATIENCE = 0.2  # share of a tier's timeout that the tier above waits for it to take a block
 
 
@@ -47,7 +50,8 @@ class Demoter:
             memory.left(block)
             return
         tier = self._levels.tier(move.target)
-        if tier.knows(block) and not self._queue.is_pending(tier, block):  # it may be deleting it
+        # Ask in this order: a deletion that ends in between is seen by the second question.
+        if not self._queue.is_pending(tier, block) and tier.knows(block):
             memory.left(block)
             return
 
@@ -109,7 +113,7 @@ class Demoter:
             or target.health.stuck_for() > _PATIENCE * target.timeout
         )
         # A hidden block must not be served, so it must not be copied either.
-        record = None if stuck or source.is_hidden(block) else source.fetch(block)
+        record = None if stuck or source.is_hidden(block) else self._fetch(source, block)
         if record is None:
             lost()
             return
@@ -126,3 +130,14 @@ class Demoter:
             over.wait(max(0.0, until - time.monotonic()))
         else:
             lost()
+
+    def _fetch(self, source: Tier, block: bytes) -> memoryview | None:
+        """Return the record of ``block``; None if it cannot be read or there is no memory for it.
+
+        Logs a bug instead of raising it, because the caller has to delete the block anyway.
+        """
+        try:
+            return source.fetch(block)
+        except Exception:  # noqa: BLE001 - logged
+            _LOG.exception("tier %s: reading a block to demote it failed", source.name)
+            return None

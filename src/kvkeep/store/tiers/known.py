@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from kvkeep.store.tiers.catalogue import Catalogue
 
@@ -75,15 +76,19 @@ class KnownBlocks:
                 if mark is not None and mark == self._removals:
                     self.catalogue.add(block, size)
 
-    def begin_removal(self, blocks: Sequence[bytes]) -> None:
-        """Forget ``blocks``; results of running queries are ignored until `end_removal`."""
+    @contextmanager
+    def removal(self, blocks: Sequence[bytes]) -> Iterator[None]:
+        """Forget ``blocks``, which the caller deletes from the backend within the ``with`` block.
+
+        Results of queries that run meanwhile are ignored.
+        """
         with self._lock:
             self._removals += 1
             self._removing += 1
-        for block in blocks:
-            self.catalogue.forget(block)
-
-    def end_removal(self) -> None:
-        """Record that the backend has deleted the blocks of `begin_removal`, or failed to."""
-        with self._lock:
-            self._removing -= 1
+        try:
+            for block in blocks:
+                self.catalogue.forget(block)
+            yield
+        finally:
+            with self._lock:
+                self._removing -= 1

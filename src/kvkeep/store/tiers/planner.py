@@ -141,6 +141,11 @@ class Planner:
             stays = self.policy.promotes(source, self._touches.count(block) + 1)
             return Promote(block, source, stays, stays and self.policy.leaves(source))
 
+    def leaves(self, source: int) -> bool:
+        """Whether tier ``source`` deletes its copy of a block that memory keeps after a read."""
+        with self._lock:
+            return self.policy.leaves(source)
+
     def evict(self, block: bytes, source: int) -> Demote | Drop:
         """Return what to do with ``block``, which has to leave level ``source``."""
         with self._lock:

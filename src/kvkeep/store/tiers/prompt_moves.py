@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Sequence
+    from contextlib import AbstractContextManager
 
     from kvkeep.store.tiers.catalogue import Catalogue
     from kvkeep.store.tiers.planner import Copy, Planner, Refuse
@@ -85,7 +86,7 @@ class ReadMoves(PromptMoves):
 
 
 class StoreMoves(PromptMoves):
-    """Stores a prompt. Subclasses implement `use`, `place`, `copy_down` and `demote_ahead`."""
+    """Stores a prompt. Subclasses implement the abstract methods."""
 
     def store(self, blocks: Sequence[bytes]) -> None:
         """Place ``blocks`` in memory and in the tiers that admit them, as far as there is room.
@@ -96,26 +97,32 @@ class StoreMoves(PromptMoves):
         held: list[bytes] = []
         used: list[bytes] = []
         new: set[bytes] = set()
-        try:
-            for run in self.runs(blocks):
-                moves = [move for block in run for move in self.planner.store(block)]
-                placed = self.place(run)
-                if placed is Placement.NOWHERE:
-                    break
-                used += run
-                if placed is Placement.NEW:
-                    new.update(run)
-                if placed is not Placement.BELOW:
-                    try:
-                        if not self.copy_down(run, moves):
-                            self.memory.hold_all(run, held)
-                    finally:
-                        self.placed(run)
-                    self.demote_ahead()
-            self.use(used, new)
-        finally:
-            self.memory.free_all(held)
-        self.demote_ahead()
+        with self.holding(blocks):
+            try:
+                for run in self.runs(blocks):
+                    if used:
+                        self.demote_ahead()
+                    moves = [move for block in run for move in self.planner.store(block)]
+                    placed = self.place(run)
+                    if placed is Placement.NOWHERE:
+                        break
+                    used += run
+                    if placed is Placement.NEW:
+                        new.update(run)
+                    if placed is not Placement.BELOW:
+                        try:
+                            if not self.copy_down(run, moves):
+                                self.memory.hold_all(run, held)
+                        finally:
+                            self.placed(run)
+                self.use(used, new)
+            finally:
+                self.memory.free_all(held)
+        self.demote_ahead()  # after all holds: now any block may be moved to make room below
+
+    @abstractmethod
+    def holding(self, blocks: Sequence[bytes]) -> AbstractContextManager[object]:
+        """Hold the beginning of the prompt in the tiers, so that its rest does not evict it."""
 
     def runs(self, blocks: Sequence[bytes]) -> Iterable[Sequence[bytes]]:
         """Split ``blocks`` into runs that move together; by default a run is one block."""

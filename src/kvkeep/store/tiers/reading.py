@@ -9,11 +9,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import BackendFailed
+from kvkeep.store.tiers.prompt_holds import PromptHolds
 from kvkeep.store.tiers.prompt_moves import ReadMoves
 from kvkeep.store.tiers.record import HEADER_BYTES
 from kvkeep.store.tiers.shared_read import SharedRead
 from kvkeep.store.tiers.workers import Workers
-from kvkeep.store.tiers.writing import PromptHolds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence
@@ -150,7 +150,7 @@ class Reader:
         with suppress(BackendFailed):  # the memory was closed meanwhile
             if tier is not None and read.stays and block in self._memory:
                 level = 1 + list(self.levels.tiers).index(tier)
-                if self.levels.planner.promote(block, level).leaves:
+                if self.levels.planner.leaves(level):
                     tier.writing.submit(partial(self.queue.move_out, tier, block))
                 self._demoter.demote_ahead()
 

@@ -28,7 +28,8 @@ _RELIST_AFTER = 1.0  # seconds that a listing of a shared backend is good for
 class TierSpace:
     """Manages the space of one tier: evicts, deletes, and keeps namespaces within their quotas.
 
-    ``evicting`` is called with each block before it is evicted. ``relist`` lists the backend;
+    ``evicting`` is called with each block before it is evicted. ``give_up(block, needed)`` forgets
+    and returns blocks that are useless without ``block``. ``relist`` lists the backend;
     ``listed_at`` returns when that was done last (monotonic seconds).
 
     Thread safety: all methods.
@@ -42,6 +43,7 @@ class TierSpace:
         writers: int,
         *,
         evicting: Callable[[bytes], None],
+        give_up: Callable[[bytes, int], list[bytes]],
         relist: Callable[[], None],
         listed_at: Callable[[], float],
     ) -> None:
@@ -51,6 +53,7 @@ class TierSpace:
         self._catalogue = known.catalogue
         self._losses = losses
         self._evicting = evicting
+        self._give_up = give_up
         self._relist = relist
         self._listed_at = listed_at
         self._turns = Turns(_TRIES, writers)
@@ -70,7 +73,7 @@ class TierSpace:
                 with self._calls.to("put", "write", self._backend.part(block)) as call:
                     self._backend.put(block, record)
             except OutOfRoom as short:
-                return AGAIN if self.make_room(short.needed) else False
+                return AGAIN if self._make_room(block, short.needed) else False
             if call.failed:
                 raise PutFailed
             took = time.monotonic() - started
@@ -88,7 +91,7 @@ class TierSpace:
         lasts until the ``with`` statement ends.
         """
         space = block[:SPACE_BYTES]
-        fits = self._reserve(space, size)
+        fits = self._reserve(block, size)
         try:
             yield fits
         finally:
@@ -98,7 +101,8 @@ class TierSpace:
                     if left:
                         self._coming[space] = left
 
-    def _reserve(self, space: bytes, size: int) -> bool:
+    def _reserve(self, block: bytes, size: int) -> bool:
+        space = block[:SPACE_BYTES]
         for _ in range(_TRIES):
             with self._quota_lock:
                 coming = self._coming.get(space, 0) + size
@@ -106,10 +110,20 @@ class TierSpace:
                 if not over:
                     self._coming[space] = coming
                     return True
-            if over < 0 or not (victims := self._catalogue.victims(over, space)):
+            if over < 0:
+                break
+            victims = self._catalogue.victims(over, space) or self._give_up(block, over)
+            if not victims:
                 break
             self.evict(victims)
         return False
+
+    def _make_room(self, block: bytes, needed: int) -> bool:
+        """Free ``needed`` bytes for ``block``; return whether any were freed."""
+        if self.make_room(needed):
+            return True
+        given_up = self._give_up(block, needed)
+        return bool(given_up) and self.evict(given_up)[0] > 0
 
     def make_room(self, needed: int) -> bool:
         """Evict until ``needed`` bytes are free; return whether any were freed.
@@ -146,10 +160,13 @@ class TierSpace:
     def evict(self, victims: Sequence[bytes]) -> tuple[int, list[bytes]]:
         """Delete ``victims`` of the catalogue, and record why; see `delete`."""
         self._losses.note(victims, self._calls.name, "evicted", self._catalogue.policy)
-        for block in victims:
-            self._evicting(block)
         self._calls.counters.count(evictions=len(victims))
-        return self.delete(victims)
+        try:
+            for block in victims:
+                self._evicting(block)
+        finally:  # the catalogue has forgotten them
+            freed, left = self.delete(victims)
+        return freed, left
 
     def delete(self, blocks: Sequence[bytes]) -> tuple[int, list[bytes]]:
         """Delete ``blocks``; return the bytes freed, and the blocks that may be left."""
@@ -171,12 +188,9 @@ class TierSpace:
 
         The latter are hidden until they are written anew.
         """
-        self._known.begin_removal(blocks)
-        try:
+        with self._known.removal(blocks):
             self._calls.report_hung("delete")
             freed, left = self.delete(blocks)
-        finally:
-            self._known.end_removal()
         self._known.hide(left)
         return freed, left
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from kvkeep.store.backends import Backend
     from kvkeep.store.codecs import Codec
+    from kvkeep.store.tiers.prompt_holds import PromptHolds
 
 __all__ = ["ORDERED", "Tier", "TierOptions", "TierSpec"]
 
@@ -141,9 +142,12 @@ class Tier:
             self.losses,
             options.writers,
             evicting=evicting,
+            give_up=self._give_up,
             relist=self.relist,
             listed_at=lambda: self._listing.at,
         )
+        self.prompts: dict[PromptHolds, None] = {}
+        """Prompts that hold blocks here while other blocks of theirs are written."""
         self._expired_at = float("-inf")
 
     @property
@@ -330,7 +334,9 @@ class Tier:
         try:
             header, codec = self._records.verify(block, record)
             return self._records.decode_alone(codec, header, record)
-        except (NotForUs, OtherVersion, OtherKey, MissingExtra) as other:
+        except NotForUs:
+            return None
+        except (OtherVersion, OtherKey, MissingExtra) as other:
             self._refuse(block, str(other))
         except (BadRecord, Damaged) as damage:
             self._quarantine(block, str(damage))
@@ -411,6 +417,11 @@ class Tier:
             if self.indexed:
                 self.catalogue.add(block, len(encoded), hold=hold)
         return ""
+
+    def _give_up(self, block: bytes, needed: int) -> list[bytes]:
+        """Forget and return blocks of ``needed`` bytes that follow ``block`` in a prompt."""
+        gone = (prompt.give_up(self, block, needed) for prompt in list(self.prompts))
+        return next((blocks for blocks in gone if blocks), [])
 
     def _dropped(self, block: bytes, why: str) -> None:
         self.counters.count(drops=1)

@@ -199,9 +199,8 @@ class TieredStore:
         """
         self.check_open()
         until = 0.0 if wait is None else time.monotonic() + wait
-        if not blocks:
-            return Written()
-        self._levels.requested(blocks, raw_bytes[0])
+        if blocks:
+            self._levels.requested(blocks, raw_bytes[0])
         request = StoreRequest(
             self._levels, self._queue, self._demoter, raw_bytes=raw_bytes, fill=fill, until=until
         )

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import threading
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
-from kvkeep.core.keys import SPACE_BYTES
 from kvkeep.store.tiers.planner import Refuse
+from kvkeep.store.tiers.prompt_holds import PromptHolds
 from kvkeep.store.tiers.prompt_moves import Placement, StoreMoves
 from kvkeep.store.tiers.record import HEADER_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Sequence
+    from collections.abc import Callable, Container, Iterator, Sequence
 
     from kvkeep.store.tiers.demoting import Demoter
     from kvkeep.store.tiers.levels import Levels
     from kvkeep.store.tiers.memory import MemoryLease
     from kvkeep.store.tiers.planner import Copy
-    from kvkeep.store.tiers.tier import Tier
     from kvkeep.store.tiers.write_queue import WriteQueue
 
-__all__ = ["PromptHolds", "StoreRequest", "Written"]
+__all__ = ["StoreRequest", "Written"]
 
 
 @dataclass(slots=True)
@@ -34,77 +33,6 @@ class Written:
 
     kept: list[int] = field(default_factory=list)
     already: list[int] = field(default_factory=list)
-
-
-class PromptHolds:
-    """Keeps the beginning of a prompt from eviction in each tier, until the rest is written there.
-
-    Blocks are written first to last, so the first would be evicted first, and without them the rest
-    is never found. Leading blocks that the tier had before are held, too. Of a prompt larger than
-    the tier, as many blocks as fit are held. After several writes to a tier, which concurrent
-    writers may have reordered, the prompt's order is recorded there (`Tier.reorder`).
-
-    Thread safety: all methods.
-    """
-
-    def __init__(self, levels: Levels, blocks: Sequence[bytes]) -> None:
-        self._tiers = {tier.name: tier for tier in levels.tiers}
-        self._blocks = blocks
-        self._lock = threading.Lock()
-        self._count: dict[str, int] = {}
-        self._left: dict[str, int] = {}
-        self._held: dict[str, list[bytes]] = {}
-
-    def add(self, tier: Tier, block: bytes) -> Callable[[bool], None]:
-        """Register a write of ``block`` to ``tier``; return the callback for its end."""
-        self._begin(tier)
-        with self._lock:
-            self._count[tier.name] += 1
-            self._left[tier.name] += 1
-
-        def ended(saved: bool) -> None:
-            if saved:
-                self._hold(tier, [block])
-            self._end(tier.name)
-
-        return ended
-
-    def begin(self) -> None:
-        """Hold leading blocks in all tiers; call it before a block is added to memory.
-
-        The block may cause demotions, and those evict blocks in any tier.
-        """
-        for tier in self._tiers.values():
-            self._begin(tier)
-
-    def _begin(self, tier: Tier) -> None:
-        with self._lock:
-            if tier.name in self._left:
-                return
-            self._count[tier.name], self._held[tier.name], self._left[tier.name] = 0, [], 1
-        # Only as many as fit: holding more would leave no room for the first blocks.
-        fits = tier.catalogue.fits(self._blocks[0][:SPACE_BYTES])
-        self._hold(tier, self._blocks[:fits])
-
-    def _hold(self, tier: Tier, blocks: Sequence[bytes]) -> None:
-        tier.catalogue.hold_all(blocks, self._held[tier.name])
-
-    def _end(self, name: str) -> None:
-        with self._lock:
-            self._left[name] -= 1
-            over = not self._left[name]
-        if over:
-            if self._count[name] > 1:
-                self._tiers[name].reorder(self._blocks)
-            self._tiers[name].catalogue.free_all(self._held.pop(name))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Take no more blocks; the holds in each tier end with the last write to it."""
-        for name in list(self._left):
-            self._end(name)
 
 
 class StoreRequest(StoreMoves):
@@ -143,8 +71,7 @@ class StoreRequest(StoreMoves):
         self._holds = PromptHolds(levels, ())
 
     def store(self, blocks: Sequence[bytes]) -> None:
-        with PromptHolds(self._levels, blocks) as self._holds:
-            super().store(blocks)
+        super().store(blocks)
         losses, memory = self._levels.losses, self._levels.memory
         for name, refused in self._refused.items():
             losses.note(refused, name, "refused", "admission")
@@ -152,6 +79,11 @@ class StoreRequest(StoreMoves):
         dropped = blocks[kept + already :]
         losses.note(dropped, memory.name, "dropped", "no room")
         memory.counters.count(writes=kept, already=already, drops=len(dropped))
+
+    @contextmanager
+    def holding(self, blocks: Sequence[bytes]) -> Iterator[None]:
+        with PromptHolds(self._levels, blocks) as self._holds:
+            yield
 
     def place(self, run: Sequence[bytes]) -> Placement:
         (block,), at = run, self._at
