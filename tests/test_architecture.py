@@ -569,8 +569,8 @@ LARGE: dict[str, int] = {
     "kvkeep.core.cache.paged.PagedCache": 382,
     "kvkeep.core.cache.sequence.Sequence": 408,
     "kvkeep.store.kv.store.KVStore": 379,
-    "kvkeep.store.tiers.catalogue.Catalogue": 401,
-    "kvkeep.store.tiers.tier.Tier": 431,
+    "kvkeep.store.tiers.catalogue.Catalogue": 360,
+    "kvkeep.store.tiers.tier.Tier": 363,
 }
 
 # Class → arguments of its constructor, where they are more than `MOST_ARGUMENTS`.

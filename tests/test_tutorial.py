@@ -80,7 +80,7 @@ def test_the_tutorial_does_what_it_says(tmp_path: Path) -> None:
         ask["messages"][1]["content"] = "What does heapq.merge do?"
         assert asked(url, ask)["usage"] == shared
         assert asked(url, ask)["usage"]["prompt_tokens_details"] == {"cached_tokens": 41}
-        drawn = httpx.get(f"{url}/kv/tree", params={"format": "text"}).text
+        drawn = httpx.get(f"{url}/kv/map", params={"format": "text"}).text
         assert "32 tokens · 2 pages [0,1]" in drawn
     with serving(tmp_path) as url:
         assert asked(url, ask)["usage"] == restarted

@@ -460,7 +460,7 @@ def test_other_endpoints_and_methods():
         ]
         assert "/v1/models?x=1&y=%20" in [path for one in made for path in one.paths]
         assert httpx.get(f"{proxy.url}/v1/completions").status_code == 405
-        assert httpx.get(f"{proxy.url}/kv/tree").status_code == 404
+        assert httpx.get(f"{proxy.url}/kv/map").status_code == 404
         assert httpx.post(f"{proxy.url}/v1/nothing").status_code == 404
 
 

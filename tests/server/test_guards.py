@@ -42,7 +42,7 @@ def test_its_own_names_are_answered(server, host):
 )
 def test_other_names_are_not(server, host):
     """A page under a name that its owner points at this machine cannot read what is here."""
-    answer = spoken(server, "GET /kv/tree HTTP/1.1", f"Host: {host}")
+    answer = spoken(server, "GET /kv/map HTTP/1.1", f"Host: {host}")
     assert answer.startswith("HTTP/1.1 400")
     assert '"code":"unknown_host"' in answer
 
@@ -95,7 +95,7 @@ def locked(start_server):
 )  # fmt: skip
 @pytest.mark.parametrize(
     ("method", "path"),
-    [("GET", "/v1/models"), ("POST", COMPLETIONS), ("GET", "/kv/tree"), ("POST", "/kv/clear"),
+    [("GET", "/v1/models"), ("POST", COMPLETIONS), ("GET", "/kv/map"), ("POST", "/kv/clear"),
      ("GET", "/metrics"), ("GET", "/openapi.json"), ("GET", "/nothing"), ("GET", "/health/")],
 )  # fmt: skip
 def test_without_the_key_nothing_is_answered(locked, method, path, header):
@@ -182,13 +182,13 @@ def test_a_length_that_is_a_lie_is_no_reason_to_read(locked):
 def test_the_log_has_one_short_line_a_request(server, caplog):
     with caplog.at_level(logging.INFO, "kvkeep.access"):
         server.http.post(COMPLETIONS, json={**SHORT, "prompt": "a private matter", "user": "Ann"})
-        server.http.get("/kv/tree?namespace=private")
+        server.http.get("/kv/search?tokens=1&namespace=private")
         spoken(server, "GET /x%0aPOST%20/forged%1b[31m HTTP/1.1", "Host: localhost")
         eventually(lambda: "/forged" in caplog.text)  # each line follows its answer
     lines = [r.getMessage() for r in caplog.records if r.name == "kvkeep.access"]
     assert [line.rsplit(" ", 2)[0] for line in lines] == [
         f"POST {COMPLETIONS} 200",
-        "GET /kv/tree 200",
+        "GET /kv/search 200",
         "GET /x%0APOST%20/forged%1B%5B31m 404",
     ]
     assert "private" not in caplog.text

@@ -169,11 +169,11 @@ QUERIES = ["depth=%00", "depth=-1", "depth=1&depth=2", "depth[]=1", "branches=1e
 
 @pytest.mark.parametrize("query", QUERIES)
 def test_queries(server, query):
-    assert_refused_or_right(server.http.get(f"/kv/tree?{query}"))
+    assert_refused_or_right(server.http.get(f"/kv/map?{query}"))
 
 
 PATHS = ["/v1/models/%00", "/v1/models/%2e%2e/%2e%2e", "/v1/models/" + "x" * 8000, "//", "/%ff",
-         "/v1//models", "/kv/tree/", "/v1/models/kvkeep-tiny%0d%0aX: y", "/*"]  # fmt: skip
+         "/v1//models", "/kv/map/", "/v1/models/kvkeep-tiny%0d%0aX: y", "/*"]  # fmt: skip
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -119,45 +119,38 @@ def planted(server):
     return server
 
 
-def test_the_tree_shows_what_is_shared(planted):
-    tree = planted.http.get("/kv/tree").json()
-    assert tree["page_size"] == 16
-    shared, tenant = tree["namespaces"]
-    assert [shared["cache_salt"], tenant["cache_salt"]] == ["", "tenant"]
-    (head,) = shared["runs"]
-    assert (head["num_tokens"], head["num_pages"], len(head["runs"])) == (32, 2, 2)
-    assert all(run["num_pages"] == 2 for run in head["runs"])
-    assert head["text"] == planted.engine.tokenizer.decode([7] * 32)[:80]
-    assert shared["num_pages"] == 6
-    assert [run["num_pages"] for run in tenant["runs"]] == [4]
-
-
-def test_the_tree_of_one_tenant(planted):
-    (one,) = planted.http.get("/kv/tree", params={"namespace": "tenant"}).json()["namespaces"]
-    assert (one["cache_salt"], one["num_pages"]) == ("tenant", 4)
-    (none,) = planted.http.get("/kv/tree?namespace=nobody").json()["namespaces"]
-    assert (none["num_pages"], none["runs"]) == (0, [])
-
-
-def test_what_the_tree_leaves_out_is_counted(planted):
-    shared, _ = planted.http.get("/kv/tree?depth=1").json()["namespaces"]
-    (head,) = shared["runs"]
-    assert (head["runs"], head["hidden"]) == ([], {"runs": 2, "pages": 4})
-    shared, _ = planted.http.get("/kv/tree?branches=1").json()["namespaces"]
-    (head,) = shared["runs"]
-    assert len(head["runs"]) == 1
-    assert head["hidden"] == {"runs": 1, "pages": 2}
-
-
-def test_the_tree_as_text(planted):
-    answer = planted.http.get("/kv/tree?format=text")
+def drawn(server, **query):
+    answer = server.http.get("/kv/map", params={"format": "text", **query}).raise_for_status()
     assert answer.headers["content-type"].startswith("text/plain")
-    lines = answer.text.splitlines()
+    return answer.text.splitlines()
+
+
+def test_the_drawn_tree_shows_what_is_shared(planted):
+    lines = drawn(planted)
     assert lines[0] == "cache_salt '', 6 pages of 16"
     assert "32 tokens · 2 pages [" in lines[1]
     assert lines[1].lstrip("└─ ")[0].isdigit()
+    assert planted.engine.tokenizer.decode([7] * 32)[:8] in lines[1]
+    assert [line.count("2 pages") for line in lines[2:4]] == [1, 1]
+    assert lines[4] == "cache_salt 'tenant', 4 pages of 16"
+    assert "64 tokens · 4 pages [" in lines[5]
+    assert len(lines) == 6
     planted.http.post("/kv/clear", json={})
-    assert planted.http.get("/kv/tree?format=text").text == "nothing is cached\n"
+    assert drawn(planted) == ["nothing is cached"]
+
+
+def test_the_drawn_tree_of_one_tenant(planted):
+    assert drawn(planted, namespace="tenant")[0] == "cache_salt 'tenant', 4 pages of 16"
+    assert drawn(planted, namespace="nobody") == ["cache_salt 'nobody', 0 pages of 16"]
+
+
+def test_what_the_drawn_tree_leaves_out_is_counted(planted):
+    (_, head, left_out, *_) = drawn(planted, depth=1)
+    assert "32 tokens" in head
+    assert left_out.strip() == "└── … 2 more runs, 4 pages"
+    (_, _, shown, left_out, *_) = drawn(planted, branches=1)
+    assert "32 tokens" in shown
+    assert left_out.strip() == "└── … 1 more run, 2 pages"
 
 
 def test_clearing_one_tenant_leaves_the_others(planted):
@@ -176,8 +169,7 @@ def test_the_document_describes_what_there_is(server):
     document = server.http.get("/openapi.json").json()
     assert set(document["paths"]) == {
         "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}",
-        "/tokenize", "/detokenize", "/health", "/metrics", "/kv/stats", "/kv/tree", "/kv/clear",
-        "/kv/remove",
+        "/tokenize", "/detokenize", "/health", "/metrics", "/kv/stats", "/kv/clear", "/kv/remove",
         "/kv/sessions/{session}", "/kv/explain", "/kv/explain/{id}", "/kv/requests", "/kv/summary",
         "/kv/live", "/kv/map", "/kv/map/{id}", "/kv/search",
     }  # fmt: skip

@@ -260,7 +260,7 @@ def test_errors_of_addresses_have_the_same_form(server):
      ("format=xml", "format"), ("namespace=" + "x" * 300, "namespace")],
 )  # fmt: skip
 def test_a_wrong_query_is_named(server, query, name):
-    error = assert_error(server.http.get(f"/kv/tree?{query}"), 400)
+    error = assert_error(server.http.get(f"/kv/map?{query}"), 400)
     assert error["param"] == name
 
 

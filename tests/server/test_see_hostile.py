@@ -44,7 +44,7 @@ def assert_showable(answer):
         assert not acting - {"\u200c", "\u200d"}, ascii(text)
 
 
-PATHS = ("live", "requests", "summary", "tree")
+PATHS = ("live", "requests", "summary", "map")
 
 
 def test_in_prompts_salts_and_sessions(server):
@@ -131,15 +131,15 @@ def test_no_text(start_server):
         some = str(tokens[:3])[1:-1]
         asked = server.http.post("/kv/explain", json={"prompt": f"It is {secret} 3 {FILLER}"})
         answers = [asked, *(server.http.get(f"/kv/{path}") for path in PATHS)]
-        answers += [server.http.get("/kv/tree?format=text")]
+        answers += [server.http.get("/kv/map?format=text")]
         answers += [server.http.get(f"/kv/explain/{answer['id']}")]
         for one in answers:
             assert one.status_code == 200
             assert secret not in one.text
             assert "goes on for" not in one.text
             assert some.replace(" ", "") not in one.text.replace(" ", "")
-        tree = server.http.get("/kv/tree").json()
-        assert tree["namespaces"][0]["runs"][0]["text"] is None
+        tree = server.http.get("/kv/map").json()
+        assert {node["text"] for node in tree["nodes"] if node["id"] > 0} == {None}
 
 
 def test_no_explain(start_server):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from itertools import islice
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from kvkeep.store.tiers.block_table import BlockTable
 from kvkeep.store.tiers.eviction_order import OrderedBlock
+from kvkeep.store.tiers.filling import Filling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Sequence
@@ -17,9 +18,6 @@ if TYPE_CHECKING:
     from kvkeep.store.tiers.packed import PackedRow
 
 __all__ = ["Catalogue"]
-
-_AT_ONCE: Final = 1024  # blocks of a listing that are taken over under one lock
-_ROUNDS: Final = 1 << 16
 
 
 class Catalogue:
@@ -63,8 +61,7 @@ class Catalogue:
         self._clock = clock
         self._lock = threading.Lock()
         self._table = BlockTable(policy, budget, ordered, unit)
-        self._filling = threading.Lock()
-        self._gone: set[bytes] | None = None  # forgotten while a listing goes on
+        self._filling = Filling(self._table, self._lock)
 
     # --- queries ---------------------------------------------------------------------------------
 
@@ -169,33 +166,8 @@ class Catalogue:
                 self._table.add(block, size, now)
 
     def fill(self, found: Iterable[tuple[bytes, int, float]]) -> list[bytes]:
-        """Take over a listing of the backend: (block, bytes, last use). Return the blocks it lacks.
-
-        Known blocks keep their place in the order and get the later time of use. New blocks follow
-        them, ordered by last use. Known blocks that are not listed are forgotten. Blocks added
-        during the listing stay; blocks forgotten during it stay forgotten. If ``found`` raises, the
-        blocks before that are taken over and none are forgotten.
-
-        Listed blocks are known, and may be evicted, before ``found`` ends. Concurrent calls wait.
-        """
-        with self._filling:
-            with self._lock:
-                self._table.round = (self._table.round + 1) % _ROUNDS
-                self._table.packed.begin_listing()
-                self._gone = set()
-            try:
-                items = iter(found)
-                while some := sorted(islice(items, _AT_ONCE), key=lambda item: item[2]):
-                    with self._lock:
-                        for block, size, used in some:
-                            self._table.list(
-                                block, size, used, forgotten=block in (self._gone or ())
-                            )
-            finally:
-                with self._lock:
-                    self._gone = None
-                self._order_listed()
-            return self._not_listed()
+        """Take over a listing of the backend; return the blocks that it lacks. See `Filling`."""
+        return self._filling.fill(found)
 
     def requested(self, blocks: Sequence[bytes]) -> None:
         """Report a prompt to policies with a history: its blocks that were found or are stored now.
@@ -271,16 +243,14 @@ class Catalogue:
             known = self._table.blocks.get(block)
             if known is None or known.held != 1 or known.pinned:
                 return 0
-            if self._gone is not None:
-                self._gone.add(block)
+            self._filling.forgotten(block)
             self._table.forget(block)
             return self._table.takes(known.size)
 
     def forget(self, block: bytes) -> bool:
         """Remove ``block``; return whether it was known."""
         with self._lock:
-            if self._gone is not None:
-                self._gone.add(block)
+            self._filling.forgotten(block)
             return self._table.forget(block)
 
     def victims(
@@ -299,8 +269,7 @@ class Catalogue:
                 if victim is None:
                     break
                 self._table.drop(victim)
-                if self._gone is not None:
-                    self._gone.add(victim.block)
+                self._filling.forgotten(victim.block)
                 needed -= self._table.takes(victim.size)
                 into = gone if outlived is None or not self._expired(victim) else outlived
                 into.append(victim.block)
@@ -382,32 +351,6 @@ class Catalogue:
             return known
         with self._lock:
             return self._table.get(block)
-
-    def _order_listed(self) -> None:
-        """Unpack the newest listed blocks, as many as may be ordered."""
-        with self._lock:
-            self._table.packed.end_listing()
-            newest = self._table.packed.newest(self._table.most_ordered)
-        for start in range(0, len(newest), _AT_ONCE):
-            with self._lock:
-                for block in newest[start : start + _AT_ONCE]:
-                    self._table.ordered(block)
-
-    def _not_listed(self) -> list[bytes]:
-        """Forget and return the blocks that the last listing did not find."""
-        with self._lock:
-            gone = [
-                one.block for one in self._table.blocks.values() if one.round != self._table.round
-            ]
-            for block in gone:
-                self._table.forget(block)
-        for part in self._table.packed.parts():
-            with self._lock:
-                rows = self._table.packed.sweep(part, lambda row: row.round != self._table.round)
-                for row in rows:
-                    self._table.forget(row.block)
-            gone += (row.block for row in rows)
-        return gone
 
     # --- internals under the lock ----------------------------------------------------------------
 

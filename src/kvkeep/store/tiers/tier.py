@@ -8,11 +8,8 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvkeep.core.errors import MissingExtra
 from kvkeep.core.eviction import LRU, EvictionPolicy
 from kvkeep.core.keys import SPACE_BYTES
-from kvkeep.store.backends.buffers import aligned
-from kvkeep.store.codecs import Damaged, OtherKey
 from kvkeep.store.tiers.breaker import Breakers
 from kvkeep.store.tiers.calls import BackendCalls
 from kvkeep.store.tiers.catalogue import Catalogue
@@ -22,8 +19,8 @@ from kvkeep.store.tiers.known import KnownBlocks
 from kvkeep.store.tiers.listing import Listing
 from kvkeep.store.tiers.lookups import query_sizes
 from kvkeep.store.tiers.loss_log import LossLog
-from kvkeep.store.tiers.record import BadRecord, OtherVersion
-from kvkeep.store.tiers.record_codec import NotForUs, RecordCodec, RecordRoom, WrongSize
+from kvkeep.store.tiers.record_codec import RecordCodec
+from kvkeep.store.tiers.record_reader import RecordReader
 from kvkeep.store.tiers.space import PutFailed, TierSpace
 from kvkeep.store.tiers.workers import Workers
 
@@ -133,8 +130,13 @@ class Tier:
         )
         self.health = TierHealth(self._calls, self.reading, self.writing)
         self._records = RecordCodec(spec.codec, spec.codec_of)
+        self._reader = RecordReader(self._calls, self._known, self._records, self.losses)
         self._listing = Listing(
-            self._calls, self._known, self.losses, {} if notes is None else notes, self._quarantine
+            self._calls,
+            self._known,
+            self.losses,
+            {} if notes is None else notes,
+            self._reader.quarantine,
         )
         self._space = TierSpace(
             self._calls,
@@ -268,96 +270,13 @@ class Tier:
     ) -> memoryview | None:
         """Return the decoded record of ``block`` in the buffer of ``place()``; None for a miss.
 
-        ``place`` returns memory for a header and ``raw_bytes``, and is called once the record is
-        found. The header in the result may be invalid. Damaged records are quarantined.
+        See `RecordReader.load`.
         """
-        part = self.backend.part(block)
-        if not self._calls.allowed("read", part):
-            self._calls.note_failure("unavailable", "breaker")
-            return None
-        known, mark = self.knows(block), self._known.before_query()
-        started = time.monotonic()
-        room = RecordRoom(self._records, raw_bytes, place)
-        record: memoryview | None = None
-        try:
-            with self._calls.to("get", "read", part) as call:
-                record = self.backend.get(block, call.callback(room))
-                call.decisive = record is not None
-        except WrongSize as wrong:
-            self.counters.count(read_seconds=time.monotonic() - started)
-            self._quarantine(block, str(wrong))
-            return None
-        if call.failed:
-            return None
-        self.counters.count(read_seconds=time.monotonic() - started)
-        if record is None:
-            if known:
-                self.catalogue.forget(block)
-                self.losses.note([block], self.name, "removed", "gone")
-            self.counters.count(misses=1)
-            return None
-        return self._decoded(block, raw_bytes, record, room, mark)
-
-    def _decoded(
-        self, block: bytes, raw_bytes: int, record: memoryview, room: RecordRoom, mark: int | None
-    ) -> memoryview | None:
-        """Verify and decode; a record that is damaged or not for this tier is a miss."""
-        try:
-            header, codec = self._records.verify(block, record)
-            if header.raw_bytes != raw_bytes:  # an intact record; the caller expects another length
-                self.counters.count(refused=1)
-                return None
-            record = self._records.decode(codec, header, record, room)
-        except (NotForUs, OtherVersion, OtherKey, MissingExtra) as other:
-            self._refuse(block, str(other))
-            return None
-        except (BadRecord, Damaged) as damage:
-            self._quarantine(block, str(damage))
-            return None
-        self._known.learn(block, header.record_bytes, mark)
-        self.counters.count(hits=1, read_bytes=header.record_bytes)
-        return record
+        return self._reader.load(block, raw_bytes, place)
 
     def fetch(self, block: bytes) -> memoryview | None:
-        """Return the decoded record of ``block`` in new memory, to write it to another tier.
-
-        The header in the result may be invalid. Counts neither a hit nor a miss.
-        """
-        record: memoryview | None = None
-        part = self.backend.part(block)
-        if self._calls.allowed("read", part):
-            with self._calls.to("get", "read", part) as call:
-                record = self.backend.get(block, call.callback(aligned))
-                call.decisive = record is not None
-        if record is None:
-            return None
-        try:
-            header, codec = self._records.verify(block, record)
-            return self._records.decode_alone(codec, header, record)
-        except NotForUs:
-            return None
-        except (OtherVersion, OtherKey, MissingExtra) as other:
-            self._refuse(block, str(other))
-        except (BadRecord, Damaged) as damage:
-            self._quarantine(block, str(damage))
-        return None
-
-    def _refuse(self, block: bytes, reason: str) -> None:
-        """Hide an intact record that this tier must not serve, until it is written anew."""
-        _LOG.info("tier %s: %s", self.name, reason)
-        self.counters.count(refused=1)
-        self.hide([block])
-        self.losses.note([block], self.name, "refused", reason)
-
-    def _quarantine(self, block: bytes, reason: str) -> None:
-        _LOG.warning(
-            "tier %s: block %s… is bad: %s", self.name, block[SPACE_BYTES:][:8].hex(), reason
-        )
-        self.counters.count(damaged=1)
-        self.catalogue.forget(block)
-        self.losses.note([block], self.name, "damaged", reason)
-        with self._calls.to("quarantine", "delete", self.backend.part(block)):
-            self.backend.quarantine(block, reason)
+        """Return the decoded record of ``block`` in new memory; see `RecordReader.fetch`."""
+        return self._reader.fetch(block)
 
     # --- writing: in a thread of `writing` -------------------------------------------------------
 

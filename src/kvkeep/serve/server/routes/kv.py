@@ -2,17 +2,14 @@
 
 import asyncio
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
-from fastapi import APIRouter, Path, Query
-from starlette.responses import PlainTextResponse, Response
+from fastapi import APIRouter, Path
 
-from kvkeep.serve.server import tree
 from kvkeep.serve.server.routes.base import (
     ERRORS,
     READ_ERRORS,
     JSONRoute,
-    SaltQuery,
     ServiceOf,
     errors,
     read_prompt,
@@ -22,7 +19,6 @@ from kvkeep.serve.server.schemas.kv import (
     ClearRequest,
     ClearResponse,
     KVStats,
-    KVTree,
     MemoryPoint,
     RemoveRequest,
     RemoveResponse,
@@ -50,28 +46,6 @@ async def stats(service: ServiceOf) -> KVStats:
         store=await service.store_stats(),
         what_if=[MemoryPoint(**asdict(point)) for point in cache.what_if] or None,
     )
-
-
-@router.get(
-    "/tree",
-    response_model=KVTree,
-    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **READ_ERRORS},
-    operation_id="kv_tree",
-)
-async def show(
-    service: ServiceOf,
-    namespace: SaltQuery = None,
-    depth: Annotated[int, Query(ge=1, le=32, description="Runs below each other.")] = 8,
-    branches: Annotated[int, Query(ge=1, le=256, description="Branches per run.")] = 12,
-    format: Annotated[Literal["json", "text"], Query(description="text: a drawing.")] = "json",
-) -> Response:
-    """The prefix trees: which prompts share which pages. Shows the beginnings of prompts."""
-    spaces = tree.spaces(service, namespace)
-    if format == "text":
-        drawn = await asyncio.to_thread(tree.as_text, service, spaces, depth, branches)
-        return PlainTextResponse(drawn)
-    nested = await asyncio.to_thread(tree.as_json, service, spaces, depth, branches)
-    return Response(nested.model_dump_json(), media_type="application/json")
 
 
 @router.post("/clear", responses=ERRORS, operation_id="kv_clear")

@@ -1,13 +1,14 @@
 """The prefix tree as a map: reading, searching and changing it."""
 
 import asyncio
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Path, Query, Request
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from kvkeep.serve.server import tree
 from kvkeep.serve.server.errors import ApiError
 from kvkeep.serve.server.map import Maps
 from kvkeep.serve.server.routes.base import (
@@ -67,10 +68,19 @@ NodeId = Annotated[int, Path(ge=-_LARGEST_ID, le=_LARGEST_ID, description="As in
 
 
 @router.get(
-    "/map", response_model=MapResponse, responses={**READ_ERRORS, **_UNKNOWN}, operation_id="kv_map"
+    "/map",
+    response_model=MapResponse,
+    responses={
+        200: {"content": {"text/plain": {"schema": {"type": "string"}}}},
+        **READ_ERRORS,
+        **_UNKNOWN,
+    },
+    operation_id="kv_map",
 )
 async def show(
     maps: MapsOf,
+    service: ServiceOf,
+    *,
     namespace: SaltQuery = None,
     root: Annotated[
         int | None,
@@ -78,8 +88,20 @@ async def show(
     ] = None,
     nodes: Annotated[int, Query(ge=1, le=_MOST_NODES, description="Shown one by one.")] = 400,
     tiers: Annotated[bool, Query(description="Add which tiers have each node.")] = False,
+    format: Annotated[Literal["json", "text"], Query(description="text: a drawing.")] = "json",
+    depth: Annotated[int, Query(ge=1, le=32, description="Drawn: runs below each other.")] = 8,
+    branches: Annotated[int, Query(ge=1, le=256, description="Drawn: branches per run.")] = 12,
 ) -> Response:
-    """A map of the cached prefixes. Made anew every second; less often if it is large."""
+    """A map of the cached prefixes: which prompts share which pages, and how prompts begin.
+
+    As JSON it is made anew every second; less often if it is large. A drawing shows whole
+    namespaces, so ``root``, ``nodes`` and ``tiers`` do not apply to it.
+    """
+    if format == "text":
+        spaces = tree.spaces(service, namespace)
+        return PlainTextResponse(
+            await asyncio.to_thread(tree.drawn, service, spaces, depth, branches)
+        )
     data = await asyncio.to_thread(maps.map, namespace, root, nodes, tiers=tiers)
     return Response(data, media_type="application/json")
 

@@ -8,9 +8,8 @@ from kvkeep.serve.server.schemas.base import CacheSalt, RequestModel, ResponseMo
 from kvkeep.serve.server.schemas.prompt import PromptRequest
 
 __all__ = [
-    "ClearRequest", "ClearResponse", "HealthResponse", "Hidden", "KVStats", "KVTree",
-    "MemoryPoint", "RemoveRequest", "RemoveResponse", "Run", "SessionRequest", "SessionResponse",
-    "Space", "TierFreed",
+    "ClearRequest", "ClearResponse", "HealthResponse", "KVStats", "MemoryPoint", "RemoveRequest",
+    "RemoveResponse", "SessionRequest", "SessionResponse", "TierFreed",
 ]  # fmt: skip
 
 
@@ -31,42 +30,6 @@ class KVStats(ResponseModel):
     engine: dict[str, int | float]
     store: dict[str, Any] | None = Field(description="Null for a server without tiers.")
     what_if: list[MemoryPoint] | None = Field(description="Null with --no-what-if.")
-
-
-class Hidden(ResponseModel):
-    """The runs and pages left out below a run."""
-
-    runs: int
-    pages: int
-
-
-class Run(ResponseModel):
-    """Consecutive pages on one edge of the prefix tree, and what follows them."""
-
-    num_tokens: int
-    num_pages: int
-    references: int = Field(description="Requests and pins that hold it.")
-    pins: int
-    policy: str = Field(description="The eviction policy's state of it.")
-    text: str | None = Field(description="Its beginning; null with --no-text.")
-    runs: list["Run"]
-    hidden: Hidden | None = None
-
-
-class Space(ResponseModel):
-    """One namespace: the cached prefixes under one cache_salt."""
-
-    cache_salt: str
-    num_pages: int
-    runs: list[Run]
-    hidden: Hidden | None = None
-
-
-class KVTree(ResponseModel):
-    """The prefix trees."""
-
-    page_size: int = Field(description="Tokens per page.")
-    namespaces: list[Space]
 
 
 class ClearRequest(RequestModel):
