@@ -92,7 +92,7 @@ def _import_times(log: str) -> dict[str, int]:
 def test_its_share_of_the_import_time_is_small() -> None:
     """NumPy, in the same process, is the measure: what a machine is worth today."""
     ratios: list[float] = []
-    while len(ratios) < 5 and not any(ratio < 1 for ratio in ratios):  # noise can only add
+    while len(ratios) < 15 and not any(ratio < 1 for ratio in ratios):  # noise can only add
         times = _import_times(python("-X", "importtime", "-c", "import numpy, kvkeep").stderr)
         ratios.append(times["kvkeep"] / times["numpy"])
     assert min(ratios) < 1, f"kvkeep and all it imports besides, against NumPy: {ratios}"

@@ -244,7 +244,7 @@ class Machine(RuleBasedStateMachine):
         assert catalogue.total_bytes == self.bytes_of(known)
         there = [block for block in BLOCKS if block in known and not self.expired(block)]
         assert [block for block in BLOCKS if block in catalogue] == there
-        assert [b for b in BLOCKS if catalogue.outlived(b)] == [
+        assert [b for b in BLOCKS if catalogue.has_expired(b)] == [
             b for b in BLOCKS if b in known and b not in there
         ]
         missing = next((i for i, b in enumerate(BLOCKS) if b not in there), len(BLOCKS))
@@ -646,8 +646,8 @@ def test_rows_outlive_their_time() -> None:
     catalogue = Catalogue(LRU, ordered=5, ttl=10.0, clock=clock)
     catalogue.fill([(block, 1, 900.0 + at) for at, block in enumerate(many(100))])
     assert sum(block in catalogue for block in many(100)) == 10
-    assert catalogue.outlived(many(1)[0])
-    assert catalogue.ended(many(1)[0]) == 910.0
+    assert catalogue.has_expired(many(1)[0])
+    assert catalogue.expired_at(many(1)[0]) == 910.0
     gone: list[bytes] = []
     while old := catalogue.expired(7):
         assert len(old) <= 7

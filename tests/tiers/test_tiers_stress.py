@@ -21,7 +21,7 @@ from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.tiers import Exclusive, Inclusive, MemorySpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from kvkeep.store.tiers import Tier, TieredStore, TieringPolicy
 
@@ -191,9 +191,18 @@ class Worker(threading.Thread):
         self.store.flush(self.chance.random() * 0.3)
 
 
-def trouble(places: list[FaultyBackend], chance: random.Random, end: float) -> None:
-    """Break and mend the places until then, each by itself or all at once."""
-    while time.monotonic() < end:
+def trouble(
+    places: list[FaultyBackend],
+    chance: random.Random,
+    seconds: float,
+    enough: Callable[[], bool] = lambda: True,
+) -> None:
+    """Break and mend the places, each by itself or all at once.
+
+    It takes up to a minute longer until ``enough()``, as on a loaded machine.
+    """
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0 or (left > -60 and not enough()):
         place = chance.choice(places)
         times = chance.choice((1, 3, 10, None))
         calls = chance.choice(
@@ -220,6 +229,12 @@ def trouble(places: list[FaultyBackend], chance: random.Random, end: float) -> N
         time.sleep(chance.random() * 0.05)
 
 
+def met_all(workers: Sequence[Worker]) -> bool:
+    """Whether all have worked, some read blocks, and the caller's code raised."""
+    together = sum(worker.got for worker in workers), sum(worker.interrupts for worker in workers)
+    return all(worker.steps for worker in workers) and all(together)
+
+
 @pytest.mark.parametrize("which", SETTINGS)
 def test_eight_threads_over_places_that_break(which: str, bench: Bench) -> None:
     print(f"to see this again: KVKEEP_SEED={SEED}")  # pytest shows it where it fails
@@ -229,7 +244,7 @@ def test_eight_threads_over_places_that_break(which: str, bench: Bench) -> None:
     workers = [Worker(store, f"{SEED} {number}", stop) for number in range(THREADS)]
     for worker in workers:
         worker.start()
-    trouble(places, chance, time.monotonic() + SECONDS)
+    trouble(places, chance, SECONDS, lambda: met_all(workers))
     for place in places:
         place.heal()
     stop.set()
@@ -238,9 +253,7 @@ def test_eight_threads_over_places_that_break(which: str, bench: Bench) -> None:
         assert not worker.is_alive(), f"{worker.name} is stuck"
         if worker.error is not None:
             raise worker.error
-    assert all(worker.steps for worker in workers)
-    assert sum(worker.got for worker in workers) > 0
-    assert sum(worker.interrupts for worker in workers) > 0
+    assert met_all(workers)
     settle(store)
     at_rest(store)
     until(lambda: store.flush(5), 30)  # breakers let somebody try again
@@ -267,7 +280,7 @@ def test_it_is_closed_under_eight_threads(which: str, bench: Bench) -> None:
         workers = [Worker(store, f"{SEED} {again} {number}", stop) for number in range(THREADS)]
         for worker in workers:
             worker.start()
-        trouble(places, chance, time.monotonic() + 0.1)
+        trouble(places, chance, 0.1)
         store.close(0.2)
         time.sleep(0.01)
         stop.set()

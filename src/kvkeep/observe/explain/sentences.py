@@ -185,4 +185,4 @@ def _of_prompts(reason: str, evidence: Mapping[str, Any]) -> str:
         case "last_token":
             return "need their last token computed, always"
         case _:
-            return "bring what was never seen before"
+            return "contain tokens never seen before"

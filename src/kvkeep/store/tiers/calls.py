@@ -41,7 +41,7 @@ class BackendCalls:
     nothing else in the block. Exceptions of the backend are swallowed and counted: set a default
     result before, and check ``call.failed`` after. `OutOfRoom` is a result and passes.
 
-    ``doubted`` is called when the backend noticed that its last listing no longer holds.
+    ``stale`` is called when the backend noticed that its last listing no longer holds.
 
     Thread safety: all methods.
 
@@ -55,15 +55,15 @@ class BackendCalls:
         backend: Backend,
         breakers: Breakers,
         counters: TierCounters,
-        doubted: Callable[[], object],
+        stale: Callable[[], object],
     ) -> None:
         self.name = name
         self.backend = backend
         self.breakers = breakers
         self.counters = counters
         self.last_failure: Loss | None = None
-        self._doubted = doubted
-        self._doubts = 0
+        self._stale = stale
+        self._stale_listings = 0
         self.running: dict[BackendCall, None] = {}
         """Calls that have not returned yet."""
 
@@ -103,18 +103,18 @@ class BackendCalls:
             why = f"{call.method} takes longer than {timeout:g} s"
             self.breaker(call.kind, call.part).failed(why)
 
-    def listed(self, doubts: int) -> None:
-        """Record that the backend was listed when `Backend.stale_listings` was ``doubts``."""
-        self._doubts = doubts
+    def listed(self, stale_listings: int) -> None:
+        """Record a listing, begun when `Backend.stale_listings` had this value."""
+        self._stale_listings = stale_listings
 
-    def check_doubts(self) -> None:
+    def check_listing(self) -> None:
         """Trigger a new listing if the backend noticed that the last one no longer holds."""
-        if self._doubts != self.backend.stale_listings:
-            self._doubts = self.backend.stale_listings
-            self._doubted()
+        if self._stale_listings != self.backend.stale_listings:
+            self._stale_listings = self.backend.stale_listings
+            self._stale()
 
     @property
-    def usual(self) -> bool:
+    def quiet(self) -> bool:
         """Whether no call is running and no breaker ever opened: the fast path of checks."""
         return not (self.running or self.breakers.ever_opened)
 
@@ -183,7 +183,7 @@ class BackendCall:
         del calls.running[self]
         breaker = None if self.kind is None else calls.breaker(self.kind, self.part)
         if error is None and not self.continues:
-            calls.check_doubts()
+            calls.check_listing()
         full = isinstance(error, OutOfRoom) and self.method == "put"
         if error is None or full or self._ours is not None:
             self._returned(breaker, worked=error is None and self.decisive)

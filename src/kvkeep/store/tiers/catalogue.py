@@ -94,12 +94,12 @@ class Catalogue:
             self._table.pins.unpin_expired(self._clock())
             return self._table.pins.bytes
 
-    def outlived(self, block: bytes) -> bool:
+    def has_expired(self, block: bytes) -> bool:
         """Whether ``block`` is known and has expired."""
         known = self._known(block)
         return known is not None and self._expired(known)
 
-    def ended(self, block: bytes) -> float | None:
+    def expired_at(self, block: bytes) -> float | None:
         """Return when ``block`` expired (Unix seconds); None if it is unknown or not expired."""
         known = self._known(block)
         if known is None or not self._expired(known):
@@ -254,11 +254,11 @@ class Catalogue:
             return self._table.forget(block)
 
     def victims(
-        self, needed: int, space: bytes | None = None, outlived: list[bytes] | None = None
+        self, needed: int, space: bytes | None = None, expired: list[bytes] | None = None
     ) -> list[bytes]:
         """Forget and return blocks of ``needed`` bytes, in eviction order; fewer if none are left.
 
-        If the namespace ``space`` has a quota, only its blocks. If ``outlived`` is given, expired
+        If the namespace ``space`` has a quota, only its blocks. If ``expired`` is given, expired
         blocks are appended to it instead of being returned.
         """
         gone: list[bytes] = []
@@ -271,7 +271,7 @@ class Catalogue:
                 self._table.drop(victim)
                 self._filling.forgotten(victim.block)
                 needed -= self._table.takes(victim.size)
-                into = gone if outlived is None or not self._expired(victim) else outlived
+                into = gone if expired is None or not self._expired(victim) else expired
                 into.append(victim.block)
         return gone
 

@@ -33,7 +33,7 @@ class TierHealth:
 
     def unread(self, block: bytes) -> bool:
         """Whether reading ``block`` is pointless now, because such calls fail or hang."""
-        if self._calls.usual:
+        if self._calls.quiet:
             return False
         self._calls.report_hung("lookup", "read")
         part = self._backend.part(block)
@@ -63,7 +63,7 @@ class TierHealth:
 
     def unwritable(self, block: bytes) -> bool:
         """Whether writing ``block`` is pointless now, because such calls fail or hang."""
-        if self._calls.usual:
+        if self._calls.quiet:
             return False
         return self.writers_hang() or self._breakers.blocks("write", self._backend.part(block))
 

@@ -120,7 +120,7 @@ class Levels:
             if tier.may_hold(block) and not lost_here:
                 return trouble
         for place in self._expiring:
-            ended = place.catalogue.ended(block)
+            ended = place.catalogue.expired_at(block)
             if ended is not None:
                 return Loss(place.name, "removed", ended, "ttl")
         return last or _NEVER

@@ -86,7 +86,7 @@ class Listing:
             self.compare()
 
     def _fill(self, space: TierSpace) -> None:
-        doubts, started = self._backend.stale_listings, time.monotonic()
+        stale_listings, started = self._backend.stale_listings, time.monotonic()
         catalogue = self._known.catalogue
         try:
             gone = catalogue.fill(self._records(space))
@@ -96,7 +96,7 @@ class Listing:
             self._losses.note(gone, self._calls.name, "removed", "gone")
             self.complete = True
             self._excess = catalogue.total_bytes - (self._backend.capacity or 0)
-        self._calls.listed(doubts)
+        self._calls.listed(stale_listings)
         self.seconds = time.monotonic() - started
 
     def _listed(self) -> Iterator[Listed]:

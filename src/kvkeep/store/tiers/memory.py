@@ -157,7 +157,7 @@ class MemoryTier:
         """
         old: list[bytes] = []
         with self._lock:
-            blocks = self.catalogue.victims(needed, outlived=old)
+            blocks = self.catalogue.victims(needed, expired=old)
             self.backend.delete(old)
             for block, size in zip(blocks, self.backend.sizes(blocks), strict=True):
                 self._leaving[block] = Arena.extent(size or 0)

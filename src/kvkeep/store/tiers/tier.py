@@ -126,7 +126,7 @@ class Tier:
         )
         self._known = KnownBlocks(self.catalogue, indexed=self.indexed)
         self._calls = BackendCalls(
-            self.name, self.backend, self.breaker, self.counters, self._doubted
+            self.name, self.backend, self.breaker, self.counters, self._list_again
         )
         self.health = TierHealth(self._calls, self.reading, self.writing)
         self._records = RecordCodec(spec.codec, spec.codec_of)
@@ -192,7 +192,7 @@ class Tier:
         if self._listing.complete:
             self.reading.submit(self._listing.compare)
 
-    def _doubted(self) -> None:
+    def _list_again(self) -> None:
         """List the backend again, because it noticed that its last listing no longer holds."""
         if self.indexed:
             self._listing.forget_notes()
@@ -212,7 +212,7 @@ class Tier:
     def may_have(self, block: bytes) -> bool:
         """Whether this tier may hold a readable record of ``block``; no I/O."""
         if self.queried:
-            return not self.is_hidden(block) and not self.catalogue.outlived(block)
+            return not self.is_hidden(block) and not self.catalogue.has_expired(block)
         return self.knows(block)
 
     def serves(self, block: bytes) -> bool:
@@ -247,7 +247,7 @@ class Tier:
         leading = 0
         for block in blocks:
             size = sizes.get(block)
-            if size is None or self.is_hidden(block) or self.catalogue.outlived(block):
+            if size is None or self.is_hidden(block) or self.catalogue.has_expired(block):
                 break
             leading += 1
             self._known.learn(block, size, mark)
