@@ -399,12 +399,10 @@ def test_nothing_is_made_by_looking(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
-    [("memory://1GiB", "process"), ("tier", "no tier's URL"), ("file://{path}?what=1", "what")],
+    [("memory://1GiB", "process"), ("tier", "no tier's URL"), ("{url}?what=1", "what")],
 )
-def test_wrong_urls(
-    wrong: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert words in refused(capsys, "ls", wrong.format(path=tmp_path))
+def test_wrong_urls(wrong: str, words: str, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert words in refused(capsys, "ls", wrong.format(url=url))
 
 
 @pytest.mark.parametrize("arguments", [[], ["ls"], ["rm", "file:///x"], ["sing", "file:///x"]])
