@@ -180,7 +180,7 @@ def two_ranks(llama: str, disk: str) -> None:
 @pytest.mark.parametrize(
     ("extra", "said"),
     [
-        ({"tier": []}, "options are tiers, load_timeout"),
+        ({"tier": []}, "options are tiers, revision"),
         ({"load_timeout": "soon"}, "load_timeout is 'soon'"),
         ({"tiers": "memory://1GiB"}, "a list of URLs"),
         ({"tiers": ["nowhere://"]}, "no tier is called nowhere"),

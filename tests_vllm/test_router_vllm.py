@@ -64,7 +64,7 @@ class Routing:
         self._socket = bind("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         proxy = create_proxy(self.router, Upstreams(self.names), self.reader)
-        self._server = Server(proxy, self.url, None)
+        self._server = Server(proxy)
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._server.serve([self._socket]))
         )
@@ -80,7 +80,7 @@ class Routing:
     def held(self) -> list[int]:
         """Blocks that each is known to hold."""
         with self.router._lock:
-            places = {place.instance: place for place in self.router._index._stocks}
+            places = {place.instance: place for place in self.router._index._places}
             return [
                 self.router._index.blocks_of(places[name]).get("GPU", 0) if name in places else 0
                 for name in self.names
