@@ -79,12 +79,7 @@ class Routing:
 
     def held(self) -> list[int]:
         """Blocks that each is known to hold."""
-        with self.router._lock:
-            places = {place.instance: place for place in self.router._index._places}
-            return [
-                self.router._index.blocks_of(places[name]).get("GPU", 0) if name in places else 0
-                for name in self.names
-            ]
+        return [self.router.blocks(name)[0] for name in self.names]
 
     def stop(self) -> None:
         self._server.should_exit = True
