@@ -48,7 +48,7 @@ class PendingCopies:
         return [claim.copy for claim in self._made]
 
     def finish(self) -> None:
-        """End the claims of copies that were taken: they are made."""
+        """Release the source pages of all copies taken so far; the caller has made them."""
         if self._made:
             self._core.unclaim(self._made, self)
             self._made = []

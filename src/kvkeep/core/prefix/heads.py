@@ -41,8 +41,8 @@ class Heads:
     """The keys of a node's children in lexicographic order.
 
     The key that shares the longest head with a given one is its neighbour in this order. Keys lie
-    in blocks of some hundred, so adding one moves few. Removed keys are not reported: a key that is
-    no longer among the children is dropped when it is met, and all such keys are when they prevail.
+    in blocks of some hundred, so adding one moves few. Removals of children are not reported: a key
+    without a child is dropped when a search meets it. Once most keys have none, all are dropped.
 
     Cost: O(log n) comparisons to find and to add, amortised over removals.
     """

@@ -175,7 +175,11 @@ def cached_tokens(prompt: SeenPrompt, ledger: UnitLedger) -> int:
 
 
 def _within(stretches: Iterable[Stretch], missing: int, cached: int) -> tuple[Stretch, ...]:
-    """Cut stretches to our tokens from ``missing`` on and the other's first ``cached`` ones."""
+    """Cut stretches at both ends.
+
+    What remains begins at token ``missing`` of our prompt or later, and ends within the first
+    ``cached`` tokens of the other prompt.
+    """
     cut = []
     for start, stop, other in stretches:
         first = max(start, missing)

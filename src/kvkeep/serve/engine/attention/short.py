@@ -96,7 +96,10 @@ def groups(pieces: Iterable[PlacedPiece], context: PlanContext) -> list[ShortGro
 def _joins(
     one: PlacedPiece, group: list[PlacedPiece], context: PlanContext, padding: int, most: int
 ) -> bool:
-    """Whether one call for ``group`` and ``one``, no shorter than its pieces, costs less."""
+    """Whether one call for ``group`` and ``one`` costs less than two.
+
+    ``one`` is at least as long as every piece of the group, so the group is padded to its length.
+    """
     longest = group[-1]
     pages = one.num_pages(context.page_size)
     added = len(group) * (pages - longest.num_pages(context.page_size)) * context.page_bytes
