@@ -1,8 +1,10 @@
-"""`PendingCopies`: the page copies of one sequence that the engine has still to make."""
+"""`PendingCopies`: the page copies of one sequence that the engine has still to make, its state."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+
+from kvkeep.core.cache.lifecycle import SequenceState
 
 if TYPE_CHECKING:
     from kvkeep.core.cache.core import Claim, Core
@@ -16,15 +18,19 @@ class PendingCopies:
     """Claims that wait to be taken, and claims that the engine took and may be copying.
 
     Thread safety: none; under the cache's lock.
+
+    Attributes:
+        state: of the sequence: COPYING while claims wait, else READY. The sequence sets CLOSED.
     """
 
-    __slots__ = ("_core", "_made", "waiting")
+    __slots__ = ("_core", "_made", "state", "waiting")
 
     def __init__(self, core: Core) -> None:
         self._core = core
         self.waiting: list[Claim] = []
         """Claims whose copies were not taken yet, in the order in which to make them."""
         self._made: list[Claim] = []
+        self.state = SequenceState.READY
 
     def claims(self) -> list[Claim]:
         """Return all claims."""
@@ -33,17 +39,20 @@ class PendingCopies:
     def add(self, copy: PageCopy, hold: Any) -> None:
         """Claim the source of ``copy``; takes over the caller's reference and hold."""
         self.waiting.append(self._core.claim(copy, hold, self))
+        self.state = SequenceState.COPYING
 
     def take(self) -> list[PageCopy]:
         """Return the waiting copies; those taken before are made."""
         self.finish()
         self._made, self.waiting = self.waiting, []
+        self.state = SequenceState.READY
         for claim in self._made:
             if len(claim.sharers) > 1:
                 # A second copy could overwrite what was computed on the page after the first.
                 for other in claim.sharers:
                     if other is not self:
                         other.waiting.remove(claim)
+                        other._update()
                 claim.sharers = {self: None}
         return [claim.copy for claim in self._made]
 
@@ -69,14 +78,19 @@ class PendingCopies:
             else:
                 self._core.unclaim([claim], self)
         self.waiting = kept[::-1]
+        self._update()
+
+    def _update(self) -> None:
+        self.state = SequenceState.COPYING if self.waiting else SequenceState.READY
 
     def share_with(self, fork: PendingCopies) -> None:
         """Let a fork wait for the same copies."""
-        fork.waiting = self.waiting.copy()
+        fork.waiting, fork.state = self.waiting.copy(), self.state
         for claim in self.waiting:
             claim.sharers[fork] = None
 
     def end(self) -> None:
         """End all claims."""
-        self._core.unclaim(self.claims(), self)
-        self.waiting, self._made = [], []
+        if self.waiting or self._made:
+            self._core.unclaim(self.claims(), self)
+            self.waiting, self._made = [], []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["CacheQuery", "find", "matched_tokens", "open_sequence"]
 
 
-class CacheQuery(NamedTuple):
+@dataclass(slots=True)
+class CacheQuery:
     """A prompt to look up or to open, in canonical form."""
 
     tokens: TokenArray
@@ -80,7 +82,7 @@ def _check_ids(core: Core, tokens: TokenArray, match: PrefixMatch | None) -> Non
 
 def open_sequence(core: Core, query: CacheQuery, *, priority: int, reserve: int) -> Sequence:
     """Open a sequence; see `PagedCache.open`. The caller has the lock."""
-    tokens, namespace, extras, session, _ = query
+    tokens, namespace, extras = query.tokens, query.namespace, query.extras
     if not len(tokens):
         raise InvalidValue("a prompt has at least one token, got none")
     index = core.index
@@ -94,7 +96,7 @@ def open_sequence(core: Core, query: CacheQuery, *, priority: int, reserve: int)
     row = TokenRow(core.marks, tokens, extras)
     sequence = Sequence(core, namespace, encoder, row, hold=hold, priority=priority)
     shared = EMPTY_PAGES if match is None else match.pages
-    if session is not None:
+    if query.session is not None:
         core.observe(core.sessions)
     for observer in core.observers:  # before `take` evicts: sessions order eviction
         observer.opened(sequence, query, shared)

@@ -49,7 +49,7 @@ class Sequence:
     """
 
     __slots__ = (
-        "_closed", "_core", "_encoder", "_hold", "_opened_pages", "_pending", "_shared", "_table",
+        "_core", "_encoder", "_hold", "_opened_pages", "_pending", "_shared", "_table",
         "_tokens", "id", "known_pages", "namespace", "num_cached", "owner", "priority",
         "turn",
     )  # fmt: skip
@@ -91,7 +91,6 @@ class Sequence:
         self._shared = 0
         self._opened_pages = 0  # leading shared pages that other sequences computed
         self._pending = PendingCopies(core)
-        self._closed = False
 
     def adopt(
         self, table: PageArray, shared: int, *, copy: PageCopy | None = None, source: Any = None
@@ -146,13 +145,7 @@ class Sequence:
     @property
     def closed(self) -> bool:
         """Whether the sequence was closed."""
-        return self._closed
-
-    @property
-    def _state(self) -> SequenceState:
-        if self._closed:
-            return SequenceState.CLOSED
-        return SequenceState.COPYING if self._pending.waiting else SequenceState.READY
+        return self._pending.state is SequenceState.CLOSED
 
     @property
     def hold(self) -> Any:
@@ -186,7 +179,7 @@ class Sequence:
         unchanged.
         """
         with self._core:
-            permit(self._state, "copies")
+            permit(self._pending.state, "copies")
             return self._pending.take()
 
     def append(self, tokens: TokensLike | int, extra: ExtraLike | None = None) -> None:
@@ -205,7 +198,7 @@ class Sequence:
         extras = () if extra is None else as_extras(extra, count)
         core = self._core
         with core:
-            permit(self._state, "append")
+            permit(self._pending.state, "append")
             at, offset = divmod(len(self._tokens), core.page_size)
             needed = at - (-(offset + count) // core.page_size) - len(self._table)
             copy = offset and count and not core.may_write(self._table[at], offset)
@@ -245,7 +238,7 @@ class Sequence:
         """
         core = self._core
         with core:
-            permit(self._state, "truncate")
+            permit(self._pending.state, "truncate")
             length = whole("the length to keep, in tokens,", length, 0, len(self._tokens))
             size = core.page_size
             pages = -(-length // size)
@@ -270,7 +263,7 @@ class Sequence:
         """
         core = self._core
         with core:
-            permit(self._state, "fork")
+            permit(self._pending.state, "fork")
             hold = core.index.again(self._hold)
             table = self._table.values
             core.pool.retain(table)
@@ -304,7 +297,7 @@ class Sequence:
         """
         core = self._core
         with core:
-            permit(self._state, "publish")
+            permit(self._pending.state, "publish")
             if computed is None:
                 computed = len(self._tokens)
             computed = whole("the number of computed tokens", computed, 0, len(self._tokens))
@@ -389,8 +382,8 @@ class Sequence:
         """
         core = self._core
         with core:
-            permit(self._state, "close")
-            self._closed = True
+            permit(self._pending.state, "close")
+            self._pending.state = SequenceState.CLOSED
             del core.sequences[self.id]
             self._leave_forks()
             for observer in core.observers:
@@ -421,7 +414,9 @@ class Sequence:
         published = np.isin(table, stored)
         assert published[: self._shared].all(), "a shared page is not in the index"
         assert not published[self._shared :].any(), "the index stores a page that is not held"
-        assert not self._closed
+        waiting = bool(self._pending.waiting)
+        state = SequenceState.COPYING if waiting else SequenceState.READY
+        assert self._pending.state is state
 
     def __enter__(self) -> Self:
         return self
@@ -437,6 +432,6 @@ class Sequence:
 
     def __repr__(self) -> str:
         return (
-            f"<Sequence {self.id}, {self._state.name.lower()}, {self.num_tokens} tokens, "
+            f"<Sequence {self.id}, {self._pending.state.name.lower()}, {self.num_tokens} tokens, "
             f"{len(self._table)} pages, {self._shared} of them published>"
         )
