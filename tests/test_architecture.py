@@ -569,7 +569,6 @@ LARGE: dict[str, int] = {
     "kvkeep.core.cache.paged.PagedCache": 382,
     "kvkeep.core.cache.sequence.Sequence": 408,
     "kvkeep.store.kv.store.KVStore": 379,
-    "kvkeep.store.tiers.catalogue.Catalogue": 360,
     "kvkeep.store.tiers.tier.Tier": 363,
 }
 

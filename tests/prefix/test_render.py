@@ -56,6 +56,14 @@ def test_what_is_left_out_is_counted(cache: PagedCache) -> None:
     assert lines[-1].startswith("    └── … 3 more run")
 
 
+def test_lines_are_bounded_in_all(cache: PagedCache) -> None:
+    total_runs = len(list(cache.runs()))
+    lines = shown(cache, lines=3)
+    assert sum("tokens" in line for line in lines) == 3
+    left_out = [int(line.split("…")[1].split()[0]) for line in lines if "more run" in line]
+    assert 3 + sum(left_out) == total_runs
+
+
 def test_text_is_never_more_than_text(cache: PagedCache) -> None:
     hostile = "[bold red]x\x1b[31m\r\n\x07\u202e"
     lines = shown(cache, decode=lambda tokens: hostile)

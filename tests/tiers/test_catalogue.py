@@ -135,27 +135,27 @@ class Machine(RuleBasedStateMachine):
 
     @rule(block=st.sampled_from(BLOCKS))
     def hold(self, block: bytes) -> None:
-        assert self.catalogue.hold(block) == (block in self.known)
+        assert self.catalogue.holds.hold(block) == (block in self.known)
         if block in self.known:
             self.known[block].held += 1
 
     @rule(block=st.sampled_from(BLOCKS))
     def free(self, block: bytes) -> None:
-        self.catalogue.free(block)
+        self.catalogue.holds.free(block)
         if block in self.known:
             self.known[block].held = max(0, self.known[block].held - 1)
 
     @rule(blocks=st.lists(st.sampled_from(BLOCKS), max_size=6))
     def hold_all(self, blocks: list[bytes]) -> None:
         held: list[bytes] = []
-        self.catalogue.hold_all(blocks, held)
+        self.catalogue.holds.hold_all(blocks, held)
         assert held == [block for block in blocks if block in self.known]
         for block in held:
             self.known[block].held += 1
 
     @rule(blocks=st.lists(st.sampled_from(BLOCKS), max_size=6))
     def free_all(self, blocks: list[bytes]) -> None:
-        self.catalogue.free_all(blocks)
+        self.catalogue.holds.free_all(blocks)
         for block in blocks:
             if block in self.known:
                 self.known[block].held = max(0, self.known[block].held - 1)
@@ -510,8 +510,8 @@ def test_threads(policy: str) -> None:
                     case 2:
                         catalogue.used(chance.sample(BLOCKS, 4))
                     case 3:
-                        catalogue.hold(block)
-                        catalogue.free(block)
+                        catalogue.holds.hold(block)
+                        catalogue.holds.free(block)
                     case 4:
                         catalogue.pin([block], 0.0001, 40)
                     case 5:

@@ -7,14 +7,16 @@ import threading
 from typing import TYPE_CHECKING
 
 import pytest
-from tier_bench import PAGE, RAW, Bench, checked, content, get, name, put, settle, there
+from tier_bench import PAGE, RAW, SHORT, Bench, checked, content, get, name, put, settle, there
 
 from kvkeep.core.errors import BackendFailed, OutOfRoom
+from kvkeep.core.eviction import LRU
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.tiers import Exclusive, MemorySpec, Tier, TieredStore
 from kvkeep.store.tiers.block_table import BlockTable
 from kvkeep.store.tiers.catalogue import Catalogue
-from kvkeep.store.tiers.known import KnownBlocks
+from kvkeep.store.tiers.holds import Holds
+from kvkeep.store.tiers.known import _DELETED_KEPT, KnownBlocks
 from kvkeep.store.tiers.listing import Listing
 from kvkeep.store.tiers.record import HEADER_BYTES
 from kvkeep.store.tiers.record_codec import RecordCodec
@@ -322,3 +324,101 @@ def test_an_empty_prompt_waits_for_writes_before_it(bench: Bench) -> None:
     assert there(store.tiers[0]) == []
     put(store, [], wait=20)
     assert there(store.tiers[0]) == [0]
+
+
+# --- deletions beside writes and reads -------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["disk", "memory"])
+def test_a_block_that_is_evicted_and_written_again_stays(bench: Bench, kind: str) -> None:
+    """A slow deletion must not take the record that was written meanwhile."""
+    place = bench.disk(8) if kind == "disk" else bench.memory(8)
+    store = bench.store(32, bench.spec(place, writers=2))
+    tier = store.tiers[0]
+    put(store, range(8), wait=20)
+    store.memory.remove([name(number) for number in range(8)])
+    place.slow(0.3, "delete", times=1)
+    put(store, [20])  # evicts block 7
+    place.wait_inside("delete")
+    put(store, [7], wait=20)
+    settle(store)
+    assert there(tier) == sorted(block[-1] for block in tier.catalogue.blocks())
+    assert 7 in there(tier)
+
+
+def test_a_block_that_is_read_while_it_is_evicted_is_not_known_afterwards(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = bench.store(32, bench.spec(bench.memory(8), writers=2))
+    tier = store.tiers[0]
+    put(store, range(8), wait=20)
+    settle(store)
+    store.memory.remove([name(number) for number in range(8)])
+    inside, go_on = threading.Event(), threading.Event()
+    verify = RecordCodec.verify
+
+    def slowly(self: RecordCodec, block: bytes, record: memoryview) -> object:
+        if block == name(7):
+            inside.set()
+            assert go_on.wait(10)
+        return verify(self, block, record)
+
+    monkeypatch.setattr(RecordCodec, "verify", slowly)
+    reader = threading.Thread(target=get, args=(store, [7]))
+    reader.start()
+    assert inside.wait(10)
+    put(store, range(50, 54), wait=20)
+    assert not tier.knows(name(7))
+    go_on.set()
+    reader.join(10)
+    settle(store)
+    assert sorted(block[-1] for block in tier.catalogue.blocks()) == there(tier)
+
+
+def test_many_deletions_later_old_answers_are_not_believed() -> None:
+    """Deletions are remembered one by one up to a bound, and beyond it by their number."""
+    known = KnownBlocks(Catalogue(LRU, budget=1 << 20), indexed=True)
+    old = known.before_query()
+    for number in range(_DELETED_KEPT + 10):
+        with known.removal([name(number)]):
+            pass
+    new = known.before_query()
+    for number in (0, _DELETED_KEPT + 9, _DELETED_KEPT + 100):
+        known.learn(name(number), 10, old)
+        assert name(number) not in known
+        known.learn(name(number), 10, new)
+        assert name(number) in known
+    assert len(known._deleted) == _DELETED_KEPT
+    assert not known._deleting
+
+
+def test_a_write_waits_for_no_deletion_that_hangs(bench: Bench) -> None:
+    place = bench.disk(8)
+    tier = bench.tier(place, timeout=SHORT)
+    record = memoryview(bytearray(PAGE))
+    with tier._known.removal([name(0)]):
+        assert not tier.save(name(0), record)
+    assert tier.counters.drops == 1
+    assert tier.save(name(0), record)
+
+
+def test_ctrl_c_while_a_prompt_begins_leaves_nothing_held(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = bench.store(32, bench.disk(), bench.disk(at="e"))
+    put(store, range(4), wait=20)
+    settle(store)
+    hold_all = Holds.hold_all
+
+    def interrupted(self: Holds, blocks: Sequence[bytes], held: list[bytes]) -> None:
+        hold_all(self, blocks, held)
+        if self is store.tiers[1].catalogue.holds:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Holds, "hold_all", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            put(store, range(8))
+    settle(store)
+    assert not any(tier.order.prompts for tier in store.tiers)
+    checked(store)

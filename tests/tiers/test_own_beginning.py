@@ -82,7 +82,7 @@ def test_a_later_block_does_not_take_the_room_of_an_earlier_one(
     assert get(store, range(12)) == 12
     lost = [store.losses.of(name(number)) for number in range(12)]
     assert [loss is not None for loss in lost] == [False] * 8 + [True] * 4
-    assert not tier.prompts
+    assert not tier.order.prompts
 
 
 def test_a_later_block_that_others_need_stays(bench: Bench) -> None:
@@ -91,11 +91,12 @@ def test_a_later_block_that_others_need_stays(bench: Bench) -> None:
     for number in range(4):
         assert tier.save(name(number), record)
     catalogue = tier.catalogue
-    for number in (1, 1, 2):
-        assert catalogue.hold(name(number))
+    for number in (0, 1, 1, 2, 3):
+        assert catalogue.holds.hold(name(number))
     assert catalogue.pin([name(3)], 60, 8 * PAGE)
-    assert catalogue.hold(name(3))
-    assert [catalogue.give_up(name(number)) for number in range(5)] == [0, 0, PAGE, 0, 0]
+    blocks = [name(number) for number in range(4, -1, -1)]
+    assert catalogue.holds.give_up(blocks, 3 * PAGE) == [], "too few to be of use"
+    assert catalogue.holds.give_up(blocks, PAGE - 1) == [name(2)]
     assert sorted(catalogue.blocks()) == [name(0), name(1), name(3)]
     catalogue.check()
 

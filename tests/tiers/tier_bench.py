@@ -193,6 +193,7 @@ def checked(store: TieredStore) -> None:
     for tier in [store.memory, *store.tiers]:
         held = [one.block for one in tier.catalogue._table.blocks.values() if one.held]
         assert not held, "a block is held for ever"
+        assert not tier.catalogue.holds._ahead, "a block that never came is held for ever"
     for tier in store.tiers:
         assert tier.writing.cost == tier.writing.unfinished == tier.reading.unfinished == 0
         inner = tier.backend.inner if isinstance(tier.backend, FaultyBackend) else tier.backend

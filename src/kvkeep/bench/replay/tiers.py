@@ -282,9 +282,9 @@ class _SimulatedLevel:
 
     def hold(self, blocks: Sequence[bytes]) -> None:
         """Protect those of ``blocks`` that are in this level from eviction until `free`."""
-        self.catalogue.hold_all(blocks, self._held)
+        self.catalogue.holds.hold_all(blocks, self._held)
 
     def free(self) -> None:
         """Allow all held blocks to be evicted again."""
-        self.catalogue.free_all(self._held)
+        self.catalogue.holds.free_all(self._held)
         self._held = []

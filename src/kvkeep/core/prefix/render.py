@@ -26,17 +26,19 @@ def draw(
     *,
     depth: int = 8,
     branches: int = 12,
+    lines: int = 5000,
     width: int = 48,
     decode: Callable[[TokenArray], str] | None = None,
 ) -> Tree:
     """Return the runs of `PagedCache.runs` as a tree that `rich` prints.
 
     One line a run: tokens, pages, references, the eviction policy's rank, and the start of its
-    text, as ``decode`` gives it, in ``width`` characters. Runs deeper than ``depth`` and beyond
-    ``branches`` of one parent are counted only. Control characters are escaped, so no text can
-    control the terminal.
+    text, as ``decode`` gives it, in ``width`` characters. Runs deeper than ``depth``, beyond
+    ``branches`` of one parent or beyond ``lines`` in all are counted only. Control characters are
+    escaped, so no text can control the terminal.
     """
-    for name, value in (("depth", depth), ("branches", branches), ("width", width)):
+    limits = {"depth": depth, "branches": branches, "lines": lines, "width": width}
+    for name, value in limits.items():
         whole(name, value, 1)
     require("rich", "cli")
     from rich.text import Text  # noqa: PLC0415 - rich comes with an extra
@@ -62,11 +64,12 @@ def draw(
         skip = None
         settle(run.depth + 1)
         del path[run.depth + 1 :], drawn[run.depth + 1 :]
-        if run.depth >= depth or drawn[run.depth] >= branches:
+        if run.depth >= depth or drawn[run.depth] >= branches or not lines:
             _, count, pages = hidden.get(run.depth, (None, 0, 0))
             hidden[run.depth] = path[run.depth], count + 1, pages + len(run.pages)
             skip = run.depth
             continue
+        lines -= 1
         drawn[run.depth] += 1
         path.append(
             path[run.depth].add(_line(Text(no_wrap=True, overflow="ellipsis"), run, width, decode))

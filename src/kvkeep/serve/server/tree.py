@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 __all__ = ["drawn", "spaces"]
 
-# The most characters of a run and namespaces that are shown.
+# The most characters of a run, namespaces and runs in all that are shown.
 _PREVIEW = 80
 _MOST_SPACES = 64
 _WIDTH = 160
+_MOST_LINES = 2000
 
 
 def spaces(service: Service, salt: str | None) -> Mapping[Namespace, int]:
@@ -37,13 +38,19 @@ def spaces(service: Service, salt: str | None) -> Mapping[Namespace, int]:
 def drawn(service: Service, shown: Mapping[Namespace, int], depth: int, branches: int) -> str:
     """Draw the trees, ``depth`` runs deep and ``branches`` wide; see `draw`."""
     console = require("rich.console", "cli").Console(
-        file=io.StringIO(), width=_WIDTH, highlight=False, legacy_windows=False
+        file=io.StringIO(),
+        width=_WIDTH,
+        highlight=False,
+        legacy_windows=False,
+        color_system=None,
+        force_terminal=False,
     )
     decode = partial(_text, service) if service.settings.text else _nothing
+    lines = _MOST_LINES // max(1, len(shown))
     for space, pages in shown.items():
         runs = service.engine.cache.runs(space)
         title = f"cache_salt {space.tenant!r}, {pages} pages of {service.engine.cache.page_size}"
-        console.print(draw(title, runs, depth=depth, branches=branches, decode=decode))
+        console.print(draw(title, runs, depth=depth, branches=branches, lines=lines, decode=decode))
     text: str = console.file.getvalue()
     return text or "nothing is cached\n"
 

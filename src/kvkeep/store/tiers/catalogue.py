@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from kvkeep.store.tiers.block_table import BlockTable
 from kvkeep.store.tiers.eviction_order import OrderedBlock
 from kvkeep.store.tiers.filling import Filling
+from kvkeep.store.tiers.holds import Holds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Sequence
@@ -43,6 +44,9 @@ class Catalogue:
         budget: bytes that the tier may hold, if it has a budget.
         ordered: see above; None: all.
         unit: a record takes whole units of so many bytes in the backend; `victims` counts these.
+
+    Attributes:
+        holds: keeps blocks from eviction for a while.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class Catalogue:
         self._lock = threading.Lock()
         self._table = BlockTable(policy, budget, ordered, unit)
         self._filling = Filling(self._table, self._lock)
+        self.holds = Holds(self._table, self._filling, self._lock)
 
     # --- queries ---------------------------------------------------------------------------------
 
@@ -151,12 +156,11 @@ class Catalogue:
 
     # --- changes ---------------------------------------------------------------------------------
 
-    def add(self, block: bytes, size: int, *, hold: bool = False) -> None:
-        """Add or replace ``block`` of ``size`` bytes, last used now; ``hold`` also holds it."""
+    def add(self, block: bytes, size: int) -> None:
+        """Add or replace ``block`` of ``size`` bytes, last used now."""
         with self._lock:
             self._table.add(block, size, self._clock())
-            if hold:
-                self._hold(block)
+            self.holds.added(block)
 
     def add_all(self, blocks: Iterable[bytes], size: int) -> None:
         """Add each of ``blocks``, of ``size`` bytes."""
@@ -209,43 +213,6 @@ class Catalogue:
             for block in late:
                 block.noted = block.used
             return [(block.block, block.used) for block in late]
-
-    def hold(self, block: bytes) -> bool:
-        """Keep ``block`` from eviction until `free` was called as often; False if it is unknown."""
-        with self._lock:
-            return self._hold(block)
-
-    def hold_all(self, blocks: Iterable[bytes], held: list[bytes]) -> None:
-        """`hold` each of ``blocks``; those that are known are appended to ``held``, one by one.
-
-        So a caller that is interrupted knows what to free.
-        """
-        with self._lock:
-            held.extend(block for block in blocks if self._hold(block))
-
-    def free(self, block: bytes) -> None:
-        """Undo one `hold`; does nothing if ``block`` was forgotten meanwhile."""
-        with self._lock:
-            self._free(block)
-
-    def free_all(self, blocks: Iterable[bytes]) -> None:
-        """`free` each of ``blocks``."""
-        with self._lock:
-            for block in blocks:
-                self._free(block)
-
-    def give_up(self, block: bytes) -> int:
-        """Forget ``block`` although it is held; return the bytes that deleting it frees.
-
-        Returns 0, and changes nothing, if it is held more than once, or pinned.
-        """
-        with self._lock:
-            known = self._table.blocks.get(block)
-            if known is None or known.held != 1 or known.pinned:
-                return 0
-            self._filling.forgotten(block)
-            self._table.forget(block)
-            return self._table.takes(known.size)
 
     def forget(self, block: bytes) -> bool:
         """Remove ``block``; return whether it was known."""
@@ -353,20 +320,6 @@ class Catalogue:
             return self._table.get(block)
 
     # --- internals under the lock ----------------------------------------------------------------
-
-    def _hold(self, name: bytes) -> bool:
-        block = self._table.ordered(name)
-        if block is None:
-            return False
-        self._table.order.discard(block)
-        block.held += 1
-        return True
-
-    def _free(self, name: bytes) -> None:
-        block = self._table.blocks.get(name)
-        if block is not None and block.held:
-            block.held -= 1
-            self._table.order.restore(block)
 
     def _expired(self, known: OrderedBlock | PackedRow) -> bool:
         if self.ttl is None:

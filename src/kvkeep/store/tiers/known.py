@@ -8,17 +8,18 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from kvkeep.store.tiers.catalogue import Catalogue
 
 __all__ = ["KnownBlocks"]
 
 _HIDDEN_KEPT = 1 << 16
+_DELETED_KEPT = 1 << 14
 
 
 class KnownBlocks:
-    """The catalogue of an indexed tier, with the blocks hidden from it and a guard for removals.
+    """The catalogue of an indexed tier, the blocks hidden from it, and those being deleted.
 
     A hidden block counts as missing, whatever the backend holds, until it is written anew: this
     tier must not serve its record, or could not delete it.
@@ -33,9 +34,11 @@ class KnownBlocks:
         self.catalogue = catalogue
         self.indexed = indexed
         self._hidden: OrderedDict[bytes, None] = OrderedDict()
-        self._lock = threading.Lock()
-        self._removals = 0  # begun so far
-        self._removing = 0  # of these, not ended yet
+        self._deleted_one = threading.Condition()
+        self._deleting: dict[bytes, int] = {}  # block → deletions that run
+        self._deletions = 0  # ended so far
+        self._deleted: OrderedDict[bytes, int] = OrderedDict()  # block → number of its last one
+        self._deleted_before = 0  # the last deletion of any block that is not in `_deleted`
 
     def __contains__(self, block: object) -> bool:
         return self.indexed and block in self.catalogue and block not in self._hidden
@@ -61,34 +64,80 @@ class KnownBlocks:
         """Record that ``block`` was written anew, so it is no longer hidden."""
         self._hidden.pop(block, None)
 
-    def before_query(self) -> int | None:
-        """Return a mark for `learn`; call it before the query to the backend."""
-        with self._lock:
-            return None if self._removing else self._removals
+    def before_query(self) -> int:
+        """Return a mark for `learn`; take it before the query to the backend."""
+        return self._deletions
 
-    def learn(self, block: bytes, size: int, mark: int | None) -> None:
+    def learn(self, block: bytes, size: int, mark: int) -> None:
         """Add ``block``, which a query begun after ``mark`` found in the backend.
 
-        Does nothing if a removal ran since ``mark``: the block may have been deleted.
+        Does nothing if the block is being deleted, or was deleted since ``mark``.
         """
         if self.indexed and block not in self.catalogue:
-            with self._lock:
-                if mark is not None and mark == self._removals:
+            with self._deleted_one:
+                deleted = self._deleted.get(block, self._deleted_before)
+                if block not in self._deleting and deleted <= mark:
                     self.catalogue.add(block, size)
+
+    # --- deletions -------------------------------------------------------------------------------
+
+    def take_victims(self, needed: int, space: bytes | None = None) -> list[bytes]:
+        """`Catalogue.victims`, for a `deletion` that follows at once."""
+        with self._deleted_one:
+            victims = self.catalogue.victims(needed, space)
+            self._begin(victims)
+            return victims
+
+    def give_up(self, blocks: Iterable[bytes], needed: int) -> list[bytes]:
+        """`Holds.give_up`, for a `deletion` that follows at once."""
+        with self._deleted_one:
+            gone = self.catalogue.holds.give_up(blocks, needed)
+            self._begin(gone)
+            return gone
+
+    @contextmanager
+    def deletion(self, blocks: Sequence[bytes]) -> Iterator[None]:
+        """The backend deletes ``blocks``, of `take_victims` or `give_up`, in the ``with`` block."""
+        try:
+            yield
+        finally:
+            with self._deleted_one:
+                self._end(blocks)
 
     @contextmanager
     def removal(self, blocks: Sequence[bytes]) -> Iterator[None]:
-        """Forget ``blocks``, which the caller deletes from the backend within the ``with`` block.
-
-        Results of queries that run meanwhile are ignored.
-        """
-        with self._lock:
-            self._removals += 1
-            self._removing += 1
-        try:
+        """Forget ``blocks``, which the backend deletes within the ``with`` block."""
+        with self.deletion(blocks):
+            with self._deleted_one:
+                self._begin(blocks)
             for block in blocks:
                 self.catalogue.forget(block)
             yield
-        finally:
-            with self._lock:
-                self._removing -= 1
+
+    def wait_deleted(self, block: bytes, timeout: float) -> bool:
+        """Wait until no deletion of ``block`` runs, so that it can be written; False if one does.
+
+        Otherwise the deletion could remove the new record.
+        """
+        if block not in self._deleting:
+            return True
+        with self._deleted_one:
+            return self._deleted_one.wait_for(lambda: block not in self._deleting, timeout)
+
+    def _begin(self, blocks: Iterable[bytes]) -> None:
+        deleting = self._deleting
+        for block in blocks:
+            deleting[block] = deleting.get(block, 0) + 1
+
+    def _end(self, blocks: Iterable[bytes]) -> None:
+        self._deletions += 1
+        for block in blocks:
+            if self._deleting.get(block, 0) > 1:
+                self._deleting[block] -= 1
+            else:
+                self._deleting.pop(block, None)  # missing if `_begin` was interrupted
+            self._deleted.pop(block, None)
+            self._deleted[block] = self._deletions
+        while len(self._deleted) > _DELETED_KEPT:
+            self._deleted_before = self._deleted.popitem(last=False)[1]
+        self._deleted_one.notify_all()

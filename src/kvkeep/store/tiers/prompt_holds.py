@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Self
 from kvkeep.core.keys import SPACE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
+    from kvkeep.store.tiers.known import KnownBlocks
     from kvkeep.store.tiers.levels import Levels
     from kvkeep.store.tiers.tier import Tier
 
@@ -21,11 +22,9 @@ class PromptHolds:
 
     Blocks are written first to last, so the first would be evicted first, and without them the rest
     is never found. Leading blocks that the tier had before are held, too. Of a prompt larger than
-    the tier, as many blocks as fit are held.
-
-    A tier has several writers, so a later block may take the room that an earlier one needs: the
-    later one is then given up (`give_up`). After several writes to a tier the prompt's order is
-    recorded there (`Tier.reorder`).
+    the tier, as many blocks as fit are held; the first of them have priority (`WriteOrder`). After
+    several writes to a tier, which its writers may have reordered, the prompt's order is recorded
+    there (`Tier.reorder`).
 
     Thread safety: all methods.
     """
@@ -36,8 +35,9 @@ class PromptHolds:
         self._lock = threading.Lock()
         self._count: dict[str, int] = {}
         self._left: dict[str, int] = {}
-        self._held: dict[str, list[bytes]] = {}
-        self._positions: dict[bytes, int] = {}  # of the blocks; made by the first `give_up`
+        self._held: dict[str, dict[bytes, None]] = {}
+        self._ends: dict[str, int] = {}  # position from which a tier has no room for blocks
+        self._positions: dict[bytes, int] = {}  # of the blocks; made when they are needed
 
     def add(self, tier: Tier, block: bytes) -> Callable[[bool], None]:
         """Register a write of ``block`` to ``tier``; return the callback for its end."""
@@ -45,10 +45,16 @@ class PromptHolds:
         with self._lock:
             self._count[tier.name] += 1
             self._left[tier.name] += 1
+            held = self._held[tier.name]
+            if block not in held:
+                held[block] = None
+                tier.catalogue.holds.ahead(block)
 
         def ended(saved: bool) -> None:
-            if saved:
-                self._hold(tier, [block])
+            if not saved:
+                with self._lock:
+                    if self._held[tier.name].pop(block, block) is None:
+                        tier.catalogue.holds.free(block)
             self._end(tier.name)
 
         return ended
@@ -65,50 +71,69 @@ class PromptHolds:
         with self._lock:
             if tier.name in self._left:
                 return
-            self._count[tier.name], self._held[tier.name], self._left[tier.name] = 0, [], 1
+            self._count[tier.name], self._held[tier.name], self._left[tier.name] = 0, {}, 1
+            tier.order.prompts[self] = None
         # Only as many as fit: holding more would leave no room for the first blocks.
         fits = tier.catalogue.fits(self._blocks[0][:SPACE_BYTES])
-        self._hold(tier, self._blocks[:fits])
-        tier.prompts[self] = None
-
-    def _hold(self, tier: Tier, blocks: Sequence[bytes]) -> None:
-        tier.catalogue.hold_all(blocks, self._held[tier.name])
+        held: list[bytes] = []
+        try:
+            tier.catalogue.holds.hold_all(self._blocks[:fits], held)
+        finally:
+            with self._lock:
+                self._held[tier.name].update(dict.fromkeys(held))
 
     def _end(self, name: str) -> None:
         with self._lock:
             self._left[name] -= 1
-            over = not self._left[name]
-        if over:
+            if self._left[name]:
+                return
+            held = self._held.pop(name)
+        tier = self._tiers[name]
+        try:
             if self._count[name] > 1:
-                self._tiers[name].reorder(self._blocks)
-            del self._tiers[name].prompts[self]
-            self._tiers[name].catalogue.free_all(self._held.pop(name))
+                tier.reorder(self._blocks)
+        finally:
+            tier.order.prompts.pop(self, None)
+            tier.catalogue.holds.free_all(held)
 
-    def give_up(self, tier: Tier, block: bytes, needed: int) -> list[bytes]:
+    # --- the order of writes: called by `WriteOrder` ---------------------------------------------
+
+    def excludes(self, tier: str, block: bytes) -> bool:
+        """Whether ``tier`` has no room for ``block``, because it had none for an earlier one."""
+        with self._lock:
+            end = self._ends.get(tier)
+            return end is not None and self._position(block, -1) > end
+
+    def precedes_any(self, block: bytes, others: Iterable[bytes]) -> bool:
+        """Whether any of ``others`` is behind ``block`` in the prompt."""
+        with self._lock:
+            at = self._position(block, len(self._blocks))
+            return any(self._position(other, -1) > at for other in others)
+
+    def give_up(self, tier: str, known: KnownBlocks, block: bytes, needed: int) -> list[bytes]:
         """Forget held blocks behind ``block``, last ones first, until ``needed`` bytes are free.
 
-        Returns them; the caller deletes them. Without ``block`` they would never be found. Blocks
-        that are pinned, or that others hold, stay.
+        Returns them; the caller deletes them. Blocks that are pinned, or that others hold, stay.
+        Blocks behind the first of them, or behind ``block`` if there are too few, are excluded.
         """
-        gone: list[bytes] = []
         with self._lock:
-            held = self._held.get(tier.name)
-            if not held:
-                return gone
-            if not self._positions:
-                self._positions = {block: at for at, block in enumerate(self._blocks)}
-            positions = self._positions
-            at = positions.get(block, len(positions))
-            behind = [one for one in held if positions[one] > at]
-            for last in sorted(behind, key=positions.__getitem__, reverse=True):
-                if needed <= 0:
-                    break
-                size = tier.catalogue.give_up(last)
-                if size:
-                    held.remove(last)
-                    gone.append(last)
-                    needed -= size
-        return gone
+            at = self._position(block, -1)
+            held = self._held.get(tier)
+            if at < 0 or held is None:
+                return []
+            behind = [one for one in held if self._position(one, -1) > at]
+            behind.sort(key=self._positions.__getitem__, reverse=True)
+            gone = known.give_up(behind, needed)
+            for one in gone:
+                del held[one]
+            end = self._position(gone[-1], at) - 1 if gone else at
+            self._ends[tier] = min(end, self._ends.get(tier, end))
+            return gone
+
+    def _position(self, block: bytes, otherwise: int) -> int:
+        if not self._positions:
+            self._positions = {block: at for at, block in enumerate(self._blocks)}
+        return self._positions.get(block, otherwise)
 
     def __enter__(self) -> Self:
         return self

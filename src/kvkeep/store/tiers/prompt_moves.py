@@ -67,12 +67,12 @@ class ReadMoves(PromptMoves):
         mixed = any(levels) and not all(levels)
         above = [block for block, level in zip(blocks, levels, strict=False) if mixed and not level]
         for block in above:
-            self.memory.hold(block)
+            self.memory.holds.hold(block)
         try:
             count = self.fetch(blocks, levels)
         finally:
             for block in above:
-                self.memory.free(block)
+                self.memory.holds.free(block)
         self.use(blocks[:count], ())
         return count
 
@@ -112,12 +112,12 @@ class StoreMoves(PromptMoves):
                     if placed is not Placement.BELOW:
                         try:
                             if not self.copy_down(run, moves):
-                                self.memory.hold_all(run, held)
+                                self.memory.holds.hold_all(run, held)
                         finally:
                             self.placed(run)
                 self.use(used, new)
             finally:
-                self.memory.free_all(held)
+                self.memory.holds.free_all(held)
         self.demote_ahead()  # after all holds: now any block may be moved to make room below
 
     @abstractmethod

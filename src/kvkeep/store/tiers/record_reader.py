@@ -80,7 +80,7 @@ class RecordReader:
         return self._decoded(block, raw_bytes, record, room, mark)
 
     def _decoded(
-        self, block: bytes, raw_bytes: int, record: memoryview, room: RecordRoom, mark: int | None
+        self, block: bytes, raw_bytes: int, record: memoryview, room: RecordRoom, mark: int
     ) -> memoryview | None:
         """Verify and decode; a record that is damaged or not for this tier is a miss."""
         try:

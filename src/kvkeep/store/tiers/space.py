@@ -28,9 +28,9 @@ _RELIST_AFTER = 1.0  # seconds that a listing of a shared backend is good for
 class TierSpace:
     """Manages the space of one tier: evicts, deletes, and keeps namespaces within their quotas.
 
-    ``evicting`` is called with each block before it is evicted. ``give_up(block, needed)`` forgets
-    and returns blocks that are useless without ``block``. ``relist`` lists the backend;
-    ``listed_at`` returns when that was done last (monotonic seconds).
+    ``evicting`` is called with each block before it is evicted. ``take_room(block, needed)``
+    forgets and returns later blocks of the prompt of ``block`` (`WriteOrder.take_room`). ``relist``
+    lists the backend; ``listed_at`` returns when that was done last (monotonic seconds).
 
     Thread safety: all methods.
     """
@@ -43,7 +43,7 @@ class TierSpace:
         writers: int,
         *,
         evicting: Callable[[bytes], None],
-        give_up: Callable[[bytes, int], list[bytes]],
+        take_room: Callable[[bytes, int], list[bytes]],
         relist: Callable[[], None],
         listed_at: Callable[[], float],
     ) -> None:
@@ -53,7 +53,7 @@ class TierSpace:
         self._catalogue = known.catalogue
         self._losses = losses
         self._evicting = evicting
-        self._give_up = give_up
+        self._take_room = take_room
         self._relist = relist
         self._listed_at = listed_at
         self._turns = Turns(_TRIES, writers)
@@ -67,13 +67,17 @@ class TierSpace:
             PutFailed: the backend failed; counted and logged already.
         """
 
+        short_by = 0
+
         def attempt() -> bool | Again:
+            nonlocal short_by
             started = time.monotonic()
             try:
                 with self._calls.to("put", "write", self._backend.part(block)) as call:
                     self._backend.put(block, record)
             except OutOfRoom as short:
-                return AGAIN if self._make_room(block, short.needed) else False
+                short_by = short.needed
+                return AGAIN if self.make_room(short.needed) else False
             if call.failed:
                 raise PutFailed
             took = time.monotonic() - started
@@ -81,7 +85,10 @@ class TierSpace:
             counters.count(writes=1, written_bytes=len(record), write_seconds=took)
             return True
 
-        return bool(self._turns.take(attempt))
+        while not self._turns.take(attempt):
+            if not self._evict_later(block, short_by):
+                return False
+        return True
 
     @contextmanager
     def within_quota(self, block: bytes, size: int) -> Iterator[bool]:
@@ -103,27 +110,30 @@ class TierSpace:
 
     def _reserve(self, block: bytes, size: int) -> bool:
         space = block[:SPACE_BYTES]
-        for _ in range(_TRIES):
-            with self._quota_lock:
-                coming = self._coming.get(space, 0) + size
-                over = self._catalogue.over_quota(space, coming)
-                if not over:
-                    self._coming[space] = coming
-                    return True
-            if over < 0:
-                break
-            victims = self._catalogue.victims(over, space) or self._give_up(block, over)
-            if not victims:
-                break
-            self.evict(victims)
-        return False
+        if self._catalogue.over_quota(space, size) < 0:
+            return False
+        over = size
+        while True:
+            for _ in range(_TRIES):
+                with self._quota_lock:
+                    coming = self._coming.get(space, 0) + size
+                    over = self._catalogue.over_quota(space, coming)
+                    if not over:
+                        self._coming[space] = coming
+                        return True
+                victims = [] if over < 0 else self._known.take_victims(over, space)
+                if not victims:  # also if all that is being written together exceeds the quota
+                    break
+                self.evict(victims)
+            if not self._evict_later(block, over if over > 0 else size):
+                return False
 
-    def _make_room(self, block: bytes, needed: int) -> bool:
-        """Free ``needed`` bytes for ``block``; return whether any were freed."""
-        if self.make_room(needed):
-            return True
-        given_up = self._give_up(block, needed)
-        return bool(given_up) and self.evict(given_up)[0] > 0
+    def _evict_later(self, block: bytes, needed: int) -> bool:
+        """Evict later blocks of the prompt of ``block`` for it; return whether any were freed."""
+        if self._calls.breakers.any_blocks("delete"):
+            return False
+        later = self._take_room(block, needed)
+        return bool(later) and self.evict(later)[0] > 0
 
     def make_room(self, needed: int) -> bool:
         """Evict until ``needed`` bytes are free; return whether any were freed.
@@ -141,10 +151,10 @@ class TierSpace:
                 return False
         freed, unit = 0, self._backend.unit
         while freed < needed and not self._calls.breakers.any_blocks("delete"):
-            victims = self._catalogue.victims(needed - freed)
+            victims = self._known.take_victims(needed - freed)
             if not victims and self._listing_is_old():
                 self._relist()  # other processes' blocks may be evicted, too
-                victims = self._catalogue.victims(needed - freed)
+                victims = self._known.take_victims(needed - freed)
             if not victims:
                 break
             got, left = self.evict(victims)
@@ -158,15 +168,16 @@ class TierSpace:
         return self._backend.shared and time.monotonic() - self._listed_at() > _RELIST_AFTER
 
     def evict(self, victims: Sequence[bytes]) -> tuple[int, list[bytes]]:
-        """Delete ``victims`` of the catalogue, and record why; see `delete`."""
-        self._losses.note(victims, self._calls.name, "evicted", self._catalogue.policy)
-        self._calls.counters.count(evictions=len(victims))
-        try:
-            for block in victims:
-                self._evicting(block)
-        finally:  # the catalogue has forgotten them
-            freed, left = self.delete(victims)
-        return freed, left
+        """Delete ``victims``, which are forgotten already, and record why; see `delete`."""
+        with self._known.deletion(victims):
+            self._losses.note(victims, self._calls.name, "evicted", self._catalogue.policy)
+            self._calls.counters.count(evictions=len(victims))
+            try:
+                for block in victims:
+                    self._evicting(block)
+            finally:
+                freed, left = self.delete(victims)
+            return freed, left
 
     def delete(self, blocks: Sequence[bytes]) -> tuple[int, list[bytes]]:
         """Delete ``blocks``; return the bytes freed, and the blocks that may be left."""

@@ -23,13 +23,13 @@ from kvkeep.store.tiers.record_codec import RecordCodec
 from kvkeep.store.tiers.record_reader import RecordReader
 from kvkeep.store.tiers.space import PutFailed, TierSpace
 from kvkeep.store.tiers.workers import Workers
+from kvkeep.store.tiers.write_order import WriteOrder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Mapping, Sequence
 
     from kvkeep.store.backends import Backend
     from kvkeep.store.codecs import Codec
-    from kvkeep.store.tiers.prompt_holds import PromptHolds
 
 __all__ = ["ORDERED", "Tier", "TierOptions", "TierSpec"]
 
@@ -138,18 +138,17 @@ class Tier:
             {} if notes is None else notes,
             self._reader.quarantine,
         )
+        self.order = WriteOrder(self.name, self._known, lambda: self.timeout)
         self._space = TierSpace(
             self._calls,
             self._known,
             self.losses,
             options.writers,
             evicting=evicting,
-            give_up=self._give_up,
+            take_room=self.order.take_room,
             relist=self.relist,
             listed_at=lambda: self._listing.at,
         )
-        self.prompts: dict[PromptHolds, None] = {}
-        """Prompts that hold blocks here while other blocks of theirs are written."""
         self._expired_at = float("-inf")
 
     @property
@@ -280,23 +279,26 @@ class Tier:
 
     # --- writing: in a thread of `writing` -------------------------------------------------------
 
-    def save(self, block: bytes, record: memoryview, *, hold: bool = False) -> bool:
+    def save(self, block: bytes, record: memoryview) -> bool:
         """Write ``record``, raw KV behind room for a header; return whether the tier has the block.
 
         Only the header of ``record`` is changed. A shared backend is queried first: an existing
-        record is not sent again. With ``hold``, a block that the tier has is held in the catalogue,
-        and the caller frees it.
+        record is not sent again.
         """
-        if self.knows(block) and (not hold or self.catalogue.hold(block)):
+        if self.knows(block):
             self.counters.count(already=1)
             return True
+        if not self._known.wait_deleted(block, self.timeout):
+            self._dropped(block, "no time")
+            return False
         part = self.backend.part(block)
         if not self._calls.allowed("write", part):
             self._dropped(block, "breaker")
             return False
         why = "fault"  # kept if `_store` raises
         try:
-            why = self._store(block, record, part, hold=hold)
+            with self.order.writing(block) as allowed:
+                why = self._store(block, record, part) if allowed else "no room"
         finally:
             # `_store` may have made no call; then another trial call must be allowed.
             self._calls.breaker("write", part).undecided()
@@ -308,7 +310,7 @@ class Tier:
         self._listing.note(block[:SPACE_BYTES])
         return True
 
-    def _store(self, block: bytes, record: memoryview, part: str, *, hold: bool) -> str:
+    def _store(self, block: bytes, record: memoryview, part: str) -> str:
         """Write ``record`` unless the backend has it; return the reason of a failure, else ""."""
         if self.backend.shared and not self.is_hidden(block):
             there: list[int | None] = [None]
@@ -322,7 +324,7 @@ class Tier:
             if there[0] is not None:
                 self.counters.count(already=1)
                 if self.indexed:
-                    self.catalogue.add(block, there[0], hold=hold)
+                    self.catalogue.add(block, there[0])
                 return ""
         encoded = self._records.encode(block, record)
         if len(encoded) > (self.backend.capacity or len(encoded)):
@@ -334,13 +336,8 @@ class Tier:
             except PutFailed:
                 return "write failed"
             if self.indexed:
-                self.catalogue.add(block, len(encoded), hold=hold)
+                self.catalogue.add(block, len(encoded))
         return ""
-
-    def _give_up(self, block: bytes, needed: int) -> list[bytes]:
-        """Forget and return blocks of ``needed`` bytes that follow ``block`` in a prompt."""
-        gone = (prompt.give_up(self, block, needed) for prompt in list(self.prompts))
-        return next((blocks for blocks in gone if blocks), [])
 
     def _dropped(self, block: bytes, why: str) -> None:
         self.counters.count(drops=1)

@@ -104,27 +104,25 @@ class WriteQueue:
         except BackendFailed:
             self.end(tier, block, pending, saved=False)
             raise
-        memory.catalogue.hold(block)
+        memory.catalogue.holds.hold(block)
 
         def done(saved: bool) -> None:
             if lease is not None:
                 lease.release()
-            memory.catalogue.free(block)
+            memory.catalogue.holds.free(block)
             self.end(tier, block, pending, saved=saved)
 
         def save() -> None:
-            saved = wrote = False
+            saved = False
             try:
                 if lease is None:  # evicted from memory meanwhile
                     saved = tier.knows(block)
                     if not saved:
                         self.note_dropped(tier, block, "no time")
                 elif self.start(tier, block, pending):
-                    saved = wrote = tier.save(block, lease.record, hold=True)
+                    saved = tier.save(block, lease.record)
             finally:
                 done(saved)
-                if wrote:  # end the hold of `save`; a callback may have added its own
-                    tier.catalogue.free(block)
 
         def drop() -> None:
             why = "breaker" if tier.health.unwritable(block) else "queue full"
