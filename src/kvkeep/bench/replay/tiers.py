@@ -87,6 +87,7 @@ class TierSimulator(ReadMoves, StoreMoves):
             raise InvalidValue("there is no level; memory, at least, is needed")
         self.ahead = ahead
         self._lost = lost
+        self._new = False  # whether no block of the prompt that is put was stored before
         self._levels = [_SimulatedLevel(level, clock) for level in levels]
         self._below = range(1, len(levels))
         super().__init__(Planner(policy, len(levels) - 1), self._levels[0].catalogue)
@@ -163,22 +164,21 @@ class TierSimulator(ReadMoves, StoreMoves):
 
     # --- the steps of a put ----------------------------------------------------------------------
 
-    def runs(self, blocks: Sequence[bytes]) -> Iterable[Sequence[bytes]]:
-        # Without any stored block, one run gives the same result as one run per block.
-        if all(self.level_of(block) is None for block in blocks):
-            return [blocks]
-        return super().runs(blocks)
-
     @contextmanager
     def holding(self, blocks: Sequence[bytes]) -> Iterator[None]:
-        below = self._levels[1:]
+        self._new = all(self.level_of(block) is None for block in blocks)
+        below = [] if self._new else self._levels[1:]
         for one in below:
             one.hold(blocks[: one.level.blocks])  # as `PromptHolds` does
         try:
             yield
         finally:
-            for one in below:
+            for one in self._levels[1:]:
                 one.free()
+
+    def runs(self, blocks: Sequence[bytes]) -> Iterable[Sequence[bytes]]:
+        # Without any stored block, one run gives the same result as one run per block.
+        return [blocks] if self._new else super().runs(blocks)
 
     def place(self, run: Sequence[bytes]) -> Placement:
         level = self.level_of(run[0])
