@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 
 import pytest
 from hypothesis import settings
 
+# No test asks a public host: one authority is enough, and the usual hundreds take 30 ms to read for
+# each client of httpx. Processes that tests start inherit it.
+os.environ["SSL_CERT_FILE"] = os.path.join(os.path.dirname(__file__), "authority.pem")
+
 # No test asserts how long anything takes: the machine may be busy.
 settings.register_profile("kvkeep", deadline=None)
 settings.load_profile("kvkeep")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """What is imported and collected stays: no later search for garbage goes through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")

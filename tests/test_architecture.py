@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -172,13 +173,20 @@ class Import:
         return f"{self.importer}:{self.line} imports {self.target}"
 
 
+@cache
 def modules() -> Sources:
-    """Every module of the package."""
+    """Every module of the package; it is read once."""
     found = {}
     for path in sorted(SOURCE.rglob("*.py")):
         parts = path.relative_to(SOURCE).with_suffix("").parts
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text("utf-8")
     return found
+
+
+@cache
+def parsed(source: str) -> ast.Module:
+    """The tree of a module, which nobody changes."""
+    return ast.parse(source)
 
 
 class Reader(ast.NodeVisitor):
@@ -242,11 +250,18 @@ class Reader(ast.NodeVisitor):
     visit_AsyncFunctionDef = visit_Lambda = visit_FunctionDef
 
 
+_READ: list[tuple[Sources, dict[str, Reader]]] = []
+"""What `read` has found in the sources that it was given last."""
+
+
 def read(sources: Sources) -> dict[str, Reader]:
+    if _READ and _READ[0][0] is sources:
+        return _READ[0][1]
     readers = {}
     for module, source in sources.items():
         readers[module] = Reader(module, sources)
-        readers[module].visit(ast.parse(source))
+        readers[module].visit(parsed(source))
+    _READ[:] = [(sources, readers)]
     return readers
 
 
@@ -425,7 +440,7 @@ def homonyms(sources: Sources) -> dict[str, list[str]]:
     """Public names of classes that stand in several modules."""
     found: dict[str, list[str]] = {}
     for module, source in sources.items():
-        for node in ast.parse(source).body:
+        for node in parsed(source).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 found.setdefault(node.name, []).append(module)
     return {name: where for name, where in found.items() if len(where) > 1}
@@ -628,7 +643,7 @@ def reaches(sources: Sources) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for module, source in sources.items():
         reader = Privates()
-        reader.visit(ast.parse(source))
+        reader.visit(parsed(source))
         if reader.found:
             found[module] = reader.found
     return found
@@ -639,7 +654,7 @@ def sizes(sources: Sources) -> tuple[dict[str, int], dict[str, int]]:
     lines: dict[str, int] = {}
     arguments: dict[str, int] = {}
     for module, source in sources.items():
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(parsed(source)):
             if not isinstance(node, ast.ClassDef):
                 continue
             name = f"{module}.{node.name}"

@@ -26,7 +26,7 @@ def trace(tmp_path_factory):
 @pytest.fixture(scope="module")
 def short(tmp_path_factory):
     path = tmp_path_factory.mktemp("traces") / "agent.jsonl.gz"
-    write_trace(generate("agent", seed=1, requests=60), path)
+    write_trace(generate("agent", seed=1, requests=30), path)
     return str(path)
 
 
@@ -201,7 +201,7 @@ def test_a_report_that_fails_is_one_line(trace, tmp_path, capsys, monkeypatch):
 
 def test_plan_ends_in_words(tmp_path, capsys):
     trace = str(tmp_path / "agent.jsonl.gz")  # a plan replays it some forty times
-    write_trace(generate("agent", seed=1, requests=50), trace)
+    write_trace(generate("agent", seed=1, requests=20), trace)
     out = tmp_path / "plan.html"
     words = ["--memory", "50k", "--disk", "500k", "--jobs", "1", "--out", str(out)]
     assert main(["plan", trace, *words]) == 0

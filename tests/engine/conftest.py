@@ -207,12 +207,10 @@ class Story:
         for piece, keys, values, queries in zip(
             self.pieces, self.keys, self.values, self.queries, strict=True
         ):
+            whole = [part.double().repeat_interleave(group, 1) for part in (keys, values)]
             for query, position in zip(queries, range(piece.start, piece.stop), strict=True):
                 first = 0 if window is None else max(0, position - window + 1)
-                k, v = (
-                    part[first : position + 1].double().repeat_interleave(group, 1)
-                    for part in (keys, values)
-                )
+                k, v = (part[first : position + 1] for part in whole)
                 scores = torch.einsum("khd,hd->hk", k, query.double())
                 scores = scores * (self.dim**-0.5 if scale is None else scale)
                 if softcap is not None:

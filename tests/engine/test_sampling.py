@@ -28,7 +28,8 @@ def row(chance=None, generated=(), **params):
 
 def draws(logits=LOGITS, chances=MANY, generated=(), **params):
     """A token for each of many random bits; `near` compares their shares with probabilities."""
-    rows = [row(chance, generated, **params) for chance in chances]
+    asked = SamplingParams(**{"temperature": 1.0, **params})
+    rows = [LogitsRow(asked, chance, generated) for chance in chances]
     return choose(logits.expand(len(rows), -1), rows)
 
 

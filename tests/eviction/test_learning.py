@@ -83,11 +83,11 @@ def test_adaptive_follows_the_best_candidate() -> None:
         "2q with 30% on probation",
         "reuse",
     }
-    serve(cache, scan_and_hot_set(2000))
+    serve(cache, scan_and_hot_set(1000))
     assert policy.chosen in hot
-    serve(cache, twice_and_never_again(4000))
+    serve(cache, twice_and_never_again(3000))
     assert policy.chosen not in hot - {"reuse"}, "a new one comes back 50 later"
-    serve(cache, scan_and_hot_set(8000))
+    serve(cache, scan_and_hot_set(6000))
     assert policy.chosen in hot
 
 

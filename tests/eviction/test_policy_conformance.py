@@ -168,7 +168,7 @@ STEPS = st.lists(
 
 
 @pytest.mark.parametrize("name", ORDERS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(steps=STEPS)
 def test_the_order_is_that_of_a_sorted_list(name: str, steps: list[tuple[str, int]]) -> None:
     make, key = ORDERS[name]
@@ -234,7 +234,7 @@ class NaiveSLRU:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.8, 1.0])
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     steps=st.lists(
         st.tuples(

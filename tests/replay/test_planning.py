@@ -57,7 +57,7 @@ def test_ample_memory_needs_no_other_policy_and_no_more_of_it():
 
 
 def test_scans_ask_for_a_policy_that_withstands_them():
-    advice, outcomes = advice_for(scans(1000), PlannedMemory(30 * 10 * 4))
+    advice, outcomes = advice_for(scans(400), PlannedMemory(30 * 10 * 4))
     rates = {run.policy: one.token_hit_rate for run, one in outcomes.items() if not run.below
              and run.capacity_tokens == 1200}  # fmt: skip
     assert rates["adaptive"] > rates["lru"] + 0.02
@@ -67,7 +67,7 @@ def test_scans_ask_for_a_policy_that_withstands_them():
 
 
 def test_a_disk_that_brings_something_and_one_that_does_not():
-    work = chats(12, 8)
+    work = chats(12, 5)
     advice, outcomes = advice_for(work, PlannedMemory(1200, 20_000))
     assert advice.disk
     assert advice.tiering in {"inclusive", "exclusive", "adaptive"}
@@ -81,7 +81,7 @@ def test_a_disk_that_brings_something_and_one_that_does_not():
 
 
 def test_what_is_recommended_was_replayed():
-    advice, outcomes = advice_for(scans(200), PlannedMemory(300, 600))
+    advice, outcomes = advice_for(scans(100), PlannedMemory(300, 600))
     assert advice.disk
     assert advice.policy != "lru"
     run = ReplayRun(advice.policy, 300, below=(600,), tiering=advice.tiering)

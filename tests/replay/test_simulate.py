@@ -58,19 +58,19 @@ def test_lru_is_lru(paths, room):
 
 @pytest.fixture(scope="module")
 def tenants():
-    return Workload.read(generate("tenants", seed=3, requests=100, unit_tokens=8))
+    return Workload.read(generate("tenants", seed=3, requests=50, unit_tokens=8))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("page", [None, 8, 4, 2])
 def test_every_token_is_reused_or_has_its_reason(tenants, policy, page):
-    outcome = simulate(tenants, 20_000, policy, page_tokens=page)
-    assert outcome.requests == 100
+    outcome = simulate(tenants, 10_000, policy, page_tokens=page)
+    assert outcome.requests == 50
     assert outcome.tokens == tenants.tokens.sum()
     assert adds_up(outcome)
     assert set(outcome.misses) == set(REASONS)
     assert outcome.misses["evicted"]
-    assert outcome.hit_tokens <= infinite(tenants).hit_tokens + 100 * (page or 8)
+    assert outcome.hit_tokens <= infinite(tenants).hit_tokens + 50 * (page or 8)
 
 
 def test_tokens_are_counted_exactly():

@@ -35,7 +35,7 @@ from warm import KVKEEP
 
 pytestmark = pytest.mark.model
 
-CLIENTS = 64
+CLIENTS = 40
 PAGES, PAGE = 192, 4  # the longest request takes most of it
 MEMORY = str(PAGES * PAGE * 2048)  # bytes: the bundled model has 2 KiB a token
 # No reserve: admission is to go wrong as often as it can.
@@ -48,7 +48,7 @@ ROUNDS = range(20 if os.environ.get("KVKEEP_FUZZ") == "long" else 1)
 
 @pytest.fixture(scope="module")
 def tiny(start_server):
-    """A server with 768 tokens of pages for 64 requests of some hundred tokens each."""
+    """A server with 768 tokens of pages for 40 requests of some hundred tokens each."""
     with start_server(num_pages=PAGES, page_size=PAGE, limits=LIMITS) as server:
         yield server
 
@@ -141,13 +141,15 @@ def test_each_of_many_is_told_what_it_is_told_alone(tiny, alone, kind, number):
     rng = random.Random(f"{kind.__name__} {number}")
     asks = requests(rng, kind)
     prompts = [tokens_of(tiny, asked) for asked in asks]
-    expected = [alone(asked) for asked in asks]
     before, evicted = tiny.engine.stats(), tiny.engine.cache.stats().evicted_pages
 
     told = asyncio.run(swarm(tiny.url, asks, rng))
 
-    for asked, got, one in zip(asks, told, expected, strict=True):
-        assert_told_the_same(asked, got, one)
+    for asked, got in zip(asks, told, strict=True):
+        if got.texts:
+            assert_told_the_same(asked, got, alone(asked))
+        else:
+            assert asked.leaves, "the answer broke off"
     assert_exact(asks, told, prompts)
     assert sum(got.whole for got in told) > CLIENTS // 2
     assert any(got.texts and not got.whole for got in told), "nobody left in the middle"

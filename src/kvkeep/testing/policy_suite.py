@@ -325,7 +325,7 @@ class PolicyTests:
             st.integers(0, 7),
         )
 
-        @settings(max_examples=200, deadline=None)
+        @settings(max_examples=100, deadline=None)
         @given(st.lists(steps, max_size=40))
         def run(walk: list[tuple[str, int]]) -> None:
             policy = self.make_policy()
