@@ -241,8 +241,7 @@ class KVStore(Store):
         about blocks that are not known here. ``extra`` as in `put`.
         """
         found = find_stored(self._tiered, self._prompt(tokens, 0, tenant, extra))
-        tiers = self.tiers
-        names = [tiers[level] for level in found.levels]
+        names = map(self.tiers.__getitem__, found.levels)
         return Lookup(sum(found.lengths), runs_of(zip(names, found.lengths, strict=True)))
 
     def root(self, *, tenant: str | None = None) -> bytes:
