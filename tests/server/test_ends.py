@@ -133,7 +133,7 @@ def test_a_reader_that_stands_still_holds_nobody_up(start_server):
 
 
 def test_a_reader_that_stands_still_has_no_more_time_than_others(start_server):
-    with start_server(request_timeout_s=4) as server, standing_still(server, ENDLESS):
+    with start_server(request_timeout_s=10) as server, standing_still(server, ENDLESS):
         eventually(lambda: outcomes(server, "timeout") == 1)
         server.assert_idle()
 
