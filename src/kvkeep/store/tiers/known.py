@@ -16,6 +16,7 @@ __all__ = ["KnownBlocks"]
 
 _HIDDEN_KEPT = 1 << 16
 _DELETED_KEPT = 1 << 14
+_UNDELETED_KEPT = 1 << 16
 
 
 class KnownBlocks:
@@ -39,6 +40,8 @@ class KnownBlocks:
         self._deletions = 0  # ended so far
         self._deleted: OrderedDict[bytes, int] = OrderedDict()  # block → number of its last one
         self._deleted_before = 0  # the last deletion of any block that is not in `_deleted`
+        self._undeleted: OrderedDict[bytes, None] = OrderedDict()  # oldest first
+        self._replacing: set[bytes] = set()  # were undeleted, and are being written
 
     def __contains__(self, block: object) -> bool:
         return self.indexed and block in self.catalogue and block not in self._hidden
@@ -63,6 +66,16 @@ class KnownBlocks:
     def written(self, block: bytes) -> None:
         """Record that ``block`` was written anew, so it is no longer hidden."""
         self._hidden.pop(block, None)
+        self._replacing.discard(block)
+
+    def not_written(self, block: bytes, *, maybe: bool) -> None:
+        """Record that a write, begun by `wait_deleted`, failed.
+
+        ``maybe``: the backend may have the record nevertheless, so it has to be deleted.
+        """
+        if maybe or block in self._replacing:
+            self._replacing.discard(block)
+            self.keep_undeleted([block])
 
     def before_query(self) -> int:
         """Return a mark for `learn`; take it before the query to the backend."""
@@ -97,7 +110,7 @@ class KnownBlocks:
 
     @contextmanager
     def deletion(self, blocks: Sequence[bytes]) -> Iterator[None]:
-        """The backend deletes ``blocks``, of `take_victims` or `give_up`, in the ``with`` block."""
+        """The backend deletes ``blocks``, which are marked as such, in the ``with`` block."""
         try:
             yield
         finally:
@@ -117,12 +130,52 @@ class KnownBlocks:
     def wait_deleted(self, block: bytes, timeout: float) -> bool:
         """Wait until no deletion of ``block`` runs, so that it can be written; False if one does.
 
-        Otherwise the deletion could remove the new record.
+        Otherwise the deletion could remove the new record. For the same reason, a failed deletion
+        of an older record is not repeated from then on. Call `written` or `not_written` at the end.
         """
-        if block not in self._deleting:
+        if block not in self._deleting and block not in self._undeleted:
             return True
         with self._deleted_one:
-            return self._deleted_one.wait_for(lambda: block not in self._deleting, timeout)
+            if not self._deleted_one.wait_for(lambda: block not in self._deleting, timeout):
+                return False
+            if block in self._undeleted:
+                del self._undeleted[block]
+                self._replacing.add(block)
+            return True
+
+    def keep_undeleted(self, blocks: Iterable[bytes]) -> None:
+        """Remember forgotten ``blocks`` that the backend failed to delete, to try again.
+
+        Their records take room in the backend and are in no catalogue. Of very many, the oldest
+        are dropped; the next listing finds their records.
+        """
+        if not self.indexed:
+            return
+        with self._deleted_one:
+            self._undeleted.update(dict.fromkeys(blocks))
+            while len(self._undeleted) > _UNDELETED_KEPT:
+                self._undeleted.popitem(last=False)
+
+    def take_undeleted(self, limit: int) -> list[bytes]:
+        """Take ``limit`` blocks of `keep_undeleted`, oldest first, for a `deletion` at once.
+
+        Blocks that a listing or a query has found again are left to the catalogue.
+        """
+        taken: list[bytes] = []
+        if self._undeleted:
+            with self._deleted_one:
+                while self._undeleted and len(taken) < limit:
+                    block, _ = self._undeleted.popitem(last=False)
+                    if block not in self.catalogue:
+                        taken.append(block)
+                self._begin(taken)
+        return taken
+
+    @property
+    def undeleted(self) -> list[bytes]:
+        """Blocks whose deletion failed, which is tried again when room is needed."""
+        with self._deleted_one:
+            return list(self._undeleted)
 
     def _begin(self, blocks: Iterable[bytes]) -> None:
         deleting = self._deleting

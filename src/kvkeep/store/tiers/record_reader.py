@@ -138,5 +138,7 @@ class RecordReader:
         self._calls.counters.count(damaged=1)
         self._known.catalogue.forget(block)
         self._losses.note([block], self._calls.name, "damaged", reason)
-        with self._calls.to("quarantine", "delete", self._backend.part(block)):
+        with self._calls.to("quarantine", "delete", self._backend.part(block)) as call:
             self._backend.quarantine(block, reason)
+        if call.failed:
+            self._known.keep_undeleted([block])

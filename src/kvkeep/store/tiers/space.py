@@ -138,18 +138,19 @@ class TierSpace:
     def make_room(self, needed: int) -> bool:
         """Evict until ``needed`` bytes are free; return whether any were freed.
 
-        Evicts nothing if all evictable blocks together do not suffice. Stops once a deletion fails:
-        further records would be forgotten and still occupy the backend.
+        Repeats deletions that failed before, then evicts. Evicts nothing if all evictable blocks
+        together do not suffice. Stops once a deletion fails: further records would be forgotten and
+        still occupy the backend.
         """
         if not self._known.indexed:
             return False
-        if not self._catalogue.may_free(needed):
+        freed, unit = self._delete_undeleted(needed), self._backend.unit
+        if not self._catalogue.may_free(needed - freed):
             if not self._listing_is_old():
-                return False
+                return freed > 0
             self._relist()
-            if not self._catalogue.may_free(needed):
-                return False
-        freed, unit = 0, self._backend.unit
+            if not self._catalogue.may_free(needed - freed):
+                return freed > 0
         while freed < needed and not self._calls.breakers.any_blocks("delete"):
             victims = self._known.take_victims(needed - freed)
             if not victims and self._listing_is_old():
@@ -163,6 +164,20 @@ class TierSpace:
             if left:
                 break
         return freed > 0
+
+    def _delete_undeleted(self, needed: int) -> int:
+        """Delete blocks whose deletion failed before, until ``needed`` bytes are free."""
+        freed = 0
+        while freed < needed and not self._calls.breakers.any_blocks("delete"):
+            blocks = self._known.take_undeleted(_DELETED_AT_ONCE)
+            if not blocks:
+                break
+            with self._known.deletion(blocks):
+                got, left = self.delete(blocks)
+            freed += got
+            if left:
+                break
+        return freed
 
     def _listing_is_old(self) -> bool:
         return self._backend.shared and time.monotonic() - self._listed_at() > _RELIST_AFTER
@@ -180,19 +195,25 @@ class TierSpace:
             return freed, left
 
     def delete(self, blocks: Sequence[bytes]) -> tuple[int, list[bytes]]:
-        """Delete ``blocks``; return the bytes freed, and the blocks that may be left."""
-        freed, left = 0, []
-        for part, found in self._calls.by_part(blocks).items():
-            for at in range(0, len(found), _DELETED_AT_ONCE):
-                piece = found[at : at + _DELETED_AT_ONCE]
-                if not self._calls.allowed("delete", part):
-                    left += piece
-                    continue
-                with self._calls.to("delete", "delete", part) as call:
-                    freed += self._backend.delete(piece)
-                if call.failed:
-                    left += piece
-        return freed, left
+        """Delete ``blocks``; return the bytes freed, and the blocks that may be left.
+
+        Deleting the latter is tried again when room is needed.
+        """
+        freed, left = 0, dict.fromkeys(blocks)
+        try:
+            for part, found in self._calls.by_part(blocks).items():
+                for at in range(0, len(found), _DELETED_AT_ONCE):
+                    piece = found[at : at + _DELETED_AT_ONCE]
+                    if not self._calls.allowed("delete", part):
+                        continue
+                    with self._calls.to("delete", "delete", part) as call:
+                        freed += self._backend.delete(piece)
+                    if not call.failed:
+                        for block in piece:
+                            left.pop(block, None)
+        finally:
+            self._known.keep_undeleted(left)
+        return freed, list(left)
 
     def remove(self, blocks: Sequence[bytes]) -> tuple[int, list[bytes]]:
         """Delete ``blocks`` by request; return the bytes freed, and the blocks that may be left.

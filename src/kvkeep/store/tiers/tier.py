@@ -293,6 +293,7 @@ class Tier:
             return False
         part = self.backend.part(block)
         if not self._calls.allowed("write", part):
+            self._known.not_written(block, maybe=False)
             self._dropped(block, "breaker")
             return False
         why = "fault"  # kept if `_store` raises
@@ -303,6 +304,7 @@ class Tier:
             # `_store` may have made no call; then another trial call must be allowed.
             self._calls.breaker("write", part).undecided()
             if why:
+                self._known.not_written(block, maybe=why == "fault")
                 self._dropped(block, why)
         if why:
             return False
@@ -334,6 +336,7 @@ class Tier:
                 if not (fits and self._space.put(block, encoded)):
                     return "no room"
             except PutFailed:
+                self._known.not_written(block, maybe=True)
                 return "write failed"
             if self.indexed:
                 self.catalogue.add(block, len(encoded))

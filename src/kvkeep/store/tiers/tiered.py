@@ -292,6 +292,8 @@ class TieredStore:
         """Write the blocks that memory would demote to tiers; return whether all were saved."""
         saved: list[bool] = []
         for item in self.memory.backend.list():
+            if item.block not in self.memory:  # it expired
+                continue
             move = self._planner.evict(item.block, 0)
             if isinstance(move, Demote):
                 tier = self._levels.tier(move.target)
