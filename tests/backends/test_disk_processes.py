@@ -154,10 +154,11 @@ def test_the_budget_holds_at_any_instant(workers: Workers, tmp_path: Path) -> No
     """Two processes that run out of space all the time; the ledger equals the files."""
     for who in (1, 2):
         workers.start("work", tmp_path, CAPACITY, who, who, 700)
-    while not (tmp_path / "ledger").exists():
+    ledger_path = tmp_path / "ledger"
+    while not ledger_path.exists() or ledger_path.stat().st_size < 24:  # its head is written
         time.sleep(0.001)
     most, samples = 0, 0
-    with open(tmp_path / "ledger", "rb", buffering=0) as ledger:
+    with open(ledger_path, "rb", buffering=0) as ledger:
         while samples < 200:
             fcntl.flock(ledger, fcntl.LOCK_EX)
             held = on_disk(tmp_path)
