@@ -42,7 +42,8 @@ ROOMS: dict[str, set[str]] = {
     "core.eviction": set(),
     "core.miss_ratio": set(),  # sees keys, tokens and page ids of prompts, not the cache
     "core.prefix": {"core.eviction"},  # its nodes are what a policy orders
-    "core.cache": {"core.pages", "core.prefix", "core.eviction", "core.miss_ratio"},
+    "core.groups": {"core.pages", "core.prefix"},  # what hybrid models keep beside base pages
+    "core.cache": {"core.pages", "core.prefix", "core.eviction", "core.miss_ratio", "core.groups"},
     "store": {"store.kv", "store.blocks", "store.identity", "store.tiers"},
     "store.codecs": set(),
     "store.backends": set(),  # see keys and bytes, no tokens and no tensors

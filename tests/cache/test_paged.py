@@ -841,8 +841,8 @@ def test_check_notices_what_is_wrong() -> None:
 
     broken(lambda cache, _: cache._core.pool.retain([0]))
     broken(lambda cache, _: cache._core.pool.allocate(1))
-    broken(lambda cache, _: setattr(cache._core.index._tree, "num_pages", 9))
-    broken(lambda cache, _: setattr(cache._core.index._tree, "num_evictable", 1))
+    broken(lambda cache, _: setattr(cache._core.index.tree, "num_pages", 9))
+    broken(lambda cache, _: setattr(cache._core.index.tree, "num_evictable", 1))
     broken(lambda _, sequence: sequence._table.values.__setitem__(0, 1))
     broken(lambda _, sequence: sequence._table.cut(2))
     broken(lambda _, sequence: setattr(sequence, "_shared", 1))

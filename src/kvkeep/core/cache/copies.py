@@ -89,6 +89,10 @@ class PendingCopies:
         for claim in self.waiting:
             claim.sharers[fork] = None
 
+    def check(self) -> None:
+        """Assert that the state is that of the waiting claims."""
+        assert self.state is (SequenceState.COPYING if self.waiting else SequenceState.READY)
+
     def end(self) -> None:
         """End all claims."""
         if self.waiting or self._made:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvkeep.core.cache.observers import CacheObserver
     from kvkeep.core.cache.sequence import Sequence
     from kvkeep.core.events import Event, Hook
+    from kvkeep.core.groups import GroupBoard, GroupLayout
     from kvkeep.core.keys import Namespace
     from kvkeep.core.pages import PageCopy, PagePool
     from kvkeep.core.pages.table import PageArray
@@ -96,6 +97,7 @@ class Core:
         *,
         reuse: bool,
         history_tokens: int,
+        groups: GroupLayout | None = None,
     ) -> None:
         self.pool = pool
         self.index = index
@@ -109,6 +111,13 @@ class Core:
         self.observers: tuple[CacheObserver, ...] = ()
         self.history_tokens = history_tokens
         """Tokens of a block in the history of a policy that has one; whole pages."""
+        self.groups: GroupBoard | None = None
+        """Rows and states beside the pages; None for a plain model."""
+        if groups is not None:
+            from kvkeep.core.groups import GroupBoard, SequenceGroups  # noqa: PLC0415 - if needed
+
+            board = self.groups = index.tree.listener = GroupBoard(groups, pool)
+            self.pins.keeps_groups = lambda hold: SequenceGroups.pinned(board, self, hold)
         self.sequences: dict[int, Sequence] = {}
         self.opened = 0  # the number of the newest sequence: 1, 2, 3 …
         self._memory: weakref.ref[object] | None = None  # what the pages are bound to
@@ -223,16 +232,22 @@ class Core:
 
     def available(self) -> int:
         """Return how many pages are free or evictable."""
-        return self.pool.num_free + self.index.num_evictable
+        idle = 0 if self.groups is None else self.groups.units.idle
+        return self.pool.num_free + self.index.num_evictable + idle
+
+    def has_free(self, count: int) -> bool:
+        """Whether ``count`` pages are free without evicting any."""
+        return count <= self.pool.num_free
 
     def take(self, count: int) -> PageArray:
         """Allocate ``count`` pages, evicting others if needed; `OutOfPages` changes nothing."""
         short = count - self.pool.num_free
         if short > 0:
             self.pins.expire()
-            if short > self.index.num_evictable:
+            if count > self.available():
                 raise self.short_of(count, self.available())
             self.evict(short, "pressure")
+            assert count <= self.pool.num_free, "eviction freed less than was available"
         return self.pool.allocate(count)
 
     def short_of(self, needed: int, available: int) -> OutOfPages:
@@ -245,9 +260,18 @@ class Core:
     def evict(self, count: int, reason: str) -> int:
         """Evict up to ``count`` pages; return how many."""
         self.before_eviction()
+        if self.groups is not None:
+            return self._evict_groups(self.groups, count, reason)
         pages = self.index.evict(count)
         self.forget(pages, reason)
         return len(pages)
+
+    def _evict_groups(self, groups: GroupBoard, count: int, reason: str) -> int:
+        from kvkeep.core.groups.eviction import make_room  # noqa: PLC0415 - only where needed
+
+        return make_room(
+            groups, self.index.tree, self.pool, count, lambda pages: self.forget(pages, reason)
+        )
 
     def before_eviction(self) -> None:
         """Let observers bring the order of eviction up to date."""
@@ -336,6 +360,12 @@ class Core:
         for sequence in self.sequences.values():
             sequence.check(stored)
             expected[sequence.pages] += 1
+        if self.groups is not None:
+            from kvkeep.core.groups.check import check_groups  # noqa: PLC0415 - as above
+
+            kept = [one.groups for one in self.sequences.values() if one.groups is not None]
+            kept += self.pins.hard_groups()
+            check_groups(self.groups, self.index.tree, kept, expected)
         for claim in self.claims():
             expected[claim.copy.src] += 1
         self.forks.check(self.sequences.values())

@@ -10,19 +10,19 @@ import numpy as np
 from kvkeep.core.cache.row import TokenRow
 from kvkeep.core.cache.sequence import Sequence
 from kvkeep.core.cache.sessions import check_session
-from kvkeep.core.errors import InvalidValue
+from kvkeep.core.errors import InvalidValue, OutOfPages
 from kvkeep.core.events import Opened
 from kvkeep.core.extras import as_extras
 from kvkeep.core.keys import as_namespace, chain_keys, root_key
 from kvkeep.core.pages import PageCopy
-from kvkeep.core.prefix.results import EMPTY_PAGES
+from kvkeep.core.prefix.results import EMPTY_PAGES, PrefixMatch
 from kvkeep.core.tokens import TOKEN_BYTES, as_row, check_range
 
 if TYPE_CHECKING:
     from kvkeep.core.cache.core import Core
     from kvkeep.core.extras import ExtraLike, Extras
+    from kvkeep.core.groups import GroupBoard, SequenceGroups
     from kvkeep.core.keys import Namespace, NamespaceLike
-    from kvkeep.core.prefix import PrefixMatch
     from kvkeep.core.tokens import TokenArray, TokensLike
 
 __all__ = ["CacheQuery", "find", "matched_tokens", "open_sequence"]
@@ -91,7 +91,17 @@ def open_sequence(core: Core, query: CacheQuery, *, priority: int, reserve: int)
     wanted = core.marks.known(tokens[:-1], extras) if extras else tokens[:-1]
     match = index.match(encoder.lookup(wanted), namespace) if core.reuse else None
     _check_ids(core, tokens, match)
-    match, needed = _affordable(core, match, -(-len(tokens) // core.page_size), reserve)
+    groups, found, state_pages = None, 0, 0
+    if core.groups is not None:
+        groups, match, found = _resume(core, core.groups, match)
+        state_pages = core.groups.layout.state_pages
+    total = -(-len(tokens) // core.page_size) + state_pages
+    try:
+        match, needed = _affordable(core, match, total, reserve)
+    except OutOfPages:
+        if groups is not None:
+            groups.give_up()
+        raise
     hold, source = core.hold(match, namespace)
     row = TokenRow(core.marks, tokens, extras)
     sequence = Sequence(core, namespace, encoder, row, hold=hold, priority=priority)
@@ -101,6 +111,11 @@ def open_sequence(core: Core, query: CacheQuery, *, priority: int, reserve: int)
     for observer in core.observers:  # before `take` evicts: sessions order eviction
         observer.opened(sequence, query, shared)
     table = core.take(needed)
+    if groups is not None:
+        state = table[:state_pages] if state_pages else None
+        table = table[state_pages:]
+        groups.begin(state, found, len(tokens))
+        sequence.groups = groups
     if len(shared):
         core.pool.retain(shared)
         table = np.concatenate((shared, table))
@@ -118,6 +133,30 @@ def open_sequence(core: Core, query: CacheQuery, *, priority: int, reserve: int)
     if core.hooks:
         core.emit(Opened(sequence.id, namespace, len(tokens), sequence.num_cached))
     return sequence
+
+
+def _resume(
+    core: Core, board: GroupBoard, match: PrefixMatch | None
+) -> tuple[SequenceGroups, PrefixMatch | None, int]:
+    """Shorten a match to where all groups agree, and take references to what resuming there reads.
+
+    Returns these, the match, and the pages that it had: full ones, as rows are whole pages.
+    """
+    from kvkeep.core.groups import SequenceGroups  # noqa: PLC0415 - only where needed
+
+    groups = SequenceGroups(board, core)
+    if match is None or not len(match.pages):
+        return groups, None, 0
+    found = len(match.pages)
+    end = match.end
+    page, checkpoint = board.resume(end, found)
+    groups.hold(end, page, checkpoint)
+    while end.depth >= page > 0 or (page == 0 and end.parent is not None):
+        assert end.parent is not None
+        end = end.parent
+    if not page:
+        return groups, None, found
+    return groups, PrefixMatch(match.pages[:page], end, page - end.depth), found
 
 
 def _affordable(

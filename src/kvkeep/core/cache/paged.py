@@ -14,6 +14,7 @@ from kvkeep.core.errors import IllegalStep, InvalidValue, NotCached, whole
 from kvkeep.core.eviction import EvictionPolicy, policy
 from kvkeep.core.keys import as_namespace
 from kvkeep.core.pages import PagePool
+from kvkeep.core.pages.layout import GroupLayout
 from kvkeep.core.prefix import index as make_index
 from kvkeep.core.prefix.results import EMPTY_PAGES
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from kvkeep.core.keys import Namespace, NamespaceLike
     from kvkeep.core.miss_ratio import MissRatioCurve, MissRatioPoint, PromptWatch
     from kvkeep.core.pages.table import PageArray
-    from kvkeep.core.prefix import PrefixRun
+    from kvkeep.core.prefix import PrefixMatch, PrefixRun
     from kvkeep.core.tokens import TokensLike
 
 __all__ = ["CachedPrefix", "PagedCache", "RemovedPages"]
@@ -45,12 +46,15 @@ class CachedPrefix:
     """The cached part of a prompt: full ``pages``, then the first tokens of one page more.
 
     ``partial_page`` is -1 if there is none. The pages may be evicted at any time afterwards.
+    ``stored_tokens`` are cached in the layers that keep every token; in a cache with groups of
+    layers, a request can resume at ``num_tokens``, which may be less.
     """
 
     num_tokens: int
     pages: PageArray
     partial_page: int = -1
     partial_tokens: int = 0
+    stored_tokens: int = 0
 
 
 class RemovedPages(NamedTuple):
@@ -71,7 +75,7 @@ class PagedCache:
 
     Args:
         num_pages: pages of the pool.
-        page_size: tokens of a page.
+        page_size: tokens of a page, or a `GroupLayout` for a model that keeps more than pages.
         prefix: the index: "radix" (exact to the token) or "chain" (block keys over full pages).
         eviction: the name of a policy, or an `EvictionPolicy`.
         hard_pin_pages: pages that hard pins may hold at most; default: half of the pool.
@@ -88,7 +92,7 @@ class PagedCache:
     def __init__(
         self,
         num_pages: int,
-        page_size: int = 16,
+        page_size: int | GroupLayout = 16,
         *,
         prefix: str = "radix",
         eviction: str | EvictionPolicy = "lru",
@@ -98,7 +102,9 @@ class PagedCache:
         clock: Callable[[], float] = time.monotonic,
         reuse: bool = True,
     ) -> None:
-        self.page_size = whole("page_size", page_size, 1, _MAX_PAGE_SIZE)
+        groups = page_size if isinstance(page_size, GroupLayout) else None
+        tokens = page_size.page_size if isinstance(page_size, GroupLayout) else page_size
+        self.page_size = whole("page_size", tokens, 1, _MAX_PAGE_SIZE)
         pool = PagePool(num_pages)
         self.num_pages = pool.num_pages
         if hard_pin_pages is None:
@@ -112,8 +118,9 @@ class PagedCache:
         index = make_index(prefix, self.page_size, orders)
         self.reuse = _switch("reuse", reuse)
         self._core = Core(
-            pool, index, hard_pin_pages, clock, reuse=self.reuse, history_tokens=block_tokens
-        )
+            pool, index, hard_pin_pages, clock,
+            reuse=self.reuse, history_tokens=block_tokens, groups=groups,
+        )  # fmt: skip
         self._inspector_made: Inspector | None = None
         self._watch: PromptWatch | None = None
         if what_if is not None:
@@ -191,11 +198,7 @@ class PagedCache:
         """
         query = CacheQuery.of(tokens, namespace, extra)
         with self._core as core:
-            match = find(core, query)
-            if match is None:
-                return CachedPrefix(0, EMPTY_PAGES)
-            found = matched_tokens(core, match)
-            return CachedPrefix(found, match.pages.copy(), match.partial_page, match.partial_tokens)
+            return _cached(core, find(core, query))
 
     # --- memory ------------------------------------------------------------------------------
 
@@ -448,3 +451,16 @@ def _switch(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise InvalidValue(f"{name} is {value!r}; True or False is needed")
     return value
+
+
+def _cached(core: Core, match: PrefixMatch | None) -> CachedPrefix:
+    """Return a match as what a request would reuse of it."""
+    if match is None:
+        return CachedPrefix(0, EMPTY_PAGES)
+    found = matched_tokens(core, match)
+    if core.groups is None:
+        return CachedPrefix(
+            found, match.pages.copy(), match.partial_page, match.partial_tokens, found
+        )
+    page = core.groups.resume(match.end, len(match.pages))[0]
+    return CachedPrefix(page * core.page_size, match.pages[:page].copy(), stored_tokens=found)

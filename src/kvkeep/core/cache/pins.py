@@ -11,6 +11,7 @@ from kvkeep.core.prefix.pinned import Pinned, soft_pins, soft_pins_below
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvkeep.core.groups import SequenceGroups
     from kvkeep.core.prefix import PrefixIndex
 
 __all__ = ["Pin", "PinBoard"]
@@ -23,12 +24,13 @@ class Pin(Pinned):
     ``num_tokens`` falls. Pages under a hard pin are not, and count against the cache's budget.
     """
 
-    __slots__ = ("_board", "active", "expires", "hard", "hold")
+    __slots__ = ("_board", "active", "expires", "groups", "hard", "hold")
 
     def __init__(self, board: PinBoard, hold: Any, *, hard: bool, expires: float | None) -> None:
         super().__init__()
         self._board = board
         self.hold = hold if hard else None  # used by the index
+        self.groups: SequenceGroups | None = None  # what resuming there needs, of a hard pin
         self.hard = hard
         self.expires = expires
         self.active = True
@@ -58,6 +60,8 @@ class PinBoard:
         self.hard_budget = hard_budget
         self.most = most
         self._clock = clock
+        self.keeps_groups: Callable[[Any], SequenceGroups] | None = None
+        """Takes references to what resuming at the end of a hold needs; None for plain models."""
         self.pins: dict[Pin, None] = {}
         self._expiry: list[tuple[float, int, Pin]] = []
         self._serial = 0
@@ -81,6 +85,8 @@ class PinBoard:
         expires = None if ttl is None else self._clock() + ttl
         pin = Pin(self, hold, hard=hard, expires=expires)
         self._index.pin(hold, pin, hard=hard)
+        if hard and self.keeps_groups is not None:
+            pin.groups = self.keeps_groups(hold)
         self.pins[pin] = None
         if expires is not None:
             self._serial += 1
@@ -96,6 +102,9 @@ class PinBoard:
             heapq.heapify(self._expiry)
         self._index.unpin(pin)
         pin.hold = None
+        if pin.groups is not None:
+            pin.groups.close()
+            pin.groups = None
 
     def expire(self) -> None:
         """End the pins whose time is over, and those whose prefix was evicted entirely."""
@@ -116,6 +125,10 @@ class PinBoard:
         if not pin.active or (pin.expires is not None and self._over(pin.expires)):
             return 0
         return pin.num_pages
+
+    def hard_groups(self) -> list[SequenceGroups]:
+        """Return what hard pins keep of groups of layers."""
+        return [pin.groups for pin in self.pins if pin.groups is not None]
 
     def hard_holds(self) -> list[Any]:
         """Return the holds of hard pins."""

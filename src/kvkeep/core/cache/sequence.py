@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvkeep.core.cache.core import Claim, Core
     from kvkeep.core.cache.row import TokenRow
     from kvkeep.core.extras import ExtraLike, Extras
+    from kvkeep.core.groups import SequenceGroups
     from kvkeep.core.keys import Namespace
     from kvkeep.core.pages.table import PageArray
     from kvkeep.core.prefix.base import Encoder
@@ -50,7 +51,7 @@ class Sequence:
 
     __slots__ = (
         "_core", "_encoder", "_hold", "_opened_pages", "_pending", "_shared", "_table",
-        "_tokens", "id", "known_pages", "namespace", "num_cached", "owner", "priority",
+        "_tokens", "groups", "id", "known_pages", "namespace", "num_cached", "owner", "priority",
         "turn",
     )  # fmt: skip
 
@@ -80,6 +81,8 @@ class Sequence:
         """The turn of its session, counted from 0; None without a session."""
         self.owner: Owner | None = None
         """The session that owns what this sequence publishes."""
+        self.groups: SequenceGroups | None = None
+        """Rows and states, of a cache that has groups of layers; else None."""
         self._core = core
         self._encoder = encoder
         self._tokens = tokens
@@ -253,6 +256,8 @@ class Sequence:
             self._encoder.cut(length // size)
             self._pending.drop_needless(self._table.values[self._shared :])
             core.pool.release(gone)
+            if self.groups is not None:
+                self.groups.rewind(length, self._hold, self._shared)
             self.num_cached = min(self.num_cached, length)
             self._opened_pages = min(self._opened_pages, pages)
 
@@ -264,6 +269,7 @@ class Sequence:
         core = self._core
         with core:
             permit(self._pending.state, "fork")
+            groups = None if self.groups is None else self.groups.fork()
             hold = core.index.again(self._hold)
             table = self._table.values
             core.pool.retain(table)
@@ -275,6 +281,7 @@ class Sequence:
             other.known_pages = self.known_pages
             other.num_cached = max(self.num_cached, self.num_published)
             self._pending.share_with(other._pending)
+            other.groups = groups
             page = self.first_unpublished
             if page is not None:
                 core.forks.join(page, self, other)
@@ -309,6 +316,8 @@ class Sequence:
                 self._publish(self._shared, self.known_pages, known=True)
             if stop > self._shared:
                 self._publish(self._shared, stop, known=stop <= self.known_pages)
+            if self.groups is not None and stop:
+                self.groups.published(self._hold, min(stop, self._shared))
             return self.num_published
 
     def _publish(self, start: int, stop: int, *, known: bool) -> None:
@@ -398,6 +407,8 @@ class Sequence:
                 core.forget(dropped, "dropped")
                 stored -= len(dropped)
             self._pending.end()
+            if self.groups is not None:
+                self.groups.close()
             self._tokens.release_marks()
             core.counters.closed += 1
             if core.hooks:
@@ -407,16 +418,10 @@ class Sequence:
     def check(self, stored: PageArray) -> None:
         """Assert that the regions of the page table are right."""
         core = self._core
-        table = self._table.values
-        assert len(table) == -(-len(self._tokens) // core.page_size)
-        assert len(np.unique(table)) == len(table), "a page stands twice in a page table"
+        check_table(self._table.values, self._shared, stored)
+        assert len(self._table) == -(-len(self._tokens) // core.page_size)
         assert self._hold.end == self._shared or not self._shared
-        published = np.isin(table, stored)
-        assert published[: self._shared].all(), "a shared page is not in the index"
-        assert not published[self._shared :].any(), "the index stores a page that is not held"
-        waiting = bool(self._pending.waiting)
-        state = SequenceState.COPYING if waiting else SequenceState.READY
-        assert self._pending.state is state
+        self._pending.check()
 
     def __enter__(self) -> Self:
         return self
@@ -435,3 +440,11 @@ class Sequence:
             f"<Sequence {self.id}, {self._pending.state.name.lower()}, {self.num_tokens} tokens, "
             f"{len(self._table)} pages, {self._shared} of them published>"
         )
+
+
+def check_table(table: PageArray, shared: int, stored: PageArray) -> None:
+    """Assert that the index stores the first ``shared`` pages of a table, and no others."""
+    assert len(np.unique(table)) == len(table), "a page stands twice in a page table"
+    published = np.isin(table, stored)
+    assert published[:shared].all(), "a shared page is not in the index"
+    assert not published[shared:].any(), "the index stores a page that is not held"

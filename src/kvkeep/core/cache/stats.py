@@ -9,6 +9,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from kvkeep.core.cache.core import Core
+    from kvkeep.core.groups import GroupStats
     from kvkeep.core.miss_ratio import MissRatioPoint
 
 __all__ = ["CacheCounters", "CacheStats", "snapshot"]
@@ -78,6 +79,8 @@ class CacheStats:
     copies: int
     out_of_pages: int
     hook_errors: int
+    groups: GroupStats | None = None
+    """What is kept beside the pages, of a cache with a `GroupLayout`."""
     what_if: tuple[MissRatioPoint, ...] = ()
     """Estimated hit rates of other sizes, if the cache was made with ``what_if``."""
 
@@ -90,6 +93,8 @@ class CacheStats:
         """Return all counts and the hit rate, for JSON."""
         counts = asdict(self)
         del counts["what_if"]  # estimates, one per size, and no counts
+        groups = counts.pop("groups") or {}
+        counts.update((f"groups_{name}", count) for name, count in groups.items())
         return {**counts, "hit_rate": self.hit_rate}
 
 
@@ -120,6 +125,7 @@ def snapshot(core: Core) -> CacheStats:
         hard_pinned_pages=pins.num_hard_pages,
         pins_broken=index.pins.num_broken,
         pins_expired=pins.expired,
+        groups=None if core.groups is None else core.groups.stats(),
         **asdict(core.counters),
         **observed,
     )

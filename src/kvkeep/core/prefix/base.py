@@ -82,9 +82,10 @@ class PrefixIndex(ABC):
         """Bytes of symbols per page."""
         self.marks = Marks()
         """The marks that stand for tokens with extras."""
-        self._tree = RunTree(policy, unit, ordered=self.exact)
-        self._roots = self._tree.roots
-        self.pins = self._tree.pins
+        self.tree = RunTree(policy, unit, ordered=self.exact)
+        """The runs. For what keeps data beside them; all others use the methods of the index."""
+        self._roots = self.tree.roots
+        self.pins = self.tree.pins
         """The pins that `pin` set, and how many pages they cover."""
 
     @abstractmethod
@@ -94,17 +95,17 @@ class PrefixIndex(ABC):
     @property
     def policy(self) -> EvictionPolicy:
         """The eviction policy; wrapped in `Hinted` once owners are kept."""
-        return self._tree.policy
+        return self.tree.policy
 
     @property
     def num_pages(self) -> int:
         """Pages stored."""
-        return self._tree.num_pages
+        return self.tree.num_pages
 
     @property
     def num_evictable(self) -> int:
         """Pages that could be evicted now: those without holds. Pages with soft pins count."""
-        return self._tree.num_evictable
+        return self.tree.num_evictable
 
     # --- matching ----------------------------------------------------------------------------
 
@@ -190,7 +191,7 @@ class PrefixIndex(ABC):
         Return both holds. ``used`` counts as a hit on the full pages. For None, the hold is on the
         empty prefix of ``namespace``.
         """
-        tree = self._tree
+        tree = self.tree
         if match is None:
             root = tree.root(namespace)
             tree.hold(root)
@@ -222,10 +223,10 @@ class PrefixIndex(ABC):
         first ancestor that is held by others.
         """
         if used:
-            self._tree.policy.used(hold)
-        self._tree.release(hold)
+            self.tree.policy.used(hold)
+        self.tree.release(hold)
         if not used and len(hold.children) == 1:
-            self._tree.rejoin(hold)
+            self.tree.rejoin(hold)
 
     def shorten(self, hold: Node, pages: int) -> Node:
         """Move a hold back so that it covers only the first ``pages`` pages; return it."""
@@ -240,13 +241,13 @@ class PrefixIndex(ABC):
         while node.parent is not None and node.parent.end >= pages:
             node = node.parent
         if node.end > pages:
-            node = self._tree.split(node, pages - (node.end - node.size))
+            node = self.tree.split(node, pages - (node.end - node.size))
         return self._moved(hold, node)
 
     def _moved(self, hold: Node, node: Node) -> Node:
         """Move one hold from ``hold`` to ``node``; the move is no use of either."""
         if node is not hold:
-            self._tree.hold(node)
+            self.tree.hold(node)
             self.release(hold, used=False)
         return node
 
@@ -268,7 +269,7 @@ class PrefixIndex(ABC):
         they are stored for, None for an unnamed one.
         """
         assert len(symbols) == len(pages) * self.unit
-        tree, unit = self._tree, self.unit
+        tree, unit = self.tree, self.unit
         node = hold
         offset = 0
         existing: list[PageArray] = []
@@ -296,7 +297,7 @@ class PrefixIndex(ABC):
 
     def evict(self, count: int) -> PageArray:
         """Remove ``count`` pages, or all evictable ones if they are fewer; see `RunTree.evict`."""
-        return self._tree.evict(count)
+        return self.tree.evict(count)
 
     def drop(self, hold: Node, keep: int) -> PageArray:
         """End a hold and remove its path beyond ``keep`` pages, as far as nothing else needs it."""
@@ -307,7 +308,7 @@ class PrefixIndex(ABC):
             parent = node.parent
             assert parent is not None
             count = min(node.size, node.end - keep)
-            freed.append(self._tree.remove(node, count))
+            freed.append(self.tree.remove(node, count))
             node = parent
         return joined(freed)
 
@@ -323,7 +324,7 @@ class PrefixIndex(ABC):
         children_first = [below for below, _ in descend(node)][::-1]
         return joined(
             [
-                self._tree.remove(below, below.size)
+                self.tree.remove(below, below.size)
                 for below in children_first
                 if not below.holders and below.parent is not None
             ]
@@ -338,7 +339,7 @@ class PrefixIndex(ABC):
         itself, so the path is not evicted at all.
         """
         assert hold.holders, "a pin is set while its path is held"
-        self._tree.pins.add(hold, pin, hard=hard)
+        self.tree.pins.add(hold, pin, hard=hard)
 
     def unpin(self, pin: Pinned) -> None:
         """Remove a pin, and end the hold of a hard one; do nothing if it is broken."""
@@ -347,24 +348,24 @@ class PrefixIndex(ABC):
             return
         node = spot.node
         if pin in spot.hard:
-            self._tree.pins.remove(pin)
+            self.tree.pins.remove(pin)
             self.release(node)
             return
         queued = not node.children and not node.holders
         if queued:
-            self._tree.dequeue(node)
-        self._tree.pins.remove(pin)
+            self.tree.dequeue(node)
+        self.tree.pins.remove(pin)
         if queued:
-            self._tree.enqueue(node)
+            self.tree.enqueue(node)
 
     @property
     def owners(self) -> Owners | None:
         """Which user stored what; None until `keep_owners` is called."""
-        return self._tree.owners
+        return self.tree.owners
 
     def keep_owners(self) -> Owners:
         """Start to record owners; pages stored before count as shared."""
-        return self._tree.keep_owners()
+        return self.tree.keep_owners()
 
     # --- inspecting --------------------------------------------------------------------------
 
@@ -403,7 +404,7 @@ class PrefixIndex(ABC):
 
     def check(self, holds: list[Node]) -> PageArray:
         """Recount everything, given all holds; return the pages stored. Asserts."""
-        return check_tree(self._tree, holds)
+        return check_tree(self.tree, holds)
 
     def __repr__(self) -> str:
         return f"<{self.name} index, {self.num_pages} pages, {self.num_evictable} evictable>"

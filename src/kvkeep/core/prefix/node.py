@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,8 +31,8 @@ class Node(Entry):
     """
 
     __slots__ = (
-        "children", "covered", "end", "heads", "holders", "kept", "key", "owner", "pages", "parent",
-        "pins", "run", "serial", "spot", "suspended", "uses",
+        "children", "covered", "end", "extra", "heads", "holders", "kept", "key", "owner", "pages",
+        "parent", "pins", "run", "serial", "spot", "suspended", "uses",
     )  # fmt: skip
 
     def __init__(
@@ -62,6 +62,7 @@ class Node(Entry):
         self.serial = serial
         self.uses = 0
         self.suspended = 0  # 1 if its owner is suspended, and 1 for each child with a count
+        self.extra: Any = None  # what the tree's listener keeps beside the pages
 
     @property
     def id(self) -> int:

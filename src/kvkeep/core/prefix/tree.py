@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from kvkeep.core.eviction import EvictionPolicy
     from kvkeep.core.keys import Namespace
     from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.prefix.listener import TreeListener
     from kvkeep.core.prefix.owners import Owner
 
 __all__ = ["RunTree"]
@@ -69,6 +70,7 @@ class RunTree:
         self.pinned_leaves = AgeQueue[float]()
         """Leaves without holders that have soft pins: evicted after all that the policy orders."""
         self.ordered = ordered
+        self.listener: TreeListener | None = None
         self._serial = 0  # of the newest node
 
     def keep_owners(self) -> Owners:
@@ -166,6 +168,8 @@ class RunTree:
             node.grow(symbols, pages)
             if self.owners is not None:
                 self.owners.resized(node, len(pages))
+            if self.listener is not None:
+                self.listener.grown(node, len(pages))
             self.policy.grown(node)
             return node
         if not node.children and not node.holders and node.parent is not None:
@@ -211,6 +215,8 @@ class RunTree:
         node.cut_off(upper, self.unit)
         if self.owners is not None:
             self.owners.split(upper, node)
+        if self.listener is not None:
+            self.listener.split(upper, node)
         if requeued:
             self.enqueue(node)
         return upper
@@ -243,6 +249,8 @@ class RunTree:
         if self.owners is not None:
             self.owners.rejoined(upper)
         lower.absorb(upper)
+        if self.listener is not None:
+            self.listener.rejoined(upper, lower)
         if requeued:
             self.enqueue(lower)
 
@@ -283,6 +291,27 @@ class RunTree:
         self.num_evictable -= count
         return joined(freed)
 
+    def evict_leaf(self, choose: Callable[[Node], int]) -> PageArray | None:
+        """Remove pages of the next victim: as many from its tail as ``choose(leaf)`` returns.
+
+        For 0 the leaf stays. Returns their ids, None if nothing can be evicted.
+        """
+        leaf = cast("Node | None", self.policy.pop() or self.pinned_leaves.pop())
+        if leaf is None:
+            return None
+        count = min(choose(leaf), leaf.size)
+        self.num_pages -= count
+        self.num_evictable -= count
+        if count == leaf.size:
+            self._unlink(leaf)
+            return leaf.pages
+        gone = self._trim(leaf, count)
+        if leaf.pins:
+            self.enqueue(leaf)
+        else:
+            self.policy.put_back(leaf)
+        return gone
+
     def remove(self, leaf: Node, count: int) -> PageArray:
         """Remove the last ``count`` pages of a leaf without holders, pinned or not."""
         self.dequeue(leaf)
@@ -300,6 +329,8 @@ class RunTree:
             self.owners.resized(leaf, -count)
         if leaf.covered:
             self.pins.trimmed(leaf, count)
+        if self.listener is not None:
+            self.listener.trimming(leaf, leaf.size - count)
         return leaf.trim(count, self.unit)
 
     def _unlink(self, leaf: Node) -> None:
@@ -308,6 +339,8 @@ class RunTree:
         assert parent is not None
         if self.owners is not None:
             self.owners.gone(leaf)
+        if self.listener is not None:
+            self.listener.trimming(leaf, 0)
         leaf.parent = None
         if leaf.pins:
             self.pins.pass_on(leaf, parent)  # before the parent is queued: pins choose its queue

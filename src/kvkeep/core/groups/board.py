@@ -1,0 +1,291 @@
+"""`GroupBoard`: the rows and checkpoints of all prefixes in the tree."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvkeep.core.groups.kept import Checkpoint, Kept, live_pages
+from kvkeep.core.groups.order import CheckpointOrder
+from kvkeep.core.groups.path import kept_between, resumable, up
+from kvkeep.core.groups.units import TreeUnits
+from kvkeep.core.prefix.listener import TreeListener
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvkeep.core.groups.kept import CheckpointKind, Rows
+    from kvkeep.core.pages import PagePool
+    from kvkeep.core.pages.layout import GroupLayout
+    from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.prefix.node import Node
+
+__all__ = ["GroupBoard", "GroupCounters", "GroupStats"]
+
+
+@dataclass(slots=True)
+class GroupCounters:
+    """Counts of what happened since the cache was made; they never fall."""
+
+    checkpoints_stored: int = 0
+    checkpoints_evicted: int = 0
+    checkpoints_without_room: int = 0
+    rows_stored: int = 0
+    rows_evicted: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupStats:
+    """What a cache keeps beside its base pages, at one moment; the last five are totals.
+
+    ``pages`` of the pool hold rows and states of the tree; of these, ``idle_pages`` are used by no
+    sequence. No checkpoint needs ``loose_rows`` rows.
+    """
+
+    pages: int
+    idle_pages: int
+    loose_rows: int
+    checkpoints: int
+    checkpoints_stored: int
+    checkpoints_evicted: int
+    checkpoints_without_room: int
+    rows_stored: int
+    rows_evicted: int
+
+
+class GroupBoard(TreeListener):
+    """Keeps rows and checkpoints beside the runs of a prefix tree.
+
+    The tree decides which base pages are stored; it reports every change of its shape, so that
+    `Node.extra` fits its node. A row that no checkpoint needs is *loose*: a request may resume
+    behind it, but it is freed before anything else.
+
+    Thread safety: none; under the cache's lock.
+    """
+
+    def __init__(self, layout: GroupLayout, pool: PagePool) -> None:
+        self.layout = layout
+        self.units = TreeUnits(pool)
+        self.order = CheckpointOrder()
+        self.counters = GroupCounters()
+        self._loose: OrderedDict[int, Node] = OrderedDict()  # first page of a row → its node
+
+    # --- what the tree reports -------------------------------------------------------------------
+
+    def grown(self, node: Node, pages: int) -> None:
+        if node.extra is not None:
+            node.extra.grow(pages)
+
+    def split(self, upper: Node, lower: Node) -> None:
+        if lower.extra is None:
+            return
+        upper.extra = lower.extra.split(upper.size, upper, upper.depth)
+        for rows in upper.extra.rows:
+            for first in rows[:, 0].tolist():
+                if first in self._loose:
+                    self._loose[first] = upper  # keeps its place in the order
+
+    def rejoined(self, upper: Node, lower: Node) -> None:
+        if upper.extra is None and lower.extra is None:
+            return
+        widths = self.layout.widths
+        front = upper.extra or Kept.empty(upper.size, widths)
+        if lower.extra is None:
+            lower.extra = Kept.empty(lower.size - upper.size, widths)
+        lower.extra.absorb(front, lower)
+        upper.extra = None
+        for rows in front.rows:
+            for first in rows[:, 0].tolist():
+                if first in self._loose:
+                    self._loose[first] = lower
+
+    def trimming(self, leaf: Node, keep: int) -> None:
+        kept = leaf.extra
+        if kept is None:
+            return
+        while kept.checkpoints and kept.checkpoints[-1].page > leaf.depth + keep:
+            self.remove(kept.checkpoints[-1])
+        for rows in kept.trim(keep):
+            pages = live_pages(rows)
+            if len(pages):
+                for first in rows[:, 0].tolist():
+                    self._loose.pop(first, None)
+                self.units.drop(pages)
+
+    # --- rows ------------------------------------------------------------------------------------
+
+    def store(self, node: Node, window: int, start: int, rows: Rows) -> None:
+        """Store ``rows`` for the pages from ``start`` on of the path to ``node``, where missing.
+
+        Rows that are stored already replace those in ``rows``, of which the sequence then has
+        references to the stored ones.
+        """
+        widths = self.layout.widths
+        stop = start + len(rows)
+        for one in up(node):
+            if one.end <= start:
+                break
+            if one.depth >= stop:
+                continue
+            if one.extra is None:
+                one.extra = Kept.empty(one.size, widths)
+            first, last = max(start, one.depth), min(stop, one.end)
+            self._store(one, window, first - one.depth, rows[first - start : last - start])
+
+    def _store(self, node: Node, window: int, at: int, rows: Rows) -> None:
+        kept = node.extra
+        assert kept is not None
+        there = kept.rows[window][at : at + len(rows)]
+        ours = rows[:, 0] >= 0
+        new = ours & (there[:, 0] < 0)
+        if new.any():
+            there[new] = rows[new]
+            self.units.store(rows[new].ravel())
+            self.counters.rows_stored += int(new.sum())
+            needs = kept.needs[window][at : at + len(rows)]
+            self._loose.update(dict.fromkeys(rows[new & (needs == 0), 0].tolist(), node))
+        other = ours & ~new & (there[:, 0] != rows[:, 0])
+        if other.any():
+            self.units.retain(there[other].ravel())
+            self.units.release(rows[other].ravel())
+            rows[other] = there[other]
+
+    def rows(self, node: Node, window: int, start: int, stop: int) -> Rows:
+        """Return the rows of pages ``start`` … ``stop`` of the path to ``node``; -1 if missing."""
+        found = np.full((stop - start, self.layout.widths[window]), -1, np.int32)
+        for one, kept, inside in kept_between(node, start, stop):
+            at = one.depth + inside.start - start
+            found[at : at + inside.stop - inside.start] = kept.rows[window][inside]
+        return found
+
+    def free_loose(self, needed: int) -> int:
+        """Free loose rows that no sequence uses, oldest first, until ``needed`` pages are free."""
+        freed, busy = 0, []
+        while freed < needed and self._loose and self.units.idle:
+            first, node = self._loose.popitem(last=False)
+            count = self._free_row(node, first)
+            if not count:
+                busy.append((first, node))
+            freed += count
+        for first, node in reversed(busy):
+            self._loose[first] = node
+            self._loose.move_to_end(first, last=False)
+        return freed
+
+    def _free_row(self, node: Node, first: int) -> int:
+        assert node.extra is not None
+        for rows in node.extra.rows:
+            (at,) = (
+                np.flatnonzero(rows[:, 0] == first)[:1] if (rows[:, 0] == first).any() else (-1,)
+            )
+            if at >= 0:
+                if not self.units.is_idle(rows[at]):
+                    return 0
+                freed = self.units.drop(rows[at])
+                rows[at] = -1
+                self.counters.rows_evicted += 1
+                return freed
+        raise AssertionError("a loose row that its node does not have")
+
+    # --- checkpoints -----------------------------------------------------------------------------
+
+    def add(
+        self, node: Node, page: int, state: PageArray | None, kind: CheckpointKind
+    ) -> Checkpoint | None:
+        """Store a checkpoint at ``page`` of the path to ``node``; return it, or the one there.
+
+        None if rows that it needs are missing. ``state`` becomes the tree's if the checkpoint is
+        new; the caller keeps its own reference in any case.
+        """
+        owner = next(one for one in up(node) if one.depth < page)
+        if owner.extra is None:
+            owner.extra = Kept.empty(owner.size, self.layout.widths)
+        there: Checkpoint | None = owner.extra.at(page)
+        if there is not None:
+            return there
+        if self._incomplete(owner, page):
+            return None
+        checkpoint = Checkpoint(owner, page, state, kind)
+        owner.extra.add(checkpoint)
+        if state is not None:
+            self.units.store(state)
+        self._need(checkpoint, 1)
+        self.order.add(checkpoint)
+        self.counters.checkpoints_stored += 1
+        return checkpoint
+
+    def remove(self, checkpoint: Checkpoint) -> int:
+        """Remove a checkpoint; return how many pages became free. Its rows become loose."""
+        kept = checkpoint.node.extra
+        assert kept is not None
+        kept.checkpoints.remove(checkpoint)
+        checkpoint.stored = False
+        self.order.discard(checkpoint)
+        self._need(checkpoint, -1)
+        self.counters.checkpoints_evicted += 1
+        return 0 if checkpoint.state is None else self.units.drop(checkpoint.state)
+
+    def _incomplete(self, node: Node, page: int) -> bool:
+        return any(
+            (self.rows(node, window, first, page)[:, 0] < 0).any()
+            for window, first in self.needed(page)
+        )
+
+    def needed(self, page: int) -> Iterable[tuple[int, int]]:
+        """Yield each window, and the first page whose row is needed to resume at ``page``."""
+        size = self.layout.page_size
+        for window, spec in enumerate(self.layout.windows):
+            yield window, spec.first_needed(page * size, size)
+
+    def _need(self, checkpoint: Checkpoint, change: int) -> None:
+        """Count one checkpoint more or less for the rows that ``checkpoint`` needs."""
+        for window, first in self.needed(checkpoint.page):
+            for node, kept, inside in kept_between(checkpoint.node, first, checkpoint.page):
+                needs = kept.needs[window][inside]
+                needs += change
+                turned = kept.rows[window][inside, 0][needs == (1 if change > 0 else 0)]
+                for row in turned[turned >= 0].tolist():
+                    if change < 0:
+                        self._loose[row] = node
+                    else:
+                        self._loose.pop(row, None)
+
+    def resume(self, node: Node, pages: int) -> tuple[int, Checkpoint | None]:
+        """Return the last position up to ``pages`` of the path to ``node`` where all groups agree.
+
+        In pages, with the checkpoint there; 0 and None if there is none. A checkpoint's rows are
+        all there, so a model with states resumes at any. Cost: O(checkpoints on the path); O(pages)
+        without states.
+        """
+        if self.layout.state is None:
+            page = int(np.flatnonzero(resumable(self.layout, node, pages))[-1])
+            return page, self._at(node, page)
+        for one in up(node):
+            kept: Kept | None = one.extra
+            for checkpoint in reversed([] if kept is None else kept.checkpoints):
+                if checkpoint.page <= pages:
+                    return checkpoint.page, checkpoint
+        return 0, None
+
+    def _at(self, node: Node, page: int) -> Checkpoint | None:
+        owner = next((one for one in up(node) if one.depth < page), None)
+        kept: Kept | None = None if owner is None else owner.extra
+        return None if kept is None else kept.at(page)
+
+    def stats(self) -> GroupStats:
+        """Return the figures at this moment."""
+        return GroupStats(
+            pages=self.units.stored,
+            idle_pages=self.units.idle,
+            loose_rows=len(self._loose),
+            checkpoints=len(self.order),
+            **asdict(self.counters),
+        )
+
+    @property
+    def loose(self) -> set[int]:
+        """The first pages of rows that no checkpoint needs. Cost: all of them."""
+        return set(self._loose)

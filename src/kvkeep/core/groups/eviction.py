@@ -1,0 +1,99 @@
+"""Making room: rows, checkpoints and pages of tokens compete for the same pool."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvkeep.core.groups.kept import live_pages
+from kvkeep.core.groups.path import kept_between
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from kvkeep.core.groups.board import GroupBoard
+    from kvkeep.core.groups.kept import Checkpoint
+    from kvkeep.core.pages import PagePool
+    from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.prefix.node import Node
+    from kvkeep.core.prefix.tree import RunTree
+
+__all__ = ["make_room"]
+
+
+def make_room(
+    board: GroupBoard,
+    tree: RunTree,
+    pool: PagePool,
+    count: int,
+    forget: Callable[[PageArray], None],
+) -> int:
+    """Free up to ``count`` pages; return how many became free. ``forget`` gets evicted base pages.
+
+    In this order:
+
+    1. loose rows, which no checkpoint needs;
+    2. checkpoints that are worth least (`CheckpointOrder`);
+    3. the run that the policy names, from its tail: KV behind its last checkpoint, then that
+       checkpoint, then the KV before it. Without the checkpoint nobody could resume there;
+    4. all other checkpoints. Those of pinned prompts go last.
+    """
+    before = pool.num_free
+    while (left := count - (pool.num_free - before)) > 0:
+        if board.free_loose(left):
+            continue
+        if _remove(board, board.order.early()):
+            continue
+        pages = tree.evict_leaf(partial(_tail, board, left))
+        if pages is not None:
+            if len(pages):
+                forget(pages)
+            continue
+        if not _remove(board, iter(board.order), pinned=True):
+            break
+    return pool.num_free - before
+
+
+def _tail(board: GroupBoard, most: int, leaf: Node) -> int:
+    """Return how many pages to evict from the tail of ``leaf``, ``most`` at most.
+
+    0 after its last checkpoint was removed instead.
+    """
+    checkpoints: list[Checkpoint] = [] if leaf.extra is None else leaf.extra.checkpoints
+    if not checkpoints:
+        return min(leaf.size, most)
+    behind = leaf.end - checkpoints[-1].page
+    if not behind:
+        board.remove(checkpoints[-1])
+    return min(behind, most)
+
+
+def _remove(board: GroupBoard, order: Iterator[Checkpoint], *, pinned: bool = False) -> bool:
+    """Remove the first checkpoint in ``order`` that frees pages; return whether there was one.
+
+    Those on paths with pins are skipped, or come last if ``pinned``.
+    """
+    last = None
+    for checkpoint in order:
+        if checkpoint.state is not None and not board.units.is_idle(checkpoint.state):
+            continue  # a sequence copies it now, or a hard pin keeps it
+        if checkpoint.state is None and not _has_idle_rows(board, checkpoint):
+            continue
+        if checkpoint.node.covered:
+            last = last or checkpoint
+            continue
+        board.remove(checkpoint)
+        return True
+    if pinned and last is not None:
+        board.remove(last)
+        return True
+    return False
+
+
+def _has_idle_rows(board: GroupBoard, checkpoint: Checkpoint) -> bool:
+    """Whether ``checkpoint`` needs any row that the tree alone uses."""
+    return any(
+        board.units.count_idle(live_pages(kept.rows[window][inside]))
+        for window, first in board.needed(checkpoint.page)
+        for _, kept, inside in kept_between(checkpoint.node, first, checkpoint.page)
+    )

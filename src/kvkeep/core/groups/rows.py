@@ -1,0 +1,150 @@
+"""`RowTables`: the rows of one sequence, page by page, for each window."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvkeep.core.groups.kept import live_pages, no_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Self
+
+    from kvkeep.core.groups.board import GroupBoard
+    from kvkeep.core.groups.kept import Rows
+    from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.prefix.node import Node
+
+__all__ = ["RowTables"]
+
+
+class RowTables:
+    """One table of rows a window, with a reference to each row in it.
+
+    Region map of a table:
+
+        0 … first          freed: no token that is still to be computed attends to these
+        first … length     rows of this sequence, some of them shared with the tree or with forks
+
+    Thread safety: none; under the cache's lock.
+
+    Attributes:
+        length: pages in the tables.
+    """
+
+    __slots__ = ("_board", "_first", "_rows", "_size", "length")
+
+    def __init__(self, board: GroupBoard) -> None:
+        self._board = board
+        self._size = board.layout.page_size
+        self._rows = [no_rows(0, width) for width in board.layout.widths]
+        self._first = [0] * len(self._rows)
+        self.length = 0
+
+    def views(self) -> tuple[Rows, ...]:
+        """Return the tables, read-only, valid until the next change."""
+        views = []
+        for rows in self._rows:
+            view = rows[: self.length]
+            view.flags.writeable = False
+            views.append(view)
+        return tuple(views)
+
+    def live(self) -> Iterator[PageArray]:
+        """Yield the pool pages of all rows, a window at a time."""
+        for rows in self._rows:
+            yield live_pages(rows[: self.length])
+
+    def between(self, window: int, start: int, stop: int) -> Rows:
+        """Return the rows of pages ``start`` … ``stop`` of a window, as a view to change."""
+        return self._rows[window][start : min(stop, self.length)]
+
+    # --- begin and end ---------------------------------------------------------------------------
+
+    def hold(self, node: Node | None, page: int) -> None:
+        """Replace all rows by those that resuming at ``page`` of the path to ``node`` reads."""
+        board, old = self._board, list(self.live())
+        self.length = page
+        self._rows = [no_rows(page, width) for width in board.layout.widths]
+        self._first = [0] * len(self._rows)
+        if node is not None and page:
+            for window, first in board.needed(page):
+                rows = board.rows(node, window, first, page)
+                board.units.retain(live_pages(rows))
+                self._rows[window][first:] = rows
+                self._first[window] = first
+        for pages in old:
+            board.units.release(pages)
+
+    def fork(self) -> Self:
+        """Return tables of the same rows, for a fork."""
+        other = type(self)(self._board)
+        other.length = self.length
+        other._rows = [rows[: self.length].copy() for rows in self._rows]
+        other._first = self._first.copy()
+        for pages in other.live():
+            self._board.units.retain(pages)
+        return other
+
+    def close(self) -> None:
+        """Release all rows."""
+        for pages in self.live():
+            self._board.units.release(pages)
+        self.length = 0
+
+    # --- passes ----------------------------------------------------------------------------------
+
+    def free(self, position: int) -> None:
+        """Free the rows that no token from ``position`` on attends to."""
+        for window, spec in enumerate(self._board.layout.windows):
+            first = min(spec.first_needed(position, self._size), self.length)
+            if first > self._first[window]:
+                gone = self._rows[window][self._first[window] : first]
+                self._board.units.release(live_pages(gone))
+                gone[:] = -1
+                self._first[window] = first
+
+    def shared(self, position: int) -> list[int]:
+        """Return the windows whose row at ``position`` is begun, and is a fork's, too."""
+        at, offset = divmod(position, self._size)
+        units = self._board.units
+        return [
+            window
+            for window, rows in enumerate(self._rows)
+            if offset and rows[at, 0] >= 0 and not units.is_sole(rows[at])
+        ]
+
+    def exchange(self, window: int, page: int, row: PageArray) -> PageArray:
+        """Put ``row`` in place of the row at ``page``; return that, with its reference."""
+        old: PageArray = self._rows[window][page].copy()
+        self._rows[window][page] = row
+        return old
+
+    def extend(self, pages: PageArray, count: int) -> None:
+        """Append ``count`` rows to each table, made of ``pages``."""
+        length = self.length + count
+        for window, width in enumerate(self._board.layout.widths):
+            there = self._rows[window]
+            if length > len(there):
+                grown = no_rows(max(length, len(there) * 3 // 2 + 8), width)
+                grown[: self.length] = there[: self.length]
+                self._rows[window] = there = grown
+            there[self.length : length] = pages[: count * width].reshape(count, width)
+            pages = pages[count * width :]
+        self.length = length
+
+    def covers(self, position: int) -> bool:
+        """Whether the rows with which computing goes on at ``position`` are there."""
+        return all(
+            first <= spec.first_needed(position, self._size)
+            for spec, first in zip(self._board.layout.windows, self._first, strict=True)
+        )
+
+    def cut(self, position: int) -> None:
+        """Release the rows behind token ``position``."""
+        length = min(self.length, -(-position // self._size))
+        for rows in self._rows:
+            self._board.units.release(live_pages(rows[length : self.length]))
+            rows[length:] = -1
+        self.length = length
+        self._first = [min(first, length) for first in self._first]

@@ -1,0 +1,79 @@
+"""`CheckpointPlan`: where a sequence should leave checkpoints."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from kvkeep.core.groups.kept import CheckpointKind
+    from kvkeep.core.pages.layout import GroupLayout
+
+__all__ = ["CheckpointPlan"]
+
+_ANSWER_TOKENS = 256
+"""Tokens between two checkpoints of an answer."""
+_GUESS_TOKENS = 1024
+"""A new part of a prompt at least this long gets guesses, at its quarters."""
+
+
+class CheckpointPlan:
+    """Pages of planned checkpoints, all on the grid.
+
+    A prompt gets one where it leaves what is cached (a branch), and one at its end. In a long new
+    part, guesses at its quarters serve prompts that will branch there. An answer gets one
+    every 256 tokens.
+
+    Thread safety: none.
+    """
+
+    __slots__ = ("_kinds", "_last", "_layout")
+
+    def __init__(self, layout: GroupLayout) -> None:
+        self._layout = layout
+        self._kinds: dict[int, CheckpointKind] = {}
+        self._last = 0  # the last page that was planned
+
+    def prompt(self, start: int, found: int, tokens: int) -> None:
+        """Plan for a prompt that begins at page ``start``, of which ``found`` pages are cached."""
+        floor, size = self._layout.floor, self._layout.page_size
+        end = floor((tokens - 1) // size)
+        new = max(start, found)
+        kinds: dict[int, CheckpointKind] = {}
+        if (end - new) * size >= _GUESS_TOKENS:
+            for part in (1, 2, 3):
+                kinds[floor(new + (end - new) * part // 4)] = "guess"
+        kinds[end] = "end"
+        kinds[floor(found)] = "branch"
+        self._kinds = {page: kind for page, kind in kinds.items() if page > start}
+        self._last = max(start, end)
+
+    def stops(self, position: int) -> list[int]:
+        """Return the positions planned behind token ``position``, rising; one of the answer."""
+        size, grid = self._layout.page_size, self._layout.grid
+        planned = sorted(page * size for page in self._kinds if page * size > position)
+        step = -(-_ANSWER_TOKENS // (size * grid)) * grid * size
+        passed = max(0, position - self._last * size) // step + 1
+        return [*planned, self._last * size + passed * step]
+
+    def reached(self, page: int) -> CheckpointKind:
+        """Return the kind of the checkpoint at ``page``, which is no longer planned."""
+        return self._kinds.pop(page, "end")
+
+    def passed(self, page: int) -> list[int]:
+        """Return the planned pages up to ``page`` that are no guesses, which end with it."""
+        done = sorted(at for at in self._kinds if at <= page)
+        return [at for at in done if self._kinds.pop(at) != "guess"]
+
+    def cut(self, tokens: int) -> None:
+        """Forget what is planned behind token ``tokens``."""
+        pages = tokens // self._layout.page_size
+        self._kinds = {page: kind for page, kind in self._kinds.items() if page <= pages}
+        self._last = min(self._last, self._layout.floor(pages))
+
+    def fork(self) -> Self:
+        """Return a plan of its own for a fork."""
+        other = type(self)(self._layout)
+        other._kinds, other._last = self._kinds.copy(), self._last
+        return other

@@ -1,0 +1,384 @@
+"""`SequenceGroups`: the rows and the running state of one sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvkeep.core.errors import IllegalStep, InvalidValue, OutOfPages, whole
+from kvkeep.core.groups.copies import GroupCopies, RowCopy, StateCopy
+from kvkeep.core.groups.kept import live_pages
+from kvkeep.core.groups.rows import RowTables
+from kvkeep.core.groups.stops import CheckpointPlan
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import TracebackType
+
+    from kvkeep.core.groups.board import GroupBoard
+    from kvkeep.core.groups.kept import Checkpoint, CheckpointKind, Rows
+    from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.prefix.node import Node
+
+__all__ = ["PageSource", "SequenceGroups"]
+
+
+class PageSource(Protocol):
+    """The core of a cache: its lock, and its pages, for which it evicts others if needed."""
+
+    def __enter__(self) -> Any: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
+    ) -> None: ...
+    def take(self, count: int) -> PageArray:
+        """Allocate pages; `OutOfPages` changes nothing."""
+        ...
+
+    def has_free(self, count: int) -> bool:
+        """Whether so many pages are free without evicting any."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Own:
+    """A checkpoint that the tree does not have yet, with references to what it needs."""
+
+    page: int
+    kind: CheckpointKind
+    state: PageArray
+    rows: list[Rows]  # of each window, up to `page`
+
+
+class SequenceGroups:
+    """What one sequence keeps besides its base pages: `Sequence.groups`.
+
+    An engine works in passes:
+
+    1. `reach` (stop): rows for the tokens up to ``stop``. A pass ends at each of `stops`.
+    2. `copies`: make them, in this order. A sequence that computes from token 0 on begins with an
+       empty state, which the engine clears.
+    3. Compute the tokens up to ``stop``. The KV of token ``i`` in window ``w`` goes to the row
+       ``tables[w][i // page_size]``; the running state is updated in place.
+    4. At a stop: `checkpoint`, and make the copy that it returns, if any, before the next pass.
+    5. `Sequence.publish`.
+
+    Every step is all or nothing. `IllegalStep` means that it does not fit the state.
+
+    Thread safety: as the sequence.
+
+    Attributes:
+        position: tokens that are computed, or that the pass under way computes.
+        state: int32 pool pages of the running state; None for a model without states.
+    """
+
+    __slots__ = (
+        "_board", "_closed", "_copies", "_last", "_mark", "_offered", "_own", "_pages", "_plan",
+        "_rows", "_size", "position", "state",
+    )  # fmt: skip
+
+    def __init__(self, board: GroupBoard, pages: PageSource) -> None:
+        layout = board.layout
+        self._board = board
+        self._pages = pages
+        self._size = layout.page_size
+        self.position = 0
+        self.state: PageArray | None = None
+        self._rows = RowTables(board)
+        self._copies = GroupCopies(board.units)
+        self._plan = CheckpointPlan(layout)
+        self._own: list[_Own] = []
+        self._offered = 0  # leading pages whose rows the tree was offered
+        self._last: Checkpoint | None = None  # that this sequence used or stored last
+        self._mark: tuple[int, PageArray] | None = None
+        self._closed = False
+
+    # --- views -----------------------------------------------------------------------------------
+
+    @property
+    def tables(self) -> tuple[Rows, ...]:
+        """For each window, int32 [pages, pool pages of a row], read-only; -1: no longer kept."""
+        return self._rows.views()
+
+    @property
+    def stops(self) -> list[int]:
+        """Positions, in tokens, at which passes should end for a `checkpoint`; rising.
+
+        Empty for a model without states: its checkpoints need no stop.
+        """
+        return self._plan.stops(self.position) if self._board.layout.state is not None else []
+
+    # --- passes ----------------------------------------------------------------------------------
+
+    def copies(self) -> list[RowCopy | StateCopy]:
+        """Return the copies to make, in this order, before the next pass; each is returned once."""
+        with self._pages:
+            self._check_open("copies")
+            return self._copies.take()
+
+    def reach(self, stop: int) -> None:
+        """Prepare the pass that computes the tokens from `position` to ``stop``.
+
+        Frees rows that no token from `position` on attends to, then allocates rows up to ``stop``.
+        Call `copies` afterwards. Raises `OutOfPages`; the freed rows stay free.
+        """
+        with self._pages:
+            self._check_open("reach")
+            stop = whole("the end of the pass, in tokens,", stop, self.position)
+            if self._copies.waiting:
+                raise IllegalStep("copies wait; call copies() and make them before the next pass")
+            self._copies.finish()
+            widths, rows = self._board.layout.widths, self._rows
+            rows.free(self.position)
+            fresh = max(0, -(-stop // self._size) - rows.length)
+            shared = rows.shared(self.position) if stop > self.position else []
+            pages = self._pages.take(fresh * sum(widths) + sum(widths[window] for window in shared))
+            at, offset = divmod(self.position, self._size)
+            for window in shared:
+                row, pages = pages[: widths[window]], pages[widths[window] :]
+                self._copies.add(RowCopy(window, rows.exchange(window, at, row), row, offset))
+            rows.extend(pages, fresh)
+            self.position = stop
+
+    def checkpoint(self, position: int) -> StateCopy | None:
+        """Keep the state at ``position``, where the last pass ended, for later requests.
+
+        Returns the copy to make before the next pass. None if there is nothing to copy: the model
+        has no states, or the pool has no room; a checkpoint that is a mere guess takes only free
+        pages. Others can resume there after `Sequence.publish`.
+
+        Raises:
+            IllegalStep: the last pass ended elsewhere.
+            InvalidValue: ``position`` is not a multiple of a page and of the state's grid.
+        """
+        with self._pages:
+            self._check_open("checkpoint")
+            layout = self._board.layout
+            position = whole("the position of a checkpoint, in tokens,", position, 1)
+            if position != self.position:
+                raise IllegalStep(
+                    f"a checkpoint at token {position} needs a pass that ends there; the last one "
+                    f"ended at {self.position}"
+                )
+            step = layout.grid * self._size
+            if position % step:
+                raise InvalidValue(
+                    f"a checkpoint at token {position}: it must be a multiple of {step}"
+                )
+            if self.state is None:
+                return None
+            page = position // self._size
+            kind = self._plan.reached(page)
+            if any(own.page == page for own in self._own):
+                return None
+            state = self._room(len(self.state), guess=kind == "guess")
+            if state is None:
+                self._board.counters.checkpoints_without_room += 1
+                return None
+            rows = [
+                self._rows.between(window, first, page).copy()
+                for window, first in self._board.needed(page)
+            ]
+            for part in rows:
+                self._board.units.retain(live_pages(part))
+            self._own.append(_Own(page, kind, state, rows))
+            return StateCopy(self.state, state)
+
+    def _room(self, count: int, *, guess: bool) -> PageArray | None:
+        if guess and not self._pages.has_free(count):
+            return None
+        try:
+            return self._pages.take(count)
+        except OutOfPages:
+            return None
+
+    def mark(self) -> StateCopy | None:
+        """Remember the state at `position`, so that `Sequence.truncate` can go back to it.
+
+        For drafts that may be rejected. Returns the copy to make before the next pass; None without
+        states. A second call replaces the first. Raises `OutOfPages`.
+        """
+        with self._pages:
+            self._check_open("mark")
+            if self.state is None:
+                return None
+            pages = self._mark[1] if self._mark is not None else self._pages.take(len(self.state))
+            self._mark = self.position, pages
+            return StateCopy(self.state, pages)
+
+    def _check_open(self, step: str) -> None:
+        if self._closed:
+            raise IllegalStep(f"cannot {step} this sequence: it is closed")
+
+    # --- called by the cache and the sequence, under the lock ------------------------------------
+
+    @classmethod
+    def pinned(cls, board: GroupBoard, pages: PageSource, node: Node) -> SequenceGroups:
+        """Return references to what resuming on the path to ``node`` needs, until `close`."""
+        kept = cls(board, pages)
+        page, checkpoint = board.resume(node, node.end)
+        kept.hold(node, page, checkpoint)
+        kept.state = None if checkpoint is None else checkpoint.state
+        return kept
+
+    def hold(self, node: Node | None, page: int, checkpoint: Checkpoint | None) -> None:
+        """Begin at ``page`` of the path to ``node``: take references to what resuming reads."""
+        self.position = page * self._size
+        self._offered = page
+        self._rows.hold(node, page)
+        self._last = checkpoint
+        if checkpoint is not None and checkpoint.state is not None:
+            self._board.units.retain(checkpoint.state)
+
+    def begin(self, state: PageArray | None, found: int, prompt: int) -> None:
+        """Take ``state`` as the running one, and plan checkpoints.
+
+        ``found`` pages of the prompt are cached, of ``prompt`` tokens in all.
+        """
+        self.state = state
+        checkpoint = self._last
+        if checkpoint is not None:
+            if state is not None:
+                assert checkpoint.state is not None
+                self._copies.add(StateCopy(checkpoint.state, state))
+            self._board.order.used(checkpoint)
+        self._plan.prompt(self._rows.length, found, prompt)
+
+    def give_up(self) -> None:
+        """Undo `hold`, as the sequence cannot be opened."""
+        if self._last is not None and self._last.state is not None:
+            self._board.units.release(self._last.state)
+        self.close()
+
+    def fork(self) -> SequenceGroups:
+        """Return those of a fork, which goes on from here. Raises `OutOfPages`."""
+        if self._copies.rows_wait:
+            raise IllegalStep(
+                "cannot fork this sequence: copies for the next pass wait; make them and compute "
+                "the pass first"
+            )
+        state = None if self.state is None else self._pages.take(len(self.state))
+        other = SequenceGroups(self._board, self._pages)
+        other.position, other._offered = self.position, self._offered
+        other._rows = self._rows.fork()
+        other._plan = self._plan.fork()
+        other.state = state
+        if state is not None and self.position:
+            assert self.state is not None
+            self._copies.fork_state(other._copies, self.state, state)
+        return other
+
+    def published(self, node: Node, stop: int) -> None:
+        """Offer the tree what belongs to the first ``stop`` pages, on the path to ``node``."""
+        board = self._board
+        self._copies.finish()
+        start = self._offered
+        for window in range(len(board.layout.windows)):
+            board.store(node, window, start, self._rows.between(window, start, stop))
+        self._offered = max(start, stop)
+        for own in [own for own in self._own if own.page <= stop]:
+            for rows, (window, first) in zip(own.rows, board.needed(own.page), strict=True):
+                board.store(node, window, first, rows)
+            self._stored(board.add(node, own.page, own.state, own.kind))
+            self._own.remove(own)
+            self._forget(own)
+        if self.state is None:
+            self._mark_ends(node, stop)
+
+    def _mark_ends(self, node: Node, stop: int) -> None:
+        """Add checkpoints that need no state: where it was planned, and at the end."""
+        for page in self._plan.passed(stop):
+            self._stored(self._board.add(node, page, None, "branch"))
+        before = self._last
+        self._stored(self._board.add(node, stop, None, "end"))
+        if before is not None and before.stored and before.extended and not before.branches:
+            self._board.remove(before)
+
+    def _stored(self, checkpoint: Checkpoint | None) -> None:
+        before = self._last
+        if checkpoint is None or checkpoint is before:
+            return
+        if before is not None and before.stored and not before.branches:
+            self._board.order.extended(before)
+        self._last = checkpoint
+
+    def rewind(self, length: int, node: Node, published: int) -> None:
+        """Go back so that nothing behind token ``length`` is computed; `position` tells how far.
+
+        ``published`` pages are on the path to ``node``. Goes on from this position if it can, else
+        from the mark, or the last position where all groups agree, at worst from 0.
+        """
+        board, size = self._board, self._size
+        self._plan.cut(length)
+        for own in [own for own in self._own if own.page * size > length]:
+            self._own.remove(own)
+            self._forget(own)
+        if self._mark is not None and self._mark[0] > length:
+            board.units.release(self._mark[1])
+            self._mark = None
+        if self.position <= length:
+            return
+        if self.state is None and self._rows.covers(length):
+            self._cut(length)
+        elif self._mark is not None and self._rows.covers(self._mark[0]):
+            assert self.state is not None
+            board.units.retain(self._mark[1])
+            self._copies.drop(rows=False)
+            self._copies.add(StateCopy(self._mark[1], self.state))
+            self._cut(self._mark[0])
+        else:
+            self._resume(node, min(published, length // size))
+
+    def _resume(self, node: Node, pages: int) -> None:
+        board = self._board
+        page, checkpoint = board.resume(node, pages) if pages else (0, None)
+        self._copies.finish()
+        self._copies.drop()
+        last, offered = self._last, self._offered
+        self.hold(node, page, checkpoint)
+        if checkpoint is not None and self.state is not None:
+            assert checkpoint.state is not None
+            self._copies.add(StateCopy(checkpoint.state, self.state))
+        self._offered = min(offered, page)
+        self._last = checkpoint or last
+
+    def _cut(self, position: int) -> None:
+        self._rows.cut(position)
+        self._offered = min(self._offered, position // self._size)
+        self.position = position
+
+    def close(self) -> None:
+        """Drop all references."""
+        units = self._board.units
+        self._closed = True
+        self._copies.leave()
+        self._rows.close()
+        for own in self._own:
+            self._forget(own)
+        self._own = []
+        if self.state is not None:
+            units.release(self.state)
+            self.state = None
+        if self._mark is not None:
+            units.release(self._mark[1])
+            self._mark = None
+
+    def _forget(self, own: _Own) -> None:
+        for rows in own.rows:
+            self._board.units.release(live_pages(rows))
+        self._board.units.release(own.state)
+
+    def references(self) -> Iterator[PageArray]:
+        """Yield the pages of all references of this sequence, for `check`."""
+        yield from self._rows.live()
+        for own in self._own:
+            yield own.state
+            yield from (live_pages(rows) for rows in own.rows)
+        if self.state is not None:
+            yield self.state
+        if self._mark is not None:
+            yield self._mark[1]
+        yield from self._copies.sources()

@@ -1,0 +1,82 @@
+"""`TreeUnits`: the rows and states that the tree keeps, and which of them only the tree uses."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from kvkeep.core.pages import PagePool
+    from kvkeep.core.pages.table import PageArray
+
+__all__ = ["TreeUnits"]
+
+
+class TreeUnits:
+    """References to the pages of rows and states, on behalf of the tree and of sequences.
+
+    A page that the tree stores and no sequence uses is *idle*: it can be freed at any time. All
+    references to pages of rows and states are taken and dropped here, so that `idle` is right.
+
+    Thread safety: none; under the cache's lock. Cost: O(pages), vectorised.
+
+    Attributes:
+        idle: pages that only the tree refers to.
+        stored: pages that the tree refers to.
+    """
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pool = pool
+        self._in_tree = np.zeros(pool.num_pages, np.bool_)
+        self.idle = 0
+        self.stored = 0
+
+    def store(self, pages: PageArray) -> None:
+        """Add the tree's reference to ``pages``, which sequences refer to."""
+        assert not self._in_tree[pages].any(), "the tree stores a row or state twice"
+        self._pool.retain(pages)
+        self._in_tree[pages] = True
+        self.stored += len(pages)
+
+    def drop(self, pages: PageArray) -> int:
+        """Drop the tree's reference to ``pages``; return how many became free."""
+        self.idle -= self._only_tree(pages)
+        self._in_tree[pages] = False
+        self.stored -= len(pages)
+        return self._pool.release(pages)
+
+    def retain(self, pages: PageArray) -> None:
+        """Add a sequence's reference."""
+        self.idle -= self._only_tree(pages)
+        self._pool.retain(pages)
+
+    def release(self, pages: PageArray) -> None:
+        """Drop a sequence's reference."""
+        self._pool.release(pages)
+        self.idle += self._only_tree(pages)
+
+    def is_idle(self, pages: PageArray) -> bool:
+        """Whether only the tree refers to each of ``pages``."""
+        return self._only_tree(pages) == len(pages)
+
+    def is_sole(self, pages: PageArray) -> bool:
+        """Whether there is one reference to each of ``pages``, that of the caller."""
+        return not np.count_nonzero(self._pool.references[pages] != 1)
+
+    def count_idle(self, pages: PageArray) -> int:
+        """Return how many of ``pages`` only the tree refers to."""
+        return self._only_tree(pages)
+
+    def _only_tree(self, pages: PageArray) -> int:
+        return int(np.count_nonzero(self._in_tree[pages] & (self._pool.references[pages] == 1)))
+
+    def check(self, stored: PageArray) -> None:
+        """Recount from all pages of rows and states in the tree. Asserts."""
+        assert len(np.unique(stored)) == len(stored), "the tree stores a row or state twice"
+        expected = np.zeros_like(self._in_tree)
+        expected[stored] = True
+        assert (expected == self._in_tree).all(), "a page is marked as the tree's and is not"
+        assert self.stored == len(stored)
+        idle = int(np.count_nonzero(self._pool.references[stored] == 1))
+        assert self.idle == idle, (self.idle, idle)

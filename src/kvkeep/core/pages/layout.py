@@ -1,0 +1,101 @@
+"""`GroupLayout`: which layers keep what, besides the pages that hold every token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvkeep.core.errors import InvalidValue, whole
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+__all__ = ["GroupLayout", "StateSpec", "WindowSpec"]
+
+
+@dataclass(frozen=True, slots=True)
+class WindowSpec:
+    """Layers that attend to the last tokens only.
+
+    ``span`` is the window in tokens, the token itself included; with ``chunked`` it is the length
+    of the chunks, and a token attends to those before it in its chunk. The KV of one page of tokens
+    in these layers is a *row* of ``pages`` pool pages, which need not be neighbours.
+    """
+
+    span: int
+    pages: int = 1
+    chunked: bool = False
+
+    def __post_init__(self) -> None:
+        whole("the span of a window, in tokens,", self.span, 1)
+        whole("the pages of a row", self.pages, 1)
+
+    def first_needed(self, position: int, page_size: int) -> int:
+        """Return the first page whose row is read when computing goes on at token ``position``."""
+        if self.chunked:
+            return position // self.span * self.span // page_size
+        return max(0, position - self.span + 1) // page_size
+
+    def first_needed_each(self, pages: int, page_size: int) -> npt.NDArray[np.int64]:
+        """Return `first_needed` at the beginnings of the pages 0 … ``pages``, as an array."""
+        positions = np.arange(pages + 1, dtype=np.int64) * page_size
+        if self.chunked:
+            return positions // self.span * self.span // page_size
+        return np.maximum(0, positions - self.span + 1) // page_size
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """Layers that keep one state a sequence, whatever its length.
+
+    All states of one position together take ``pages`` pool pages. Computing may resume at multiples
+    of ``grid`` tokens: elsewhere the kernels of some models round differently.
+    """
+
+    pages: int
+    grid: int = 1
+
+    def __post_init__(self) -> None:
+        whole("the pages of a state", self.pages, 1)
+        whole("the grid of a state, in tokens,", self.grid, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLayout:
+    """What a model keeps besides the base pages, in units of pool pages.
+
+    ``windows`` are groups of layers with a window or chunks; ``state`` stands for all layers with
+    a state; ``page_size`` is in tokens. ``grid`` is the distance of positions at which a sequence
+    may resume, in pages.
+
+    Raises:
+        InvalidValue: there is no group at all.
+    """
+
+    page_size: int
+    windows: tuple[WindowSpec, ...] = ()
+    state: StateSpec | None = None
+    grid: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        whole("page_size", self.page_size, 1)
+        if not self.windows and self.state is None:
+            raise InvalidValue("no groups are given; leave groups out for a plain model")
+        tokens = 1 if self.state is None else self.state.grid
+        object.__setattr__(self, "grid", int(np.lcm(tokens, self.page_size)) // self.page_size)
+
+    def floor(self, pages: int) -> int:
+        """Return the largest resumable position up to ``pages``, in pages, on the grid alone."""
+        return pages // self.grid * self.grid
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Pool pages of a row of each window."""
+        return tuple(window.pages for window in self.windows)
+
+    @property
+    def state_pages(self) -> int:
+        """Pool pages of a state; 0 without states."""
+        return 0 if self.state is None else self.state.pages

@@ -1,0 +1,181 @@
+"""An engine whose memory holds tags instead of numbers: each names the whole prefix it depends on.
+
+It computes nothing without reading what a real model would read, so wrong rows, states and pages
+are found at the pass that would have used them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvkeep import PagedCache
+from kvkeep.core.groups import GroupLayout, RowCopy
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Tokens
+
+    from kvkeep import Sequence
+
+__all__ = ["SymbolicEngine", "brute_force"]
+
+
+class SymbolicEngine:
+    """A `PagedCache` with groups, and the memory of its pages as tags."""
+
+    def __init__(self, num_pages: int, layout: GroupLayout, **options: Any) -> None:
+        self.layout = layout
+        self.size = layout.page_size
+        self.cache = PagedCache(num_pages, layout, **options)
+        self.slots = np.full((num_pages, self.size), None, object)  # KV of tokens
+        self.states: dict[int, object] = {}  # page of a state → (tag, number of the page in it)
+        self.computed = 0
+
+    # --- memory ----------------------------------------------------------------------------------
+
+    def tag(self, group: object, tokens: Tokens[int], at: int, salt: str = "") -> object:
+        """The KV of token ``at`` in a group, or the state before it: of its whole prefix."""
+        return (group, salt, hash(tuple(tokens[: at + 1])), at)
+
+    def write_state(self, pages: np.ndarray, tag: object) -> None:
+        for number, page in enumerate(pages.tolist()):
+            self.slots[page] = None  # what was there is gone
+            self.states[page] = (tag, number)
+
+    def make(self, seq: Sequence) -> None:
+        """Make all copies that wait."""
+        for copy in seq.copies():
+            self.slots[copy.dst] = None
+            self.slots[copy.dst, : copy.tokens] = self.slots[copy.src, : copy.tokens]
+        assert seq.groups is not None
+        for copy in seq.groups.copies():
+            if isinstance(copy, RowCopy):
+                for src, dst in zip(copy.src.tolist(), copy.dst.tolist(), strict=True):
+                    self.slots[dst] = None
+                    self.slots[dst, : copy.tokens] = self.slots[src, : copy.tokens]
+            else:
+                self.copy_state(copy)
+
+    def copy_state(self, copy: Any) -> None:
+        for src, dst in zip(copy.src.tolist(), copy.dst.tolist(), strict=True):
+            self.slots[dst] = None
+            self.states[dst] = self.states.get(src)
+
+    # --- passes ----------------------------------------------------------------------------------
+
+    def step(self, seq: Sequence, stop: int, *, keep: bool = True) -> None:
+        """Compute up to ``stop``, and leave a checkpoint if one is planned there and ``keep``."""
+        groups = seq.groups
+        assert groups is not None
+        tokens, salt = seq.tokens.tolist(), str(seq.namespace)
+        start = groups.position
+        wanted = keep and stop in groups.stops
+        self.make(seq)
+        groups.reach(stop)
+        self.make(seq)
+        self.reads(seq, tokens, start, salt)
+        for at in range(start, stop):
+            page, offset = divmod(at, self.size)
+            self.slots[seq.pages[page], offset] = self.tag("base", tokens, at, salt)
+            self.states.pop(int(seq.pages[page]), None)
+            for window, table in enumerate(groups.tables):
+                for part in table[page].tolist():
+                    assert part >= 0, "no row for a token of the pass"
+                    self.states.pop(part, None)
+                    self.slots[part, offset] = self.tag(window, tokens, at, salt)
+        if groups.state is not None and stop > start:
+            self.write_state(groups.state, self.tag("state", tokens, stop - 1, salt))
+        self.computed += stop - start
+        if wanted:
+            copy = groups.checkpoint(stop)
+            if copy is not None:
+                self.copy_state(copy)
+
+    def reads(self, seq: Sequence, tokens: list[int], start: int, salt: str) -> None:
+        """Assert that all that the pass from ``start`` on reads is right."""
+        groups = seq.groups
+        assert groups is not None
+        for at in range(start):
+            page, offset = divmod(at, self.size)
+            found = self.slots[seq.pages[page], offset]
+            assert found == self.tag("base", tokens, at, salt), f"wrong KV of token {at}"
+        for window, (spec, table) in enumerate(
+            zip(self.layout.windows, groups.tables, strict=True)
+        ):
+            first = (
+                start // spec.span * spec.span if spec.chunked else max(0, start - spec.span + 1)
+            )
+            for at in range(first, start):
+                page, offset = divmod(at, self.size)
+                for part in table[page].tolist():
+                    assert part >= 0, f"the row of token {at} is gone"
+                    found = self.slots[part, offset]
+                    assert found == self.tag(window, tokens, at, salt), f"wrong row of token {at}"
+        if groups.state is not None and start:
+            tag = self.tag("state", tokens, start - 1, salt)
+            for number, page in enumerate(groups.state.tolist()):
+                assert self.states.get(page) == (tag, number), f"wrong state at token {start}"
+
+    def run(self, prompt: Tokens[int], *, chunk: int = 64, namespace: str = "") -> Sequence:
+        """Open a prompt and compute all of it, in passes that end at its stops."""
+        seq = self.cache.open(list(prompt), namespace)
+        self.finish(seq, chunk)
+        return seq
+
+    def finish(self, seq: Sequence, chunk: int = 64) -> None:
+        """Compute and publish the rest of a sequence."""
+        groups = seq.groups
+        assert groups is not None
+        while groups.position < seq.num_tokens:
+            ends = [stop for stop in groups.stops if stop > groups.position]
+            self.step(seq, min([groups.position + chunk, seq.num_tokens, *ends]))
+            seq.publish(groups.position)
+
+
+def brute_force(engine: SymbolicEngine, prompt: Tokens[int], namespace: str = "") -> int:
+    """Return the longest prefix, in tokens, that all groups allow: each position is tried."""
+    cache, layout = engine.cache, engine.layout
+    index = cache._core.index
+    size = layout.page_size
+    row = np.array(prompt[:-1], np.int32)
+    from kvkeep.core.keys import as_namespace
+
+    space = as_namespace(namespace)
+    match = index.match(index.encoder(space).lookup(row), space)
+    if match is None:
+        return 0
+    nodes = []
+    node = match.end
+    while node.parent is not None:
+        nodes.append(node)
+        node = node.parent
+    nodes.reverse()
+
+    def keeps(window: int, page: int) -> bool:
+        for node in nodes:
+            if node.depth <= page < node.end:
+                return node.extra is not None and node.extra.rows[window][page - node.depth, 0] >= 0
+        return False
+
+    def has_state(page: int) -> bool:
+        return any(
+            one.page == page
+            for node in nodes
+            if node.extra is not None
+            for one in node.extra.checkpoints
+        )
+
+    for page in range(len(match.pages), 0, -1):
+        position = page * size
+        needed = True
+        for window, spec in enumerate(layout.windows):
+            first = (
+                position // spec.span * spec.span
+                if spec.chunked
+                else max(0, position - spec.span + 1)
+            )
+            needed &= all(keeps(window, at // size) for at in range(first, position))
+        if needed and (layout.state is None or has_state(page)):
+            return position
+    return 0

@@ -1,0 +1,330 @@
+"""Rows, states and checkpoints of single sequences, step by step."""
+
+from __future__ import annotations
+
+import pytest
+from symbolic import SymbolicEngine
+
+from kvkeep import PagedCache
+from kvkeep.core.errors import IllegalStep, InvalidValue, OutOfPages
+from kvkeep.core.groups import GroupLayout, RowCopy, StateCopy, StateSpec, WindowSpec
+
+WINDOW = GroupLayout(4, (WindowSpec(8, 2),))
+STATE = GroupLayout(4, (), StateSpec(5))
+GRID = GroupLayout(4, (), StateSpec(5, 16))
+BOTH = GroupLayout(4, (WindowSpec(8, 2),), StateSpec(5))
+
+
+def prompt(number: int, tokens: int) -> list[int]:
+    """Tokens that no other number has."""
+    return [1000 * number + at for at in range(tokens)]
+
+
+def test_a_plain_cache_has_no_groups() -> None:
+    with PagedCache(8, 4).open([1, 2, 3]) as sequence:
+        assert sequence.groups is None
+
+
+# --- windows -----------------------------------------------------------------------------------
+
+
+def test_a_long_prompt_holds_the_rows_of_its_window_alone() -> None:
+    engine = SymbolicEngine(300, WINDOW)
+    sequence = engine.cache.open(prompt(1, 400))
+    most = 0
+    for stop in range(8, 401, 8):
+        engine.step(sequence, stop)
+        most = max(most, engine.cache.stats().pages_used)
+    rows = 2 * (8 // 4 + 2)  # those of a pass, and of the window before it
+    assert most == 100 + rows
+    (table,) = sequence.groups.tables
+    assert (table[:96] == -1).all()
+    sequence.close()
+    engine.cache.check()
+
+
+def test_rows_that_no_checkpoint_needs_stay_until_the_room_is_needed() -> None:
+    engine = SymbolicEngine(120, WINDOW)
+    engine.run(prompt(1, 96)).close()
+    assert engine.cache.match([*prompt(1, 60), 7]).num_tokens == 60, "any position will do"
+    engine.run(prompt(2, 160)).close()
+    found = engine.cache.match([*prompt(1, 96), 7])
+    assert (found.num_tokens, found.stored_tokens) == (96, 96), "its end has a checkpoint"
+    assert engine.cache.match([*prompt(1, 60), 7]).num_tokens == 0
+    assert engine.cache.match([*prompt(1, 60), 7]).stored_tokens == 60
+    engine.cache.check()
+
+
+def test_a_window_may_begin_inside_the_reused_part() -> None:
+    engine = SymbolicEngine(200, WINDOW)
+    engine.run(prompt(1, 40)).close()
+    sequence = engine.cache.open(prompt(1, 40) + prompt(2, 20))
+    assert sequence.num_cached == sequence.groups.position == 40
+    (table,) = sequence.groups.tables
+    assert (table[:8] == -1).all()
+    assert (table[8:] >= 0).all(), "7 tokens are attended to, which lie in two pages"
+    engine.finish(sequence)
+    sequence.close()
+
+
+def test_a_fork_copies_the_row_that_both_write() -> None:
+    engine = SymbolicEngine(60, WINDOW)
+    sequence = engine.run(prompt(1, 10))
+    fork = sequence.fork()
+    sequence.append([1])
+    fork.append([2])
+    sequence.groups.reach(11)
+    (copy,) = [one for one in sequence.groups.copies() if isinstance(one, RowCopy)]
+    assert (copy.window, copy.tokens, len(copy.src), len(copy.dst)) == (0, 2, 2, 2)
+    engine.step(fork, 11)
+    assert sequence.groups.tables[0][2].tolist() != fork.groups.tables[0][2].tolist()
+    sequence.close()
+    fork.close()
+    engine.cache.check()
+
+
+def test_a_sequence_is_not_forked_between_the_copies_and_the_pass() -> None:
+    engine = SymbolicEngine(60, WINDOW)
+    sequence = engine.run(prompt(1, 10))
+    fork = sequence.fork()
+    sequence.append([1])
+    sequence.groups.reach(11)
+    with pytest.raises(IllegalStep, match="copies for the next pass wait"):
+        sequence.fork()
+    fork.close()
+    sequence.close()
+    engine.cache.check()
+
+
+# --- states ------------------------------------------------------------------------------------
+
+
+def test_a_prompt_resumes_at_a_checkpoint_and_nowhere_else() -> None:
+    engine = SymbolicEngine(400, STATE)
+    engine.run(prompt(1, 43)).close()
+    found = engine.cache.match(prompt(1, 43) + prompt(2, 5))
+    assert (found.num_tokens, found.stored_tokens) == (40, 40)
+    found = engine.cache.match(prompt(1, 30) + prompt(2, 5))
+    assert (found.num_tokens, found.stored_tokens) == (0, 30), "KV is there and no state"
+
+
+def test_checkpoints_lie_on_the_grid() -> None:
+    engine = SymbolicEngine(400, GRID)
+    sequence = engine.cache.open(prompt(1, 43))
+    assert sequence.groups.stops[0] == 32
+    engine.finish(sequence)
+    sequence.close()
+    assert engine.cache.match(prompt(1, 43) + prompt(2, 5)).num_tokens == 32
+
+
+@pytest.mark.parametrize("shared", [52 * 4, 52 * 4 + 3])
+def test_a_branch_is_found_by_the_second_prompt_and_reused_by_the_third(shared: int) -> None:
+    """64 blocks of which 52 are shared; a state at the end alone lies in nobody else's tokens."""
+    engine = SymbolicEngine(3000, STATE)
+    reused = []
+    for number in (1, 2, 3, 4):
+        sequence = engine.run(prompt(0, shared) + prompt(number, 64 * 4 - shared), chunk=64)
+        reused.append(sequence.num_cached // 4)
+        sequence.close()
+    assert reused == [0, 0, 52, 52]
+
+
+def test_a_guess_serves_the_second_prompt_of_a_long_document() -> None:
+    engine = SymbolicEngine(6000, STATE)
+    engine.run(prompt(0, 4000) + prompt(1, 100), chunk=512).close()
+    second = engine.run(prompt(0, 4000) + prompt(2, 100), chunk=512)
+    assert second.num_cached == 3072, "three quarters of the first"
+    second.close()
+    third = engine.run(prompt(0, 4000) + prompt(3, 100), chunk=512)
+    assert third.num_cached == 4000
+    third.close()
+
+
+def test_guesses_take_no_room_from_others() -> None:
+    engine = SymbolicEngine(320, STATE)
+    engine.run(prompt(1, 100)).close()
+    sequence = engine.run(prompt(0, 1100), chunk=256)
+    assert engine.cache.stats().groups.checkpoints_without_room == 1
+    assert engine.cache.match([*prompt(1, 100), 7]).num_tokens == 96
+    assert engine.cache.match([*prompt(0, 1100), 7]).num_tokens == 1096
+    sequence.close()
+
+
+def test_a_conversation_keeps_its_last_state() -> None:
+    """Each turn's end replaces the one before: it goes first when the room is needed."""
+    engine = SymbolicEngine(130, STATE)
+    turns = prompt(1, 40)
+    for turn in range(2, 12):
+        sequence = engine.run(turns)
+        if turn > 2:
+            assert sequence.num_cached >= len(turns) - 40, "only what is new is computed"
+        sequence.close()
+        turns = turns + prompt(turn, 30)
+    engine.cache.check()
+
+
+def test_a_checkpoint_survives_a_pass_before_it_is_published() -> None:
+    """The rows that it needs leave the window; the sequence keeps them for it."""
+    engine = SymbolicEngine(400, BOTH)
+    sequence = engine.cache.open(prompt(1, 101))
+    engine.step(sequence, 100)
+    sequence.append(prompt(2, 40))
+    for stop in range(104, 141, 4):
+        engine.step(sequence, stop)
+    sequence.publish()
+    sequence.close()
+    engine.cache.check()
+    again = engine.cache.open(prompt(1, 101) + prompt(3, 9))
+    assert again.num_cached == 100
+    engine.finish(again)
+    again.close()
+
+
+# --- going back --------------------------------------------------------------------------------
+
+
+def test_drafts_go_back_to_the_mark() -> None:
+    engine = SymbolicEngine(200, BOTH)
+    sequence = engine.run(prompt(1, 50))
+    copy = sequence.groups.mark()
+    assert isinstance(copy, StateCopy)
+    engine.copy_state(copy)
+    sequence.append([7, 8, 9])
+    engine.step(sequence, 53)
+    sequence.truncate(51)
+    assert sequence.groups.position == 50
+    engine.step(sequence, 51)
+    sequence.close()
+    engine.cache.check()
+
+
+def test_a_mark_whose_window_is_gone_is_of_no_use() -> None:
+    engine = SymbolicEngine(300, BOTH)
+    sequence = engine.run(prompt(1, 50))
+    copy = sequence.groups.mark()
+    engine.copy_state(copy)
+    sequence.append(prompt(2, 40))
+    for stop in range(54, 91, 4):
+        engine.step(sequence, stop)
+    sequence.truncate(60)
+    assert sequence.groups.position == 48, "the checkpoint at the end of the prompt"
+    engine.finish(sequence)
+    sequence.close()
+    engine.cache.check()
+
+
+def test_without_a_mark_it_goes_back_to_a_checkpoint_or_to_the_beginning() -> None:
+    engine = SymbolicEngine(300, STATE)
+    sequence = engine.run(prompt(1, 50))
+    sequence.truncate(49)
+    assert sequence.groups.position == 48
+    sequence.truncate(20)
+    assert sequence.groups.position == 0
+    engine.finish(sequence)
+    sequence.close()
+    engine.cache.check()
+
+
+def test_a_model_without_states_goes_back_within_its_window() -> None:
+    engine = SymbolicEngine(300, WINDOW)
+    sequence = engine.run(prompt(1, 50))
+    sequence.truncate(48)
+    assert sequence.groups.position == 48
+    sequence.close()
+    engine.cache.check()
+
+
+# --- pins --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", [WINDOW, STATE, BOTH])
+def test_a_hard_pin_keeps_what_resuming_needs(layout: GroupLayout) -> None:
+    engine = SymbolicEngine(120, layout)
+    engine.run(prompt(1, 41)).close()
+    pin = engine.cache.pin(prompt(1, 41), hard=True)
+    for number in range(2, 9):
+        engine.run(prompt(number, 120), chunk=16).close()
+    engine.cache.evict(1000)
+    assert engine.cache.match([*prompt(1, 41), 7]).num_tokens == 40
+    engine.cache.check()
+    engine.cache.unpin(pin)
+    engine.cache.evict(1000)
+    assert engine.cache.stats().pages_used == 0
+
+
+def test_a_soft_pin_keeps_it_longest() -> None:
+    engine = SymbolicEngine(140, STATE)
+    engine.run(prompt(1, 41)).close()
+    engine.cache.pin(prompt(1, 41))
+    for number in range(2, 9):
+        engine.run(prompt(number, 120), chunk=16).close()
+    assert engine.cache.match([*prompt(1, 41), 7]).num_tokens == 40
+    engine.cache.evict(1000)
+    assert engine.cache.stats().pages_used == 0
+
+
+# --- mistakes ----------------------------------------------------------------------------------
+
+
+def test_illegal_steps_change_nothing() -> None:
+    engine = SymbolicEngine(60, BOTH)
+    engine.run(prompt(1, 21)).close()
+    sequence = engine.cache.open(prompt(1, 21) + prompt(2, 9))
+    groups = sequence.groups
+    with pytest.raises(IllegalStep, match="copies wait"):
+        groups.reach(24)
+    engine.make(sequence)
+    with pytest.raises(InvalidValue, match="the end of the pass"):
+        groups.reach(4)
+    groups.reach(24)
+    with pytest.raises(IllegalStep, match="needs a pass that ends there; the last one ended at 24"):
+        groups.checkpoint(20)
+    groups.reach(26)
+    with pytest.raises(InvalidValue, match="must be a multiple of 4"):
+        groups.checkpoint(26)
+    sequence.close()
+    for step in (
+        groups.copies,
+        groups.mark,
+        lambda: groups.reach(30),
+        lambda: groups.checkpoint(4),
+    ):
+        with pytest.raises(IllegalStep, match="it is closed"):
+            step()
+    engine.cache.check()
+
+
+def test_a_prompt_without_room_changes_nothing() -> None:
+    engine = SymbolicEngine(12, BOTH)
+    with pytest.raises(OutOfPages):
+        engine.cache.open(prompt(1, 40))
+    assert engine.cache.stats().pages_used == 0
+    sequence = engine.cache.open(prompt(1, 20))
+    with pytest.raises(OutOfPages):
+        sequence.groups.reach(20)
+    assert sequence.groups.position == 0
+    engine.step(sequence, 4)
+    sequence.close()
+    engine.cache.check()
+
+
+def test_a_cache_without_reuse_keeps_nothing() -> None:
+    engine = SymbolicEngine(60, BOTH, reuse=False)
+    engine.run(prompt(1, 21)).close()
+    assert engine.cache.stats().pages_used == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: GroupLayout(4), "no groups are given"),
+        (lambda: GroupLayout(0, (WindowSpec(4),)), "page_size is 0"),
+        (lambda: WindowSpec(0), "the span of a window, in tokens, is 0"),
+        (lambda: WindowSpec(4, 0), "the pages of a row is 0"),
+        (lambda: StateSpec(0), "the pages of a state is 0"),
+        (lambda: StateSpec(1, 0), "the grid of a state, in tokens, is 0"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused(make: object, text: str) -> None:
+    with pytest.raises(InvalidValue, match=text):
+        make()  # type: ignore[operator]
