@@ -217,6 +217,17 @@ class GroupBoard(TreeListener):
         self.counters.checkpoints_stored += 1
         return checkpoint
 
+    def extended(self, before: Checkpoint, by: Checkpoint) -> None:
+        """Record that the request that used or made ``before`` has left ``by`` behind it.
+
+        Whoever returns resumes at ``by``, so its run takes over the hits: without it, a policy
+        would evict it as new, and the runs before it are of no use alone. The run is held by the
+        request, so it is in no queue that is ordered by hits.
+        """
+        self.order.extended(before)
+        if before.node is not by.node:
+            by.node.hits = max(by.node.hits, before.node.hits)
+
     def remove(self, checkpoint: Checkpoint) -> int:
         """Remove a checkpoint; return how many pages became free. Its rows become loose."""
         kept = checkpoint.node.extra

@@ -34,8 +34,8 @@ def make_room(
 
     1. loose rows, which no checkpoint needs;
     2. checkpoints that are worth least (`CheckpointOrder`);
-    3. the run that the policy names, from its tail: KV behind its last checkpoint, then that
-       checkpoint, then the KV before it. Without the checkpoint nobody could resume there;
+    3. the run that the policy names, from its tail: the checkpoint at its end, and the KV back to
+       the one before. With states that is freed at once, as no request can resume in between;
     4. all other checkpoints. Those of pinned prompts go last.
     """
     before = pool.num_free
@@ -55,17 +55,16 @@ def make_room(
 
 
 def _tail(board: GroupBoard, most: int, leaf: Node) -> int:
-    """Return how many pages to evict from the tail of ``leaf``, ``most`` at most.
+    """Return how many pages to evict from the tail of ``leaf``.
 
-    0 after its last checkpoint was removed instead.
+    With states, all that is behind its last checkpoint, as no request can resume there; the
+    checkpoint at its end is removed before. Else ``most``.
     """
     checkpoints: list[Checkpoint] = [] if leaf.extra is None else leaf.extra.checkpoints
-    if not checkpoints:
-        return min(leaf.size, most)
-    behind = leaf.end - checkpoints[-1].page
-    if not behind:
+    if checkpoints and checkpoints[-1].page == leaf.end:
         board.remove(checkpoints[-1])
-    return min(behind, most)
+    behind = leaf.end - checkpoints[-1].page if checkpoints else leaf.size
+    return behind if board.layout.state is not None else min(behind, most)
 
 
 def _remove(board: GroupBoard, order: Iterator[Checkpoint], *, pinned: bool = False) -> bool:

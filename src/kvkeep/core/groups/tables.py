@@ -302,7 +302,7 @@ class SequenceGroups:
         if checkpoint is None or checkpoint is before:
             return
         if before is not None and before.stored and not before.branches:
-            self._board.order.extended(before)
+            self._board.extended(before, checkpoint)
         self._last = checkpoint
 
     def rewind(self, length: int, node: Node, published: int) -> None:
