@@ -76,11 +76,12 @@ def _overrides(fields: ConfigFields, kinds: list[LayerKind]) -> dict[int, Mappin
 def _given_overrides(fields: ConfigFields, given: object) -> dict[int, Mapping[str, object]]:
     family = fields.family or "this model"
     try:
-        assert isinstance(given, Mapping)
+        if not isinstance(given, Mapping):
+            raise TypeError
         found: dict[int, Mapping[str, object]] = {
             int(layer): dict(changed) for layer, changed in given.items()
         }
-    except (AssertionError, TypeError, ValueError) as error:
+    except (TypeError, ValueError) as error:
         raise UnsupportedModel(
             f"per_layer_config is {given!r}; fields by number of the layer are needed"
         ) from error
