@@ -196,6 +196,7 @@ def test_windows(config: dict[str, Any], windows: list[int | None]) -> None:
     [
         ({"is_encoder_decoder": True, "model_type": "t5"}, "t5 is an encoder-decoder"),
         ({"model_type": "bert"}, "bert is an encoder"),
+        ({"model_type": "embedding_gemma2_text"}, "embedding_gemma2_text is an encoder"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "does not generate"),
         ({"model_type": "rwkv"}, "rwkv keeps a recurrent state"),
         ({"model_type": "mymamba", "state_size": 16}, "mymamba keeps a recurrent state"),

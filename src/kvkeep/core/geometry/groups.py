@@ -287,7 +287,10 @@ class LayerGroup:
 
 def merged(groups: Iterable[LayerGroup]) -> tuple[LayerGroup, ...]:
     """Return groups that differ in more than their layers, in order of first appearance."""
-    layers: dict[LayerGroup, list[int]] = {}
-    for group in groups:
-        layers.setdefault(replace(group, layers=(0,)), []).extend(group.layers)
-    return tuple(replace(group, layers=tuple(sorted(found))) for group, found in layers.items())
+    alike: dict[tuple[object, ...], list[LayerGroup]] = {}
+    for one in groups:
+        alike.setdefault((one.kind, one.shape, one.span, one.state, one.grid), []).append(one)
+    return tuple(
+        replace(found[0], layers=tuple(sorted(layer for one in found for layer in one.layers)))
+        for found in alike.values()
+    )

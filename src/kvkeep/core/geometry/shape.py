@@ -310,13 +310,14 @@ class KVGeometry:
 
 
 def _plain_groups(shape: AttentionShape, windows: tuple[int | None, ...]) -> tuple[LayerGroup, ...]:
-    def kind(span: int | None) -> GroupKind:
-        if shape.latent_dim is not None:
-            return "latent"
-        return "full" if span is None else "window"
-
-    return merged(
-        LayerGroup(kind(span), (layer,), shape, span) for layer, span in enumerate(windows)
+    layers: dict[int | None, list[int]] = {}
+    for layer, span in enumerate(windows):
+        layers.setdefault(span, []).append(layer)
+    kinds: dict[bool, GroupKind] = {True: "full", False: "window"}
+    if shape.latent_dim is not None:
+        kinds = {True: "latent", False: "latent"}
+    return tuple(
+        LayerGroup(kinds[span is None], tuple(found), shape, span) for span, found in layers.items()
     )
 
 
