@@ -36,8 +36,9 @@ class KVGeometry:
     holds its tokens in every layer, sliding ones too. `bytes_for` and `sequences_in` count what a
     cache takes that keeps of every window its tokens alone.
 
-    Immutable, hashable, equal by value; `with_dtype` and `shard` make variants, of plain models
-    ``dataclasses.replace`` too. Everything is O(1), or O(groups).
+    Immutable, hashable, equal by value. `with_dtype` and `shard` make variants; so does
+    ``dataclasses.replace`` of a plain model, which makes windows of chunks. Making one is
+    O(layers), the rest O(groups).
 
     Attributes:
         layers: layers that store something.

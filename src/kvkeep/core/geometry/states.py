@@ -1,7 +1,8 @@
 """Read the states of layers that are not attention, family by family.
 
-A convolution keeps its last inputs, in the model's dtype; what recurs is kept in float32, as
-Transformers' caches have it. The grid is the chunk in which the kernel computes prompts: only
+A convolution keeps its last inputs, in the model's dtype; what recurs is kept in float32. Both as
+Transformers' caches have it: an engine whose convolutions keep one input less takes a little less
+room. The grid is the chunk in which the kernel computes prompts: only
 there a resumed state continues exactly as an uninterrupted pass does.
 """
 

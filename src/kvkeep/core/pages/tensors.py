@@ -389,6 +389,6 @@ def _element_type(geometry: KVGeometry, dtype: torch.dtype | None) -> torch.dtyp
     if getattr(dtype, "itemsize", None) != DTYPES[geometry.dtype]:
         raise InvalidValue(
             f"dtype is {dtype} and the geometry's elements are {geometry.dtype}; give the geometry "
-            "the dtype that is wanted: dataclasses.replace(geometry, dtype=...)"
+            "the dtype that is wanted: geometry.with_dtype(...)"
         )
     return dtype
