@@ -185,3 +185,61 @@ def test_a_saved_configuration_gives_the_same_groups(family: str, tmp_path: Path
     geometry = KVGeometry.from_config(config)
     assert KVGeometry.from_config(tmp_path) == geometry
     assert KVGeometry.from_config(config.to_dict()).groups == geometry.groups
+
+
+# --- plain models, as their families configure them -------------------------------------------
+
+# Small experts only: on the meta device size costs nothing, but building modules does.
+PLAIN = [
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "cohere2",
+    "phi3",
+    "olmo3",
+    "smollm3",
+    "starcoder2",
+    "exaone4",
+    "falcon",
+    "gpt_bigcode",
+    "gpt2",
+    "gptj",
+    "gpt_neox",
+    "opt",
+    "bloom",
+    "mpt",
+    "minicpm3",
+    "gpt_oss",
+]
+
+
+@pytest.mark.parametrize("family", PLAIN)
+def test_the_cache_of_a_plain_model_has_this_shape(family: str) -> None:
+    config = transformers.AutoConfig.for_model(family)
+    layers = 8 if family != "bloom" else config.num_hidden_layers
+    config = transformers.AutoConfig.for_model(family, num_hidden_layers=layers)
+    geometry = KVGeometry.from_config(config)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation="eager"
+        )
+        cache = model(torch.zeros(1, 3, dtype=torch.long), use_cache=True).past_key_values
+    assert geometry.layers == len(cache.layers)
+    for layer, held in enumerate(cache.layers):
+        elements = sum(tensor[:, :, 0].numel() for tensor in (held.keys, held.values))
+        assert 4 * elements == geometry.bytes_per_token_per_layer  # float32: no dtype is named
+        assert held.keys.shape[1] == geometry.kv_heads
+        assert geometry.window(layer) == getattr(held, "sliding_window", None)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen2", "mistral", "deepseek_v3"])
+def test_a_saved_configuration_reads_as_the_object(family: str, tmp_path: Path) -> None:
+    config = transformers.AutoConfig.for_model(family)
+    config.save_pretrained(tmp_path)
+    wanted = KVGeometry.from_config(config)
+    assert KVGeometry.from_config(tmp_path) == wanted
+    assert KVGeometry.from_config(config.to_dict()) == wanted
