@@ -28,7 +28,7 @@ KIMI_LINEAR: dict[str, Any] = {
     "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
     "linear_attn_config": {
         "full_attn_layers": [4, 8, 12, 16, 20, 24, 27], "head_dim": 128, "num_heads": 32,
-        "kda_layers": [1, 2, 3, 5], "short_conv_kernel_size": 4,
+        "kda_layers": [layer for layer in range(1, 27) if layer % 4], "short_conv_kernel_size": 4,
     },
 }  # fmt: skip
 NEMOTRON_H_8B: dict[str, Any] = {
@@ -300,3 +300,41 @@ def test_most_families_are_read_from_complete_fields() -> None:
     for family in STATEFUL:
         geometry = KVGeometry.from_config(COMPLETE | listed | {"model_type": family})
         assert geometry.bytes_per_state > 0, family
+
+
+PUBLISHED = [
+    QWEN3_NEXT, KIMI_LINEAR, NEMOTRON_H_8B, JAMBA_MINI, FALCON_MAMBA_7B, FALCON_H1_34B, LFM2,
+    ZAMBA_7B, LLAMA_4_SCOUT, MIMO_V2_FLASH, GEMMA_4, GEMMA_3_27B,
+]  # fmt: skip
+# Without what they derive the kinds of layers from, so that both sides take the defaults.
+DEFAULTS = [
+    {name: value for name, value in config.items() if name not in {
+        "full_attention_interval", "attn_layer_period", "attn_layer_offset", "attn_type_list",
+        "hybrid_layer_pattern", "linear_attn_config",
+    }}
+    for config in (QWEN3_NEXT, JAMBA_MINI, ZAMBA_7B, MIMO_V2_FLASH, MINIMAX_01)
+] + [
+    {"model_type": family, "num_hidden_layers": 11, "hidden_size": 64, "num_attention_heads": 4,
+     "num_key_value_heads": 4, "head_dim": 16, "sliding_window": 8, "dtype": "float32", **more}
+    for family, more in {
+        "olmo_hybrid": {}, "gemma2": {}, "gemma3_text": {}, "gemma4_text": {},
+        "gemma3n_text": {"num_kv_shared_layers": 2},
+        "gpt_oss": {}, "olmo3": {}, "cohere2": {}, "lfm3": {"conv_L_cache": 7},
+        "kimi_linear": {"kv_lora_rank": 32, "qk_rope_head_dim": 8, "linear_head_dim": 16,
+                        "linear_num_heads": 4},
+        "bailing_hybrid": {"kv_lora_rank": 32, "qk_rope_head_dim": 8, "layer_group_size": 3},
+        "llama4_text": {"attention_chunk_size": 8, "sliding_window": None},
+    }.items()
+]  # fmt: skip
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    "config", [*PUBLISHED, *DEFAULTS], ids=lambda config: str(config["model_type"])
+)
+def test_a_file_says_what_transformers_makes_of_it(config: dict[str, Any]) -> None:
+    """Configurations as published leave out what Transformers derives from them."""
+    transformers = pytest.importorskip("transformers")
+    given = {name: value for name, value in config.items() if name != "model_type"}
+    made = transformers.AutoConfig.for_model(config["model_type"], **given)
+    assert KVGeometry.from_config(config) == KVGeometry.from_config(made)
