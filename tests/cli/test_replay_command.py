@@ -104,6 +104,23 @@ def test_capacities():
         parse_tokens("-3M")
 
 
+def test_a_model_whose_layers_differ_has_no_bytes_of_a_token(tmp_path, trace, capsys):
+    fields = {"model_type": "lfm2", "num_hidden_layers": 2, "hidden_size": 64, "conv_L_cache": 3}
+    fields |= {"num_attention_heads": 4, "layer_types": ["conv", "full_attention"]}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    model = ["--model", str(tmp_path)]
+    prices = ["--gpu-hour", "2", "--prefill-speed", "1000", "--memory-price", "3", *model]
+    for words in (
+        ["replay", trace, "--capacity", "40GiB", *model],
+        ["plan", trace, "--memory", "40GiB", *model],
+        ["plan", trace, "--memory", "3M", *prices],
+    ):
+        assert main(words) == 2
+        error = capsys.readouterr().err
+        assert "--model of kvkeep replay and plan needs a model with K and V of one shape" in error
+        assert error.count("\n") == 1
+
+
 def test_tiers(short, capsys):
     words = ["--capacity", "5k+10k", "--policy", "lru", "--jobs", "1", "--json"]
     assert main(["replay", short, *words]) == 0

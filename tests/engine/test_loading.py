@@ -9,6 +9,7 @@ import pytest
 import transformers
 
 from kvkeep.core.errors import InvalidValue, UnsupportedModel
+from kvkeep.core.geometry import AttentionShape, KVGeometry, LayerGroup
 from kvkeep.serve.engine import Runner, loading
 
 pytestmark = pytest.mark.model
@@ -78,6 +79,30 @@ def test_models_of_other_kinds(tmp_path, name, architecture, says):
     write(tmp_path, getattr(transformers, name)(), architecture)
     with pytest.raises(UnsupportedModel, match=says):
         loading.load_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "kept"),
+    [
+        ("Qwen3NextConfig", "Qwen3NextForCausalLM", "a recurrent state in 36 and full attention"),
+        ("Lfm2Config", "Lfm2ForCausalLM", "a convolution's state in 1 and full attention in 1"),
+        ("MiMoV2FlashConfig", "MiMoV2FlashForCausalLM", "and a window of 129 tokens in 39"),
+    ],
+)
+def test_models_whose_layers_differ(tmp_path, name, architecture, kept):
+    more = {}
+    if name == "Lfm2Config":
+        more = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+    write(tmp_path, getattr(transformers, name)(**more), architecture)
+    says = f"kvkeep's engine needs a model with K and V of one shape in every layer; .*{kept}"
+    with pytest.raises(UnsupportedModel, match=says):
+        Runner.load(tmp_path, num_pages=4, device="cpu")
+
+
+def test_a_runner_of_a_geometry_whose_layers_differ(make_model):
+    groups = [LayerGroup("full", (layer,), AttentionShape(1 + layer, 8)) for layer in range(2)]
+    with pytest.raises(UnsupportedModel, match="Runner needs a model with K and V of one shape"):
+        Runner(make_model("llama"), KVGeometry.of(groups), num_pages=4, page_size=4)
 
 
 def test_both_directions(tmp_path):

@@ -163,12 +163,16 @@ def test_windows_of_any_length(family, window):
 @pytest.mark.parametrize(
     ("family", "shape", "said"),
     [
-        ("Bamba", {}, "recurrent state"),
+        (
+            "Bamba",
+            {},
+            "KeptModel needs a model with K and V of one shape .* a recurrent state in 3",
+        ),
         ("RecurrentGemma", {}, "recurrent state"),
         (
             "Qwen3Next",
             {"layer_types": ["linear_attention", *["full_attention"] * 2], **EXPERTS},
-            "linear_attention",
+            "KeptModel needs .* keeps a recurrent state in 1 and full attention in 2",
         ),
     ],
 )

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from kvkeep.core.errors import InvalidValue  # noqa: E402 - after the skip
-from kvkeep.core.geometry import DTYPES, KVGeometry  # noqa: E402
+from kvkeep.core.errors import InvalidValue, UnsupportedModel  # noqa: E402 - after the skip
+from kvkeep.core.geometry import DTYPES, AttentionShape, KVGeometry, LayerGroup  # noqa: E402
 from kvkeep.core.pages import PageCopy  # noqa: E402
 from kvkeep.core.pages.tensors import PagedTensors  # noqa: E402
 
@@ -534,3 +534,9 @@ def test_tokens_may_be_views_and_want_gradients(layout: Layout) -> None:
 def test_repr_shows_what_it_is() -> None:
     memory = PagedTensors(KVGeometry(32, 8, 128), 2, 16, layout="HND")
     assert repr(memory) == ("PagedTensors(2 pages of 16 tokens, HND, torch.bfloat16, 4 MiB on cpu)")
+
+
+def test_layers_of_several_shapes_are_refused() -> None:
+    groups = [LayerGroup("full", (layer,), AttentionShape(1 + layer, 8)) for layer in range(2)]
+    with pytest.raises(UnsupportedModel, match="PagedTensors needs a model with K and V of one"):
+        PagedTensors(KVGeometry.of(groups), 4, 4)

@@ -11,7 +11,8 @@ import pytest
 import torch
 from store_kv import GEOMETRIES, GQA, MODEL, disk, get, given, numbers, open_store, put, room
 
-from kvkeep.core.errors import IllegalStep, InvalidValue
+from kvkeep.core.errors import IllegalStep, InvalidValue, UnsupportedModel
+from kvkeep.core.geometry import AttentionShape, KVGeometry, LayerGroup, StateTensor
 from kvkeep.store import KVStore
 
 if TYPE_CHECKING:
@@ -251,3 +252,13 @@ def test_a_closed_store_says_so(tmp_path: Path) -> None:
     assert store.stats().puts == 1
     with open_store("memory://1MiB", disk(tmp_path / "d")) as again:
         assert again.lookup(range(8)).tokens == 8, "nothing was deleted"
+
+
+def test_layers_with_states_are_refused() -> None:
+    state = (StateTensor("recurrent", (4, 8, 8), "float32"),)
+    full = LayerGroup("full", (1,), AttentionShape(2, 8))
+    geometry = KVGeometry.of([full, LayerGroup("state", (0,), state=state)])
+    with pytest.raises(UnsupportedModel, match=r"KVStore needs .* keeps full attention in 1 and a"):
+        KVStore(geometry, model=MODEL)
+    with pytest.raises(UnsupportedModel, match="KVStore needs"):
+        KVStore.shared("hybrid", geometry, model=MODEL)

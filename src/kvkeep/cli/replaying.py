@@ -107,7 +107,13 @@ def parse_tokens(text: str, model: Path | None = None) -> int:
     amount = parse_bytes(text)
     if model is None:
         raise InvalidValue(f"a capacity of {text} needs --model, for the size of a token")
-    return amount // KVGeometry.from_config(model).bytes_per_token
+    return amount // _bytes_per_token(model)
+
+
+def _bytes_per_token(model: Path) -> int:
+    geometry = KVGeometry.from_config(model)
+    geometry.needs_plain("--model of kvkeep replay and plan")
+    return geometry.bytes_per_token
 
 
 def prices_of(args: argparse.Namespace) -> Prices | None:
@@ -129,7 +135,7 @@ def prices_of(args: argparse.Namespace) -> Prices | None:
         gpu_hour=args.gpu_hour,
         memory_gib_month=args.memory_price,
         disk_gib_month=args.disk_price or 0.0,
-        kv_bytes_per_token=KVGeometry.from_config(args.model).bytes_per_token,
+        kv_bytes_per_token=_bytes_per_token(args.model),
         prefill_tokens_per_s=args.prefill_speed,
     )
 

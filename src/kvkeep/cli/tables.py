@@ -47,8 +47,10 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         screen = require("rich.console", "cli").Console()
         box = require("rich.box", "cli").SIMPLE_HEAD
     except MissingExtra:
-        for row in (head, *rows):
-            print("  ".join(row))
+        widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+        for name, *cells in (head, *rows):
+            numbers = (f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
+            print(f"{name:<{widths[0]}}  {'  '.join(numbers)}".rstrip())
         return
     table = rich.Table(box=box, pad_edge=False, padding=(0, 1, 0, 0))
     for place, name in enumerate(head):

@@ -31,6 +31,7 @@ def geometry_of(model: PreTrainedModel) -> KVGeometry:
             "it wraps"
         )
     geometry = KVGeometry.from_config(model.config, dtype=str(model.dtype))
+    geometry.needs_plain("KeptModel")
     text = model.config.get_text_config()
     if geometry.latent_dim is not None:
         raise UnsupportedModel(

@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from kvkeep.core.errors import UnsupportedModel
+from kvkeep.core.geometry.states import STATEFUL
 
 if TYPE_CHECKING:
     from kvkeep.core.geometry.fields import ConfigFields
@@ -24,7 +25,9 @@ _ENCODERS: Final = {
     "deberta",
     "deberta-v2",
     "distilbert",
+    "dots3_note_vision_encoder",
     "electra",
+    "embedding_gemma2_text",
     "ernie",
     "eurobert",
     "megatron-bert",
@@ -42,21 +45,32 @@ _ENCODERS: Final = {
     "xlm-roberta-xl",
     "xmod",
 }
-# No field of their configurations shows why these are refused.
+# Refused by name, "_text" left out; what they keep is of no known kind.
 _REFUSED: Final[dict[str, str]] = {
+    "axk2": "keeps an index key beside the latent",
     "blt": "keeps KV of bytes and of patches",
-    "mimo_v2_flash": "has more KV heads in sliding layers than in full ones",
-    "recurrent_gemma": "keeps a recurrent state in some layers",
+    "cpmant": "attends in both directions over its prompt",
+    "deepseek_v32": "keeps an index key beside the latent",
+    "deepseek_v4": "keeps compressed tokens beside a window",
+    "diffusion_gemma": "generates by diffusion, over a canvas that attends in both directions",
+    "glm5_next": "keeps an index key beside the latent, and a recurrent state",
+    "inkling": "keeps states of convolutions inside its attention",
+    "inkling2": "keeps states of convolutions inside its attention",
+    "openai-gpt": "keeps no KV cache",
+    "qwen4_exp": "keeps an index key beside K and V, and several states in a layer",
+    "recurrent_gemma": "keeps a recurrent state in its modules, outside of caches",
     "reformer": "keeps hashes and hidden states",
-    "rwkv": "keeps a recurrent state",
+    "rwkv": "keeps a recurrent state of a form that is not known",
     "xlnet": "keeps hidden states of the text before",
-    "xlstm": "keeps a recurrent state",
+    "xlstm": "keeps a recurrent state of a form that is not known",
+    "zaya": "keeps states of convolutions and a delayed value inside its attention",
 }
 _NOT_GENERATING: Final = re.compile(
     r"For(MaskedLM|\w*Classification|QuestionAnswering|MultipleChoice|NextSentencePrediction|CTC)$"
 )
-# Fields set only by models with layers other than attention → the state that those layers store.
-_MARKS: Final[dict[str, str]] = {
+# Fields set only by models with layers other than attention → the state that those layers store,
+# which is known for the families of `STATEFUL`.
+_STATE_MARKS: Final[dict[str, str]] = {
     "state_size": "a recurrent state",
     "mamba_d_state": "a recurrent state",
     "ssm_state_size": "a recurrent state",
@@ -64,26 +78,22 @@ _MARKS: Final[dict[str, str]] = {
     "full_attention_interval": "a recurrent state in some layers",
     "layer_group_size": "a recurrent state in some layers",
     "conv_L_cache": "a convolution's state in some layers",
+}
+# Fields set only by models that store something of no known kind → what that is.
+_MARKS: Final[dict[str, str]] = {
+    "add_cross_attention": "keys and values of another input",
     "cross_attention_layers": "keys and values of images in some layers",
+    "cross_layer_interval": "keys and values of images in some layers",
     "index_head_dim": "an index key beside K and V",
     "indexer_head_dim": "an index key beside K and V",
     "compress_ratios": "compressed tokens",
     "compress_rates": "compressed tokens",
+    "use_cla": "K and V that several layers attend over",
 }
-_ATTENTION: Final = {"full_attention", "sliding_attention", "chunked_attention"}
-# Fields with the shape of some layers, and the field with the shape of the rest.
-_OTHER_SHAPES: Final[dict[str, str]] = {
-    "global_head_dim": "head_dim",
-    "num_global_key_value_heads": "num_key_value_heads",
-    "swa_head_dim": "head_dim",
-    "swa_v_head_dim": "v_head_dim",
-    "swa_num_key_value_heads": "num_key_value_heads",
-}
-_PER_LAYER: Final = ("per_layer_config", "num_key_value_heads_per_layer", "block_configs")
 
 
 def check_servable(fields: ConfigFields) -> None:
-    """Refuse a model whose cache is not one K and V, or latent, of one shape in every layer.
+    """Refuse a model that keeps something of no known kind, or nothing.
 
     Raises:
         UnsupportedModel: with the reason.
@@ -99,27 +109,13 @@ def check_servable(fields: ConfigFields) -> None:
     architectures = fields.texts("architectures")
     if architectures and all(_NOT_GENERATING.search(name) for name in architectures):
         raise UnsupportedModel(f"{', '.join(architectures)} does not generate text")
-    if family in _REFUSED:
-        raise UnsupportedModel(f"{family} {_REFUSED[family]}; one shape of KV a token is needed")
-    for mark, kept in _MARKS.items():
+    base = fields.base_family
+    if base in _REFUSED:
+        raise UnsupportedModel(
+            f"{family} {_REFUSED[base]}; K and V or a latent of each token, and states of known "
+            "families are supported"
+        )
+    marks = _MARKS if base in STATEFUL else _STATE_MARKS | _MARKS
+    for mark, kept in marks.items():
         if fields.flag(mark):
             raise UnsupportedModel(f"{family} keeps {kept} (it sets {mark})")
-    for name in ("layer_types", "layers_block_type", "block_types"):
-        if other := sorted(set(fields.texts(name)) - _ATTENTION):
-            raise UnsupportedModel(
-                f"{family} has layers of type {', '.join(other)}; only attention layers keep KV "
-                "of every token"
-            )
-    _check_even(fields, family)
-
-
-def _check_even(fields: ConfigFields, family: str) -> None:
-    for name, common in _OTHER_SHAPES.items():
-        if name in fields and fields.value(name) != fields.value(common):
-            raise UnsupportedModel(
-                f"{family} has layers of different shapes: {name} is {fields.value(name)!r} and "
-                f"{common} {fields.value(common)!r}"
-            )
-    for name in _PER_LAYER:
-        if fields.flag(name):
-            raise UnsupportedModel(f"{family} has layers of different shapes (it sets {name})")

@@ -51,8 +51,13 @@ class ConfigFields:
 
     @property
     def family(self) -> str:
-        """The model type, such as "llama"; empty if the configuration names none."""
+        """The model type, such as "llama" or "gemma3_text"; empty if the configuration has none."""
         return self.text("model_type")
+
+    @property
+    def base_family(self) -> str:
+        """The model type without "_text", which the text parts of multimodal models add."""
+        return self.family.removesuffix("_text")
 
     def __contains__(self, name: str) -> bool:
         return name in self._fields
@@ -96,6 +101,13 @@ class ConfigFields:
             raise self._wrong(name, "a list of texts")
         return list(value)
 
+    def numbers(self, name: str) -> list[int]:
+        """Return a field that is a list of whole numbers or booleans; empty if it is missing."""
+        value = self._fields.get(name, [])
+        if not isinstance(value, list | tuple) or not all(isinstance(item, int) for item in value):
+            raise self._wrong(name, "a list of whole numbers")
+        return [int(item) for item in value]
+
     def flag(self, name: str) -> bool:
         """Whether the field exists and is not false, zero or empty."""
         return bool(self._fields.get(name))
@@ -104,6 +116,10 @@ class ConfigFields:
         """Return a nested configuration; None if it is missing."""
         value = self._fields.get(name)
         return ConfigFields(value) if isinstance(value, Mapping) else None
+
+    def changed(self, overrides: Mapping[str, Any]) -> ConfigFields:
+        """Return the configuration with other values for some fields."""
+        return ConfigFields(self._fields | dict(overrides))
 
     def _text_part(self) -> ConfigFields:
         for name in _TEXT_PARTS:

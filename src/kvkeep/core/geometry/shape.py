@@ -1,23 +1,24 @@
-"""`KVGeometry`: the shape of a model's KV, its bytes, and how many pages a budget holds."""
+"""`KVGeometry`: what a model keeps of a sequence, its bytes, and how much of it a budget holds."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, SupportsIndex
 
-from kvkeep.core.errors import InvalidValue, whole
+from kvkeep.core.errors import InvalidValue, UnsupportedModel, whole
 from kvkeep.core.geometry.dtypes import DTYPES, normalise_dtype
+from kvkeep.core.geometry.groups import AttentionShape, GroupKind, LayerGroup, merged
 from kvkeep.core.geometry.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from kvkeep.core.geometry.fields import ConfigSource
 
 __all__ = ["KVGeometry"]
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True, init=False, repr=False)
 class KVGeometry:
     """The KV shape of a model, as one tensor-parallel rank holds it.
 
@@ -26,20 +27,30 @@ class KVGeometry:
     and no values: ``kv_heads`` is 1, ``head_dim`` the whole vector and ``latent_dim`` its leading
     part, which serves as the value (see `mla`).
 
-    Windows are recorded for attention. They do not reduce any figure here: a page holds its tokens
-    in every layer, sliding ones too.
+    A model is *plain* if every layer stores K and V, or a latent, of one shape. The constructor
+    makes these. Models whose layers differ (states beside attention, several shapes) come from
+    `of` and `from_config`; `groups` says what each layer keeps, and the attributes of the one
+    shape are 0.
 
-    Immutable, hashable, equal by value; ``dataclasses.replace`` makes variants. Everything is O(1).
+    Windows are recorded for attention. They do not reduce the bytes of tokens and pages: a page
+    holds its tokens in every layer, sliding ones too. `bytes_for` and `sequences_in` count what a
+    cache takes that keeps of every window its tokens alone.
+
+    Immutable, hashable, equal by value. `with_dtype` and `shard` make variants; so does
+    ``dataclasses.replace`` of a plain model, which makes windows of chunks. Making one is
+    O(layers), the rest O(groups).
 
     Attributes:
-        layers: layers that store KV.
+        layers: layers that store something.
         kv_heads: key-value heads of the whole model; `rank_heads` has those of one rank.
         head_dim: elements of one key.
         dtype: element type, a key of `DTYPES`; the constructor takes any spelling.
         value_dim: elements of one value; as many as the key's unless given.
         latent_dim: the latent's part of the stored vector; None unless the attention is latent.
-        windows: for each layer the tokens its sliding window sees, None for full attention.
+        windows: for each layer the tokens its sliding window sees, None for full attention; empty
+            unless the model is plain.
         tp: tensor-parallel ranks that share the model.
+        groups: what the layers keep; layers that keep the same are one group.
 
     Raises:
         InvalidValue: a number is not a whole one above zero, the dtype is unknown, the windows are
@@ -54,6 +65,7 @@ class KVGeometry:
     latent_dim: int | None
     windows: tuple[int | None, ...]
     tp: int
+    groups: tuple[LayerGroup, ...] = field(init=False, repr=False)
 
     def __init__(
         self,
@@ -67,22 +79,60 @@ class KVGeometry:
         windows: Sequence[int | None] | None = None,
         tp: int = 1,
     ) -> None:
-        values = {
-            "layers": whole("layers", layers, 1),
-            "kv_heads": whole("kv_heads", kv_heads, 1),
-            "head_dim": whole("head_dim", head_dim, 1),
-            "dtype": normalise_dtype(dtype),
-            "latent_dim": None if latent_dim is None else whole("latent_dim", latent_dim, 1),
-            "tp": whole("tp", tp, 1),
-        }
-        if value_dim is None:
-            value_dim = head_dim if latent_dim is None else latent_dim
-        values["value_dim"] = whole("value_dim", value_dim, 1)
-        values["windows"] = _windows(windows, layers)
-        for name, value in values.items():
-            object.__setattr__(self, name, value)  # the dataclass is frozen
-        self._check_latent()
-        self._check_shards()
+        layers = whole("layers", layers, 1)
+        shape = AttentionShape(kv_heads, head_dim, value_dim, latent_dim)
+        checked = _windows(windows, layers)
+        self._set(
+            layers=layers,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            dtype=normalise_dtype(dtype),
+            value_dim=shape.value_dim,
+            latent_dim=shape.latent_dim,
+            windows=checked,
+            tp=whole("tp", tp, 1),
+            groups=_plain_groups(shape, checked),
+        )
+        shape.check_ranks(self.tp)
+
+    @classmethod
+    def of(
+        cls, groups: Iterable[LayerGroup], *, dtype: str = "bfloat16", tp: int = 1
+    ) -> KVGeometry:
+        """Return the geometry of a model from what its layers keep.
+
+        Groups that differ in their layers alone are merged. Layers may be in a group of attention
+        and in one of states. ``dtype`` is the element type of K and V, and of the states that
+        follow the model's. If all layers have attention of one shape, the result is plain.
+
+        Raises:
+            InvalidValue: there is no group, a layer has two attentions, or ``tp`` cannot divide
+                the heads.
+        """
+        dtype, tp = normalise_dtype(dtype), whole("tp", tp, 1)
+        groups = merged(group.with_dtype(dtype) for group in groups)
+        attending = [layer for group in groups if group.shape for layer in group.layers]
+        layers = {layer for group in groups for layer in group.layers}
+        if not layers or len(attending) != len(set(attending)):
+            raise InvalidValue(f"groups are {groups}; each layer needs one attention or a state")
+        shapes = {group.shape for group in groups}
+        one = shapes.pop() if len(shapes) == 1 else None
+        if one is not None and layers == set(range(len(layers))):
+            spans = {layer: group.span for group in groups for layer in group.layers}
+            geometry = cls(
+                len(layers), one.kv_heads, one.head_dim, dtype, value_dim=one.value_dim,
+                latent_dim=one.latent_dim, windows=[spans[layer] for layer in sorted(layers)],
+                tp=tp,
+            )  # fmt: skip
+            geometry._set(groups=groups)  # which also say which layers attend to chunks
+            return geometry
+        geometry = cls.__new__(cls)
+        geometry._set(
+            layers=len(layers), kv_heads=0, head_dim=0, dtype=dtype, value_dim=0, latent_dim=None,
+            windows=(), tp=tp, groups=groups,
+        )  # fmt: skip
+        geometry._check_ranks()
+        return geometry
 
     @classmethod
     def mla(
@@ -115,9 +165,9 @@ class KVGeometry:
         replaces the configuration's own, which defaults to float32.
 
         Raises:
-            UnsupportedModel: no such file, no JSON, a model without a KV cache of this kind
-                (encoders, encoder-decoders, state spaces), layers of different shapes, or a
-                configuration that lacks a field; the message says which.
+            UnsupportedModel: no such file, no JSON, a model whose cache is of no known kind
+                (encoders, encoder-decoders, compressed tokens, index keys), or a configuration
+                that lacks a field; the message says which.
             InvalidValue: ``dtype`` or ``tp`` is wrong.
         """
         # Late, because huggingface.py builds on this module.
@@ -126,9 +176,26 @@ class KVGeometry:
         return read_geometry(config, dtype=dtype, tp=tp)
 
     @property
+    def plain(self) -> bool:
+        """Whether every layer stores K and V, or a latent, of one shape; windows may differ."""
+        return self.kv_heads > 0
+
+    def needs_plain(self, what: str) -> None:
+        """Raise `UnsupportedModel` unless the model is plain.
+
+        ``what`` begins the message and names what cannot serve another model, as "KVStore".
+        """
+        if not self.plain:
+            kept = " and ".join(f"{group.name} in {len(group.layers)}" for group in self.groups)
+            raise UnsupportedModel(
+                f"{what} needs a model with K and V of one shape in every layer; of the "
+                f"{self.layers} layers with a cache, this one keeps {kept}"
+            )
+
+    @property
     def rank_heads(self) -> int:
         """KV heads of one rank; with more ranks than heads, one that others hold too."""
-        return max(1, self.kv_heads // self.tp)
+        return max(1, self.kv_heads // self.tp) if self.plain else 0
 
     @property
     def rope_dim(self) -> int:
@@ -137,20 +204,54 @@ class KVGeometry:
 
     def window(self, layer: int) -> int | None:
         """Return how many tokens a token of ``layer`` attends to, itself included; None for all."""
+        self.needs_plain("KVGeometry.window")
         if not 0 <= layer < self.layers:
             raise InvalidValue(f"layer is {layer}; the model has 0 … {self.layers - 1}")
         return self.windows[layer]
 
     @property
     def bytes_per_token_per_layer(self) -> int:
-        """Bytes of one token's K and V (or latent) in one layer of one rank."""
+        """Bytes of one token's K and V (or latent) in one layer of one rank; the model is plain."""
+        self.needs_plain("KVGeometry.bytes_per_token_per_layer")
         stored = self.head_dim if self.latent_dim is not None else self.head_dim + self.value_dim
         return self.rank_heads * stored * DTYPES[self.dtype]
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token in all layers of one rank."""
-        return self.layers * self.bytes_per_token_per_layer
+        """Bytes of one token in all attention layers of one rank.
+
+        This is what pages take for the token as long as it lies in every window and chunk. States
+        are not part of it.
+        """
+        return sum(group.bytes_per_token(self.dtype, self.tp) for group in self.groups)
+
+    @property
+    def bytes_per_state(self) -> int:
+        """Bytes of the states of one sequence in all layers of one rank; 0 for attention alone."""
+        return sum(group.bytes_per_state(self.tp) for group in self.groups)
+
+    def bytes_for(self, tokens: SupportsIndex, *, page_size: SupportsIndex = 1) -> int:
+        """Return the bytes of one sequence of ``tokens`` in all layers of one rank.
+
+        Of a window its tokens are counted, of a chunk at most its tokens, and states once; in
+        whole pages of ``page_size`` tokens.
+        """
+        return sum(
+            group.bytes_for(tokens, self.dtype, self.tp, page_size=page_size)
+            for group in self.groups
+        )
+
+    def sequences_in(
+        self, budget: str | SupportsIndex, tokens: SupportsIndex, *, page_size: SupportsIndex = 1
+    ) -> int:
+        """Return how many sequences of ``tokens`` fit into ``budget`` at once; see `bytes_for`.
+
+        Raises:
+            InvalidValue: the budget is no amount of memory, or ``tokens`` is below 1.
+        """
+        return parse_bytes(budget) // self.bytes_for(
+            whole("tokens", tokens, 1), page_size=page_size
+        )
 
     def bytes_per_page(self, page_size: SupportsIndex) -> int:
         """Return the bytes of a page of ``page_size`` tokens in all layers of one rank."""
@@ -161,7 +262,9 @@ class KVGeometry:
 
         Raises:
             InvalidValue: the budget is no amount of memory, or smaller than one page.
+            UnsupportedModel: the model is not plain, so its sequences take more than pages.
         """
+        self.needs_plain("KVGeometry.pages_in")
         page = self.bytes_per_page(page_size)
         pages = parse_bytes(budget) // page
         if not pages:
@@ -180,34 +283,43 @@ class KVGeometry:
         Raises:
             InvalidValue: ``tp`` neither divides the heads nor is a multiple of them.
         """
-        return replace(self, tp=tp)
+        return KVGeometry.of(self.groups, dtype=self.dtype, tp=tp)
 
-    def _check_latent(self) -> None:
-        if self.latent_dim is None:
-            return
-        if self.kv_heads != 1:
-            raise InvalidValue(
-                f"kv_heads is {self.kv_heads} with a latent; latent attention stores one vector "
-                "a token and layer, so it must be 1"
-            )
-        if self.latent_dim > self.head_dim:
-            raise InvalidValue(
-                f"latent_dim is {self.latent_dim} and head_dim {self.head_dim}; the stored "
-                "vector begins with the latent and cannot be shorter"
-            )
-        if self.value_dim != self.latent_dim:
-            raise InvalidValue(
-                f"value_dim is {self.value_dim} with a latent of {self.latent_dim}; the latent "
-                "serves as the value, so leave value_dim out"
-            )
+    def with_dtype(self, dtype: str) -> KVGeometry:
+        """Return the geometry with K and V in ``dtype``.
 
-    def _check_shards(self) -> None:
-        heads, tp = self.kv_heads, self.tp
-        if heads % tp and tp % heads:
-            raise InvalidValue(
-                f"tp is {tp} and the model has {heads} KV heads; tp must divide the heads, or "
-                "be a multiple of them (each rank then holds one)"
-            )
+        States that the model computes in its own type follow, except to types of one byte.
+        """
+        return KVGeometry.of(self.groups, dtype=dtype, tp=self.tp)
+
+    def __repr__(self) -> str:
+        if not self.plain:
+            return f"KVGeometry.of({self.groups}, dtype={self.dtype!r}, tp={self.tp})"
+        shown = [f"{one.name}={getattr(self, one.name)!r}" for one in fields(self) if one.repr]
+        return f"KVGeometry({', '.join(shown)})"
+
+    def _set(self, **values: object) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)  # the dataclass is frozen
+
+    def _check_ranks(self) -> None:
+        for group in self.groups:
+            if group.shape is not None:
+                group.shape.check_ranks(self.tp)
+            for tensor in group.state:
+                tensor.rank_shape(self.tp)
+
+
+def _plain_groups(shape: AttentionShape, windows: tuple[int | None, ...]) -> tuple[LayerGroup, ...]:
+    layers: dict[int | None, list[int]] = {}
+    for layer, span in enumerate(windows):
+        layers.setdefault(span, []).append(layer)
+    kinds: dict[bool, GroupKind] = {True: "full", False: "window"}
+    if shape.latent_dim is not None:
+        kinds = {True: "latent", False: "latent"}
+    return tuple(
+        LayerGroup(kinds[span is None], tuple(found), shape, span) for span, found in layers.items()
+    )
 
 
 def _windows(windows: Sequence[int | None] | None, layers: int) -> tuple[int | None, ...]:

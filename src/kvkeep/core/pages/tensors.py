@@ -70,6 +70,10 @@ class PagedTensors:
         dtype: the element type of `k`, `v`, `store` and `gather`; it must have the width of the
             geometry's (``torch.uint8`` for an fp8 geometry).
         check_ids: see above.
+
+    Raises:
+        UnsupportedModel: the geometry is not plain: its layers differ.
+        InvalidValue: another argument is wrong.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class PagedTensors:
     ) -> None:
         if layout not in get_args(Layout):
             raise InvalidValue(f"layout is {layout!r}; 'NHD' and 'HND' are known")
+        geometry.needs_plain("PagedTensors")
         self.geometry = geometry
         self.num_pages = whole("num_pages", num_pages, 1)
         self.page_size = whole("page_size", page_size, 1)
@@ -384,6 +389,6 @@ def _element_type(geometry: KVGeometry, dtype: torch.dtype | None) -> torch.dtyp
     if getattr(dtype, "itemsize", None) != DTYPES[geometry.dtype]:
         raise InvalidValue(
             f"dtype is {dtype} and the geometry's elements are {geometry.dtype}; give the geometry "
-            "the dtype that is wanted: dataclasses.replace(geometry, dtype=...)"
+            "the dtype that is wanted: geometry.with_dtype(...)"
         )
     return dtype

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvkeep.core.errors import InvalidValue, UnsupportedModel, require
+from kvkeep.core.geometry import KVGeometry
 
 if TYPE_CHECKING:
     import os
@@ -59,6 +60,8 @@ def load_config(path: str | os.PathLike[str]) -> PretrainedConfig:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UnsupportedModel(f"cannot read {folder}/config.json: {_first_line(error)}") from error
     _check_causal(config, folder)
+    KVGeometry.from_config(config, dtype="float32").needs_plain("kvkeep's engine")
+    _check_attention(config)
     _check_cache(config, folder)
     return config
 
@@ -159,6 +162,12 @@ def _check_causal(config: PretrainedConfig, folder: Path) -> None:
         or (config.architectures and model_class.__name__ not in config.architectures)
     ):
         raise UnsupportedModel(f"{folder} holds {named}, which is not a causal language model")
+
+
+def _check_attention(config: PretrainedConfig) -> None:
+    transformers = require("transformers", "transformers")
+    model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    named = ", ".join(config.architectures or [config.model_type])
     if model_class._is_stateful:
         raise UnsupportedModel(f"{named} keeps a recurrent state, not only K and V of its tokens")
     if not model_class.is_backend_compatible():

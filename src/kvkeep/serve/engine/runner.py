@@ -56,6 +56,7 @@ class Runner:
         linear layers keep their weights twice, up to 1 GiB more in all (see
         `kvkeep.serve.engine.linear`).
         """
+        geometry.needs_plain("Runner")
         if model.config.get_text_config()._attn_implementation == ATTENTION:
             raise IllegalStep("this model was taken over by a Runner before; load it once more")
         self.identity = model_identity(model)

@@ -74,10 +74,12 @@ class StoreConfig:
         """Check the arguments of a `KVStore`; a loaded ``model`` is read for its identity.
 
         Raises:
+            UnsupportedModel: the geometry is not plain: its layers differ.
             InvalidValue: one of them is wrong.
         """
         if not isinstance(geometry, KVGeometry):
             raise InvalidValue(f"geometry is {geometry!r}; a KVGeometry is needed")
+        geometry.needs_plain("KVStore")
         if policy is not None and not isinstance(policy, TieringPolicy):
             raise InvalidValue(f"policy is {policy!r}; a TieringPolicy is needed, as Inclusive()")
         block_tokens = whole("block_tokens", block_tokens, 1, 1 << 20)
