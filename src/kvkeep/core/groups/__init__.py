@@ -8,6 +8,7 @@ a later request resume. Rows and states take pages of the same pool: several eac
 neighbours. So all groups share one budget, no split between them is fixed, and nothing is padded by
 more than a page.
 
+    plan.py       GroupPlan: sizes and places, from a model's geometry
     tables.py     SequenceGroups: rows and running state of one sequence; stops.py plans its
                   checkpoints, copies.py are copies that the engine makes
     board.py      GroupBoard: rows and checkpoints of the whole tree; kept.py those of one node,
@@ -19,13 +20,16 @@ from __future__ import annotations
 
 from kvkeep.core.groups.board import GroupBoard, GroupStats
 from kvkeep.core.groups.copies import RowCopy, StateCopy
+from kvkeep.core.groups.plan import GroupPlan, LayerPlace
 from kvkeep.core.groups.tables import SequenceGroups
 from kvkeep.core.pages.layout import GroupLayout, StateSpec, WindowSpec
 
 __all__ = [
     "GroupBoard",
     "GroupLayout",
+    "GroupPlan",
     "GroupStats",
+    "LayerPlace",
     "RowCopy",
     "SequenceGroups",
     "StateCopy",
