@@ -310,7 +310,10 @@ def test_a_prompt_without_room_changes_nothing() -> None:
 
 def test_a_cache_without_reuse_keeps_nothing() -> None:
     engine = SymbolicEngine(60, BOTH, reuse=False)
-    engine.run(prompt(1, 21)).close()
+    sequence = engine.run(prompt(1, 21))
+    assert sequence.groups.stops == []
+    sequence.groups.reach(21)
+    sequence.close()
     assert engine.cache.stats().pages_used == 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -71,7 +70,7 @@ class GroupBoard(TreeListener):
         self.units = TreeUnits(pool)
         self.order = CheckpointOrder()
         self.counters = GroupCounters()
-        self._loose: OrderedDict[int, Node] = OrderedDict()  # first page of a row → its node
+        self.loose = self.units.loose
 
     # --- what the tree reports -------------------------------------------------------------------
 
@@ -83,10 +82,7 @@ class GroupBoard(TreeListener):
         if lower.extra is None:
             return
         upper.extra = lower.extra.split(upper.size, upper, upper.depth)
-        for rows in upper.extra.rows:
-            for first in rows[:, 0].tolist():
-                if first in self._loose:
-                    self._loose[first] = upper  # keeps its place in the order
+        self.loose.moved(upper.extra.rows, upper)
 
     def rejoined(self, upper: Node, lower: Node) -> None:
         if upper.extra is None and lower.extra is None:
@@ -97,10 +93,7 @@ class GroupBoard(TreeListener):
             lower.extra = Kept.empty(lower.size - upper.size, widths)
         lower.extra.absorb(front, lower)
         upper.extra = None
-        for rows in front.rows:
-            for first in rows[:, 0].tolist():
-                if first in self._loose:
-                    self._loose[first] = lower
+        self.loose.moved(front.rows, lower)
 
     def trimming(self, leaf: Node, keep: int) -> None:
         kept = leaf.extra
@@ -111,8 +104,7 @@ class GroupBoard(TreeListener):
         for rows in kept.trim(keep):
             pages = live_pages(rows)
             if len(pages):
-                for first in rows[:, 0].tolist():
-                    self._loose.pop(first, None)
+                self.loose.discard(rows[:, 0].tolist())
                 self.units.drop(pages)
 
     # --- rows ------------------------------------------------------------------------------------
@@ -146,7 +138,7 @@ class GroupBoard(TreeListener):
             self.units.store(rows[new].ravel())
             self.counters.rows_stored += int(new.sum())
             needs = kept.needs[window][at : at + len(rows)]
-            self._loose.update(dict.fromkeys(rows[new & (needs == 0), 0].tolist(), node))
+            self.loose.add(rows[new & (needs == 0), 0].tolist(), node)
         other = ours & ~new & (there[:, 0] != rows[:, 0])
         if other.any():
             self.units.retain(there[other].ravel())
@@ -163,31 +155,28 @@ class GroupBoard(TreeListener):
 
     def free_loose(self, needed: int) -> int:
         """Free loose rows that no sequence uses, oldest first, until ``needed`` pages are free."""
-        freed, busy = 0, []
-        while freed < needed and self._loose and self.units.idle:
-            first, node = self._loose.popitem(last=False)
+        freed = 0
+        while freed < needed and self.units.idle and (oldest := self.loose.oldest()) is not None:
+            first, node = oldest
             count = self._free_row(node, first)
             if not count:
-                busy.append((first, node))
+                self.loose.set_aside(first, node)
             freed += count
-        for first, node in reversed(busy):
-            self._loose[first] = node
-            self._loose.move_to_end(first, last=False)
         return freed
 
     def _free_row(self, node: Node, first: int) -> int:
         assert node.extra is not None
         for rows in node.extra.rows:
-            (at,) = (
-                np.flatnonzero(rows[:, 0] == first)[:1] if (rows[:, 0] == first).any() else (-1,)
-            )
-            if at >= 0:
-                if not self.units.is_idle(rows[at]):
-                    return 0
-                freed = self.units.drop(rows[at])
-                rows[at] = -1
-                self.counters.rows_evicted += 1
-                return freed
+            found = np.flatnonzero(rows[:, 0] == first)
+            if not len(found):
+                continue
+            row = rows[found[0]]
+            if not self.units.is_idle(row):
+                return 0
+            freed = self.units.drop(row)
+            row[:] = -1
+            self.counters.rows_evicted += 1
+            return freed
         raise AssertionError("a loose row that its node does not have")
 
     # --- checkpoints -----------------------------------------------------------------------------
@@ -258,11 +247,11 @@ class GroupBoard(TreeListener):
                 needs = kept.needs[window][inside]
                 needs += change
                 turned = kept.rows[window][inside, 0][needs == (1 if change > 0 else 0)]
-                for row in turned[turned >= 0].tolist():
-                    if change < 0:
-                        self._loose[row] = node
-                    else:
-                        self._loose.pop(row, None)
+                rows = turned[turned >= 0].tolist()
+                if change < 0:
+                    self.loose.add(rows, node)
+                else:
+                    self.loose.discard(rows)
 
     def resume(self, node: Node, pages: int) -> tuple[int, Checkpoint | None]:
         """Return the last position up to ``pages`` of the path to ``node`` where all groups agree.
@@ -291,12 +280,7 @@ class GroupBoard(TreeListener):
         return GroupStats(
             pages=self.units.stored,
             idle_pages=self.units.idle,
-            loose_rows=len(self._loose),
+            loose_rows=len(self.loose),
             checkpoints=len(self.order),
             **asdict(self.counters),
         )
-
-    @property
-    def loose(self) -> set[int]:
-        """The first pages of rows that no checkpoint needs. Cost: all of them."""
-        return set(self._loose)

@@ -45,7 +45,9 @@ def check_groups(
     stored += [one.state for one in checkpoints if one.state is not None]
     assert set(board.order) == set(checkpoints), "a checkpoint without a place in the order"
     assert len(board.order) == len(checkpoints)
-    assert board.loose == loose, "the loose rows are not those that no checkpoint needs"
+    assert board.loose.firsts() == loose, "the loose rows are not those that no checkpoint needs"
+    for first in board.loose.aside():
+        assert not board.units.is_idle(np.array([first])), "a row is set aside and nobody uses it"
     _check_needs(board, tree, checkpoints)
     for sequence in sequences:
         for pages in sequence.references():

@@ -24,7 +24,12 @@ __all__ = ["PageSource", "SequenceGroups"]
 
 
 class PageSource(Protocol):
-    """The core of a cache: its lock, and its pages, for which it evicts others if needed."""
+    """The core of a cache: its lock, and its pages, for which it evicts others if needed.
+
+    Without ``reuse``, nothing is kept for later requests.
+    """
+
+    reuse: bool
 
     def __enter__(self) -> Any: ...
     def __exit__(
@@ -107,9 +112,14 @@ class SequenceGroups:
     def stops(self) -> list[int]:
         """Positions, in tokens, at which passes should end for a `checkpoint`; rising.
 
-        Empty for a model without states: its checkpoints need no stop.
+        Empty for a model without states, whose checkpoints need no stop, and in a cache without
+        reuse.
         """
-        return self._plan.stops(self.position) if self._board.layout.state is not None else []
+        return self._plan.stops(self.position) if self._keeps_states else []
+
+    @property
+    def _keeps_states(self) -> bool:
+        return self.state is not None and self._pages.reuse
 
     # --- passes ----------------------------------------------------------------------------------
 
@@ -168,7 +178,7 @@ class SequenceGroups:
                 raise InvalidValue(
                     f"a checkpoint at token {position}: it must be a multiple of {step}"
                 )
-            if self.state is None:
+            if self.state is None or not self._pages.reuse:
                 return None
             page = position // self._size
             kind = self._plan.reached(page)

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvkeep.core.groups.loose import LooseRows
+
 if TYPE_CHECKING:
     from kvkeep.core.pages import PagePool
     from kvkeep.core.pages.table import PageArray
@@ -24,11 +26,13 @@ class TreeUnits:
     Attributes:
         idle: pages that only the tree refers to.
         stored: pages that the tree refers to.
+        loose: rows of the tree that no checkpoint needs.
     """
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
         self._in_tree = np.zeros(pool.num_pages, np.bool_)
+        self.loose = LooseRows()
         self.idle = 0
         self.stored = 0
 
@@ -54,7 +58,9 @@ class TreeUnits:
     def release(self, pages: PageArray) -> None:
         """Drop a sequence's reference."""
         self._pool.release(pages)
-        self.idle += self._only_tree(pages)
+        idle = pages[self._in_tree[pages] & (self._pool.references[pages] == 1)]
+        self.idle += len(idle)
+        self.loose.released(idle)
 
     def is_idle(self, pages: PageArray) -> bool:
         """Whether only the tree refers to each of ``pages``."""
