@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: help setup serve demo docs docs-serve servers quick slow-tests test check bench soak clean
 
 # Tests without models, browsers and servers of their own.
-QUICK_ROOMS := backends cache codecs eviction explain faults feed geometry http pages prefix slots store \
+QUICK_ROOMS := backends cache codecs eviction explain faults feed geometry groups http pages prefix slots store \
 	telemetry testing tiers traces usage whatif
 QUICK_FILES := architecture docstrings errors extras import keys tokens
 QUICK_TESTS = $(wildcard $(QUICK_ROOMS:%=tests/%) $(QUICK_FILES:%=tests/test_%.py))

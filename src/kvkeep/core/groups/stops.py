@@ -12,18 +12,13 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointPlan"]
 
-_ANSWER_TOKENS = 256
-"""Tokens between two checkpoints of an answer."""
-_GUESS_TOKENS = 1024
-"""A new part of a prompt at least this long gets guesses, at its quarters."""
-
 
 class CheckpointPlan:
     """Pages of planned checkpoints, all on the grid.
 
     A prompt gets one where it leaves what is cached (a branch), and one at its end. In a long new
     part, guesses at its quarters serve prompts that will branch there. An answer gets one
-    every 256 tokens.
+    every `GroupLayout.answer_tokens`.
 
     Thread safety: none.
     """
@@ -41,7 +36,7 @@ class CheckpointPlan:
         end = floor((tokens - 1) // size)
         new = max(start, found)
         kinds: dict[int, CheckpointKind] = {}
-        if (end - new) * size >= _GUESS_TOKENS:
+        if (end - new) * size >= self._layout.guess_tokens:
             for part in (1, 2, 3):
                 kinds[floor(new + (end - new) * part // 4)] = "guess"
         kinds[end] = "end"
@@ -53,7 +48,7 @@ class CheckpointPlan:
         """Return the positions planned behind token ``position``, rising; one of the answer."""
         size, grid = self._layout.page_size, self._layout.grid
         planned = sorted(page * size for page in self._kinds if page * size > position)
-        step = -(-_ANSWER_TOKENS // (size * grid)) * grid * size
+        step = -(-self._layout.answer_tokens // (size * grid)) * grid * size
         passed = max(0, position - self._last * size) // step + 1
         return [*planned, self._last * size + passed * step]
 

@@ -66,21 +66,30 @@ class StateSpec:
 class GroupLayout:
     """What a model keeps besides the base pages, in units of pool pages.
 
-    ``windows`` are groups of layers with a window or chunks; ``state`` stands for all layers with
-    a state; ``page_size`` is in tokens. ``grid`` is the distance of positions at which a sequence
-    may resume, in pages.
+    Attributes:
+        page_size: tokens of a page.
+        windows: groups of layers with a window or chunks.
+        state: stands for all layers with a state; None if there are none.
+        guess_tokens: a new part of a prompt at least this long gets checkpoints at its quarters,
+            where memory is free.
+        answer_tokens: tokens between two checkpoints of an answer.
+        grid: the distance of positions at which a sequence may resume, in pages.
 
     Raises:
-        InvalidValue: there is no group at all.
+        InvalidValue: there is no group at all, or a number is below one.
     """
 
     page_size: int
     windows: tuple[WindowSpec, ...] = ()
     state: StateSpec | None = None
+    guess_tokens: int = 1024
+    answer_tokens: int = 256
     grid: int = field(init=False)
 
     def __post_init__(self) -> None:
         whole("page_size", self.page_size, 1)
+        whole("guess_tokens", self.guess_tokens, 1)
+        whole("answer_tokens", self.answer_tokens, 1)
         if not self.windows and self.state is None:
             raise InvalidValue("no groups are given; leave groups out for a plain model")
         tokens = 1 if self.state is None else self.state.grid
