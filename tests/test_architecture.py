@@ -115,7 +115,7 @@ BASE_OF = {
 EXTERNAL: dict[str, set[str]] = {
     "numpy": {""},  # everybody
     "torch": {
-        "core.pages.tensors", "core.pages.prepared", "core.slots.tensors",
+        "core.pages.tensors", "core.pages.prepared", "core.slots.tensors", "core.groups.tensors",
         "store.kv", "store.identity", "store.codecs", "serve.engine", "integrations",
     },
     "vllm": {"integrations.vllm"},

@@ -70,6 +70,8 @@ class PagedTensors:
         dtype: the element type of `k`, `v`, `store` and `gather`; it must have the width of the
             geometry's (``torch.uint8`` for an fp8 geometry).
         check_ids: see above.
+        memory: uint8 [pages, page_bytes] to use instead of new memory, such as the first bytes of
+            larger pages: bytes of a page are contiguous, pages may lie apart.
 
     Raises:
         UnsupportedModel: the geometry is not plain: its layers differ.
@@ -86,6 +88,7 @@ class PagedTensors:
         layout: Layout = "NHD",
         dtype: torch.dtype | None = None,
         check_ids: bool = True,
+        memory: Tensor | None = None,
     ) -> None:
         if layout not in get_args(Layout):
             raise InvalidValue(f"layout is {layout!r}; 'NHD' and 'HND' are known")
@@ -99,9 +102,13 @@ class PagedTensors:
         self._carrier = _CARRIERS[self.dtype.itemsize]
         # Tensors made in inference mode cannot be written outside of it.
         with torch.inference_mode(mode=False):
-            self._elements = self._allocate(device)
+            if memory is not None:
+                _check_memory(memory, self.num_pages, self.page_bytes)
+            self._elements = (
+                self._allocate(device) if memory is None else memory.view(self._carrier)
+            )
             # A GPU moves eight bytes as fast as one.
-            wide = self.page_bytes % 8 == 0
+            wide = self.page_bytes % 8 == 0 and self._elements.stride(0) % 8 == 0
             self._rows = self._elements.view(torch.int64) if wide else self._elements
             self._keys, self._values = self._views()
         self._layers = (
@@ -392,3 +399,12 @@ def _element_type(geometry: KVGeometry, dtype: torch.dtype | None) -> torch.dtyp
             "the dtype that is wanted: geometry.with_dtype(...)"
         )
     return dtype
+
+
+def _check_memory(memory: Tensor, num_pages: int, page_bytes: int) -> None:
+    wanted = (num_pages, page_bytes)
+    if memory.dtype != torch.uint8 or tuple(memory.shape) != wanted or memory.stride(1) != 1:
+        raise InvalidValue(
+            f"memory is {tuple(memory.shape)} of {memory.dtype}; uint8 {wanted} [pages, "
+            "page_bytes] is needed, the bytes of a page contiguous"
+        )
