@@ -198,17 +198,85 @@ def test_drafts_go_back_to_the_mark() -> None:
     engine.cache.check()
 
 
-def test_a_mark_whose_window_is_gone_is_of_no_use() -> None:
-    engine = SymbolicEngine(300, BOTH)
+@pytest.mark.parametrize("layout", [WINDOW, BOTH])
+def test_windows_keep_what_a_mark_needs(layout: GroupLayout) -> None:
+    engine = SymbolicEngine(300, layout)
     sequence = engine.run(prompt(1, 50))
     copy = sequence.groups.mark()
-    engine.copy_state(copy)
+    if copy is not None:
+        engine.copy_state(copy)
     sequence.append(prompt(2, 40))
     for stop in range(54, 91, 4):
         engine.step(sequence, stop)
     sequence.truncate(60)
-    assert sequence.groups.position == 48, "the checkpoint at the end of the prompt"
+    assert sequence.groups.position == (60 if layout is WINDOW else 50)
     engine.finish(sequence)
+    sequence.groups.unmark()
+    sequence.append(prompt(3, 40))
+    engine.finish(sequence, 4)
+    sequence.truncate(58)
+    assert sequence.groups.position <= 56, "what it needed is gone"
+    engine.finish(sequence)
+    sequence.close()
+    engine.cache.check()
+
+
+def test_a_later_checkpoint_is_better_than_a_mark() -> None:
+    engine = SymbolicEngine(900, STATE)
+    sequence = engine.run(prompt(1, 50))
+    engine.copy_state(sequence.groups.mark())
+    sequence.append(prompt(2, 1000))
+    engine.finish(sequence)
+    sequence.truncate(1049)
+    assert sequence.groups.position > 800
+    sequence.close()
+
+
+def test_a_mark_that_a_fork_copies_from_is_not_overwritten() -> None:
+    engine = SymbolicEngine(100, STATE)
+    sequence = engine.run(prompt(1, 10))
+    engine.copy_state(sequence.groups.mark())
+    sequence.append([7, 8, 9])
+    engine.step(sequence, 13)
+    sequence.truncate(10)
+    fork = sequence.fork()
+    engine.make(sequence)
+    sequence.append([20])
+    engine.step(sequence, 11)
+    engine.copy_state(sequence.groups.mark())
+    fork.append([30])
+    engine.step(fork, 11)
+    sequence.close()
+    fork.close()
+    engine.cache.check()
+
+
+def test_a_fork_of_a_fork_copies_before_the_first_goes_back() -> None:
+    engine = SymbolicEngine(100, STATE)
+    sequence = engine.run(prompt(1, 10))
+    fork = sequence.fork()
+    sequence.truncate(9)
+    second = fork.fork()
+    engine.make(sequence)
+    for one in (fork, second):
+        one.append([7])
+        engine.step(one, 11)
+    engine.finish(sequence)
+    for one in (sequence, fork, second):
+        one.close()
+    engine.cache.check()
+
+
+def test_a_copy_into_a_row_that_was_cut_off_is_not_made() -> None:
+    engine = SymbolicEngine(12, GroupLayout(4, (WindowSpec(8),)))
+    sequence = engine.run(prompt(1, 6))
+    fork = sequence.fork()
+    sequence.append([7, 8])
+    sequence.copies()
+    sequence.groups.reach(8)
+    sequence.truncate(4)
+    assert sequence.groups.copies() == []
+    fork.close()
     sequence.close()
     engine.cache.check()
 
@@ -263,6 +331,82 @@ def test_a_soft_pin_keeps_it_longest() -> None:
     assert engine.cache.stats().pages_used == 0
 
 
+@pytest.mark.parametrize("continued", [False, True])
+def test_a_soft_pin_keeps_rows_of_prompts_that_went_on(continued: bool) -> None:
+    engine = SymbolicEngine(120, WINDOW)
+    engine.run(prompt(1, 32)).close()
+    engine.cache.pin(prompt(1, 32))
+    if continued:
+        engine.run(prompt(1, 32) + prompt(2, 17)).close()
+    for number in (3, 4, 5):
+        engine.run(prompt(number, 24)).close()
+    while engine.cache.stats().pages_cached > 8:
+        engine.cache.evict(1)
+        assert engine.cache.match([*prompt(1, 32), 7]).num_tokens == 32
+
+
+def test_hard_pins_pay_for_states_too() -> None:
+    engine = SymbolicEngine(200, STATE, hard_pin_pages=20)
+    for number in (1, 2, 3):
+        engine.run(prompt(number, 9)).close()
+    for number in (1, 2):  # each keeps two pages and a state of five
+        engine.cache.pin(prompt(number, 9), hard=True)
+    with pytest.raises(InvalidValue, match="hard pins would hold 21 pages"):
+        engine.cache.pin(prompt(3, 9), hard=True)
+    assert engine.cache.stats().hard_pinned_pages == 14
+    engine.cache.check()
+
+
+# --- room --------------------------------------------------------------------------------------
+
+
+def test_a_prompt_that_does_not_fit_beside_its_checkpoint_is_computed_anew() -> None:
+    engine = SymbolicEngine(22, GroupLayout(4, (), StateSpec(8)))
+    engine.run(prompt(1, 20)).close()
+    assert engine.cache.num_available == 22
+    sequence = engine.cache.open(prompt(1, 20) + prompt(2, 8))
+    assert sequence.num_cached == 0
+    assert engine.cache.stats().groups.resumes_given_up > 0
+    sequence.close()
+    engine.cache.check()
+
+
+def test_a_long_chat_without_states_keeps_one_end() -> None:
+    """What later turns have replaced makes room before anything that they use."""
+    engine = SymbolicEngine(4000, WINDOW)
+    sequence = engine.cache.open(prompt(1, 300))
+    engine.finish(sequence)
+    sequence.close()
+    turns = prompt(1, 300)
+    for turn in range(2, 8):
+        turns = turns + prompt(turn, 300)
+        engine.run(turns).close()
+    assert engine.cache.stats().groups.checkpoints == 1
+    cached = engine.cache.stats().pages_cached
+    engine.cache.evict(engine.cache.stats().groups.loose_rows * 2)
+    assert engine.cache.stats().pages_cached == cached
+    assert engine.cache.match([*turns, 7]).num_tokens == len(turns)
+
+
+def test_publishing_less_than_before_changes_nothing() -> None:
+    engine = SymbolicEngine(100, WINDOW)
+    sequence = engine.run(prompt(1, 32))
+    sequence.publish(28)
+    sequence.close()
+    assert engine.cache.match([*prompt(1, 32), 7]).num_tokens == 32
+    assert engine.cache.stats().groups.checkpoints == 1
+
+
+def test_rows_that_are_computed_after_a_publish_are_offered_later() -> None:
+    engine = SymbolicEngine(100, WINDOW)
+    sequence = engine.cache.open(prompt(1, 32))
+    engine.step(sequence, 8)
+    sequence.publish()
+    engine.finish(sequence)
+    sequence.close()
+    assert engine.cache.match([*prompt(1, 32), 7]).num_tokens == 32
+
+
 # --- mistakes ----------------------------------------------------------------------------------
 
 
@@ -271,8 +415,9 @@ def test_illegal_steps_change_nothing() -> None:
     engine.run(prompt(1, 21)).close()
     sequence = engine.cache.open(prompt(1, 21) + prompt(2, 9))
     groups = sequence.groups
-    with pytest.raises(IllegalStep, match="copies wait"):
-        groups.reach(24)
+    for step in (lambda: groups.reach(24), groups.mark, lambda: groups.checkpoint(20)):
+        with pytest.raises(IllegalStep, match="copies wait"):
+            step()
     engine.make(sequence)
     with pytest.raises(InvalidValue, match="the end of the pass"):
         groups.reach(4)

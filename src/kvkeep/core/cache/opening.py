@@ -10,12 +10,12 @@ import numpy as np
 from kvkeep.core.cache.row import TokenRow
 from kvkeep.core.cache.sequence import Sequence
 from kvkeep.core.cache.sessions import check_session
-from kvkeep.core.errors import InvalidValue, OutOfPages
+from kvkeep.core.errors import InvalidValue
 from kvkeep.core.events import Opened
 from kvkeep.core.extras import as_extras
 from kvkeep.core.keys import as_namespace, chain_keys, root_key
 from kvkeep.core.pages import PageCopy
-from kvkeep.core.prefix.results import EMPTY_PAGES, PrefixMatch
+from kvkeep.core.prefix.results import EMPTY_PAGES
 from kvkeep.core.tokens import TOKEN_BYTES, as_row, check_range
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvkeep.core.extras import ExtraLike, Extras
     from kvkeep.core.groups import GroupBoard, SequenceGroups
     from kvkeep.core.keys import Namespace, NamespaceLike
+    from kvkeep.core.prefix import PrefixMatch
     from kvkeep.core.tokens import TokenArray, TokensLike
 
 __all__ = ["CacheQuery", "find", "matched_tokens", "open_sequence"]
@@ -91,17 +92,15 @@ def open_sequence(core: Core, query: CacheQuery, *, priority: int, reserve: int)
     wanted = core.marks.known(tokens[:-1], extras) if extras else tokens[:-1]
     match = index.match(encoder.lookup(wanted), namespace) if core.reuse else None
     _check_ids(core, tokens, match)
-    groups, found, state_pages = None, 0, 0
-    if core.groups is not None:
-        groups, match, found = _resume(core, core.groups, match)
-        state_pages = core.groups.layout.state_pages
-    total = -(-len(tokens) // core.page_size) + state_pages
-    try:
+    total = -(-len(tokens) // core.page_size)
+    groups, state_pages, found = None, 0, 0
+    if core.groups is None:
         match, needed = _affordable(core, match, total, reserve)
-    except OutOfPages:
-        if groups is not None:
-            groups.give_up()
-        raise
+    else:
+        state_pages = core.groups.layout.state_pages
+        found = 0 if match is None else len(match.pages)
+        groups, match = _resume(core, core.groups, match, total + state_pages + reserve)
+        needed = total + state_pages - (0 if match is None else len(match.pages))
     hold, source = core.hold(match, namespace)
     row = TokenRow(core.marks, tokens, extras)
     sequence = Sequence(core, namespace, encoder, row, hold=hold, priority=priority)
@@ -136,27 +135,32 @@ def open_sequence(core: Core, query: CacheQuery, *, priority: int, reserve: int)
 
 
 def _resume(
-    core: Core, board: GroupBoard, match: PrefixMatch | None
-) -> tuple[SequenceGroups, PrefixMatch | None, int]:
+    core: Core, board: GroupBoard, match: PrefixMatch | None, total: int
+) -> tuple[SequenceGroups, PrefixMatch | None]:
     """Shorten a match to where all groups agree, and take references to what resuming there reads.
 
-    Returns these, the match, and the pages that it had: full ones, as rows are whole pages.
+    A request takes ``total`` pages in all, less those that match. If it does not fit beside what
+    resuming reads, it resumes earlier. `OutOfPages` before any change.
     """
     from kvkeep.core.groups import SequenceGroups  # noqa: PLC0415 - only where needed
 
-    groups = SequenceGroups(board, core)
-    if match is None or not len(match.pages):
-        return groups, None, 0
-    found = len(match.pages)
-    end = match.end
-    page, checkpoint = board.resume(end, found)
-    groups.hold(end, page, checkpoint)
-    while end.depth >= page > 0 or (page == 0 and end.parent is not None):
-        assert end.parent is not None
-        end = end.parent
-    if not page:
-        return groups, None, found
-    return groups, PrefixMatch(match.pages[:page], end, page - end.depth), found
+    core.pins.expire()
+    page = 0 if match is None else len(match.pages)
+    while True:
+        groups = SequenceGroups(board, core)
+        end = None if match is None or not page else match.node_at(page)
+        page, checkpoint = (0, None) if end is None else board.resume(end, page)
+        groups.hold(end, page, checkpoint)
+        taken = None if match is None or not page else match.first(page)
+        available = core.available() - core.index.protects(taken)
+        if total - page <= available:
+            return groups, taken
+        groups.give_up()
+        if not page:
+            raise core.short_of(total, available)
+        board.counters.resumes_given_up += 1
+        # Without states, what is held hardly depends on the position.
+        page = 0 if board.layout.state is None else page - 1
 
 
 def _affordable(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from typing import TYPE_CHECKING, Any, cast
 
 from kvkeep.core.errors import InvalidValue
@@ -62,6 +63,7 @@ class PinBoard:
         self._clock = clock
         self.keeps_groups: Callable[[Any], SequenceGroups] | None = None
         """Takes references to what resuming at the end of a hold needs; None for plain models."""
+        self._kept: Counter[int] = Counter()  # pages of rows and states → hard pins that keep them
         self.pins: dict[Pin, None] = {}
         self._expiry: list[tuple[float, int, Pin]] = []
         self._serial = 0
@@ -77,16 +79,22 @@ class PinBoard:
                 f"{self.most} pins are set, as many as this cache keeps; unpin some, or give "
                 "them a ttl after which they end by themselves"
             )
-        if hard and (needed := self._index.pins.would_keep(hold)) > self.hard_budget:
-            raise InvalidValue(
-                f"hard pins would hold {needed} pages, their budget is {self.hard_budget}; "
-                "unpin something, pin softly, or give the cache a larger hard_pin_pages"
-            )
+        groups = self.keeps_groups(hold) if hard and self.keeps_groups is not None else None
+        kept = [] if groups is None else groups.pages()
+        if hard:
+            needed = self._index.pins.would_keep(hold) + len({*self._kept, *kept})
+            if needed > self.hard_budget:
+                if groups is not None:
+                    groups.close()
+                raise InvalidValue(
+                    f"hard pins would hold {needed} pages, their budget is {self.hard_budget}; "
+                    "unpin something, pin softly, or give the cache a larger hard_pin_pages"
+                )
         expires = None if ttl is None else self._clock() + ttl
         pin = Pin(self, hold, hard=hard, expires=expires)
         self._index.pin(hold, pin, hard=hard)
-        if hard and self.keeps_groups is not None:
-            pin.groups = self.keeps_groups(hold)
+        pin.groups = groups
+        self._kept.update(kept)
         self.pins[pin] = None
         if expires is not None:
             self._serial += 1
@@ -103,6 +111,7 @@ class PinBoard:
         self._index.unpin(pin)
         pin.hold = None
         if pin.groups is not None:
+            self._kept -= Counter(pin.groups.pages())
             pin.groups.close()
             pin.groups = None
 
@@ -149,5 +158,5 @@ class PinBoard:
 
     @property
     def num_hard_pages(self) -> int:
-        """Pages under hard pins, each counted once; call `expire` first."""
-        return self._index.pins.num_hard
+        """Pages that hard pins keep, each counted once; call `expire` first."""
+        return self._index.pins.num_hard + len(self._kept)

@@ -9,10 +9,12 @@ neighbours. So all groups share one budget, no split between them is fixed, and 
 more than a page.
 
     plan.py       GroupPlan: sizes and places, from a model's geometry
-    tables.py     SequenceGroups: rows and running state of one sequence; stops.py plans its
-                  checkpoints, copies.py are copies that the engine makes
+    tensors.py    GroupedTensors: the memory
+    tables.py     SequenceGroups: one sequence; of that, rows.py has its rows, copies.py copies that
+                  wait, stops.py planned checkpoints, unpublished.py those that the tree lacks
     board.py      GroupBoard: rows and checkpoints of the whole tree; kept.py those of one node,
-                  path.py along a path, units.py references, order.py and eviction.py who goes first
+                  path.py along a path, units.py references, loose.py, order.py and eviction.py
+                  which go first
     check.py      recounts everything
 """
 

@@ -32,13 +32,14 @@ class GroupCounters:
     checkpoints_stored: int = 0
     checkpoints_evicted: int = 0
     checkpoints_without_room: int = 0
+    resumes_given_up: int = 0
     rows_stored: int = 0
     rows_evicted: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupStats:
-    """What a cache keeps beside its base pages, at one moment; the last five are totals.
+    """What a cache keeps beside its base pages, at one moment; the last six are totals.
 
     ``pages`` of the pool hold rows and states of the tree; of these, ``idle_pages`` are used by no
     sequence. No checkpoint needs ``loose_rows`` rows.
@@ -51,6 +52,7 @@ class GroupStats:
     checkpoints_stored: int
     checkpoints_evicted: int
     checkpoints_without_room: int
+    resumes_given_up: int
     rows_stored: int
     rows_evicted: int
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from kvkeep.core.groups.units import TreeUnits
     from kvkeep.core.pages.table import PageArray
@@ -72,7 +72,16 @@ class GroupCopies:
         """
         waiting = _Waiting(copy, self, list(others))
         for one in (self, *waiting.others):
-            one._waiting.append(waiting)
+            one._insert(waiting)
+
+    def _insert(self, waiting: _Waiting) -> None:
+        """Add a copy at the end, but before one that overwrites its source."""
+        first = waiting.copy.src[0]
+        for at, before in enumerate(self._waiting):
+            if before.copy.dst[0] == first:
+                self._waiting.insert(at, waiting)
+                return
+        self._waiting.append(waiting)
 
     def fork_state(self, fork: GroupCopies, state: PageArray, into: PageArray) -> None:
         """Add a copy of the running ``state`` to ``into``, the state of a fork.
@@ -101,17 +110,13 @@ class GroupCopies:
         """Whether copies of rows wait: a pass was prepared and is not computed."""
         return any(isinstance(waiting.copy, RowCopy) for waiting in self._waiting)
 
-    def drop(self, *, rows: bool = True) -> None:
-        """Drop the waiting copies into own memory, whose targets are not needed.
-
-        Without ``rows``, those into the running state alone.
-        """
+    def drop(self, needless: Callable[[RowCopy | StateCopy], bool] | None = None) -> None:
+        """Drop the waiting copies into own memory that are ``needless``; default: all of them."""
         for waiting in [one for one in self._waiting if one.owner is self]:
-            if isinstance(waiting.copy, RowCopy) and not rows:
-                continue
-            for one in (self, *waiting.others):
-                one._waiting.remove(waiting)
-            self._units.release(waiting.copy.src)
+            if needless is None or needless(waiting.copy):
+                for one in (self, *waiting.others):
+                    one._waiting.remove(waiting)
+                self._units.release(waiting.copy.src)
 
     def leave(self) -> None:
         """`drop`, and no longer wait for others: there is no further pass."""

@@ -133,6 +133,10 @@ class RowTables:
             pages = pages[count * width :]
         self.length = length
 
+    def has(self, window: int, row: PageArray) -> bool:
+        """Whether ``row`` is in the table of a window."""
+        return bool((self._rows[window][: self.length, 0] == row[0]).any())
+
     def covers(self, position: int) -> bool:
         """Whether the rows with which computing goes on at ``position`` are there."""
         return all(

@@ -56,10 +56,10 @@ class CheckpointPlan:
         """Return the kind of the checkpoint at ``page``, which is no longer planned."""
         return self._kinds.pop(page, "end")
 
-    def passed(self, page: int) -> list[int]:
-        """Return the planned pages up to ``page`` that are no guesses, which end with it."""
+    def passed(self, page: int) -> list[tuple[int, CheckpointKind]]:
+        """Return the planned pages up to ``page``, rising, which end with it; no guesses."""
         done = sorted(at for at in self._kinds if at <= page)
-        return [at for at in done if self._kinds.pop(at) != "guess"]
+        return [(at, kind) for at in done if (kind := self._kinds.pop(at)) != "guess"]
 
     def cut(self, tokens: int) -> None:
         """Forget what is planned behind token ``tokens``."""

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvkeep.core.errors import IllegalStep, InvalidValue, OutOfPages, whole
+from kvkeep.core.errors import IllegalStep, InvalidValue, whole
 from kvkeep.core.groups.copies import GroupCopies, RowCopy, StateCopy
-from kvkeep.core.groups.kept import live_pages
 from kvkeep.core.groups.rows import RowTables
 from kvkeep.core.groups.stops import CheckpointPlan
+from kvkeep.core.groups.unpublished import UnpublishedCheckpoints
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import TracebackType
 
     from kvkeep.core.groups.board import GroupBoard
-    from kvkeep.core.groups.kept import Checkpoint, CheckpointKind, Rows
+    from kvkeep.core.groups.kept import Checkpoint, Rows
     from kvkeep.core.pages.table import PageArray
     from kvkeep.core.prefix.node import Node
 
@@ -43,19 +42,13 @@ class PageSource(Protocol):
         """Allocate pages; `OutOfPages` changes nothing."""
         ...
 
+    def available(self) -> int:
+        """Return how many pages `take` can give."""
+        ...
+
     def has_free(self, count: int) -> bool:
         """Whether so many pages are free without evicting any."""
         ...
-
-
-@dataclass(slots=True, eq=False)
-class _Own:
-    """A checkpoint that the tree does not have yet, with references to what it needs."""
-
-    page: int
-    kind: CheckpointKind
-    state: PageArray
-    rows: list[Rows]  # of each window, up to `page`
 
 
 class SequenceGroups:
@@ -71,7 +64,8 @@ class SequenceGroups:
     4. At a stop: `checkpoint`, and make the copy that it returns, if any, before the next pass.
     5. `Sequence.publish`.
 
-    Every step is all or nothing. `IllegalStep` means that it does not fit the state.
+    A step that raises changes nothing but that rows which nothing needs may be freed. `IllegalStep`
+    means that it does not fit the state.
 
     Thread safety: as the sequence.
 
@@ -95,10 +89,10 @@ class SequenceGroups:
         self._rows = RowTables(board)
         self._copies = GroupCopies(board.units)
         self._plan = CheckpointPlan(layout)
-        self._own: list[_Own] = []
+        self._own = UnpublishedCheckpoints(board)
         self._offered = 0  # leading pages whose rows the tree was offered
         self._last: Checkpoint | None = None  # that this sequence used or stored last
-        self._mark: tuple[int, PageArray] | None = None
+        self._mark: tuple[int, PageArray | None] | None = None  # position, and the state there
         self._closed = False
 
     # --- views -----------------------------------------------------------------------------------
@@ -138,11 +132,10 @@ class SequenceGroups:
         with self._pages:
             self._check_open("reach")
             stop = whole("the end of the pass, in tokens,", stop, self.position)
-            if self._copies.waiting:
-                raise IllegalStep("copies wait; call copies() and make them before the next pass")
+            self._check_made()
             self._copies.finish()
             widths, rows = self._board.layout.widths, self._rows
-            rows.free(self.position)
+            rows.free(self.position if self._mark is None else min(self.position, self._mark[0]))
             fresh = max(0, -(-stop // self._size) - rows.length)
             shared = rows.shared(self.position) if stop > self.position else []
             pages = self._pages.take(fresh * sum(widths) + sum(widths[window] for window in shared))
@@ -166,6 +159,7 @@ class SequenceGroups:
         """
         with self._pages:
             self._check_open("checkpoint")
+            self._check_made()
             layout = self._board.layout
             position = whole("the position of a checkpoint, in tokens,", position, 1)
             if position != self.position:
@@ -182,7 +176,7 @@ class SequenceGroups:
                 return None
             page = position // self._size
             kind = self._plan.reached(page)
-            if any(own.page == page for own in self._own):
+            if page in self._own:
                 return None
             state = self._room(len(self.state), guess=kind == "guess")
             if state is None:
@@ -192,32 +186,50 @@ class SequenceGroups:
                 self._rows.between(window, first, page).copy()
                 for window, first in self._board.needed(page)
             ]
-            for part in rows:
-                self._board.units.retain(live_pages(part))
-            self._own.append(_Own(page, kind, state, rows))
+            self._own.add(page, kind, state, rows)
             return StateCopy(self.state, state)
 
     def _room(self, count: int, *, guess: bool) -> PageArray | None:
-        if guess and not self._pages.has_free(count):
+        if not self._pages.has_free(count) and (guess or count > self._pages.available()):
             return None
-        try:
-            return self._pages.take(count)
-        except OutOfPages:
-            return None
+        return self._pages.take(count)
 
     def mark(self) -> StateCopy | None:
-        """Remember the state at `position`, so that `Sequence.truncate` can go back to it.
+        """Remember `position`, so that `Sequence.truncate` can go back to it.
 
-        For drafts that may be rejected. Returns the copy to make before the next pass; None without
-        states. A second call replaces the first. Raises `OutOfPages`.
+        For drafts that may be rejected: windows keep what the position needs until the next `mark`
+        or `unmark`. Returns the copy of the state to make before the next pass; None without
+        states. Raises `OutOfPages`.
         """
         with self._pages:
             self._check_open("mark")
-            if self.state is None:
-                return None
-            pages = self._mark[1] if self._mark is not None else self._pages.take(len(self.state))
+            self._check_made()
+            pages = None
+            if self.state is not None:
+                units, old = self._board.units, None if self._mark is None else self._mark[1]
+                if old is not None and units.is_sole(old):
+                    pages = old
+                else:  # a fork copies from the old ones
+                    pages = self._pages.take(len(self.state))
+                    if old is not None:
+                        units.release(old)
             self._mark = self.position, pages
-            return StateCopy(self.state, pages)
+            return None if pages is None or self.state is None else StateCopy(self.state, pages)
+
+    def unmark(self) -> None:
+        """Forget the position of `mark`; does nothing without one."""
+        with self._pages:
+            self._check_open("unmark")
+            self._drop_mark()
+
+    def _drop_mark(self) -> None:
+        if self._mark is not None and self._mark[1] is not None:
+            self._board.units.release(self._mark[1])
+        self._mark = None
+
+    def _check_made(self) -> None:
+        if self._copies.waiting:
+            raise IllegalStep("copies wait; call copies() and make them first")
 
     def _check_open(self, step: str) -> None:
         if self._closed:
@@ -285,66 +297,65 @@ class SequenceGroups:
         """Offer the tree what belongs to the first ``stop`` pages, on the path to ``node``."""
         board = self._board
         self._copies.finish()
+        stop = min(stop, self.position // self._size)
         start = self._offered
         for window in range(len(board.layout.windows)):
             board.store(node, window, start, self._rows.between(window, start, stop))
         self._offered = max(start, stop)
-        for own in [own for own in self._own if own.page <= stop]:
-            for rows, (window, first) in zip(own.rows, board.needed(own.page), strict=True):
-                board.store(node, window, first, rows)
-            self._stored(board.add(node, own.page, own.state, own.kind))
-            self._own.remove(own)
-            self._forget(own)
-        if self.state is None:
+        for checkpoint in self._own.publish(node, stop):
+            self._stored(checkpoint)
+        if self.state is None and stop:
             self._mark_ends(node, stop)
 
     def _mark_ends(self, node: Node, stop: int) -> None:
         """Add checkpoints that need no state: where it was planned, and at the end."""
-        for page in self._plan.passed(stop):
-            self._stored(self._board.add(node, page, None, "branch"))
-        before = self._last
-        self._stored(self._board.add(node, stop, None, "end"))
-        if before is not None and before.stored and before.extended and not before.branches:
-            self._board.remove(before)
+        for page, kind in self._plan.passed(stop):
+            self._stored(self._board.add(node, page, None, kind))
+        if self._last is None or self._last.page < stop:
+            self._stored(self._board.add(node, stop, None, "end"))
 
     def _stored(self, checkpoint: Checkpoint | None) -> None:
+        """Go on from ``checkpoint``; the one before it is extended, unless prompts branch there.
+
+        Without states that one is of no further use: rows that it needs may go any time.
+        """
         before = self._last
-        if checkpoint is None or checkpoint is before:
+        if checkpoint is None or (before is not None and before.page >= checkpoint.page):
             return
+        self._last = checkpoint
         if before is not None and before.stored and not before.branches:
             self._board.extended(before, checkpoint)
-        self._last = checkpoint
+            if self.state is None and not before.node.covered:
+                self._board.remove(before)
 
     def rewind(self, length: int, node: Node, published: int) -> None:
         """Go back so that nothing behind token ``length`` is computed; `position` tells how far.
 
         ``published`` pages are on the path to ``node``. Goes on from this position if it can, else
-        from the mark, or the last position where all groups agree, at worst from 0.
+        from the mark or the last position where all groups agree, at worst from 0.
         """
         board, size = self._board, self._size
         self._plan.cut(length)
-        for own in [own for own in self._own if own.page * size > length]:
-            self._own.remove(own)
-            self._forget(own)
+        self._own.cut(length // size)
         if self._mark is not None and self._mark[0] > length:
-            board.units.release(self._mark[1])
-            self._mark = None
+            self._drop_mark()
         if self.position <= length:
             return
         if self.state is None and self._rows.covers(length):
             self._cut(length)
-        elif self._mark is not None and self._rows.covers(self._mark[0]):
-            assert self.state is not None
-            board.units.retain(self._mark[1])
-            self._copies.drop(rows=False)
-            self._copies.add(StateCopy(self._mark[1], self.state))
-            self._cut(self._mark[0])
-        else:
-            self._resume(node, min(published, length // size))
-
-    def _resume(self, node: Node, pages: int) -> None:
-        board = self._board
+            return
+        pages = min(published, length // size)
         page, checkpoint = board.resume(node, pages) if pages else (0, None)
+        if self._mark is None or self._mark[1] is None or self._mark[0] < page * size:
+            self._resume(node, page, checkpoint)
+            return
+        assert self.state is not None
+        board.units.retain(self._mark[1])
+        self._copies.drop(lambda copy: isinstance(copy, StateCopy))
+        self._copies.add(StateCopy(self._mark[1], self.state))
+        self._cut(self._mark[0])
+
+    def _resume(self, node: Node, page: int, checkpoint: Checkpoint | None) -> None:
         self._copies.finish()
         self._copies.drop()
         last, offered = self._last, self._offered
@@ -357,8 +368,12 @@ class SequenceGroups:
 
     def _cut(self, position: int) -> None:
         self._rows.cut(position)
+        self._copies.drop(self._left_the_table)
         self._offered = min(self._offered, position // self._size)
         self.position = position
+
+    def _left_the_table(self, copy: RowCopy | StateCopy) -> bool:
+        return isinstance(copy, RowCopy) and not self._rows.has(copy.window, copy.dst)
 
     def close(self) -> None:
         """Drop all references."""
@@ -366,29 +381,22 @@ class SequenceGroups:
         self._closed = True
         self._copies.leave()
         self._rows.close()
-        for own in self._own:
-            self._forget(own)
-        self._own = []
+        self._own.close()
         if self.state is not None:
             units.release(self.state)
             self.state = None
-        if self._mark is not None:
-            units.release(self._mark[1])
-            self._mark = None
+        self._drop_mark()
 
-    def _forget(self, own: _Own) -> None:
-        for rows in own.rows:
-            self._board.units.release(live_pages(rows))
-        self._board.units.release(own.state)
+    def pages(self) -> list[int]:
+        """Return the pages of all references of this sequence."""
+        return [page for pages in self.references() for page in pages.tolist()]
 
     def references(self) -> Iterator[PageArray]:
         """Yield the pages of all references of this sequence, for `check`."""
         yield from self._rows.live()
-        for own in self._own:
-            yield own.state
-            yield from (live_pages(rows) for rows in own.rows)
+        yield from self._own.references()
         if self.state is not None:
             yield self.state
-        if self._mark is not None:
+        if self._mark is not None and self._mark[1] is not None:
             yield self._mark[1]
         yield from self._copies.sources()

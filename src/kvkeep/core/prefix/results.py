@@ -51,6 +51,19 @@ class PrefixMatch:
         """Return the same match without its partial page."""
         return PrefixMatch(self.pages, self.end, self.taken)
 
+    def node_at(self, page: int) -> Node:
+        """Return the node in which page ``page - 1`` lies, of the full pages that match."""
+        node = self.end
+        while node.depth >= page:
+            assert node.parent is not None
+            node = node.parent
+        return node
+
+    def first(self, pages: int) -> PrefixMatch:
+        """Return the match of the first ``pages`` full pages, at least one."""
+        node = self.node_at(pages)
+        return PrefixMatch(self.pages[:pages], node, pages - node.depth)
+
     def first_node(self) -> Node | None:
         """Return the node in which the path begins; None for a match without a full page."""
         if not len(self.pages):
