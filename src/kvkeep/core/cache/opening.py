@@ -146,6 +146,7 @@ def _resume(
 
     core.pins.expire()
     page = 0 if match is None else len(match.pages)
+    given_up = 0
     while True:
         groups = SequenceGroups(board, core)
         end = None if match is None or not page else match.node_at(page)
@@ -154,11 +155,12 @@ def _resume(
         taken = None if match is None or not page else match.first(page)
         available = core.available() - core.index.protects(taken)
         if total - page <= available:
+            board.counters.resumes_given_up += given_up
             return groups, taken
         groups.give_up()
         if not page:
             raise core.short_of(total, available)
-        board.counters.resumes_given_up += 1
+        given_up = 1
         # Without states, what is held hardly depends on the position.
         page = 0 if board.layout.state is None else page - 1
 
