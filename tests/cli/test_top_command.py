@@ -280,12 +280,21 @@ def terminal(url, *arguments, columns=80, rows=24):
                 assert not until, f"it ended without {until!r}: {text[since:]!r}"
                 return text
 
+    def wait(seconds=30.0):
+        """Its exit code; it is read meanwhile, as it cannot end while the terminal is full."""
+        end = time.monotonic() + seconds
+        while process.poll() is None:
+            assert time.monotonic() < end, "it does not end"
+            if select.select([ours], [], [], 0.05)[0]:
+                written.append(os.read(ours, 65536))
+        return process.returncode
+
     def unchanged():
         return termios.tcgetattr(theirs) == before
 
     try:
         yield SimpleNamespace(
-            process=process, read=read, resize=resize, unchanged=unchanged,
+            process=process, read=read, wait=wait, resize=resize, unchanged=unchanged,
             press=lambda keys: os.write(ours, keys),
         )  # fmt: skip
     finally:
@@ -296,7 +305,7 @@ def terminal(url, *arguments, columns=80, rows=24):
 
 
 def assert_given_back(top, code):
-    assert top.process.wait(30) == code
+    assert top.wait() == code
     text = top.read()
     assert text.rindex("\x1b[?1049l") > text.rindex("\x1b[?1049h"), "the other screen is left"
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l"), "the cursor is shown"
