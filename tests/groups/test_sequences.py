@@ -119,7 +119,7 @@ def test_checkpoints_lie_on_the_grid() -> None:
 
 @pytest.mark.parametrize("shared", [52 * 4, 52 * 4 + 3])
 def test_a_branch_is_found_by_the_second_prompt_and_reused_by_the_third(shared: int) -> None:
-    """64 blocks of which 52 are shared; a state at the end alone lies in nobody else's tokens."""
+    """64 blocks of which 52 are shared; a state at the end lies in unshared tokens."""
     engine = SymbolicEngine(3000, STATE)
     reused = []
     for number in (1, 2, 3, 4):

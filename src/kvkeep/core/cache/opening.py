@@ -161,7 +161,7 @@ def _resume(
         if not page:
             raise core.short_of(total, available)
         given_up = 1
-        # Without states, what is held hardly depends on the position.
+        # Without states, an earlier position holds about as many pages.
         page = 0 if board.layout.state is None else page - 1
 
 

@@ -211,16 +211,16 @@ class GroupBoard(TreeListener):
     def extended(self, before: Checkpoint, by: Checkpoint) -> None:
         """Record that the request that used or made ``before`` has left ``by`` behind it.
 
-        Whoever returns resumes at ``by``, so its run takes over the hits: without it, a policy
-        would evict it as new, and the runs before it are of no use alone. The run is held by the
-        request, so it is in no queue that is ordered by hits.
+        The next request of this conversation resumes at ``by``, so its run takes over the hits.
+        Otherwise a policy would evict it as new, and the runs before it are of no use alone. The
+        run is held by the request, so it is in no queue that is ordered by hits.
         """
         self.order.extended(before)
         if before.node is not by.node:
             by.node.hits = max(by.node.hits, before.node.hits)
 
-    def remove(self, checkpoint: Checkpoint) -> int:
-        """Remove a checkpoint; return how many pages became free. Its rows become loose."""
+    def remove(self, checkpoint: Checkpoint) -> None:
+        """Remove a checkpoint and its state; rows that no other one needs become loose."""
         kept = checkpoint.node.extra
         assert kept is not None
         kept.checkpoints.remove(checkpoint)
@@ -228,7 +228,8 @@ class GroupBoard(TreeListener):
         self.order.discard(checkpoint)
         self._need(checkpoint, -1)
         self.counters.checkpoints_evicted += 1
-        return 0 if checkpoint.state is None else self.units.drop(checkpoint.state)
+        if checkpoint.state is not None:
+            self.units.drop(checkpoint.state)
 
     def _incomplete(self, node: Node, page: int) -> bool:
         return any(

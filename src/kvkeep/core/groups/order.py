@@ -17,7 +17,7 @@ __all__ = ["CheckpointOrder"]
 class CheckpointOrder:
     """Checkpoints by class and recency, least recently used first.
 
-    *Early* ones are guesses that nobody has used, and those whose request has left a later one:
+    *Early* ones are guesses that no request has used, and those whose request left a later one:
     they go before any KV of tokens. The others go with the KV behind them, or when nothing else
     can be evicted.
 
@@ -60,7 +60,3 @@ class CheckpointOrder:
     def early(self) -> Iterator[Checkpoint]:
         """Yield the early ones, least recently used first; end before anything changes."""
         return iter(self._early)
-
-    def late(self) -> Iterator[Checkpoint]:
-        """Yield the others, least recently used first; end before anything changes."""
-        return iter(self._late)

@@ -14,7 +14,7 @@ from kvkeep.core.groups.copies import RowCopy, StateCopy
 require("torch", "torch")
 import torch  # noqa: E402 - after `require`, which says what to install
 
-from kvkeep.core.pages.tensors import PagedTensors  # noqa: E402 - it needs torch as well
+from kvkeep.core.pages.tensors import PagedTensors, zero_pages  # noqa: E402 - as above
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -62,7 +62,7 @@ class GroupedTensors:
         self.plan = plan
         self.num_pages = whole("num_pages", num_pages, 1)
         with torch.inference_mode(mode=False):  # else it could not be written outside of it
-            self._memory = self._allocate(device)
+            self._memory = zero_pages(self.num_pages, plan.page_bytes, device)
         self.device = self._memory.device
         self.parts = tuple(self._parts())
         self._of_layer = {
@@ -141,19 +141,6 @@ class GroupedTensors:
                 f"content is {tuple(content.shape)} of {content.dtype}; uint8 {wanted} is needed"
             )
         self._memory[self._index(pages)] = content.to(self.device)
-
-    def _allocate(self, device: str | torch.device) -> Tensor:
-        shape = (self.num_pages, self.plan.page_bytes)
-        try:
-            if torch.device(device).type == "cpu":  # untouched zero pages cost nothing
-                return torch.from_numpy(np.zeros(shape, np.uint8))
-            return torch.zeros(shape, dtype=torch.uint8, device=device)
-        except (RuntimeError, AssertionError, MemoryError, ValueError) as error:
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            raise InvalidValue(
-                f"no memory for {self.num_pages} pages ({format_bytes(self.nbytes)}) on {device}: "
-                f"{reason}"
-            ) from error
 
     def _parts(self) -> Iterable[LayerPages]:
         geometry, plan = self.plan.geometry, self.plan

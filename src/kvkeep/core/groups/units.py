@@ -45,14 +45,14 @@ class TreeUnits:
 
     def drop(self, pages: PageArray) -> int:
         """Drop the tree's reference to ``pages``; return how many became free."""
-        self.idle -= self._only_tree(pages)
+        self.idle -= self.count_idle(pages)
         self._in_tree[pages] = False
         self.stored -= len(pages)
         return self._pool.release(pages)
 
     def retain(self, pages: PageArray) -> None:
         """Add a sequence's reference."""
-        self.idle -= self._only_tree(pages)
+        self.idle -= self.count_idle(pages)
         self._pool.retain(pages)
 
     def release(self, pages: PageArray) -> None:
@@ -64,7 +64,7 @@ class TreeUnits:
 
     def is_idle(self, pages: PageArray) -> bool:
         """Whether only the tree refers to each of ``pages``."""
-        return self._only_tree(pages) == len(pages)
+        return self.count_idle(pages) == len(pages)
 
     def is_sole(self, pages: PageArray) -> bool:
         """Whether there is one reference to each of ``pages``, that of the caller."""
@@ -72,9 +72,6 @@ class TreeUnits:
 
     def count_idle(self, pages: PageArray) -> int:
         """Return how many of ``pages`` only the tree refers to."""
-        return self._only_tree(pages)
-
-    def _only_tree(self, pages: PageArray) -> int:
         return int(np.count_nonzero(self._in_tree[pages] & (self._pool.references[pages] == 1)))
 
     def check(self, stored: PageArray) -> None:

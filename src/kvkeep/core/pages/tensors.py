@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     Integers = Sequence[int] | npt.NDArray[np.integer] | Tensor
 
-__all__ = ["Layout", "PagedTensors"]
+__all__ = ["Layout", "PagedTensors", "zero_pages"]
 
 Layout = Literal["NHD", "HND"]
 
@@ -102,11 +102,11 @@ class PagedTensors:
         self._carrier = _CARRIERS[self.dtype.itemsize]
         # Tensors made in inference mode cannot be written outside of it.
         with torch.inference_mode(mode=False):
-            if memory is not None:
+            if memory is None:
+                memory = zero_pages(self.num_pages, self.page_bytes, device)
+            else:
                 _check_memory(memory, self.num_pages, self.page_bytes)
-            self._elements = (
-                self._allocate(device) if memory is None else memory.view(self._carrier)
-            )
+            self._elements = memory.view(self._carrier)
             # A GPU moves eight bytes as fast as one.
             wide = self.page_bytes % 8 == 0 and self._elements.stride(0) % 8 == 0
             self._rows = self._elements.view(torch.int64) if wide else self._elements
@@ -280,22 +280,6 @@ class PagedTensors:
         for start, stop, page in runs(index.numpy()):
             self._rows[page : page + stop - start].copy_(rows[start:stop])
 
-    def _allocate(self, device: str | torch.device) -> Tensor:
-        shape = (self.num_pages, self.page_bytes // self._carrier.itemsize)
-        try:
-            if torch.device(device).type == "cpu":
-                # Untouched zero pages cost nothing; torch would write them all.
-                itemsize = self._carrier.itemsize
-                return torch.from_numpy(np.zeros(shape, np.dtype(f"i{itemsize}")))
-            return torch.zeros(shape, dtype=self._carrier, device=device)
-        # An unknown device, or one without room.
-        except (RuntimeError, AssertionError, MemoryError, ValueError) as error:
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            raise InvalidValue(
-                f"no memory for {self.num_pages} pages ({format_bytes(self.nbytes)}) on {device}: "
-                f"{reason}"
-            ) from error
-
     def _views(self) -> tuple[Tensor, Tensor]:
         """Return K and V of all layers, [pages, layers, page_size, heads, dim] in either layout."""
         heads, width = self.geometry.rank_heads, self.geometry.head_dim
@@ -399,6 +383,26 @@ def _element_type(geometry: KVGeometry, dtype: torch.dtype | None) -> torch.dtyp
             "the dtype that is wanted: geometry.with_dtype(...)"
         )
     return dtype
+
+
+def zero_pages(num_pages: int, page_bytes: int, device: str | torch.device) -> Tensor:
+    """Return new memory for pages: uint8 [num_pages, page_bytes], all zero.
+
+    Raises:
+        InvalidValue: an unknown device, or one without room.
+    """
+    shape = (num_pages, page_bytes)
+    try:
+        if torch.device(device).type == "cpu":
+            # Untouched zero pages cost nothing; torch would write them all.
+            return torch.from_numpy(np.zeros(shape, np.uint8))
+        return torch.zeros(shape, dtype=torch.uint8, device=device)
+    except (RuntimeError, AssertionError, MemoryError, ValueError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise InvalidValue(
+            f"no memory for {num_pages} pages ({format_bytes(num_pages * page_bytes)}) on "
+            f"{device}: {reason}"
+        ) from error
 
 
 def _check_memory(memory: Tensor, num_pages: int, page_bytes: int) -> None:
