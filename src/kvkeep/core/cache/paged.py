@@ -103,6 +103,7 @@ class PagedCache:
         reuse: bool = True,
     ) -> None:
         groups = page_size if isinstance(page_size, GroupLayout) else None
+        self.layout = groups
         tokens = page_size.page_size if isinstance(page_size, GroupLayout) else page_size
         self.page_size = whole("page_size", tokens, 1, _MAX_PAGE_SIZE)
         pool = PagePool(num_pages)

@@ -133,6 +133,23 @@ class RowTables:
             pages = pages[count * width :]
         self.length = length
 
+    def replace(self, pages: PageArray, firsts: list[int], length: int) -> None:
+        """Replace all rows by new ones, made of ``pages``.
+
+        They are those of the pages from ``firsts``, of each window, to ``length``.
+        """
+        old = list(self.live())
+        self.length, self._first = length, firsts
+        for window, (first, width) in enumerate(
+            zip(firsts, self._board.layout.widths, strict=True)
+        ):
+            count = (length - first) * width
+            self._rows[window] = rows = no_rows(length, width)
+            rows[first:] = pages[:count].reshape(-1, width)
+            pages = pages[count:]
+        for gone in old:
+            self._board.units.release(gone)
+
     def has(self, window: int, row: PageArray) -> bool:
         """Whether ``row`` is in the table of a window."""
         return bool((self._rows[window][: self.length, 0] == row[0]).any())

@@ -52,6 +52,11 @@ class CheckpointPlan:
         passed = max(0, position - self._last * size) // step + 1
         return [*planned, self._last * size + passed * step]
 
+    def branch(self, page: int, position: int) -> None:
+        """Plan a branch at ``page``, if it lies behind token ``position`` in the prompt."""
+        if position < page * self._layout.page_size and page <= self._last:
+            self._kinds[page] = "branch"
+
     def reached(self, page: int) -> CheckpointKind:
         """Return the kind of the checkpoint at ``page``, which is no longer planned."""
         return self._kinds.pop(page, "end")

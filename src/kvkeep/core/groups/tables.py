@@ -115,6 +115,17 @@ class SequenceGroups:
     def _keeps_states(self) -> bool:
         return self.state is not None and self._pages.reuse
 
+    def expect(self, position: int) -> None:
+        """Plan a checkpoint where another prompt will leave this one, as it is known beforehand.
+
+        It is planned at the last position, up to token ``position``, at which one can be. Does
+        nothing for a position that is computed already, or that is not in the prompt.
+        """
+        with self._pages:
+            self._check_open("plan for")
+            position = whole("the position to expect, in tokens,", position, 0)
+            self._plan.branch(self._board.layout.floor(position // self._size), self.position)
+
     # --- passes ----------------------------------------------------------------------------------
 
     def copies(self) -> list[RowCopy | StateCopy]:
@@ -145,6 +156,28 @@ class SequenceGroups:
                 self._copies.add(RowCopy(window, rows.exchange(window, at, row), row, offset))
             rows.extend(pages, fresh)
             self.position = stop
+
+    def load(self, position: int) -> None:
+        """Go on at ``position``, whose KV and state the engine reads from elsewhere.
+
+        Allocates the rows that are attended to from there on. The engine fills these, the base
+        pages up to ``position``, and the running state; then it may leave a `checkpoint` there.
+        Raises `OutOfPages`, and `InvalidValue` for a position that is computed already.
+        """
+        with self._pages:
+            self._check_open("load KV for")
+            position = whole("the position to load, in tokens,", position, self.position + 1)
+            self._copies.finish()
+            self._copies.drop()
+            layout = self._board.layout
+            length = -(-position // self._size)
+            firsts = [spec.first_needed(position, self._size) for spec in layout.windows]
+            counts = [length - first for first in firsts]
+            pages = self._pages.take(
+                sum(count * width for count, width in zip(counts, layout.widths, strict=True))
+            )
+            self._rows.replace(pages, firsts, length)
+            self.position = position
 
     def checkpoint(self, position: int) -> StateCopy | None:
         """Keep the state at ``position``, where the last pass ended, for later requests.

@@ -52,6 +52,7 @@ class Answer:
         self.sequence: Sequence | None = None
         self.computed = 0
         self.drafts: list[int] = []
+        self.checkpoint: int | None = None  # where its pass ends, if it leaves one there
         self.logits: torch.Tensor | None = None  # of a beam, until all beams have theirs
         # A search stores its prompt alone, not all the beams that it tried.
         prompt_tokens = len(request.prompt)
@@ -127,6 +128,15 @@ class Answer:
         other.sequence = self.running_sequence.fork()
         other.computed = self.computed
         other.trail = self.trail.fork()
+        return other
+
+    def follow(self, index: int, next_token: int) -> Answer:
+        """Return an answer that continues this one and takes over its sequence: this one ends."""
+        other = Answer(self.request, index)
+        other.generated = [*self.generated, next_token]
+        other.sequence, self.sequence = self.running_sequence, None
+        other.computed = self.computed
+        other.trail = self.trail
         return other
 
     # --- choosing ----------------------------------------------------------------------------

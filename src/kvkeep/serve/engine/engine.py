@@ -15,6 +15,8 @@ from kvkeep.serve.engine.checks import RequestChecks
 from kvkeep.serve.engine.limits import Limits
 from kvkeep.serve.engine.offload.offload import Offload
 from kvkeep.serve.engine.params import SamplingParams
+from kvkeep.serve.engine.passes import GroupPasses
+from kvkeep.serve.engine.planning import PassPlanner
 from kvkeep.serve.engine.request import CacheUse, Request
 from kvkeep.serve.engine.scheduler import Scheduler
 from kvkeep.serve.engine.stats import EngineStats
@@ -84,6 +86,11 @@ class Engine:
                 f"the cache has {theirs[0]} pages of {theirs[1]} tokens and the runner {ours[0]} "
                 f"of {ours[1]}; give both the same"
             )
+        if cache.layout != runner.layout:
+            raise InvalidValue(
+                f"the cache was made with {cache.layout or cache.page_size}, and this model needs "
+                f"PagedCache({runner.num_pages}, {runner.layout or runner.page_size})"
+            )
         cache.bind(runner.tensors)
         self.runner = runner
         self.cache = cache
@@ -103,8 +110,24 @@ class Engine:
             self._offload = Offload(
                 store, runner, cache, self._stats, timeout=load_timeout, notifier=self._notifier
             )
-        self._scheduler = Scheduler(cache, limits, self._stats, self._offload, self._notifier)
-        self._step = EngineStep(runner, self._scheduler, self._stats, self._offload, self._notifier)
+        passes = None if runner.layout is None else GroupPasses(runner.plan, runner.layout)
+        self._scheduler = Scheduler(
+            cache,
+            limits,
+            self._stats,
+            self._offload,
+            notifier=self._notifier,
+            passes=passes,
+        )
+        self._step = EngineStep(
+            runner,
+            self._scheduler,
+            PassPlanner(self._scheduler, limits, passes),
+            self._stats,
+            offload=self._offload,
+            notifier=self._notifier,
+            passes=passes,
+        )
         runner.serve(cache)
 
     # --- requests ----------------------------------------------------------------------------

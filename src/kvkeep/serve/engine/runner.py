@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import IllegalStep, InvalidValue
 from kvkeep.core.geometry import KVGeometry
+from kvkeep.core.groups import GroupPlan
 from kvkeep.core.pages.tensors import PagedTensors
 from kvkeep.serve.engine import linear, loading, probe
 from kvkeep.serve.engine.attention import flash
@@ -65,6 +66,8 @@ class Runner:
         self.device = model.device
         self.num_pages = num_pages
         self.page_size = page_size
+        self.plan = GroupPlan(geometry, page_size)
+        self.layout = self.plan.layout
         self.vocabulary = loading.vocabulary(model)
         self.end_tokens = loading.end_tokens(model)
         self.context_tokens = loading.context_tokens(model.config)

@@ -1,6 +1,6 @@
-"""`Scheduler`: chooses the answers that the next step computes, and the tokens of each.
+"""`Scheduler`: the answers that wait, and those that run.
 
-    waiting ──admit──▶ running ──grow──▶ chunks ──(a forward pass)──▶ …
+    waiting ──admit──▶ running ──(`PassPlanner`)──▶ a forward pass ──▶ …
        ▲                  │
        └────preempt───────┘   the youngest, when pages run out
 
@@ -27,27 +27,16 @@ if TYPE_CHECKING:
     from kvkeep.core.cache import PagedCache
     from kvkeep.serve.engine.limits import Limits
     from kvkeep.serve.engine.offload.offload import Offload
+    from kvkeep.serve.engine.passes import GroupPasses
     from kvkeep.serve.engine.request import Request
     from kvkeep.serve.engine.stats import EngineStats
 
-__all__ = ["Chunk", "Refused", "Scheduler"]
+__all__ = ["Refused", "Scheduler"]
 
 # Waiting answers, from the front of the queue, that are ranked by their cached prefix.
 _LOOK_AHEAD = 64
 # Steps until admission is tried again after it failed: other users of the cache may free pages.
 _PATIENCE = 16
-
-
-class Chunk(NamedTuple):
-    """Tokens ``start`` … ``stop - 1`` of an answer's sequence, to be computed in this step.
-
-    The last ``outputs`` of them need logits: none in the middle of a prompt.
-    """
-
-    answer: Answer
-    start: int
-    stop: int
-    outputs: int
 
 
 class Refused(NamedTuple):
@@ -70,7 +59,9 @@ class Scheduler:
         limits: Limits,
         stats: EngineStats,
         offload: Offload | None,
+        *,
         notifier: Notifier | None = None,
+        passes: GroupPasses | None = None,
     ) -> None:
         self.requests: dict[int, Request] = {}
         """Requests that have not ended, by id."""
@@ -81,6 +72,7 @@ class Scheduler:
         self._stats = stats
         self._offload = offload
         self._notifier = notifier or Notifier()
+        self._passes = passes  # None: every layer keeps every token
         self._watermark = ceil(limits.watermark * cache.num_pages)
         self._blocked = 0  # steps without admission, unless an answer frees pages
 
@@ -90,7 +82,7 @@ class Scheduler:
         """Queue a new request."""
         self.requests[request.id] = request
         for answer in request.live:
-            self._wait(answer)
+            self.wait(answer)
 
     def leave(self, request: Request) -> None:
         """Remove a request and all its answers."""
@@ -99,13 +91,21 @@ class Scheduler:
             self.remove(answer)
         request.live = []
 
-    def _wait(self, answer: Answer) -> None:
+    def wait(self, answer: Answer) -> None:
+        """Queue an answer, which has no sequence."""
         insort(self.waiting, answer, key=BY_ARRIVAL)
 
     def run(self, answer: Answer) -> None:
         """Add ``answer``, which has a sequence, to the running answers."""
         assert answer.sequence is not None
         insort(self.running, answer, key=BY_ARRIVAL)
+
+    def replace(self, answer: Answer, other: Answer) -> None:
+        """Let ``other``, which took over the sequence of ``answer``, run in its place."""
+        if self._offload is not None:
+            self._offload.cancel(answer)
+        self.running.remove(answer)
+        self.run(other)
 
     def remove(self, answer: Answer) -> None:
         """Remove ``answer`` and free its pages; pages that it published stay cached."""
@@ -119,7 +119,15 @@ class Scheduler:
         answer.sequence = None
         self._blocked = 0
 
-    def _preempt(self, answer: Answer) -> None:
+    def preempt_for(self, request: Request) -> bool:
+        """Preempt the youngest answer of another, younger request; return whether there was one."""
+        victim = self.running[-1]
+        if victim.request.id <= request.id:
+            return False
+        self.preempt(victim)
+        return True
+
+    def preempt(self, answer: Answer) -> None:
         """Move ``answer`` back to the queue; pages that stay cached are not computed again.
 
         A beam search restarts behind its prompt: beams run only together, and without the pages
@@ -129,7 +137,7 @@ class Scheduler:
         if request.search is None:
             self.remove(answer)
             answer.computed, answer.drafts = 0, []
-            self._wait(answer)
+            self.wait(answer)
             self._stats.preempted += 1
             return
         for beam in request.live:
@@ -139,7 +147,7 @@ class Scheduler:
         first = Answer(request, 0)
         first.overtaken = self._limits.max_overtaken  # it has run before, so it is next
         request.live = [first]
-        self._wait(first)
+        self.wait(first)
 
     # --- admission ---------------------------------------------------------------------------
 
@@ -200,21 +208,30 @@ class Scheduler:
             return False
         mine = answer.tokens()
         namespace, size = answer.request.namespace, self._cache.page_size
-        shared = 0
+        shared, first = 0, None
         for other in self.running:
             request = other.request
             if not other.decoding and request.store and request.namespace == namespace:
-                common = common_length(mine, request.prompt) // size * size
-                if common > other.computed:
-                    shared = max(shared, common)
-        if not shared or self._is_urgent(answer):
+                common = self._reusable(common_length(mine, request.prompt), len(mine))
+                if common > max(other.computed, shared):
+                    shared, first = common, other
+        if first is None or self._is_urgent(answer):
             return False
         if shared - self._cached(answer) < size:
             return False
+        if self._passes is not None:
+            self._passes.expect(first, shared)
         if not answer.deferred:
             answer.deferred = True
             self._stats.deferred += 1
         return True
+
+    def _reusable(self, common: int, tokens: int) -> int:
+        """Return how much of ``common`` first tokens a prompt of ``tokens`` can reuse."""
+        if self._passes is None:
+            size = self._cache.page_size
+            return common // size * size
+        return self._passes.resumable(min(common, tokens - 1))
 
     def _open(self, answer: Answer) -> None:
         request = answer.request
@@ -222,6 +239,9 @@ class Scheduler:
         if self.running:
             # Each running answer soon needs a page more, and each answer of this one its own.
             reserve = self._watermark + len(self.running) + answer.slots - 1
+            if self._passes is not None:
+                reserve += self._passes.row_pages(answer.num_tokens)
+                reserve += self._passes.fork_pages * (answer.slots - 1)
         observed = bool(self._notifier.observers)
         began = perf_counter() if observed else 0.0
         answer.sequence = self._cache.open(
@@ -260,83 +280,6 @@ class Scheduler:
             self._offload.admitted(answer)
 
     # --- a step ------------------------------------------------------------------------------
-
-    def grow(self) -> list[Answer]:
-        """Append the newest token and drafts to each decoding answer's sequence, oldest first.
-
-        Preempts the youngest when pages run out. Returns answers that cannot grow although no
-        other is left to preempt: they have reached their greatest length.
-        """
-        spare = self._limits.step_tokens - sum(answer.decoding for answer in self.running)
-        stuck: list[Answer] = []
-        position = 0
-        while position < len(self.running):
-            answer = self.running[position]
-            if answer.pending:
-                drafted = self._append(answer, spare)
-                if drafted is None:
-                    victim = self.running[-1]
-                    if victim.request is answer.request and self._alone(answer):
-                        stuck.append(answer)
-                        position += 1
-                    else:
-                        self._preempt(victim)
-                    continue
-                spare -= drafted
-            position += 1
-        return stuck
-
-    def _alone(self, answer: Answer) -> bool:
-        """Whether no other answer can be preempted; a beam cannot preempt beams of its search."""
-        if answer.request.search is not None:
-            return self.running[0].request is answer.request
-        return len(self.running) == 1
-
-    def _append(self, answer: Answer, spare: int) -> int | None:
-        """Append the newest token and drafts; return the number of drafts, None if out of pages."""
-        sequence = answer.running_sequence
-        newest = answer.generated[-1]
-        drafts = answer.propose(spare)
-        if drafts:
-            try:
-                sequence.append([newest, *drafts])
-            except OutOfPages:
-                pass  # preempt no answer for drafts: try without them
-            else:
-                answer.drafts = drafts
-                return len(drafts)
-        try:
-            sequence.append(newest)
-        except OutOfPages:
-            return None
-        return 0
-
-    def chunks(self) -> list[Chunk]:
-        """Return the chunks to compute: newest tokens of decoding answers, then prompts in order.
-
-        Answers whose prompts are being loaded are left out.
-        """
-        chunks: list[Chunk] = []
-        prompts: list[Answer] = []
-        budget = self._limits.step_tokens
-        for answer in self.running:
-            sequence = answer.running_sequence
-            if answer.loading:
-                continue
-            if not answer.decoding:
-                prompts.append(answer)
-            elif answer.computed < sequence.num_tokens:
-                chunk = Chunk(answer, answer.computed, sequence.num_tokens, 1 + len(answer.drafts))
-                chunks.append(chunk)
-                budget -= chunk.stop - chunk.start
-        for answer in prompts:
-            if budget <= 0:
-                break
-            stop = min(answer.computed + budget, answer.num_tokens)
-            outputs = 1 if stop == answer.num_tokens else 0
-            chunks.append(Chunk(answer, answer.computed, stop, outputs))
-            budget -= stop - answer.computed
-        return chunks
 
     def searches_to_advance(self) -> Iterator[Request]:
         """Yield beam searches of which every beam has its logits."""

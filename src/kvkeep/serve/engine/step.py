@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvkeep.core.errors import OutOfPages
 from kvkeep.observe.usage import Notifier, PromptComputed
 from kvkeep.serve.engine.answer import BY_ARRIVAL, Answer
 from kvkeep.serve.engine.attention.batch import Piece
@@ -23,11 +24,14 @@ from kvkeep.serve.engine.sampling import choose
 
 if TYPE_CHECKING:
     from kvkeep.observe.usage import RequestEnded
+    from kvkeep.serve.engine.beams import Pick
     from kvkeep.serve.engine.logprobs import TokenLogprob
     from kvkeep.serve.engine.offload.offload import Offload
     from kvkeep.serve.engine.request import Request
     from kvkeep.serve.engine.runner import Runner
-    from kvkeep.serve.engine.scheduler import Chunk, Scheduler
+    from kvkeep.serve.engine.passes import GroupPasses
+    from kvkeep.serve.engine.planning import Chunk, PassPlanner
+    from kvkeep.serve.engine.scheduler import Scheduler
     from kvkeep.serve.engine.stats import EngineStats
 
 __all__ = ["EngineStep"]
@@ -42,12 +46,17 @@ class EngineStep:
         self,
         runner: Runner,
         scheduler: Scheduler,
+        planner: PassPlanner,
         stats: EngineStats,
+        *,
         offload: Offload | None,
         notifier: Notifier | None = None,
+        passes: GroupPasses | None = None,
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler
+        self._planner = planner
+        self._passes = passes
         self._stats = stats
         self._offload = offload
         self._notifier = notifier or Notifier()
@@ -66,15 +75,18 @@ class EngineStep:
         return deltas
 
     def _run(self, deltas: list[Delta]) -> None:
-        scheduler = self._scheduler
+        scheduler, planner = self._scheduler, self._planner
         refused = scheduler.admit()
         if refused is not None:
             deltas.append(self._fail(refused.answer.request, refused.error))
         if self._offload is not None:
             self._offload.receive(scheduler.running)
-        for answer in scheduler.grow():
+        for answer in planner.grow():
             self._end_stuck(answer, deltas)
-        chunks = scheduler.chunks()
+        chunks = planner.chunks()
+        while planner.refused:
+            stopped = planner.refused.pop()
+            deltas.append(self._fail(stopped.answer.request, stopped.error))
         if chunks:
             try:
                 self._compute(chunks, deltas)
@@ -87,7 +99,8 @@ class EngineStep:
                     if request.id in scheduler.requests
                 )
         else:
-            assert all(answer.loading for answer in scheduler.running), "a runnable answer was idle"
+            idle = all(answer.loading for answer in scheduler.running)
+            assert idle or self._passes is not None, "a runnable answer was idle"
             if self._offload is not None and scheduler.requests:
                 self._offload.pause()
 
@@ -95,24 +108,23 @@ class EngineStep:
         runner, observed = self._runner, bool(self._notifier.observers)
         began = perf_counter() if observed else 0.0
         sequences = [chunk.answer.running_sequence for chunk in chunks]
+        if self._passes is not None:
+            runner.copy(self._passes.copies())
         runner.copy([copy for sequence in sequences for copy in sequence.copies()])
-        logits = runner.forward(
-            [
-                Piece(sequence.tokens[start:stop], start, sequence.pages, outputs)
-                for sequence, (_, start, stop, outputs) in zip(sequences, chunks, strict=True)
-            ]
-        )
+        logits = runner.forward([_piece(chunk) for chunk in chunks])
         self._stats.steps += 1
         self._stats.computed_tokens += sum(chunk.stop - chunk.start for chunk in chunks)
         for chunk in chunks:
             chunk.answer.computed = chunk.stop
             if not chunk.answer.drafts:  # drafts are published once they are verified
+                self._checkpoint(chunk.answer)
                 self._publish(chunk.answer)
         self._choose(chunks, logits, deltas)
         if observed:
             self._report_computed(chunks, perf_counter() - began)
         for request in list(self._scheduler.searches_to_advance()):
-            self._advance_beams(request, deltas)
+            if request.live[0].has_logits:  # not preempted for one before it
+                self._advance_beams(request, deltas)
 
     def _report_computed(self, chunks: list[Chunk], seconds: float) -> None:
         """Report the prompt tokens computed of each request, with their share of the step."""
@@ -126,6 +138,11 @@ class EngineStep:
                 computed[request.id] = request, before + tokens
         for request, tokens in computed.values():
             self._notifier.emit(PromptComputed(request.record, tokens, share * tokens))
+
+    def _checkpoint(self, answer: Answer) -> None:
+        """Copy the state, if a checkpoint was planned at the end of the pass."""
+        if self._passes is not None and (copy := self._passes.ended(answer)) is not None:
+            self._runner.copy([copy])
 
     def _publish(self, answer: Answer) -> None:
         """Publish computed full pages to the cache, and hand full blocks to the store."""
@@ -174,11 +191,24 @@ class EngineStep:
         request = answer.request
         if request.forked or request.params.width == 1:
             return [answer]
+        forks = [answer]
         for index in range(1, request.params.width):
-            other = answer.fork(index)
+            other = self._fork(answer, index)
             request.live.append(other)
-            self._scheduler.run(other)
-        return request.live.copy()
+            if other.sequence is None:
+                self._scheduler.wait(other)
+            else:
+                self._scheduler.run(other)
+                forks.append(other)
+        return forks
+
+    @staticmethod
+    def _fork(answer: Answer, index: int) -> Answer:
+        """Return a fork, or one that computes the prompt again if there is no room for a state."""
+        try:
+            return answer.fork(index)
+        except OutOfPages:
+            return Answer(answer.request, index)
 
     def _take(
         self,
@@ -202,7 +232,10 @@ class EngineStep:
             sequence = answer.running_sequence
             sequence.truncate(sequence.num_tokens - len(drafts) + taken - 1)
             answer.computed = sequence.num_tokens
+            if self._passes is not None:
+                answer.computed = self._passes.verified(answer)
             answer.verified_drafts(taken - 1)
+            self._checkpoint(answer)
             self._publish(answer)
         self._emit(answer, deltas)
 
@@ -271,15 +304,49 @@ class EngineStep:
         picks = search.advance(logits) if request.forked else search.start(logits[0])
         request.first_token_now()
         self._stats.generated_tokens += len(picks)
-        request.live = [
-            parents[pick.parent].fork(index, pick.token) for index, pick in enumerate(picks)
-        ]
-        for parent in parents:
-            self._scheduler.remove(parent)
-        for beam in request.live:
-            self._scheduler.run(beam)
+        try:
+            self._replace_beams(request, parents, picks)
+        except OutOfPages:  # there is no room for the state of a fork
+            self._end_search(request, deltas)
+            return
         if search.done:
             self._end_search(request, deltas)
+
+    def _replace_beams(self, request: Request, parents: list[Answer], picks: list[Pick]) -> None:
+        """Fork the beams; the last pick of each takes over its sequence.
+
+        Preempts younger requests for room, and raises `OutOfPages` if there is still none; the
+        beams are then as they were.
+        """
+        scheduler = self._scheduler
+        last = {pick.parent: index for index, pick in enumerate(picks)}
+        forks: dict[int, Answer] = {}
+        try:
+            for index, pick in enumerate(picks):
+                while index != last[pick.parent] and index not in forks:
+                    try:
+                        forks[index] = parents[pick.parent].fork(index, pick.token)
+                    except OutOfPages:
+                        if not scheduler.preempt_for(request):
+                            raise
+        except OutOfPages:
+            for beam in forks.values():
+                beam.running_sequence.close()
+            raise
+        beams: list[Answer] = []
+        for index, pick in enumerate(picks):
+            beam = forks.get(index)
+            if beam is None:
+                parent = parents[pick.parent]
+                beam = parent.follow(index, pick.token)
+                scheduler.replace(parent, beam)
+            else:
+                scheduler.run(beam)
+            beams.append(beam)
+        for parent in parents:
+            if parent.sequence is not None:
+                scheduler.remove(parent)
+        request.live = beams
 
     def _end_search(self, request: Request, deltas: list[Delta]) -> None:
         """End a beam search with the best hypotheses it has found."""
@@ -294,6 +361,15 @@ class EngineStep:
                 answer.finish("length")
             best.append(answer)
         self._end_ranked(request, best, deltas)
+
+
+def _piece(chunk: Chunk) -> Piece:
+    answer, start, stop, outputs = chunk
+    sequence = answer.running_sequence
+    tokens, groups = sequence.tokens[start:stop], sequence.groups
+    if groups is None:
+        return Piece(tokens, start, sequence.pages, outputs)
+    return Piece(tokens, start, sequence.pages, outputs, rows=groups.tables, state=groups.state)
 
 
 def _logits(beam: Answer) -> torch.Tensor:

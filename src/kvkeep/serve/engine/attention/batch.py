@@ -54,6 +54,8 @@ class Piece:
     start: int
     pages: IntArray
     outputs: int = 1
+    rows: Sequence[IntArray] = ()
+    state: IntArray | None = None
 
     def __post_init__(self) -> None:
         assert len(self.tokens) > 0, "a piece has at least one token"

@@ -1,0 +1,107 @@
+"""Sequences whose beginning is read from elsewhere, on memory of tags."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+from symbolic import SymbolicEngine
+from test_machine import LAYOUTS
+
+from kvkeep.core.errors import IllegalStep, InvalidValue, OutOfPages
+from kvkeep.core.groups import GroupLayout, WindowSpec
+
+if TYPE_CHECKING:
+    from kvkeep import Sequence
+
+
+def load(engine: SymbolicEngine, seq: Sequence, position: int) -> None:
+    """Fill all that computing on from ``position`` reads, as an engine does from a store."""
+    groups = seq.groups
+    assert groups is not None
+    engine.make(seq)
+    groups.load(position)
+    tokens, salt = seq.tokens.tolist(), str(seq.namespace)
+    for at in range(position):
+        page, offset = divmod(at, engine.size)
+        if at >= seq.num_published:
+            engine.slots[seq.pages[page], offset] = engine.tag("base", tokens, at, salt)
+            engine.states.pop(int(seq.pages[page]), None)
+        for window, table in enumerate(groups.tables):
+            for part in table[page].tolist():
+                if part >= 0:
+                    engine.states.pop(part, None)
+                    engine.slots[part, offset] = engine.tag(window, tokens, at, salt)
+    if groups.state is not None:
+        engine.write_state(groups.state, engine.tag("state", tokens, position - 1, salt))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_prompts_that_are_loaded_in_part(name: str) -> None:
+    layout, rng, loads = LAYOUTS[name], random.Random(name), 0
+    kept: list[Sequence] = []
+    engine = SymbolicEngine(400, layout)
+    step = layout.grid * layout.page_size
+    prompts = [[rng.randrange(3) for _ in range(rng.randrange(1, 40))] for _ in range(6)]
+    for _ in range(120):
+        trunk = rng.choice(prompts)
+        prompt = [*trunk[: rng.randrange(1, len(trunk) + 1)], *rng.choices(range(3), k=7)]
+        prompts[rng.randrange(6)] = prompt
+        try:
+            seq = engine.cache.open(prompt)
+        except OutOfPages:
+            continue
+        assert seq.groups is not None
+        last = len(prompt) - 1
+        position = last // step * step if layout.state is not None else rng.randrange(last + 1)
+        if position > seq.groups.position:
+            load(engine, seq, position)
+            loads += 1
+            if position % step == 0:
+                copy = seq.groups.checkpoint(position)
+                if copy is not None:
+                    engine.copy_state(copy)
+            engine.cache.check()
+            seq.publish(position)
+        engine.finish(seq, rng.randrange(1, 30))
+        engine.cache.check()
+        kept.append(seq)
+        if len(kept) > 2:
+            kept.pop(rng.randrange(3)).close()
+    assert loads > 50
+
+
+def test_what_was_loaded_is_found_again() -> None:
+    for layout in LAYOUTS.values():
+        engine = SymbolicEngine(120, layout)
+        prompt = list(range(25))
+        seq = engine.cache.open(prompt)
+        load(engine, seq, 24)
+        assert seq.groups is not None
+        copy = seq.groups.checkpoint(24)
+        if copy is not None:
+            engine.copy_state(copy)
+        seq.publish(24)
+        seq.close()
+        assert engine.cache.match(prompt).num_tokens == 24
+        engine.finish(engine.cache.open(prompt))
+        engine.cache.check()
+
+
+def test_a_load_that_does_not_fit_changes_nothing() -> None:
+    layout = GroupLayout(4, (WindowSpec(64),))
+    engine = SymbolicEngine(24, layout)
+    seq = engine.cache.open(list(range(80)))
+    assert seq.groups is not None
+    with pytest.raises(OutOfPages):
+        seq.groups.load(79)
+    assert seq.groups.position == 0
+    engine.cache.check()
+    for wrong in (0, -1, "8"):
+        with pytest.raises(InvalidValue, match="position to load"):
+            seq.groups.load(wrong)  # type: ignore[arg-type]
+    groups = seq.groups
+    seq.close()
+    with pytest.raises(IllegalStep, match="closed"):
+        groups.load(4)
