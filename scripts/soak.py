@@ -234,7 +234,6 @@ def serve(args: argparse.Namespace) -> None:
     import asyncio  # noqa: PLC0415
 
     from faults import FaultyBackend  # noqa: PLC0415
-    from kvkeep.core.cache import PagedCache  # noqa: PLC0415
     from kvkeep.serve.engine import Engine, Limits, Runner, Tokenizer  # noqa: PLC0415
     from kvkeep.serve.models import bundled_model  # noqa: PLC0415
     from kvkeep.serve.server import Listener, ServerSettings, bind, create_app, url_of  # noqa: PLC0415
@@ -250,7 +249,7 @@ def serve(args: argparse.Namespace) -> None:
     store = KVStore(runner.geometry, model="soak@1", tiers=["memory://8MiB", disk], block_tokens=64)
     engine = Engine(
         runner,
-        PagedCache(runner.num_pages, runner.page_size, eviction="adaptive", what_if=0.1),
+        runner.cache(eviction="adaptive", what_if=0.1),
         Tokenizer.load(bundled_model()),
         limits=Limits(max_running=8, max_waiting=64),
         store=store,
@@ -314,7 +313,6 @@ class ServerPart(Part):
 
     def _alone(self) -> list[str]:
         """Return the answers of an engine without reuse."""
-        from kvkeep.core.cache import PagedCache  # noqa: PLC0415
         from kvkeep.serve.engine import Engine, Runner, SamplingParams, Tokenizer  # noqa: PLC0415
         from kvkeep.serve.models import bundled_model  # noqa: PLC0415
 
@@ -323,7 +321,7 @@ class ServerPart(Part):
         )
         engine = Engine(
             runner,
-            PagedCache(runner.num_pages, runner.page_size, reuse=False),
+            runner.cache(reuse=False),
             Tokenizer.load(bundled_model()),
         )
         params = SamplingParams(max_tokens=ANSWER_TOKENS, ignore_eos=True)

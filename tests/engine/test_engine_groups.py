@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from symbolic_runner import VOCABULARY, SymbolicRunner, alone
 
 from kvkeep.core.cache import PagedCache
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.groups import GroupLayout, StateSpec, WindowSpec
 from kvkeep.serve.engine import Engine, Limits, SamplingParams
-
-from symbolic_runner import VOCABULARY, SymbolicRunner, alone
 
 PAGE = 4
 LAYOUTS = {
@@ -64,7 +63,7 @@ def requests(draw):
 def test_every_answer_is_what_it_would_be_alone(
     *, name, asked, joins, aborts, max_running, step_tokens, held
 ):
-    runner, cache, engine = make(name, 160, max_running=max_running, step_tokens=step_tokens)
+    _, cache, engine = make(name, 160, max_running=max_running, step_tokens=step_tokens)
     other = cache.open(np.zeros(held * PAGE, np.int32), "held") if held else None
     running, deltas, step = {}, {}, 0
     todo = sorted(
@@ -123,7 +122,9 @@ def test_a_second_turn_computes_little(name):
 def test_prompts_that_arrive_together_compute_what_they_share_once(name):
     runner, cache, engine = make(name, 600)
     trunk = np.random.default_rng(4).integers(0, VOCABULARY, 48).tolist()
-    prompts = [[*trunk, *np.random.default_rng(seed).integers(0, VOCABULARY, 9)] for seed in range(5)]
+    prompts = [
+        [*trunk, *np.random.default_rng(seed).integers(0, VOCABULARY, 9)] for seed in range(5)
+    ]
     engine.generate(prompts, SamplingParams(max_tokens=1))
     assert runner.computed == 48 + 5 * 9
     cache.check()
@@ -131,7 +132,7 @@ def test_prompts_that_arrive_together_compute_what_they_share_once(name):
 
 def test_drafts_are_verified_and_rejected():
     for name in LAYOUTS:
-        runner, _, engine = make(name, 400)
+        _, _, engine = make(name, 400)
         prompt = [1, 2, 3, 4] * 9
         (done,) = engine.generate([prompt], SamplingParams(max_tokens=40, draft_tokens=3))
         assert list(done.choices[0].tokens) == alone(prompt, 40)

@@ -178,7 +178,7 @@ def serve(folder, tokens, *, store=True, meanwhile=None):
         meanwhile()
     tier = f"file://{folder.parent}/store?size=256MiB"
     opened = open_store(args, runner, name="model", tiers=[tier]) if store else None
-    engine = Engine(runner, PagedCache(runner.num_pages, 16), tokenizer, store=opened)
+    engine = Engine(runner, runner.cache(), tokenizer, store=opened)
     completion = answer(engine, tokens)
     engine.close()
     if opened is not None:

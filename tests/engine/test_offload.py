@@ -158,7 +158,7 @@ class House:
             self.bench.runner.tensors.k(layer).fill_(1e3)
             self.bench.runner.tensors.v(layer).fill_(1e3)
         runner = Watched(self.bench.runner)
-        cache = cache or PagedCache(runner.num_pages, runner.page_size)
+        cache = cache or runner.cache()
         engine = Engine(
             runner, cache, limits=Limits(**limits), store=self.store, load_timeout=load_timeout
         )

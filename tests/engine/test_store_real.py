@@ -36,7 +36,7 @@ class House:
         for layer in range(runner.geometry.layers):
             runner.tensors.k(layer).fill_(1e3)
             runner.tensors.v(layer).fill_(1e3)
-        cache = PagedCache(runner.num_pages, runner.page_size)
+        cache = runner.cache()
         before = set(threading.enumerate())
         with self.store(**more) as store:
             engine = Engine(
@@ -135,7 +135,7 @@ def test_files_that_vanish_while_it_runs(make_house, prompt, tmp_path):
         for file in tmp_path.rglob("*"):
             if file.is_file() and file.stat().st_size > 8192:
                 file.unlink()
-        engine = Engine(runner, PagedCache(runner.num_pages, PAGE), store=store)
+        engine = Engine(runner, runner.cache(), store=store)
         (answer,) = engine.generate([text], SamplingParams(max_tokens=6))
         assert [*answer.tokens] == house.bench.greedy(text, 6)
         assert engine.close()
@@ -184,7 +184,7 @@ def test_what_the_pool_always_has_is_in_use_below(make_house, prompt):
     texts = [np.concatenate((system, prompt(BLOCK, at + 2))) for at in range(16)]
     with house.store() as store:
         runner = house.bench.runner
-        engine = Engine(runner, PagedCache(runner.num_pages, runner.page_size), store=store)
+        engine = Engine(runner, runner.cache(), store=store)
         for text in texts:
             engine.generate([text], SamplingParams(max_tokens=2))
         engine.close()

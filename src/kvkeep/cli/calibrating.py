@@ -84,7 +84,6 @@ def measure_engine(args: argparse.Namespace, wanted: Sequence[int] | None) -> Re
 
     Raises `InvalidValue` for lengths that the model or the memory cannot take.
     """
-    from kvkeep.core.cache import PagedCache  # noqa: PLC0415
     from kvkeep.serve.engine import Engine, SamplingParams  # noqa: PLC0415 - seconds, for torch
 
     runner, _ = load(args, dtype=args.dtype)
@@ -94,7 +93,7 @@ def measure_engine(args: argparse.Namespace, wanted: Sequence[int] | None) -> Re
             f"a prompt with {args.decode} tokens of its answer can have {runner.max_tokens} tokens "
             "here; use shorter --lengths or more --memory"
         )
-    cache = PagedCache(runner.num_pages, runner.page_size)
+    cache = runner.cache()
     engine = Engine(runner, cache)
     rng = random.Random(0)  # noqa: S311 - prompts, no secrets
 

@@ -141,7 +141,6 @@ def _tiers(args: argparse.Namespace) -> Iterator[list[str]]:
 def _service(args: argparse.Namespace, name: str, tiers: list[str]) -> Iterator[tuple[Engine, str]]:
     """Serve a new engine over ``tiers``; yield the engine and its URL."""
     with progress("starting"):
-        from kvkeep.core.cache import PagedCache  # noqa: PLC0415
         from kvkeep.serve.engine import Engine  # noqa: PLC0415 - seconds, for torch
 
         require(
@@ -150,7 +149,7 @@ def _service(args: argparse.Namespace, name: str, tiers: list[str]) -> Iterator[
     # float32: in half precision the order of summation can decide between two close logits.
     runner, tokenizer = load(args, dtype="float32")
     with open_store(args, runner, name=name, tiers=tiers) as store:
-        cache = PagedCache(runner.num_pages, runner.page_size)
+        cache = runner.cache()
         engine = Engine(runner, cache, tokenizer, store=store)
         with serving(engine, name) as url:
             yield engine, url

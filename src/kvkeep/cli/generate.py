@@ -88,7 +88,6 @@ def run(args: argparse.Namespace) -> int:
     """Generate, and print the completions."""
     choose_threads(args)
     with progress("starting"):
-        from kvkeep.core.cache import PagedCache  # noqa: PLC0415
         from kvkeep.serve.engine import Engine, SamplingParams  # noqa: PLC0415 - seconds, for torch
 
     params = SamplingParams(
@@ -101,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         draft_tokens=args.draft_tokens,
     )
     runner, tokenizer = load(args, dtype=args.dtype)
-    cache = PagedCache(runner.num_pages, runner.page_size, reuse=not args.no_cache)
+    cache = runner.cache(reuse=not args.no_cache)
     engine = Engine(runner, cache, tokenizer)
     prompts = [_tokens(text, tokenizer, args.chat) for text in args.prompt]
     if len(prompts) == 1 and not args.json:

@@ -54,7 +54,6 @@ def add_parser(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal; return 0 after an orderly shutdown."""
     choose_threads(args)  # before torch is imported
-    from kvkeep.core.cache import PagedCache  # noqa: PLC0415
     from kvkeep.serve.engine import Engine, Limits  # noqa: PLC0415 - seconds, for torch
     from kvkeep.serve.http import ConnectionLimits, bind, connections_for, raise_file_limit, url_of  # noqa: PLC0415
     from kvkeep.serve.server import Listener, create_app  # noqa: PLC0415
@@ -81,9 +80,7 @@ def run(args: argparse.Namespace) -> int:
     # Bind before loading the model, so that a port in use is reported at once.
     with bind(args.host, args.port) as bound:
         runner, tokenizer = load(args, dtype=args.dtype)
-        cache = PagedCache(
-            runner.num_pages,
-            runner.page_size,
+        cache = runner.cache(
             eviction=args.eviction,
             what_if=_SAMPLED_BLOCKS if args.what_if else None,
             reuse=not args.no_reuse,
@@ -215,7 +212,7 @@ def _announce(
 ) -> None:
     """Print the address and a request to try."""
     runner = engine.runner
-    size = format_bytes(runner.num_pages * runner.page_size * runner.geometry.bytes_per_token)
+    size = format_bytes(runner.num_pages * runner.plan.page_bytes)
     key = f' -H "Authorization: Bearer ${KEY_VARIABLE}"' if settings.api_key else ""
     chat = engine.tokenizer is not None and engine.tokenizer.has_chat_template
     path, body = ("chat/completions", _BODY) if chat else ("completions", '{"prompt": "Once"}')

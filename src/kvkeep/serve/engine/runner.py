@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from kvkeep.core.cache import PagedCache
 from kvkeep.core.errors import IllegalStep, InvalidValue
 from kvkeep.core.geometry import KVGeometry
 from kvkeep.core.groups import GroupPlan
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from kvkeep.core.cache import PagedCache
     from kvkeep.core.pages import PageCopy
     from kvkeep.core.pages.tensors import Layout
     from kvkeep.serve.engine.attention.batch import Piece
@@ -126,6 +126,10 @@ class Runner:
         """The longest sequence that pool and model allow, in tokens."""
         pool = self.num_pages * self.page_size
         return pool if self.context_tokens is None else min(pool, self.context_tokens)
+
+    def cache(self, **options: Any) -> PagedCache:
+        """Return an empty `PagedCache` for these pages; ``options`` are its keyword arguments."""
+        return PagedCache(self.num_pages, self.layout or self.page_size, **options)
 
     def check_model(self) -> None:
         """Raise `IllegalStep` if the model was changed since this runner took it over.

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from kvkeep.serve.engine.beams import Pick
     from kvkeep.serve.engine.logprobs import TokenLogprob
     from kvkeep.serve.engine.offload.offload import Offload
-    from kvkeep.serve.engine.request import Request
-    from kvkeep.serve.engine.runner import Runner
     from kvkeep.serve.engine.passes import GroupPasses
     from kvkeep.serve.engine.planning import Chunk, PassPlanner
+    from kvkeep.serve.engine.request import Request
+    from kvkeep.serve.engine.runner import Runner
     from kvkeep.serve.engine.scheduler import Scheduler
     from kvkeep.serve.engine.stats import EngineStats
 
