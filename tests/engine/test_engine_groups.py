@@ -59,7 +59,7 @@ def requests(draw):
     step_tokens=st.sampled_from([16, 40, 200]),
     held=st.sampled_from([0, 40, 70]),
 )
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_every_answer_is_what_it_would_be_alone(
     *, name, asked, joins, aborts, max_running, step_tokens, held
 ):

@@ -354,7 +354,7 @@ def test_what_the_store_has_lost_is_written_again_from_the_pool(house, prompt):
     text = prompt(37, 1)
     engine.add(text, few(2))
     finish(engine)
-    assert engine._offload._writes.flush(5)
+    assert engine._offload._mover.flush(5)
     house.store.blocks.clear()
     computed = runner.computed
     engine.add(text, few(2))
@@ -426,7 +426,7 @@ def test_what_the_store_drops_is_offered_again(house, prompt):
     house.store.drops = True
     engine.add(text, few(2))
     finish(engine)
-    assert engine._offload._writes.flush(5)
+    assert engine._offload._mover.flush(5)
     assert not house.store.blocks
     house.store.drops = False
     engine.add(text, few(2))

@@ -77,6 +77,7 @@ def open_store(
         tiers=list(tiers),
         policy=tiering(args.tiering),
         block_tokens=block,
+        snapshots=runner.layout is not None,
     )
 
 

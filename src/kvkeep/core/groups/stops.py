@@ -57,6 +57,10 @@ class CheckpointPlan:
         if position < page * self._layout.page_size and page <= self._last:
             self._kinds[page] = "branch"
 
+    def is_guess(self, page: int) -> bool:
+        """Whether a checkpoint that is planned at ``page`` is a mere guess."""
+        return self._kinds.get(page) == "guess"
+
     def reached(self, page: int) -> CheckpointKind:
         """Return the kind of the checkpoint at ``page``, which is no longer planned."""
         return self._kinds.pop(page, "end")

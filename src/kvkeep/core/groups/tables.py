@@ -115,6 +115,10 @@ class SequenceGroups:
     def _keeps_states(self) -> bool:
         return self.state is not None and self._pages.reuse
 
+    def is_guess(self, position: int) -> bool:
+        """Whether the stop at ``position`` is a mere guess at where prompts will branch."""
+        return self._plan.is_guess(position // self._size)
+
     def expect(self, position: int) -> None:
         """Plan a checkpoint where another prompt will leave this one, as it is known beforehand.
 

@@ -107,7 +107,10 @@ class GroupPasses:
         planned, answer.checkpoint = answer.checkpoint, None
         if planned is None or planned != answer.computed:
             return None
-        return _groups(answer).checkpoint(planned)
+        groups = _groups(answer)
+        if not groups.is_guess(planned):  # guesses are not worth writing to a store
+            answer.trail.checkpoint = planned
+        return groups.checkpoint(planned)
 
     def verified(self, answer: Answer) -> int:
         """Forget the mark before the drafts; return how many tokens are still computed."""

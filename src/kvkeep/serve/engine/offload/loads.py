@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from kvkeep.serve.engine.offload.writes import Known
     from kvkeep.store import KVStore, Miss
 
-__all__ = ["Loads"]
+__all__ = ["GRACE_S", "Loads", "PageLoads"]
 
 _log = logging.getLogger(__name__)
 
@@ -44,42 +45,25 @@ _READ_THREADS = 2
 _CHUNK_BYTES = 32 << 20
 _CHUNKS = 6
 # Seconds beyond its deadline after which the engine stops waiting for a read.
-_GRACE_S = 0.5
+GRACE_S = 0.5
 # Seconds that close waits for each thread.
 _CLOSE_S = 0.5
 
 
-class Loads:
-    """Looks prompts up in a store, and reads their KV into memory in page order.
+class Loads(ABC):
+    """Looks prompts up in a store, and reads their KV into memory.
 
     Reads for one answer may take ``timeout`` seconds in all. Thread safety: all methods belong to
     the engine's thread; ``arrival`` is set whenever a lookup ends, a chunk arrives or a load ends.
     """
 
-    def __init__(
-        self,
-        store: KVStore,
-        tensors: PagedTensors,
-        forms: Forms,
-        known: Known,
-        *,
-        timeout: float,
-    ) -> None:
+    def __init__(self, store: KVStore, known: Known, *, page_size: int, timeout: float) -> None:
         self.arrival = threading.Event()
         self._store = store
-        self._forms = forms
         self._known = known
         self._timeout = timeout
-        self._page_size = tensors.page_size
+        self._page_size = page_size
         self._block = store.block_tokens
-        blocks = max(1, _CHUNK_BYTES // (self._block * tensors.geometry.bytes_per_token))
-        self._chunk = blocks * self._block
-        self._buffers = Buffers(
-            _CHUNKS,
-            self._chunk // self._page_size,
-            tensors.page_bytes,
-            pinned=tensors.device.type == "cuda",
-        )
         self._lookups = DaemonThreads("kvkeep lookups", _LOOKUP_THREADS, _log)
         self._reads = DaemonThreads("kvkeep reads", _READ_THREADS, _log)
 
@@ -131,6 +115,76 @@ class Loads:
         start = cached // self._page_size * self._page_size
         self._reads.submit(lambda: self._read_all(load, start, seconds))
 
+    @abstractmethod
+    def _read_all(self, load: Load, start: int, seconds: float) -> None:
+        """Read from token ``start`` on, for ``seconds`` in all, and `Load.end_read`."""
+
+    def _deliver(self, load: Load, chunk: LoadChunk) -> None:
+        if load.arrived(chunk):
+            self.arrival.set()
+        else:
+            self.give_back(chunk)
+
+    def _forget_stored(self, load: Load, start: int) -> None:
+        """Forget that blocks from ``start`` on are stored: they are lost or damaged.
+
+        The next save then writes them again.
+        """
+        keys = block_keys(load.namespace, load.tokens, self._block)[start // self._block :]
+        self._known.found([], missing=keys, since=time.monotonic())
+
+    def _why(self, load: Load, start: int, since: float) -> tuple[Miss, ...]:
+        return self._store.why(load.tokens, start, tenant=load.tenant, since=since)
+
+    # --- the engine's side -------------------------------------------------------------------
+
+    @abstractmethod
+    def give_back(self, chunk: LoadChunk) -> None:
+        """Free the memory of a chunk that was written to its pages, or is not needed."""
+
+    def report(self, load: Load, *, called_off: bool = False) -> LoadReport | None:
+        """Return the report on an admitted answer's load; None without evidence.
+
+        With ``called_off`` the load ended early: only tokens that came are reported.
+        """
+        evidence = load.evidence
+        if evidence is None:
+            return None
+        if called_off:
+            return evidence.report_so_far()
+        if evidence.asks and not evidence.answered:  # find out which tier is slow
+            with suppress(IllegalStep):  # the store was closed under the engine
+                evidence.unanswered(self._why(load, evidence.pool, evidence.since))
+        return evidence.report()
+
+    def cancel(self, load: Load) -> None:
+        """Stop ``load`` and free its chunks."""
+        for chunk in load.cancel():
+            self.give_back(chunk)
+
+    def close(self) -> None:
+        """End the threads; one that hangs in the store is left running, as a daemon."""
+        self._lookups.close(_CLOSE_S)
+        self._reads.close(_CLOSE_S)
+
+
+class PageLoads(Loads):
+    """Loads for a model in which every layer keeps every token: chunks in page order."""
+
+    def __init__(
+        self, store: KVStore, tensors: PagedTensors, forms: Forms, known: Known, *, timeout: float
+    ) -> None:
+        super().__init__(store, known, page_size=tensors.page_size, timeout=timeout)
+        self._forms = forms
+        blocks = max(1, _CHUNK_BYTES // (self._block * tensors.geometry.bytes_per_token))
+        self._chunk = blocks * self._block
+        self._buffers = Buffers(
+            _CHUNKS,
+            self._chunk // self._page_size,
+            tensors.page_bytes,
+            pinned=tensors.device.type == "cuda",
+        )
+
     def _read_all(self, load: Load, start: int, seconds: float) -> None:
         """Read from token ``start`` on, chunk by chunk, for ``seconds`` in all."""
         evidence = load.evidence
@@ -143,7 +197,7 @@ class Loads:
                 stop = min(load.stop, (start // self._chunk + 1) * self._chunk)
                 chunk = LoadChunk(start, 0, block)
                 try:
-                    load.due = began + seconds + _GRACE_S
+                    load.due = began + seconds + GRACE_S
                     chunk = self._read(load, start, stop, block, seconds)
                 finally:
                     load.due = None
@@ -176,50 +230,5 @@ class Loads:
         self._forms.by_page(kv, count, block)
         return LoadChunk(start, count, block, sources or ())
 
-    def _deliver(self, load: Load, chunk: LoadChunk) -> None:
-        if load.arrived(chunk):
-            self.arrival.set()
-        else:
-            self.give_back(chunk)
-
-    def _forget_stored(self, load: Load, start: int) -> None:
-        """Forget that blocks from ``start`` on are stored: they are lost or damaged.
-
-        The next save then writes them again.
-        """
-        keys = block_keys(load.namespace, load.tokens, self._block)[start // self._block :]
-        self._known.found([], missing=keys, since=time.monotonic())
-
-    def _why(self, load: Load, start: int, since: float) -> tuple[Miss, ...]:
-        return self._store.why(load.tokens, start, tenant=load.tenant, since=since)
-
-    # --- the engine's side -------------------------------------------------------------------
-
     def give_back(self, chunk: LoadChunk) -> None:
-        """Free the memory of a chunk that was written to its pages."""
         self._buffers.give(chunk.block)
-
-    def report(self, load: Load, *, called_off: bool = False) -> LoadReport | None:
-        """Return the report on an admitted answer's load; None without evidence.
-
-        With ``called_off`` the load ended early: only tokens that came are reported.
-        """
-        evidence = load.evidence
-        if evidence is None:
-            return None
-        if called_off:
-            return evidence.report_so_far()
-        if evidence.asks and not evidence.answered:  # find out which tier is slow
-            with suppress(IllegalStep):  # the store was closed under the engine
-                evidence.unanswered(self._why(load, evidence.pool, evidence.since))
-        return evidence.report()
-
-    def cancel(self, load: Load) -> None:
-        """Stop ``load`` and free its chunks."""
-        for chunk in load.cancel():
-            self.give_back(chunk)
-
-    def close(self) -> None:
-        """End the threads; one that hangs in the store is left running, as a daemon."""
-        self._lookups.close(_CLOSE_S)
-        self._reads.close(_CLOSE_S)

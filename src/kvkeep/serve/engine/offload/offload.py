@@ -18,10 +18,9 @@ from kvkeep.core.errors import IllegalStep, InvalidValue
 from kvkeep.core.keys import Namespace
 from kvkeep.observe.usage import LoadReport, Notifier, PromptStored, RequestLoaded
 from kvkeep.serve.engine.offload.evidence import Evidence
-from kvkeep.serve.engine.offload.forms import Forms
 from kvkeep.serve.engine.offload.load import Load
-from kvkeep.serve.engine.offload.loads import Loads
-from kvkeep.serve.engine.offload.writes import Writes
+from kvkeep.serve.engine.offload.mover import Mover, PageMover
+from kvkeep.serve.engine.offload.snapshots import SnapshotMover
 from kvkeep.store import Removed
 
 if TYPE_CHECKING:
@@ -75,6 +74,11 @@ class Offload:
                 f"the store has {store.geometry} and the model {runner.geometry}; make the store "
                 "with the runner's geometry"
             )
+        if store.snapshots != (runner.layout is not None):
+            raise InvalidValue(
+                f"the store keeps {'snapshots' if store.snapshots else 'blocks of all layers'}; "
+                f"this model needs KVStore(…, snapshots={runner.layout is not None})"
+            )
         if store.block_tokens % runner.page_size:
             raise InvalidValue(
                 f"blocks of {store.block_tokens} tokens are not made of pages of "
@@ -89,9 +93,9 @@ class Offload:
         self._stats = stats
         self._notifier = notifier or Notifier()
         self._timeout = timeout
-        forms = Forms(runner.tensors, store.layout)
-        self._writes = Writes(store, runner.tensors, forms, stats)
-        self._loads = Loads(store, runner.tensors, forms, self._writes.known, timeout=timeout)
+        kind = PageMover if runner.layout is None else SnapshotMover
+        self._mover: Mover = kind(store, runner, stats, timeout=timeout)
+        self._loads = self._mover.loads
         self._tenants: OrderedDict[Namespace, str] = OrderedDict()
 
     def _tenant(self, namespace: Namespace) -> str:
@@ -184,17 +188,15 @@ class Offload:
                 self.cancel(answer)
 
     def _write(self, answer: Answer, chunk: LoadChunk, load: Load) -> None:
-        start, tokens, block, sources = chunk
-        sequence, size = answer.running_sequence, self._runner.page_size
-        count = -(-tokens // size)
-        pages = sequence.pages[start // size : start // size + count]
-        self._runner.tensors.write(pages, block[:count])
-        loaded = start + tokens - answer.computed
+        position = self._mover.restore(answer, chunk)
+        loaded = position - answer.computed
+        if loaded <= 0:
+            return
         if load.evidence is not None:
-            load.evidence.came(answer.computed, start, tokens, sources)
-        answer.computed = start + tokens
+            load.evidence.came(answer.computed, chunk.start, chunk.tokens, chunk.sources)
+        answer.computed = position
         if answer.request.store:
-            sequence.publish(answer.computed)
+            answer.running_sequence.publish(position)
         self._stats.loaded_tokens += loaded
         if load.is_first:
             self._stats.cached_tokens += loaded
@@ -227,12 +229,11 @@ class Offload:
 
         Cost: nothing until a block is complete, then one read of its pages.
         """
-        trail, sequence = answer.trail, answer.running_sequence
-        if answer.request.store and (last or answer.computed >= trail.next):
-            tenant = self._tenant(sequence.namespace)
+        if answer.request.store and (last or self._mover.has_news(answer)):
+            tenant = self._tenant(answer.running_sequence.namespace)
             watched = bool(self._notifier.observers)
             began, before = (time.perf_counter(), self._stats.kept_tokens) if watched else (0.0, 0)
-            self._writes.offer(trail, sequence, answer.computed, tenant, last=last)
+            self._mover.offer(answer, tenant, last=last)
             if watched and (tokens := self._stats.kept_tokens - before):
                 seconds = time.perf_counter() - began
                 self._notifier.emit(PromptStored(answer.request.record, tokens, seconds))
@@ -245,9 +246,9 @@ class Offload:
         Safe from any thread. Running requests store what they compute afterwards.
         """
         spaces = list(self._tenants) if namespace is None else [namespace]
-        self._writes.flush(_CLEAR_S)  # else queued blocks would be stored after the clear
+        self._mover.flush(_CLEAR_S)  # else queued blocks would be stored after the clear
         removed = [self._store.clear(tenant=self.tenant_of(space)) for space in spaces]
-        self._writes.known.clear()
+        self._mover.known.clear()
         return _together(self._store.tiers, removed)
 
     def remove(self, tokens: TokenArray, namespace: Namespace) -> Removed:
@@ -255,16 +256,16 @@ class Offload:
 
         Running requests store what they compute afterwards.
         """
-        self._writes.flush(_CLEAR_S)
+        self._mover.flush(_CLEAR_S)
         removed = self._store.remove(tokens, tenant=self.tenant_of(namespace))
-        self._writes.known.clear()
+        self._mover.known.clear()
         return removed
 
     def close(self, timeout: float) -> bool:
         """Wait ``timeout`` seconds for all writes to be durable; return whether they are."""
         end = time.monotonic() + timeout
         self._loads.close()
-        written = self._writes.close(timeout)
+        written = self._mover.close(timeout)
         try:
             return self._store.flush(max(0.0, end - time.monotonic())) and written
         except IllegalStep:  # its owner has closed the store, which flushed it

@@ -55,6 +55,8 @@ class Trail:
     """End of the full blocks that were handed over or are stored already."""
     next: int = 0
     """The number of computed tokens from which on there is a block or tail to write."""
+    checkpoint: int = 0
+    """The position of a checkpoint that was just left, to be written with its state; else 0."""
     keys: list[bytes] = field(default_factory=list)
     """Block keys of the sequence's full blocks, as far as they were needed."""
 

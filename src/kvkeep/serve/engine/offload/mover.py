@@ -1,0 +1,85 @@
+"""`Mover`: copies KV between pages and a store; one kind for plain models, one for the others."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+from kvkeep.serve.engine.offload.forms import Forms
+from kvkeep.serve.engine.offload.loads import PageLoads
+from kvkeep.serve.engine.offload.writes import Writes
+
+if TYPE_CHECKING:
+    from kvkeep.serve.engine.answer import Answer
+    from kvkeep.serve.engine.offload.load import LoadChunk
+    from kvkeep.serve.engine.offload.loads import Loads
+    from kvkeep.serve.engine.offload.writes import Known
+    from kvkeep.serve.engine.runner import Runner
+    from kvkeep.serve.engine.stats import EngineStats
+    from kvkeep.store import KVStore
+
+__all__ = ["Mover", "PageMover"]
+
+
+class Mover(ABC):
+    """Moves KV of answers between the pages of a runner and a store.
+
+    Thread safety: `flush` and ``known`` any; the rest belongs to the engine's thread.
+    """
+
+    known: Known
+    loads: Loads
+
+    @abstractmethod
+    def restore(self, answer: Answer, chunk: LoadChunk) -> int:
+        """Write a chunk to the pages of ``answer``; return up to where its tokens are there now."""
+
+    @abstractmethod
+    def has_news(self, answer: Answer) -> bool:
+        """Whether there may be something new to `offer`; asked after each pass."""
+
+    @abstractmethod
+    def offer(self, answer: Answer, tenant: str, *, last: bool) -> None:
+        """Queue computed KV of ``answer`` for the store; ``last``: nothing more follows."""
+
+    @abstractmethod
+    def flush(self, timeout: float) -> bool:
+        """Wait ``timeout`` seconds until nothing is queued; return whether nothing is."""
+
+    @abstractmethod
+    def close(self, timeout: float) -> bool:
+        """`flush`, and end the threads."""
+
+
+class PageMover(Mover):
+    """Moves blocks of pages, of a model in which every layer keeps every token."""
+
+    def __init__(
+        self, store: KVStore, runner: Runner, stats: EngineStats, *, timeout: float
+    ) -> None:
+        self._tensors = tensors = runner.tensors
+        forms = Forms(tensors, store.layout)
+        self._writes = Writes(store, tensors, forms, stats)
+        self.known = self._writes.known
+        self.loads = PageLoads(store, tensors, forms, self.known, timeout=timeout)
+
+    def restore(self, answer: Answer, chunk: LoadChunk) -> int:
+        start, tokens, block, _ = chunk
+        size = self._tensors.page_size
+        count = -(-tokens // size)
+        pages = answer.running_sequence.pages[start // size : start // size + count]
+        self._tensors.write(pages, block[:count])
+        return start + tokens
+
+    def has_news(self, answer: Answer) -> bool:
+        return answer.computed >= answer.trail.next
+
+    def offer(self, answer: Answer, tenant: str, *, last: bool) -> None:
+        sequence = answer.running_sequence
+        self._writes.offer(answer.trail, sequence, answer.computed, tenant, last=last)
+
+    def flush(self, timeout: float) -> bool:
+        return self._writes.flush(timeout)
+
+    def close(self, timeout: float) -> bool:
+        return self._writes.close(timeout)
