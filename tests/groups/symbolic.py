@@ -11,14 +11,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvkeep import PagedCache
-from kvkeep.core.groups import GroupLayout, RowCopy
+from kvkeep.core.groups import GroupLayout, RowCopy, StateSpec, WindowSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Tokens
 
     from kvkeep import Sequence
 
-__all__ = ["SymbolicEngine", "brute_force"]
+__all__ = ["BOTH", "GRID", "STATE", "WINDOW", "SymbolicEngine", "brute_force", "prompt"]
+
+WINDOW = GroupLayout(4, (WindowSpec(8, 2),))
+STATE = GroupLayout(4, (), StateSpec(5))
+GRID = GroupLayout(4, (), StateSpec(5, 16))
+BOTH = GroupLayout(4, (WindowSpec(8, 2),), StateSpec(5))
+
+
+def prompt(number: int, tokens: int) -> list[int]:
+    """Tokens that no other number has."""
+    return [1000 * number + at for at in range(tokens)]
 
 
 class SymbolicEngine:

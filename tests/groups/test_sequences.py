@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from symbolic import SymbolicEngine
+from symbolic import BOTH, GRID, STATE, WINDOW, SymbolicEngine, prompt
 
 from kvkeep import PagedCache
 from kvkeep.core.errors import IllegalStep, InvalidValue, OutOfPages
 from kvkeep.core.groups import GroupLayout, RowCopy, StateCopy, StateSpec, WindowSpec
-
-WINDOW = GroupLayout(4, (WindowSpec(8, 2),))
-STATE = GroupLayout(4, (), StateSpec(5))
-GRID = GroupLayout(4, (), StateSpec(5, 16))
-BOTH = GroupLayout(4, (WindowSpec(8, 2),), StateSpec(5))
-
-
-def prompt(number: int, tokens: int) -> list[int]:
-    """Tokens that no other number has."""
-    return [1000 * number + at for at in range(tokens)]
 
 
 def test_a_plain_cache_has_no_groups() -> None:

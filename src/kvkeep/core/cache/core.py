@@ -114,10 +114,11 @@ class Core:
         self.groups: GroupBoard | None = None
         """Rows and states beside the pages; None for a plain model."""
         if groups is not None:
-            from kvkeep.core.groups import GroupBoard, SequenceGroups  # noqa: PLC0415 - if needed
+            from kvkeep.core.groups import GroupBoard  # noqa: PLC0415 - only where needed
+            from kvkeep.core.groups.pinned import PinnedGroups  # noqa: PLC0415 - as above
 
-            board = self.groups = index.tree.listener = GroupBoard(groups, pool)
-            self.pins.keeps_groups = lambda hold: SequenceGroups.pinned(board, self, hold)
+            self.groups = index.tree.listener = GroupBoard(groups, pool)
+            self.pins.groups = PinnedGroups(self.groups, self)
         self.sequences: dict[int, Sequence] = {}
         self.opened = 0  # the number of the newest sequence: 1, 2, 3 …
         self._memory: weakref.ref[object] | None = None  # what the pages are bound to

@@ -51,9 +51,11 @@ _WHY = {
     ): "its page copies were not taken; call copies(), make them, then publish",
 }
 
+_VERBS = {"copies": "take the copies of"}
+
 
 def permit(state: SequenceState, step: str) -> None:
     """Raise `IllegalStep` unless ``step`` is legal in ``state``."""
     if step not in STEPS[state]:
         why = _WHY.get((state, step), f"it is {state.name.lower()}")
-        raise IllegalStep(f"cannot {step} this sequence: {why}")
+        raise IllegalStep(f"cannot {_VERBS.get(step, step)} this sequence: {why}")

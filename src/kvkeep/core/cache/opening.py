@@ -93,12 +93,13 @@ def open_sequence(core: Core, query: CacheQuery, *, priority: int, reserve: int)
     match = index.match(encoder.lookup(wanted), namespace) if core.reuse else None
     _check_ids(core, tokens, match)
     total = -(-len(tokens) // core.page_size)
-    groups, state_pages, found = None, 0, 0
+    groups, state_pages, found, branches = None, 0, 0, False
     if core.groups is None:
         match, needed = _affordable(core, match, total, reserve)
     else:
         state_pages = core.groups.layout.state_pages
-        found = 0 if match is None else len(match.pages)
+        if match is not None:
+            found, branches = len(match.pages), match.branches
         groups, match = _resume(core, core.groups, match, total + state_pages + reserve)
         needed = total + state_pages - (0 if match is None else len(match.pages))
     hold, source = core.hold(match, namespace)
@@ -113,7 +114,7 @@ def open_sequence(core: Core, query: CacheQuery, *, priority: int, reserve: int)
     if groups is not None:
         state = table[:state_pages] if state_pages else None
         table = table[state_pages:]
-        groups.begin(state, found, len(tokens))
+        groups.begin(state, row, found=found, branches=branches)
         sequence.groups = groups
     if len(shared):
         core.pool.retain(shared)

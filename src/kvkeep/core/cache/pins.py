@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvkeep.core.groups import SequenceGroups
+    from kvkeep.core.groups.pinned import PinnedGroups
     from kvkeep.core.prefix import PrefixIndex
 
 __all__ = ["Pin", "PinBoard"]
@@ -41,6 +42,15 @@ class Pin(Pinned):
         """Tokens of the prefix that are still cached; 0 once the pin has ended."""
         return self._board.pages(self) * self._board.page_size
 
+    @property
+    def num_resumable(self) -> int:
+        """Of these, tokens that a request which goes on there need not compute.
+
+        Fewer than ``num_tokens`` in a cache with groups of layers, where the last checkpoint lies
+        earlier; a pin adds one at its end if that needs no state. Cost: as `PagedCache.match`.
+        """
+        return self._board.resumable(self) * self._board.page_size
+
     def __repr__(self) -> str:
         kind = "hard" if self.hard else "soft"
         return f"<{kind} pin, {self.num_tokens} tokens{'' if self.active else ', ended'}>"
@@ -61,8 +71,8 @@ class PinBoard:
         self.hard_budget = hard_budget
         self.most = most
         self._clock = clock
-        self.keeps_groups: Callable[[Any], SequenceGroups] | None = None
-        """Takes references to what resuming at the end of a hold needs; None for plain models."""
+        self.groups: PinnedGroups | None = None
+        """What pins keep beside pages; None for plain models."""
         self._kept: Counter[int] = Counter()  # pages of rows and states → hard pins that keep them
         self.pins: dict[Pin, None] = {}
         self._expiry: list[tuple[float, int, Pin]] = []
@@ -79,7 +89,12 @@ class PinBoard:
                 f"{self.most} pins are set, as many as this cache keeps; unpin some, or give "
                 "them a ttl after which they end by themselves"
             )
-        groups = self.keeps_groups(hold) if hard and self.keeps_groups is not None else None
+        groups = None
+        if self.groups is not None:
+            if hard:
+                groups = self.groups.keep(hold)
+            else:
+                self.groups.mark(hold)
         kept = [] if groups is None else groups.pages()
         if hard:
             needed = self._index.pins.would_keep(hold) + len({*self._kept, *kept})
@@ -108,12 +123,15 @@ class PinBoard:
         if len(self._expiry) > 2 * len(self.pins) + 64:  # most entries are of ended pins
             self._expiry = [item for item in self._expiry if item[2].active]
             heapq.heapify(self._expiry)
+        node = None if pin.spot is None else pin.spot.node
         self._index.unpin(pin)
         pin.hold = None
         if pin.groups is not None:
             self._kept -= Counter(pin.groups.pages())
             pin.groups.close()
             pin.groups = None
+        if self.groups is not None and node is not None:
+            self.groups.unpinned(node)
 
     def expire(self) -> None:
         """End the pins whose time is over, and those whose prefix was evicted entirely."""
@@ -134,6 +152,13 @@ class PinBoard:
         if not pin.active or (pin.expires is not None and self._over(pin.expires)):
             return 0
         return pin.num_pages
+
+    def resumable(self, pin: Pin) -> int:
+        """Return how many pages a request that goes on at the end of a pin would reuse."""
+        pages = self.pages(pin)
+        if self.groups is None or not pages or pin.spot is None:
+            return pages
+        return self.groups.resumable(pin.spot.node)
 
     def hard_groups(self) -> list[SequenceGroups]:
         """Return what hard pins keep of groups of layers."""

@@ -238,6 +238,10 @@ class Sequence:
         """Keep the first ``length`` tokens, for instance to drop rejected drafts.
 
         Pages published beyond stay in the cache. Raises `InvalidValue` outside 0 … num_tokens.
+
+        With groups of layers, computing goes on at ``groups.position``, which may lie before
+        ``num_published``: the tokens in between are computed again for their states and rows, but
+        others may read their pages, so their KV must not be written there again.
         """
         core = self._core
         with core:
@@ -282,6 +286,8 @@ class Sequence:
             other.num_cached = max(self.num_cached, self.num_published)
             self._pending.share_with(other._pending)
             other.groups = groups
+            if groups is not None:
+                groups.row = other._tokens
             page = self.first_unpublished
             if page is not None:
                 core.forks.join(page, self, other)

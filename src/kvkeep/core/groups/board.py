@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvkeep.core.groups.kept import Checkpoint, Kept, live_pages
-from kvkeep.core.groups.order import CheckpointOrder
 from kvkeep.core.groups.path import kept_between, resumable, up
+from kvkeep.core.groups.places import RowPlaces
 from kvkeep.core.groups.units import TreeUnits
 from kvkeep.core.prefix.listener import TreeListener
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    import numpy.typing as npt
 
     from kvkeep.core.groups.kept import CheckpointKind, Rows
     from kvkeep.core.pages import PagePool
@@ -70,9 +72,10 @@ class GroupBoard(TreeListener):
     def __init__(self, layout: GroupLayout, pool: PagePool) -> None:
         self.layout = layout
         self.units = TreeUnits(pool)
-        self.order = CheckpointOrder()
-        self.counters = GroupCounters()
+        self.order = self.units.order
         self.loose = self.units.loose
+        self.places = RowPlaces(pool.num_pages)
+        self.counters = GroupCounters()
 
     # --- what the tree reports -------------------------------------------------------------------
 
@@ -84,7 +87,7 @@ class GroupBoard(TreeListener):
         if lower.extra is None:
             return
         upper.extra = lower.extra.split(upper.size, upper, upper.depth)
-        self.loose.moved(upper.extra.rows, upper)
+        self.places.moved(upper.extra.rows, upper)
 
     def rejoined(self, upper: Node, lower: Node) -> None:
         if upper.extra is None and lower.extra is None:
@@ -95,7 +98,7 @@ class GroupBoard(TreeListener):
             lower.extra = Kept.empty(lower.size - upper.size, widths)
         lower.extra.absorb(front, lower)
         upper.extra = None
-        self.loose.moved(front.rows, lower)
+        self.places.moved(front.rows, lower)
 
     def trimming(self, leaf: Node, keep: int) -> None:
         kept = leaf.extra
@@ -106,8 +109,11 @@ class GroupBoard(TreeListener):
         for rows in kept.trim(keep):
             pages = live_pages(rows)
             if len(pages):
-                self.loose.discard(rows[:, 0].tolist())
+                firsts = rows[rows[:, 0] >= 0, 0]
+                self.loose.discard(firsts.tolist())
+                self.places.forget(firsts)
                 self.units.drop(pages)
+                self.counters.rows_evicted += len(firsts)
 
     # --- rows ------------------------------------------------------------------------------------
 
@@ -139,8 +145,9 @@ class GroupBoard(TreeListener):
             there[new] = rows[new]
             self.units.store(rows[new].ravel())
             self.counters.rows_stored += int(new.sum())
+            self.places.put(rows[new, 0], node, window, node.depth + at + np.flatnonzero(new))
             needs = kept.needs[window][at : at + len(rows)]
-            self.loose.add(rows[new & (needs == 0), 0].tolist(), node)
+            self.loose.add(rows[new & (needs == 0), 0].tolist())
         other = ours & ~new & (there[:, 0] != rows[:, 0])
         if other.any():
             self.units.retain(there[other].ravel())
@@ -157,29 +164,26 @@ class GroupBoard(TreeListener):
 
     def free_loose(self, needed: int) -> int:
         """Free loose rows that no sequence uses, oldest first, until ``needed`` pages are free."""
-        freed = 0
-        while freed < needed and self.units.idle and (oldest := self.loose.oldest()) is not None:
-            first, node = oldest
-            count = self._free_row(node, first)
-            if not count:
-                self.loose.set_aside(first, node)
-            freed += count
+        freed, most = 0, max(self.layout.widths, default=1)
+        while freed < needed and self.units.idle:
+            oldest = self.loose.oldest(-(-(needed - freed) // most))
+            if not oldest:
+                break
+            for node, window, pages in self.places.of(np.array(oldest)):
+                freed += self._free_rows(node, window, pages - node.depth)
         return freed
 
-    def _free_row(self, node: Node, first: int) -> int:
+    def _free_rows(self, node: Node, window: int, at: npt.NDArray[np.int32]) -> int:
+        """Free the loose rows ``at`` pages of a node that no sequence uses; set others aside."""
         assert node.extra is not None
-        for rows in node.extra.rows:
-            found = np.flatnonzero(rows[:, 0] == first)
-            if not len(found):
-                continue
-            row = rows[found[0]]
-            if not self.units.is_idle(row):
-                return 0
-            freed = self.units.drop(row)
-            row[:] = -1
-            self.counters.rows_evicted += 1
-            return freed
-        raise AssertionError("a loose row that its node does not have")
+        rows: Rows = node.extra.rows[window][at]
+        idle = self.units.are_idle(rows)
+        self.loose.set_aside(rows[~idle, 0].tolist())
+        gone = rows[idle]
+        self.places.forget(gone[:, 0])
+        node.extra.rows[window][at[idle]] = -1
+        self.counters.rows_evicted += len(gone)
+        return self.units.drop(gone.ravel())
 
     # --- checkpoints -----------------------------------------------------------------------------
 
@@ -246,13 +250,13 @@ class GroupBoard(TreeListener):
     def _need(self, checkpoint: Checkpoint, change: int) -> None:
         """Count one checkpoint more or less for the rows that ``checkpoint`` needs."""
         for window, first in self.needed(checkpoint.page):
-            for node, kept, inside in kept_between(checkpoint.node, first, checkpoint.page):
+            for _, kept, inside in kept_between(checkpoint.node, first, checkpoint.page):
                 needs = kept.needs[window][inside]
                 needs += change
                 turned = kept.rows[window][inside, 0][needs == (1 if change > 0 else 0)]
                 rows = turned[turned >= 0].tolist()
                 if change < 0:
-                    self.loose.add(rows, node)
+                    self.loose.add(rows)
                 else:
                     self.loose.discard(rows)
 

@@ -45,6 +45,7 @@ def check_groups(
     stored += [one.state for one in checkpoints if one.state is not None]
     assert set(board.order) == set(checkpoints), "a checkpoint without a place in the order"
     assert len(board.order) == len(checkpoints)
+    board.order.check(board.units.is_idle)
     assert board.loose.firsts() == loose, "the loose rows are not those that no checkpoint needs"
     for first in board.loose.aside():
         assert not board.units.is_idle(np.array([first])), "a row is set aside and nobody uses it"
@@ -59,8 +60,10 @@ def check_groups(
 
 def _check_node(board: GroupBoard, node: Node, kept: Kept) -> None:
     layout = board.layout
-    for rows, needs, width in zip(kept.rows, kept.needs, layout.widths, strict=True):
+    for window, width in enumerate(layout.widths):
+        rows, needs = kept.rows[window], kept.needs[window]
         assert rows.shape == (node.size, width)
+        board.places.check(node, window, rows)
         assert needs.shape == (node.size,)
         missing = rows < 0
         assert (missing.all(axis=1) == missing.any(axis=1)).all(), "half a row"

@@ -36,61 +36,70 @@ def make_room(
     2. checkpoints that are worth least (`CheckpointOrder`);
     3. the run that the policy names, from its tail: the checkpoint at its end, and the KV back to
        the one before. With states that is freed at once, as no request can resume in between;
-    4. all other checkpoints. Those of pinned prompts go last.
+    4. all other checkpoints;
+    5. runs and checkpoints of prompts with soft pins.
     """
     before = pool.num_free
     while (left := count - (pool.num_free - before)) > 0:
-        if board.free_loose(left):
+        if board.free_loose(left) or _remove(board, board.order.early()):
             continue
-        if _remove(board, board.order.early()):
+        choose = partial(_tail, board, left)
+        pages = tree.evict_leaf(choose)
+        if pages is None and _remove(board, board.order.late()):
             continue
-        pages = tree.evict_leaf(partial(_tail, board, left))
+        if pages is None:
+            pages = tree.evict_pinned_leaf(choose)
         if pages is not None:
             if len(pages):
                 forget(pages)
             continue
-        if not _remove(board, iter(board.order), pinned=True):
+        if not _remove(board, board.order.pinned(), pinned=True):
             break
     return pool.num_free - before
 
 
-def _tail(board: GroupBoard, most: int, leaf: Node) -> int:
+def _tail(board: GroupBoard, most: int, leaf: Node, portion: int) -> int:
     """Return how many pages to evict from the tail of ``leaf``.
 
     With states, all that is behind its last checkpoint, as no request can resume there; the
-    checkpoint at its end is removed before. Else ``most``.
+    checkpoint at its end is removed before. Else ``most``, within the policy's ``portion``.
     """
     checkpoints: list[Checkpoint] = [] if leaf.extra is None else leaf.extra.checkpoints
     if checkpoints and checkpoints[-1].page == leaf.end:
         board.remove(checkpoints[-1])
     behind = leaf.end - checkpoints[-1].page if checkpoints else leaf.size
-    return behind if board.layout.state is not None else min(behind, most)
+    return behind if board.layout.state is not None else min(behind, most, portion)
 
 
 def _remove(board: GroupBoard, order: Iterator[Checkpoint], *, pinned: bool = False) -> bool:
     """Remove the first checkpoint in ``order`` that frees pages; return whether there was one.
 
-    Those on paths with pins are skipped, or come last if ``pinned``.
+    Those met before it are set aside: on paths with pins unless ``pinned``, or with states in use.
     """
-    last = None
+    covered: list[Checkpoint] = []
+    used: list[Checkpoint] = []
+    found = None
     for checkpoint in order:
-        if checkpoint.state is not None and not board.units.is_idle(checkpoint.state):
-            continue  # a sequence copies it now, or a hard pin keeps it
-        if checkpoint.state is None and not _has_idle_rows(board, checkpoint):
-            continue
-        if checkpoint.node.covered:
-            last = last or checkpoint
-            continue
-        board.remove(checkpoint)
-        return True
-    if pinned and last is not None:
-        board.remove(last)
-        return True
-    return False
+        if checkpoint.node.covered and not pinned:
+            covered.append(checkpoint)
+        elif _frees(board, checkpoint):
+            found = checkpoint
+            break
+        elif checkpoint.state is not None:
+            used.append(checkpoint)
+    board.order.set_aside(covered, used)
+    if found is not None:
+        board.remove(found)
+    return found is not None
 
 
-def _has_idle_rows(board: GroupBoard, checkpoint: Checkpoint) -> bool:
-    """Whether ``checkpoint`` needs any row that the tree alone uses."""
+def _frees(board: GroupBoard, checkpoint: Checkpoint) -> bool:
+    """Whether removing ``checkpoint`` frees pages, or makes rows loose that can be freed.
+
+    Not while sequences or hard pins use what it keeps.
+    """
+    if checkpoint.state is not None:
+        return board.units.is_idle(checkpoint.state)
     return any(
         board.units.count_idle(live_pages(kept.rows[window][inside]))
         for window, first in board.needed(checkpoint.page)

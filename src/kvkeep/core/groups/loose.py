@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from itertools import islice
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kvkeep.core.groups.kept import Rows
     from kvkeep.core.pages.table import PageArray
-    from kvkeep.core.prefix.node import Node
 
 __all__ = ["LooseRows"]
 
 
 class LooseRows:
-    """Loose rows by their first page, with the node that stores each.
+    """Loose rows by their first pages.
 
     Rows that a sequence uses, too, are set aside when they are met, and return when it releases
     them. So none is looked at twice. Thread safety: none; under the cache's lock. Cost: O(1) a row.
@@ -25,50 +24,46 @@ class LooseRows:
     __slots__ = ("_aside", "_waiting")
 
     def __init__(self) -> None:
-        self._waiting: OrderedDict[int, Node] = OrderedDict()
-        self._aside: dict[int, Node] = {}
+        self._waiting: OrderedDict[int, None] = OrderedDict()
+        self._aside: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._aside)
 
-    def add(self, firsts: Iterable[int], node: Node) -> None:
-        """Add rows of ``node``."""
-        self._waiting.update(dict.fromkeys(firsts, node))
+    def add(self, firsts: Iterable[int]) -> None:
+        """Add rows."""
+        self._waiting.update(dict.fromkeys(firsts))
 
     def discard(self, firsts: Iterable[int]) -> None:
         """Remove rows, as far as they are loose."""
         for first in firsts:
-            if self._waiting.pop(first, None) is None:
-                self._aside.pop(first, None)
+            if first in self._waiting:
+                del self._waiting[first]
+            else:
+                self._aside.discard(first)
 
-    def moved(self, tables: Iterable[Rows], node: Node) -> None:
-        """Record that ``node`` stores the rows of ``tables`` now; they keep their places."""
-        for rows in tables:
-            for first in rows[:, 0].tolist():
-                if first in self._waiting:
-                    self._waiting[first] = node
-                elif first in self._aside:
-                    self._aside[first] = node
+    def oldest(self, most: int) -> list[int]:
+        """Remove and return the oldest that were not set aside, ``most`` at most."""
+        oldest = list(islice(self._waiting, most))
+        for first in oldest:
+            del self._waiting[first]
+        return oldest
 
-    def oldest(self) -> tuple[int, Node] | None:
-        """Remove and return the oldest that was not set aside."""
-        return self._waiting.popitem(last=False) if self._waiting else None
-
-    def set_aside(self, first: int, node: Node) -> None:
-        """Keep a row that `oldest` returned, and that a sequence uses, until it is `released`."""
-        self._aside[first] = node
+    def set_aside(self, firsts: Iterable[int]) -> None:
+        """Keep rows that `oldest` returned, and that sequences use, until they are `released`."""
+        self._aside.update(firsts)
 
     def released(self, pages: PageArray) -> None:
         """Record that no sequence uses ``pages`` any more; other pages than of rows are ignored."""
         if self._aside:
             for page in pages.tolist():
-                node = self._aside.pop(page, None)
-                if node is not None:
-                    self._waiting[page] = node
+                if page in self._aside:
+                    self._aside.remove(page)
+                    self._waiting[page] = None
 
     def firsts(self) -> set[int]:
         """Return the first pages of all. Cost: all of them."""
-        return {*self._waiting, *self._aside}
+        return self._aside.union(self._waiting)
 
     def aside(self) -> set[int]:
         """Return the first pages of those set aside, for `check`."""

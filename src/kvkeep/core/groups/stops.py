@@ -16,9 +16,9 @@ __all__ = ["CheckpointPlan"]
 class CheckpointPlan:
     """Pages of planned checkpoints, all on the grid.
 
-    A prompt gets one where it leaves what is cached (a branch), and one at its end. In a long new
-    part, guesses at its quarters serve prompts that will branch there. An answer gets one
-    every `GroupLayout.answer_tokens`.
+    A prompt gets one where it leaves what is cached (a branch, unless the prompt only continues
+    it), and one at its end. In a long new part, guesses at its quarters serve prompts that will
+    branch there. An answer gets one every `GroupLayout.answer_tokens`.
 
     Thread safety: none.
     """
@@ -30,8 +30,12 @@ class CheckpointPlan:
         self._kinds: dict[int, CheckpointKind] = {}
         self._last = 0  # the last page that was planned
 
-    def prompt(self, start: int, found: int, tokens: int) -> None:
-        """Plan for a prompt that begins at page ``start``, of which ``found`` pages are cached."""
+    def prompt(self, start: int, found: int, tokens: int, *, branches: bool) -> None:
+        """Plan for a prompt that begins at page ``start``, of which ``found`` pages are cached.
+
+        ``branches``: others go on differently there. Else the prompt continues all that is cached,
+        as the next turn of a conversation does, and its own end will replace that position.
+        """
         floor, size = self._layout.floor, self._layout.page_size
         end = floor((tokens - 1) // size)
         new = max(start, found)
@@ -40,7 +44,7 @@ class CheckpointPlan:
             for part in (1, 2, 3):
                 kinds[floor(new + (end - new) * part // 4)] = "guess"
         kinds[end] = "end"
-        kinds[floor(found)] = "branch"
+        kinds[floor(found)] = "branch" if branches else "end"
         self._kinds = {page: kind for page, kind in kinds.items() if page > start}
         self._last = max(start, end)
 

@@ -11,7 +11,7 @@ from kvkeep.core.groups.stops import CheckpointPlan
 from kvkeep.core.groups.unpublished import UnpublishedCheckpoints
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sized
     from types import TracebackType
 
     from kvkeep.core.groups.board import GroupBoard
@@ -72,11 +72,12 @@ class SequenceGroups:
     Attributes:
         position: tokens that are computed, or that the pass under way computes.
         state: int32 pool pages of the running state; None for a model without states.
+        row: the tokens of the sequence, which bound `reach`. Set by the cache.
     """
 
     __slots__ = (
         "_board", "_closed", "_copies", "_last", "_mark", "_offered", "_own", "_pages", "_plan",
-        "_rows", "_size", "position", "state",
+        "_rows", "_size", "position", "row", "state",
     )  # fmt: skip
 
     def __init__(self, board: GroupBoard, pages: PageSource) -> None:
@@ -85,6 +86,7 @@ class SequenceGroups:
         self._pages = pages
         self._size = layout.page_size
         self.position = 0
+        self.row: Sized = ()
         self.state: PageArray | None = None
         self._rows = RowTables(board)
         self._copies = GroupCopies(board.units)
@@ -135,18 +137,19 @@ class SequenceGroups:
     def copies(self) -> list[RowCopy | StateCopy]:
         """Return the copies to make, in this order, before the next pass; each is returned once."""
         with self._pages:
-            self._check_open("copies")
+            self._check_open("take the copies of")
             return self._copies.take()
 
     def reach(self, stop: int) -> None:
         """Prepare the pass that computes the tokens from `position` to ``stop``.
 
         Frees rows that no token from `position` on attends to, then allocates rows up to ``stop``.
-        Call `copies` afterwards. Raises `OutOfPages`; the freed rows stay free.
+        Call `copies` afterwards. Raises `InvalidValue` unless ``stop`` is from `position` to the
+        sequence's tokens, and `OutOfPages`; the freed rows stay free.
         """
         with self._pages:
-            self._check_open("reach")
-            stop = whole("the end of the pass, in tokens,", stop, self.position)
+            self._check_open("prepare a pass of")
+            stop = whole("the end of the pass, in tokens,", stop, self.position, len(self.row))
             self._check_made()
             self._copies.finish()
             widths, rows = self._board.layout.widths, self._rows
@@ -195,7 +198,7 @@ class SequenceGroups:
             InvalidValue: ``position`` is not a multiple of a page and of the state's grid.
         """
         with self._pages:
-            self._check_open("checkpoint")
+            self._check_open("keep a checkpoint of")
             self._check_made()
             layout = self._board.layout
             position = whole("the position of a checkpoint, in tokens,", position, 1)
@@ -239,7 +242,7 @@ class SequenceGroups:
         states. Raises `OutOfPages`.
         """
         with self._pages:
-            self._check_open("mark")
+            self._check_open("mark a position of")
             self._check_made()
             pages = None
             if self.state is not None:
@@ -256,7 +259,7 @@ class SequenceGroups:
     def unmark(self) -> None:
         """Forget the position of `mark`; does nothing without one."""
         with self._pages:
-            self._check_open("unmark")
+            self._check_open("unmark a position of")
             self._drop_mark()
 
     def _drop_mark(self) -> None:
@@ -274,15 +277,6 @@ class SequenceGroups:
 
     # --- called by the cache and the sequence, under the lock ------------------------------------
 
-    @classmethod
-    def pinned(cls, board: GroupBoard, pages: PageSource, node: Node) -> SequenceGroups:
-        """Return references to what resuming on the path to ``node`` needs, until `close`."""
-        kept = cls(board, pages)
-        page, checkpoint = board.resume(node, node.end)
-        kept.hold(node, page, checkpoint)
-        kept.state = None if checkpoint is None else checkpoint.state
-        return kept
-
     def hold(self, node: Node | None, page: int, checkpoint: Checkpoint | None) -> None:
         """Begin at ``page`` of the path to ``node``: take references to what resuming reads."""
         self.position = page * self._size
@@ -292,19 +286,20 @@ class SequenceGroups:
         if checkpoint is not None and checkpoint.state is not None:
             self._board.units.retain(checkpoint.state)
 
-    def begin(self, state: PageArray | None, found: int, prompt: int) -> None:
+    def begin(self, state: PageArray | None, prompt: Sized, *, found: int, branches: bool) -> None:
         """Take ``state`` as the running one, and plan checkpoints.
 
-        ``found`` pages of the prompt are cached, of ``prompt`` tokens in all.
+        ``found`` pages of the ``prompt`` are cached; ``branches`` as in `CheckpointPlan.prompt`.
         """
         self.state = state
+        self.row = prompt
         checkpoint = self._last
         if checkpoint is not None:
             if state is not None:
                 assert checkpoint.state is not None
                 self._copies.add(StateCopy(checkpoint.state, state))
             self._board.order.used(checkpoint)
-        self._plan.prompt(self._rows.length, found, prompt)
+        self._plan.prompt(self._rows.length, found, len(prompt), branches=branches)
 
     def give_up(self) -> None:
         """Undo `hold`, as the sequence cannot be opened."""

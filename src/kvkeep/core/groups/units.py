@@ -7,8 +7,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvkeep.core.groups.loose import LooseRows
+from kvkeep.core.groups.order import CheckpointOrder
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from kvkeep.core.groups.kept import Rows
     from kvkeep.core.pages import PagePool
     from kvkeep.core.pages.table import PageArray
 
@@ -27,12 +31,14 @@ class TreeUnits:
         idle: pages that only the tree refers to.
         stored: pages that the tree refers to.
         loose: rows of the tree that no checkpoint needs.
+        order: the checkpoints of the tree.
     """
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
         self._in_tree = np.zeros(pool.num_pages, np.bool_)
         self.loose = LooseRows()
+        self.order = CheckpointOrder()
         self.idle = 0
         self.stored = 0
 
@@ -61,10 +67,16 @@ class TreeUnits:
         idle = pages[self._in_tree[pages] & (self._pool.references[pages] == 1)]
         self.idle += len(idle)
         self.loose.released(idle)
+        self.order.released(idle)
 
     def is_idle(self, pages: PageArray) -> bool:
         """Whether only the tree refers to each of ``pages``."""
         return self.count_idle(pages) == len(pages)
+
+    def are_idle(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Return which of ``rows`` the tree alone refers to, in all of their pages."""
+        idle = self._in_tree[rows] & (self._pool.references[rows] == 1)
+        return np.all(idle, axis=1)  # type: ignore[no-any-return]
 
     def is_sole(self, pages: PageArray) -> bool:
         """Whether there is one reference to each of ``pages``, that of the caller."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvkeep.core.errors import InvalidValue, whole
+from kvkeep.core.errors import InvalidValue, told, whole
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -31,6 +31,8 @@ class WindowSpec:
     def __post_init__(self) -> None:
         whole("the span of a window, in tokens,", self.span, 1)
         whole("the pages of a row", self.pages, 1)
+        if not isinstance(self.chunked, bool):
+            raise InvalidValue(f"chunked is {told(self.chunked)}; True or False is needed")
 
     def first_needed(self, position: int, page_size: int) -> int:
         """Return the first page whose row is read when computing goes on at token ``position``."""
@@ -76,7 +78,8 @@ class GroupLayout:
         grid: the distance of positions at which a sequence may resume, in pages.
 
     Raises:
-        InvalidValue: there is no group at all, or a number is below one.
+        InvalidValue: there is no group at all, a number is below one, or a group is of another
+            type.
     """
 
     page_size: int
@@ -90,6 +93,19 @@ class GroupLayout:
         whole("page_size", self.page_size, 1)
         whole("guess_tokens", self.guess_tokens, 1)
         whole("answer_tokens", self.answer_tokens, 1)
+        windows: object = self.windows
+        if not isinstance(windows, list | tuple) or not all(
+            isinstance(window, WindowSpec) for window in windows
+        ):
+            raise InvalidValue(
+                f"windows is {told(windows)}; a tuple of WindowSpec(span=…, pages=…) is needed"
+            )
+        object.__setattr__(self, "windows", tuple(windows))
+        state: object = self.state
+        if not isinstance(state, StateSpec | None):
+            raise InvalidValue(
+                f"state is {told(state)}; StateSpec(pages=…, grid=…) or None is needed"
+            )
         if not self.windows and self.state is None:
             raise InvalidValue("no groups are given; leave groups out for a plain model")
         tokens = 1 if self.state is None else self.state.grid

@@ -291,26 +291,40 @@ class RunTree:
         self.num_evictable -= count
         return joined(freed)
 
-    def evict_leaf(self, choose: Callable[[Node], int]) -> PageArray | None:
-        """Remove pages of the next victim: as many from its tail as ``choose(leaf)`` returns.
+    def evict_leaf(self, choose: Callable[[Node, int], int]) -> PageArray | None:
+        """Remove pages of the policy's next victim; return their ids, None if it names none.
 
-        For 0 the leaf stays. Returns their ids, None if nothing can be evicted.
+        ``choose(leaf, portion)`` returns how many pages to remove from its tail, given how many the
+        policy would; for 0 the leaf stays.
         """
-        leaf = cast("Node | None", self.policy.pop() or self.pinned_leaves.pop())
+        leaf = cast("Node | None", self.policy.pop())
         if leaf is None:
             return None
-        count = min(choose(leaf), leaf.size)
-        self.num_pages -= count
-        self.num_evictable -= count
-        if count == leaf.size:
-            self._unlink(leaf)
-            return leaf.pages
-        gone = self._trim(leaf, count)
-        if leaf.pins:
-            self.enqueue(leaf)
-        else:
+        portion = self.policy.portion(leaf) if self.policy.portions else leaf.size
+        gone = self._cut_tail(leaf, choose(leaf, portion))
+        if leaf.in_tree:
             self.policy.put_back(leaf)
         return gone
+
+    def evict_pinned_leaf(self, choose: Callable[[Node, int], int]) -> PageArray | None:
+        """Do as `evict_leaf` with the least recently used leaf that has soft pins."""
+        leaf = cast("Node | None", self.pinned_leaves.pop())
+        if leaf is None:
+            return None
+        gone = self._cut_tail(leaf, choose(leaf, leaf.size))
+        if leaf.in_tree:
+            self.enqueue(leaf)
+        return gone
+
+    def _cut_tail(self, leaf: Node, count: int) -> PageArray:
+        """Remove the last ``count`` pages, at most all, of a leaf that is in no queue."""
+        count = min(count, leaf.size)
+        self.num_pages -= count
+        self.num_evictable -= count
+        if count < leaf.size:
+            return self._trim(leaf, count)
+        self._unlink(leaf)
+        return leaf.pages
 
     def remove(self, leaf: Node, count: int) -> PageArray:
         """Remove the last ``count`` pages of a leaf without holders, pinned or not."""

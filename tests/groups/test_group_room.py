@@ -1,0 +1,238 @@
+"""What goes first when a cache with groups needs room, and that nothing is looked at twice."""
+
+from __future__ import annotations
+
+import pytest
+from symbolic import BOTH, STATE, WINDOW, SymbolicEngine, prompt
+
+from kvkeep import PagedCache
+from kvkeep.core.errors import InvalidValue
+from kvkeep.core.eviction import LRU
+from kvkeep.core.groups import GroupLayout, StateSpec, WindowSpec
+from kvkeep.core.groups.order import CheckpointOrder
+
+
+class OnePage(LRU):
+    """Gives up a page of each victim, and then names another."""
+
+    portions = True
+
+    def portion(self, entry: object) -> int:
+        return 1
+
+    def put_back(self, entry: object) -> None:
+        entry.last_used = self._time = self._time + 1
+        self.add(entry)
+
+
+def test_the_portions_of_a_policy_are_kept_without_states() -> None:
+    engine = SymbolicEngine(200, GroupLayout(4, (WindowSpec(1),)), eviction=OnePage())
+    for number in (1, 2):
+        engine.run(prompt(number, 32)).close()
+    order = engine.cache._core.groups.order
+    for checkpoint in list(order):
+        engine.cache._core.groups.remove(checkpoint)
+    engine.cache.evict(engine.cache.stats().groups.loose_rows)
+    engine.cache.evict(2)
+    left = [engine.cache.match([*prompt(number, 32), 7]).stored_tokens for number in (1, 2)]
+    assert left == [28, 28], "a page of each"
+    engine.cache.check()
+
+
+@pytest.mark.parametrize("layout", [STATE, WINDOW], ids=["states", "windows"])
+def test_checkpoints_under_pins_are_met_once(
+    layout: GroupLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = SymbolicEngine(1200, layout)
+    cache, order = engine.cache, engine.cache._core.groups.order
+    pins = []
+    for number in range(30):
+        engine.run(prompt(number, 9)).close()
+        pins.append(cache.pin(prompt(number, 9)))
+    for number in range(30, 40):
+        engine.run(prompt(number, 9)).close()
+    for checkpoint in list(order):
+        order.extended(checkpoint)
+    met = []
+    early = CheckpointOrder.early
+
+    def counting(self: CheckpointOrder) -> object:
+        for checkpoint in early(self):
+            met.append(checkpoint)
+            yield checkpoint
+
+    monkeypatch.setattr(CheckpointOrder, "early", counting)
+    for _ in range(5):
+        cache.evict(1)
+    assert len(met) <= 30 + 10
+    cache.check()
+    monkeypatch.undo()
+    cache.unpin(pins[0])
+    cache.check()
+    cache.evict(8)
+    assert cache.match([*prompt(0, 9), 7]).num_tokens == 0, "it goes like others again"
+    assert cache.match([*prompt(1, 9), 7]).num_tokens == 8
+    cache.evict(10**6)
+    assert cache.stats().pages_used == 0
+    cache.check()
+
+
+def test_a_state_in_use_is_met_once_and_freed_later() -> None:
+    engine = SymbolicEngine(40, STATE)
+    engine.run(prompt(1, 17)).close()
+    sequence = engine.cache.open(prompt(1, 17) + prompt(2, 4))
+    assert sequence.num_cached == 16
+    there = engine.cache.num_available
+    engine.cache.evict(there)
+    engine.cache.check()
+    assert engine.cache.num_available == there
+    engine.make(sequence)
+    engine.step(sequence, 20)
+    sequence.publish()
+    assert engine.cache.num_available == there + 5, "the copy is made: its source can go"
+    engine.cache.evict(10**6)
+    sequence.close()
+    engine.cache.check()
+    engine.cache.evict(10**6)
+    assert engine.cache.stats().pages_used == 0
+
+
+def test_unpinned_states_go_before_prompts_with_pins() -> None:
+    engine = SymbolicEngine(60, STATE)
+    engine.run(prompt(1, 17)).close()
+    engine.cache.pin(prompt(1, 17))
+    running = engine.run(prompt(2, 17))  # holds its path: its checkpoint is in no leaf to evict
+    engine.cache.evict(5)
+    assert engine.cache.match([*prompt(1, 17), 7]).num_tokens == 16
+    assert engine.cache.match([*prompt(2, 17), 7]).num_tokens == 0
+    running.close()
+    engine.cache.check()
+
+
+def test_what_a_next_turn_replaces_goes_first() -> None:
+    """A turn begins where the KV of the one before ends: nothing branches there."""
+    engine = SymbolicEngine(4000, STATE)
+    turns = prompt(1, 40)
+    for turn in range(2, 12):
+        sequence = engine.run(turns)
+        sequence.append(prompt(100 + turn, 22))  # the answer
+        engine.finish(sequence)
+        turns = sequence.tokens.tolist() + prompt(turn, 18)
+        sequence.close()
+    order = engine.cache._core.groups.order
+    late = [one.page for one in order if not one.early]
+    assert len(late) == 1, "the end of the last prompt alone"
+    found = engine.cache.match(turns).num_tokens
+    engine.cache.evict(5 * (len(order) - 1))
+    assert engine.cache.match(turns).num_tokens == found
+    assert [one.page for one in order] == late
+    engine.cache.check()
+
+
+def test_a_place_where_prompts_branch_does_not_go_first() -> None:
+    engine = SymbolicEngine(4000, STATE)
+    for number in (1, 2):
+        engine.run(prompt(0, 40) + prompt(number, 40)).close()
+    order = engine.cache._core.groups.order
+    assert {one.page for one in order if not one.early} == {10, 19}
+
+
+def test_loose_rows_are_freed_oldest_first_and_those_in_use_are_kept() -> None:
+    layout = GroupLayout(4, (WindowSpec(400, 2), WindowSpec(400, 3)))
+    engine = SymbolicEngine(600, layout)
+    engine.run(prompt(1, 80)).close()
+    running = engine.run(prompt(2, 80))
+    board = engine.cache._core.groups
+    for checkpoint in list(board.order):
+        board.remove(checkpoint)
+    assert board.free_loose(7) == 8, "four rows of two pages"
+    engine.cache.check()
+    assert engine.cache.match([*prompt(1, 80), 7]).num_tokens == 0
+    assert board.free_loose(10**6) == 20 * 5 - 8
+    assert board.free_loose(1) == 0, "the others are in use"
+    engine.cache.check()
+    running.close()
+    assert board.free_loose(10**6) == 20 * 5
+    engine.cache.check()
+
+
+# --- pins --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hard", [False, True])
+def test_a_pin_where_no_checkpoint_is_keeps_rows_until_it_ends(hard: bool) -> None:
+    engine = SymbolicEngine(160, WINDOW)
+    engine.run(prompt(1, 64)).close()
+    pin = engine.cache.pin(prompt(1, 32), hard=hard)
+    assert (pin.num_tokens, pin.num_resumable) == (32, 32)
+    for number in range(2, 9):
+        engine.run(prompt(number, 120), chunk=16).close()
+    assert engine.cache.match([*prompt(1, 32), 7]).num_tokens == 32
+    assert pin.num_resumable == 32
+    engine.cache.check()
+    engine.cache.unpin(pin)
+    assert pin.num_resumable == 0
+    engine.cache.evict(10**6)
+    assert engine.cache.stats().pages_used == 0
+
+
+@pytest.mark.parametrize("layout", [STATE, BOTH])
+def test_a_pin_says_where_a_request_can_resume(layout: GroupLayout) -> None:
+    engine = SymbolicEngine(400, layout)
+    engine.run(prompt(1, 43)).close()
+    assert engine.cache.pin(prompt(1, 43)).num_resumable == 40
+    pin = engine.cache.pin(prompt(1, 24))
+    assert (pin.num_tokens, pin.num_resumable) == (24, 0), "no state was kept there"
+    (node,) = [node for node in engine.cache.map().nodes if node.pages == 6]
+    assert engine.cache.pin_node(node.id).num_resumable == 0
+
+
+def test_a_plain_pin_can_be_resumed_all_along() -> None:
+    cache = PagedCache(16, 4)
+    with cache.open(list(range(13))) as sequence:
+        sequence.publish()
+    assert cache.pin(list(range(13))).num_resumable == 12
+
+
+# --- mistakes ----------------------------------------------------------------------------------
+
+
+def test_a_pass_ends_within_the_tokens() -> None:
+    engine = SymbolicEngine(100, BOTH)
+    sequence = engine.cache.open(prompt(1, 21))
+    engine.make(sequence)
+    with pytest.raises(InvalidValue, match=r"the end of the pass.* is 22; .* in 0 … 21 is needed"):
+        sequence.groups.reach(22)
+    sequence.append([1])
+    engine.step(sequence, 22)
+    fork = sequence.fork()
+    fork.append([2, 3])
+    engine.make(fork)
+    with pytest.raises(InvalidValue, match="is 23"):
+        sequence.groups.reach(23)
+    engine.step(fork, 24)
+    fork.truncate(22)
+    with pytest.raises(InvalidValue, match="is 23"):
+        fork.groups.reach(23)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: GroupLayout(4, WindowSpec(4)), "windows is WindowSpec"),
+        (lambda: GroupLayout(4, (5,)), r"windows is \(5,\); a tuple of WindowSpec"),
+        (lambda: GroupLayout(4, 5), "windows is 5"),
+        (lambda: GroupLayout(4, (), 3), r"state is 3; StateSpec\(pages=…, grid=…\) or None"),
+        (lambda: GroupLayout("4", (), StateSpec(1)), "page_size is '4'"),
+        (lambda: WindowSpec("8"), "the span of a window, in tokens, is '8'"),
+        (lambda: WindowSpec(8, chunked=1), "chunked is 1; True or False is needed"),
+        (lambda: StateSpec(None), "the pages of a state is None"),
+    ],
+)
+def test_wrong_types_are_named(make: object, text: str) -> None:
+    with pytest.raises(InvalidValue, match=text):
+        make()
+
+
+def test_a_list_of_windows_will_do() -> None:
+    assert GroupLayout(4, [WindowSpec(4)]) == GroupLayout(4, (WindowSpec(4),))
