@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvkeep.core.errors import IllegalStep, InvalidValue, whole
+from kvkeep.core.groups.checkpoints import SequenceCheckpoints
 from kvkeep.core.groups.copies import GroupCopies, RowCopy, StateCopy
 from kvkeep.core.groups.rows import RowTables
-from kvkeep.core.groups.stops import CheckpointPlan
-from kvkeep.core.groups.unpublished import UnpublishedCheckpoints
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sized
@@ -76,8 +75,8 @@ class SequenceGroups:
     """
 
     __slots__ = (
-        "_board", "_closed", "_copies", "_last", "_mark", "_offered", "_own", "_pages", "_plan",
-        "_rows", "_size", "position", "row", "state",
+        "_board", "_checkpoints", "_closed", "_copies", "_mark", "_offered", "_pages", "_rows",
+        "_size", "position", "row", "state",
     )  # fmt: skip
 
     def __init__(self, board: GroupBoard, pages: PageSource) -> None:
@@ -90,10 +89,8 @@ class SequenceGroups:
         self.state: PageArray | None = None
         self._rows = RowTables(board)
         self._copies = GroupCopies(board.units)
-        self._plan = CheckpointPlan(layout)
-        self._own = UnpublishedCheckpoints(board)
+        self._checkpoints = SequenceCheckpoints(board)
         self._offered = 0  # leading pages whose rows the tree was offered
-        self._last: Checkpoint | None = None  # that this sequence used or stored last
         self._mark: tuple[int, PageArray | None] | None = None  # position, and the state there
         self._closed = False
 
@@ -111,7 +108,7 @@ class SequenceGroups:
         Empty for a model without states, whose checkpoints need no stop, and in a cache without
         reuse.
         """
-        return self._plan.stops(self.position) if self._keeps_states else []
+        return self._checkpoints.plan.stops(self.position) if self._keeps_states else []
 
     @property
     def _keeps_states(self) -> bool:
@@ -119,7 +116,7 @@ class SequenceGroups:
 
     def is_guess(self, position: int) -> bool:
         """Whether the stop at ``position`` is a mere guess at where prompts will branch."""
-        return self._plan.is_guess(position // self._size)
+        return self._checkpoints.plan.is_guess(position // self._size)
 
     def expect(self, position: int) -> None:
         """Plan a checkpoint where another prompt will leave this one, as it is known beforehand.
@@ -130,7 +127,9 @@ class SequenceGroups:
         with self._pages:
             self._check_open("plan for")
             position = whole("the position to expect, in tokens,", position, 0)
-            self._plan.branch(self._board.layout.floor(position // self._size), self.position)
+            self._checkpoints.plan.branch(
+                self._board.layout.floor(position // self._size), self.position
+            )
 
     # --- passes ----------------------------------------------------------------------------------
 
@@ -215,8 +214,8 @@ class SequenceGroups:
             if self.state is None or not self._pages.reuse:
                 return None
             page = position // self._size
-            kind = self._plan.reached(page)
-            if page in self._own:
+            kind = self._checkpoints.plan.reached(page)
+            if page in self._checkpoints.own:
                 return None
             state = self._room(len(self.state), guess=kind == "guess")
             if state is None:
@@ -226,7 +225,7 @@ class SequenceGroups:
                 self._rows.between(window, first, page).copy()
                 for window, first in self._board.needed(page)
             ]
-            self._own.add(page, kind, state, rows)
+            self._checkpoints.own.add(page, kind, state, rows)
             return StateCopy(self.state, state)
 
     def _room(self, count: int, *, guess: bool) -> PageArray | None:
@@ -282,7 +281,7 @@ class SequenceGroups:
         self.position = page * self._size
         self._offered = page
         self._rows.hold(node, page)
-        self._last = checkpoint
+        self._checkpoints.last = checkpoint
         if checkpoint is not None and checkpoint.state is not None:
             self._board.units.retain(checkpoint.state)
 
@@ -293,18 +292,18 @@ class SequenceGroups:
         """
         self.state = state
         self.row = prompt
-        checkpoint = self._last
+        checkpoint = self._checkpoints.last
         if checkpoint is not None:
             if state is not None:
                 assert checkpoint.state is not None
                 self._copies.add(StateCopy(checkpoint.state, state))
             self._board.order.used(checkpoint)
-        self._plan.prompt(self._rows.length, found, len(prompt), branches=branches)
+        self._checkpoints.plan.prompt(self._rows.length, found, len(prompt), branches=branches)
 
     def give_up(self) -> None:
         """Undo `hold`, as the sequence cannot be opened."""
-        if self._last is not None and self._last.state is not None:
-            self._board.units.release(self._last.state)
+        if self._checkpoints.last is not None and self._checkpoints.last.state is not None:
+            self._board.units.release(self._checkpoints.last.state)
         self.close()
 
     def fork(self) -> SequenceGroups:
@@ -318,7 +317,7 @@ class SequenceGroups:
         other = SequenceGroups(self._board, self._pages)
         other.position, other._offered = self.position, self._offered
         other._rows = self._rows.fork()
-        other._plan = self._plan.fork()
+        other._checkpoints.plan = self._checkpoints.plan.fork()
         other.state = state
         if state is not None and self.position:
             assert self.state is not None
@@ -334,31 +333,7 @@ class SequenceGroups:
         for window in range(len(board.layout.windows)):
             board.store(node, window, start, self._rows.between(window, start, stop))
         self._offered = max(start, stop)
-        for checkpoint in self._own.publish(node, stop):
-            self._stored(checkpoint)
-        if self.state is None and stop:
-            self._mark_ends(node, stop)
-
-    def _mark_ends(self, node: Node, stop: int) -> None:
-        """Add checkpoints that need no state: where it was planned, and at the end."""
-        for page, kind in self._plan.passed(stop):
-            self._stored(self._board.add(node, page, None, kind))
-        if self._last is None or self._last.page < stop:
-            self._stored(self._board.add(node, stop, None, "end"))
-
-    def _stored(self, checkpoint: Checkpoint | None) -> None:
-        """Go on from ``checkpoint``; the one before it is extended, unless prompts branch there.
-
-        Without states that one is of no further use: rows that it needs may go any time.
-        """
-        before = self._last
-        if checkpoint is None or (before is not None and before.page >= checkpoint.page):
-            return
-        self._last = checkpoint
-        if before is not None and before.stored and not before.branches:
-            self._board.extended(before, checkpoint)
-            if self.state is None and not before.node.covered:
-                self._board.remove(before)
+        self._checkpoints.publish(node, stop, states=self.state is not None)
 
     def rewind(self, length: int, node: Node, published: int) -> None:
         """Go back so that nothing behind token ``length`` is computed; `position` tells how far.
@@ -367,8 +342,8 @@ class SequenceGroups:
         from the mark or the last position where all groups agree, at worst from 0.
         """
         board, size = self._board, self._size
-        self._plan.cut(length)
-        self._own.cut(length // size)
+        self._checkpoints.plan.cut(length)
+        self._checkpoints.own.cut(length // size)
         if self._mark is not None and self._mark[0] > length:
             self._drop_mark()
         if self.position <= length:
@@ -390,13 +365,13 @@ class SequenceGroups:
     def _resume(self, node: Node, page: int, checkpoint: Checkpoint | None) -> None:
         self._copies.finish()
         self._copies.drop()
-        last, offered = self._last, self._offered
+        last, offered = self._checkpoints.last, self._offered
         self.hold(node, page, checkpoint)
         if checkpoint is not None and self.state is not None:
             assert checkpoint.state is not None
             self._copies.add(StateCopy(checkpoint.state, self.state))
         self._offered = min(offered, page)
-        self._last = checkpoint or last
+        self._checkpoints.last = checkpoint or last
 
     def _cut(self, position: int) -> None:
         self._rows.cut(position)
@@ -413,7 +388,7 @@ class SequenceGroups:
         self._closed = True
         self._copies.leave()
         self._rows.close()
-        self._own.close()
+        self._checkpoints.own.close()
         if self.state is not None:
             units.release(self.state)
             self.state = None
@@ -426,7 +401,7 @@ class SequenceGroups:
     def references(self) -> Iterator[PageArray]:
         """Yield the pages of all references of this sequence, for `check`."""
         yield from self._rows.live()
-        yield from self._own.references()
+        yield from self._checkpoints.own.references()
         if self.state is not None:
             yield self.state
         if self._mark is not None and self._mark[1] is not None:
