@@ -51,6 +51,7 @@ class SymbolicRunner:
         self.geometry = None
         self.plan = SimpleNamespace(pages_for=self.pages_for)
         self.tensors = self
+        self.groups = None
         self.prefixes: dict[tuple[int, int], int] = {}  # prefix, next token → prefix
         self.before = [0]  # of each prefix, the one without its last token
         self.base: dict[tuple[int, int], int] = {}  # page, offset → prefix

@@ -91,7 +91,7 @@ class Engine:
                 f"the cache was made with {cache.layout or cache.page_size}, and this model needs "
                 f"PagedCache({runner.num_pages}, {runner.layout or runner.page_size})"
             )
-        cache.bind(runner.tensors)
+        cache.bind(runner.groups or runner.tensors)
         self.runner = runner
         self.cache = cache
         self.store = store

@@ -197,7 +197,8 @@ class Scheduler:
         return bool(answer.generated) or answer.overtaken >= self._limits.max_overtaken
 
     def _cached(self, answer: Answer) -> int:
-        return self._cache.match(answer.tokens(), answer.request.namespace).num_tokens
+        # The last token is computed in any case.
+        return self._cache.match(answer.tokens()[:-1], answer.request.namespace).num_tokens
 
     def _computed_by_another(self, answer: Answer) -> bool:
         """Whether a running answer will publish more of this prompt than is cached.

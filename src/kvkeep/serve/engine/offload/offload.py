@@ -135,7 +135,7 @@ class Offload:
         """Return the answer's load, started now if it has none."""
         if answer.load is None:
             tokens, namespace = answer.tokens(), answer.request.namespace
-            in_pool = self._cache.match(tokens, namespace).num_tokens
+            in_pool = self._cache.match(tokens[:-1], namespace).num_tokens
             evidence = None
             if self._notifier.observers:
                 evidence = Evidence(len(tokens) - 1, self._runner.page_size, self._store.tiers)

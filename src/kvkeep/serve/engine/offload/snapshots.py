@@ -115,10 +115,13 @@ class SnapshotMover(Mover):
         if self._layout.state is not None:
             position, trail.checkpoint = trail.checkpoint, 0
             return position if position == computed else 0
-        ends = last or (trail.end is not None and computed >= trail.end)
+        position = computed if last else computed // self._block * self._block
         if trail.end is not None and computed >= trail.end:
+            if not last:
+                position = trail.end - 1  # its last token is computed again in any case
             trail.end = None
-        position = computed if ends else computed // self._block * self._block
+        # The pool resumes at whole pages, too.
+        position = position // self._layout.page_size * self._layout.page_size
         return position if position - trail.offered >= self._layout.page_size else 0
 
     def _queue(
