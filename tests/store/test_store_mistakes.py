@@ -13,7 +13,7 @@ from store_kv import GEOMETRIES, GQA, MODEL, disk, get, given, numbers, open_sto
 
 from kvkeep.core.errors import IllegalStep, InvalidValue, UnsupportedModel
 from kvkeep.core.geometry import AttentionShape, KVGeometry, LayerGroup, StateTensor
-from kvkeep.store import KVStore
+from kvkeep.store import KVStore, Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -254,11 +254,25 @@ def test_a_closed_store_says_so(tmp_path: Path) -> None:
         assert again.lookup(range(8)).tokens == 8, "nothing was deleted"
 
 
-def test_layers_with_states_are_refused() -> None:
+def test_layers_that_differ_need_snapshots() -> None:
     state = (StateTensor("recurrent", (4, 8, 8), "float32"),)
     full = LayerGroup("full", (1,), AttentionShape(2, 8))
     geometry = KVGeometry.of([full, LayerGroup("state", (0,), state=state)])
-    with pytest.raises(UnsupportedModel, match=r"KVStore needs .* keeps full attention in 1 and a"):
-        KVStore(geometry, model=MODEL)
-    with pytest.raises(UnsupportedModel, match="KVStore needs"):
-        KVStore.shared("hybrid", geometry, model=MODEL)
+    with pytest.raises(UnsupportedModel, match=r"snapshots=False\) needs .* keeps full attention"):
+        KVStore(geometry, model=MODEL, snapshots=False)
+    with KVStore(geometry, model=MODEL) as store:
+        assert store.snapshots
+        with pytest.raises(UnsupportedModel, match="use put_snapshot instead of put"):
+            store.put([1], torch.zeros(1))
+        with pytest.raises(UnsupportedModel, match="use get_snapshot instead of get"):
+            store.get([1])
+    with open_store() as store:
+        assert not store.snapshots
+        with pytest.raises(
+            UnsupportedModel, match=r"put_snapshot needs KVStore\(…, snapshots=True"
+        ):
+            store.put_snapshot([1], Snapshot(1, 0))
+        with pytest.raises(
+            UnsupportedModel, match=r"get_snapshot needs KVStore\(…, snapshots=True"
+        ):
+            store.get_snapshot([1])

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvkeep.store.blocks import BlockStore, Lookup, Operation, Put, StoreStats
     from kvkeep.store.identity import model_identity, weights_digest
-    from kvkeep.store.kv import KVStore, Prefetch
+    from kvkeep.store.kv import KVStore, Prefetch, Snapshot
     from kvkeep.store.tiers import Miss, Removed
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "Prefetch",
     "Put",
     "Removed",
+    "Snapshot",
     "StoreStats",
     "model_identity",
     "weights_digest",
@@ -38,7 +39,7 @@ __all__ = [
 _ROOMS = {
     **dict.fromkeys(("BlockStore", "Lookup", "Operation", "Put", "StoreStats"), "blocks"),
     **dict.fromkeys(("model_identity", "weights_digest"), "identity"),
-    **dict.fromkeys(("KVStore", "Prefetch"), "kv"),
+    **dict.fromkeys(("KVStore", "Prefetch", "Snapshot"), "kv"),
     **dict.fromkeys(("Miss", "Removed"), "tiers"),
 }
 

@@ -75,10 +75,22 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """The number of tokens stored as a prefix of a prompt, and ``(tier name, tokens)`` in order."""
+    """The number of tokens stored as a prefix of a prompt, and ``(tier name, tokens)`` in order.
+
+    Attributes:
+        tokens: a `get` could return so many.
+        tiers: of these tokens.
+        stored_tokens: how far the layers that keep every token reach, in whole blocks: of
+            snapshots, a state or a window may be missing there. Otherwise as many as ``tokens``.
+    """
 
     tokens: int
     tiers: tuple[tuple[str, int], ...]
+    stored_tokens: int = -1
+
+    def __post_init__(self) -> None:
+        if self.stored_tokens < 0:
+            object.__setattr__(self, "stored_tokens", self.tokens)  # the dataclass is frozen
 
     def __int__(self) -> int:
         return self.tokens

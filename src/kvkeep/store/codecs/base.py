@@ -21,11 +21,15 @@ class BlockShape:
         layout: order of a part's axes: "NHD" is ``[tokens, heads, dim]``, "HND" is
             ``[heads, tokens, dim]``.
         parts: (heads, dim) of each part.
+        kinds: for a store with several kinds of records, the structure of each. The last byte of
+            the raw bytes is then the number of the kind, which the bytes before it have; the other
+            attributes stay empty. Opaque kinds are states: every codec keeps them exact.
     """
 
     dtype: str = ""
     layout: str = "NHD"
     parts: tuple[tuple[int, int], ...] = ()
+    kinds: tuple[BlockShape, ...] = ()
 
 
 class Damaged(Exception):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import InvalidValue, require
 from kvkeep.store.codecs.encrypted import ENCRYPTED, EncryptedCodec, inner_number
+from kvkeep.store.codecs.kinds import KindsCodec
 from kvkeep.store.codecs.lossless import LosslessCodec
 from kvkeep.store.codecs.raw import RawCodec
 
@@ -62,8 +63,11 @@ def codec_of(
 
 
 def _make(name: str, shape: BlockShape) -> Codec:
-    if name == "raw":
-        return RawCodec()
+    if name == "raw" or (shape.kinds and name != "lossless" and not shape.kinds[0].dtype):
+        return RawCodec()  # of states alone, there is nothing that a lossy codec may change
+    if shape.kinds:
+        exact = "lossless" if name == "lossless" else "raw"
+        return KindsCodec([_make(name if kind.dtype else exact, kind) for kind in shape.kinds])
     if name == "lossless":
         return LosslessCodec(shape)
     require("torch", "torch")

@@ -1,6 +1,6 @@
 """`KVStore`: the KV of token sequences, looked up by tokens, over tiers.
 
-store.py      KVStore
+store.py      KVStore · prompts.py: what it answers about prompts, whatever it keeps of them
 options.py    the arguments of a KVStore, checked
 forms.py      layouts of KV: the caller's tensors, and the raw bytes of a block
 names.py      namespaces, tenants and block ids
@@ -9,11 +9,16 @@ transfers.py  put and get · prefetch.py: reads in the background
 reporting.py  counts, hooks and the log · binding.py: which model a store serves
 why.py        why tokens are missing
 removal.py    which blocks `remove` deletes
+kept.py       which records a prompt has: blocks of all layers, or …
+groups.py     … records of each group of layers, for models with windows and states
+snapshot.py   what resuming needs · snapshots.py: put and get of it
+records.py    its tensors as raw bytes · positions.py: ids of records, the longest position
 """
 
 from __future__ import annotations
 
 from kvkeep.store.kv.prefetch import Prefetch
+from kvkeep.store.kv.snapshot import Snapshot
 from kvkeep.store.kv.store import KVStore
 
-__all__ = ["KVStore", "Prefetch"]
+__all__ = ["KVStore", "Prefetch", "Snapshot"]

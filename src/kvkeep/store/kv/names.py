@@ -37,11 +37,13 @@ def store_namespace(
     tenant: str,
     lora: str,
     rank: str,
+    snapshots: bool = False,
 ) -> Namespace:
     """Return the namespace of a store: everything on which the bytes of its KV depend.
 
     ``model`` is a loaded module or a model directory, whose identity becomes the revision, or
-    ``name@revision``, or a name with ``revision`` given.
+    ``name@revision``, or a name with ``revision`` given. Of ``snapshots``, every group of layers
+    counts.
 
     Raises:
         InvalidValue: the model has no revision, or there are several ranks and ``rank`` is empty.
@@ -58,21 +60,39 @@ def store_namespace(
             f"{geometry.tp} tensor-parallel ranks share the model; say which one this is, such as "
             f"rank='tp0/{geometry.tp}'"
         )
-    heads = f"{geometry.layers}x{geometry.rank_heads}x{geometry.head_dim}"
-    if geometry.latent_dim is not None:
-        heads += f"/latent{geometry.latent_dim}"
-    elif geometry.value_dim != geometry.head_dim:
-        heads += f"/v{geometry.value_dim}"
     return Namespace(
         tenant=tenant,
         model=model,
         revision=revision,
         dtype=geometry.dtype,
         layout=f"{layout}/{block_tokens}",
-        geometry=heads,
+        geometry=_groups_of(geometry) if snapshots else _shape_of(geometry),
         lora=lora,
         rank=rank,
     )
+
+
+def _shape_of(geometry: KVGeometry) -> str:
+    """Return the one shape of all layers of a plain geometry."""
+    heads = f"{geometry.layers}x{geometry.rank_heads}x{geometry.head_dim}"
+    if geometry.latent_dim is not None:
+        heads += f"/latent{geometry.latent_dim}"
+    elif geometry.value_dim != geometry.head_dim:
+        heads += f"/v{geometry.value_dim}"
+    return heads
+
+
+def _groups_of(geometry: KVGeometry) -> str:
+    """Return a digest of all groups of layers, with the number of layers in front."""
+    tp, described = geometry.tp, []
+    for group in geometry.groups:
+        words: list[object] = [group.kind, group.span, group.grid, group.layers]
+        if (shape := group.shape) is not None:
+            words += [shape.rank_heads(tp), shape.head_dim, shape.value_dim, shape.latent_dim]
+        words += [(one.name, one.rank_shape(tp), one.dtype) for one in group.state]
+        described.append(repr(words))
+    digest = hashlib.sha256("\n".join(described).encode()).hexdigest()
+    return f"{geometry.layers}/groups-{digest[:40]}"
 
 
 def _named(model: str | torch.nn.Module, revision: str) -> tuple[str, str]:

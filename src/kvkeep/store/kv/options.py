@@ -10,6 +10,7 @@ from kvkeep.core.geometry import KVGeometry
 from kvkeep.store.blocks.shared import places_of
 from kvkeep.store.kv.forms import Form
 from kvkeep.store.kv.names import store_namespace
+from kvkeep.store.kv.records import RecordForms
 from kvkeep.store.tiers import Inclusive, TieringPolicy
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class StoreOptions(TypedDict, total=False):
     rank: str
     policy: TieringPolicy | None
     quotas: Mapping[str, int | str] | None
+    snapshots: bool | None
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,15 @@ class StoreConfig:
     """The arguments of a `KVStore`, checked.
 
     Attributes:
-        form: geometry and layout.
+        geometry: of the model.
+        layout: of the caller's tensors.
+        form: both, for blocks of all layers; or the forms of records of snapshots.
         namespace: model, revision, tenant, LoRA and rank, with the form and the block size.
     """
 
-    form: Form
+    geometry: KVGeometry
+    layout: Layout
+    form: Form | RecordForms
     block_tokens: int
     namespace: Namespace
     tiers: Sequence[str | Backend]
@@ -70,31 +76,37 @@ class StoreConfig:
         rank: str = "",
         policy: TieringPolicy | None = None,
         quotas: Mapping[str, int | str] | None = None,
+        snapshots: bool | None = None,
     ) -> StoreConfig:
         """Check the arguments of a `KVStore`; a loaded ``model`` is read for its identity.
 
         Raises:
-            UnsupportedModel: the geometry is not plain: its layers differ.
+            UnsupportedModel: the layers of the geometry differ, and ``snapshots`` is False.
             InvalidValue: one of them is wrong.
         """
         if not isinstance(geometry, KVGeometry):
             raise InvalidValue(f"geometry is {geometry!r}; a KVGeometry is needed")
-        geometry.needs_plain("KVStore")
+        if snapshots is False:
+            geometry.needs_plain("KVStore(…, snapshots=False)")
+        if snapshots is None:
+            snapshots = not geometry.plain
         if policy is not None and not isinstance(policy, TieringPolicy):
             raise InvalidValue(f"policy is {policy!r}; a TieringPolicy is needed, as Inclusive()")
         block_tokens = whole("block_tokens", block_tokens, 1, 1 << 20)
-        form = Form(geometry, layout)
+        form = RecordForms(geometry, layout) if snapshots else Form(geometry, layout)
         namespace = store_namespace(
             geometry, layout, block_tokens,
             model=model, revision=revision, tenant=tenant, lora=lora, rank=rank,
+            snapshots=bool(snapshots),
         )  # fmt: skip
-        return cls(form, block_tokens, namespace, tiers, policy, quotas or {})
+        return cls(geometry, layout, form, block_tokens, namespace, tiers, policy, quotas or {})
 
     def compared(self) -> dict[str, object]:
         """Return the values that two users of one shared store must agree on, by name."""
         return {
-            "geometry": self.form.geometry,
-            "layout": self.form.layout,
+            "geometry": self.geometry,
+            "layout": self.layout,
+            "snapshots": isinstance(self.form, RecordForms),
             "block_tokens": self.block_tokens,
             "namespace": self.namespace,
             "tiers": places_of(self.tiers),

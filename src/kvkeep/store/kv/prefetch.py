@@ -26,11 +26,14 @@ class Prefetch:
     Thread safety: all methods.
     """
 
-    __slots__ = ("_blocks", "_lengths", "start")
+    __slots__ = ("_blocks", "_lengths", "_whole", "start")
 
-    def __init__(self, blocks: BlockPrefetch, start: int, lengths: Sequence[int]) -> None:
+    def __init__(
+        self, blocks: BlockPrefetch, start: int, lengths: Sequence[int], *, whole: bool = False
+    ) -> None:
         self._blocks = blocks
         self._lengths = lengths  # filled by the background thread, once it looked the blocks up
+        self._whole = whole  # only all records together are of use
         self.start = start
         """The first token of the first requested block."""
 
@@ -41,14 +44,18 @@ class Prefetch:
 
     @property
     def tokens(self) -> int:
-        """Length of the prompt's prefix that is in memory now, in tokens."""
+        """Length of the prompt's prefix that is in memory now, in tokens.
+
+        Of snapshots, 0 until all records of the position are there.
+        """
         return self._count(self._blocks.ready)
 
     @property
     def sources(self) -> tuple[tuple[str, int], ...]:
         """``(tier, tokens)`` of the blocks in memory now, in order from `start`."""
         names = self._blocks.sources
-        return runs_of(zip(names, self._lengths, strict=False))
+        parts = zip(names, self._lengths, strict=False)
+        return runs_of((name, tokens) for name, tokens in parts if tokens)
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait until `done`, at most ``timeout`` seconds, and return `tokens`."""
@@ -60,6 +67,8 @@ class Prefetch:
         self._blocks.cancel()
 
     def _count(self, ready: int) -> int:
+        if self._whole and ready < len(self._lengths):
+            return 0
         return self.start + sum(self._lengths[:ready]) if ready else 0
 
 

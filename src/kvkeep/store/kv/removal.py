@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kvkeep.store.kv.names import PromptBlocks
     from kvkeep.store.tiers import Removed, TieredStore
 
-__all__ = ["Followers", "delete_from"]
+__all__ = ["Followers", "delete_from", "delete_ids"]
 
 _MOST_LINKS = 1 << 15
 
@@ -29,7 +29,13 @@ def delete_from(
     ``delete`` is ``tiered.remove`` or ``tiered.supersede``.
     """
     tiered.check_open()
-    ids = _ids_from(prompt)
+    return delete_ids(_ids_from(prompt), followers, delete)
+
+
+def delete_ids(
+    ids: list[bytes], followers: Followers, delete: Callable[[list[bytes]], Removed]
+) -> Removed:
+    """Delete blocks, and the blocks known to follow them."""
     return delete([*ids, *followers.take(ids)])
 
 

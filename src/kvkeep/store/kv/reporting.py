@@ -9,7 +9,7 @@ from kvkeep.store.blocks.stats import StoreCounters
 if TYPE_CHECKING:
     from kvkeep.store.blocks.stats import Put
     from kvkeep.store.blocks.timing import Timing
-    from kvkeep.store.kv.forms import Form
+    from kvkeep.store.kv.snapshots import LoadedSnapshot
     from kvkeep.store.kv.transfers import LoadedKV
 
 __all__ = ["KVReporter"]
@@ -21,8 +21,8 @@ class KVReporter:
     ``began`` is what `Timing.begin` returned. Thread safety: all methods.
     """
 
-    def __init__(self, form: Form, timing: Timing) -> None:
-        self._form = form
+    def __init__(self, token_bytes: int, timing: Timing) -> None:
+        self._token_bytes = token_bytes
         self._timing = timing
         self.counters = StoreCounters()
 
@@ -33,15 +33,15 @@ class KVReporter:
         )
         if began:
             tiers = [(tier, put.tokens)] if put.tokens else []
-            size = self._form.raw_bytes(put.tokens)
+            size = put.tokens * self._token_bytes
             self._timing.end(began, "put", asked=given, moved=put.tokens, size=size, tiers=tiers)
 
-    def get(self, began: float, requested: int, loaded: LoadedKV) -> None:
+    def get(self, began: float, requested: int, loaded: LoadedKV | LoadedSnapshot) -> None:
         """Report a get of ``requested`` tokens."""
         tokens = loaded.tokens
         self.counters.count(gets=1, asked_tokens=requested, hit_tokens=tokens)
         if began:
-            size = self._form.raw_bytes(tokens)
+            size = tokens * self._token_bytes
             self._timing.end(
                 began, "get", asked=requested, moved=tokens, size=size, tiers=loaded.tiers
             )

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Literal, Unpack
 
-from kvkeep.core.errors import InvalidValue, whole
-from kvkeep.core.extras import as_extras
-from kvkeep.core.geometry import parse_bytes
-from kvkeep.core.tokens import as_tokens
-from kvkeep.store.blocks.base import Store
-from kvkeep.store.blocks.stats import Lookup, closed_is_illegal, runs_of, seconds_of
-from kvkeep.store.kv.binding import ModelBinding
-from kvkeep.store.kv.lookup import find_stored
-from kvkeep.store.kv.names import Names, PromptBlocks, TenantNames
+from kvkeep.core.errors import InvalidValue, UnsupportedModel, whole
+from kvkeep.store.kv.forms import Form
+from kvkeep.store.kv.groups import SnapshotRecords
+from kvkeep.store.kv.kept import WholeBlocks
 from kvkeep.store.kv.options import StoreConfig, StoreOptions
-from kvkeep.store.kv.prefetch import Prefetch, start_prefetch
-from kvkeep.store.kv.removal import Followers, delete_from
-from kvkeep.store.kv.reporting import KVReporter
+from kvkeep.store.kv.prompts import PromptStore
+from kvkeep.store.kv.records import window_start
+from kvkeep.store.kv.removal import Followers
+from kvkeep.store.kv.snapshots import SnapshotTransfers
 from kvkeep.store.kv.transfers import KVTransfers
-from kvkeep.store.kv.why import misses_behind
-from kvkeep.store.tiers import TieredStore, open_tiers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,14 +24,15 @@ if TYPE_CHECKING:
     from kvkeep.core.geometry import KVGeometry
     from kvkeep.core.tokens import TokensLike
     from kvkeep.store.backends import Backend
-    from kvkeep.store.blocks.stats import Put, StoreStats
+    from kvkeep.store.blocks.stats import Put
     from kvkeep.store.kv.forms import KV, Layout
-    from kvkeep.store.tiers import Miss, Removed, TieringPolicy
+    from kvkeep.store.kv.snapshot import Snapshot
+    from kvkeep.store.tiers import TieringPolicy
 
 __all__ = ["KVStore"]
 
 
-class KVStore(Store):
+class KVStore(PromptStore):
     """The KV of one model, stored in blocks of ``block_tokens`` tokens over several tiers.
 
     A block's key is a hash of all tokens up to its end and of a namespace: model, revision, dtype,
@@ -62,6 +56,9 @@ class KVStore(Store):
         lora, rank: further parts of the namespace.
         policy: decides which blocks move to which tier; `kvkeep.store.tiers.Inclusive` by default.
         quotas: for tenants with a limit, the bytes that each may hold in a tier.
+        snapshots: keep each group of layers apart, with `put_snapshot` and `get_snapshot`: windows
+            without what lies behind them, and states. By default only if the layers differ in what
+            they keep; if they differ in their windows alone, `put` and `get` keep them whole.
 
     Raises:
         InvalidValue: an argument is wrong; nothing stays open.
@@ -89,31 +86,23 @@ class KVStore(Store):
         rank: str = "",
         policy: TieringPolicy | None = None,
         quotas: Mapping[str, int | str] | None = None,
+        snapshots: bool | None = None,
     ) -> None:
         config = StoreConfig.of(
             geometry, model=model, revision=revision, tiers=tiers, layout=layout,
             block_tokens=block_tokens, tenant=tenant, lora=lora, rank=rank, policy=policy,
-            quotas=quotas,
+            quotas=quotas, snapshots=snapshots,
         )  # fmt: skip
-        self.geometry = geometry
-        self.layout = layout
-        self.block_tokens = config.block_tokens
-        self.namespace = config.namespace
-        self._binding = ModelBinding(self.namespace.model, self.namespace.revision)
+        followers = Followers()
         self._form = config.form
-        self._names = TenantNames(self.namespace, self.block_tokens)
-        self._followers = Followers()
-        self._transfers = KVTransfers(self._form, self._followers)
-        limits = {
-            self._names_of(name).space: parse_bytes(limit) for name, limit in config.quotas.items()
-        }
-        front, below = open_tiers(tiers, self._form.block_shape)
-        super().__init__(TieredStore(front, below, policy, notes=self._names.notes), "tokens")
-        self._reporter = KVReporter(self._form, self._timing)
-        self._pin_memory()
-        for space, limit in limits.items():
-            self._tiered.set_quota(space, limit)
-        self._tiered.expect(self._names_of().space)
+        self._whole: KVTransfers | None = None
+        self._snapshots: SnapshotTransfers | None = None
+        if isinstance(config.form, Form):
+            self._whole = KVTransfers(config.form, followers)
+            super().__init__(config, WholeBlocks(config.form, followers))
+        else:
+            self._snapshots = SnapshotTransfers(config.form, followers)
+            super().__init__(config, SnapshotRecords(config.form, followers))
 
     @staticmethod
     def shared(name: str, geometry: KVGeometry, **options: Unpack[StoreOptions]) -> KVStore:
@@ -129,25 +118,6 @@ class KVStore(Store):
         """
         given = StoreConfig.of(geometry, **options).compared()
         return KVStore._take(name, given, lambda: KVStore(geometry, **options))
-
-    @property
-    def tiers(self) -> tuple[str, ...]:
-        """The names of the tiers, fastest first. The first one is in memory."""
-        return (self._tiered.memory.name, *(tier.name for tier in self._tiered.tiers))
-
-    def bind(self, identity: str) -> None:
-        """Reserve the store for the loaded model with this `kvkeep.store.model_identity`.
-
-        Engines call it before their first `put` or `get`. A store whose revision is the identity
-        of a loaded model accepts no other model. A store that was named otherwise is reserved for
-        the first model it is bound to until it is closed; only its name tells which model computed
-        the KV stored earlier.
-
-        Raises:
-            InvalidValue: the store is reserved for another model.
-        """
-        self._tiered.check_open()
-        self._binding.bind(identity)
 
     def put(
         self,
@@ -186,7 +156,9 @@ class KVStore(Store):
         """
         began = self._timing.begin()
         prompt = self._prompt(tokens, start, tenant, extra)
-        put = self._transfers.put(self._tiered, prompt, kv, wait=wait, tail=tail, replace=replace)
+        put = self._transfers("put").put(
+            self._tiered, prompt, kv, wait=wait, tail=tail, replace=replace
+        )
         self._reporter.put(began, len(prompt.row) - start, put, self._tiered.memory.name)
         return put
 
@@ -223,7 +195,7 @@ class KVStore(Store):
         if form not in ("tensor", "tuples"):
             raise InvalidValue(f"form is {form!r}; it is 'tensor' or 'tuples'")
         prompt = self._prompt(tokens, start, tenant, extra)
-        loaded = self._transfers.get(
+        loaded = self._transfers("get").get(
             self._tiered, prompt, out, tuples=form == "tuples", deadline=deadline,
             sources=bool(began) or sources is not None,
         )  # fmt: skip
@@ -232,188 +204,118 @@ class KVStore(Store):
         self._reporter.get(began, len(prompt.row) - start, loaded)
         return loaded.kv, loaded.tokens
 
-    def lookup(
-        self, tokens: TokensLike, *, tenant: str | None = None, extra: ExtraLike | None = None
-    ) -> Lookup:
-        """Return how many tokens are stored as a prefix, and in which tiers; read no KV.
+    @property
+    def snapshots(self) -> bool:
+        """Whether this store keeps snapshots; if not, it keeps blocks of all layers."""
+        return self._snapshots is not None
 
-        Blocks may be evicted, or prove damaged, before a later `get`. Shared tiers are queried
-        about blocks that are not known here. ``extra`` as in `put`.
-        """
-        found = find_stored(self._tiered, self._prompt(tokens, 0, tenant, extra))
-        names = map(self.tiers.__getitem__, found.levels)
-        return Lookup(sum(found.lengths), runs_of(zip(names, found.lengths, strict=True)))
+    def window_start(self, layer: int, tokens: int) -> int:
+        """Return the first token that ``layer`` needs to go on behind ``tokens`` tokens.
 
-    def root(self, *, tenant: str | None = None) -> bytes:
-        """Return the block id before the first block of a tenant's prompts, for `keepers`."""
-        return self._names_of(tenant).root
-
-    def keepers(self, blocks: Sequence[bytes]) -> list[tuple[str, ...]]:
-        """Return, for each block id, the names of the tiers known to hold it, fastest first.
-
-        A block id is `root` without its last 32 bytes, followed by a key of the chain that
-        `kvkeep.core.keys.chain_keys` makes from these 32 bytes. Shared tiers are not queried, so
-        blocks of other writers that were never looked up here are missing. Cost: about 1 µs a
-        block and tier.
-        """
-        tiers = self.tiers
-        return [tuple(tiers[level] for level in levels) for levels in self._tiered.holders(blocks)]
-
-    def why(
-        self,
-        tokens: TokensLike,
-        start: int = 0,
-        *,
-        tenant: str | None = None,
-        since: float | None = None,
-        extra: ExtraLike | None = None,
-    ) -> tuple[Miss, ...]:
-        """Return why tokens of a prompt are missing: in order, without gaps, to its end.
-
-        ``start`` is the length of the stored prefix, as `lookup` returned it; stored blocks from
-        ``start`` on are passed over as well. Stored blocks behind a missing one cannot be used and
-        share its fate. ``since`` (Unix seconds): a tier that failed or was late since then counts
-        as unavailable even for blocks it holds; give it after a `get` that returned less than was
-        found. ``extra`` as in `put`.
-
-        Reads and queries nothing. Cost: a few µs a block behind ``start``.
+        0 for a layer that keeps every token, and ``tokens`` for one that needs none: at the end of
+        a chunk, or with a state alone.
 
         Raises:
-            InvalidValue: tokens or ``start`` are wrong.
+            InvalidValue: the model has no such layer, or ``tokens`` is negative.
         """
-        row, start, names = self._prompt(tokens, start, tenant, extra)
-        return misses_behind(names, partial(self._tiered.losses_of, since=since), row, start)
+        return window_start(self.geometry, layer, whole("tokens", tokens, 0))
 
-    def unkept(
+    def put_snapshot(
         self,
         tokens: TokensLike,
-        start: int = 0,
+        snapshot: Snapshot,
         *,
-        tenant: str | None = None,
-        answer: bool = False,
-        extra: ExtraLike | None = None,
-    ) -> None:
-        """Record that the full blocks of ``tokens[start:]`` were never put, for `why`.
-
-        The recorded reason is a full queue or, with ``answer``, that generated tokens are not to be
-        stored. ``extra`` as in `put`.
-        """
-        self._tiered.check_open()
-        row, start, names = self._prompt(tokens, start, tenant, extra)
-        blocks = names.full(row)[-(-start // self.block_tokens) :]
-        if answer:
-            self._tiered.losses.note(blocks, "", "refused", "answer")
-        else:
-            self._tiered.losses.note(blocks, self._tiered.memory.name, "dropped", "queue full")
-
-    def touch(
-        self, tokens: TokensLike, *, tenant: str | None = None, extra: ExtraLike | None = None
-    ) -> None:
-        """Count a use of the stored blocks of ``tokens``, whose KV was found elsewhere.
-
-        Engines call it on hits in their own memory; otherwise the most used prefixes would be the
-        first to be evicted here. `get` and `put` count as uses themselves. Transfers nothing.
-        ``extra`` as in `put`.
-        """
-        prompt = self._prompt(tokens, 0, tenant, extra)
-        with closed_is_illegal():
-            self._tiered.used(prompt.names.full(prompt.row))
-
-    def prefetch(
-        self,
-        tokens: TokensLike,
-        start: int = 0,
-        *,
+        wait: bool = False,
+        replace: bool = False,
         tenant: str | None = None,
         extra: ExtraLike | None = None,
-    ) -> Prefetch:
-        """Start to read the KV of ``tokens[start:]`` into memory, for a later `get`.
+    ) -> Put:
+        """Store everything that resuming behind ``snapshot.tokens`` tokens of ``tokens`` needs.
 
-        Returns at once. Reads at most as much as half of the memory tier holds. ``extra`` as in
-        `put`.
-        """
-        return start_prefetch(self._tiered, self._form, self._prompt(tokens, start, tenant, extra))
+        Records that are stored already are skipped. The state is written last: it is there only if
+        the KV in front of it was stored. The arguments are as in `put`; ``replace`` deletes from
+        the first whole block of the snapshot on.
 
-    def pin(
-        self,
-        tokens: TokensLike,
-        seconds: float,
-        *,
-        tenant: str | None = None,
-        extra: ExtraLike | None = None,
-    ) -> int:
-        """Protect the stored prefix of ``tokens`` from eviction; return the tokens pinned.
-
-        The pin ends after ``seconds``. It holds in every tier that has the blocks, for at most half
-        of each tier. ``extra`` as in `put`.
-        """
-        seconds = seconds_of("seconds", seconds, ends=True)
-        found = find_stored(self._tiered, self._prompt(tokens, 0, tenant, extra))
-        return sum(found.lengths[: self._tiered.pin(found.ids, seconds)])
-
-    def unpin(
-        self, tokens: TokensLike, *, tenant: str | None = None, extra: ExtraLike | None = None
-    ) -> int:
-        """End the pin of a prompt; return the tokens that were pinned. ``extra`` as in `put`."""
-        found = find_stored(self._tiered, self._prompt(tokens, 0, tenant, extra))
-        return sum(found.lengths[: self._tiered.unpin(found.ids)])
-
-    def remove(
-        self,
-        tokens: TokensLike,
-        start: int = 0,
-        *,
-        tenant: str | None = None,
-        extra: ExtraLike | None = None,
-    ) -> Removed:
-        """Delete the stored blocks of ``tokens[start:]`` from every tier, pinned or not.
-
-        This deletes all blocks with a token from ``start`` on, so ``tokens[:start]`` remains up to
-        its last whole block; all tails there, also of shorter prompts; and known blocks of longer
-        prompts behind them. The store remembers some 32,000 links between blocks that it put or
-        read; other blocks behind remain until they are evicted, and are found only if the same
-        prompt is put again. Reads and writes in progress do not bring a block back.
-
-        `Removed.complete` says whether all tiers deleted their blocks; `Removed.failed` names the
-        others. Memory of other processes, and their pending writes to shared tiers, are not
-        reached. A concurrent `put` of the prompt comes before or after, as a whole or in part.
-        ``extra`` as in `put`.
-
-        Cost: about 1 µs a token, and one delete of as many names in each shared tier.
+        The result counts tokens from ``snapshot.start`` on. If one record found no room, or the KV
+        before ``start`` is not stored, all that were not stored before count as dropped.
 
         Raises:
-            InvalidValue: tokens or ``start`` are wrong.
+            InvalidValue: the snapshot does not fit the geometry, the layout or the prompt.
+            UnsupportedModel: the store keeps blocks of all layers.
             IllegalStep: the store is closed.
         """
-        prompt = self._prompt(tokens, start, tenant, extra)
-        with closed_is_illegal():
-            return delete_from(self._tiered, prompt, self._followers, self._tiered.remove)
+        transfers = self._kept_snapshots("put_snapshot")
+        began = self._timing.begin()
+        prompt = self._prompt(tokens, 0, tenant, extra)
+        transfers.check(snapshot, len(prompt.row))
+        prompt = prompt._replace(row=prompt.row[: snapshot.tokens])
+        put = transfers.put(self._tiered, prompt, snapshot, wait=wait, replace=replace)
+        given = snapshot.tokens - snapshot.start
+        self._reporter.put(began, given, put, self._tiered.memory.name)
+        return put
 
-    def clear(self, *, tenant: str | None = None) -> Removed:
-        """Delete all blocks of a tenant in this store's namespace; see `Removed` for failures.
+    def get_snapshot(
+        self,
+        tokens: TokensLike,
+        start: int = 0,
+        *,
+        limit: int | None = None,
+        deadline: float | None = None,
+        tenant: str | None = None,
+        sources: list[tuple[str, int]] | None = None,
+        extra: ExtraLike | None = None,
+    ) -> Snapshot | None:
+        """Return the snapshot at the longest stored position of ``tokens``; None if there is none.
 
-        Cost: that of listing every tier.
+        At a position all groups of layers agree: the KV of every token before it, whole windows,
+        and a state exactly there. If a record proves damaged, missing or late, the longest shorter
+        position is tried.
+
+        Args:
+            start: the first token of layers that keep every token; positions up to there, and KV
+                in front of it, are not looked for. The caller has them.
+            limit: the longest position that is of use; by default all tokens.
+            deadline: seconds from now.
+            sources, extra: as in `get`.
+
+        The tensors are new, in CPU memory and in the store's layout. Layers with a window have the
+        tokens from `window_start` on.
+
+        Raises:
+            InvalidValue: tokens, ``start`` or ``limit`` are wrong.
+            UnsupportedModel: the store keeps blocks of all layers.
+            IllegalStep: the store is closed.
         """
-        with closed_is_illegal():
-            return self._tiered.clear(self._names_of(tenant).space)
+        transfers = self._kept_snapshots("get_snapshot")
+        began = self._timing.begin()
+        prompt = self._prompt(tokens, start, tenant, extra)
+        if limit is not None:
+            limit = whole("limit", limit, start, len(prompt.row))
+            prompt = prompt._replace(row=prompt.row[:limit])
+        loaded = transfers.get(
+            self._tiered, prompt, deadline=deadline, sources=bool(began) or sources is not None
+        )
+        if sources is not None:
+            sources += loaded.tiers
+        self._reporter.get(began, len(prompt.row) - start, loaded)
+        return loaded.snapshot
 
-    def stats(self) -> StoreStats:
-        """Return the counts since the store was opened, and the state of every tier."""
-        return self._reporter.counters.stats(tuple(self._tiered.stats()))
+    def _transfers(self, call: str) -> KVTransfers:
+        if self._whole is None:
+            raise UnsupportedModel(
+                f"this store keeps snapshots, as the layers of the model differ; use "
+                f"{call}_snapshot instead of {call}"
+            )
+        return self._whole
 
-    def _names_of(self, tenant: str | None = None) -> Names:
-        return self._names.of(tenant)
-
-    def _prompt(
-        self, tokens: TokensLike, start: int, tenant: str | None, extra: ExtraLike | None
-    ) -> PromptBlocks:
-        """Check the arguments that name a prompt."""
-        row = as_tokens(tokens)
-        whole("start", start, 0, len(row))
-        names = self._names_of(tenant)
-        if extra is not None:
-            names = names.having(as_extras(extra, len(row)))
-        return PromptBlocks(row, start, names)
+    def _kept_snapshots(self, call: str) -> SnapshotTransfers:
+        self._tiered.check_open()
+        if self._snapshots is None:
+            raise UnsupportedModel(
+                f"this store keeps blocks of all layers, with put and get; {call} needs "
+                "KVStore(…, snapshots=True)"
+            )
+        return self._snapshots
 
     def __repr__(self) -> str:
         return f"<KVStore of {self.namespace.model} over {self._places}>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from kvkeep.store.tiers.loss_log import Loss
@@ -82,13 +83,29 @@ class Levels:
                 tier.counters.count(skipped_calls=1)
         return levels
 
+    def locate_each(self, blocks: Sequence[bytes], until: float | None = None) -> list[int | None]:
+        """Return the level of each block, None for a missing one; queries tiers as `locate` does.
+
+        Each tier is queried once, about all blocks that it may hold and faster ones lack.
+        """
+        found = [self.level_of(block) for block in blocks]
+        for level, tier in self._levels:
+            missing = [at for at, known in enumerate(found) if known is None]
+            if missing and tier.queried:
+                here = tier.probe([blocks[at] for at in missing], until)
+                for at in missing:
+                    if blocks[at] in here:
+                        found[at] = level
+        return found
+
     def _probe(self, blocks: Sequence[bytes], at: int, until: float | None) -> dict[int, int]:
         """Query the tiers, fastest first, each about the blocks that faster ones lack."""
         found: dict[int, int] = {}
         for level, tier in self._levels:
             if tier.queried:
-                count = tier.probe(blocks[len(found) :], until)
-                for _ in range(count):
+                rest = blocks[len(found) :]
+                here = tier.probe(rest, until)
+                for _ in takewhile(here.__contains__, rest):
                     found[at + len(found)] = level
             if len(found) == len(blocks):
                 break

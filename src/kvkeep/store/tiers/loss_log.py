@@ -36,7 +36,8 @@ class Miss:
     - "damaged": the record did not verify.
     - "unavailable": "breaker" (the circuit breaker is open), or the error.
     - "late": the tier did not answer in time.
-    - "never": no loss is recorded; "part" if less is stored than is worth loading.
+    - "never": no loss is recorded; "part" if less is stored than is worth loading, "state" if the
+      KV is stored, and no state or window behind which a model could go on.
     """
 
     start: int

@@ -230,27 +230,26 @@ class Tier:
         """Treat ``blocks`` as missing until they are written anew."""
         self._known.hide(blocks)
 
-    def probe(self, blocks: Sequence[bytes], until: float | None = None) -> int:
-        """Return how many leading ``blocks`` are here; query the backend if `queried`.
+    def probe(self, blocks: Sequence[bytes], until: float | None = None) -> set[bytes]:
+        """Return those of ``blocks`` that are here; query the backend if `queried`.
 
         Waits for the timeout at most, and until ``until`` (monotonic seconds) at most; blocks
         without an answer count as missing.
         """
         if not self.queried:
-            return next((i for i, block in enumerate(blocks) if not self.knows(block)), len(blocks))
+            return {block for block in blocks if self.knows(block)}
         mark = self._known.before_query()
         sizes = query_sizes(
             self._calls, self.reading, blocks,
             until=until, unread=self.health.unread, answered=self._answered,
         )  # fmt: skip
-        leading = 0
-        for block in blocks:
-            size = sizes.get(block)
+        found: set[bytes] = set()
+        for block, size in sizes.items():
             if size is None or self.is_hidden(block) or self.catalogue.has_expired(block):
-                break
-            leading += 1
+                continue
+            found.add(block)
             self._known.learn(block, size, mark)
-        return leading
+        return found
 
     def _answered(self) -> None:
         if not self.indexed:

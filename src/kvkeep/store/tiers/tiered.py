@@ -117,6 +117,14 @@ class TieredStore:
             self.check_open()  # if closed meanwhile, the rest may not be missing
         return levels
 
+    def locate_each(self, blocks: Sequence[bytes], until: float | None = None) -> list[int | None]:
+        """Return the level that each of ``blocks`` would come from, None for a missing one.
+
+        As `locate`, in one query a tier; a missing block does not hide those behind it.
+        """
+        self.check_open()
+        return self._levels.locate_each(blocks, until)
+
     def knows(self, block: bytes) -> bool:
         """Whether ``block`` is known to be readable from some level; no I/O."""
         self.check_open()

@@ -1,0 +1,141 @@
+"""`SnapshotRecords`: the records of prompts whose groups of layers are kept apart."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from kvkeep.store.blocks.stats import Lookup, runs_of
+from kvkeep.store.kv.kept import KeptPrompts
+from kvkeep.store.kv.positions import BASE, PositionFinder, PositionNames
+from kvkeep.store.kv.prefetch import Prefetch
+from kvkeep.store.kv.removal import delete_ids
+from kvkeep.store.kv.snapshots import tokens_by_tier
+from kvkeep.store.kv.why import misses_behind
+from kvkeep.store.tiers import Loss, Miss
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvkeep.store.kv.names import PromptBlocks
+    from kvkeep.store.kv.positions import Position
+    from kvkeep.store.kv.records import RecordForms
+    from kvkeep.store.kv.removal import Followers
+    from kvkeep.store.tiers import Removed, TieredStore
+
+__all__ = ["SnapshotRecords"]
+
+_PIN_TRIES: Final = 8
+"""Positions that a pin tries, ever shorter ones, until one is not larger than pins may be."""
+
+
+class SnapshotRecords(KeptPrompts):
+    """Records of each group of layers. A prompt resumes where all of them agree."""
+
+    def __init__(self, forms: RecordForms, followers: Followers) -> None:
+        self.block_shape = forms.block_shape
+        self._forms = forms
+        self._followers = followers
+
+    def _finder(
+        self, tiered: TieredStore, prompt: PromptBlocks, *, ask: bool = True
+    ) -> PositionFinder:
+        return PositionFinder(tiered, PositionNames(self._forms, prompt), ask=ask)
+
+    def lookup(self, tiered: TieredStore, prompt: PromptBlocks, tiers: Sequence[str]) -> Lookup:
+        finder = self._finder(tiered, prompt)
+        position = finder.longest()
+        stored = finder.stored if self._forms.base is not None else 0
+        if position is None:
+            return Lookup(0, (), stored)
+        named = [tiers[level] for level in position.levels]
+        parts = tokens_by_tier(zip(position.pieces, named, strict=True), position.tokens, 0)
+        return Lookup(position.tokens, runs_of(parts), max(stored, position.tokens))
+
+    def why(
+        self, tiered: TieredStore, prompt: PromptBlocks, since: float | None
+    ) -> tuple[Miss, ...]:
+        row, start, names = prompt
+        losses_of = partial(tiered.losses_of, since=since)
+        if start == len(row):
+            return ()
+        ids = PositionNames(self._forms, prompt)
+        size = names.block_tokens
+        first, stored = start // size, start
+        if self._forms.base is not None:
+            losses = losses_of(ids.full[first:])
+            count = next((at for at, loss in enumerate(losses) if loss), len(losses))
+            stored = max(start, (first + count) * size)
+        else:
+            stored = len(row)
+        # Up to `stored`, what is missing is a record that only resuming needs.
+        ends = [*range((first + 1) * size, stored + 1, size)]
+        if self._forms.base is None and len(row) % size:
+            ends.append(len(row))
+        found = [loss for loss in losses_of(self._beside(ids, ends)) if loss and loss.at]
+        last = max(found, key=lambda loss: loss.at or 0.0, default=Loss("", "never", None, "state"))
+        misses = [Miss(start, stored, *last)] if stored > start else []
+        if stored < len(row):
+            misses += misses_behind(names, losses_of, row, stored)
+        return tuple(misses)
+
+    def _beside(self, ids: PositionNames, ends: Sequence[int]) -> list[bytes]:
+        """Return the ids of the states and windows that end at some positions."""
+        found = [ids.state(end) for end in ends] if self._forms.states is not None else []
+        for group in range(len(self._forms.windows)):
+            found += [ids.window(group, end) for end in ends]
+        return found
+
+    def touch(self, tiered: TieredStore, prompt: PromptBlocks) -> None:
+        position = self._finder(tiered, prompt, ask=False).longest()
+        if position is not None:
+            tiered.used([piece.id for piece in position.pieces])
+
+    def prefetch(self, tiered: TieredStore, prompt: PromptBlocks) -> Prefetch:
+        lengths: list[int] = []
+
+        def plan() -> tuple[list[bytes], list[int]]:  # in a thread: a lookup may query slow tiers
+            position = self._finder(tiered, prompt).longest()
+            pieces = [] if position is None else position.pieces
+            lengths.extend(_lengths(position))
+            return [piece.id for piece in pieces], [piece.raw_bytes for piece in pieces]
+
+        return Prefetch(tiered.prefetch(plan), 0, lengths, whole=True)
+
+    def pin(self, tiered: TieredStore, prompt: PromptBlocks, seconds: float) -> int:
+        for _ in range(_PIN_TRIES):
+            position = self._finder(tiered, prompt).longest()
+            if position is None:
+                break
+            ids = [piece.id for piece in position.pieces]
+            count = tiered.pin(ids, seconds)
+            if count == len(ids):
+                return position.tokens
+            tiered.unpin(ids)
+            # A shorter position may fit: in any case, none behind the last base record that did.
+            fits = [p.stop for p in position.pieces[:count] if p.group == BASE]
+            most = min(max(fits, default=0), position.tokens - 1)
+            prompt = prompt._replace(row=prompt.row[:most])
+        return 0
+
+    def unpin(self, tiered: TieredStore, prompt: PromptBlocks) -> int:
+        names = PositionNames(self._forms, prompt)
+        position = self._finder(tiered, prompt).longest()
+        ids = [] if position is None else [piece.id for piece in position.pieces]
+        pinned = tiered.unpin(ids)
+        tiered.unpin(list(names.every(0)))  # the pin may be of a position before this one
+        return 0 if position is None or pinned < len(ids) else position.tokens
+
+    def remove(self, tiered: TieredStore, prompt: PromptBlocks) -> Removed:
+        tiered.check_open()
+        ids = list(PositionNames(self._forms, prompt).every(prompt.start))
+        return delete_ids(ids, self._followers, tiered.remove)
+
+
+def _lengths(position: Position | None) -> list[int]:
+    """Return for each record of a position the tokens that it adds; in all, its tokens."""
+    if position is None:
+        return []
+    lengths = [p.stop - p.start if p.group == BASE else 0 for p in position.pieces]
+    lengths[-1] += position.tokens - sum(lengths)
+    return lengths

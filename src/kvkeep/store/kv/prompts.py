@@ -1,0 +1,262 @@
+"""`PromptStore`: what stores of prompts answer and change, whatever they keep of a prompt."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvkeep.core.errors import whole
+from kvkeep.core.extras import as_extras
+from kvkeep.core.geometry import parse_bytes
+from kvkeep.core.tokens import as_tokens
+from kvkeep.store.blocks.base import Store
+from kvkeep.store.blocks.stats import closed_is_illegal, seconds_of
+from kvkeep.store.kv.binding import ModelBinding
+from kvkeep.store.kv.names import PromptBlocks, TenantNames
+from kvkeep.store.kv.reporting import KVReporter
+from kvkeep.store.tiers import TieredStore, open_tiers
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvkeep.core.extras import ExtraLike
+    from kvkeep.core.tokens import TokensLike
+    from kvkeep.store.blocks.stats import Lookup, StoreStats
+    from kvkeep.store.kv.kept import KeptPrompts
+    from kvkeep.store.kv.names import Names
+    from kvkeep.store.kv.options import StoreConfig
+    from kvkeep.store.kv.prefetch import Prefetch
+    from kvkeep.store.tiers import Miss, Removed
+
+__all__ = ["PromptStore"]
+
+
+class PromptStore(Store):
+    """Prompts over several tiers, found by their tokens; `KVStore` puts and gets their KV.
+
+    Thread safety: all methods.
+
+    Attributes:
+        geometry: of the model.
+        namespace: everything on which the bytes of the KV depend.
+        block_tokens: tokens of a block.
+    """
+
+    def __init__(self, config: StoreConfig, kept: KeptPrompts) -> None:
+        """``kept`` knows which records a prompt has."""
+        self.geometry = config.geometry
+        self.layout = config.layout
+        self.block_tokens = config.block_tokens
+        self.namespace = config.namespace
+        self._binding = ModelBinding(self.namespace.model, self.namespace.revision)
+        self._names = TenantNames(self.namespace, self.block_tokens)
+        self._kept = kept
+        limits = {
+            self._names_of(name).space: parse_bytes(limit) for name, limit in config.quotas.items()
+        }
+        front, below = open_tiers(config.tiers, kept.block_shape)
+        tiered = TieredStore(front, below, config.policy, notes=self._names.notes)
+        super().__init__(tiered, "tokens")
+        self._reporter = KVReporter(self.geometry.bytes_per_token, self._timing)
+        self._pin_memory()
+        for space, limit in limits.items():
+            self._tiered.set_quota(space, limit)
+        self._tiered.expect(self._names_of().space)
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """The names of the tiers, fastest first. The first one is in memory."""
+        return (self._tiered.memory.name, *(tier.name for tier in self._tiered.tiers))
+
+    def bind(self, identity: str) -> None:
+        """Reserve the store for the loaded model with this `kvkeep.store.model_identity`.
+
+        Engines call it before their first `put` or `get`. A store whose revision is the identity
+        of a loaded model accepts no other model. A store that was named otherwise is reserved for
+        the first model it is bound to until it is closed; only its name tells which model computed
+        the KV stored earlier.
+
+        Raises:
+            InvalidValue: the store is reserved for another model.
+        """
+        self._tiered.check_open()
+        self._binding.bind(identity)
+
+    def lookup(
+        self, tokens: TokensLike, *, tenant: str | None = None, extra: ExtraLike | None = None
+    ) -> Lookup:
+        """Return how many tokens are stored as a prefix, and in which tiers; read no KV.
+
+        Of snapshots, the longest position at which all groups of layers agree.
+
+        Blocks may be evicted, or prove damaged, before a later `get`. Shared tiers are queried
+        about blocks that are not known here. ``extra`` as in `put`.
+        """
+        return self._kept.lookup(self._tiered, self._prompt(tokens, 0, tenant, extra), self.tiers)
+
+    def root(self, *, tenant: str | None = None) -> bytes:
+        """Return the block id before the first block of a tenant's prompts, for `keepers`."""
+        return self._names_of(tenant).root
+
+    def keepers(self, blocks: Sequence[bytes]) -> list[tuple[str, ...]]:
+        """Return, for each block id, the names of the tiers known to hold it, fastest first.
+
+        A block id is `root` without its last 32 bytes, followed by a key of the chain that
+        `kvkeep.core.keys.chain_keys` makes from these 32 bytes. Shared tiers are not queried, so
+        blocks of other writers that were never looked up here are missing. Cost: about 1 µs a
+        block and tier.
+        """
+        tiers = self.tiers
+        return [tuple(tiers[level] for level in levels) for levels in self._tiered.holders(blocks)]
+
+    def why(
+        self,
+        tokens: TokensLike,
+        start: int = 0,
+        *,
+        tenant: str | None = None,
+        since: float | None = None,
+        extra: ExtraLike | None = None,
+    ) -> tuple[Miss, ...]:
+        """Return why tokens of a prompt are missing: in order, without gaps, to its end.
+
+        ``start`` is the length of the stored prefix, as `lookup` returned it; stored blocks from
+        ``start`` on are passed over as well. Stored blocks behind a missing one cannot be used and
+        share its fate. ``since`` (Unix seconds): a tier that failed or was late since then counts
+        as unavailable even for blocks it holds; give it after a `get` that returned less than was
+        found. ``extra`` as in `put`.
+
+        Reads and queries nothing. Cost: a few µs a block behind ``start``.
+
+        Raises:
+            InvalidValue: tokens or ``start`` are wrong.
+        """
+        return self._kept.why(self._tiered, self._prompt(tokens, start, tenant, extra), since)
+
+    def unkept(
+        self,
+        tokens: TokensLike,
+        start: int = 0,
+        *,
+        tenant: str | None = None,
+        answer: bool = False,
+        extra: ExtraLike | None = None,
+    ) -> None:
+        """Record that the full blocks of ``tokens[start:]`` were never put, for `why`.
+
+        The recorded reason is a full queue or, with ``answer``, that generated tokens are not to be
+        stored. ``extra`` as in `put`.
+        """
+        self._tiered.check_open()
+        row, start, names = self._prompt(tokens, start, tenant, extra)
+        blocks = names.full(row)[-(-start // self.block_tokens) :]
+        if answer:
+            self._tiered.losses.note(blocks, "", "refused", "answer")
+        else:
+            self._tiered.losses.note(blocks, self._tiered.memory.name, "dropped", "queue full")
+
+    def touch(
+        self, tokens: TokensLike, *, tenant: str | None = None, extra: ExtraLike | None = None
+    ) -> None:
+        """Count a use of the stored blocks of ``tokens``, whose KV was found elsewhere.
+
+        Engines call it on hits in their own memory; otherwise the most used prefixes would be the
+        first to be evicted here. `get` and `put` count as uses themselves. Transfers nothing.
+        ``extra`` as in `put`.
+        """
+        with closed_is_illegal():
+            self._kept.touch(self._tiered, self._prompt(tokens, 0, tenant, extra))
+
+    def prefetch(
+        self,
+        tokens: TokensLike,
+        start: int = 0,
+        *,
+        tenant: str | None = None,
+        extra: ExtraLike | None = None,
+    ) -> Prefetch:
+        """Start to read the KV of ``tokens[start:]`` into memory, for a later `get`.
+
+        Returns at once. Reads at most as much as half of the memory tier holds. ``extra`` as in
+        `put`.
+        """
+        return self._kept.prefetch(self._tiered, self._prompt(tokens, start, tenant, extra))
+
+    def pin(
+        self,
+        tokens: TokensLike,
+        seconds: float,
+        *,
+        tenant: str | None = None,
+        extra: ExtraLike | None = None,
+    ) -> int:
+        """Protect the stored prefix of ``tokens`` from eviction; return the tokens pinned.
+
+        The pin ends after ``seconds``. It holds in every tier that has the blocks, for at most half
+        of each tier. Of snapshots, all that resuming there needs is pinned, or nothing. ``extra``
+        as in `put`.
+        """
+        seconds = seconds_of("seconds", seconds, ends=True)
+        return self._kept.pin(self._tiered, self._prompt(tokens, 0, tenant, extra), seconds)
+
+    def unpin(
+        self, tokens: TokensLike, *, tenant: str | None = None, extra: ExtraLike | None = None
+    ) -> int:
+        """End the pin of a prompt; return the tokens that were pinned. ``extra`` as in `put`."""
+        return self._kept.unpin(self._tiered, self._prompt(tokens, 0, tenant, extra))
+
+    def remove(
+        self,
+        tokens: TokensLike,
+        start: int = 0,
+        *,
+        tenant: str | None = None,
+        extra: ExtraLike | None = None,
+    ) -> Removed:
+        """Delete the stored blocks of ``tokens[start:]`` from every tier, pinned or not.
+
+        This deletes all blocks with a token from ``start`` on, so ``tokens[:start]`` remains up to
+        its last whole block; all tails there, also of shorter prompts; and known blocks of longer
+        prompts behind them. The store remembers some 32,000 links between blocks that it put or
+        read; other blocks behind remain until they are evicted, and are found only if the same
+        prompt is put again. Reads and writes in progress do not bring a block back.
+
+        `Removed.complete` says whether all tiers deleted their blocks; `Removed.failed` names the
+        others. Memory of other processes, and their pending writes to shared tiers, are not
+        reached. A concurrent `put` of the prompt comes before or after, as a whole or in part.
+        ``extra`` as in `put`.
+
+        Cost: about 1 µs a token, and one delete of as many names in each shared tier.
+
+        Raises:
+            InvalidValue: tokens or ``start`` are wrong.
+            IllegalStep: the store is closed.
+        """
+        prompt = self._prompt(tokens, start, tenant, extra)
+        with closed_is_illegal():
+            return self._kept.remove(self._tiered, prompt)
+
+    def clear(self, *, tenant: str | None = None) -> Removed:
+        """Delete all blocks of a tenant in this store's namespace; see `Removed` for failures.
+
+        Cost: that of listing every tier.
+        """
+        with closed_is_illegal():
+            return self._tiered.clear(self._names_of(tenant).space)
+
+    def stats(self) -> StoreStats:
+        """Return the counts since the store was opened, and the state of every tier."""
+        return self._reporter.counters.stats(tuple(self._tiered.stats()))
+
+    def _names_of(self, tenant: str | None = None) -> Names:
+        return self._names.of(tenant)
+
+    def _prompt(
+        self, tokens: TokensLike, start: int, tenant: str | None, extra: ExtraLike | None
+    ) -> PromptBlocks:
+        """Check the arguments that name a prompt."""
+        row = as_tokens(tokens)
+        whole("start", start, 0, len(row))
+        names = self._names_of(tenant)
+        if extra is not None:
+            names = names.having(as_extras(extra, len(row)))
+        return PromptBlocks(row, start, names)

@@ -1,0 +1,313 @@
+"""Puts and gets of snapshots: between a caller's tensors and the records of all groups."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kvkeep.core.errors import InvalidValue
+from kvkeep.store.blocks.stats import Put, closed_is_illegal, runs_of, seconds_of
+from kvkeep.store.kv.positions import BASE, STATE, PositionFinder, PositionNames
+from kvkeep.store.kv.removal import delete_ids
+from kvkeep.store.kv.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch import Tensor
+
+    from kvkeep.store.kv.names import PromptBlocks
+    from kvkeep.store.kv.positions import Position, PositionPiece
+    from kvkeep.store.kv.records import KVRecords, RecordForms
+    from kvkeep.store.kv.removal import Followers
+    from kvkeep.store.tiers import TieredStore
+
+    Layers = dict[int, tuple[Tensor, ...]]
+
+__all__ = ["LoadedSnapshot", "SnapshotTransfers", "tokens_by_tier"]
+
+_WAIT_S: Final = 60.0
+"""Seconds that each slower tier has to write records for which a put waits."""
+
+_TRIES: Final = 16
+"""Positions that a get tries: each one but the first because a record of the last was bad."""
+
+
+class LoadedSnapshot(NamedTuple):
+    """A snapshot, the tokens that it saves, its raw bytes, and ``(tier, tokens)`` in order."""
+
+    snapshot: Snapshot | None = None
+    tokens: int = 0
+    raw_bytes: int = 0
+    tiers: tuple[tuple[str, int], ...] = ()
+
+
+class _Gap(Exception):
+    """A record that the snapshot does not contain is not stored either."""
+
+
+class SnapshotTransfers:
+    """Copies snapshots of one store into records and out of them.
+
+    Thread safety: all methods. Replacements of any prompts wait for each other.
+    """
+
+    def __init__(self, forms: RecordForms, followers: Followers) -> None:
+        self._forms = forms
+        self._followers = followers
+        self._replacing = threading.Lock()
+
+    # --- put -------------------------------------------------------------------------------------
+
+    def check(self, snapshot: Snapshot, length: int) -> None:
+        """Raise `InvalidValue` unless the snapshot fits the geometry and a prompt of ``length``."""
+        if not isinstance(snapshot, Snapshot):
+            raise InvalidValue(f"snapshot is {type(snapshot).__name__}; a Snapshot is needed")
+        tokens, start = snapshot.tokens, snapshot.start
+        if not 0 < tokens <= length or not 0 <= start <= tokens:
+            raise InvalidValue(
+                f"the snapshot has tokens {start} … {tokens}; the prompt has {length}, and one "
+                "token at least must be in front of the position"
+            )
+        known = {layer for group in self._kinds() for layer in group.layers}
+        if more := set(snapshot.layers) - known:
+            raise InvalidValue(
+                f"the snapshot has KV of the layers {sorted(more)}, which have no attention"
+            )
+        if (base := self._forms.base) is not None:
+            have = base.tokens_of(snapshot.layers)
+            if have != tokens - start:
+                raise InvalidValue(
+                    f"layer {base.layers[0]} of the snapshot has {have} tokens; those from "
+                    f"start={start} to tokens={tokens} are {tokens - start}"
+                )
+        for window in self._forms.windows:
+            have, first = window.tokens_of(snapshot.layers), window.start_of(tokens)
+            if have > tokens or tokens - have > first:
+                raise InvalidValue(
+                    f"layer {window.layers[0]} of the snapshot has {have} tokens; to go on behind "
+                    f"{tokens} it needs those from {first} on, and at most all {tokens}"
+                )
+        if self._forms.states is not None:
+            self._forms.states.check(snapshot.state)
+        elif snapshot.state:
+            raise InvalidValue("the snapshot has states, and the geometry has none")
+
+    def _kinds(self) -> list[KVRecords]:
+        base = self._forms.base
+        return [*([] if base is None else [base]), *self._forms.windows]
+
+    def put(
+        self,
+        tiered: TieredStore,
+        prompt: PromptBlocks,
+        snapshot: Snapshot,
+        *,
+        wait: bool,
+        replace: bool,
+    ) -> Put:
+        """See `KVStore.put_snapshot`; the prompt ends at the snapshot's position."""
+        tokens, start = snapshot.tokens, snapshot.start
+        names = PositionNames(self._forms, prompt)
+        firsts = {
+            group: tokens - window.tokens_of(snapshot.layers)
+            for group, window in enumerate(self._forms.windows)
+        }
+        firsts[BASE] = start
+        pieces = self._pieces(tiered, names, tokens, firsts)
+        failed: tuple[str, ...] = ()
+        with self._replacing if replace else nullcontext(), closed_is_illegal():
+            if replace:
+                ids = list(names.every(-(-start // names.size) * names.size))
+                failed = delete_ids(ids, self._followers, tiered.supersede).failed
+            self._note(names, pieces)
+
+            def fill(at: int, raw: memoryview) -> None:
+                self._fill(pieces[at], snapshot, firsts, raw)
+
+            sizes = [piece.raw_bytes for piece in pieces]
+            ids = [piece.id for piece in pieces]
+            try:
+                written = tiered.write(ids, sizes, fill, wait=_WAIT_S if wait else None)
+            except _Gap:
+                tiered.losses.note(ids, tiered.memory.name, "dropped", "no room")
+                return Put(0, 0, tokens - start, 0, failed)
+        return self._result(pieces, snapshot, set(written.kept), set(written.already), failed)
+
+    def _pieces(
+        self, tiered: TieredStore, names: PositionNames, tokens: int, firsts: dict[int, int]
+    ) -> list[PositionPiece]:
+        """Return the records of a position in the order in which they are written.
+
+        ``firsts`` are the first tokens that are there, of each group.
+
+        The state comes last, so that it is there only if all others are. Of a window, blocks that
+        no position behind a state needs are left out.
+        """
+        pieces = names.base_pieces(tokens)
+        for group in range(len(self._forms.windows)):
+            first = firsts[group]
+            spans = list(names.spans(group, tokens))
+            if self._forms.states is None:  # without states, every end of a block is a position
+                begin = spans[-1][0] if spans else tokens
+                begin -= begin % names.size
+                while begin - names.size >= first:
+                    spans.append((begin - names.size, begin))
+                    begin -= names.size
+            for start, stop in reversed(spans):
+                begin = start - start % names.size
+                whole = names.window_piece(group, begin, stop)
+                if begin >= first or tiered.knows(whole.id):
+                    pieces.append(whole)
+                else:
+                    pieces.append(names.window_piece(group, start, stop))
+        if self._forms.states is not None:
+            pieces.append(names.state_piece(tokens))
+        return pieces
+
+    def _fill(
+        self, piece: PositionPiece, snapshot: Snapshot, firsts: dict[int, int], raw: memoryview
+    ) -> None:
+        if piece.group == STATE:
+            assert self._forms.states is not None
+            self._forms.states.write(snapshot.state, raw)
+            return
+        base, first = piece.group == BASE, firsts[piece.group]
+        records = self._forms.base if base else self._forms.windows[piece.group]
+        assert records is not None
+        if piece.start < first:
+            raise _Gap
+        records.write(snapshot.layers, piece.start - first, piece.stop - first, raw)
+
+    def _result(
+        self,
+        pieces: list[PositionPiece],
+        snapshot: Snapshot,
+        kept: set[int],
+        already: set[int],
+        failed: tuple[str, ...],
+    ) -> Put:
+        """Count tokens from ``start`` on. If a record had no room, what was new is of no use."""
+        total = snapshot.tokens - snapshot.start
+        if self._forms.base is None:
+            new = any(at in kept for at in range(len(pieces)))
+            skipped = 0 if new else total
+        else:
+            skipped = sum(
+                piece.stop - max(piece.start, snapshot.start)
+                for at, piece in enumerate(pieces)
+                if piece.group == BASE and at in already and piece.stop > snapshot.start
+            )
+        if len(kept) + len(already) < len(pieces):
+            return Put(0, skipped, total - skipped, 0, failed)
+        return Put(total - skipped, skipped, 0, 0, failed)
+
+    def _note(self, names: PositionNames, pieces: list[PositionPiece]) -> None:
+        """Remember which records belong to which block, so that a removal deletes them, too."""
+        self._followers.note([piece.id for piece in pieces if piece.group == BASE])
+        for piece in pieces:
+            if piece.group != BASE:
+                self._followers.note([names.end(piece.stop), piece.id])
+
+    # --- get -------------------------------------------------------------------------------------
+
+    def get(
+        self,
+        tiered: TieredStore,
+        prompt: PromptBlocks,
+        *,
+        deadline: float | None,
+        sources: bool,
+    ) -> LoadedSnapshot:
+        """See `KVStore.get_snapshot`; the position is not behind the prompt's end."""
+        until = None
+        if deadline is not None:
+            until = time.monotonic() + seconds_of("deadline", deadline)
+        names = PositionNames(self._forms, prompt)
+        finder = PositionFinder(tiered, names, start=prompt.start, until=until)
+        for _ in range(_TRIES):
+            position = finder.longest()
+            if position is None:
+                break
+            left = None if until is None else max(0.0, until - time.monotonic())
+            reading = _Reading(self._forms, prompt.start, position)
+            count = reading.read(tiered, left, sources=sources)
+            if count == len(position.pieces):
+                self._note(names, position.pieces)
+                return reading.loaded()
+            # What was read is read again, most likely from memory, if a shorter position needs it:
+            # then all records of a result were there at one time, also after a replacement.
+            finder.bad(position.pieces[count])
+        return LoadedSnapshot()
+
+
+class _Reading:
+    """The tensors that the records of one position are read into."""
+
+    def __init__(self, forms: RecordForms, start: int, position: Position) -> None:
+        self._forms = forms
+        self._position = position
+        tokens = position.tokens
+        self._records: dict[int, tuple[KVRecords, int, Layers]] = {
+            group: (window, window.start_of(tokens), window.empty(tokens - window.start_of(tokens)))
+            for group, window in enumerate(forms.windows)
+        }
+        if forms.base is not None:
+            self._records[BASE] = forms.base, start, forms.base.empty(tokens - start)
+        self._start = start
+        self._state: dict[tuple[int, str], Tensor] = {}
+        self._sources: list[str] = []
+
+    def read(self, tiered: TieredStore, left: float | None, *, sources: bool) -> int:
+        """Read the records within ``left`` seconds; return how many leading ones were read."""
+        pieces = self._position.pieces
+
+        def take(at: int, raw: memoryview) -> None:
+            self._take(pieces[at], raw)
+
+        with closed_is_illegal():
+            return tiered.read(
+                [piece.id for piece in pieces], [piece.raw_bytes for piece in pieces], take,
+                levels=self._position.levels, deadline=left,
+                sources=self._sources if sources else None,
+            )  # fmt: skip
+
+    def _take(self, piece: PositionPiece, raw: memoryview) -> None:
+        if piece.group == STATE:
+            assert self._forms.states is not None
+            self._state = self._forms.states.read(raw)
+            return
+        records, first, into = self._records[piece.group]
+        begin = max(piece.start, first)
+        records.read(raw, piece.stop - piece.start, begin - piece.start, into, begin - first)
+
+    def loaded(self) -> LoadedSnapshot:
+        """Return the snapshot, after all records were read."""
+        tokens, pieces = self._position.tokens, self._position.pieces
+        layers = {key: kv for _, _, some in self._records.values() for key, kv in some.items()}
+        snapshot = Snapshot(tokens, self._start, dict(sorted(layers.items())), self._state)
+        tiers = runs_of(
+            tokens_by_tier(zip(pieces, self._sources, strict=False), tokens, self._start)
+        )
+        size = sum(piece.raw_bytes for piece in pieces)
+        return LoadedSnapshot(snapshot, tokens - self._start, size, tiers)
+
+
+def tokens_by_tier(
+    found: Iterable[tuple[PositionPiece, str]], tokens: int, start: int
+) -> Iterator[tuple[str, int]]:
+    """Yield ``(tier, tokens)`` for tokens ``start`` … ``tokens - 1`` of a position.
+
+    Counted are the records of layers that keep every token. If there are none, the last record
+    stands for all.
+    """
+    last = ""
+    for piece, name in found:
+        last = name
+        if piece.group == BASE and piece.stop > start:
+            yield name, piece.stop - max(piece.start, start)
+            start = piece.stop
+    if last and start < tokens:
+        yield last, tokens - start
