@@ -16,6 +16,7 @@ from kvkeep.core.pages.tensors import PagedTensors
 from kvkeep.serve.engine import Piece, Runner
 from kvkeep.serve.engine.attention.batch import PagedBatch
 from kvkeep.serve.engine.attention.dense import Scoring
+from kvkeep.serve.engine.attention.memory import KVMemory, Reach
 
 if TYPE_CHECKING:
     from kvkeep.core.cache import Sequence
@@ -187,20 +188,32 @@ class Story:
             self.tensors.store(self.LAYER, slots, keys[:start], values[:start])
 
     def batch(self, **how) -> PagedBatch:
-        return PagedBatch(self.pieces, self.tensors, **how)
+        memory = KVMemory.plain(self.tensors)
+        memory.kernels = [how.pop("kernel", None)]
+        return PagedBatch(self.pieces, memory, **how)
 
-    def attend(self, batch=None, *, window=None, **scoring) -> torch.Tensor:
+    def attend(
+        self, batch=None, *, window=None, chunked=False, sinks=None, **scoring
+    ) -> torch.Tensor:
         starts = [piece.start for piece in self.pieces]
-        return (self.batch() if batch is None else batch).attend(
+        keys, values = (
+            torch.cat([each[at:] for each, at in zip(every, starts, strict=True)])
+            for every in (self.keys, self.values)
+        )
+        part = (self.batch() if batch is None else batch).parts[0]
+        part.store(self.LAYER, keys, values)
+        return part.attend(
             self.LAYER,
             torch.cat(self.queries),
-            torch.cat([keys[at:] for keys, at in zip(self.keys, starts, strict=True)]),
-            torch.cat([values[at:] for values, at in zip(self.values, starts, strict=True)]),
-            window=window,
-            scoring=Scoring(**scoring),
+            keys,
+            values,
+            reach=Reach(window, chunked),
+            scoring=Scoring(sinks=sinks, **scoring),
         )
 
-    def expected(self, *, window=None, scale=None, softcap=None) -> torch.Tensor:
+    def expected(
+        self, *, window=None, chunked=False, sinks=None, scale=None, softcap=None
+    ) -> torch.Tensor:
         """Plain attention in float64, query by query."""
         group = self.heads // self.kv_heads
         rows = []
@@ -210,12 +223,17 @@ class Story:
             whole = [part.double().repeat_interleave(group, 1) for part in (keys, values)]
             for query, position in zip(queries, range(piece.start, piece.stop), strict=True):
                 first = 0 if window is None else max(0, position - window + 1)
+                if chunked:
+                    first = position // window * window
                 k, v = (part[first : position + 1] for part in whole)
                 scores = torch.einsum("khd,hd->hk", k, query.double())
                 scores = scores * (self.dim**-0.5 if scale is None else scale)
                 if softcap is not None:
                     scores = torch.tanh(scores / softcap) * softcap
-                rows.append(torch.einsum("hk,khd->hd", scores.softmax(-1), v))
+                if sinks is not None:  # a key without a value
+                    scores = torch.cat((scores, sinks[:, None].to(scores)), -1)
+                weights = scores.softmax(-1)[:, : len(v)]
+                rows.append(torch.einsum("hk,khd->hd", weights, v))
         return torch.stack(rows)
 
     def assert_right(self, out: torch.Tensor, tolerance: float = 1e-5, **how) -> None:

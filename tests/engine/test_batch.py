@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from kvkeep.core.geometry import KVGeometry
 from kvkeep.core.pages.tensors import PagedTensors
 from kvkeep.serve.engine.attention.batch import PagedBatch, Piece
+from kvkeep.serve.engine.attention.memory import KVMemory
 from kvkeep.serve.engine.attention.plan import CPU, GPU, Grain
 from kvkeep.serve.engine.attention.short import SHORT
 
@@ -43,7 +44,12 @@ def grain(request):
     return GRAINS[request.param]
 
 
-@pytest.mark.parametrize("how", [{}, {"softcap": 2.0}, {"scale": 0.7}], ids=str)
+SINKS = torch.tensor([-1.0, 0.0, 3.0, 0.5, 6.0, -9.0])  # a head each
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"softcap": 2.0}, {"scale": 0.7}, {"sinks": SINKS}], ids="-".join
+)
 @pytest.mark.parametrize("window", [None, 1, 3, 8, 100])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
@@ -70,16 +76,23 @@ def spans(draw):
     heads=st.sampled_from([(6, 2), (4, 4), (4, 1)]),
     grain=st.sampled_from(sorted(GRAINS)),
     window=st.sampled_from([None, None, 1, 9, 50, 500]),
+    chunked=st.booleans(),
     softcap=st.sampled_from([None, None, 3.0]),
+    sinks=st.booleans(),
     seed=st.integers(0, 9),
 )
 def test_any_mix_of_pieces(
-    make_story, *, spans, page_size, layout, heads, grain, window, softcap, seed
+    make_story, *, spans, page_size, layout, heads, grain, window, chunked, softcap, sinks, seed
 ):
     story = make_story(
         spans, page_size=page_size, layout=layout, heads=heads[0], kv_heads=heads[1], seed=seed
     )
-    how = {"window": window, "softcap": softcap}
+    how = {
+        "window": window,
+        "chunked": chunked and window is not None,
+        "softcap": softcap,
+        "sinks": SINKS[: heads[0]] if sinks else None,
+    }
     story.assert_right(story.attend(story.batch(grain=GRAINS[grain]), **how), **how)
 
 
@@ -144,10 +157,10 @@ def test_the_row_of_tokens():
         Piece(np.array([4], np.int32), 0, np.array([1], np.int32)),
     ]
     tensors = PagedTensors(KVGeometry(1, 1, 2, "float32"), 6, 4, device="cpu")
-    batch = PagedBatch(pieces, tensors)
+    batch = PagedBatch(pieces, KVMemory.plain(tensors))
     assert batch.input_ids.tolist() == [[7, 8, 9, 5, 4]]
     assert batch.positions.tolist() == [[3, 4, 5, 0, 0]]
-    assert batch.slots.tolist() == [5 * 4 + 3, 2 * 4, 2 * 4 + 1, 3 * 4, 1 * 4]
+    assert batch.parts[0].slots.tolist() == [5 * 4 + 3, 2 * 4, 2 * 4 + 1, 3 * 4, 1 * 4]
     assert batch.outputs.tolist() == [1, 2, 4]
 
 

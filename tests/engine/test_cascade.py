@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvkeep.serve.engine.attention.cascade import shared_prefixes
+from kvkeep.serve.engine.attention.memory import EVERYTHING, Reach
 from kvkeep.serve.engine.attention.plan import Grain
 
 pytestmark = pytest.mark.model
@@ -85,6 +86,12 @@ def test_the_same_numbers_as_each_by_itself(make_story, softcap):
     story.assert_right(shared, softcap=softcap)
 
 
+def test_sinks_weigh_on_all_parts_together(make_story):
+    story = make_story(SPANS, page_size=16)
+    sinks = torch.tensor([-3.0, 0.0, 2.0, 8.0, 0.5, 30.0])
+    story.assert_right(story.attend(story.batch(grain=SHARING), sinks=sinks), sinks=sinks)
+
+
 def test_one_part_that_weighs_everything(make_story):
     """Scores far apart, until the exponential of one side is zero."""
     story = make_story(SPANS, page_size=16)
@@ -97,7 +104,7 @@ def test_one_part_that_weighs_everything(make_story):
 def test_shared_pages_are_read_once(make_story):
     """Counts the keys that each gather of a layer brings."""
     story = make_story(SPANS, page_size=16)
-    plan = story.batch(grain=SHARING)._planned(None, group=3)
+    plan = story.batch(grain=SHARING).parts[0]._planned(EVERYTHING, group=3)
     [cascade] = plan.cascades
     own = [len(group.gather.keys) for group in cascade.own]
     assert not plan.short
@@ -108,13 +115,13 @@ def test_shared_pages_are_read_once(make_story):
 def test_no_cascade_under_a_window_that_hides_keys(make_story):
     story = make_story(SPANS, page_size=16)
     batch = story.batch(grain=SHARING)
-    assert not batch._planned(1000, group=3).cascades
+    assert not batch.parts[0]._planned(Reach(1000), group=3).cascades
     story.assert_right(story.attend(batch, window=1000), window=1000)
 
 
 def test_a_page_that_is_being_written_is_not_shared(make_story):
     """Only whole pages before the first new token are shared: the next page differs."""
     story = make_story([(32, 33, 32), (33, 34, 32), (40, 41, 32)], page_size=16)
-    [cascade] = story.batch(grain=SHARING)._planned(None, group=3).cascades
+    [cascade] = story.batch(grain=SHARING).parts[0]._planned(EVERYTHING, group=3).cascades
     assert len(cascade.gather.keys) == 32
     story.assert_right(story.attend(story.batch(grain=SHARING)))

@@ -13,7 +13,7 @@ from kvkeep.serve.engine import Piece, Runner
 
 pytestmark = pytest.mark.model
 
-FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3"]
+FAMILIES = ["llama", "qwen2", "qwen3"]
 
 
 @pytest.fixture(params=FAMILIES)

@@ -8,7 +8,6 @@ import torch
 
 from kvkeep.core.geometry import KVGeometry
 from kvkeep.core.pages.tensors import PagedTensors
-from kvkeep.serve.engine.attention.batch import Piece
 from kvkeep.serve.engine.attention.plan import Grain, PlacedPiece, PlanContext
 from kvkeep.serve.engine.attention.short import SHORT, groups
 
@@ -25,12 +24,14 @@ def tensors():
 def planned(tensors, lengths, *, tokens=1, pad=0, most=1000, window=None):
     """The groups of pieces that end after ``lengths`` tokens; ``pad`` and ``most`` in pages."""
     tokens = [tokens] * len(lengths) if isinstance(tokens, int) else tokens
-    pieces = [
-        Piece(np.zeros(n, np.int32), stop - n, np.arange(-(-stop // PAGE_SIZE), dtype=np.int32))
-        for stop, n in zip(lengths, tokens, strict=True)
-    ]
     begins = np.cumsum([0, *tokens[:-1]]).tolist()
-    placed = [PlacedPiece(piece, begin) for piece, begin in zip(pieces, begins, strict=True)]
+    placed = [
+        PlacedPiece(
+            begin, stop - n, stop, np.arange(-(-stop // PAGE_SIZE), dtype=np.int32),
+            0 if window is None else max(0, stop - n + 1 - window),
+        )
+        for begin, stop, n in zip(begins, lengths, tokens, strict=True)
+    ]  # fmt: skip
     page = tensors.page_bytes // 2
     grain = Grain(query_rows=8, call_bytes=pad * page, group_bytes=most * page)
     return groups(placed, PlanContext(tensors, tensors.scratch(), grain, window, group=1))

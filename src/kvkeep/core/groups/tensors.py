@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvkeep.core.groups.plan import GroupPlan
+    from kvkeep.core.pages import PageCopy
     from kvkeep.core.pages.table import PageArray
 
-__all__ = ["GroupedTensors", "LayerPages"]
+__all__ = ["GroupedTensors", "LayerPages", "StatePart"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,6 +43,18 @@ class LayerPages:
     tensors: PagedTensors
 
 
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """One tensor of a state, without a batch dimension: ``nbytes`` from its byte ``offset`` on."""
+
+    layer: int
+    name: str
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
 class GroupedTensors:
     """KV and states of all layers of a hybrid model in one pool of pages, zero at first.
 
@@ -51,20 +64,31 @@ class GroupedTensors:
         plan: sizes and places.
         num_pages: pages of the pool, as of the `PagedCache`.
         device: a torch device, or its name.
+        check_ids: as of `PagedTensors`.
 
     Attributes:
         parts: the layers with attention, by the pool pages in which their KV lies.
+        state_parts: the tensors of a state, one after another.
     """
 
     def __init__(
-        self, plan: GroupPlan, num_pages: SupportsIndex, device: str | torch.device = "cpu"
+        self,
+        plan: GroupPlan,
+        num_pages: SupportsIndex,
+        device: str | torch.device = "cpu",
+        *,
+        check_ids: bool = True,
     ) -> None:
         self.plan = plan
         self.num_pages = whole("num_pages", num_pages, 1)
         with torch.inference_mode(mode=False):  # else it could not be written outside of it
             self._memory = zero_pages(self.num_pages, plan.page_bytes, device)
+            wide = torch.int64 if plan.page_bytes % 8 == 0 else torch.uint8
+            self._words = self._memory.view(wide)
+        self._check_ids = check_ids
         self.device = self._memory.device
         self.parts = tuple(self._parts())
+        self.state_parts = tuple(self._state_parts())
         self._of_layer = {
             layer: (part, at) for part in self.parts for at, layer in enumerate(part.layers)
         }
@@ -84,15 +108,20 @@ class GroupedTensors:
             raise InvalidValue(f"layer is {layer}; attention have {sorted(self._of_layer)}")
         return self._of_layer[layer]
 
-    def copy(self, copies: Iterable[RowCopy | StateCopy]) -> None:
-        """Make copies, in order: of `SequenceGroups.copies` and `SequenceGroups.checkpoint`."""
+    def copy(self, copies: Iterable[PageCopy | RowCopy | StateCopy]) -> None:
+        """Make copies, in order.
+
+        They are those of `Sequence.copies`, `SequenceGroups.copies`, `SequenceGroups.checkpoint`
+        and `SequenceGroups.mark`.
+        """
         for copy in copies:
-            src, dst = copy.src.tolist(), copy.dst.tolist()
             if isinstance(copy, StateCopy):
-                self._memory[self._index(copy.dst)] = self._memory[self._index(copy.src)]
+                self.write(copy.dst, self.read(copy.src))
                 continue
+            window = copy.window if isinstance(copy, RowCopy) else None
+            src, dst = np.atleast_1d(copy.src).tolist(), np.atleast_1d(copy.dst).tolist()
             for part in self.parts:
-                if part.window == copy.window:
+                if part.window == window:
                     part.tensors.copy([(src[part.page], dst[part.page], copy.tokens)])
 
     def read_state(self, pages: PageArray) -> dict[tuple[int, str], Tensor]:
@@ -100,11 +129,11 @@ class GroupedTensors:
 
         ``pages`` are `SequenceGroups.state`. Cost: the bytes of a state, twice.
         """
-        content = self._memory[self._index(pages)].flatten()
+        content = self.read(pages).flatten()
         state: dict[tuple[int, str], Tensor] = {}
-        for key, offset, size, dtype, shape in self._tensors():
-            part = content[offset : offset + size].clone()  # aligned for any dtype
-            state[key] = part.view(dtype).view(shape)
+        for one in self.state_parts:
+            part = content[one.offset : one.offset + one.nbytes].clone()  # aligned for any dtype
+            state[one.layer, one.name] = part.view(one.dtype).view(one.shape)
         return state
 
     def write_state(self, pages: PageArray, state: Mapping[tuple[int, str], Tensor]) -> None:
@@ -117,21 +146,22 @@ class GroupedTensors:
             (len(pages), self.plan.page_bytes), dtype=torch.uint8, device=self.device
         )
         flat = content.view(-1)
-        for key, offset, size, dtype, shape in self._tensors():
-            given = state.get(key)
-            if given is None or given.dtype != dtype or tuple(given.shape) != shape:
+        for one in self.state_parts:
+            given = state.get((one.layer, one.name))
+            if given is None or given.dtype != one.dtype or tuple(given.shape) != one.shape:
                 said = "missing" if given is None else f"{tuple(given.shape)} of {given.dtype}"
                 raise InvalidValue(
-                    f"the state {key[1]!r} of layer {key[0]} is {said}; {shape} of {dtype} is "
-                    "needed"
+                    f"the state {one.name!r} of layer {one.layer} is {said}; {one.shape} of "
+                    f"{one.dtype} is needed"
                 )
             tensor = given.detach().to(self.device).contiguous()
-            flat[offset : offset + size] = tensor.view(-1).view(torch.uint8)
-        self._memory[self._index(pages)] = content
+            flat[one.offset : one.offset + one.nbytes] = tensor.view(-1).view(torch.uint8)
+        self.write(pages, content)
 
     def read(self, pages: PageArray) -> Tensor:
         """Return whole pool pages, of a row or a state: uint8 [pages, page_bytes], a copy."""
-        return self._memory[self._index(pages)]
+        # Not with brackets, which take several times as long on a CPU.
+        return self._words.index_select(0, self._index(pages)).view(torch.uint8)
 
     def write(self, pages: PageArray, content: Tensor) -> None:
         """Write whole pool pages from `read`."""
@@ -140,7 +170,8 @@ class GroupedTensors:
             raise InvalidValue(
                 f"content is {tuple(content.shape)} of {content.dtype}; uint8 {wanted} is needed"
             )
-        self._memory[self._index(pages)] = content.to(self.device)
+        words = content.to(self.device).contiguous().view(self._words.dtype)
+        self._words.index_copy_(0, self._index(pages), words)
 
     def _parts(self) -> Iterable[LayerPages]:
         geometry, plan = self.plan.geometry, self.plan
@@ -167,20 +198,19 @@ class GroupedTensors:
         return PagedTensors(
             own, self.num_pages, self.plan.page_size,
             device=self.device, memory=self._memory[:, offset : offset + size],
+            check_ids=self._check_ids,
         )  # fmt: skip
 
-    def _tensors(
-        self,
-    ) -> Iterable[tuple[tuple[int, str], int, int, torch.dtype, tuple[int, ...]]]:
-        """Yield key, offset, bytes, dtype and shape of each tensor of a state."""
+    def _state_parts(self) -> Iterable[StatePart]:
         tp = self.plan.geometry.tp
         for group in self.plan.geometry.groups:
             for layer in group.layers if group.state else ():
                 for tensor in group.state:
-                    dtype = getattr(torch, tensor.dtype)
-                    key, shape = (layer, tensor.name), tensor.rank_shape(tp)
-                    offset = self.plan.state_offset(*key)
-                    yield key, offset, tensor.bytes_per_layer(tp), dtype, shape
+                    yield StatePart(
+                        layer, tensor.name, self.plan.state_offset(layer, tensor.name),
+                        tensor.bytes_per_layer(tp), getattr(torch, tensor.dtype),
+                        tensor.rank_shape(tp),
+                    )  # fmt: skip
 
     def _index(self, pages: PageArray) -> Tensor:
         return torch.from_numpy(pages.astype(np.int64)).to(self.device)

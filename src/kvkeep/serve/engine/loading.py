@@ -33,8 +33,6 @@ _DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
-# Layers with no other state than K and V of the tokens they attend to.
-_KV_LAYERS = {"full_attention", "sliding_attention"}
 # Rotary embeddings that change at all positions once a sequence outgrows a length: keys cached
 # below that length are wrong above it, so sequences stay below.
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
@@ -44,7 +42,8 @@ def load_config(path: str | os.PathLike[str]) -> PretrainedConfig:
     """Read and check the configuration of the model directory ``path``.
 
     Raises `InvalidValue` for a path that is no model directory and `UnsupportedModel` for a model
-    whose cache is not K and V of causal attention. Weights are not read.
+    that is not causal, or keeps something of no known kind. Weights are not read: whether the model
+    computes right over pages, `prove` shows later.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -60,9 +59,7 @@ def load_config(path: str | os.PathLike[str]) -> PretrainedConfig:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UnsupportedModel(f"cannot read {folder}/config.json: {_first_line(error)}") from error
     _check_causal(config, folder)
-    KVGeometry.from_config(config, dtype="float32").needs_plain("kvkeep's engine")
-    _check_attention(config)
-    _check_cache(config, folder)
+    _check_attention(config, folder)
     return config
 
 
@@ -164,30 +161,17 @@ def _check_causal(config: PretrainedConfig, folder: Path) -> None:
         raise UnsupportedModel(f"{folder} holds {named}, which is not a causal language model")
 
 
-def _check_attention(config: PretrainedConfig) -> None:
+def _check_attention(config: PretrainedConfig, folder: Path) -> None:
     transformers = require("transformers", "transformers")
+    geometry = KVGeometry.from_config(config, dtype="float32")
     model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    named = ", ".join(config.architectures or [config.model_type])
-    if model_class._is_stateful:
-        raise UnsupportedModel(f"{named} keeps a recurrent state, not only K and V of its tokens")
-    if not model_class.is_backend_compatible():
+    attends = any(group.shape is not None for group in geometry.groups)
+    if attends and not model_class.is_backend_compatible():
+        named = ", ".join(config.architectures or [config.model_type])
         raise UnsupportedModel(
             f"{named} does not call its attention through Transformers' attention interface"
         )
-
-
-def _check_cache(config: PretrainedConfig, folder: Path) -> None:
     text = config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ())
-    if other := sorted(kinds - _KV_LAYERS):
-        raise UnsupportedModel(
-            f"{folder} has {', '.join(other)} layers; kvkeep's engine serves full and sliding "
-            "attention"
-        )
-    if getattr(text, "kv_lora_rank", None):
-        raise UnsupportedModel(
-            f"{folder} caches a compressed latent (MLA), which kvkeep's engine does not serve yet"
-        )
     if getattr(text, "use_bidirectional_attention", None) or not getattr(text, "is_causal", True):
         raise UnsupportedModel(f"{folder} attends in both directions: its KV cannot be reused")
 

@@ -1,27 +1,34 @@
 """A check at load time that a model computes the same over pages as by itself.
 
-Two sequences run over pages, first the beginnings of both, then the rest with the KV in the pages;
-their logits are compared with the model's own. One begins with a long piece and ends with a short
-one, the other the other way round, so that every way to attend runs, cold and continued. It takes
-between a few milliseconds and a second, and finds what no list of architectures could: a model that
-takes positions from elsewhere, adds a term to its attention, shares KV between layers, or mixes
-neighbouring tokens.
+First `survey` finds what each layer keeps, and `prove_resuming` shows that layers with a state
+continue from it. Then two sequences run over pages, first the beginnings of both, then the rest
+with what is in the pages; their logits are compared with the model's own. One begins with a long
+piece and goes on with a short one, the other the other way round, so that every way to attend runs,
+cold and continued. It takes between a few milliseconds and a second, and finds what no list of
+architectures could: a model that takes positions from elsewhere, adds a term to its attention,
+shares KV between layers, or mixes neighbouring tokens.
 """
 
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from kvkeep.core.errors import IllegalStep, KVKeepError, UnsupportedModel
+from kvkeep.core.groups import GroupPlan, StateCopy
+from kvkeep.core.groups.tensors import GroupedTensors
 from kvkeep.core.pages.tensors import PagedTensors
 from kvkeep.serve.engine import loading
 from kvkeep.serve.engine.attention.batch import PagedBatch, Piece
 from kvkeep.serve.engine.attention.hook import ATTENTION, register
+from kvkeep.serve.engine.attention.memory import KVMemory
 from kvkeep.serve.engine.attention.short import SHORT
+from kvkeep.serve.engine.model.resuming import prove_resuming
+from kvkeep.serve.engine.model.survey import survey
+from kvkeep.serve.engine.model.wrapped import WrappedModel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,38 +37,54 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from kvkeep.core.geometry import KVGeometry
-    from kvkeep.serve.engine.attention.dense import Scoring
+    from kvkeep.core.groups import GroupLayout
+    from kvkeep.serve.engine.model.survey import Survey
 
-__all__ = ["prove"]
+    IntArray = npt.NDArray[np.int32]
+
+__all__ = ["Proved", "prove"]
 
 # Relative to the largest logit. Half precision rounds differently in every order of summation; the
 # error of a wrong mask or position is far larger.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.15}
-_FIRST = SHORT + 1  # tokens of the first sequence in the first pass
-_REST = 2  # and in the second pass; the other sequence has them the other way round
-_TOKENS = _FIRST + _REST
 _PAGE_SIZE = 4
+_LONG = SHORT + 1
+_LARGEST_WINDOW = 64  # tokens; larger ones are not left, but the survey shows their size
 
 
-def prove(model: PreTrainedModel, geometry: KVGeometry) -> None:
-    """Switch ``model`` to attention over pages; raise `UnsupportedModel` if its results change.
+class Proved(NamedTuple):
+    """A model that computes the same over pages, and what its modules do."""
+
+    model: WrappedModel
+    survey: Survey
+
+
+def prove(model: PreTrainedModel, geometry: KVGeometry) -> Proved:
+    """Switch ``model`` to attention and states in pages; raise `UnsupportedModel` if it changes.
 
     Also raised if its K and V have other shapes, or its windows other sizes, than ``geometry``
-    says.
+    says, and if a layer does not continue from its state.
     """
     name = type(model).__name__
-    tokens = np.arange(1, 2 * _TOKENS + 1, dtype=np.int32) * 7919 % loading.vocabulary(model)
-    sequences = tokens.reshape(2, _TOKENS)
+    plan = GroupPlan(geometry, _PAGE_SIZE)
+    cuts = _cuts(plan.layout)
+    length = cuts[0][-1]
+    tokens = np.arange(1, 2 * length + 1, dtype=np.int32) * 7919 % loading.vocabulary(model)
+    sequences = tokens.reshape(2, length)
     with _translated(f"{name} cannot be run"):
         expected = _by_itself(model, sequences)
+    with _translated(f"{name} cannot be run with a cache"):
+        found = survey(model, geometry)
+        prove_resuming(name, found, geometry)
+    attends = any(group.shape is not None for group in geometry.groups)
     register()
     with _translated(f"{name} does not let its attention be replaced"):
-        model.set_attn_implementation(ATTENTION)
-    if model.config.get_text_config()._attn_implementation != ATTENTION:
-        raise UnsupportedModel(f"{name} does not let its attention be replaced")
+        if attends:
+            model.set_attn_implementation(ATTENTION)
+    wrapped = WrappedModel(model, found)
     try:
         with _translated(f"{name} cannot be run over pages"):
-            logits = _over_pages(model, sequences, geometry)
+            logits = _OverPages(wrapped, found, plan, device=model.device).run(sequences, cuts)
     except IllegalStep as error:
         raise UnsupportedModel(f"{name} does not hand keywords on to its attention") from error
     apart = (expected - logits).abs().amax(-1) / expected.abs().amax(-1)
@@ -72,6 +95,7 @@ def prove(model: PreTrainedModel, geometry: KVGeometry) -> None:
             f"{name} gives other logits over pages than by itself (apart by {apart.max():.1%}): "
             "it needs more than causal attention with K and V of each token"
         )
+    return Proved(wrapped, found)
 
 
 @contextmanager
@@ -92,62 +116,108 @@ def _translated(what: str) -> Iterator[None]:
         raise UnsupportedModel(f"{what}: {type(error).__name__}: {line}") from error
 
 
-def _by_itself(model: PreTrainedModel, sequences: npt.NDArray[np.int32]) -> torch.Tensor:
+def _cuts(layout: GroupLayout | None) -> tuple[list[int], list[int]]:
+    """Return where the pieces of both sequences end, pass by pass."""
+    if layout is None:
+        return [_LONG, _LONG + 2], [2, _LONG + 2]
+    # Past those windows that are quick to leave.
+    spans = [window.span for window in layout.windows if window.span <= _LARGEST_WINDOW]
+    length = max(spans, default=0) + _LONG + 2 * _PAGE_SIZE
+    # Then a few tokens one by one, both sequences in one pass.
+    single = [length - 2, length - 1, length]
+    return [length - 6, length - 3, *single], [2, length - 3, *single]
+
+
+def _by_itself(model: PreTrainedModel, sequences: IntArray) -> torch.Tensor:
     ids = torch.from_numpy(sequences).long().to(model.device)
     with torch.inference_mode():
         rows = [model(input_ids=one[None], use_cache=False).logits[0] for one in ids]
     return torch.cat(rows).float()
 
 
-def _over_pages(
-    model: PreTrainedModel, sequences: npt.NDArray[np.int32], geometry: KVGeometry
-) -> torch.Tensor:
-    one, two = sequences
-    first, rest = _FIRST, _REST
-    num_pages = -(-_TOKENS // _PAGE_SIZE)
-    tensors = PagedTensors(geometry, 2 * num_pages, _PAGE_SIZE, device=model.device)
-    # Page tables that are neither in order nor contiguous.
-    table, other = np.arange(2 * num_pages, dtype=np.int32)[::-1].reshape(-1, 2).T
-    begun = _Recorder(
-        [Piece(one[:first], 0, table, first), Piece(two[:rest], 0, other, rest)], tensors
-    )
-    ended = _Recorder(
-        [Piece(one[first:], first, table, rest), Piece(two[rest:], rest, other, first)], tensors
-    )
-    begin, end = (batch.run(model).float() for batch in (begun, ended))
-    for batch in (begun, ended):
-        if batch.windows != list(geometry.windows):
-            raise UnsupportedModel(
-                f"{type(model).__name__} attends with windows {batch.windows}, layer by layer, and "
-                f"its geometry says {list(geometry.windows)}"
+class _OverPages:
+    """Runs sequences over pages of its own, in tables that are neither in order nor contiguous."""
+
+    def __init__(
+        self, model: WrappedModel, found: Survey, plan: GroupPlan, device: torch.device
+    ) -> None:
+        self._model = model
+        self._found = found
+        self._plan = plan
+        self._device = device
+
+    def run(self, sequences: IntArray, cuts: tuple[list[int], list[int]]) -> torch.Tensor:
+        """Return the logits of all tokens, sequence after sequence."""
+        tables = self._tables(len(sequences), sequences.shape[1])
+        memory, groups = self._memory()
+        logits: list[list[torch.Tensor]] = [[] for _ in sequences]
+        starts = [0] * len(sequences)
+        for number, stops in enumerate(zip(*cuts, strict=True)):
+            if groups is not None and number == len(cuts[0]) - 1:
+                tables[0] = self._moved(tables[0], groups)
+            pieces = [
+                table.piece(tokens[start:stop], start, self._plan.layout)
+                for table, tokens, start, stop in zip(tables, sequences, starts, stops, strict=True)
+            ]
+            made = self._model.run(PagedBatch(pieces, memory), groups).float()
+            parts = made.tensor_split(
+                np.cumsum([len(piece.tokens) for piece in pieces])[:-1].tolist()
             )
-    return torch.cat((begin[:first], end[:rest], begin[first:], end[rest:]))
+            for rows, part in zip(logits, parts, strict=True):
+                rows.append(part)
+            starts = list(stops)
+        return torch.cat([torch.cat(rows) for rows in logits])
 
-
-class _Recorder(PagedBatch):
-    """A batch that checks the shapes of each layer's K and V, and records its window."""
-
-    def __init__(self, pieces: list[Piece], tensors: PagedTensors) -> None:
-        super().__init__(pieces, tensors)
-        self.windows: list[int | None] = []
-
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        window: int | None,
-        scoring: Scoring,
-    ) -> torch.Tensor:
-        geometry = self.tensors.geometry
-        stored = [geometry.kv_heads, geometry.head_dim, geometry.kv_heads, geometry.value_dim]
-        given = [*key.shape[1:], *value.shape[1:]]
-        if layer != len(self.windows) or layer >= geometry.layers or given != stored:
-            raise UnsupportedModel(
-                f"layer {layer} brings K and V of heads × width {given}, as number "
-                f"{len(self.windows)} to do so; the geometry has {geometry.layers} of {stored}"
+    def _tables(self, sequences: int, tokens: int) -> list[_Table]:
+        pages, layout = -(-tokens // _PAGE_SIZE), self._plan.layout
+        shapes: list[tuple[int, ...]] = [(pages,)]
+        if layout is not None:
+            shapes += [(pages, width) for width in layout.widths]
+            shapes.append((layout.state_pages,))
+        sizes = [int(np.prod(shape)) for shape in shapes]
+        spare = 0 if layout is None else layout.state_pages
+        self._num_pages = sequences * sum(sizes) + spare
+        ids = np.arange(self._num_pages, dtype=np.int32)[::-1]
+        self._spare, ids = ids[:spare], ids[spare:]
+        tables = []
+        for mine in ids.reshape(-1, sequences).T:
+            base, *rows = (
+                part.reshape(shape)
+                for part, shape in zip(np.split(mine, np.cumsum(sizes)[:-1]), shapes, strict=True)
             )
-        self.windows.append(window)
-        return super().attend(layer, query, key, value, window=window, scoring=scoring)
+            state = rows.pop() if layout is not None and layout.state is not None else None
+            windows = () if layout is None else tuple(rows[: len(layout.windows)])
+            tables.append(_Table(base, windows, state))
+        return tables
+
+    def _memory(self) -> tuple[KVMemory, GroupedTensors | None]:
+        plan, found = self._plan, self._found
+        if plan.layout is None:
+            tensors = PagedTensors(plan.geometry, self._num_pages, _PAGE_SIZE, device=self._device)
+            return KVMemory.plain(tensors, shared=found.shared, latent=found.latent), None
+        groups = GroupedTensors(plan, self._num_pages, self._device)
+        return KVMemory.grouped(groups, shared=found.shared, latent=found.latent), groups
+
+    def _moved(self, table: _Table, groups: GroupedTensors) -> _Table:
+        """Return ``table`` with its state in other pages."""
+        if table.state is None:
+            return table
+        groups.copy([StateCopy(table.state, self._spare)])
+        return table._replace(state=self._spare)
+
+
+class _Table(NamedTuple):
+    """The pages of one sequence."""
+
+    base: IntArray
+    rows: tuple[IntArray, ...]
+    state: IntArray | None
+
+    def piece(self, tokens: IntArray, start: int, layout: GroupLayout | None) -> Piece:
+        """Return a piece that begins at ``start``, without the rows that it does not need."""
+        rows = []
+        for window, table in zip(() if layout is None else layout.windows, self.rows, strict=True):
+            kept = table.copy()
+            kept[: window.first_needed(start, _PAGE_SIZE)] = -1
+            rows.append(kept)
+        return Piece(tokens, start, self.base, len(tokens), tuple(rows), self.state)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from bisect import bisect_right
+from typing import TYPE_CHECKING, Any, cast
 
 from kvkeep.core.cache import PagedCache
 from kvkeep.core.errors import IllegalStep, InvalidValue
 from kvkeep.core.geometry import KVGeometry
 from kvkeep.core.groups import GroupPlan
+from kvkeep.core.groups.tensors import GroupedTensors
+from kvkeep.core.pages import PageCopy
 from kvkeep.core.pages.tensors import PagedTensors
 from kvkeep.serve.engine import linear, loading, probe
-from kvkeep.serve.engine.attention import flash
 from kvkeep.serve.engine.attention.batch import PagedBatch
 from kvkeep.serve.engine.attention.hook import ATTENTION
+from kvkeep.serve.engine.attention.memory import KVMemory
 from kvkeep.store.identity import ModelWatch, model_identity
 
 if TYPE_CHECKING:
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from kvkeep.core.pages import PageCopy
+    from kvkeep.core.groups import GroupLayout, RowCopy, StateCopy
     from kvkeep.core.pages.tensors import Layout
     from kvkeep.serve.engine.attention.batch import Piece
 
@@ -57,7 +60,6 @@ class Runner:
         linear layers keep their weights twice, up to 1 GiB more in all (see
         `kvkeep.serve.engine.linear`).
         """
-        geometry.needs_plain("Runner")
         if model.config.get_text_config()._attn_implementation == ATTENTION:
             raise IllegalStep("this model was taken over by a Runner before; load it once more")
         self.identity = model_identity(model)
@@ -66,24 +68,29 @@ class Runner:
         self.device = model.device
         self.num_pages = num_pages
         self.page_size = page_size
-        self.plan = GroupPlan(geometry, page_size)
-        self.layout = self.plan.layout
         self.vocabulary = loading.vocabulary(model)
         self.end_tokens = loading.end_tokens(model)
         self.context_tokens = loading.context_tokens(model.config)
-        probe.prove(model, geometry)
+        self.plan = GroupPlan(geometry, page_size)
+        self.max_tokens = self._longest()
+        self._model, found = probe.prove(model, geometry)
         linear.pack(model)
+        self.groups: GroupedTensors | None = None
+        self._tensors: PagedTensors | None = None
         # Page ids come from the cache and are valid; a check on a GPU would wait for it each time.
-        self.tensors = PagedTensors(
-            geometry,
-            num_pages,
-            page_size,
-            device=self.device,
-            layout=layout,
-            check_ids=False,
-        )
-        self._scratch = self.tensors.scratch()
-        self._kernel = flash.find(self.tensors)
+        if self.plan.layout is None:
+            self._tensors = PagedTensors(
+                geometry,
+                num_pages,
+                page_size,
+                device=self.device,
+                layout=layout,
+                check_ids=False,
+            )
+            self._memory = KVMemory.plain(self._tensors, shared=found.shared, latent=found.latent)
+        else:
+            self.groups = GroupedTensors(self.plan, num_pages, self.device, check_ids=False)
+            self._memory = KVMemory.grouped(self.groups, shared=found.shared, latent=found.latent)
         self._watch = ModelWatch(model)
         self._cache: weakref.ref[PagedCache] | None = None
 
@@ -117,15 +124,35 @@ class Runner:
         geometry = KVGeometry.from_config(config, dtype=str(compute).removeprefix("torch."))
         if num_pages is None:
             assert memory is not None
-            num_pages = geometry.pages_in(memory, page_size)
+            num_pages = GroupPlan(geometry, page_size).pages_in(memory)
         model = loading.load_model(path, config, on, compute)
         return cls(model, geometry, num_pages=num_pages, page_size=page_size)
 
+    def _longest(self) -> int:
+        """Return the longest sequence that pool and model allow, in tokens."""
+        most = self.num_pages * self.page_size
+        if self.context_tokens is not None:
+            most = min(most, self.context_tokens)
+        if self.plan.layout is None:
+            return most
+        longest = bisect_right(range(most + 1), self.num_pages, key=self.plan.pages_for) - 1
+        if longest < 1:
+            raise InvalidValue(
+                f"{self.num_pages} pages hold no sequence of this model: one of a single token "
+                f"takes {self.plan.pages_for(1)}; give it more memory"
+            )
+        return longest
+
     @property
-    def max_tokens(self) -> int:
-        """The longest sequence that pool and model allow, in tokens."""
-        pool = self.num_pages * self.page_size
-        return pool if self.context_tokens is None else min(pool, self.context_tokens)
+    def layout(self) -> GroupLayout | None:
+        """What `PagedCache` takes in place of a page size; None for a plain model."""
+        return self.plan.layout
+
+    @property
+    def tensors(self) -> PagedTensors:
+        """The memory of the pages of a plain model; a hybrid model has `groups`."""
+        assert self._tensors is not None, "a hybrid model has `groups`"
+        return self._tensors
 
     def cache(self, **options: Any) -> PagedCache:
         """Return an empty `PagedCache` for these pages; ``options`` are its keyword arguments."""
@@ -152,9 +179,14 @@ class Runner:
         """Whether ``cache`` owns the pages."""
         return self._cache is not None and self._cache() is cache
 
-    def copy(self, copies: Iterable[PageCopy]) -> None:
-        """Perform page copies, in order."""
-        self.tensors.copy(list(copies))
+    def copy(self, copies: Iterable[PageCopy | RowCopy | StateCopy]) -> None:
+        """Make copies of pages, rows and states, in order."""
+        if self.groups is not None:
+            self.groups.copy(copies)
+            return
+        pages = list(copies)
+        assert all(isinstance(copy, PageCopy) for copy in pages), "a plain model has pages alone"
+        self.tensors.copy(cast("list[PageCopy]", pages))
 
     def forward(self, pieces: Sequence[Piece]) -> torch.Tensor:
         """Compute ``pieces``: write their KV to their pages and return logits.
@@ -163,5 +195,4 @@ class Runner:
         piece, in order. Pieces of one call must not depend on each other. Cost: one forward pass of
         the model over all tokens of the pieces, and its head over the outputs.
         """
-        batch = PagedBatch(pieces, self.tensors, scratch=self._scratch, kernel=self._kernel)
-        return batch.run(self.model)
+        return self._model.run(PagedBatch(pieces, self._memory), self.groups)

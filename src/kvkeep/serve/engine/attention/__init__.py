@@ -2,6 +2,9 @@
 
 hook.py     the attention function that Transformers models call
 batch.py    the batch of one forward pass: pieces of sequences in one row of tokens
+memory.py   where the KV of each layer lies, and which tokens the layer attends to
+part.py     the batch over the pages of layers that share them
+latent.py   latents, expanded to keys and values, or attended to as they are
 plan.py     the terms of a plan: how large calls are, which piece lies where
 long.py     pieces of many tokens, one by one
 short.py    decoded tokens and drafts, many pieces in one call

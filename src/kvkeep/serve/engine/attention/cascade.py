@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from kvkeep.core.tokens import common_length
-from kvkeep.serve.engine.attention.dense import attend_partial
+from kvkeep.serve.engine.attention.dense import attend_partial, with_sinks
 from kvkeep.serve.engine.attention.short import groups, rows_of
 
 if TYPE_CHECKING:
@@ -59,7 +59,10 @@ class Cascade:
         # e^own / (e^own + e^shared)
         fraction = torch.sigmoid(own_lse - shared_lse)[..., None]
         wide = fraction.dtype
-        out[self.rows] = torch.lerp(shared.to(wide), own.to(wide), fraction).to(out.dtype)
+        merged = torch.lerp(shared.to(wide), own.to(wide), fraction)
+        if scoring.sinks is not None:
+            merged = with_sinks(merged, torch.logaddexp(own_lse, shared_lse), scoring.sinks)
+        out[self.rows] = merged.to(out.dtype)
 
     def _attend_to_shared(
         self, layer: int, query: torch.Tensor, scoring: Scoring
@@ -87,7 +90,8 @@ def cascades(
     if context.window is not None:
         return [], list(pieces)  # each piece sees another part of the shared prefix
     least = -(-_CALLS * context.grain.call_bytes // context.page_bytes)
-    tables = [one.piece.pages[: one.piece.start // context.page_size] for one in pieces]
+    size = context.page_size
+    tables = [one.pages[: 0 if one.first else one.start // size] for one in pieces]
     found = shared_prefixes(tables, least)
     made = [
         _cascade([pieces[index] for index in chosen], pages, context) for chosen, pages in found
@@ -133,16 +137,14 @@ def _savings(common: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
 
 
 def _cascade(members: Sequence[PlacedPiece], pages: int, context: PlanContext) -> Cascade:
-    lengths = [len(one.piece.tokens) for one in members]
-    rows = np.concatenate(
-        [np.arange(one.begin, one.begin + len(one.piece.tokens)) for one in members]
-    )
+    lengths = [one.tokens for one in members]
+    rows = np.concatenate([np.arange(one.begin, one.begin + one.tokens) for one in members])
     begins = np.cumsum([0, *lengths[:-1]]).tolist()
     own = [
-        replace(one, begin=begin, first_page=pages)
+        replace(one, begin=begin, first=pages * context.page_size)
         for one, begin in zip(members, begins, strict=True)
     ]
-    shared = context.tensors.prepare_gather(members[0].piece.pages[:pages], context.scratch)
+    shared = context.tensors.prepare_gather(members[0].pages[:pages], context.scratch)
     return Cascade(
         rows=rows_of(rows, context.tensors.device), gather=shared, own=groups(own, context)
     )

@@ -68,22 +68,35 @@ class Tables:
     most_queries: int
 
     @classmethod
-    def of(cls, pieces: Sequence[PlacedPiece], device: torch.device) -> Tables:
+    def of(cls, pieces: Sequence[PlacedPiece], page_size: int, device: torch.device) -> Tables:
         """Make the tables of ``pieces``, which are in the order of their rows."""
 
         def tensor(values: npt.ArrayLike) -> torch.Tensor:
             return torch.from_numpy(np.asarray(values, np.int32)).to(device)
 
-        keys = [one.piece.stop for one in pieces]
-        queries = [len(one.piece.tokens) for one in pieces]
+        keys = [one.stop for one in pieces]
+        queries = [one.tokens for one in pieces]
         return cls(
-            pages=tensor(page_tables([one.piece.pages for one in pieces]).pages),
+            pages=tensor(page_tables([_all_valid(one, page_size) for one in pieces]).pages),
             lengths=tensor(keys),
             key_bounds=tensor(np.cumsum([0, *keys])),
             query_bounds=tensor(np.cumsum([0, *queries])),
             most_keys=max(keys),
             most_queries=max(queries),
         )
+
+
+def _all_valid(one: PlacedPiece, page_size: int) -> npt.NDArray[np.int32]:
+    """Return the pages of a piece, those that no query sees replaced by one that it sees.
+
+    They may have been freed, and a kernel reads some keys before a window, to mask them.
+    """
+    first = one.first // page_size
+    if not first:
+        return one.pages
+    pages = one.pages.copy()
+    pages[:first] = pages[first]
+    return pages
 
 
 def find(tensors: PagedTensors) -> Kernel | None:

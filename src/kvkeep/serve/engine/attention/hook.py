@@ -37,12 +37,15 @@ def paged_attention(
     attention_mask: torch.Tensor | None,
     *,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     paged_batch: PagedBatch | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend for one Transformers layer: [1, heads, T, dim] comes in, [1, T, heads, dim] goes out.
+
+    ``s_aux`` are attention sinks, as Transformers' interface calls them. Windows come from the
+    geometry, which `survey` compares with the model.
 
     Raises `UnsupportedModel` for a layer with a mask of its own, or without a ``layer_idx``.
     `prove` runs every layer once, so that this fails the loading and not a request.
@@ -61,7 +64,6 @@ def paged_attention(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        window=sliding_window,
-        scoring=Scoring(scaling, softcap),
+        Scoring(scaling, softcap, s_aux),
     )
     return out[None], None

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from kvkeep.core.pages.prepared import Gather
     from kvkeep.serve.engine.attention.dense import Scoring
+    from kvkeep.serve.engine.attention.latent import LatentMaps
     from kvkeep.serve.engine.attention.plan import PlacedPiece, PlanContext
 
 __all__ = ["LongPiece", "long_pieces"]
@@ -49,13 +50,19 @@ class LongPiece:
         *,
         scoring: Scoring,
         out: torch.Tensor,
+        latent: LatentMaps | None = None,
     ) -> None:
-        """Write the piece's rows of ``out``; all tensors are [T, heads, dim] of the whole batch."""
+        """Write the piece's rows of ``out``; all tensors are [T, heads, dim] of the whole batch.
+
+        With ``latent``, what is gathered is expanded to keys and values by it.
+        """
         if self.gather is None:
             keys, values = key[self.rows], value[self.rows]
         else:
             self.gather.fill(layer)
             keys, values = self.gather.keys, self.gather.values
+            if latent is not None:
+                keys, values = latent.expand(keys[:, 0])
         heads, group = keys.shape[1], query.shape[1] // keys.shape[1]
         # [kv_heads, group, tokens, dim]: the heads that share K and V are a view of it.
         queries = query.reshape(len(query), heads, group, -1).permute(1, 2, 0, 3)
@@ -63,7 +70,9 @@ class LongPiece:
         keys, values = (
             part.transpose(0, 1)[:, None].expand(-1, group, -1, -1) for part in (keys, values)
         )
-        if self.causal and scoring.softcap is None:
+        sinks = None if scoring.sinks is None else scoring.sinks.view(heads, group, 1)
+        scoring = scoring._replace(sinks=sinks)
+        if self.causal and scoring.softcap is None and sinks is None:
             targets[:, :, self.rows] = attend(
                 queries[:, :, self.rows], keys, values, scoring, causal=True
             )
@@ -82,7 +91,7 @@ def long_pieces(pieces: Sequence[PlacedPiece], context: PlanContext) -> list[Lon
     """Plan each of ``pieces``."""
     if not pieces:
         return []
-    spans = [one.piece.stop - one.first_page * context.page_size for one in pieces]
+    spans = [one.stop - one.first // context.page_size * context.page_size for one in pieces]
     band = _band(max(spans), context)
     return [_long_piece(one, band, context) for one in pieces]
 
@@ -102,21 +111,20 @@ def _band(longest: int, context: PlanContext) -> torch.Tensor:
 
 
 def _long_piece(one: PlacedPiece, band: torch.Tensor, context: PlanContext) -> LongPiece:
-    piece, size = one.piece, context.page_size
-    base = one.first_page * size
+    size = context.page_size
+    cold = one.first == one.start  # no key lies before the piece
+    base = one.first if cold else one.first // size * size
     rows, longest = band.shape
-    at = one.begin - piece.start
+    at = one.begin - one.start
     steps = []
-    for start in range(piece.start, piece.stop, rows):
-        stop = min(start + rows, piece.stop)
-        low = base if context.window is None else max(base, start + 1 - context.window)
+    for start in range(one.start, one.stop, rows):
+        stop = min(start + rows, one.stop)
+        low = one.first if context.window is None else max(one.first, start + 1 - context.window)
         mask = band[rows - (stop - start) :, longest - (stop - low) :]
         steps.append(_Step(slice(at + start, at + stop), slice(low - base, stop - base), mask))
-    cold = piece.start == 0
-    last = one.first_page + one.num_pages(size)
-    pages = None if cold else piece.pages[one.first_page : last]
+    pages = None if cold else one.seen_pages(size)
     return LongPiece(
-        rows=slice(one.begin, one.begin + len(piece.tokens)),
+        rows=slice(one.begin, one.begin + one.tokens),
         gather=None if pages is None else context.tensors.prepare_gather(pages, context.scratch),
         causal=cold and context.window is None,
         steps=steps,

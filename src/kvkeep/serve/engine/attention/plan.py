@@ -8,9 +8,13 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from kvkeep.core.pages.prepared import Scratch
     from kvkeep.core.pages.tensors import PagedTensors
-    from kvkeep.serve.engine.attention.batch import Piece
+
+    IntArray = npt.NDArray[np.int32]
 
 __all__ = ["CPU", "GPU", "Grain", "PlacedPiece", "PlanContext"]
 
@@ -71,16 +75,29 @@ class PlanContext:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedPiece:
-    """A piece, and the row of the batch where it begins.
+    """Consecutive tokens of a sequence, where they lie in the batch, and the keys that they see.
 
-    Keys in pages before ``first_page`` are skipped: no query sees them, or a cascade attends to
-    them.
+    ``begin`` is the row of the batch where they begin, ``start`` and ``stop`` are their positions
+    in the sequence. ``pages`` is the page table of the layers that attend. Keys before the position
+    ``first`` are not seen, and pages before it are not read: they are outside of the window or
+    chunk, or a cascade attends to them.
     """
 
-    piece: Piece
     begin: int
-    first_page: int = 0
+    start: int
+    stop: int
+    pages: IntArray
+    first: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """The number of queries."""
+        return self.stop - self.start
 
     def num_pages(self, page_size: int) -> int:
         """Return the number of pages with keys to attend to."""
-        return -(-self.piece.stop // page_size) - self.first_page
+        return -(-self.stop // page_size) - self.first // page_size
+
+    def seen_pages(self, page_size: int) -> IntArray:
+        """Return the pages with keys to attend to."""
+        return self.pages[self.first // page_size : -(-self.stop // page_size)]

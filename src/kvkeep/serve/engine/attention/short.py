@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import torch
 
-from kvkeep.serve.engine.attention.dense import attend, attend_partial
+from kvkeep.serve.engine.attention.dense import attend, attend_partial, with_sinks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -50,6 +50,8 @@ class ShortGroup:
 
     def attend(self, layer: int, query: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         """Return [n * queries, heads, dim] for ``query`` [T, heads, dim] of the whole batch."""
+        if scoring.sinks is not None:
+            return with_sinks(*self.attend_partial(layer, query, scoring), scoring.sinks)
         self.gather.fill(layer)
         grouped = self._grouped(query)
         out = attend(grouped, self.keys, self.values, scoring, mask=self.mask)
@@ -58,7 +60,7 @@ class ShortGroup:
     def attend_partial(
         self, layer: int, query: torch.Tensor, scoring: Scoring
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `attend`, with the log-sum-exps [n * queries, heads] beside it."""
+        """As `attend` without sinks, with the log-sum-exps [n * queries, heads] beside it."""
         self.gather.fill(layer)
         grouped = self._grouped(query)
         out, lse = attend_partial(grouped, self.keys, self.values, scoring, mask=self.mask)
@@ -83,7 +85,7 @@ def groups(pieces: Iterable[PlacedPiece], context: PlanContext) -> list[ShortGro
     """Group short pieces so that padding costs less than separate calls."""
     size, grain = context.page_size, context.grain
     # Sorted apart: drafts among single tokens would pad every piece to their number of queries.
-    ordered = sorted(pieces, key=lambda one: (len(one.piece.tokens) > 1, one.num_pages(size)))
+    ordered = sorted(pieces, key=lambda one: (one.tokens > 1, one.num_pages(size)))
     made: list[list[PlacedPiece]] = []
     for one in ordered:
         if made and _joins(one, made[-1], context, grain.call_bytes, grain.group_bytes):
@@ -104,7 +106,7 @@ def _joins(
     pages = one.num_pages(context.page_size)
     added = len(group) * (pages - longest.num_pages(context.page_size)) * context.page_bytes
     return (
-        (len(one.piece.tokens) > 1) == (len(longest.piece.tokens) > 1)
+        (one.tokens > 1) == (longest.tokens > 1)
         and added <= padding
         and (len(group) + 1) * pages * context.page_bytes <= most
     )
@@ -115,14 +117,14 @@ def _group(members: Sequence[PlacedPiece], context: PlanContext) -> ShortGroup:
     n, width = len(members), max(one.num_pages(size) for one in members)
     table = np.empty((n, width), np.int64)
     for row, one in enumerate(members):
-        pages = one.piece.pages[one.first_page : one.first_page + one.num_pages(size)]
+        pages = one.seen_pages(size)
         table[row, : len(pages)] = pages
         # Padded with the piece's own last page: NaN in another sequence's page cannot spread.
         table[row, len(pages) :] = pages[-1]
     gather = context.tensors.prepare_gather(torch.from_numpy(table.ravel()), context.scratch)
-    queries = max(len(one.piece.tokens) for one in members)
-    stop = max(one.piece.stop - one.first_page * size for one in members)
-    start = _unseen(members[0], context) if n == 1 else 0
+    queries = max(one.tokens for one in members)
+    stop = max(one.stop - one.first // size * size for one in members)
+    start = members[0].first % size if n == 1 else 0
     keys, values = (
         part.view(n, width * size, *part.shape[1:])[:, start:stop].transpose(1, 2)
         for part in (gather.keys, gather.values)
@@ -139,16 +141,9 @@ def _group(members: Sequence[PlacedPiece], context: PlanContext) -> ShortGroup:
     )
 
 
-def _unseen(one: PlacedPiece, context: PlanContext) -> int:
-    """Return how many gathered keys of a piece lie before the window of its first query."""
-    if context.window is None:
-        return 0
-    return max(0, one.piece.start + 1 - context.window - one.first_page * context.page_size)
-
-
 def _offsets(members: Sequence[PlacedPiece], queries: int) -> npt.NDArray[np.int64]:
     """Return [n, queries]: the index of each query's token in its piece."""
-    lasts = np.array([len(one.piece.tokens) - 1 for one in members])
+    lasts = np.array([one.tokens - 1 for one in members])
     return np.arange(queries)[None].clip(max=lasts[:, None])
 
 
@@ -156,13 +151,16 @@ def _mask(
     members: Sequence[PlacedPiece], queries: int, start: int, stop: int, context: PlanContext
 ) -> torch.Tensor | None:
     """Return the mask over keys [start, stop) behind each first page; None: all are seen."""
-    begins = np.array([one.first_page * context.page_size for one in members])
-    starts = np.array([one.piece.start for one in members])
+    firsts = np.array([one.first for one in members])
+    starts = np.array([one.start for one in members])
+    begins = firsts // context.page_size * context.page_size
     keys = begins[:, None, None] + np.arange(start, stop)
     query = (starts[:, None] + _offsets(members, queries))[..., None]
     seen = keys <= query
     if context.window is not None:
         seen &= keys > query - context.window
+    elif (begins + start < firsts).any():
+        seen &= keys >= firsts[:, None, None]
     if seen.all():
         return None
     return context.mask(torch.from_numpy(seen.repeat(context.group, axis=1))[:, None])
