@@ -18,6 +18,7 @@ from kvkeep.core.cache.sessions import SessionBoard
 from kvkeep.core.cache.stats import CacheCounters
 from kvkeep.core.errors import InvalidValue, OutOfPages, told
 from kvkeep.core.events import Evicted, PagesShort, frozen
+from kvkeep.core.prefix.results import EMPTY_PAGES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -185,13 +186,18 @@ class Core:
         """See `PagedCache.subscribe`."""
         own = partial(hook)  # distinguishes it from the same hook subscribed twice
         with self:
-            self.hooks = (*self.hooks, own)
+            self._set_hooks((*self.hooks, own))
 
         def end() -> None:
             with self:
-                self.hooks = tuple(other for other in self.hooks if other is not own)
+                self._set_hooks(tuple(other for other in self.hooks if other is not own))
 
         return end
+
+    def _set_hooks(self, hooks: tuple[Hook, ...]) -> None:
+        self.hooks = hooks
+        if self.groups is not None:
+            self.groups.journal.on = bool(hooks)
 
     def emit(self, event: Event) -> None:
         """Queue ``event`` until this operation ends. Callers check ``hooks`` first."""
@@ -270,9 +276,11 @@ class Core:
     def _evict_groups(self, groups: GroupBoard, count: int, reason: str) -> int:
         from kvkeep.core.groups.eviction import make_room  # noqa: PLC0415 - only where needed
 
-        return make_room(
+        freed = make_room(
             groups, self.index.tree, self.pool, count, lambda pages: self.forget(pages, reason)
         )
+        self.report_lost(reason)
+        return freed
 
     def before_eviction(self) -> None:
         """Let observers bring the order of eviction up to date."""
@@ -290,7 +298,41 @@ class Core:
             self.counters.evictions += 1
             self.counters.evicted_pages += len(pages)
             if self.hooks:
-                self.emit(Evicted(frozen(pages), reason))
+                lost = None if self.groups is None else self.groups.journal.take_lost()
+                self.emit(Evicted(frozen(pages), reason, lost))
+
+    def report_lost(self, reason: str) -> None:
+        """Report rows and checkpoints that were lost without pages."""
+        lost = None if self.groups is None else self.groups.journal.take_lost()
+        if lost is not None and self.hooks:
+            self.emit(Evicted(frozen(EMPTY_PAGES), reason, lost))
+
+    def report_groups(self, sequence: int | None) -> None:
+        """Report rows and checkpoints that a sequence or a pin stored, and those replaced."""
+        stored = None if self.groups is None else self.groups.journal.take_stored(sequence)
+        if stored is not None and self.hooks:
+            self.emit(stored)
+        self.report_lost("replaced")
+
+    def drop_below(self, top: Any, reason: str) -> int:
+        """Drop a run and all behind it that is not in use; return how many pages became free."""
+        before = self.pool.num_free
+        self.forget(self.index.evict_below(top), reason)
+        if self.groups is not None:
+            self.groups.drop_idle(top)
+            self.report_lost(reason)
+        return self.pool.num_free - before
+
+    def clear(self, namespace: Namespace | None) -> int:
+        """Drop all that is not in use, of one namespace or of all; return the pages freed."""
+        before = self.pool.num_free
+        self.forget(self.index.clear(namespace), "cleared")
+        if self.groups is not None:
+            for space, root in list(self.index.tree.roots.items()):
+                if namespace is None or space == namespace:
+                    self.groups.drop_idle(root)
+            self.report_lost("cleared")
+        return self.pool.num_free - before
 
     # --- claims ------------------------------------------------------------------------------
 

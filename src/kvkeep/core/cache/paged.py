@@ -212,15 +212,14 @@ class PagedCache:
     def clear(self, namespace: NamespaceLike | None = None) -> int:
         """Drop all cached pages that are not in use, in one namespace or in all.
 
-        Soft pins of dropped pages end, hard pins stay. Returns the pages freed.
+        Soft pins of dropped pages end, hard pins stay. Returns the pages freed, of all groups.
         """
         space = None if namespace is None else as_namespace(namespace)
         with self._core as core:
             core.pins.expire()
-            pages = core.index.clear(space)
-            core.forget(pages, "cleared")
+            freed = core.clear(space)
             core.pins.expire()  # soft pins of dropped pages
-            return len(pages)
+            return freed
 
     def remove(
         self,
@@ -285,6 +284,7 @@ class PagedCache:
                 raise
             if not hard:
                 core.index.release(hold, used=False)
+            core.report_groups(None)
             return pin
 
     def unpin(self, pin: Pin) -> None:
