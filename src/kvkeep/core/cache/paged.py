@@ -102,7 +102,7 @@ class PagedCache:
         clock: Callable[[], float] = time.monotonic,
         reuse: bool = True,
     ) -> None:
-        groups = page_size if isinstance(page_size, GroupLayout) else None
+        self.groups = page_size if isinstance(page_size, GroupLayout) else None
         tokens = page_size.page_size if isinstance(page_size, GroupLayout) else page_size
         self.page_size = whole("page_size", tokens, 1, _MAX_PAGE_SIZE)
         pool = PagePool(num_pages)
@@ -119,7 +119,7 @@ class PagedCache:
         self.reuse = _switch("reuse", reuse)
         self._core = Core(
             pool, index, hard_pin_pages, clock,
-            reuse=self.reuse, history_tokens=block_tokens, groups=groups,
+            reuse=self.reuse, history_tokens=block_tokens, groups=self.groups,
         )  # fmt: skip
         self._inspector_made: Inspector | None = None
         self._watch: PromptWatch | None = None
