@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from event_mirror import EventMirror
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -20,6 +21,7 @@ from symbolic import SymbolicEngine, brute_force
 
 from kvkeep.core.errors import InvalidValue, NotCached, OutOfPages
 from kvkeep.core.groups import GroupLayout, StateSpec, WindowSpec
+from kvkeep.core.prefix.node import descend
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,6 +58,8 @@ class GroupMachine(RuleBasedStateMachine):
             pages, self.layout, eviction=eviction, prefix=prefix, hard_pin_pages=10
         )
         self.cache = self.engine.cache
+        self.mirror = EventMirror(self.layout)
+        self.cache.subscribe(self.mirror.see)
         self.running: list[Sequence] = []
         self.pins: list[Pin] = []
         self.prompts = [first]
@@ -78,6 +82,7 @@ class GroupMachine(RuleBasedStateMachine):
     def open(self, chosen: int, length: int, more: list[int], space: str) -> None:
         prompt = self.known(chosen, length) + more
         expected = brute_force(self.engine, prompt, space)
+        assert self.mirror.resume(prompt, space) == expected, "what the events say"
         assert self.cache.match([*prompt, 0], space).num_tokens >= expected
         given_up = self.given_up()
         try:
@@ -168,7 +173,7 @@ class GroupMachine(RuleBasedStateMachine):
     @rule(pages=st.integers(0, 30))
     def evict(self, pages: int) -> None:
         free, there = self.cache.stats().pages_free, self.cache.num_available
-        self.cache.evict(pages)
+        self.freed(lambda: self.cache.evict(pages))
         assert self.cache.num_available == there, "eviction frees what could be had before"
         assert self.cache.stats().pages_free >= min(free + pages, there)
 
@@ -187,13 +192,32 @@ class GroupMachine(RuleBasedStateMachine):
 
     @rule(space=st.sampled_from([None, "", "b"]))
     def clear(self, space: str | None) -> None:
-        self.cache.clear(space)
+        self.freed(lambda: self.cache.clear(space))
+        if space is None and not self.running and not any(pin.hard for pin in self.pins):
+            assert self.cache.stats().pages_used == 0, "nothing is in use"
 
     @rule(chosen=st.integers(0, 7), length=st.integers(0, 60))
     def remove(self, chosen: int, length: int) -> None:
-        self.cache.remove(self.known(chosen, length))
+        prompt = self.known(chosen, length)
+        self.freed(lambda: self.cache.remove(prompt).pages)
+        left = self.cache.remove(prompt)
+        assert left.pages == 0, "what is in use stays"
+
+    @rule(chosen=st.integers(0, 30))
+    def evict_below(self, chosen: int) -> None:
+        roots = self.cache._core.index.tree.roots.values()
+        nodes = [node.id for root in roots for node, _ in descend(root)]
+        if nodes:
+            self.freed(lambda: self.cache.evict_below(nodes[chosen % len(nodes)]))
 
     # --- always ----------------------------------------------------------------------------------
+
+    def freed(self, step: Callable[[], int]) -> None:
+        """Assert that a step returns, and its events say, how many pages it freed."""
+        before, said = self.cache.stats().pages_free, self.mirror.freed
+        count = step()
+        assert self.cache.stats().pages_free - before == count
+        assert self.mirror.freed - said == count
 
     def tried(self, step: Callable[[], Any], *others: type[Exception]) -> bool:
         try:

@@ -28,6 +28,7 @@ _WORDS: Final = {
     "not_admitted": "seen before, but not stored",
     "other_namespace": "cached in another namespace",
     "page_remainder": "the rest of a page that is not shared",
+    "not_resumable": "cached, but a request cannot go on behind them",
     "computing": "being computed by another request",
     "tier_unavailable": "in a tier that was unavailable",
     "damaged": "the stored blocks were damaged",
@@ -192,9 +193,31 @@ def _evidence(reason: str, of: Object, tokens: int) -> str:
         return f"{text(of, 'tier')}, {why}" + (f" (waited {seconds(waited)})" if waited else "")
     if reason == "damaged":
         return f"in {text(of, 'tier')}"
+    if reason == "not_resumable":
+        return _unresumed(of)
     if reason == "page_remainder":
         return f"pages have {plural(whole(of, 'page_size'), 'token')}"
     return ", ".join(f"{visible(name)} {visible(str(value))[:80]}" for name, value in of.items())
+
+
+def _unresumed(of: Object) -> str:
+    window = text(of, "group") == "window"
+    said = "the window before is no longer kept" if window else "no state is stored there"
+    nearest = whole(of, "nearest")
+    said += f", the nearest is at {nearest:,}" if nearest else ", nor before"
+    at, why = whole(of, "checkpoint"), text(of, "why")
+    if why == "evicted":
+        past = number(of, "ago_s")
+        said += f"; the one at {at:,} was evicted" + (
+            "" if past is None else f" {ago(past)} earlier"
+        )
+        cause = text(of, "cause")
+        return said + (f", {_CAUSE[cause]}" if cause in _CAUSE else "")
+    if why == "grid":
+        return said + f"; states are kept at multiples of {plural(whole(of, 'grid'), 'token')}"
+    if why == "no_room":
+        return said + f"; there was no room beside the one at {at:,}"
+    return said
 
 
 def _evicted(of: Object) -> str:

@@ -3,13 +3,17 @@
 A hook is any callable that takes an event; see `kvkeep.core.cache.PagedCache.subscribe`. Page ids
 name stored pages: from `Stored` to `Evicted`, an id stands for the same tokens. So a mirror of the
 cache needs nothing but these events.
+
+In a cache with groups of layers, rows and checkpoints belong to stored pages (`GroupsStored`), and
+go with or before them (`Evicted.groups`). A request resumes at a checkpoint if the model has
+states; otherwise wherever the rows are there that its windows reach back to.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,18 +24,42 @@ if TYPE_CHECKING:
     from kvkeep.core.pages.table import PageArray
     from kvkeep.core.tokens import TokenArray
 
-__all__ = ["Closed", "Event", "Evicted", "Hook", "Opened", "PagesShort", "Stored", "frozen"]
+__all__ = [
+    "Closed",
+    "Event",
+    "Evicted",
+    "GroupsLost",
+    "GroupsStored",
+    "Hook",
+    "Opened",
+    "PagesShort",
+    "ResumePoint",
+    "Stored",
+    "frozen",
+]
+
+
+class ResumePoint(NamedTuple):
+    """A checkpoint: the end of stored page ``page``, ``tokens`` from the start of the prompt."""
+
+    page: int
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Opened:
-    """A sequence was opened or forked."""
+    """A sequence was opened or forked.
+
+    ``cached_tokens`` need no computing. The KV of ``stored_tokens`` is cached in the layers that
+    keep every token: more, if a window or a state was missing there. None: no more.
+    """
 
     sequence: int
     namespace: Namespace
     prompt_tokens: int
     cached_tokens: int
     forked_from: int | None = None
+    stored_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,11 +81,46 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class GroupsStored:
+    """Rows and checkpoints of stored pages are kept for later requests.
+
+    ``rows`` has, for each window, the pages whose rows became reusable. ``sequence`` is None if a
+    pin added the checkpoint.
+    """
+
+    sequence: int | None
+    checkpoints: tuple[ResumePoint, ...]
+    rows: tuple[PageArray, ...]
+
+
+class GroupsLost(NamedTuple):
+    """Checkpoints and, for each window, pages whose rows are no longer kept.
+
+    ``freed`` pool pages became free with them; others are still in use.
+    """
+
+    checkpoints: tuple[ResumePoint, ...]
+    rows: tuple[PageArray, ...]
+    freed: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Evicted:
-    """Pages are no longer reusable. ``reason``: "pressure", "asked", "dropped" or "cleared"."""
+    """Pages are no longer reusable. ``reason``: "pressure", "asked", "dropped" or "cleared".
+
+    ``groups`` is what was lost beside pages: that of ``pages``, and of others that stay. There may
+    be no ``pages``: "replaced" is the reason if a later checkpoint took the place of an earlier
+    one, which needs no state.
+    """
 
     pages: PageArray
     reason: str
+    groups: GroupsLost | None = None
+
+    @property
+    def freed(self) -> int:
+        """All pool pages that became free."""
+        return len(self.pages) + (0 if self.groups is None else self.groups.freed)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,7 +147,7 @@ def frozen(array: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     return array
 
 
-Event = Opened | Stored | Evicted | Closed | PagesShort
+Event = Opened | Stored | GroupsStored | Evicted | Closed | PagesShort
 """Every event of a cache."""
 Hook = Callable[[Event], None]
 """Called under the cache's lock when an operation is complete; it must be quick."""

@@ -18,6 +18,7 @@ from kvkeep.core.cache.sessions import SessionBoard
 from kvkeep.core.cache.stats import CacheCounters
 from kvkeep.core.errors import InvalidValue, OutOfPages, told
 from kvkeep.core.events import Evicted, PagesShort, frozen
+from kvkeep.core.prefix.results import EMPTY_PAGES, joined
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -185,13 +186,18 @@ class Core:
         """See `PagedCache.subscribe`."""
         own = partial(hook)  # distinguishes it from the same hook subscribed twice
         with self:
-            self.hooks = (*self.hooks, own)
+            self._set_hooks((*self.hooks, own))
 
         def end() -> None:
             with self:
-                self.hooks = tuple(other for other in self.hooks if other is not own)
+                self._set_hooks(tuple(other for other in self.hooks if other is not own))
 
         return end
+
+    def _set_hooks(self, hooks: tuple[Hook, ...]) -> None:
+        self.hooks = hooks
+        if self.groups is not None:
+            self.groups.journal.on = bool(hooks)
 
     def emit(self, event: Event) -> None:
         """Queue ``event`` until this operation ends. Callers check ``hooks`` first."""
@@ -270,9 +276,15 @@ class Core:
     def _evict_groups(self, groups: GroupBoard, count: int, reason: str) -> int:
         from kvkeep.core.groups.eviction import make_room  # noqa: PLC0415 - only where needed
 
-        return make_room(
-            groups, self.index.tree, self.pool, count, lambda pages: self.forget(pages, reason)
-        )
+        gone: list[PageArray] = []
+
+        def let_go(pages: PageArray) -> None:
+            self._let_go(pages)
+            gone.append(pages)
+
+        freed = make_room(groups, self.index.tree, self.pool, count, let_go)
+        self._report_evicted(joined(gone), reason)
+        return freed
 
     def before_eviction(self) -> None:
         """Let observers bring the order of eviction up to date."""
@@ -280,17 +292,53 @@ class Core:
             observer.evicting()
 
     def forget(self, pages: PageArray, reason: str) -> None:
-        """Release the references to ``pages`` that the index no longer stores."""
+        """Release the references to ``pages`` that the index no longer stores, and report it.
+
+        Also what was lost of groups of layers since the last report.
+        """
+        self._let_go(pages)
+        self._report_evicted(pages, reason)
+
+    def _let_go(self, pages: PageArray) -> None:
         if len(pages):
             freed = self.pool.release(pages)
             assert freed == len(pages), "the index evicted a page that a sequence uses"
             self.marks.forget(pages)
             for observer in self.observers:
                 observer.evicted(pages)
-            self.counters.evictions += 1
             self.counters.evicted_pages += len(pages)
-            if self.hooks:
-                self.emit(Evicted(frozen(pages), reason))
+
+    def _report_evicted(self, pages: PageArray, reason: str) -> None:
+        if len(pages):
+            self.counters.evictions += 1
+        lost = None if self.groups is None else self.groups.journal.take_lost()
+        if self.hooks and (len(pages) or lost is not None):
+            self.emit(Evicted(frozen(pages), reason, lost))
+
+    def report_groups(self, sequence: int | None) -> None:
+        """Report rows and checkpoints that a sequence or a pin stored, and those replaced."""
+        stored = None if self.groups is None else self.groups.journal.take_stored(sequence)
+        if stored is not None and self.hooks:
+            self.emit(stored)
+        self._report_evicted(EMPTY_PAGES, "replaced")
+
+    def drop_below(self, top: Any, reason: str) -> int:
+        """Drop a run and all behind it that is not in use; return how many pages became free."""
+        before = self.pool.num_free
+        if self.groups is not None:
+            self.groups.drop_idle(top)
+        self.forget(self.index.evict_below(top), reason)
+        return self.pool.num_free - before
+
+    def clear(self, namespace: Namespace | None) -> int:
+        """Drop all that is not in use, of one namespace or of all; return the pages freed."""
+        before = self.pool.num_free
+        if self.groups is not None:
+            for space, root in self.index.tree.roots.items():
+                if namespace is None or space == namespace:
+                    self.groups.drop_idle(root)
+        self.forget(self.index.clear(namespace), "cleared")
+        return self.pool.num_free - before
 
     # --- claims ------------------------------------------------------------------------------
 

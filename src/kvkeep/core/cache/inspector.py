@@ -233,6 +233,7 @@ class Inspector:
                 pin = core.pins.add(hold, ttl, hard=False)
             finally:
                 core.index.release(hold, used=False)
+            core.report_groups(None)
             self.forget_maps()
             return pin
 
@@ -265,19 +266,18 @@ class Inspector:
             pages = self._evict(top)
             if not top.in_tree:
                 return pages, 0
-            rest = core.index.walk(["size"], top)
+            rest = core.index.walk(["size", "group_pages"], top)
             while not rest.done:
                 rest.step(_ALL)
-            return pages, int(rest.numbers("size").sum())
+            return pages, int((rest.numbers("size") + rest.numbers("group_pages")).sum())
 
     def _evict(self, top: Any) -> int:
         core = self._core
         for pin in core.pins.soft_below(top):
             core.pins.end(pin)
-        pages = core.index.evict_below(top)
-        core.forget(pages, "asked")
+        pages = core.drop_below(top, "asked")
         self.forget_maps()
-        return len(pages)
+        return pages
 
     def _check(self, node: Any, number: int) -> None:
         """Raise `NotCached` if the node was evicted since it was found."""

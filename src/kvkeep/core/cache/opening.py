@@ -93,13 +93,14 @@ def open_sequence(core: Core, query: CacheQuery, *, priority: int, reserve: int)
     match = index.match(encoder.lookup(wanted), namespace) if core.reuse else None
     _check_ids(core, tokens, match)
     total = -(-len(tokens) // core.page_size)
-    groups, state_pages, found, branches = None, 0, 0, False
+    groups, state_pages, found, branches, stored = None, 0, 0, False, 0
     if core.groups is None:
         match, needed = _affordable(core, match, total, reserve)
     else:
         state_pages = core.groups.layout.state_pages
         if match is not None:
             found, branches = len(match.pages), match.branches
+            stored = matched_tokens(core, match)
         groups, match = _resume(core, core.groups, match, total + state_pages + reserve)
         needed = total + state_pages - (0 if match is None else len(match.pages))
     hold, source = core.hold(match, namespace)
@@ -127,12 +128,21 @@ def open_sequence(core: Core, query: CacheQuery, *, priority: int, reserve: int)
     sequence.adopt(table, len(shared), copy=copy, source=source)
     if index.policy.remembers and core.reuse:
         sequence.known_pages = _known_pages(core, query)
-    core.counters.opened += 1
-    core.counters.prompt_tokens += len(tokens)
-    core.counters.hit_tokens += sequence.num_cached
-    if core.hooks:
-        core.emit(Opened(sequence.id, namespace, len(tokens), sequence.num_cached))
+    _count(core, sequence, found, stored)
     return sequence
+
+
+def _count(core: Core, sequence: Sequence, found: int, stored: int) -> None:
+    """Count and report a sequence that was opened; ``found`` pages, ``stored`` tokens matched."""
+    prompt, cached = sequence.num_tokens, sequence.num_cached
+    core.counters.opened += 1
+    core.counters.prompt_tokens += prompt
+    core.counters.hit_tokens += cached
+    if core.groups is not None:
+        core.groups.counters.unresumed_tokens += found * core.page_size - cached
+    if core.hooks:
+        kept = None if core.groups is None else stored
+        core.emit(Opened(sequence.id, sequence.namespace, prompt, cached, stored_tokens=kept))
 
 
 def _resume(

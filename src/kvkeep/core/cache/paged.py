@@ -102,8 +102,7 @@ class PagedCache:
         clock: Callable[[], float] = time.monotonic,
         reuse: bool = True,
     ) -> None:
-        groups = page_size if isinstance(page_size, GroupLayout) else None
-        self.layout = groups
+        self.groups = page_size if isinstance(page_size, GroupLayout) else None
         tokens = page_size.page_size if isinstance(page_size, GroupLayout) else page_size
         self.page_size = whole("page_size", tokens, 1, _MAX_PAGE_SIZE)
         pool = PagePool(num_pages)
@@ -120,7 +119,7 @@ class PagedCache:
         self.reuse = _switch("reuse", reuse)
         self._core = Core(
             pool, index, hard_pin_pages, clock,
-            reuse=self.reuse, history_tokens=block_tokens, groups=groups,
+            reuse=self.reuse, history_tokens=block_tokens, groups=self.groups,
         )  # fmt: skip
         self._inspector_made: Inspector | None = None
         self._watch: PromptWatch | None = None
@@ -213,15 +212,14 @@ class PagedCache:
     def clear(self, namespace: NamespaceLike | None = None) -> int:
         """Drop all cached pages that are not in use, in one namespace or in all.
 
-        Soft pins of dropped pages end, hard pins stay. Returns the pages freed.
+        Soft pins of dropped pages end, hard pins stay. Returns the pages freed, of all groups.
         """
         space = None if namespace is None else as_namespace(namespace)
         with self._core as core:
             core.pins.expire()
-            pages = core.index.clear(space)
-            core.forget(pages, "cleared")
+            freed = core.clear(space)
             core.pins.expire()  # soft pins of dropped pages
-            return len(pages)
+            return freed
 
     def remove(
         self,
@@ -286,6 +284,7 @@ class PagedCache:
                 raise
             if not hard:
                 core.index.release(hold, used=False)
+            core.report_groups(None)
             return pin
 
     def unpin(self, pin: Pin) -> None:

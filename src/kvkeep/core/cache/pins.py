@@ -89,13 +89,13 @@ class PinBoard:
                 f"{self.most} pins are set, as many as this cache keeps; unpin some, or give "
                 "them a ttl after which they end by themselves"
             )
-        groups = None
+        groups, kept = None, []
         if self.groups is not None:
             if hard:
                 groups = self.groups.keep(hold)
+                kept = self.groups.pages(groups)
             else:
                 self.groups.mark(hold)
-        kept = [] if groups is None else groups.pages()
         if hard:
             needed = self._index.pins.would_keep(hold) + len({*self._kept, *kept})
             if needed > self.hard_budget:
@@ -126,11 +126,13 @@ class PinBoard:
         node = None if pin.spot is None else pin.spot.node
         self._index.unpin(pin)
         pin.hold = None
+        if self.groups is None:
+            return
         if pin.groups is not None:
-            self._kept -= Counter(pin.groups.pages())
+            self._kept -= Counter(self.groups.pages(pin.groups))
             pin.groups.close()
             pin.groups = None
-        if self.groups is not None and node is not None:
+        if node is not None:
             self.groups.unpinned(node)
 
     def expire(self) -> None:

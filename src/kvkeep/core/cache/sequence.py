@@ -238,10 +238,7 @@ class Sequence:
         """Keep the first ``length`` tokens, for instance to drop rejected drafts.
 
         Pages published beyond stay in the cache. Raises `InvalidValue` outside 0 … num_tokens.
-
-        With groups of layers, computing goes on at ``groups.position``, which may lie before
-        ``num_published``: the tokens in between are computed again for their states and rows, but
-        others may read their pages, so their KV must not be written there again.
+        With groups of layers, see `kvkeep.core.groups.SequenceGroups`.
         """
         core = self._core
         with core:
@@ -285,9 +282,7 @@ class Sequence:
             other.known_pages = self.known_pages
             other.num_cached = max(self.num_cached, self.num_published)
             self._pending.share_with(other._pending)
-            other.groups = groups
-            if groups is not None:
-                groups.row = other._tokens
+            other.groups = None if groups is None else groups.of(other._tokens)
             page = self.first_unpublished
             if page is not None:
                 core.forks.join(page, self, other)
@@ -323,7 +318,7 @@ class Sequence:
             if stop > self._shared:
                 self._publish(self._shared, stop, known=stop <= self.known_pages)
             if self.groups is not None and stop:
-                self.groups.published(self._hold, min(stop, self._shared))
+                self.groups.published(self._hold, min(stop, self._shared), self.id)
             return self.num_published
 
     def _publish(self, start: int, stop: int, *, known: bool) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvkeep.core.groups.journal import GroupJournal
 from kvkeep.core.groups.kept import Checkpoint, Kept, live_pages
 from kvkeep.core.groups.path import kept_between, resumable, up
 from kvkeep.core.groups.places import RowPlaces
 from kvkeep.core.groups.units import TreeUnits
 from kvkeep.core.prefix.listener import TreeListener
+from kvkeep.core.prefix.node import descend
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -33,28 +35,40 @@ class GroupCounters:
 
     checkpoints_stored: int = 0
     checkpoints_evicted: int = 0
+    checkpoints_replaced: int = 0
     checkpoints_without_room: int = 0
     resumes_given_up: int = 0
+    unresumed_tokens: int = 0
     rows_stored: int = 0
     rows_evicted: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupStats:
-    """What a cache keeps beside its base pages, at one moment; the last six are totals.
+    """What a cache keeps beside its base pages, at one moment; totals since it was made.
 
-    ``pages`` of the pool hold rows and states of the tree; of these, ``idle_pages`` are used by no
-    sequence. No checkpoint needs ``loose_rows`` rows.
+    ``pages`` of the pool hold ``rows`` and states of the tree; of these, ``idle_pages`` are used by
+    no sequence. No checkpoint needs ``loose_rows`` rows. Each of ``checkpoints`` has a state, if
+    the model has any.
+
+    Totals: ``checkpoints_stored`` became reusable; ``checkpoints_evicted`` went for lack of room or
+    with their pages; ``checkpoints_replaced`` needed no state, and a later one took their place;
+    ``checkpoints_without_room`` were planned and not kept. ``resumes_given_up`` requests did not
+    fit beside what resuming reads, and resumed earlier. ``unresumed_tokens`` of prompts were
+    computed though their KV was cached, as a window or a state was missing.
     """
 
     pages: int
     idle_pages: int
+    rows: int
     loose_rows: int
     checkpoints: int
     checkpoints_stored: int
     checkpoints_evicted: int
+    checkpoints_replaced: int
     checkpoints_without_room: int
     resumes_given_up: int
+    unresumed_tokens: int
     rows_stored: int
     rows_evicted: int
 
@@ -76,6 +90,7 @@ class GroupBoard(TreeListener):
         self.loose = self.units.loose
         self.places = RowPlaces(pool.num_pages)
         self.counters = GroupCounters()
+        self.journal = GroupJournal(layout)
 
     # --- what the tree reports -------------------------------------------------------------------
 
@@ -106,14 +121,10 @@ class GroupBoard(TreeListener):
             return
         while kept.checkpoints and kept.checkpoints[-1].page > leaf.depth + keep:
             self.remove(kept.checkpoints[-1])
-        for rows in kept.trim(keep):
-            pages = live_pages(rows)
-            if len(pages):
-                firsts = rows[rows[:, 0] >= 0, 0]
-                self.loose.discard(firsts.tolist())
-                self.places.forget(firsts)
-                self.units.drop(pages)
-                self.counters.rows_evicted += len(firsts)
+        for window, rows in enumerate(kept.trim(keep)):
+            there = np.flatnonzero(rows[:, 0] >= 0)
+            self.loose.discard(rows[there, 0].tolist())
+            self._dropped(leaf, window, there + keep, rows[there])
 
     # --- rows ------------------------------------------------------------------------------------
 
@@ -145,7 +156,9 @@ class GroupBoard(TreeListener):
             there[new] = rows[new]
             self.units.store(rows[new].ravel())
             self.counters.rows_stored += int(new.sum())
-            self.places.put(rows[new, 0], node, window, node.depth + at + np.flatnonzero(new))
+            stored = at + np.flatnonzero(new)
+            self.places.put(rows[new, 0], node, window, node.depth + stored)
+            self.journal.stored_rows(node, window, stored)
             needs = kept.needs[window][at : at + len(rows)]
             self.loose.add(rows[new & (needs == 0), 0].tolist())
         other = ours & ~new & (there[:, 0] != rows[:, 0])
@@ -173,17 +186,26 @@ class GroupBoard(TreeListener):
                 freed += self._free_rows(node, window, pages - node.depth)
         return freed
 
-    def _free_rows(self, node: Node, window: int, at: npt.NDArray[np.int32]) -> int:
+    def _free_rows(self, node: Node, window: int, at: npt.NDArray[np.integer[Any]]) -> int:
         """Free the loose rows ``at`` pages of a node that no sequence uses; set others aside."""
         assert node.extra is not None
         rows: Rows = node.extra.rows[window][at]
         idle = self.units.are_idle(rows)
         self.loose.set_aside(rows[~idle, 0].tolist())
-        gone = rows[idle]
-        self.places.forget(gone[:, 0])
         node.extra.rows[window][at[idle]] = -1
-        self.counters.rows_evicted += len(gone)
-        return self.units.drop(gone.ravel())
+        return self._dropped(node, window, at[idle], rows[idle])
+
+    def _dropped(
+        self, node: Node, window: int, at: npt.NDArray[np.integer[Any]], rows: Rows
+    ) -> int:
+        """Drop the tree's references to ``rows``, of the pages ``at`` of a node."""
+        if not len(rows):
+            return 0
+        self.places.forget(rows[:, 0])
+        freed = self.units.drop(rows.ravel())
+        self.counters.rows_evicted += len(rows)
+        self.journal.lost_rows(node, window, at, freed)
+        return freed
 
     # --- checkpoints -----------------------------------------------------------------------------
 
@@ -210,6 +232,7 @@ class GroupBoard(TreeListener):
         self._need(checkpoint, 1)
         self.order.add(checkpoint)
         self.counters.checkpoints_stored += 1
+        self.journal.stored(checkpoint)
         return checkpoint
 
     def extended(self, before: Checkpoint, by: Checkpoint) -> None:
@@ -223,17 +246,53 @@ class GroupBoard(TreeListener):
         if before.node is not by.node:
             by.node.hits = max(by.node.hits, before.node.hits)
 
-    def remove(self, checkpoint: Checkpoint) -> None:
-        """Remove a checkpoint and its state; rows that no other one needs become loose."""
+    def remove(self, checkpoint: Checkpoint, *, replaced: bool = False) -> None:
+        """Remove a checkpoint and its state; rows that no other one needs become loose.
+
+        It is counted as ``replaced``, or as evicted.
+        """
         kept = checkpoint.node.extra
         assert kept is not None
         kept.checkpoints.remove(checkpoint)
         checkpoint.stored = False
         self.order.discard(checkpoint)
         self._need(checkpoint, -1)
-        self.counters.checkpoints_evicted += 1
+        if replaced:
+            self.counters.checkpoints_replaced += 1
+        else:
+            self.counters.checkpoints_evicted += 1
+        freed = 0 if checkpoint.state is None else self.units.drop(checkpoint.state)
+        self.journal.lost(checkpoint, freed)
+
+    def frees(self, checkpoint: Checkpoint) -> bool:
+        """Whether removing ``checkpoint`` frees pages, or makes rows loose that can be freed.
+
+        Not while sequences or hard pins use what it keeps.
+        """
         if checkpoint.state is not None:
-            self.units.drop(checkpoint.state)
+            return self.units.is_idle(checkpoint.state)
+        return any(
+            self.units.count_idle(live_pages(kept.rows[window][inside]))
+            for window, first in self.needed(checkpoint.page)
+            for _, kept, inside in kept_between(checkpoint.node, first, checkpoint.page)
+        )
+
+    def drop_idle(self, top: Node) -> None:
+        """Drop checkpoints and rows of ``top`` and all nodes behind it that nothing uses."""
+        for node, _ in descend(top):
+            kept: Kept | None = node.extra
+            if kept is None:
+                continue
+            for checkpoint in kept.checkpoints.copy():
+                if self.frees(checkpoint):
+                    self.remove(checkpoint)
+        for node, _ in descend(top):
+            kept = node.extra
+            for window, rows in enumerate([] if kept is None else kept.rows):
+                assert kept is not None
+                loose = np.flatnonzero((rows[:, 0] >= 0) & (kept.needs[window] == 0))
+                self.loose.discard(rows[loose, 0].tolist())
+                self._free_rows(node, window, loose)
 
     def _incomplete(self, node: Node, page: int) -> bool:
         return any(
@@ -288,6 +347,7 @@ class GroupBoard(TreeListener):
             pages=self.units.stored,
             idle_pages=self.units.idle,
             loose_rows=len(self.loose),
+            rows=self.counters.rows_stored - self.counters.rows_evicted,
             checkpoints=len(self.order),
             **asdict(self.counters),
         )

@@ -53,6 +53,16 @@ def check_groups(
     for sequence in sequences:
         for pages in sequence.references():
             np.add.at(expected, pages, 1)
+    counters = board.counters
+    rows = sum(
+        int(np.count_nonzero(rows[:, 0] >= 0))
+        for root in tree.roots.values()
+        for node, _ in descend(root)
+        for rows in (() if node.extra is None else node.extra.rows)
+    )
+    assert rows == counters.rows_stored - counters.rows_evicted, "rows are counted wrongly"
+    gone = counters.checkpoints_evicted + counters.checkpoints_replaced
+    assert len(checkpoints) == counters.checkpoints_stored - gone, "a checkpoint was not counted"
     pages = np.concatenate([np.empty(0, np.int32), *stored])
     np.add.at(expected, pages, 1)
     board.units.check(pages)

@@ -60,4 +60,4 @@ class SequenceCheckpoints:
         if before is not None and before.stored and not before.branches:
             self._board.extended(before, checkpoint)
             if not states and not before.node.covered:
-                self._board.remove(before)
+                self._board.remove(before, replaced=True)

@@ -5,9 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvkeep.core.groups.kept import live_pages
-from kvkeep.core.groups.path import kept_between
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -82,7 +79,7 @@ def _remove(board: GroupBoard, order: Iterator[Checkpoint], *, pinned: bool = Fa
     for checkpoint in order:
         if checkpoint.node.covered and not pinned:
             covered.append(checkpoint)
-        elif _frees(board, checkpoint):
+        elif board.frees(checkpoint):
             found = checkpoint
             break
         elif checkpoint.state is not None:
@@ -91,17 +88,3 @@ def _remove(board: GroupBoard, order: Iterator[Checkpoint], *, pinned: bool = Fa
     if found is not None:
         board.remove(found)
     return found is not None
-
-
-def _frees(board: GroupBoard, checkpoint: Checkpoint) -> bool:
-    """Whether removing ``checkpoint`` frees pages, or makes rows loose that can be freed.
-
-    Not while sequences or hard pins use what it keeps.
-    """
-    if checkpoint.state is not None:
-        return board.units.is_idle(checkpoint.state)
-    return any(
-        board.units.count_idle(live_pages(kept.rows[window][inside]))
-        for window, first in board.needed(checkpoint.page)
-        for _, kept, inside in kept_between(checkpoint.node, first, checkpoint.page)
-    )

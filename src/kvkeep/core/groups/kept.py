@@ -93,6 +93,18 @@ class Kept:
             [np.zeros(pages, np.int32) for _ in widths],
         )
 
+    @property
+    def num_pages(self) -> int:
+        """Pool pages of all rows and states. Cost: the pages of the node."""
+        states = sum(len(one.state) for one in self.checkpoints if one.state is not None)
+        rows = (np.count_nonzero(rows[:, 0] >= 0) * rows.shape[1] for rows in self.rows)
+        return states + int(sum(rows))
+
+    @property
+    def points(self) -> tuple[int, ...]:
+        """The pages of the path behind which the checkpoints are."""
+        return tuple(one.page for one in self.checkpoints)
+
     def grow(self, pages: int) -> None:
         """Add pages at the end, of which nothing is kept yet."""
         for window, rows in enumerate(self.rows):

@@ -36,6 +36,11 @@ class PinnedGroups:
         kept.state = None if checkpoint is None else checkpoint.state
         return kept
 
+    @staticmethod
+    def pages(kept: SequenceGroups) -> list[int]:
+        """Return the pool pages that a hard pin keeps."""
+        return [page for pages in kept.references() for page in pages.tolist()]
+
     def mark(self, node: Node) -> None:
         """Add a checkpoint for a soft pin that ends at ``node``, if it needs no state.
 

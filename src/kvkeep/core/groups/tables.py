@@ -12,6 +12,7 @@ from kvkeep.core.groups.rows import RowTables
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sized
     from types import TracebackType
+    from typing import Self
 
     from kvkeep.core.groups.board import GroupBoard
     from kvkeep.core.groups.kept import Checkpoint, Rows
@@ -49,6 +50,10 @@ class PageSource(Protocol):
         """Whether so many pages are free without evicting any."""
         ...
 
+    def report_groups(self, sequence: int | None) -> None:
+        """Report what was stored for a sequence, and what that replaced."""
+        ...
+
 
 class SequenceGroups:
     """What one sequence keeps besides its base pages: `Sequence.groups`.
@@ -65,6 +70,9 @@ class SequenceGroups:
 
     A step that raises changes nothing but that rows which nothing needs may be freed. `IllegalStep`
     means that it does not fit the state.
+
+    After `Sequence.truncate`, `position` may lie before tokens that are published: these are
+    computed again for states and rows. Others read their base pages, so write no KV there.
 
     Thread safety: as the sequence.
 
@@ -324,7 +332,12 @@ class SequenceGroups:
             self._copies.fork_state(other._copies, self.state, state)
         return other
 
-    def published(self, node: Node, stop: int) -> None:
+    def of(self, row: Sized) -> Self:
+        """Return these, for the tokens ``row`` of a fork."""
+        self.row = row
+        return self
+
+    def published(self, node: Node, stop: int, sequence: int) -> None:
         """Offer the tree what belongs to the first ``stop`` pages, on the path to ``node``."""
         board = self._board
         self._copies.finish()
@@ -334,6 +347,7 @@ class SequenceGroups:
             board.store(node, window, start, self._rows.between(window, start, stop))
         self._offered = max(start, stop)
         self._checkpoints.publish(node, stop, states=self.state is not None)
+        self._pages.report_groups(sequence)
 
     def rewind(self, length: int, node: Node, published: int) -> None:
         """Go back so that nothing behind token ``length`` is computed; `position` tells how far.
@@ -394,12 +408,8 @@ class SequenceGroups:
             self.state = None
         self._drop_mark()
 
-    def pages(self) -> list[int]:
-        """Return the pages of all references of this sequence."""
-        return [page for pages in self.references() for page in pages.tolist()]
-
     def references(self) -> Iterator[PageArray]:
-        """Yield the pages of all references of this sequence, for `check`."""
+        """Yield the pages of all references of this sequence, for pins and `check`."""
         yield from self._rows.live()
         yield from self._checkpoints.own.references()
         if self.state is not None:

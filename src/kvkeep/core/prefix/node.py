@@ -74,6 +74,16 @@ class Node(Entry):
         """Whether it is still in the tree; always true for a root."""
         return self.parent is not None
 
+    @property
+    def group_pages(self) -> int:
+        """Pool pages that are kept beside its own, of groups of layers."""
+        return 0 if self.extra is None else self.extra.num_pages
+
+    @property
+    def points(self) -> tuple[int, ...]:
+        """Its checkpoints, in pages of its path."""
+        return () if self.extra is None else self.extra.points
+
     def before(self) -> tuple[Namespace, bytes]:
         """Return its namespace and the symbols of all runs before it."""
         runs: list[bytes | memoryview] = []

@@ -32,6 +32,7 @@ REASONS = (
     "not_admitted",
     "other_namespace",
     "page_remainder",
+    "not_resumable",
     "computing",
     "tier_unavailable",
     "damaged",

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import InvalidValue, whole
-from kvkeep.core.events import Closed, Evicted, Opened, Stored
+from kvkeep.core.events import Closed, Evicted, GroupsStored, Opened, Stored
 from kvkeep.core.extras import as_extras
 from kvkeep.core.tokens import as_row, as_tokens
 from kvkeep.observe.explain.explained import ExplainedRequest
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvkeep.core.events import Event
     from kvkeep.core.extras import ExtraLike, Extras
     from kvkeep.core.keys import Namespace
+    from kvkeep.core.pages.layout import GroupLayout
     from kvkeep.core.tokens import TokenArray, TokensLike
     from kvkeep.observe.explain.answer import ExplainSummary, Explanation, Missing
     from kvkeep.observe.usage import RequestEvent
@@ -47,7 +48,8 @@ class Explainer:
 
     It remembers the last ``requests``, the tokens of the latest prompts up to ``prompt_tokens``,
     and the state of ``units`` full pages that are not in the cache. ``policy`` is the name of the
-    cache's eviction policy, ``reuse`` what the cache was made with, ``clock`` gives unix seconds.
+    cache's eviction policy, ``reuse`` and ``groups`` what the cache was made with, ``clock`` gives
+    unix seconds.
 
     Thread safety: all methods. Cost: queueing takes 1 µs an event and 12 µs a request of 8,192
     tokens. Handling a request takes about 0.5 ms if it was cached and 1.3 ms if not (pages of 16
@@ -65,6 +67,7 @@ class Explainer:
         prompt_tokens: int = 4_000_000,
         units: int = 131_072,
         reuse: bool = True,
+        groups: GroupLayout | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.page_size = whole("page_size", page_size, 1)
@@ -73,7 +76,7 @@ class Explainer:
         whole("units", units, 1)
         self._clock = clock
         self._reuse = reuse
-        self._mirror = Mirror(self.page_size, policy, units, prompt_tokens)
+        self._mirror = Mirror(self.page_size, policy, units, prompt_tokens, groups)
         self._records: OrderedDict[str, ExplainedRequest] = OrderedDict()
         self._running: OrderedDict[str, ExplainedRequest] = OrderedDict()
         self._computed: dict[str, int] = {}
@@ -83,7 +86,7 @@ class Explainer:
 
     def see(self, event: Event) -> None:
         """Follow an event of the cache: a hook for `PagedCache.subscribe`."""
-        if isinstance(event, (Stored, Evicted, Opened, Closed)):
+        if isinstance(event, (Stored, GroupsStored, Evicted, Opened, Closed)):
             self._inbox.put(partial(self._mirror.see, event, self._clock()))
 
     def see_request(self, event: RequestEvent) -> None:
@@ -257,12 +260,14 @@ class Explainer:
         sources: Sequence[tuple[int, int, str]] = (),
         missing: Sequence[Missing] = (),
         extra: ExtraLike | None = None,
+        stored: int | None = None,
     ) -> Explanation:
         """Explain a prompt as if it were opened now. Changes nothing.
 
-        ``cached`` is what `PagedCache.match` returned, ``sources`` and ``missing`` are a store's
-        reports, as in `loaded`, and ``extra`` is what `PagedCache.open` would get. The
-        id of the explanation is "". Raises `InvalidValue` for an invalid prompt.
+        ``cached`` and ``stored`` are the ``num_tokens`` and ``stored_tokens`` that
+        `PagedCache.match` returned, ``sources`` and ``missing`` are a store's reports, as in
+        `loaded`, and ``extra`` is what `PagedCache.open` would get. The id of the explanation is
+        "". Raises `InvalidValue` for an invalid prompt.
         """
         row = as_tokens(tokens)
         self._check(len(row), cached)
@@ -272,7 +277,9 @@ class Explainer:
             at = self._clock()
             requester = Requester("", store=False, reuse=self._reuse)
             prompt = self._mirror.prompt(row, namespace, requester, extras)
-            judged = self._mirror.judged(prompt, cached=self._given(row, cached), at=at)
+            kept = None if stored is None else self._given(row, stored)
+            given = self._given(row, cached)
+            judged = self._mirror.judged(prompt, cached=given, stored=kept, at=at)
             record = ExplainedRequest(requester, at, namespace, "", None, len(row), judged)
             record.settle(sources, missing)
             return record.explanation()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from kvkeep.core.events import Closed, Evicted, Opened, Stored
+from kvkeep.core.events import Closed, Evicted, GroupsStored, Opened, Stored
 from kvkeep.core.extras import signed
 from kvkeep.core.keys import chain_keys
 from kvkeep.observe.explain.alike import Anchors
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvkeep.core.events import Event
     from kvkeep.core.extras import Extras
     from kvkeep.core.keys import Namespace
+    from kvkeep.core.pages.layout import GroupLayout
     from kvkeep.core.tokens import TokenArray
     from kvkeep.observe.explain.answer import Span
     from kvkeep.observe.explain.ledger import Rows
@@ -29,21 +30,35 @@ __all__ = ["Mirror"]
 _MOST_OPEN = 10_000
 
 
+class _Opening(NamedTuple):
+    """An `Opened` event: its number, the eviction that made room, and the tokens that matched."""
+
+    number: int | None = None
+    made_room: Eviction | None = None
+    stored: int | None = None
+
+
 class Mirror:
     """The unit ledger and the latest prompts, kept up to date by events and requests in order.
 
     Thread safety: none.
     """
 
-    def __init__(self, page_size: int, policy: str, units: int, prompt_tokens: int) -> None:
-        self.ledger = UnitLedger(page_size, units)
+    def __init__(
+        self,
+        page_size: int,
+        policy: str,
+        units: int,
+        prompt_tokens: int,
+        groups: GroupLayout | None = None,
+    ) -> None:
+        self.ledger = UnitLedger(page_size, units, points=groups is not None)
         self.prompts = PromptHistory(prompt_tokens)
-        self._reasons = Reasons(self.ledger, self.prompts, policy)
+        self._reasons = Reasons(self.ledger, self.prompts, policy, groups)
         self._number = 0  # events so far
         self._before: Event | None = None
         self._gone: tuple[Evicted, Eviction] | None = None  # the last one, not applied yet
-        # Opened sequences: the number of the event, and the eviction that made room.
-        self._opened: OrderedDict[int, tuple[int, Eviction | None]] = OrderedDict()
+        self._opened: OrderedDict[int, _Opening] = OrderedDict()  # by sequence
         self._open: OrderedDict[int, SeenPrompt] = OrderedDict()
 
     # --- events ------------------------------------------------------------------------------
@@ -57,12 +72,17 @@ class Mirror:
         match event:
             case Stored():
                 self._stored(event, at)
+            case GroupsStored():
+                for point in event.checkpoints:
+                    self.ledger.point_changed(point.page, self._number)
             case Evicted():
                 self._gone = (event, Eviction(at, event.reason))
                 if event.reason != "pressure":
                     self._settle()
             case Opened():
-                self._opened[event.sequence] = (self._number, made_room)
+                self._opened[event.sequence] = _Opening(
+                    self._number, made_room, event.stored_tokens
+                )
                 if len(self._opened) > _MOST_OPEN:
                     self._opened.popitem(last=False)
             case Closed():
@@ -84,6 +104,8 @@ class Mirror:
         """Apply the last eviction to the ledger."""
         if self._gone is not None:
             (event, eviction), self._gone = self._gone, None
+            for point in () if event.groups is None else event.groups.checkpoints:
+                self.ledger.point_changed(point.page, eviction)
             self.ledger.gone(event.pages, eviction)
             self.ledger.forget()
 
@@ -137,25 +159,31 @@ class Mirror:
         tail = chain_keys(names[-1] if names else b"", over, len(over))[0] if over else None
         return SeenPrompt(requester, namespace, tokens, names, tail, Anchors.of(tokens), plain)
 
-    def judged(self, prompt: SeenPrompt, *, cached: int, at: float) -> list[Span]:
+    def judged(
+        self, prompt: SeenPrompt, *, cached: int, stored: int | None, at: float
+    ) -> list[Span]:
         """Return the spans of a prompt as if it were opened now. Changes nothing."""
         self._settle()
         space = self.ledger.spaces.get(prompt.namespace)
         rows = self.ledger.find(space, prompt.names)
-        return self._reasons.spans(QueriedPrompt(prompt, space, rows, cached, at, None, None))
+        return self._reasons.spans(
+            QueriedPrompt(prompt, space, rows, cached, at, None, None, stored or cached)
+        )
 
     def opened(
         self, prompt: SeenPrompt, *, cached: int, sequence: int | None, at: float
     ) -> list[Span]:
         """Return the spans of a prompt that was opened, and remember the prompt."""
-        opened, made_room = self._opening(sequence)
+        opening = self._opening(sequence)
+        made_room = opening.made_room
         if made_room is not None:
             made_room.by = prompt.id
             pages = -(-len(prompt.tokens) // self.ledger.unit_tokens)
             made_room.needed_pages = pages - cached // self.ledger.unit_tokens
         space = self.ledger.spaces.get(prompt.namespace)
         rows = self.ledger.find(space, prompt.names)
-        query = QueriedPrompt(prompt, space, rows, cached, at, opened, sequence)
+        stored = opening.stored or cached
+        query = QueriedPrompt(prompt, space, rows, cached, at, opening.number, sequence, stored)
         wrong = self._reasons.contradicted(query)
         if len(wrong):
             self.ledger.gone(self.ledger.page[wrong], Eviction(at, UNKNOWN))
@@ -163,18 +191,19 @@ class Mirror:
         forgotten = self.ledger.forgotten
         self._settle()
         found = rows if forgotten == self.ledger.forgotten else None
-        self._remember(prompt, cached // self.ledger.unit_tokens, at, found)
+        reused = max(cached, stored) // self.ledger.unit_tokens
+        self._remember(prompt, reused, at, found)
         if sequence is not None:
             self._open[sequence] = prompt
             if len(self._open) > _MOST_OPEN:
                 self._open.popitem(last=False)
         return spans
 
-    def _opening(self, sequence: int | None) -> tuple[int | None, Eviction | None]:
-        """Return the number of the event that opened a sequence, and the eviction for it."""
+    def _opening(self, sequence: int | None) -> _Opening:
+        """Return the event that opened a sequence."""
         if sequence is None and isinstance(self._before, Opened):  # the last event opened it
             sequence = self._before.sequence
-        return (None, None) if sequence is None else self._opened.pop(sequence, (None, None))
+        return _Opening() if sequence is None else self._opened.pop(sequence, _Opening())
 
     def _remember(self, prompt: SeenPrompt, cached: int, at: float, rows: Rows | None) -> None:
         """Record ``prompt``: ``cached`` leading units were reused, the others are computed."""

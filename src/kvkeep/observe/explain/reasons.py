@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kvkeep.core.keys import Namespace
+    from kvkeep.core.pages.layout import GroupLayout
     from kvkeep.core.tokens import TokenArray
     from kvkeep.observe.explain.ledger import NamespaceUnits, Rows, UnitLedger
     from kvkeep.observe.explain.nearest import Nearest, PromptHistory, SeenPrompt
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["QueriedPrompt", "Reasons", "evicted"]
 
-_NEW, _REMAINDER = "new", "page_remainder"
+_NEW, _REMAINDER, _UNRESUMED = "new", "page_remainder", "not_resumable"
 _NEAR = 4
 _SPACES = 16
 _POLICY_CAUSES = frozenset({"pressure", "asked"})
@@ -36,6 +37,7 @@ _POLICY_CAUSES = frozenset({"pressure", "asked"})
 class QueriedPrompt:
     """A prompt looked up at time ``at``: ``cached`` leading tokens came from the pool.
 
+    ``stored`` leading tokens have their KV there, more if a request could not resume behind them.
     ``space`` is None for an unknown namespace, ``rows`` are those of its full units. ``opened`` is
     the number of the event that opened its sequence, None if unknown.
     """
@@ -47,6 +49,7 @@ class QueriedPrompt:
     at: float
     opened: int | None
     sequence: int | None
+    stored: int
 
     @property
     def id(self) -> str:
@@ -79,7 +82,14 @@ Verdict = Requester | Eviction | _Late | str
 class Reasons:
     """Finds the reasons in a `UnitLedger` and a `PromptHistory`; changes neither."""
 
-    def __init__(self, ledger: UnitLedger, prompts: PromptHistory, policy: str) -> None:
+    def __init__(
+        self,
+        ledger: UnitLedger,
+        prompts: PromptHistory,
+        policy: str,
+        groups: GroupLayout | None = None,
+    ) -> None:
+        self._groups = groups
         self._ledger = ledger
         self._prompts = prompts
         self._policy = policy
@@ -106,7 +116,7 @@ class Reasons:
 
     def contradicted(self, query: QueriedPrompt) -> Rows:
         """Return rows marked as cached that the lookup did not find: their eviction was lost."""
-        first = query.cached // self._size
+        first = max(query.cached, query.stored) // self._size
         if len(query.tokens) == (first + 1) * self._size:
             first += 1  # the last page is never reused whole: its last token is computed
         rows = query.rows[first:]
@@ -126,14 +136,21 @@ class Reasons:
         states[missing < 0] = None
         there = (missing >= 0) & (ledger.page[missing] >= 0)
         late = there & (ledger.since[missing] > (0 if query.opened is None else query.opened))
+        unresumed = max(0, query.stored // self._size - first)
+        states[:unresumed] = None
+        there[:unresumed], late[:unresumed] = False, False
         changes = (states[1:] != states[:-1]) | np.diff(there) | np.diff(late)
+        if 0 < unresumed < len(missing):
+            changes[unresumed - 1] = True
         if there[-1] and len(query.rows) * self._size == len(query.tokens):
             changes[-1:] = True  # the last page is judged separately
         begins = [0, *(np.flatnonzero(changes) + 1).tolist(), len(missing)]
         verdicts: list[tuple[Verdict, int]] = []
         for begin, end in pairwise(begins):
             state = states[begin]
-            if there[begin]:
+            if begin < unresumed:
+                verdicts.append((_UNRESUMED, end - begin))
+            elif there[begin]:
                 last = (first + end) * self._size == len(query.tokens)
                 if last and not (late[begin] and query.opened is not None):
                     verdicts.append((_REMAINDER, 1))
@@ -181,6 +198,8 @@ class Reasons:
                 reason, evidence = "not_admitted", {"why": first.why_not, "tier": None}
         elif first == _REMAINDER:
             reason, evidence = first, {"page_size": self._size}
+        elif first == _UNRESUMED:
+            reason, evidence = first, self._unresumed(query)
         else:
             reason, evidence = first, {}
         return Span(start, stop, None, reason, evidence)
@@ -196,6 +215,40 @@ class Reasons:
             "needed_pages": last.needed_pages,
             "evictions": len(several),
         }
+
+    def _unresumed(self, query: QueriedPrompt) -> dict[str, Any]:
+        """Return why a request could not resume where its KV ends, but earlier."""
+        size, groups = self._size, self._groups
+        first, stop = query.cached // size, query.stored // size
+        said: dict[str, Any] = {
+            "group": "window" if groups is not None and groups.state is None else "state",
+            "stored": stop * size,
+            "nearest": query.cached,
+            "why": "never",
+            "checkpoint": None,
+            "at": None,
+            "ago_s": None,
+            "cause": None,
+            "grid": None if groups is None else groups.grid * size,
+        }
+        if said["group"] == "window":
+            return said | {"why": "window"}
+        rows = query.rows[first:stop]
+        points = [] if groups is None else self._ledger.point[rows].tolist()
+        for at in range(len(points) - 1, -1, -1):
+            point = points[at]
+            if rows[at] < 0 or point is None:
+                continue
+            place = {"checkpoint": (first + at + 1) * size}
+            if isinstance(point, Eviction):
+                ago = max(0.0, query.at - point.at)
+                gone = {"at": point.at, "ago_s": ago, "cause": point.cause}
+                return said | place | {"why": "evicted"} | gone
+            if query.opened is not None and point <= query.opened:
+                return said | place | {"why": "no_room"}
+        if groups is not None and groups.floor(stop) <= first:
+            said["why"] = "grid"
+        return said
 
     # --- the tail behind the last full unit --------------------------------------------------
 

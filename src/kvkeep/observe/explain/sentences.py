@@ -116,6 +116,8 @@ def _because(reason: str, evidence: Mapping[str, Any]) -> str:
         case "page_remainder":
             size = evidence.get("page_size")
             return f"they are part of a page of {size} tokens that is not there as a whole"
+        case "not_resumable":
+            return _unresumed(evidence)
         case "computing":
             by = evidence.get("by")
             return f"{'another request' if by is None else _request(by)} was just computing them"
@@ -145,6 +147,28 @@ def _evicted(evidence: Mapping[str, Any]) -> str:
     if by is not None and needed is not None:
         return f"{text}, when {_request(by)} needed {needed:,} page{'s' * (needed != 1)}"
     return text if cause is None else f"{text}, {cause}"
+
+
+def _unresumed(evidence: Mapping[str, Any]) -> str:
+    stored, nearest = evidence.get("stored", 0), evidence.get("nearest", 0)
+    text = f"their KV is cached up to token {stored:,}, but "
+    if evidence.get("group") == "window":
+        text += "the window before that is no longer kept; "
+        return f"{text}the nearest is before token {nearest:,}" if nearest else f"{text}no other is"
+    text += "no state is stored there; "
+    text += f"the nearest is at {nearest:,}" if nearest else "nor is there any before"
+    match evidence.get("why"):
+        case "evicted":
+            ago, cause = evidence.get("ago_s"), _CAUSES.get(evidence.get("cause") or "")
+            text += f"; the one at {evidence.get('checkpoint'):,} was evicted"
+            text += "" if ago is None else f" {duration(ago)} ago"
+            return text if cause is None else f"{text}, {cause}"
+        case "grid":
+            return f"{text}; states are kept at multiples of {evidence.get('grid'):,} tokens"
+        case "no_room":
+            return f"{text}; there was no room beside the one at {evidence.get('checkpoint'):,}"
+        case _:
+            return text
 
 
 def duration(seconds: float) -> str:
@@ -180,6 +204,10 @@ def _of_prompts(reason: str, evidence: Mapping[str, Any]) -> str:
             return f"come again, and {_WHY_NOT.get(evidence.get('why', ''), 'they were not kept')}"
         case "tier_unavailable" | "damaged" | "other_namespace" | "computing":
             return f"could not be reused: {_because(reason, evidence)}"
+        case "not_resumable" if evidence.get("group") == "window":
+            return "have their KV cached, but not the window before the place to go on"
+        case "not_resumable":
+            return "have their KV cached, but no state where they could go on"
         case "page_remainder":
             return "end within a page, or share one in part"
         case "last_token":

@@ -86,9 +86,9 @@ class Engine:
                 f"the cache has {theirs[0]} pages of {theirs[1]} tokens and the runner {ours[0]} "
                 f"of {ours[1]}; give both the same"
             )
-        if cache.layout != runner.layout:
+        if cache.groups != runner.layout:
             raise InvalidValue(
-                f"the cache was made with {cache.layout or cache.page_size}, and this model needs "
+                f"the cache was made with {cache.groups or cache.page_size}, and this model needs "
                 f"PagedCache({runner.num_pages}, {runner.layout or runner.page_size})"
             )
         cache.bind(runner.groups or runner.tensors)

@@ -37,7 +37,9 @@ class Watching:
         if not self._explain:
             return (self.usage.see,)
         cache = self._cache
-        self.explainer = explainer = Explainer(cache.page_size, cache.policy, reuse=cache.reuse)
+        self.explainer = explainer = Explainer(
+            cache.page_size, cache.policy, reuse=cache.reuse, groups=cache.groups
+        )
         self._ends += [cache.subscribe(explainer.see), explainer.close]
         return self.usage.see, explainer.see_request
 

@@ -68,7 +68,12 @@ async def explain_prompt(body: ExplainRequest, service: ServiceOf) -> ExplainRes
 
     def look() -> ExplainResponse:
         explained = explainer.prompt(
-            tokens, space, cached.num_tokens, sources=sources, missing=missing
+            tokens,
+            space,
+            cached.num_tokens,
+            sources=sources,
+            missing=missing,
+            stored=cached.stored_tokens,
         )
         return explaining.as_answer(explained, id=None, decode=_decode(service))
 

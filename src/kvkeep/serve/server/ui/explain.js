@@ -52,6 +52,17 @@ const WORDS = {
   damaged: (said) => [`The block in the ${sourceName(said.tier)} failed its checksum.`],
   page_remainder: (said) => [`Pages of ${tokens(said.page_size)} are shared as a whole; `
     + "the rest of the last one is computed again."],
+  not_resumable: (said) => [
+    `Its KV is cached up to token ${whole(said.stored)}, but `,
+    said.group === "window" ? "the window before that is no longer kept; "
+      : "no state is stored there; ",
+    said.nearest ? `the nearest is at ${whole(said.nearest)}.` : "nor is one before.", {
+      evicted: ` The one at ${whole(said.checkpoint)} was evicted`
+        + `${said.ago_s === null ? "" : ` ${ago(said.ago_s)}`}.`,
+      grid: ` States are kept at multiples of ${tokens(said.grid)}.`,
+      no_room: ` There was no room beside the one at ${whole(said.checkpoint)}.`,
+    }[said.why] || "",
+  ],
   new: () => ["No earlier prompt had it."],
   last_token: () => ["The last token is always computed: the next one is sampled from its output."],
 };

@@ -53,6 +53,7 @@ export const REASONS = {
   not_admitted: "not cached",
   other_namespace: "other namespace",
   page_remainder: "rest of a page",
+  not_resumable: "no state there",
   computing: "being computed",
   tier_unavailable: "tier unavailable",
   damaged: "damaged",
