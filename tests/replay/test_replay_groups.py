@@ -38,7 +38,7 @@ LAYOUTS = {"states": STATES, "windows": WINDOWS, "both": BOTH}
 
 @pytest.fixture(scope="module")
 def chat():
-    return Workload.read(generate("agent", seed=5, requests=120, unit_tokens=16))
+    return Workload.read(generate("agent", seed=5, requests=40, unit_tokens=16))
 
 
 def by_hand(work: Workload, pages: int, layout: GroupLayout, eviction: str) -> list[int]:
@@ -72,6 +72,14 @@ def by_hand(work: Workload, pages: int, layout: GroupLayout, eviction: str) -> l
                 if planned:
                     groups.checkpoint(stop)
                 sequence.publish(stop)
+        # The trace does not tell the rest: it takes room and is not stored.
+        longest = tokens + max(0, int(work.output_tokens[number]) - 1)
+        if longest > sequence.num_tokens:
+            sequence.append(np.full(longest - sequence.num_tokens, 2**31 - 1, np.int32))
+        sequence.copies()
+        while groups.position < sequence.num_tokens:
+            groups.reach(min(sequence.num_tokens, groups.position + 2048))
+            groups.copies()
         sequence.close()
     cache.check()
     return hits
@@ -80,11 +88,11 @@ def by_hand(work: Workload, pages: int, layout: GroupLayout, eviction: str) -> l
 @pytest.mark.parametrize("eviction", ["lru", "2q"])
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_a_replay_is_the_cache(chat, kind, eviction):
-    roomy = 6 * int(-(-chat.tokens.max() // 16))
+    roomy = 2 * int(-(-chat.tokens.max() // 16))
     outcome = simulate(chat, roomy * 16, eviction, groups=LAYOUTS[kind])
     assert not outcome.refused
     assert outcome.hit_tokens == sum(by_hand(chat, roomy, LAYOUTS[kind], eviction))
-    assert outcome.groups["checkpoints_evicted"]
+    assert outcome.evicted_pages
     assert outcome.groups["pages"] == roomy
     assert 0 < outcome.groups["most_pages_of_a_request"] <= roomy
     assert 0 < outcome.groups["most_pages_stored"] < roomy
@@ -93,7 +101,7 @@ def test_a_replay_is_the_cache(chat, kind, eviction):
 @pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize("unit", [1, 8, 16, 64])
 def test_every_token_has_its_reason(kind, unit):
-    work = Workload.read(generate("agent", seed=2, requests=60, unit_tokens=unit))
+    work = Workload.read(generate("agent", seed=2, requests=30, unit_tokens=unit))
     outcome = simulate(work, 300_000, groups=LAYOUTS[kind])
     assert sum(outcome.misses.values()) + outcome.hit_tokens == outcome.tokens
     reason = GROUP_REASONS[LAYOUTS[kind].state is None]
@@ -102,7 +110,7 @@ def test_every_token_has_its_reason(kind, unit):
     assert outcome.hit_tokens
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(
     st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=12),
     st.integers(8, 60),
@@ -121,7 +129,7 @@ def test_pages_as_tokens_change_nothing(paths, pages, layout):
     work = Workload.read(Listed(requests))
     assert Paging(4, None, layout).scale == 4
     outcome = simulate(work, pages * 4, groups=layout)
-    if not outcome.refused:
+    if not outcome.refused and not outcome.groups["resumes_given_up"]:
         assert outcome.hit_tokens == sum(by_hand(work, pages, layout, "lru"))
 
 

@@ -52,7 +52,7 @@ def add_parser(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     """Replay, and print the recommendation."""
     replaying.check_out(args)
-    kept = replaying.Kept.of(args)
+    kept = replaying.ModelSizes.of(args)
     trace = opened(args, args.file)
     page_tokens = trace.unit_tokens
     groups = kept.layout(page_tokens)

@@ -117,7 +117,7 @@ def _add_loop(loop: argparse._ArgumentGroup) -> None:
 def run(args: argparse.Namespace) -> int:
     """Replay, and print the outcomes."""
     replaying.check_out(args)
-    kept = replaying.Kept.of(args)
+    kept = replaying.ModelSizes.of(args)
     trace = opened(args, args.file)
     page_tokens = args.page or trace.unit_tokens
     prices = replaying.prices_of(args, kept, page_tokens)
@@ -135,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _planned_runs(
-    args: argparse.Namespace, kept: replaying.Kept, page_tokens: int, *, bounds: bool
+    args: argparse.Namespace, kept: replaying.ModelSizes, page_tokens: int, *, bounds: bool
 ) -> list[ReplayRun]:
     """Return a replay for each policy and capacity that is given."""
     sizes = [
@@ -259,7 +259,7 @@ def _print_groups(outcomes: Sequence[Outcome]) -> None:
             ]
         )
     print_table(
-        ["windows and states", "tokens cached, not resumed", "checkpoints", "no room", "of memory"],
+        ["windows and states", "not resumed", "checkpoints", "no room", "of memory"],
         rows,
     )
 

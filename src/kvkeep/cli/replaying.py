@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from kvkeep.core.groups import GroupLayout
 
 __all__ = [
-    "Kept", "add_price_arguments", "add_replay_arguments", "add_report_arguments", "check_out",
-    "facts", "prices_of", "read_workload", "replayed", "report",
+    "ModelSizes", "add_price_arguments", "add_replay_arguments", "add_report_arguments",
+    "check_out", "facts", "prices_of", "read_workload", "replayed", "report",
 ]  # fmt: skip
 
 _LOG = ".runs.jsonl"  # suffix of the log of finished replays, beside a report
@@ -37,7 +37,7 @@ _LOG = ".runs.jsonl"  # suffix of the log of finished replays, beside a report
 
 
 def add_replay_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add ``--model``, ``--groups`` and ``--jobs``; `Kept.of` reads the first two."""
+    """Add ``--model``, ``--groups`` and ``--jobs``; `ModelSizes.of` reads the first two."""
     add_path(
         group,
         "--model",
@@ -106,7 +106,7 @@ def check_out(args: argparse.Namespace) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class ModelSizes:
     """What a model keeps: its geometry, or the sizes of groups of layers; nothing without either.
 
     With windows or states, capacities in tokens count those of the layers that keep every token.
@@ -116,7 +116,7 @@ class Kept:
     sizes: GroupSizes | None = None
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> Kept:
+    def of(cls, args: argparse.Namespace) -> ModelSizes:
         """Read ``--model`` or ``--groups``. Raises `InvalidValue`, also for both."""
         if args.model is not None and args.groups is not None:
             raise InvalidValue("--groups describes a model; leave it out with --model")
@@ -128,16 +128,12 @@ class Kept:
         """Return the layout in pages of ``page_tokens``; None without windows and states."""
         if self.sizes is not None:
             return self.sizes.layout(page_tokens)
-        if self.geometry is None or self.geometry.plain:
-            return None
-        return GroupPlan(self.geometry, page_tokens).layout
+        return None if self.geometry is None else GroupPlan(self.geometry, page_tokens).layout
 
     def bytes_per_token(self, page_tokens: int) -> float:
         """Return the bytes of a page per token. Raises `InvalidValue` without a model."""
         if self.geometry is None:
             raise InvalidValue("the size of a token needs --model")
-        if self.geometry.plain:
-            return self.geometry.bytes_per_token
         return GroupPlan(self.geometry, page_tokens).page_bytes / page_tokens
 
     def tokens(self, text: str, page_tokens: int) -> int:
@@ -155,7 +151,7 @@ class Kept:
         return int(amount / self.bytes_per_token(page_tokens))
 
 
-def prices_of(args: argparse.Namespace, kept: Kept, page_tokens: int) -> Prices | None:
+def prices_of(args: argparse.Namespace, kept: ModelSizes, page_tokens: int) -> Prices | None:
     """Return the prices that were given, None if none was; `InvalidValue` if one is missing."""
     from kvkeep.bench.replay.report import Prices  # noqa: PLC0415 - only needed with prices
 

@@ -9,7 +9,7 @@ from typing import Final
 
 from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.geometry import parse_count
-from kvkeep.core.pages.layout import GroupLayout, StateSpec, WindowSpec
+from kvkeep.core.groups import GroupLayout, StateSpec, WindowSpec
 
 __all__ = ["GroupSizes", "WindowSize"]
 

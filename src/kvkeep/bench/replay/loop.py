@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvkeep.bench.replay.workload import Workload
     from kvkeep.core.cache import Sequence
     from kvkeep.core.eviction import EvictionPolicy
-    from kvkeep.core.pages.layout import GroupLayout
+    from kvkeep.core.groups import GroupLayout
 
 __all__ = ["simulate_loop"]
 

@@ -12,7 +12,7 @@ from kvkeep.core.errors import InvalidValue, whole
 
 if TYPE_CHECKING:
     from kvkeep.bench.replay.workload import Ids
-    from kvkeep.core.pages.layout import GroupLayout
+    from kvkeep.core.groups import GroupLayout
 
 __all__ = ["PADDING", "Paging"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvkeep.core.pages.layout import GroupLayout, StateSpec, WindowSpec
+from kvkeep.core.groups import GroupLayout, StateSpec, WindowSpec
 
 if TYPE_CHECKING:
     from kvkeep.core.cache import PagedCache, Sequence
@@ -55,17 +55,16 @@ class Passes:
     """Drives the sequences of a cache with groups of layers through their passes.
 
     Attributes:
+        stops: where passes end for checkpoints; by default where the cache plans them.
         most_pages: the most pool pages that one sequence used at a time.
         most_stored: the most pool pages that rows and states of the tree took.
     """
 
-    def __init__(
-        self, cache: PagedCache, layout: GroupLayout, pass_tokens: int, stops: Stops | None = None
-    ) -> None:
+    def __init__(self, cache: PagedCache, layout: GroupLayout, pass_tokens: int) -> None:
         self._cache = cache
         self._layout = layout
         self._pass = pass_tokens
-        self._stops = stops or planned
+        self.stops: Stops = planned
         self.most_pages = 0
         self.most_stored = 0
 
@@ -81,7 +80,7 @@ class Passes:
         sequence.copies()
         groups.copies()
         while groups.position < stop:
-            stops = self._stops(groups) if checkpoints else []
+            stops = self.stops(groups) if checkpoints else []
             end = min([stop, groups.position + self._pass, *stops])
             groups.reach(end)
             groups.copies()

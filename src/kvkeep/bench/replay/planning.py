@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from kvkeep.bench.replay.outcome import Outcome
     from kvkeep.bench.replay.workload import Workload
-    from kvkeep.core.pages.layout import GroupLayout
+    from kvkeep.core.groups import GroupLayout
 
 __all__ = ["Advice", "PlannedMemory", "amount"]
 

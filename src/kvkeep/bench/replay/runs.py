@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from kvkeep.bench.replay.costs import PrefillCost
     from kvkeep.bench.replay.workload import Workload
-    from kvkeep.core.pages.layout import GroupLayout
+    from kvkeep.core.groups import GroupLayout
 
 __all__ = ["BOUNDS", "ReplayRun", "RunLog", "increments", "replay"]
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvkeep.bench.replay.workload import Workload
     from kvkeep.core.cache import Sequence
     from kvkeep.core.eviction import EvictionPolicy
-    from kvkeep.core.pages.layout import GroupLayout
+    from kvkeep.core.groups import GroupLayout
 
 __all__ = ["SESSIONS", "Stage", "simulate"]
 
@@ -76,9 +76,10 @@ def simulate(
         prefix=prefix,
         sessions=sessions,
         groups=groups,
-        stops=stops,
         what_if=what_if,
     )
+    if stops is not None:
+        stage.stop_at(stops)
     for number in range(len(workload)):
         stage.watch.now = float(workload.times[number])
         try:
@@ -151,7 +152,6 @@ class Stage:
         prefix: str,
         sessions: bool = False,
         groups: GroupLayout | None = None,
-        stops: Stops | None = None,
         what_if: float | None = None,
     ) -> None:
         self.workload = workload
@@ -186,7 +186,12 @@ class Stage:
         layout = self.paging.layout
         if groups is not None and not isinstance(layout, int):
             in_pass = max(1, PASS_TOKENS // self.paging.scale)
-            self._passes = Passes(self.cache, layout, in_pass, stops)
+            self._passes = Passes(self.cache, layout, in_pass)
+
+    def stop_at(self, stops: Stops) -> None:
+        """Choose where passes end for checkpoints, of a model with windows or states."""
+        assert self._passes is not None, "passes of a model without windows and states"
+        self._passes.stops = stops
 
     def open(self, number: int, reserve: int = 0) -> tuple[Sequence, int]:
         """Open the sequence of a request's prompt; return it and its cached tokens.
