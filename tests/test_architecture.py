@@ -60,7 +60,7 @@ ROOMS: dict[str, set[str]] = {
     "observe.telemetry": {"observe.usage"},
     "bench": set(),
     "bench.traces": set(),  # requests with their times; what replays them is another room
-    "bench.replay": {"core.cache", "core.eviction", "store.tiers", "bench.traces"},
+    "bench.replay": {"core.cache", "core.eviction", "core.groups", "store.tiers", "bench.traces"},
     "serve": set(),
     "serve.models": set(),
     "serve.engine": {
@@ -90,7 +90,7 @@ ROOMS: dict[str, set[str]] = {
         "store", "store.tiers", "store.backends", "store.codecs",
     },
     "cli": {
-        "core.cache", "core.prefix", "core.eviction",
+        "core.cache", "core.prefix", "core.eviction", "core.groups",
         "store", "store.tiers", "store.backends", "store.codecs", "store.identity",
         "observe.telemetry",
         "bench.replay", "bench.traces",

@@ -12,7 +12,7 @@ import pytest
 from kvkeep.bench.replay import PrefillCost
 from kvkeep.bench.traces import generate, write_trace
 from kvkeep.cli import main
-from kvkeep.cli.replaying import parse_tokens
+from kvkeep.cli.replaying import ModelSizes
 from kvkeep.core.errors import InvalidValue
 
 
@@ -85,6 +85,10 @@ def test_pages_and_processes(trace, capsys):
         (["--capacity", "3M", "--jobs", "0"], "--jobs"),
         (["--capacity", "3M", "--page", "0"], "page_tokens"),
         (["--capacity", "3M", "--out", "report.pdf"], "report.html; got 'report.pdf'"),
+        (["--capacity", "3M", "--groups", "mamba"], "state=2400@64; got 'mamba'"),
+        (["--capacity", "1M+2M", "--groups", "state=5"], "tiers are replayed without windows"),
+        (["--capacity", "9GiB", "--groups", "state=5"], "needs --model"),
+        (["--capacity", "3M", "--groups", "state=5", "--model", "here"], "leave it out with"),
     ],
 )
 def test_what_is_wrong_is_one_line(trace, capsys, words, says):
@@ -96,29 +100,62 @@ def test_what_is_wrong_is_one_line(trace, capsys, words, says):
 
 
 def test_capacities():
-    assert parse_tokens("3M") == 3_000_000
-    assert parse_tokens("1.5k") == 1_500
-    assert parse_tokens("70") == 70
-    assert parse_tokens("500K") == parse_tokens("500k") == parse_tokens("0.5m") == 500_000
+    def tokens(text):
+        return ModelSizes().tokens(text, 16)
+
+    assert tokens("3M") == 3_000_000
+    assert tokens("1.5k") == 1_500
+    assert tokens("70") == 70
+    assert tokens("500K") == tokens("500k") == tokens("0.5m") == 500_000
     with pytest.raises(InvalidValue):
-        parse_tokens("-3M")
+        tokens("-3M")
 
 
-def test_a_model_whose_layers_differ_has_no_bytes_of_a_token(tmp_path, trace, capsys):
-    fields = {"model_type": "lfm2", "num_hidden_layers": 2, "hidden_size": 64, "conv_L_cache": 3}
-    fields |= {"num_attention_heads": 4, "layer_types": ["conv", "full_attention"]}
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    model = ["--model", str(tmp_path)]
-    prices = ["--gpu-hour", "2", "--prefill-speed", "1000", "--memory-price", "3", *model]
-    for words in (
-        ["replay", trace, "--capacity", "40GiB", *model],
-        ["plan", trace, "--memory", "40GiB", *model],
-        ["plan", trace, "--memory", "3M", *prices],
-    ):
-        assert main(words) == 2
-        error = capsys.readouterr().err
-        assert "--model of kvkeep replay and plan needs a model with K and V of one shape" in error
-        assert error.count("\n") == 1
+@pytest.fixture
+def hybrid(tmp_path):
+    fields = {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 62,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "head_dim": 128,
+        "hidden_size": 5376,
+        "sliding_window": 1024,
+        "dtype": "bfloat16",
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(fields))
+    return str(path)
+
+
+def test_a_model_with_windows(hybrid, trace, capsys):
+    words = ["--capacity", "20GiB", "--policy", "lru", "--jobs", "1", "--json"]
+    assert main(["replay", trace, *words, "--model", hybrid]) == 0
+    (found,) = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    # 10 of the 62 layers keep every token: 16 heads of 128, K and V, two bytes.
+    assert found["capacity_tokens"] == 20 * 2**30 // (10 * 16 * 128 * 2 * 2)
+    assert found["groups"]["rows_stored"] > 0
+    assert found["misses"]["window gone"] >= 0
+    assert sum(found["misses"].values()) + found["hit_tokens"] == found["tokens"]
+    words = ["--memory", "20GiB", "--model", hybrid, "--jobs", "1"]
+    prices = ["--gpu-hour", "2", "--prefill-speed", "1000", "--memory-price", "3"]
+    assert main(["plan", trace, *words, *prices]) == 0
+    assert "Windows and states of earlier" in " ".join(capsys.readouterr().out.split())
+    assert main(["plan", trace, *words, "--disk", "1TiB"]) == 2
+    assert "leave out --disk" in capsys.readouterr().err
+
+
+def test_groups_without_a_model(trace, capsys):
+    words = ["--capacity", "50k,200k", "--policy", "lru", "--groups", "state=64@64"]
+    assert main(["replay", trace, *words, "--jobs", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "not resumed" in out
+    assert "best without states" in out
+    assert main(["replay", trace, *words, "--page", "32", "--jobs", "1", "--json"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["page_tokens"] for one in found] == [32, 32]
+    assert all(one["misses"]["no state"] >= 0 for one in found)
+    assert found[0]["hit_tokens"] < found[1]["hit_tokens"]
 
 
 def test_tiers(short, capsys):

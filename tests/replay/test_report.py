@@ -336,3 +336,22 @@ def test_a_closed_loop_has_a_clock_of_its_own(tmp_path):
     data = Taken(report(({"span_s": 100.0}, [slow]), tmp_path)[1]).data
     (one,) = data["details"]["1000"]
     assert [row[0] for row in one["time"]] == [2.0 * at for at in steps]
+
+
+def test_models_with_states_have_a_section_and_a_reason(tmp_path):
+    misses = {"first time seen": 300, "no state": 150, "page remainder": 50}
+    groups = {"pages": 62, "most_pages_stored": 12, "checkpoints_stored": 3456}
+    made_so = made("lru", hits=50, misses=misses, groups=groups)
+    write_report([made_so], tmp_path / "r.html", trace={})
+    page = Taken((tmp_path / "r.html").read_text())
+    assert not page.faults
+    assert "Windows and states" in page.text
+    assert "checkpoints stored" in page.text
+    assert "3,456" in page.text
+    assert "30.0\xa0% were cached without a state to go on from" in page.text
+    assert ("rect", "m5") in [(tag, has.get("class")) for tag, has in page.elements]
+    header, line = (tmp_path / "r.csv").read_text().splitlines()
+    assert (
+        dict(zip(header.split(","), line.split(","), strict=True))["missed_no_state_tokens"]
+        == "150"
+    )

@@ -13,7 +13,8 @@ from kvkeep.bench.replay import PlannedMemory
 from kvkeep.cli import replaying
 from kvkeep.cli.arguments import add_json, add_option
 from kvkeep.cli.drawing import visible
-from kvkeep.cli.trace import add_reading_arguments
+from kvkeep.cli.trace import add_reading_arguments, opened
+from kvkeep.core.errors import InvalidValue
 
 if TYPE_CHECKING:
     import argparse
@@ -51,11 +52,17 @@ def add_parser(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     """Replay, and print the recommendation."""
     replaying.check_out(args)
-    memory = replaying.parse_tokens(args.memory, args.model)
-    disk = replaying.parse_tokens(args.disk, args.model) if args.disk is not None else 0
-    prices = replaying.prices_of(args)
-    workload = replaying.read_workload(args)
-    plan = PlannedMemory(memory, disk)
+    kept = replaying.ModelSizes.of(args)
+    trace = opened(args, args.file)
+    page_tokens = trace.unit_tokens
+    groups = kept.layout(page_tokens)
+    memory = kept.tokens(args.memory, page_tokens)
+    disk = 0 if args.disk is None else kept.tokens(args.disk, page_tokens)
+    if disk and groups is not None:
+        raise InvalidValue("tiers are replayed without windows and states; leave out --disk")
+    prices = replaying.prices_of(args, kept, page_tokens)
+    workload = replaying.read_workload(trace)
+    plan = PlannedMemory(memory, disk, groups)
     runs = plan.runs(workload)
     outcomes = replaying.replayed(workload, runs, args)
     advice = plan.advice(dict(zip(runs, outcomes, strict=True)))

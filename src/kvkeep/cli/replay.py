@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvkeep.bench.replay import BELADY, BOUNDS, INFINITE, ReplayRun
+from kvkeep.bench.replay import BELADY, BOUNDS, GROUP_REASONS, INFINITE, ReplayRun
 from kvkeep.bench.replay.planning import amount
 from kvkeep.cli import replaying
 from kvkeep.cli.arguments import add_json, add_option, add_path, add_switch, count
 from kvkeep.cli.drawing import visible
 from kvkeep.cli.tables import print_table
-from kvkeep.cli.trace import add_reading_arguments
+from kvkeep.cli.trace import add_reading_arguments, opened
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.eviction import POLICIES
 from kvkeep.core.geometry import parse_bytes
@@ -79,7 +79,8 @@ def _add_replaying(group: argparse._ArgumentGroup) -> None:
         group,
         "--page TOKENS",
         "tokens per page, with hits counted to the token (default: one page per id of the "
-        "trace, full or not, as most published hit rates are counted)",
+        "trace, full or not, as most published hit rates are counted; with windows or states, "
+        "full ones only)",
         type=count,
     )
     group.add_argument(
@@ -116,9 +117,12 @@ def _add_loop(loop: argparse._ArgumentGroup) -> None:
 def run(args: argparse.Namespace) -> int:
     """Replay, and print the outcomes."""
     replaying.check_out(args)
-    prices = replaying.prices_of(args)
-    runs = _planned_runs(args, bounds=not args.no_bounds and not args.json)
-    workload = replaying.read_workload(args)
+    kept = replaying.ModelSizes.of(args)
+    trace = opened(args, args.file)
+    page_tokens = args.page or trace.unit_tokens
+    prices = replaying.prices_of(args, kept, page_tokens)
+    runs = _planned_runs(args, kept, page_tokens, bounds=not args.no_bounds and not args.json)
+    workload = replaying.read_workload(trace)
     outcomes = replaying.replayed(workload, runs, args)
     if args.out is not None:
         replaying.report(workload, outcomes, args, prices)
@@ -130,9 +134,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _planned_runs(args: argparse.Namespace, *, bounds: bool) -> list[ReplayRun]:
+def _planned_runs(
+    args: argparse.Namespace, kept: replaying.ModelSizes, page_tokens: int, *, bounds: bool
+) -> list[ReplayRun]:
     """Return a replay for each policy and capacity that is given."""
-    sizes = [_capacities(part, args.model) for part in _parts("--capacity", args.capacity)]
+    sizes = [
+        [kept.tokens(one.strip(), page_tokens) for one in part.split("+")]
+        for part in _parts("--capacity", args.capacity)
+    ]
+    groups = kept.layout(page_tokens)
+    if groups is not None and any(below for _, *below in sizes):
+        raise InvalidValue(
+            f"tiers are replayed without windows and states, which {_named(args)} has; give one "
+            f"capacity, not {args.capacity}"
+        )
     policies = _parts("--policy", args.policy)
     if bounds:
         policies += [bound for bound in BOUNDS if bound not in policies]
@@ -160,8 +175,9 @@ def _planned_runs(args: argparse.Namespace, *, bounds: bool) -> list[ReplayRun]:
                 runs.append(run)
                 continue
             run = replace(
-                run, page_tokens=args.page, prefix=args.prefix, cost=cost, users=args.users
-            )
+                run, page_tokens=args.page, prefix=args.prefix, cost=cost, users=args.users,
+                groups=groups,
+            )  # fmt: skip
             if below:
                 tierings = _parts("--tiering", args.tiering)
                 runs += [replace(run, tiering=one, bandwidths=speeds) for one in tierings]
@@ -184,9 +200,8 @@ def _bandwidths(text: str | None) -> tuple[float | None, ...]:
     return (None, *(float(parse_bytes(part.removesuffix("/s"))) for part in text.split(",")))
 
 
-def _capacities(text: str, model: Path | None) -> list[int]:
-    """Return the tokens of one memory, or of several tiers joined by ``+``."""
-    return [replaying.parse_tokens(part.strip(), model) for part in text.split("+")]
+def _named(args: argparse.Namespace) -> str:
+    return f"--groups {args.groups}" if args.model is None else f"--model {args.model}"
 
 
 def _print(workload: Workload, runs: Sequence[ReplayRun], outcomes: Sequence[Outcome]) -> None:
@@ -205,8 +220,12 @@ def _print(workload: Workload, runs: Sequence[ReplayRun], outcomes: Sequence[Out
             cells = [_share(endless)] * len(sizes)
         else:
             cells = [_share(by.get((name, size))) for size in sizes]
-        rows.append([_LABELS.get(name, name), *cells])
+        label = _LABELS.get(name, name)
+        if name == BELADY and any(run.groups is not None for run in runs):
+            label = "best without states"
+        rows.append([label, *cells])
     print_table(["blocks reused", *(" + ".join(map(amount, size)) for size in sizes)], rows)
+    _print_groups([one for one in outcomes if one.groups])
     timed = [one for one in outcomes if one.latency]
     if timed:
         names = ("p50", "p90", "p99")
@@ -221,6 +240,28 @@ def _print(workload: Workload, runs: Sequence[ReplayRun], outcomes: Sequence[Out
                 for one in timed
             ],
         )
+
+
+def _print_groups(outcomes: Sequence[Outcome]) -> None:
+    """Print what windows and states cost; nothing for other models."""
+    if not outcomes:
+        return
+    rows = []
+    for one in outcomes:
+        missed = sum(one.misses.get(reason, 0) for reason in GROUP_REASONS)
+        rows.append(
+            [
+                f"{one.policy}, {amount(one.capacity_tokens)}",
+                f"{100 * missed / max(1, one.tokens):.1f} %",
+                f"{one.groups['checkpoints_stored']:,}",
+                f"{one.groups['checkpoints_without_room']:,}",
+                f"{100 * one.groups['most_pages_stored'] / one.groups['pages']:.0f} %",
+            ]
+        )
+    print_table(
+        ["windows and states", "not resumed", "checkpoints", "no room", "of memory"],
+        rows,
+    )
 
 
 def _memory(run: ReplayRun) -> tuple[int, ...]:

@@ -5,27 +5,29 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.bench.replay import RunLog, Workload, replay
+from kvkeep.bench.replay import GroupSizes, RunLog, Workload, replay
 from kvkeep.bench.replay.runs import increments
 from kvkeep.cli.arguments import add_option, add_path, add_switch, count
 from kvkeep.cli.progress import progress
-from kvkeep.cli.trace import opened
 from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.geometry import KVGeometry, parse_bytes, parse_count
+from kvkeep.core.groups import GroupPlan
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
-    from pathlib import Path
 
     from kvkeep.bench.replay import Outcome, ReplayRun
     from kvkeep.bench.replay.report import Prices
+    from kvkeep.bench.traces import FileTrace
+    from kvkeep.core.groups import GroupLayout
 
 __all__ = [
-    "add_price_arguments", "add_replay_arguments", "add_report_arguments", "check_out", "facts",
-    "parse_tokens", "prices_of", "read_workload", "replayed", "report",
+    "ModelSizes", "add_price_arguments", "add_replay_arguments", "add_report_arguments",
+    "check_out", "facts", "prices_of", "read_workload", "replayed", "report",
 ]  # fmt: skip
 
 _LOG = ".runs.jsonl"  # suffix of the log of finished replays, beside a report
@@ -35,12 +37,20 @@ _LOG = ".runs.jsonl"  # suffix of the log of finished replays, beside a report
 
 
 def add_replay_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add ``--model`` and ``--jobs``."""
+    """Add ``--model``, ``--groups`` and ``--jobs``; `ModelSizes.of` reads the first two."""
     add_path(
         group,
         "--model",
-        "local model directory or config.json, for the size of a token's KV",
+        "local model directory or config.json, for the size of a token's KV, and for windows and "
+        "states, if the model has some",
         metavar="PATH",
+    )
+    add_option(
+        group,
+        "--groups LIST",
+        "without --model: windows and states beside the layers that keep every token, in units of "
+        "their KV: window=1024x5 (5 times the bytes of a token, for the last 1,024 tokens), "
+        "chunk=8192x3, state=2400@64 (as large as 2,400 tokens, resumed at multiples of 64)",
     )
     add_option(
         group,
@@ -95,28 +105,53 @@ def check_out(args: argparse.Namespace) -> None:
             raise InvalidValue(f"--out {args.out} would overwrite {written}; name another file")
 
 
-def parse_tokens(text: str, model: Path | None = None) -> int:
-    """Parse a capacity: tokens (``3M``, ``500k``), or bytes (``40GiB``) of ``model``'s KV."""
-    if not text.strip().lower().endswith("b"):
-        try:
-            return parse_count(text)
-        except InvalidValue as error:
-            raise InvalidValue(
-                f"a capacity is a count of tokens, or an amount of memory as 40GiB: {error}"
-            ) from error
-    amount = parse_bytes(text)
-    if model is None:
-        raise InvalidValue(f"a capacity of {text} needs --model, for the size of a token")
-    return amount // _bytes_per_token(model)
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """What a model keeps: its geometry, or the sizes of groups of layers; nothing without either.
+
+    With windows or states, capacities in tokens count those of the layers that keep every token.
+    """
+
+    geometry: KVGeometry | None = None
+    sizes: GroupSizes | None = None
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> ModelSizes:
+        """Read ``--model`` or ``--groups``. Raises `InvalidValue`, also for both."""
+        if args.model is not None and args.groups is not None:
+            raise InvalidValue("--groups describes a model; leave it out with --model")
+        if args.model is not None:
+            return cls(geometry=KVGeometry.from_config(args.model))
+        return cls(sizes=None if args.groups is None else GroupSizes.parse(args.groups))
+
+    def layout(self, page_tokens: int) -> GroupLayout | None:
+        """Return the layout in pages of ``page_tokens``; None without windows and states."""
+        if self.sizes is not None:
+            return self.sizes.layout(page_tokens)
+        return None if self.geometry is None else GroupPlan(self.geometry, page_tokens).layout
+
+    def bytes_per_token(self, page_tokens: int) -> float:
+        """Return the bytes of a page per token. Raises `InvalidValue` without a model."""
+        if self.geometry is None:
+            raise InvalidValue("the size of a token needs --model")
+        return GroupPlan(self.geometry, page_tokens).page_bytes / page_tokens
+
+    def tokens(self, text: str, page_tokens: int) -> int:
+        """Parse a capacity: tokens (``3M``, ``500k``), or bytes (``40GiB``) of the model's KV."""
+        if not text.strip().lower().endswith("b"):
+            try:
+                return parse_count(text)
+            except InvalidValue as error:
+                raise InvalidValue(
+                    f"a capacity is a count of tokens, or an amount of memory as 40GiB: {error}"
+                ) from error
+        amount = parse_bytes(text)
+        if self.geometry is None:
+            raise InvalidValue(f"a capacity of {text} needs --model, for the size of a token")
+        return int(amount / self.bytes_per_token(page_tokens))
 
 
-def _bytes_per_token(model: Path) -> int:
-    geometry = KVGeometry.from_config(model)
-    geometry.needs_plain("--model of kvkeep replay and plan")
-    return geometry.bytes_per_token
-
-
-def prices_of(args: argparse.Namespace) -> Prices | None:
+def prices_of(args: argparse.Namespace, kept: ModelSizes, page_tokens: int) -> Prices | None:
     """Return the prices that were given, None if none was; `InvalidValue` if one is missing."""
     from kvkeep.bench.replay.report import Prices  # noqa: PLC0415 - only needed with prices
 
@@ -135,7 +170,7 @@ def prices_of(args: argparse.Namespace) -> Prices | None:
         gpu_hour=args.gpu_hour,
         memory_gib_month=args.memory_price,
         disk_gib_month=args.disk_price or 0.0,
-        kv_bytes_per_token=_bytes_per_token(args.model),
+        kv_bytes_per_token=round(kept.bytes_per_token(page_tokens)),
         prefill_tokens_per_s=args.prefill_speed,
     )
 
@@ -143,9 +178,8 @@ def prices_of(args: argparse.Namespace) -> Prices | None:
 # --- replaying ---------------------------------------------------------------------------------
 
 
-def read_workload(args: argparse.Namespace) -> Workload:
-    """Read the trace ``args.file``."""
-    trace = opened(args, args.file)
+def read_workload(trace: FileTrace) -> Workload:
+    """Read a trace."""
     with (
         progress("reading", of=trace.length, remaining=True) as advance,
         increments(advance) as read,

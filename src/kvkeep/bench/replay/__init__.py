@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from kvkeep.bench.replay.bounds import BELADY, INFINITE, belady, infinite
 from kvkeep.bench.replay.costs import PrefillCost
+from kvkeep.bench.replay.grouping import GroupSizes, WindowSize
 from kvkeep.bench.replay.loop import simulate_loop
-from kvkeep.bench.replay.outcome import REASONS, Outcome, Spans
+from kvkeep.bench.replay.outcome import GROUP_REASONS, REASONS, Outcome, Spans
+from kvkeep.bench.replay.paging import Paging
 from kvkeep.bench.replay.planning import Advice, PlannedMemory
 from kvkeep.bench.replay.runs import BOUNDS, ReplayRun, RunLog, replay
-from kvkeep.bench.replay.simulate import Paging, simulate
+from kvkeep.bench.replay.simulate import simulate
 from kvkeep.bench.replay.tiered import simulate_tiers
 from kvkeep.bench.replay.workload import Workload
 
 __all__ = [
     "BELADY",
     "BOUNDS",
+    "GROUP_REASONS",
     "INFINITE",
     "REASONS",
     "Advice",
+    "GroupSizes",
     "Outcome",
     "Paging",
     "PlannedMemory",
@@ -25,6 +29,7 @@ __all__ = [
     "ReplayRun",
     "RunLog",
     "Spans",
+    "WindowSize",
     "Workload",
     "belady",
     "infinite",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvkeep.bench.replay.outcome import Outcome
-from kvkeep.bench.replay.simulate import Paging
+from kvkeep.bench.replay.paging import Paging
 from kvkeep.bench.replay.watching import ReplayWatch
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def _by_units(
     begun = time.perf_counter()
     unit = workload.unit_tokens
     outcome = Outcome(name, pages * unit, unit, workload.name, workload.digest)
-    watch = ReplayWatch(workload, 0, 1, outcome)
+    watch = ReplayWatch(workload, 0, None, outcome)
     kept = np.zeros(workload.num_ids, bool)
     foresight = _Foresight(workload, pages, kept, watch) if pages < workload.num_ids else None
     for number in range(len(workload)):

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvkeep.bench.replay.workload import Workload
     from kvkeep.core.cache import Sequence
     from kvkeep.core.eviction import EvictionPolicy
+    from kvkeep.core.groups import GroupLayout
 
 __all__ = ["simulate_loop"]
 
@@ -44,6 +45,7 @@ def simulate_loop(
     sessions: bool = False,
     max_running: int = 32,
     users: int | None = None,
+    groups: GroupLayout | None = None,
     speed: float = 1.0,
     progress: Callable[[int], None] | None = None,
 ) -> Outcome:
@@ -80,6 +82,7 @@ def simulate_loop(
         page_tokens=page_tokens,
         prefix=prefix,
         sessions=sessions,
+        groups=groups,
     )
     outcome = _Loop(stage, calls, cost, max_running).run(progress)
     outcome.seconds = time.perf_counter() - begun
@@ -140,7 +143,7 @@ class _Loop:
         while self._queue and not self._computing and len(self._running) < self._max_running:
             number = self._queue[0]
             prompt, reserve = self._pages(number)
-            if prompt > self._stage.pages:
+            if prompt > self._stage.pages - self._stage.reserved(number, state=True):
                 self._stage.refuse(number)
                 self._follow(number, now)
             else:
@@ -157,7 +160,8 @@ class _Loop:
 
     def _pages(self, number: int) -> tuple[int, int]:
         """Return the pages of a prompt, and the further pages of its answer, cut at the pool."""
-        size, pages = self._stage.paging.size, self._stage.pages
+        size = self._stage.paging.size
+        pages = self._stage.pages - self._stage.reserved(number, state=True)
         whole_units = self._stage.paging.whole_units(int(self._work.tokens[number]))
         prompt = -(-self._stage.length(number) // size)
         # A known answer follows the whole units; a page behind them may be another request's.
@@ -177,13 +181,14 @@ class _Loop:
     def _computed(self, number: int, now: float) -> None:
         """Publish the prompt and take the pages of the answer, which are held from now on."""
         stage, sequence = self._stage, self._running[number]
-        if self._work.store[number]:
-            stage.publish(number, sequence)
+        keep = bool(self._work.store[number])
+        stage.compute_prompt(number, sequence, publish=keep)
         # The pages were reserved on admission, and no request was admitted since. They are missing
         # only if the pool cannot hold them, or if others hold the pages behind the whole units.
         with suppress(OutOfPages):
             if len(self._work.answer(number)):
                 self._answered[number] = stage.append_answer(number, sequence)
+                stage.compute_answer(sequence, checkpoints=keep)
             stage.fill(number, sequence)
         self._computing = False
         self._times.first[number] = now
@@ -197,6 +202,7 @@ class _Loop:
         if keep and answered is not None:
             sequence.publish(answered)
         sequence.close(keep=keep)
+        self._stage.look()
         self._follow(number, now)
 
     def _follow(self, number: int, now: float) -> None:

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 __all__ = [
-    "EVICTED", "FIRST", "NEVER", "OTHER", "REASONS", "REMAINDER", "Outcome", "Spans", "reasons_of",
+    "EVICTED", "FIRST", "GROUP_REASONS", "NEVER", "NO_STATE", "NO_WINDOW", "OTHER", "REASONS",
+    "REMAINDER", "Outcome", "Spans", "reasons_of",
 ]  # fmt: skip
 
 FIRST = "first time seen"
@@ -23,6 +24,10 @@ OTHER = "other namespace"
 REMAINDER = "page remainder"
 REASONS = (FIRST, EVICTED, NEVER, OTHER, REMAINDER)
 """Reasons why a token was computed; every computed token has exactly one."""
+NO_STATE = "no state"
+NO_WINDOW = "window gone"
+GROUP_REASONS = (NO_STATE, NO_WINDOW)
+"""Further reasons, of models with states or windows."""
 
 
 class Spans:
@@ -92,6 +97,8 @@ class Outcome:
     evicted_ago: list[list[float]] = field(default_factory=list)
     namespaces: dict[str, list[int]] = field(default_factory=dict)
     """The largest namespaces: [tokens, hit tokens]."""
+    groups: dict[str, Any] = field(default_factory=dict)
+    """Of a model with windows or states: what became of rows and checkpoints."""
     tiers: list[dict[str, Any]] = field(default_factory=list)
     latency: dict[str, Any] = field(default_factory=dict)
     what_if: list[list[float]] = field(default_factory=list)
@@ -120,6 +127,7 @@ class Outcome:
 
 
 def reasons_of(outcomes: Iterable[Outcome]) -> list[str]:
-    """Return `REASONS`, and other reasons in ``outcomes``, sorted."""
-    others = {reason for outcome in outcomes for reason in outcome.misses}
-    return [*REASONS, *sorted(others - set(REASONS))]
+    """Return `REASONS`, then those of `GROUP_REASONS` and other ones in ``outcomes``, sorted."""
+    others = {reason for outcome in outcomes for reason in outcome.misses} - set(REASONS)
+    more = [reason for reason in GROUP_REASONS if reason in others]
+    return [*REASONS, *more, *sorted(others - set(more))]

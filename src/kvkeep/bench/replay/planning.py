@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvkeep.bench.replay.bounds import BELADY, INFINITE
-from kvkeep.bench.replay.outcome import EVICTED, NEVER, OTHER, REMAINDER
+from kvkeep.bench.replay.outcome import (
+    EVICTED,
+    NEVER,
+    NO_STATE,
+    NO_WINDOW,
+    OTHER,
+    REMAINDER,
+)  # fmt: skip
 from kvkeep.bench.replay.runs import ReplayRun
 from kvkeep.bench.replay.simulate import SESSIONS
 from kvkeep.core.eviction import POLICIES
@@ -17,6 +24,7 @@ if TYPE_CHECKING:
 
     from kvkeep.bench.replay.outcome import Outcome
     from kvkeep.bench.replay.workload import Workload
+    from kvkeep.core.groups import GroupLayout
 
 __all__ = ["Advice", "PlannedMemory", "amount"]
 
@@ -49,24 +57,24 @@ class Advice:
 class PlannedMemory:
     """The memory to plan for: its tokens, and those of a tier below it (0: none).
 
-    Shares are of prompt tokens, with one page per unit of the trace.
+    Shares are of prompt tokens, with one page per unit of the trace. ``groups`` are those of a
+    model with windows or states, in such pages; it is planned without a tier.
     """
 
     memory_tokens: int
     disk_tokens: int = 0
+    groups: GroupLayout | None = None
 
     def runs(self, workload: Workload) -> list[ReplayRun]:
         """Return the replays to run: policies, less and more memory, tiers, and the bounds."""
         policies = [name for name in POLICIES if policy_named(name).advised]
-        found = [ReplayRun(policy, self.memory_tokens) for policy in policies]
+        found = [self._run(policy) for policy in policies]
         if (workload.session >= 0).any():
-            found += [
-                ReplayRun(policy + SESSIONS, self.memory_tokens) for policy in ("lru", "adaptive")
-            ]
+            found += [self._run(policy + SESSIONS) for policy in ("lru", "adaptive")]
         for times in _TIMES:
             size = int(self.memory_tokens * times)
             if size >= workload.unit_tokens:
-                found += [ReplayRun(policy, size) for policy in (_USUAL, "adaptive", BELADY)]
+                found += [self._run(policy, size) for policy in (_USUAL, "adaptive", BELADY)]
         if self.disk_tokens:
             below = (self.disk_tokens,)
             found += [
@@ -77,6 +85,10 @@ class PlannedMemory:
             found.append(ReplayRun(BELADY, self.memory_tokens, below=below))
         found.append(ReplayRun(INFINITE, 0))
         return list(dict.fromkeys(found))
+
+    def _run(self, policy: str, tokens: int | None = None) -> ReplayRun:
+        size = self.memory_tokens if tokens is None else tokens
+        return ReplayRun(policy, size, groups=None if policy == BELADY else self.groups)
 
     def advice(self, outcomes: Mapping[ReplayRun, Outcome]) -> Advice:
         """Return the recommendation that the outcomes of `runs` support."""
@@ -123,7 +135,10 @@ class _Reading:
             f": {_share(kept)} of all prompt tokens need not be computed; an unlimited cache would "
             f"reuse {_share(self._most)}."
         )
-        reasons = [self._bounds(), why_policy, why_disk, self._sizes(), self._misses()]
+        reasons = [
+            self._bounds(), why_policy, why_disk, self._sizes(), self._groups(policy),
+            self._misses(),
+        ]  # fmt: skip
         return Advice(policy, tiering, disk, "".join(words), tuple(filter(None, reasons)))
 
     def _bounds(self) -> str:
@@ -218,11 +233,25 @@ class _Reading:
             said += f" Twice the memory would add {_points(twice - rates[here])}."
         return said
 
+    def _groups(self, policy: str) -> str:
+        """Return how much of the memory windows and states take."""
+        plan = self._plan
+        if plan.groups is None:
+            return ""
+        found = self._all[ReplayRun(policy, plan.memory_tokens, groups=plan.groups)].groups
+        part = _share(found["most_pages_stored"] / max(1, found["pages"]))
+        of_one = amount(found["most_pages_of_a_request"] * plan.groups.page_size)
+        return (
+            f"Windows and states of earlier prompts take up to {part} of the memory, and one "
+            f"request at most {of_one} of it. The bounds are those of a model without them."
+        )
+
     def _misses(self) -> str:
-        outcome = self._all[ReplayRun(_USUAL, self._plan.memory_tokens)]
+        plan = self._plan
+        outcome = self._all[ReplayRun(_USUAL, plan.memory_tokens, groups=plan.groups)]
         avoidable = {
             reason: outcome.misses.get(reason, 0) / max(1, outcome.tokens)
-            for reason in (EVICTED, NEVER, OTHER, REMAINDER)
+            for reason in (EVICTED, NEVER, OTHER, REMAINDER, NO_STATE, NO_WINDOW)
         }
         worst = max(avoidable, key=lambda reason: avoidable[reason])
         if avoidable[worst] < _WORTH:
@@ -237,6 +266,10 @@ class _Reading:
             "tenants, salts or adapters must be kept apart.",
             REMAINDER: f"{share} of all prompt tokens lie in pages that were not full: smaller "
             "pages would reuse them.",
+            NO_STATE: f"{share} of all prompt tokens were cached, but no state was kept with which "
+            "computing could go on there.",
+            NO_WINDOW: f"{share} of all prompt tokens were cached, but the windows before them "
+            "were evicted.",
         }[worst]
 
 

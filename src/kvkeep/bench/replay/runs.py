@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from kvkeep.bench.replay.bounds import BELADY, INFINITE, belady, infinite
 from kvkeep.bench.replay.loop import simulate_loop
 from kvkeep.bench.replay.outcome import Outcome
-from kvkeep.bench.replay.simulate import SESSIONS, Paging, simulate
+from kvkeep.bench.replay.paging import Paging
+from kvkeep.bench.replay.simulate import SESSIONS, simulate
 from kvkeep.bench.replay.tiered import simulate_tiers
 from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.eviction import POLICIES
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from kvkeep.bench.replay.costs import PrefillCost
     from kvkeep.bench.replay.workload import Workload
+    from kvkeep.core.groups import GroupLayout
 
 __all__ = ["BOUNDS", "ReplayRun", "RunLog", "increments", "replay"]
 
@@ -35,7 +37,7 @@ BOUNDS = (BELADY, INFINITE)
 
 _CURVE_OF = "lru"
 _SAMPLED_BLOCKS = 0.1  # share of the blocks that the what-if curve samples
-_VERSION = 4  # of replays: outcomes in a log of another version are not reused
+_VERSION = 5  # of replays: outcomes in a log of another version are not reused
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,8 @@ class ReplayRun:
     the tokens of tiers below the first one of ``capacity_tokens``, and ``tiering`` the policy that
     moves blocks between them (`kvkeep.store.tiers.tiering`). With ``cost`` computing takes time,
     and ``users`` may send requests in turn (`simulate_loop`); tiers, the first included, are then
-    read at ``bandwidths`` (`simulate_tiers`). Raises `InvalidValue` for invalid values.
+    read at ``bandwidths`` (`simulate_tiers`). ``groups`` are those of a model with windows or
+    states, with pages of their size. Raises `InvalidValue` for invalid values.
     """
 
     policy: str
@@ -58,6 +61,7 @@ class ReplayRun:
     cost: PrefillCost | None = None
     users: int | None = None
     bandwidths: tuple[float | None, ...] = ()
+    groups: GroupLayout | None = None
 
     def __post_init__(self) -> None:
         if self.eviction not in POLICIES and self.policy not in BOUNDS:
@@ -71,6 +75,8 @@ class ReplayRun:
                 whole("capacity", capacity, 1)
         if self.below and self.policy not in BOUNDS:
             self._check_tiers()
+        if self.groups is not None:
+            self._check_groups(self.groups)
         if self.users is not None and self.cost is None:
             raise InvalidValue("users wait for answers: that needs the cost of prompts")
         if self.bandwidths and not (self.below and self.cost):
@@ -84,9 +90,21 @@ class ReplayRun:
         for what, given in (
             ("sessions", self.policy.endswith(SESSIONS)),
             ("pages of tokens", self.page_tokens is not None),
+            ("windows or states", self.groups is not None),
         ):
             if given:
                 raise InvalidValue(f"tiers are replayed by blocks only, not with {what}")
+
+    def _check_groups(self, groups: GroupLayout) -> None:
+        if self.policy in BOUNDS:
+            raise InvalidValue(
+                f"{self.policy} is a bound of models without windows and states, and so of all "
+                "others with as many pages; leave groups out"
+            )
+        if self.page_tokens not in {None, groups.page_size}:
+            raise InvalidValue(
+                f"page_tokens is {self.page_tokens}; pages of these groups have {groups.page_size}"
+            )
 
     @property
     def name(self) -> str:
@@ -110,7 +128,7 @@ class ReplayRun:
         if self.policy != INFINITE:
             page = None if self.policy in BOUNDS else self.page_tokens
             for capacity in (self.capacity_tokens, *self.below):
-                Paging(workload.unit_tokens, page).pages(capacity)
+                Paging(workload.unit_tokens, page, self.groups).pages(capacity)
         if self.policy.endswith(SESSIONS) and not (workload.session >= 0).any():
             raise InvalidValue(f"{self.policy} needs sessions; {workload.name} has none")
 
@@ -142,17 +160,19 @@ class ReplayRun:
                 sessions=self.policy.endswith(SESSIONS),
                 page_tokens=self.page_tokens,
                 prefix=self.prefix,
+                groups=self.groups,
                 progress=progress,
             )
         return simulate(
             workload,
             self.capacity_tokens,
             self.eviction,
-            # The curve is always of LRU, so one run that samples it is enough.
-            what_if=_SAMPLED_BLOCKS if self.policy == _CURVE_OF else None,
+            # The curve is always of LRU, so one run that samples it is enough. It has no states.
+            what_if=_SAMPLED_BLOCKS if self.policy == _CURVE_OF and self.groups is None else None,
             sessions=self.policy.endswith(SESSIONS),
             page_tokens=self.page_tokens,
             prefix=self.prefix,
+            groups=self.groups,
             progress=progress,
         )
 

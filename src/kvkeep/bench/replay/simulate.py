@@ -4,91 +4,34 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvkeep.bench.replay.outcome import Outcome
+from kvkeep.bench.replay.paging import PADDING, Paging
+from kvkeep.bench.replay.passes import PASS_TOKENS, Passes
 from kvkeep.bench.replay.watching import ReplayWatch
 from kvkeep.core.cache import PagedCache
-from kvkeep.core.errors import InvalidValue, OutOfPages, whole
+from kvkeep.core.cache.paged import BLOCK_TOKENS
+from kvkeep.core.errors import OutOfPages, whole
 from kvkeep.core.eviction import policy as named_policy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kvkeep.bench.replay.workload import Ids, Workload
+    from kvkeep.bench.replay.passes import Stops
+    from kvkeep.bench.replay.workload import Workload
     from kvkeep.core.cache import Sequence
     from kvkeep.core.eviction import EvictionPolicy
+    from kvkeep.core.groups import GroupLayout
 
-__all__ = ["PADDING", "SESSIONS", "Paging", "Stage", "simulate"]
+__all__ = ["SESSIONS", "Stage", "simulate"]
 
 SESSIONS = "+sessions"
 """Suffix of a policy's name when the cache knows the session of each request."""
 
-PADDING = 2**31 - 1
-"""A token that is in no prompt and never stored."""
-_UNIT = 2  # tokens of the cache per unit, by units: one page
-
 _TIMES = (0.5, 1.0, 2.0, 4.0)  # factors of the memory, for the curve of each namespace
-
-
-@dataclass(frozen=True, slots=True)
-class Paging:
-    """The layout of a workload's tokens in pages.
-
-    By units (``page_tokens`` None): each unit is a page, the last one of a prompt as well, full or
-    not. Published hit rates of traces of block ids are counted this way. By tokens: a prompt has
-    all its tokens, pages of ``page_tokens`` are stored when they are full, the last token of a
-    prompt is always computed, and an answer takes its pages while it is generated, as in an engine.
-    """
-
-    unit_tokens: int
-    page_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.page_tokens is not None:
-            whole("page_tokens", self.page_tokens, 1, 65_536)
-
-    @property
-    def size(self) -> int:
-        """Tokens of the cache per page."""
-        return _UNIT if self.page_tokens is None else self.page_tokens
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the trace per page."""
-        return self.unit_tokens if self.page_tokens is None else self.page_tokens
-
-    def pages(self, capacity_tokens: int) -> int:
-        """Return the pages in a capacity. Raises `InvalidValue` if there is none."""
-        whole("capacity", capacity_tokens, 1)
-        pages = capacity_tokens // self.tokens
-        if not pages:
-            raise InvalidValue(
-                f"a capacity of {capacity_tokens} tokens is less than a page of {self.tokens}"
-            )
-        return pages
-
-    def prompt(self, ids: Ids, tokens: int) -> Ids:
-        """Return the tokens to give to `PagedCache.open`."""
-        if self.page_tokens is None:
-            # `open` never returns the last token as cached; this one fills no page, so no policy
-            # sees it.
-            return np.append(np.repeat(ids, _UNIT), np.int32(PADDING))
-        return ids if self.unit_tokens == 1 else np.repeat(ids, self.unit_tokens)[:tokens]
-
-    def whole_units(self, tokens: int) -> int:
-        """Return the tokens of the cache in the whole units of a prompt of ``tokens``."""
-        units = tokens // self.unit_tokens
-        return units * (_UNIT if self.page_tokens is None else self.unit_tokens)
-
-    def answer(self, ids: Ids) -> Ids:
-        """Return the tokens to append after the whole units of the prompt."""
-        if self.page_tokens is None:
-            return np.repeat(ids, _UNIT)
-        return ids if self.unit_tokens == 1 else np.repeat(ids, self.unit_tokens)
 
 
 def simulate(
@@ -99,6 +42,8 @@ def simulate(
     page_tokens: int | None = None,
     prefix: str = "radix",
     sessions: bool = False,
+    groups: GroupLayout | None = None,
+    stops: Stops | None = None,
     what_if: float | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Outcome:
@@ -110,6 +55,11 @@ def simulate(
     trace does; the policy of the outcome is then "lru+sessions". With ``what_if`` the cache samples
     that share of the blocks, and the outcome has the curve of what LRU would reuse with ⅛ … 8 times
     the memory. ``progress`` is called with the number of requests done.
+
+    With ``groups`` the model has windows or states: prompts are computed in passes of at most 2,048
+    tokens, which end at ``stops`` (default: those that the cache plans) for checkpoints. Pages are
+    those of the layout. A prompt ends with its last whole unit for checkpoints, as the trace does
+    not tell how the last one goes on.
 
     By tokens, the hits are those of the engine, token for token. One exception: if several pages
     begin alike and one of them is copied, ids do not tell which page the engine copied.
@@ -125,8 +75,11 @@ def simulate(
         page_tokens=page_tokens,
         prefix=prefix,
         sessions=sessions,
+        groups=groups,
         what_if=what_if,
     )
+    if stops is not None:
+        stage.stop_at(stops)
     for number in range(len(workload)):
         stage.watch.now = float(workload.times[number])
         try:
@@ -135,6 +88,7 @@ def simulate(
             stage.refuse(number)
         else:
             _serve(stage, number, sequence)
+        stage.look()
         if progress is not None and number % 100 == 99:
             progress(number + 1)
     outcome = stage.done()
@@ -144,9 +98,8 @@ def simulate(
 
 def _serve(stage: Stage, number: int, sequence: Sequence) -> None:
     keep = bool(stage.workload.store[number])
-    if keep:
-        stage.publish(number, sequence)
     with suppress(OutOfPages):  # an engine ends an answer that finds no more pages
+        stage.compute_prompt(number, sequence, publish=keep)
         if stage.paging.page_tokens is not None:
             _write(stage, number, sequence, keep=keep)
         elif keep and len(stage.workload.answer(number)):
@@ -179,8 +132,7 @@ def _write_pages(stage: Stage, number: int, sequence: Sequence, *, keep: bool) -
         count = size - sequence.num_tokens % size
         sequence.append(ids[:count])
         sequence.copies()
-        if keep:
-            sequence.publish()
+        stage.compute(sequence, sequence.num_tokens, publish=keep)
         ids = ids[count:]
 
 
@@ -199,35 +151,47 @@ class Stage:
         page_tokens: int | None,
         prefix: str,
         sessions: bool = False,
+        groups: GroupLayout | None = None,
         what_if: float | None = None,
     ) -> None:
         self.workload = workload
         self._what_if = what_if
         self.sessions = sessions
-        self.paging = Paging(workload.unit_tokens, page_tokens)
+        self.paging = Paging(workload.unit_tokens, page_tokens, groups)
+        page_tokens = self.paging.page_tokens
         pages = self.paging.pages(capacity_tokens)
         # By units a request needs one more page, for the padding token, which is never stored.
         self.pages = pages
         pages = whole("pages", pages + (page_tokens is None), 1, 2**31 - 1)
         named = policy if isinstance(policy, str) else policy.name
         policy = named_policy(policy)
-        self.at_once = policy.by_recency and not sessions
+        self.at_once = policy.by_recency and not sessions and groups is None
         if sessions:
             named += SESSIONS
         outcome = Outcome(
             named, capacity_tokens, self.paging.tokens, workload.name, workload.digest
         )
-        self.watch = ReplayWatch(workload, pages, self.paging.size, outcome)
+        self.watch = ReplayWatch(workload, pages, self.paging, outcome)
         self.cache = PagedCache(
             pages,
-            self.paging.size,
+            self.paging.layout,
             prefix=prefix,
             eviction=policy,
-            block_pages=None if page_tokens else 1,
+            block_pages=1 if page_tokens is None else -(-BLOCK_TOKENS // page_tokens),
             what_if=what_if,
             clock=lambda: self.watch.now,
         )
         self.cache.subscribe(self.watch.see)
+        self._passes: Passes | None = None
+        layout = self.paging.layout
+        if groups is not None and not isinstance(layout, int):
+            in_pass = max(1, PASS_TOKENS // self.paging.scale)
+            self._passes = Passes(self.cache, layout, in_pass)
+
+    def stop_at(self, stops: Stops) -> None:
+        """Choose where passes end for checkpoints, of a model with windows or states."""
+        assert self._passes is not None, "passes of a model without windows and states"
+        self._passes.stops = stops
 
     def open(self, number: int, reserve: int = 0) -> tuple[Sequence, int]:
         """Open the sequence of a request's prompt; return it and its cached tokens.
@@ -237,19 +201,21 @@ class Stage:
         work, paging = self.workload, self.paging
         ids, tokens = work.prompt(number), int(work.tokens[number])
         session, turn = self._session(number)
+        prompt = paging.prompt(ids, tokens)
+        rest = prompt[:0]
+        if self._passes is not None:
+            # The cache plans a checkpoint at the end of the prompt that it knows, and the next turn
+            # has the whole units of this one.
+            known = min(len(prompt), paging.whole_units(tokens) + 1)
+            more = -(-len(prompt) // paging.size) - -(-known // paging.size)
+            prompt, rest = prompt[:known], prompt[known:]
+            reserve += self.reserved(number) + more
         sequence = self.cache.open(
-            paging.prompt(ids, tokens),
-            self._space(number),
-            reserve=reserve,
-            session=session,
-            turn=turn,
+            prompt, self._space(number), reserve=reserve, session=session, turn=turn
         )
-        if paging.page_tokens is None:
-            blocks = sequence.num_cached // _UNIT
-            hit = min(blocks * paging.unit_tokens, tokens)
-        else:
-            hit = sequence.num_cached
-            blocks = hit // paging.unit_tokens
+        if len(rest):
+            sequence.append(rest)
+        hit, blocks = paging.found(sequence.num_cached, tokens)
         self.watch.request(number, hit, blocks)
         sequence.copies()
         return sequence, hit
@@ -266,24 +232,46 @@ class Stage:
 
     def length(self, number: int, *, answered: bool = False) -> int:
         """Return the tokens of a prompt, or of prompt and answer without the last token."""
-        work, unit = self.workload, self.paging.unit_tokens
-        units, tokens = self.paging.page_tokens is None, int(work.tokens[number])
+        work, paging = self.workload, self.paging
+        tokens = int(work.tokens[number])
         if not answered:
-            return int(work.prompt_units[number]) * _UNIT if units else tokens
-        told = len(work.answer(number)) * (_UNIT if units else unit)
-        longest = tokens + max(0, int(work.output_tokens[number]) - 1)
-        if units:
-            longest = -(-longest // unit) * _UNIT
-        return max(longest, self.paging.whole_units(tokens) + told)
+            return paging.length(tokens)
+        told = len(work.answer(number)) * paging.unit_size
+        longest = paging.length(tokens + max(0, int(work.output_tokens[number]) - 1))
+        return max(longest, paging.whole_units(tokens) + told)
+
+    def reserved(self, number: int, *, state: bool = False) -> int:
+        """Return the pages of a prompt's rows and, if asked for, of its running state."""
+        if self._passes is None:
+            return 0
+        return self._passes.reserved(-(-self.length(number) // self.paging.size), state=state)
 
     def refuse(self, number: int) -> None:
         """Record a request for which there is no room."""
         self.watch.outcome.refused += 1
         self.watch.request(number, 0, 0)
 
-    def publish(self, number: int, sequence: Sequence) -> None:
-        """Publish the prompt of a request."""
-        sequence.publish(self.length(number))
+    def compute_prompt(self, number: int, sequence: Sequence, *, publish: bool) -> None:
+        """Compute the prompt of a request, and publish it if asked to."""
+        if self._passes is None:
+            if publish:
+                sequence.publish(self.length(number))
+            return
+        self.compute(
+            sequence, self.paging.whole_units(int(self.workload.tokens[number])), publish=publish
+        )
+
+    def compute_answer(self, sequence: Sequence, *, checkpoints: bool) -> None:
+        """Compute to the end of a sequence, without publishing. Raises `OutOfPages`."""
+        if self._passes is not None:
+            self._passes.run(sequence, sequence.num_tokens, checkpoints=checkpoints, publish=False)
+
+    def compute(self, sequence: Sequence, stop: int, *, publish: bool) -> None:
+        """Compute up to token ``stop`` of the cache, and publish if asked to."""
+        if self._passes is not None:
+            self._passes.run(sequence, stop, checkpoints=publish, publish=publish)
+        elif publish:
+            sequence.publish(stop)
 
     def append_answer(self, number: int, sequence: Sequence) -> int:
         """Append the known units of the answer after the whole units of the prompt; all or nothing.
@@ -301,6 +289,12 @@ class Stage:
         if end > sequence.num_tokens:
             sequence.append(np.full(end - sequence.num_tokens, PADDING, np.int32))
             sequence.copies()
+        self.compute_answer(sequence, checkpoints=False)
+
+    def look(self) -> None:
+        """Note what rows and states take."""
+        if self._passes is not None:
+            self._passes.look()
 
     def done(self) -> Outcome:
         """Return the complete outcome."""
@@ -311,6 +305,8 @@ class Stage:
             outcome.what_if = [
                 [size * self.paging.tokens, rate] for size, rate in self._curve(sizes)
             ]
+        if self._passes is not None:
+            outcome.groups = self._passes.figures()
         self.watch.done()
         if self._what_if is not None and len(outcome.namespaces) > 1:
             some = [max(1, int(self.pages * times)) for times in _TIMES]
@@ -330,7 +326,7 @@ class Stage:
             units = work.prompt_units
             if space is not None:
                 units = units[work.namespace == work.namespaces.index(space)]
-            asked = _UNIT * int(units.sum(dtype=np.int64))
+            asked = self.paging.unit_size * int(units.sum(dtype=np.int64))
             share = 1 + len(units) / asked if asked else 1.0
         for size, point in zip(sizes, self.cache.what_if(sizes, space), strict=True):
             yield size, min(1.0, share * point.hit_rate)

@@ -11,7 +11,7 @@ import numpy as np
 from kvkeep.bench.replay.calls import calls_of
 from kvkeep.bench.replay.outcome import Outcome
 from kvkeep.bench.replay.pace import Pace
-from kvkeep.bench.replay.simulate import Paging
+from kvkeep.bench.replay.paging import Paging
 from kvkeep.bench.replay.tiers import Level, TierSimulator
 from kvkeep.bench.replay.watching import ReplayWatch
 from kvkeep.core.errors import InvalidValue
@@ -70,7 +70,7 @@ def simulate_tiers(
         workload.name,
         workload.digest,
     )
-    watch = ReplayWatch(workload, 0, 1, outcome)
+    watch = ReplayWatch(workload, 0, None, outcome)
     levels = [
         Level("memory" if not at else f"tier {at + 1}", paging.pages(tokens), policy)
         for at, tokens in enumerate(capacities_tokens)

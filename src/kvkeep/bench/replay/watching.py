@@ -6,12 +6,23 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvkeep.bench.replay.outcome import EVICTED, FIRST, NEVER, OTHER, REMAINDER, Outcome, Spans
+from kvkeep.bench.replay.outcome import (
+    EVICTED,
+    FIRST,
+    NEVER,
+    NO_STATE,
+    NO_WINDOW,
+    OTHER,
+    REMAINDER,
+    Outcome,
+    Spans,
+)  # fmt: skip
 from kvkeep.core.events import Evicted, Stored
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from kvkeep.bench.replay.paging import Paging
     from kvkeep.bench.replay.workload import Ids, Workload
     from kvkeep.core.events import Event
 
@@ -26,15 +37,25 @@ class ReplayWatch:
     """Follows a replay of one workload and adds up its `Outcome`.
 
     `see` is a hook of the cache; `request` is called for each request. Cost: about 30 µs per
-    request. Memory: 25 bytes per different unit, 4 per page.
+    request. Memory: 25 bytes per different unit, 4 per page or, if larger, unit in a page.
     """
 
-    def __init__(self, workload: Workload, pages: int, page_size: int, outcome: Outcome) -> None:
+    def __init__(
+        self, workload: Workload, pages: int, paging: Paging | None, outcome: Outcome
+    ) -> None:
         self.now = 0.0
         self.outcome = outcome
         self._workload = workload
-        self._page_size = page_size
-        self._unit_of = np.full(pages, -1, np.int32)
+        self._page_size, self._step = 1, 1
+        self._reason, self._grid = REMAINDER, 1
+        if paging is not None:
+            # The first token of each unit in a page; of the first only, if units are larger.
+            self._page_size = paging.size
+            self._step = min(paging.size, paging.unit_size)
+            if paging.groups is not None:
+                self._reason = NO_WINDOW if paging.groups.state is None else NO_STATE
+                self._grid = paging.groups.grid * paging.groups.page_size
+        self._units_of = np.full((pages, -(-self._page_size // self._step)), -1, np.int32)
         count = workload.num_ids
         self._state = np.zeros(count, np.int8)
         self._asked = np.full(count, -np.inf)
@@ -42,18 +63,18 @@ class ReplayWatch:
         self._gone = np.zeros(count)
         self._anywhere = np.zeros(int(workload.content.max(initial=0)) + 1, bool)
         self._gaps, self._lives, self._ago = Spans(), Spans(), Spans()
-        self._misses = dict.fromkeys((FIRST, EVICTED, NEVER, OTHER, REMAINDER), 0)
+        self._misses = dict.fromkeys((FIRST, EVICTED, NEVER, OTHER, REMAINDER, self._reason), 0)
         self._windows = np.zeros((_WINDOWS, 2), np.int64)
         self._spaces = np.zeros((len(workload.namespaces), 2), np.int64)
 
     def see(self, event: Event) -> None:
         """Handle an event of the cache."""
         if isinstance(event, Stored):
-            units = event.tokens[:: self._page_size]
-            self._unit_of[event.pages] = units
-            self.stored(units)
+            units = event.tokens.reshape(-1, self._page_size)[:, :: self._step]
+            self._units_of[event.pages] = units
+            self.stored(units.ravel())
         elif isinstance(event, Evicted):
-            self.gone(np.unique(self._unit_of[event.pages]))
+            self.gone(np.unique(self._units_of[event.pages]))
 
     def stored(self, units: Ids) -> None:
         """Record that ``units`` are cached."""
@@ -110,9 +131,30 @@ class ReplayWatch:
         self._add(OTHER, weights, elsewhere)
         self._add(EVICTED, weights, gone)
         self._add(NEVER, weights, known & (state == 0))
-        self._add(REMAINDER, weights, known & (state == _IN))
+        there = known & (state == _IN)
+        self._add(REMAINDER, weights, there)
+        if self._reason != REMAINDER:
+            self._not_resumed(there, weights, hit_tokens, tokens)
         if gone.any():
             self._ago.add(self.now - self._gone[missing[gone]], weights[gone])
+
+    def _not_resumed(
+        self,
+        there: npt.NDArray[np.bool_],
+        weights: npt.NDArray[np.int64],
+        hit_tokens: int,
+        tokens: int,
+    ) -> None:
+        """Count the cached tokens behind a hit that lacked a state or a window, up to the grid.
+
+        ``there`` are the units from the hit on that are cached.
+        """
+        cached = len(there) if there.all() else int(there.argmin())
+        reach = hit_tokens + int(weights[:cached].sum())
+        # The last token is always computed.
+        lost = max(0, min(reach, tokens - 1) // self._grid * self._grid - hit_tokens)
+        self._misses[self._reason] += lost
+        self._misses[REMAINDER] -= lost
 
     def _add(
         self, reason: str, weights: npt.NDArray[np.int64], which: npt.NDArray[np.bool_]

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvkeep.bench.replay.outcome import EVICTED, FIRST, NEVER, OTHER, REMAINDER
+from kvkeep.bench.replay.outcome import (
+    EVICTED,
+    FIRST,
+    NEVER,
+    NO_STATE,
+    NO_WINDOW,
+    OTHER,
+    REMAINDER,
+)  # fmt: skip
 from kvkeep.bench.replay.report.words import count, duration, money, share, tokens
 
 if TYPE_CHECKING:
@@ -25,6 +33,8 @@ REASON_WORDS = {
     NEVER: "were seen before but never admitted",
     OTHER: "were cached in another namespace",
     REMAINDER: "lay in a page that was not reused whole",
+    NO_STATE: "were cached without a state to go on from",
+    NO_WINDOW: "were cached, but the windows before them were not",
 }
 
 GLOSSARY = (
@@ -42,6 +52,11 @@ GLOSSARY = (
     (NEVER, "seen before, but not admitted by the policy or for lack of memory."),
     (OTHER, "cached for another tenant or model, with which nothing is shared."),
     (REMAINDER, "cached, but not as a full page, or after a block that was missing."),
+    (NO_STATE, "cached in the layers that keep every token, but no state was stored there, so a "
+     "request could not go on from there."),
+    (NO_WINDOW, "cached in the layers that keep every token, but layers with a window had lost "
+     "what comes before."),
+    ("checkpoint", "a position at which requests can resume in a model with windows or states."),
     ("reuse gap", "for a reused block: the time since its last use. Memory has to last that "
      "long."),
     ("lifetime", "for an evicted block: the time it was in the cache."),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.bench.replay.outcome import REASONS, reasons_of
+from kvkeep.bench.replay.outcome import GROUP_REASONS, REASONS, reasons_of
 from kvkeep.bench.replay.report.charts import PERCENTILES
 from kvkeep.bench.replay.report.markup import bar, details, escaped, key, table
 from kvkeep.bench.replay.report.prices import FORMULA
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["sections"]
 
 _CLASSES = {"reused": "hit"} | {reason: f"m{at}" for at, reason in enumerate(REASONS)}
+_CLASSES |= dict.fromkeys(GROUP_REASONS, "m5")  # a model has one of them
 _FEW = 12  # rows of a table that is not folded away
 
 
@@ -28,6 +29,8 @@ def sections(found: Arranged, prices: Prices | None, span_s: float) -> Iterator[
     yield _rates(found)
     if found.policies:
         yield _misses(found)
+    if any(outcome.groups for _, outcome in found.each()):
+        yield _groups(found)
     yield _closer(found)
     if any(outcome.latency for _, outcome in found.each()):
         yield _latency(found)
@@ -204,6 +207,29 @@ def _times(line: PolicyCurve, outcome: Outcome) -> list[str]:
 
 def _seconds(value: float | None) -> str:
     return "–" if value is None else duration(value)
+
+
+def _groups(found: Arranged) -> str:
+    fields: list[str] = []
+    rows = [(line, outcome) for line, outcome in found.each() if outcome.groups]
+    for _, outcome in rows:
+        fields += [one for one in outcome.groups if one not in fields]
+    head = ["policy", "capacity, tokens", *(shown(one.replace("_", " "), 30) for one in fields)]
+    body = (
+        [line.name, count(outcome.capacity_tokens)]
+        + [_cell(outcome.groups.get(one)) for one in fields]
+        for line, outcome in rows
+    )
+    behind = table("Rows of windows, and checkpoints", head, body)
+    if len(rows) > _FEW:
+        behind = details("The figures", behind)
+    return _section(
+        "groups",
+        "Windows and states",
+        "<p>A prompt resumes where all layers agree. Pages are those of the pool, which all layers "
+        "share; bounds are those of a model without windows and states.</p>",
+        behind,
+    )
 
 
 def _tiers(found: Arranged) -> str:
