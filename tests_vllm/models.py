@@ -13,11 +13,15 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 if TYPE_CHECKING:
@@ -44,6 +48,35 @@ def make_mistral(path: Path) -> str:
     """All layers see a window of 80 tokens: one group."""
     torch.manual_seed(0)
     return _save(MistralForCausalLM(MistralConfig(**_sizes({"sliding_window": 80}))), path)
+
+
+def make_qwen_next(path: Path) -> str:
+    """Three delta rules and an attention, in bfloat16: four groups, and blocks of 64 tokens.
+
+    vLLM enlarges blocks until the KV of one is as large as a state, so the heads of the attention
+    are large here, and those of the delta rules small.
+    """
+    torch.manual_seed(0)
+    config = _sizes({
+        "hidden_size": 64, "num_key_value_heads": 4, "head_dim": 64, "linear_num_value_heads": 2,
+        "linear_num_key_heads": 1, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+        "linear_conv_kernel_dim": 4, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
+        "mlp_only_layers": [0, 1, 2],
+    })  # fmt: skip
+    return _save(Qwen3NextForCausalLM(Qwen3NextConfig(**config)), path)
+
+
+def make_lfm2(path: Path) -> str:
+    """Three short convolutions and an attention: four groups."""
+    torch.manual_seed(0)
+    config = _sizes({
+        "layer_types": ["conv", "conv", "full_attention", "conv"], "full_attn_idxs": [2],
+        "conv_L_cache": 3, "conv_bias": False, "block_dim": 128, "conv_dim": 128,
+        "block_ff_dim": 256, "block_multiple_of": 32, "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False,
+    })  # fmt: skip
+    return _save(Lfm2ForCausalLM(Lfm2Config(**config)), path)
 
 
 def make_adapter(path: Path, seed: int) -> str:

@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvkeep.integrations.vllm.groups import Reach
 from kvkeep.integrations.vllm.messages import RankLookup
 from kvkeep.integrations.vllm.shared import log_fault
 
@@ -28,19 +29,22 @@ _THREADS = 4
 class PendingLookup:
     """A lookup of the blocks ``first`` … ``limit - 1`` that takes longer than one step.
 
-    ``result`` is the block up to which a request can be loaded, once it is known.
+    ``result`` is how far a request is stored, once it is known; ``message`` is the last question to
+    the workers.
     """
 
     first: int
     limit: int
     since: float
     number: int = 0
-    future: Future[int] | None = None
-    result: int | None = None
+    future: Future[Reach] | None = None
+    message: RankLookup | None = None
+    covered: int | None = None
+    result: Reach | None = None
 
 
 class BlockLookups:
-    """Finds up to which block requests are stored.
+    """Finds how far requests are stored.
 
     With the store in the same process, known blocks are found at once, and threads query shared
     tiers. Otherwise the workers look them up, with the plan of the next step.
@@ -65,13 +69,13 @@ class BlockLookups:
         self._threads = ThreadPoolExecutor(_THREADS, "kvkeep lookup")
         self._number = 0
         self._pending: dict[int, PendingLookup] = {}  # lookups by workers, by number
-        self._found: dict[int, list[int]] = {}  # by number, the results of ranks so far
+        self._found: dict[int, list[Reach]] = {}  # by number, the results of ranks so far
         self._messages: list[RankLookup] = []
 
-    def reach(self, followed: FollowedRequest, first: int, limit: int) -> int | None:
-        """Return the block up to which the request is stored; None: not known yet.
+    def reach(self, followed: FollowedRequest, first: int, limit: int) -> Reach | None:
+        """Return how far the request is stored; None: not known yet.
 
-        After ``lookup_timeout``, returns the block up to which it is known to be stored.
+        After ``lookup_timeout``, returns how far it is known to be stored.
         """
         lookup = followed.lookup
         if lookup is None or (lookup.first, lookup.limit) != (first, limit):
@@ -79,17 +83,18 @@ class BlockLookups:
             if self._shared is not None:
                 self._shared.delete_expired()
                 known = self._groups.reach(hashes, first, self._shared.knows)
-                if known == limit or not self._shared.must_ask:
+                if known.end == limit or not self._shared.must_ask:
                     return known
             lookup = followed.lookup = self._start(followed, hashes, first, limit)
         if lookup.future is not None and lookup.future.done():
-            lookup.result = first if lookup.future.exception() else lookup.future.result()
+            failed = lookup.future.exception() is not None
+            lookup.result = Reach(first, first) if failed else lookup.future.result()
         if lookup.result is not None:
             return lookup.result
         if time.monotonic() - lookup.since < self._timeout:
             return None
         self._counts.add(late_lookups=1)
-        lookup.result = first
+        lookup.result = Reach(first, first)
         if self._shared is not None:
             hashes = followed.hashes(0, limit)
             lookup.result = self._groups.reach(hashes, first, self._shared.knows)
@@ -106,12 +111,16 @@ class BlockLookups:
         self._number += 1
         lookup.number = self._number
         self._pending[lookup.number] = lookup
-        self._messages.append(
-            RankLookup(followed.request.request_id, lookup.number, first, list(hashes))
+        self._ask(
+            lookup, RankLookup(followed.request.request_id, lookup.number, first, list(hashes))
         )
         return lookup
 
-    def _query(self, shared: SharedStore, hashes: list[bytes], first: int) -> int:
+    def _ask(self, lookup: PendingLookup, message: RankLookup) -> None:
+        lookup.message = message
+        self._messages.append(message)
+
+    def _query(self, shared: SharedStore, hashes: list[bytes], first: int) -> Reach:
         """In a thread: look the blocks up, in shared tiers too."""
         until = time.monotonic() + self._timeout
 
@@ -136,9 +145,22 @@ class BlockLookups:
                 continue
             all_found = self._found.setdefault(number, [])
             all_found += found
-            if len(all_found) == self._ranks:
-                lookup.result = min(all_found)
-                self.forget(lookup)
+            if len(all_found) < self._ranks:
+                continue
+            end = min(reach.end for reach in all_found)
+            if lookup.covered is None:
+                lookup.covered = min(reach.covered for reach in all_found)
+            differ = any(reach.end != end for reach in all_found)
+            if differ and end > lookup.first and not self._groups.resumes_anywhere:
+                # The other ranks may have no window or state there: all are asked again.
+                del self._found[number]
+                message = lookup.message
+                assert message is not None
+                hashes = message.hashes[:end]
+                self._ask(lookup, RankLookup(message.request, number, lookup.first, hashes))
+                continue
+            lookup.result = Reach(end, max(end, lookup.covered))
+            self.forget(lookup)
 
     def forget(self, lookup: PendingLookup) -> None:
         """Ignore later results of a lookup."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
+
+if TYPE_CHECKING:
+    from kvkeep.integrations.vllm.groups import Reach
 
 __all__ = ["BlockSpan", "LookupResults", "PageLoad", "RankLookup", "Save", "StepPlan"]
 
@@ -79,9 +83,9 @@ class StepPlan(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class LookupResults(KVConnectorWorkerMetadata):
-    """A message from the workers: by lookup, the block up to which each rank found the request."""
+    """A message from the workers: by lookup, how far each rank found the request."""
 
-    found: dict[int, list[int]] = field(default_factory=dict)
+    found: dict[int, list[Reach]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Return these results together with those of another rank."""

@@ -54,7 +54,9 @@ def namespace_of(
         "format": _FORMAT,
         "hash": cache.prefix_caching_hash_algo,
         "block_tokens": groups.block_tokens,
-        "groups": [[group.window, *group.layers] for group in groups.groups],
+        "groups": [
+            ["state" if group.state else group.window, *group.layers] for group in groups.groups
+        ],
         "pages": pages,
         "speculative": _speculative(vllm_config),
     }

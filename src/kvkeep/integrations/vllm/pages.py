@@ -1,7 +1,8 @@
 """Copies between the engine's memory, page by page, and records.
 
 A record is the pages of one block in all layers of a group, one after another. Layers whose pages
-are adjacent in memory form one run, and are copied at once.
+are adjacent in memory form one run, and are copied at once. The page of a layer with a state is its
+state; vLLM pads it to the size of the other layers' pages, and the padding is not copied.
 """
 
 from __future__ import annotations
@@ -10,7 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs, group_kernel_blocks
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    MambaSpec,
+    UniformTypeKVCacheSpecs,
+    group_kernel_blocks,
+)
 
 from kvkeep.core.errors import UnsupportedModel
 from kvkeep.integrations.records import gather, scatter
@@ -18,7 +24,7 @@ from kvkeep.integrations.records import gather, scatter
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
     from kvkeep.integrations.records import Bytes
     from kvkeep.integrations.vllm.groups import Groups
@@ -101,12 +107,13 @@ def pages_of(
             layer = spec.kv_cache_spec
             if isinstance(layer, UniformTypeKVCacheSpecs):
                 layer = layer.kv_cache_specs[name]
-            assert isinstance(layer, AttentionSpec)
             tensor = kv_caches[name]
-            run = _run_of(name, tensor, blocks, layer.unpadded_page_size_bytes)
+            run = _run_of(name, tensor, blocks, _page_bytes(layer))
             described.append(
                 f"{name}:{tuple(tensor.shape[1:])}:{tensor.stride()[1:]}:{tensor.dtype}"
             )
+            if isinstance(layer, MambaSpec):  # what the bytes are
+                described.append(f"{layer.shapes}:{layer.dtypes}:{layer.mamba_type.name}")
             joined = runs[-1].joined(run) if runs else None
             if joined is None:
                 runs.append(run)
@@ -115,6 +122,14 @@ def pages_of(
         device = kv_caches[group.layers[0]].device
         found.append(GroupPages([run.tensor(blocks, device) for run in runs]))
     return found, " ".join(described)
+
+
+def _page_bytes(layer: KVCacheSpec) -> int:
+    """Return the bytes of a page, without the padding that makes pages of all layers equal."""
+    if isinstance(layer, MambaSpec):
+        return int(layer.state_content_size_bytes)
+    assert isinstance(layer, AttentionSpec)
+    return int(layer.unpadded_page_size_bytes)
 
 
 def _run_of(name: str, cache: torch.Tensor, blocks: int, page_bytes: int) -> _Run:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvkeep.integrations.vllm.adapters import Adapters
@@ -30,6 +30,7 @@ class FollowedRequest:
         local: tokens in vLLM's own prefix cache at its last lookup.
         placed: the step in which the request got its pages; -1: none.
         held: the step until which none of its blocks are saved.
+        states: the ends of blocks at which it had states that were saved or loaded.
         lookup: the pending lookup, if any.
         had: for the trace, tokens in vLLM's own prefix cache when the request first ran.
         promised: for the trace, tokens to be loaded at that time.
@@ -45,6 +46,7 @@ class FollowedRequest:
     local: int = 0
     placed: int = -1
     held: int = 0
+    states: set[int] = field(default_factory=set)
     lookup: PendingLookup | None = None
     had: int = 0
     promised: int = 0

@@ -14,6 +14,7 @@ from kvkeep.integrations.vllm.messages import BlockSpan, LookupResults, PageLoad
 from kvkeep.integrations.vllm.options import RequestOptions
 from kvkeep.integrations.vllm.requests import FollowedRequest
 from kvkeep.integrations.vllm.shared import SharedStore
+from kvkeep.integrations.vllm.states import pinned_states, states_of_step, stop_at_branch
 from kvkeep.integrations.vllm.stats import Counts
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ class SchedulerSide:
     ) -> None:
         self._options = options
         self._groups = groups
+        self._stateful = bool(groups.states)
+        self._anywhere = groups.resumes_anywhere
         self._loads = loads
         self._saves = saves
         self._steps_in_flight = vllm_config.max_concurrent_batches
@@ -114,14 +117,18 @@ class SchedulerSide:
             return 0
         size = self._groups.block_tokens
         first, limit = computed // size, len(request.block_hashes)
-        if self._groups.windowed:  # vLLM computes the last token again; its window begins earlier
+        if not self._anywhere:
+            # vLLM computes the last token again: its window begins earlier, and so does its state.
             limit = min(limit, (request.num_tokens - 1) // size)
         least = self._options.min_tokens or size
         if self._gain(request, limit, computed) < least:
             return 0
-        end = self._lookups.reach(followed, first, limit)
-        if end is None:
+        reach = self._lookups.reach(followed, first, limit)
+        if reach is None:
             return None
+        end = reach.end
+        if self._stateful and self._saves and followed.options.store:
+            stop_at_branch(request, reach, size)
         gain = self._gain(request, end, computed)
         if gain < least:
             return 0
@@ -158,6 +165,11 @@ class SchedulerSide:
         for at, group in enumerate(self._groups.groups):
             start = max(first, group.first_needed(end * size, size))
             spans.append(_span(at, followed.hashes(start, end), tables[at][start:end]))
+        if self._stateful:
+            followed.states.add(end)
+            # First what is small, and without which the rest is of no use.
+            spans.sort(key=lambda span: not self._groups.groups[span.group].state)
+            assert all(span.keys for span in spans), f"no page for the states at block {end}"
         tokens = self._gain(request, end, first * size)
         self.counts.add(hit_tokens=tokens)
         self._plan.loads.append(
@@ -187,10 +199,18 @@ class SchedulerSide:
                     continue
                 end = self._complete(followed, scheduled)
                 state = output.kv_connector_block_state
-                if end > followed.saved and state is not None:
+                if state is None:
+                    continue
+                spans: list[BlockSpan] = []
+                if end > followed.saved:
                     tables = state.get_block_ids(request_id)
                     if tables is not None:
-                        self._save(followed, end, tables, plan)
+                        spans = self._blocks(followed, end, tables)
+                if self._stateful:
+                    new = followed.placed == step
+                    spans += states_of_step(self._groups, followed, end, state, new=new)
+                if spans:
+                    self._save(followed, spans, plan)
         return plan
 
     def _complete(self, followed: FollowedRequest, scheduled: int) -> int:
@@ -212,18 +232,22 @@ class SchedulerSide:
         ours = followed.loaded == request.num_preemptions
         return not ours and bool(request.num_computed_tokens > followed.local)
 
-    def _save(
-        self, followed: FollowedRequest, end: int, tables: tuple[list[int], ...], plan: StepPlan
-    ) -> None:
+    def _blocks(
+        self, followed: FollowedRequest, end: int, tables: tuple[list[int], ...]
+    ) -> list[BlockSpan]:
+        """Return the blocks with KV that were not considered for saving, up to block ``end``."""
         start, followed.saved = followed.saved, end
         hashes = followed.hashes(start, end)
-        spans = []
-        for at in range(len(self._groups.groups)):
-            span = _span(at, hashes, tables[at][start:end])
-            if self._shared is not None:
-                span = span.only(self._shared.unknown(span.keys))
-            if span.keys:
-                spans.append(span)
+        return [
+            _span(at, hashes, tables[at][start:end])
+            for at, group in enumerate(self._groups.groups)
+            if not group.state
+        ]
+
+    def _save(self, followed: FollowedRequest, spans: list[BlockSpan], plan: StepPlan) -> None:
+        if self._shared is not None:
+            spans = [span.only(self._shared.unknown(span.keys)) for span in spans]
+        spans = [span for span in spans if span.keys]
         if spans:
             plan.saves.append(Save(spans, followed.options.ttl))
 
@@ -247,8 +271,13 @@ class SchedulerSide:
             self._lookups.forget(followed.lookup)
         if followed.options.pin is not None and followed.saved:
             hashes = followed.hashes(0, followed.saved)
-            for at in range(len(self._groups.groups)):
-                self._plan.pins.append((keys_of(hashes, at), followed.options.pin))
+            kept = [
+                keys_of(hashes, at)
+                for at, group in enumerate(self._groups.groups)
+                if not group.state
+            ]
+            kept += pinned_states(self._groups, followed)
+            self._plan.pins += [(keys, followed.options.pin) for keys in kept]
 
     def clear(self) -> bool:
         """Delete everything in this namespace; False: a tier failed and may still hold blocks."""

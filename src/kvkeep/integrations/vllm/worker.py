@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from kvkeep.core.errors import KVKeepError
 from kvkeep.integrations.vllm.device import DeviceCopies
+from kvkeep.integrations.vllm.groups import Reach
 from kvkeep.integrations.vllm.messages import BlockSpan, LookupResults, Save
 from kvkeep.integrations.vllm.naming import machine_of, namespace_of, warn_of_seeds
 from kvkeep.integrations.vllm.outer import require_own_engine
@@ -74,7 +75,7 @@ class WorkerSide:
         self._pool = ThreadPoolExecutor(_LOADERS, "kvkeep load")
         self._loading: dict[str, _Loading] = {}
         self._done: deque[_Loading] = deque()
-        self._lookup_results: deque[tuple[int, int]] = deque()
+        self._lookup_results: deque[tuple[int, Reach]] = deque()
         self._errors: set[int] = set()
         self._cleared = 0
         self._pages: list[GroupPages] = []
@@ -109,9 +110,11 @@ class WorkerSide:
         sizes = [pages.record_bytes for pages in self._pages]
         engine = config.kv_transfer_config.engine_id
         shared = SharedStore(engine, store, self._groups, sizes, self._options)
+        states = sum(sizes[at] for at in self._groups.states)
         _LOG.info(
-            "kvkeep stores blocks of %d tokens, %d bytes, in %s",
-            self._groups.block_tokens, sum(sizes), ", ".join(t.place for t in store.stats()),
+            "kvkeep stores blocks of %d tokens, %d bytes, and states of %d bytes, in %s",
+            self._groups.block_tokens, sum(sizes) - states, states,
+            ", ".join(tier.place for tier in store.stats()),
         )  # fmt: skip
         return shared
 
@@ -168,7 +171,7 @@ class WorkerSide:
         if loading.cancelled:
             return
         load, missing = loading.load, len(loading.missing)
-        whole = len(load.spans) > 1 and missing
+        whole = missing and (len(load.spans) > 1 or self._groups.states)
         failed = load.tokens if whole else min(load.tokens, missing * self._groups.block_tokens)
         late = failed if time.monotonic() >= loading.until else 0
         self.counts.add(
@@ -179,7 +182,7 @@ class WorkerSide:
 
     def _look_up(self, lookup: RankLookup) -> None:
         """In a thread: look up blocks in the store, in shared tiers too."""
-        shared, there = self._open(), lookup.first
+        shared, there = self._open(), Reach(lookup.first, lookup.first)
         until = time.monotonic() + self._options.lookup_timeout
         try:
             there = self._groups.reach(
@@ -204,13 +207,14 @@ class WorkerSide:
             if not self._done and not self._lookup_results:
                 news.wait(_PAUSE_S)
         results = KVConnectorTransferResults()
-        several = len(self._groups.groups) > 1
+        # vLLM computes a request whole where a page says nothing about the ones before it.
+        whole = len(self._groups.groups) > 1 or bool(self._groups.states)
         while self._done:
             loading = self._done.popleft()
             request = loading.load.request
             self._loading.pop(request, None)
             results.finished_recving.add(request)
-            if loading.missing and several:
+            if loading.missing and whole:
                 results.failed_recving.add(request)
             elif loading.missing and not loading.cancelled:
                 self._errors.update(loading.missing)
@@ -225,7 +229,7 @@ class WorkerSide:
         """Return the results of lookups since the last call."""
         if not self._lookup_results:
             return None
-        found: dict[int, list[int]] = {}
+        found: dict[int, list[Reach]] = {}
         while self._lookup_results:
             number, there = self._lookup_results.popleft()
             found[number] = [there]
@@ -261,13 +265,13 @@ class WorkerSide:
             _LOG.warning("nothing was saved: %s", error)
         if ttl is not None:
             shared.expire(span.keys[:there], ttl)
-        tokens = self._groups.block_tokens if span.group == 0 else 0
+        tokens = self._groups.block_tokens if span.group == self._groups.counted else 0
         self.counts.add(
             saved_tokens=there * tokens, dropped_tokens=(len(span.keys) - there) * tokens
         )
 
     def _drop(self, span: BlockSpan) -> None:
-        tokens = self._groups.block_tokens if span.group == 0 else 0
+        tokens = self._groups.block_tokens if span.group == self._groups.counted else 0
         self.counts.add(dropped_tokens=len(span.keys) * tokens)
 
     # --- the end ---------------------------------------------------------------------------------
