@@ -18,13 +18,13 @@ from kvkeep.core.errors import OutOfPages
 from kvkeep.observe.usage import Notifier, PromptComputed
 from kvkeep.serve.engine.answer import BY_ARRIVAL, Answer
 from kvkeep.serve.engine.attention.batch import Piece
+from kvkeep.serve.engine.forks import fork_or_wait, replace_beams
 from kvkeep.serve.engine.logprobs import logprobs_of
 from kvkeep.serve.engine.results import Delta
 from kvkeep.serve.engine.sampling import choose
 
 if TYPE_CHECKING:
     from kvkeep.observe.usage import RequestEnded
-    from kvkeep.serve.engine.beams import Pick
     from kvkeep.serve.engine.logprobs import TokenLogprob
     from kvkeep.serve.engine.offload.offload import Offload
     from kvkeep.serve.engine.passes import GroupPasses
@@ -193,22 +193,10 @@ class EngineStep:
             return [answer]
         forks = [answer]
         for index in range(1, request.params.width):
-            other = self._fork(answer, index)
-            request.live.append(other)
-            if other.sequence is None:
-                self._scheduler.wait(other)
-            else:
-                self._scheduler.run(other)
+            other = fork_or_wait(self._scheduler, answer, index)
+            if other.sequence is not None:
                 forks.append(other)
         return forks
-
-    @staticmethod
-    def _fork(answer: Answer, index: int) -> Answer:
-        """Return a fork, or one that computes the prompt again if there is no room for a state."""
-        try:
-            return answer.fork(index)
-        except OutOfPages:
-            return Answer(answer.request, index)
 
     def _take(
         self,
@@ -305,48 +293,12 @@ class EngineStep:
         request.first_token_now()
         self._stats.generated_tokens += len(picks)
         try:
-            self._replace_beams(request, parents, picks)
+            replace_beams(self._scheduler, request, picks)
         except OutOfPages:  # there is no room for the state of a fork
             self._end_search(request, deltas)
             return
         if search.done:
             self._end_search(request, deltas)
-
-    def _replace_beams(self, request: Request, parents: list[Answer], picks: list[Pick]) -> None:
-        """Fork the beams; the last pick of each takes over its sequence.
-
-        Preempts younger requests for room, and raises `OutOfPages` if there is still none; the
-        beams are then as they were.
-        """
-        scheduler = self._scheduler
-        last = {pick.parent: index for index, pick in enumerate(picks)}
-        forks: dict[int, Answer] = {}
-        try:
-            for index, pick in enumerate(picks):
-                while index != last[pick.parent] and index not in forks:
-                    try:
-                        forks[index] = parents[pick.parent].fork(index, pick.token)
-                    except OutOfPages:
-                        if not scheduler.preempt_for(request):
-                            raise
-        except OutOfPages:
-            for beam in forks.values():
-                beam.running_sequence.close()
-            raise
-        beams: list[Answer] = []
-        for index, pick in enumerate(picks):
-            beam = forks.get(index)
-            if beam is None:
-                parent = parents[pick.parent]
-                beam = parent.follow(index, pick.token)
-                scheduler.replace(parent, beam)
-            else:
-                scheduler.run(beam)
-            beams.append(beam)
-        for parent in parents:
-            if parent.sequence is not None:
-                scheduler.remove(parent)
-        request.live = beams
 
     def _end_search(self, request: Request, deltas: list[Delta]) -> None:
         """End a beam search with the best hypotheses it has found."""

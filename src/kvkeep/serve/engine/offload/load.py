@@ -6,14 +6,12 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvkeep.core.errors import IllegalStep
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from torch import Tensor
 
     from kvkeep.core.keys import Namespace
     from kvkeep.core.tokens import TokenArray
@@ -24,14 +22,15 @@ __all__ = ["Load", "LoadChunk"]
 
 
 class LoadChunk(NamedTuple):
-    """KV of ``tokens`` tokens from position ``start`` on, in page order, in a block of `Buffers`.
+    """KV of ``tokens`` tokens from position ``start`` on.
 
+    ``block`` has it in page order, in a block of `Buffers`; or it is a snapshot.
     ``sources`` are ``(tier, tokens)`` in order; empty for a load without evidence.
     """
 
     start: int
     tokens: int
-    block: Tensor
+    block: Any
     sources: Sequence[tuple[str, int]] = ()
 
 

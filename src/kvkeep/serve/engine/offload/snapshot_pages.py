@@ -114,9 +114,8 @@ class SnapshotPages:
             else:
                 end = stop // size * size
                 index = torch.from_numpy(pages[page : end // size].astype("int64"))
-                memory[index.to(memory.device)] = tensor[at - start : end - start].unflatten(
-                    0, (-1, size)
-                )
+                many = tensor[at - start : end - start]
+                memory[index.to(memory.device)] = many.reshape(-1, size, *many.shape[1:])
             at = end
 
 

@@ -61,7 +61,8 @@ class SnapshotMover(Mover):
 
     def restore(self, answer: Answer, chunk: LoadChunk) -> int:
         """Write a snapshot, and leave a checkpoint there; 0 if there is no room for its rows."""
-        snapshot: Snapshot = chunk.block
+        snapshot = chunk.block
+        assert isinstance(snapshot, Snapshot)
         sequence, position = answer.running_sequence, snapshot.tokens
         groups = sequence.groups
         assert groups is not None
