@@ -259,7 +259,7 @@ def test_the_size_of_a_large_window_is_proved_too():
         replace(group, span=None if group.span is None else 4097)
         for group in runner.geometry.groups
     ]
-    with pytest.raises(UnsupportedModel, match="token 4097 does not attend to token 1"):
+    with pytest.raises(UnsupportedModel, match="token 4096 does not attend to token 0"):
         load("gemma3_text", KVGeometry.of(groups, dtype="float32"), num_pages=5000, **changes)
 
 
