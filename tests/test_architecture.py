@@ -64,7 +64,7 @@ ROOMS: dict[str, set[str]] = {
     "serve": set(),
     "serve.models": set(),
     "serve.engine": {
-        "core.cache", "core.pages", "store", "store.identity", "serve.models",
+        "core.cache", "core.pages", "core.groups", "store", "store.identity", "serve.models",
         "observe.usage",  # the events that it emits
     },
     "serve.http": set(),  # holds against hostile clients: of requests it knows bytes alone
@@ -571,10 +571,8 @@ REACHES: dict[str, int] = {
     "kvkeep.integrations.transformers_prefill": 1,  # _supports_logits_to_keep
     "kvkeep.integrations.vllm": 1,  # the registry of connectors
     "kvkeep.serve.engine.attention.dense": 1,  # torch's attention that returns log-sum-exps
+    "kvkeep.serve.engine.attention.hook": 1,  # _attn_implementation
     "kvkeep.serve.engine.linear": 2,  # oneDNN's packed layers
-    "kvkeep.serve.engine.loading": 1,  # _is_stateful
-    "kvkeep.serve.engine.probe": 1,  # _attn_implementation
-    "kvkeep.serve.engine.runner": 1,
     "kvkeep.store.identity.modules": 12,  # torch's modules, read without their hooks
     "kvkeep.store.identity.watch": 4,
 }

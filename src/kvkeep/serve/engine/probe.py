@@ -23,7 +23,7 @@ from kvkeep.core.groups.tensors import GroupedTensors
 from kvkeep.core.pages.tensors import PagedTensors
 from kvkeep.serve.engine import loading
 from kvkeep.serve.engine.attention.batch import PagedBatch, Piece
-from kvkeep.serve.engine.attention.hook import ATTENTION, register
+from kvkeep.serve.engine.attention.hook import ATTENTION, register, switch_attention
 from kvkeep.serve.engine.attention.memory import KVMemory
 from kvkeep.serve.engine.attention.short import SHORT
 from kvkeep.serve.engine.model.resuming import prove_resuming
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from kvkeep.core.geometry import KVGeometry
     from kvkeep.core.groups import GroupLayout
-    from kvkeep.serve.engine.model.survey import Survey
+    from kvkeep.serve.engine.model.survey import ModelSurvey
 
     IntArray = npt.NDArray[np.int32]
 
@@ -49,6 +49,7 @@ __all__ = ["Proved", "prove"]
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.15}
 _PAGE_SIZE = 4
 _LONG = SHORT + 1
+_SINGLE = 3  # tokens that are computed one by one: more than may go to other experts
 _LARGEST_WINDOW = 64  # tokens; larger ones are not left, but the survey shows their size
 
 
@@ -56,7 +57,7 @@ class Proved(NamedTuple):
     """A model that computes the same over pages, and what its modules do."""
 
     model: WrappedModel
-    survey: Survey
+    survey: ModelSurvey
 
 
 def prove(model: PreTrainedModel, geometry: KVGeometry) -> Proved:
@@ -80,7 +81,7 @@ def prove(model: PreTrainedModel, geometry: KVGeometry) -> Proved:
     register()
     with _translated(f"{name} does not let its attention be replaced"):
         if attends:
-            model.set_attn_implementation(ATTENTION)
+            switch_attention(model, ATTENTION)
     wrapped = WrappedModel(model, found)
     try:
         with _translated(f"{name} cannot be run over pages"):
@@ -123,9 +124,10 @@ def _cuts(layout: GroupLayout | None) -> tuple[list[int], list[int]]:
     # Past those windows that are quick to leave.
     spans = [window.span for window in layout.windows if window.span <= _LARGEST_WINDOW]
     length = max(spans, default=0) + _LONG + 2 * _PAGE_SIZE
-    # Then a few tokens one by one, both sequences in one pass.
-    single = [length - 2, length - 1, length]
-    return [length - 6, length - 3, *single], [2, length - 3, *single]
+    # Then tokens one by one, both sequences in one pass.
+    before = length - _SINGLE
+    single = range(before + 1, length + 1)
+    return [before - 3, before, *single], [2, before, *single]
 
 
 def _by_itself(model: PreTrainedModel, sequences: IntArray) -> torch.Tensor:
@@ -139,7 +141,7 @@ class _OverPages:
     """Runs sequences over pages of its own, in tables that are neither in order nor contiguous."""
 
     def __init__(
-        self, model: WrappedModel, found: Survey, plan: GroupPlan, device: torch.device
+        self, model: WrappedModel, found: ModelSurvey, plan: GroupPlan, device: torch.device
     ) -> None:
         self._model = model
         self._found = found
@@ -153,7 +155,7 @@ class _OverPages:
         logits: list[list[torch.Tensor]] = [[] for _ in sequences]
         starts = [0] * len(sequences)
         for number, stops in enumerate(zip(*cuts, strict=True)):
-            if groups is not None and number == len(cuts[0]) - 1:
+            if groups is not None and number == len(cuts[0]) - _SINGLE:
                 tables[0] = self._moved(tables[0], groups)
             pieces = [
                 table.piece(tokens[start:stop], start, self._plan.layout)

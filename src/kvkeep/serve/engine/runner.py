@@ -15,7 +15,7 @@ from kvkeep.core.pages import PageCopy
 from kvkeep.core.pages.tensors import PagedTensors
 from kvkeep.serve.engine import linear, loading, probe
 from kvkeep.serve.engine.attention.batch import PagedBatch
-from kvkeep.serve.engine.attention.hook import ATTENTION
+from kvkeep.serve.engine.attention.hook import is_paged
 from kvkeep.serve.engine.attention.memory import KVMemory
 from kvkeep.store.identity import ModelWatch, model_identity
 
@@ -60,7 +60,7 @@ class Runner:
         linear layers keep their weights twice, up to 1 GiB more in all (see
         `kvkeep.serve.engine.linear`).
         """
-        if model.config.get_text_config()._attn_implementation == ATTENTION:
+        if is_paged(model):
             raise IllegalStep("this model was taken over by a Runner before; load it once more")
         self.identity = model_identity(model)
         self.model = model

@@ -14,12 +14,34 @@ from kvkeep.serve.engine.attention.dense import Scoring
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedModel
 
     from kvkeep.serve.engine.attention.batch import PagedBatch
 
-__all__ = ["ATTENTION", "paged_attention", "register"]
+__all__ = ["ATTENTION", "is_paged", "paged_attention", "register", "switch_attention"]
 
 ATTENTION = "kvkeep_paged"
+
+
+def is_paged(model: PreTrainedModel) -> bool:
+    """Whether ``model`` attends over pages."""
+    return _implementation(model) == ATTENTION
+
+
+def switch_attention(model: PreTrainedModel, implementation: str) -> None:
+    """Let ``model`` call the attention that is registered as ``implementation``.
+
+    Raises:
+        UnsupportedModel: it does not let its attention be replaced.
+    """
+    model.set_attn_implementation(implementation)
+    if _implementation(model) != implementation:
+        raise UnsupportedModel(f"{type(model).__name__} does not let its attention be replaced")
+
+
+def _implementation(model: PreTrainedModel) -> str | None:
+    name: str | None = model.config.get_text_config()._attn_implementation
+    return name
 
 
 def register() -> None:

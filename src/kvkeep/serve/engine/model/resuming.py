@@ -20,7 +20,7 @@ from kvkeep.serve.engine.model.states import MixerCache
 if TYPE_CHECKING:
     from kvkeep.core.geometry import KVGeometry
     from kvkeep.core.geometry.groups import StateTensor
-    from kvkeep.serve.engine.model.survey import CacheUser, Survey
+    from kvkeep.serve.engine.model.survey import CacheUser, ModelSurvey
 
 __all__ = ["prove_resuming"]
 
@@ -30,7 +30,7 @@ _CUTS: Final = (0, 18, 37, 39, 40, 41, 42)
 _TOLERANCE: Final = 1e-3
 
 
-def prove_resuming(name: str, survey: Survey, geometry: KVGeometry) -> None:
+def prove_resuming(name: str, survey: ModelSurvey, geometry: KVGeometry) -> None:
     """Compute tokens in pieces and at once, in one module of each kind, and compare.
 
     In float32, whatever the model's type: half precision would hide a small difference.

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from kvkeep.core.errors import UnsupportedModel, require
+from kvkeep.serve.engine.attention.hook import switch_attention
 from kvkeep.serve.engine.attention.latent import LatentMaps
 from kvkeep.serve.engine.attention.memory import reaches
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
     MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
-__all__ = ["CacheUser", "Survey", "survey"]
+__all__ = ["CacheUser", "ModelSurvey", "survey"]
 
 _SURVEY: Final = "kvkeep_survey"  # the attention implementation during a survey
 _TOKENS: Final = 3
@@ -55,7 +56,7 @@ class CacheUser:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Survey:
+class ModelSurvey:
     """What the modules of a model do.
 
     Attributes:
@@ -72,7 +73,7 @@ class Survey:
     latent: dict[int, LatentMaps]
 
 
-def survey(model: PreTrainedModel, geometry: KVGeometry) -> Survey:
+def survey(model: PreTrainedModel, geometry: KVGeometry) -> ModelSurvey:
     """Run ``model`` on a few tokens and return what its modules do.
 
     Leaves it with another attention implementation; `prove` sets one afterwards.
@@ -86,9 +87,7 @@ def survey(model: PreTrainedModel, geometry: KVGeometry) -> Survey:
     seen = _Seen(name, geometry)
     with _stack_of_users(model, seen):
         if seen.attends:
-            model.set_attn_implementation(_SURVEY)
-            if model.config.get_text_config()._attn_implementation != _SURVEY:
-                raise UnsupportedModel(f"{name} does not let its attention be replaced")
+            switch_attention(model, _SURVEY)
         parameters = inspect.signature(model.forward).parameters
         key = "past_key_values" if "past_key_values" in parameters else "cache_params"
         ids = torch.arange(1, 1 + _TOKENS, device=model.device)[None]
@@ -340,7 +339,7 @@ class _Seen:
                         f"{'not ' if first <= token <= query else ''}attend to token {token}"
                     )
 
-    def result(self) -> Survey:
+    def result(self) -> ModelSurvey:
         """Return what was seen; raises `UnsupportedModel` if that is not what the geometry says."""
         if missed := sorted(set(self.shapes) - set(self.attentions)):
             raise UnsupportedModel(
@@ -355,7 +354,7 @@ class _Seen:
                 f"{self.name} keeps states in the layers {sorted(self.mixers)}, and its geometry "
                 f"says {sorted(with_state)}"
             )
-        return Survey(self.mixers, list(self.readers.values()), self.shared, self.latent)
+        return ModelSurvey(self.mixers, list(self.readers.values()), self.shared, self.latent)
 
 
 def _words(reach: Reach) -> str:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvkeep.core.groups.tensors import GroupedTensors
     from kvkeep.serve.engine.attention.batch import PagedBatch
     from kvkeep.serve.engine.model.states import MixerCache
-    from kvkeep.serve.engine.model.survey import CacheUser, Survey
+    from kvkeep.serve.engine.model.survey import CacheUser, ModelSurvey
 
 __all__ = ["WrappedModel"]
 
@@ -36,7 +36,7 @@ class WrappedModel:
     Thread safety: none; one pass at a time.
     """
 
-    def __init__(self, model: PreTrainedModel, survey: Survey) -> None:
+    def __init__(self, model: PreTrainedModel, survey: ModelSurvey) -> None:
         """Replace the ``forward`` of the modules that ``survey`` found."""
         self._model = model
         self._pass = _Pass()
