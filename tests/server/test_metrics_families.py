@@ -11,6 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvkeep.core.cache import PagedCache
+from kvkeep.core.groups import GroupLayout, WindowSpec
 from kvkeep.serve.engine.stats import EngineStats
 from kvkeep.serve.http import BodyBudget, ConnectionLimits, Connections
 from kvkeep.serve.server import families
@@ -79,6 +80,10 @@ def all_of_it():
     )
     metrics.connections, metrics.bodies = Connections(ConnectionLimits()), BodyBudget()
     found = told(metrics, cache, store=store(), namespaces={"": 4})
+    names = {family.name for family in found}
+    layout = GroupLayout(PAGE, (WindowSpec(PAGE),))
+    grouped = told(ServerMetrics(), PagedCache(16, layout, what_if=1.0))
+    found += [family for family in grouped if family.name not in names]
     # The client tells besides when each counter began; those are not ours to name.
     return [family for family in found if not family.name.endswith("_created")]
 

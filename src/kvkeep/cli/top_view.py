@@ -175,7 +175,9 @@ def _what_if(live: Mapping[str, Any], width: int) -> Text:
         times, rate = number(point, "times") or 0, number(point, "hit_rate") or 0
         line.append(" · " if at else "").append(f"{times:g}× ", "bold" if times == 1 else "")
         line.append(f"{rate:.0%}", "bold" if times == 1 else "")
-    return fit(line.append("  of the memory: the hit rate" if points else "–", "dim"), width)
+    bound = any(point.get("kv_only") is True for point in points)
+    rate_of = "the hit rate of the KV alone" if bound else "the hit rate"
+    return fit(line.append(f"  of the memory: {rate_of}" if points else "–", "dim"), width)
 
 
 def _foot(width: int, ends: str) -> Text:

@@ -28,6 +28,7 @@ _HEAT: Final = (
 )
 _TEXT_LINES: Final = 12
 _IDS: Final = 12
+_POINTS: Final = 4
 
 
 def tree(said: Object, width: int, depth: int) -> list[Text]:
@@ -104,6 +105,8 @@ def _node(node: Object, guide: str, width: int, left_out: int) -> Text:
         marks.append((f" · {plural(references, 'ref')}", "green"))
     if whole(node, "pins"):
         marks.append((" · pinned", "magenta"))
+    if resumes := _resumes(node):
+        marks.append((f" · {resumes}", "blue"))
     if left_out:
         marks.append((f" · … {left_out:,} below", "dim italic"))
     tail = Text(end="")
@@ -117,6 +120,16 @@ def _node(node: Object, guide: str, width: int, left_out: int) -> Text:
     label = Text(text(node, "text") or nameless, "cyan", no_wrap=True, end="")
     label.truncate(max(room, 8), overflow="ellipsis")
     return fit(line.append_text(label).append_text(tail), width)
+
+
+def _resumes(node: Object) -> str:
+    """Return the last positions at which requests resume; nothing if that is not restricted."""
+    found = node.get("checkpoints")
+    points = [at for at in found if type(at) is int] if isinstance(found, list) else []
+    if not points:
+        return ""
+    more = "…, " if len(points) > _POINTS else ""
+    return f"resumes at {more}{', '.join(f'{at:,}' for at in points[-_POINTS:])}"
 
 
 def detail(said: Object, width: int) -> list[Text]:
@@ -136,6 +149,8 @@ def detail(said: Object, width: int) -> list[Text]:
         line.append(f" · {plural(count, 'token')} also in {tier}", "dim")
     if policy := text(said, "policy"):
         line.append(f" · {policy}", "dim")
+    if resumes := _resumes(said):
+        line.append(f" · {resumes}", "blue")
     wrapped = textwrap.wrap(text(said, "text"), max(width - 2, 20))[:_TEXT_LINES]
     return [line, *(cell(f"  {part}", width, "cyan") for part in wrapped), Text()]
 

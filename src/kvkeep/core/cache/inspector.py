@@ -124,7 +124,7 @@ class Inspector:
     def _make(
         self, space: Namespace | None, root: int | None, nodes: int, blocks: BlockNames | None
     ) -> CacheMap:
-        columns = Survey.COLUMNS if blocks is None else (*Survey.COLUMNS, *_RUNS)
+        columns = self._columns if blocks is None else (*self._columns, *_RUNS)
         walk = self._walk(columns, space if root is None else self._find(root))
         survey = Survey(walk)
         if root is not None and survey.gone[0]:
@@ -148,9 +148,12 @@ class Inspector:
             runs=int(survey.below_runs[tops].sum()),
             pages=int(survey.below_pages[tops].sum()),
             nodes=(
-                *shown_nodes(survey, rows, ages, self._heads(heads), ending, bare=bare),
+                *shown_nodes(
+                    survey, rows, ages, self._heads(heads), ending, bare=bare, size=core.page_size
+                ),
                 *hidden_nodes(survey, rows, ages, bare=bare),
             ),
+            group_pages=int(survey.below_groups[tops].sum()),
         )
 
     def _heads(self, heads: list[bytes]) -> list[Head]:
@@ -190,7 +193,7 @@ class Inspector:
     def node(self, number: int) -> NodeView:
         """See `PagedCache.node`."""
         top = self._find(number)
-        survey = Survey(self._walk(Survey.COLUMNS, top))
+        survey = Survey(self._walk(self._columns, top))
         core = self._core
         row = np.zeros(1, np.int64)
         with core:
@@ -202,7 +205,9 @@ class Inspector:
             symbols = np.frombuffer(look.symbols, TOKEN_DTYPE)
             tokens, extras = core.marks.plain(symbols) if exact else (None, ())
         ages = notes.seconds(survey.below_last)
-        (node,) = shown_nodes(survey, row, ages, self._heads(heads), [None], bare=False)
+        (node,) = shown_nodes(
+            survey, row, ages, self._heads(heads), [None], bare=False, size=core.page_size
+        )
         return NodeView(
             node=replace(node, parent=look.path[-1] if look.path else None),
             namespace=look.namespace,
@@ -326,18 +331,24 @@ class Inspector:
             )
         return found
 
+    @property
+    def _columns(self) -> tuple[str, ...]:
+        """The columns of a survey of this cache."""
+        return Survey.COLUMNS if self._core.groups is None else Survey.COLUMNS + Survey.GROUPS
+
     # --- walking -----------------------------------------------------------------------------
 
     def _walk(self, columns: Sequence[str], top: Any) -> TreeWalk:
         core = self._core
+        step = _STEP if core.groups is None else _STEP // 8  # rows are counted, page by page
         with core:
             core.pins.expire()
             walk = core.index.walk(columns, top)
-            walk.step(_STEP)
+            walk.step(step)
         while not walk.done:
             self._pause()
             with core:
-                walk.step(_STEP)
+                walk.step(step)
         return walk
 
     def _pause(self) -> None:

@@ -34,9 +34,11 @@ def shown_nodes(
     blocks: Sequence[Blocks | None],
     *,
     bare: bool,
+    size: int,
 ) -> list[MapNode]:
     """Return a node for each of ``rows``; with ``bare``, the top node is left out.
 
+    ``size`` is that of a page.
     With each row, ``rows`` has the row above it. Rows without parent are tops.
     """
     ids = survey.ids
@@ -46,13 +48,15 @@ def shown_nodes(
         rows, ids[rows], np.append(ids, 0)[above], above, survey.sizes[rows],
         survey.below_pages[rows], survey.below_runs[rows], survey.holders[rows],
         survey.pins[rows], survey.below_uses[rows], ages[rows],
+        survey.group_pages[rows], survey.below_groups[rows],
     )  # fmt: skip
+    points = survey.points
     numbers = zip(*(column.tolist() for column in columns), strict=True)
     each = zip(numbers, heads, blocks, strict=True)
     for (row, own, parent, place, *counts), (head, key), ended in each:
         if bare and place < 0:
             continue
-        pages, below_pages, below_runs, holders, pins, hits, age = counts
+        pages, below_pages, below_runs, holders, pins, hits, age, beside, below_beside = counts
         nodes.append(
             MapNode(
                 id=own,
@@ -68,6 +72,9 @@ def shown_nodes(
                 key=key,
                 namespace=survey.namespace(row),
                 blocks=ended,
+                group_pages=beside,
+                below_group_pages=below_beside,
+                checkpoints=() if points is None else tuple(page * size for page in points[row]),
             )
         )
     return nodes
@@ -90,6 +97,7 @@ def hidden_nodes(survey: Survey, rows: Numbers, ages: Seconds, *, bare: bool) ->
     np.minimum.at(latest, groups, ages[hidden])
     ids = survey.ids
     pages, runs = sums(survey.below_pages), sums(survey.below_runs)
+    beside = sums(survey.below_groups)
     columns = sums(survey.holders), sums(survey.pins), sums(survey.below_uses)
     counts = np.bincount(groups, minlength=len(above)).tolist()
     return [
@@ -104,6 +112,8 @@ def hidden_nodes(survey: Survey, rows: Numbers, ages: Seconds, *, bare: bool) ->
             hits=columns[2][i],
             age_s=float(latest[i]),
             count=counts[i],
+            group_pages=beside[i],
+            below_group_pages=beside[i],
         )
         for i, place in enumerate(above.tolist())
     ]

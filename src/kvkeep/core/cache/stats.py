@@ -43,7 +43,8 @@ class CacheStats:
     of those, ``evictable`` can be evicted now and ``protected`` are held. Of the cached pages,
     ``dead`` are evicted first, and ``awaited`` are kept for suspended sessions. ``shared`` pages
     are in the tables of several sequences. ``references`` sums all reference counts; ``shares``
-    counts the pages that sequences would need in addition if they shared none.
+    counts the pages that sequences would need in addition if they shared none. Cached pages are
+    those of tokens; ``groups`` has the pages of rows and states beside them.
     """
 
     sequences: int
@@ -88,6 +89,21 @@ class CacheStats:
     def hit_rate(self) -> float:
         """Reused prompt tokens / prompt tokens; 0 before the first prompt."""
         return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    def pages_by_state(self) -> dict[str, int]:
+        """Return all pages of the pool by state; of cached ones, rows and states included.
+
+        "free", "cached_evictable", "cached_held", and "private" ones of running sequences.
+        """
+        beside, idle = (
+            (0, 0) if self.groups is None else (self.groups.pages, self.groups.idle_pages)
+        )
+        return {
+            "free": self.pages_free,
+            "cached_evictable": self.pages_evictable + idle,
+            "cached_held": self.pages_protected + beside - idle,
+            "private": self.pages_used - self.pages_cached - beside,
+        }
 
     def as_dict(self) -> dict[str, int | float]:
         """Return all counts and the hit rate, for JSON."""

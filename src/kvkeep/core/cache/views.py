@@ -26,10 +26,11 @@ class MapNode:
 
     ``pages`` are the node's own; for a hidden node, those of all runs it stands for, so that
     ``pages`` of all nodes of a map sum up to ``CacheMap.pages``. ``below_pages`` and ``below_runs``
-    include everything behind the node. ``holders`` are sequences and hard pins on the run, and
-    runs behind it that have any; ``pins`` the soft pins that end with it. ``hits`` are the
-    requests that reused the run; ``age_s`` the seconds since its last use by the policy's count,
-    exact to about a second.
+    include everything behind the node. ``group_pages`` and ``below_group_pages`` are those of rows
+    and states beside them, in a cache with groups of layers. ``holders`` are sequences and hard
+    pins on the run, and runs behind it that have any; ``pins`` the soft pins that end with it.
+    ``hits`` are the requests that reused the run; ``age_s`` the seconds since its last use by the
+    policy's count, exact to about a second.
     """
 
     id: int
@@ -51,6 +52,11 @@ class MapNode:
     """The namespace that the node stands for; None for other nodes."""
     blocks: Blocks | None = None
     """The store's blocks that end in the run; None if not requested, or not known."""
+    group_pages: int = 0
+    below_group_pages: int = 0
+    checkpoints: tuple[int, ...] = ()
+    """Positions in the run at which requests can resume, in tokens from the prompt's start; empty
+    in a plain cache. Without states they may resume elsewhere, too, while the rows are there."""
 
     @property
     def hidden(self) -> bool:
@@ -68,6 +74,8 @@ class CacheMap:
     pages: int
     nodes: tuple[MapNode, ...]
     """Parents before children."""
+    group_pages: int = 0
+    """Pages of rows and states, which ``pages`` does not count."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -70,12 +70,17 @@ class MissRatioPoint:
 
     ``hit_rate`` is the share of prompt tokens that LRU would have reused. It counts whole blocks,
     and so is a little lower than the measured rate.
+
+    In a cache with groups of layers it is ``kv_only``: the share of tokens whose KV would have been
+    there, if every page held KV and a request could resume at every block. Windows and states take
+    pages, and allow fewer positions, so this is what more memory could bring at most.
     """
 
     times: float
     pages: int
     tokens: int
     hit_rate: float
+    kv_only: bool = False
 
 
 class PromptWatch:
@@ -90,13 +95,16 @@ class PromptWatch:
     batches below a millisecond, and the cost of the curve.
     """
 
-    def __init__(self, curve: MissRatioCurve, page_size: int, num_pages: int) -> None:
+    def __init__(
+        self, curve: MissRatioCurve, page_size: int, num_pages: int, *, kv_only: bool = False
+    ) -> None:
         if curve.block_tokens % page_size:
             raise InvalidValue(
                 f"a curve's blocks are whole pages of {page_size} tokens here, "
                 f"got block_tokens={curve.block_tokens}"
             )
         self.curve = curve
+        self.kv_only = kv_only
         self._block_pages = curve.block_tokens // page_size
         self._block_bytes = curve.block_tokens * TOKEN_BYTES
         self._dtype = np.dtype("<u4" if self._block_bytes % 8 else "<u8")
@@ -117,7 +125,13 @@ class PromptWatch:
 
     @classmethod
     def of(
-        cls, what_if: float | MissRatioCurve, page_size: int, num_pages: int, block_tokens: int
+        cls,
+        what_if: float | MissRatioCurve,
+        page_size: int,
+        num_pages: int,
+        block_tokens: int,
+        *,
+        kv_only: bool = False,
     ) -> PromptWatch:
         """Return a watch: of the given curve, or of a new one with this share as its sample.
 
@@ -125,11 +139,11 @@ class PromptWatch:
         those, and reaches to 16 times the memory. Its half-life is 64 times the memory.
         """
         if isinstance(what_if, MissRatioCurve):
-            return cls(what_if, page_size, num_pages)
+            return cls(what_if, page_size, num_pages, kv_only=kv_only)
         pages = max(1, min(block_tokens // page_size, num_pages // _FEWEST_BLOCKS))
         most = max(64, -(-num_pages * _MOST_TIMES // pages))
         curve = MissRatioCurve(what_if, pages * page_size, most_blocks=most, half_life=4 * most)
-        return cls(curve, page_size, num_pages)
+        return cls(curve, page_size, num_pages, kv_only=kv_only)
 
     # --- events of the cache -----------------------------------------------------------------
 
@@ -240,7 +254,7 @@ class PromptWatch:
         share = self._in_blocks(namespace)
         page_tokens = self.curve.block_tokens // self._block_pages
         return tuple(
-            MissRatioPoint(factor, size, size * page_tokens, share * rate)
+            MissRatioPoint(factor, size, size * page_tokens, share * rate, self.kv_only)
             for factor, size, rate in zip(factors, sizes, rates, strict=True)
         )
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["draw"]
 
 _SHOWN_PAGES = 3
+_SHOWN_POINTS = 4
 
 
 def draw(
@@ -32,10 +33,10 @@ def draw(
 ) -> Tree:
     """Return the runs of `PagedCache.runs` as a tree that `rich` prints.
 
-    One line a run: tokens, pages, references, the eviction policy's rank, and the start of its
-    text, as ``decode`` gives it, in ``width`` characters. Runs deeper than ``depth``, beyond
-    ``branches`` of one parent or beyond ``lines`` in all are counted only. Control characters are
-    escaped, so no text can control the terminal.
+    One line a run: tokens, pages, references, checkpoints at which requests resume, the eviction
+    policy's rank, and the start of its text, as ``decode`` gives it, in ``width`` characters. Runs
+    deeper than ``depth``, beyond ``branches`` of one parent or beyond ``lines`` in all are counted
+    only. Control characters are escaped, so no text can control the terminal.
     """
     limits = {"depth": depth, "branches": branches, "lines": lines, "width": width}
     for name, value in limits.items():
@@ -95,6 +96,8 @@ def _line(
     )
     if run.pins:
         line.append(" · pinned", style="magenta")
+    if run.points:
+        line.append(f" · {_resumes(run)}", style="blue")
     line.append(f" · {run.state}", style="dim")
     if run.tokens is None:
         label = f"key {run.symbols[:4].hex()}…"
@@ -104,6 +107,14 @@ def _line(
         label = " ".join(map(str, run.tokens[: width // 4]))
     line.append("  " + _visible(label, width), style="cyan")
     return line
+
+
+def _resumes(run: PrefixRun) -> str:
+    """Return the last positions at which requests resume, in tokens if those are known."""
+    size = 1 if run.tokens is None else len(run.tokens) // len(run.pages)
+    shown = ", ".join(f"{page * size:,}" for page in run.points[-_SHOWN_POINTS:])
+    more = "…, " if len(run.points) > _SHOWN_POINTS else ""
+    return f"resumes at {'page ' * (run.tokens is None)}{more}{shown}"
 
 
 def _visible(text: str, width: int) -> str:

@@ -108,6 +108,8 @@ class PrefixRun(NamedTuple):
     """How the eviction policy ranks it, in words."""
     extras: Extras = ()
     """Extras of its tokens; positions count from its first token."""
+    points: tuple[int, ...] = ()
+    """Pages of its path behind which requests can resume, of a cache with groups of layers."""
 
     @classmethod
     def of(cls, node: Node, depth: int, policy: EvictionPolicy, marks: Marks | None) -> PrefixRun:
@@ -128,6 +130,7 @@ class PrefixRun(NamedTuple):
             pins=node.pins,
             state=policy.describe(node),
             extras=extras,
+            points=node.points,
         )
 
 

@@ -123,11 +123,13 @@ class Survey:
 
     ``parents`` are rows, -1 for the tops. Rows that are ``gone`` count for nothing. Of a run that
     was joined with its front after the front was visited, the front's pages count once. ``below_…``
-    are sums over a node and all descendants: of pages, of runs (roots are none), of uses;
-    ``below_last`` is the latest ``last_used``.
+    are sums over a node and all descendants: of pages, of runs (roots are none), of uses, of pages
+    of groups; ``below_last`` is the latest ``last_used``. With the columns `GROUPS`, ``points`` are
+    the checkpoints of each node; else there are none.
     """
 
     COLUMNS = ("parent", "end", "serial", "size", "holders", "pins", "uses", "last_used")
+    GROUPS = ("group_pages", "points")
 
     def __init__(self, walk: TreeWalk) -> None:
         self.nodes = walk.nodes
@@ -143,9 +145,18 @@ class Survey:
         self.below_runs = (self.sizes > 0).astype(np.int64)
         self.below_uses = np.where(self.gone, 0, walk.numbers("uses"))
         self.below_last = walk.numbers("last_used")
+        self.points: list[tuple[int, ...]] | None = walk.columns.get("points")
+        grouped = self.points is not None
+        self.group_pages = (
+            np.where(self.gone, 0, walk.numbers("group_pages"))
+            if grouped
+            else np.zeros_like(self.sizes)
+        )
+        self.below_groups = self.group_pages.copy()
         for start, stop in reversed(self._levels()):
             above = self.parents[start:stop]
-            for sums in (self.below_pages, self.below_runs, self.below_uses):
+            summed = [self.below_pages, self.below_runs, self.below_uses]
+            for sums in [*summed, self.below_groups] if grouped else summed:
                 np.add.at(sums, above, sums[start:stop])
             np.maximum.at(self.below_last, above, self.below_last[start:stop])
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvkeep.core.events import Evicted, Stored
+from kvkeep.core.events import Evicted, GroupsStored, Stored
 from kvkeep.core.extras import extras_between
 from kvkeep.core.keys import chain_keys, root_key
 from kvkeep.core.tokens import TOKEN_BYTES, TOKEN_DTYPE
@@ -35,6 +35,10 @@ if TYPE_CHECKING:
         def tokens(self) -> npt.NDArray[np.int32] | None: ...
         @property
         def extras(self) -> Extras: ...
+        @property
+        def start(self) -> int: ...
+        @property
+        def points(self) -> Sequence[int]: ...
 
 
 __all__ = ["CacheMirror"]
@@ -64,15 +68,23 @@ class CacheMirror:
     tier named in events. Pages whose parent is unknown are left out and counted (``orphans``): the
     events may describe less than the cache holds, never more.
 
+    In a cache with ``groups`` of layers requests resume at checkpoints (without states elsewhere,
+    too, while rows are there, which is not published). So a block is published only while there is
+    a checkpoint at its end or behind it. Rows and states are no blocks.
+
     Thread safety: none. Memory: per page about 250 bytes and its tokens.
     """
 
-    def __init__(self, page_size: int, medium: str = "GPU") -> None:
+    def __init__(self, page_size: int, medium: str = "GPU", *, groups: bool = False) -> None:
         self.page_size = page_size
         self.medium = medium
         self.orphans = 0
         self._most = max(1, min(_EVENT_BLOCKS, _EVENT_TOKENS // page_size))
         self._pages: dict[int, _Page] = {}
+        self._grouped = groups
+        self._points: set[int] = set()  # pages with a checkpoint at their ends
+        # By published page: 1 for its own checkpoint, and 1 for each published page behind it.
+        self._reasons: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self._pages)
@@ -83,8 +95,11 @@ class CacheMirror:
             tokens = event.tokens.astype(TOKEN_DTYPE, copy=False).tobytes()
             pages = event.pages.tolist()
             return self._store(event.namespace, event.parent, pages, tokens, event.extras)
+        if isinstance(event, GroupsStored):
+            return self._resumable(point.page for point in event.checkpoints)
         if isinstance(event, Evicted):
-            return self._remove(event.pages.tolist())
+            lost = () if event.groups is None else event.groups.checkpoints
+            return self._lost(point.page for point in lost) + self._remove(event.pages.tolist())
         return []
 
     def reconcile(self, spaces: Iterable[tuple[Namespace, Iterable[StoredRun]]]) -> list[KVEvent]:
@@ -96,6 +111,7 @@ class CacheMirror:
         """
         events: list[KVEvent] = []
         seen: set[int] = set()
+        points: list[int] = []
         for namespace, runs in spaces:
             last_page: list[int] = []  # of the runs above, by depth
             for run in runs:
@@ -109,13 +125,18 @@ class CacheMirror:
                 seen.update(pages)
                 tokens = run.tokens.astype(TOKEN_DTYPE, copy=False).tobytes()
                 events += self._store(namespace, parent, pages, tokens, run.extras)
+                points += [pages[point - run.start - 1] for point in run.points]
+        if self._grouped:
+            events += self._resumable(points)
+            events += self._lost(self._points.difference(points))
         return events + self._remove([page for page in self._pages if page not in seen])
 
     def snapshot(self) -> Iterator[KVEvent]:
         """Yield all pages as events for a new reader, parents first."""
         children: dict[int, list[int]] = {}
         for page, held in self._pages.items():
-            children.setdefault(held.parent, []).append(page)
+            if not self._grouped or page in self._reasons:
+                children.setdefault(held.parent, []).append(page)
         ahead = [[page] for page in children.get(-1, ())]
         while ahead:
             chain = ahead.pop()
@@ -143,7 +164,8 @@ class CacheMirror:
         for at, (page, key) in enumerate(zip(pages, keys, strict=True)):
             known = self._pages.get(page)
             if known is not None and known.key == key:
-                if fresh:  # a known page ends the run of new ones; more may follow it
+                if fresh and not self._grouped:
+                    # A known page ends the run of new ones; more may follow it.
                     events += self._stored(fresh, first_parent)
                     fresh = []
                 first_parent = page
@@ -155,14 +177,73 @@ class CacheMirror:
                 self._pages[page] = held
                 fresh.append(held)
             parent = page
-        if fresh:
+        if fresh and not self._grouped:
             events += self._stored(fresh, first_parent)
         return events
 
     def _remove(self, pages: Iterable[int]) -> list[KVEvent]:
-        gone = [held for page in pages if (held := self._pages.pop(page, None)) is not None]
-        if not gone:
-            return []
+        known = [page for page in pages if page in self._pages]
+        if not self._grouped:
+            return self._removed([self._pages.pop(page) for page in known])
+        events = self._lost(page for page in known if page in self._points)  # no event told of it
+        gone = [page for page in known if page in self._reasons]  # with blocks behind, that stay
+        for page in gone:
+            del self._reasons[page]
+        events += self._removed([self._pages[page] for page in gone])
+        for page in known:
+            del self._pages[page]
+        return events
+
+    # --- groups of layers --------------------------------------------------------------------
+
+    def _resumable(self, pages: Iterable[int]) -> list[KVEvent]:
+        """Note checkpoints at the ends of ``pages``; return the events of blocks up to there."""
+        events: list[KVEvent] = []
+        for page in pages:
+            if page not in self._pages:
+                self.orphans += 1
+            elif page not in self._points:
+                self._points.add(page)
+                path = [self._pages[one] for one in self._count_up(page)]
+                if path:
+                    events += self._stored(path, path[0].parent)
+        return events
+
+    def _count_up(self, page: int) -> list[int]:
+        """Count one more reason to publish ``page``; return the pages to publish, in order."""
+        path: list[int] = []
+        while page in self._pages:
+            self._reasons[page] = self._reasons.get(page, 0) + 1
+            if self._reasons[page] > 1:
+                break
+            path.append(page)
+            page = self._pages[page].parent
+        return path[::-1]
+
+    def _lost(self, pages: Iterable[int]) -> list[KVEvent]:
+        """Note that checkpoints at the ends of ``pages`` are gone; return events of blocks."""
+        gone: list[int] = []
+        for page in pages:
+            if page in self._points:
+                self._points.remove(page)
+                gone += self._count_down(page)
+        return self._removed([self._pages[page] for page in gone])
+
+    def _count_down(self, page: int) -> list[int]:
+        """Count one reason less to publish ``page``; return the pages to remove."""
+        gone: list[int] = []
+        while page in self._reasons:
+            self._reasons[page] -= 1
+            if self._reasons[page]:
+                break
+            del self._reasons[page]
+            gone.append(page)
+            page = self._pages[page].parent
+        return gone
+
+    # --- events ------------------------------------------------------------------------------
+
+    def _removed(self, gone: Sequence[_Page]) -> list[KVEvent]:
         hashes: list[BlockHash] = [_wire_hash(held.key) for held in gone]
         return [
             BlockRemoved(hashes[at : at + _EVENT_REMOVALS], self.medium)

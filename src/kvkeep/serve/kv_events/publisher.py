@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from kvkeep.core.errors import InvalidValue, whole
-from kvkeep.core.events import Evicted, Stored
+from kvkeep.core.events import Evicted, GroupsStored, Stored
 from kvkeep.serve.kv_events.cache_mirror import CacheMirror
 from kvkeep.serve.kv_events.source import check_endpoint
 from kvkeep.serve.kv_events.wire import (
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from typing import Protocol
 
-    from kvkeep.core.events import Event, Hook
+    from kvkeep.core.events import Event, GroupsLost, Hook
     from kvkeep.core.keys import Namespace
     from kvkeep.serve.kv_events.cache_mirror import StoredRun
     from kvkeep.serve.kv_events.wire import KVEvent
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
         page_size: int
 
+        @property
+        def groups(self) -> object | None: ...
         def subscribe(self, hook: Hook) -> Callable[[], None]: ...
         def namespaces(self) -> Mapping[Namespace, int]: ...
         def runs(self, namespace: Namespace) -> Iterator[StoredRun]: ...
@@ -120,12 +122,12 @@ class EventPublisher:
         self._most = whole("queue", queue, 1)
         self.stats = PublisherStats()
         self._cache = cache
-        self._mirror = CacheMirror(cache.page_size, medium)
+        self._mirror = CacheMirror(cache.page_size, medium, groups=cache.groups is not None)
         self._topic = topic.encode()
         self._rank = rank
         self._history: deque[tuple[int, bytes]] = deque()
         self._history_bytes = 0
-        self._queue: deque[Stored | Evicted] = deque()
+        self._queue: deque[Stored | GroupsStored | Evicted] = deque()
         # Pages and tokens of all events queued and taken, since the start. Each has one writer.
         self._enqueued = 0
         self._dequeued = 0
@@ -159,7 +161,7 @@ class EventPublisher:
 
     def _on_event(self, event: Event) -> None:
         """Queue an event. Runs under the cache's lock, so it must not wait."""
-        if not isinstance(event, Stored | Evicted):
+        if not isinstance(event, Stored | GroupsStored | Evicted):
             return
         size = _size(event)
         if len(self._queue) >= self._most or self._enqueued - self._dequeued + size > _QUEUE_TOKENS:
@@ -294,9 +296,17 @@ def _in_batches(events: Iterable[KVEvent]) -> Iterator[list[KVEvent]]:
         yield some
 
 
-def _size(event: Stored | Evicted) -> int:
+def _size(event: Stored | GroupsStored | Evicted) -> int:
     """Memory of a queued event, in int32 numbers."""
-    return len(event.pages) + (len(event.tokens) if isinstance(event, Stored) else 0)
+    if isinstance(event, Stored):
+        return len(event.pages) + len(event.tokens)
+    if isinstance(event, GroupsStored):
+        return _beside(event)
+    return len(event.pages) + (0 if event.groups is None else _beside(event.groups))
+
+
+def _beside(groups: GroupsStored | GroupsLost) -> int:
+    return sum(map(len, groups.rows)) + 16 * len(groups.checkpoints)
 
 
 def _bound(

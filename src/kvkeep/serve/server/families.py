@@ -51,6 +51,18 @@ _CACHE_GAUGES: _Table = {
     "kvkeep_sessions": ("sessions", "Known sessions"),
     "kvkeep_namespaces": ("namespaces", "Namespaces with cached pages"),
 }
+# By whether the figures are of the KV alone (`MissRatioPoint.kv_only`).
+_WHAT_IF = (
+    (
+        "kvkeep_what_if_hit_rate",
+        "Estimated hit rate of a cache of so many times this memory, by a sample",
+    ),
+    (
+        "kvkeep_what_if_kv_hit_rate",
+        "Estimated share of prompt tokens whose KV so many times this memory would have, if "
+        "windows and states took no room: the most that it could reuse",
+    ),
+)
 _CACHE_COUNTERS: _Table = {
     "kvkeep_stored_pages": ("stored_pages", "Pages that became reusable"),
     "kvkeep_duplicate_pages": (
@@ -60,6 +72,34 @@ _CACHE_COUNTERS: _Table = {
     "kvkeep_evictions": ("evictions", "Evictions, of any number of pages"),
     "kvkeep_out_of_pages": ("out_of_pages", "Operations refused because pages were short"),
     "kvkeep_hook_errors": ("hook_errors", "Hooks of the cache that raised"),
+}
+# The same, of `GroupStats`, for models with windows or states.
+_GROUP_GAUGES: _Table = {
+    "kvkeep_group_pages": ("pages", "Pages of rows and states that later requests can reuse"),
+    "kvkeep_group_rows": ("rows", "Pages of tokens whose KV is kept for layers with windows"),
+    "kvkeep_checkpoints": ("checkpoints", "Positions at which later requests can resume"),
+}
+_GROUP_COUNTERS: _Table = {
+    "kvkeep_checkpoints_stored": ("checkpoints_stored", "Checkpoints that became reusable"),
+    "kvkeep_checkpoints_evicted": ("checkpoints_evicted", "Checkpoints evicted, with their states"),
+    "kvkeep_checkpoints_replaced": (
+        "checkpoints_replaced",
+        "Checkpoints without a state whose place a later one took",
+    ),
+    "kvkeep_checkpoints_without_room": (
+        "checkpoints_without_room",
+        "Planned checkpoints that were not kept: no room",
+    ),
+    "kvkeep_resumes_given_up": (
+        "resumes_given_up",
+        "Requests that resumed earlier, as they did not fit beside what resuming reads",
+    ),
+    "kvkeep_unresumed_tokens": (
+        "unresumed_tokens",
+        "Prompt tokens computed though their KV was cached: no state or window to resume",
+    ),
+    "kvkeep_group_rows_stored": ("rows_stored", "Rows that became reusable"),
+    "kvkeep_group_rows_evicted": ("rows_evicted", "Rows evicted"),
 }
 # Metric → the field of `EngineStats`, and the help text.
 _ENGINE_GAUGES: _Table = {
@@ -146,21 +186,21 @@ _EVENT_COUNTERS: _Table = {
 def of_cache(cache: CacheStats) -> Iterator[Metric]:
     """Pages by state, the counters of the cache, and estimated hit rates of other sizes."""
     pages = GaugeMetricFamily("kvkeep_pages", "Pages by state: all of the pool", labels=["state"])
-    pages.add_metric(["free"], cache.pages_free)
-    pages.add_metric(["cached_evictable"], cache.pages_evictable)
-    pages.add_metric(["cached_held"], cache.pages_protected)
-    pages.add_metric(["private"], cache.pages_used - cache.pages_cached)
+    for state, count in cache.pages_by_state().items():
+        pages.add_metric([state], count)
     yield pages
     for name, (field, text) in _CACHE_GAUGES.items():
         yield GaugeMetricFamily(name, text, getattr(cache, field))
     for name, (field, text) in _CACHE_COUNTERS.items():
         yield CounterMetricFamily(name, text, getattr(cache, field))
+    if cache.groups is not None:
+        for name, (field, text) in _GROUP_GAUGES.items():
+            yield GaugeMetricFamily(name, text, getattr(cache.groups, field))
+        for name, (field, text) in _GROUP_COUNTERS.items():
+            yield CounterMetricFamily(name, text, getattr(cache.groups, field))
     if cache.what_if:
-        gauge = GaugeMetricFamily(
-            "kvkeep_what_if_hit_rate",
-            "Estimated hit rate of a cache of so many times this memory, by a sample",
-            labels=["memory"],
-        )
+        name, text = _WHAT_IF[cache.what_if[0].kv_only]
+        gauge = GaugeMetricFamily(name, text, labels=["memory"])
         for point in cache.what_if:
             gauge.add_metric([f"{point.times:g}x"], point.hit_rate)
         yield gauge

@@ -102,7 +102,12 @@ class Live:
             history=usage.history(),
             tiers=[_tier(tier) for tier in tiers],
             what_if=[
-                LivePoint(times=point.times, pages=point.pages, hit_rate=point.hit_rate)
+                LivePoint(
+                    times=point.times,
+                    pages=point.pages,
+                    hit_rate=point.hit_rate,
+                    kv_only=point.kv_only,
+                )
                 for point in cache.what_if
             ]
             or None,
@@ -153,10 +158,7 @@ def _totals(cache: CacheStats, engine: EngineStats) -> LiveTotals:
 def _pages(cache: CacheStats) -> LivePages:
     return LivePages(
         total=cache.pages_total,
-        free=cache.pages_free,
-        cached_evictable=cache.pages_evictable,
-        cached_held=cache.pages_protected,
-        private=cache.pages_used - cache.pages_cached,
+        **cache.pages_by_state(),
         pinned=cache.pinned_pages,
     )
 

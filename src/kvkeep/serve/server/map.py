@@ -31,6 +31,7 @@ __all__ = ["Maps"]
 _PREVIEW = 80
 _LONGEST_TEXT, _LONGEST_TEXT_TOKENS = 2000, 4000
 _PAGE_IDS = 100
+_CHECKPOINTS = 100
 _BEFORE_MATCH = 24
 # Nodes behind one that are searched for blocks which begin in it.
 _FOLLOWED = 100
@@ -76,7 +77,7 @@ class Maps:
             page_size=made.page_size,
             at=time.time(),
             total_nodes=made.runs,
-            total_pages=made.pages,
+            total_pages=made.pages + made.group_pages,
             tiers=self._tiers.tiers if tiers else (),
             nodes=[self._node(node, known.get(node.id)) for node in made.nodes],
         )
@@ -98,7 +99,9 @@ class Maps:
             id=node.id,
             parent=node.parent,
             tokens=node.pages * size,
-            pages=node.pages,
+            pages=node.pages + node.group_pages,
+            group_pages=node.group_pages,
+            checkpoints=list(node.checkpoints[-_CHECKPOINTS:]),
             subtree_tokens=node.below_pages * size,
             subtree_nodes=node.below_runs,
             references=node.holders,

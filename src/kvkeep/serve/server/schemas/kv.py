@@ -20,6 +20,10 @@ class MemoryPoint(ResponseModel):
     pages: int
     tokens: int = Field(description="Its capacity.")
     hit_rate: float = Field(description="The share of prompt tokens that it would have reused.")
+    kv_only: bool = Field(
+        description="Of models with windows or states: the share whose KV it would have had, which "
+        "is the most that it could reuse."
+    )
 
 
 class KVStats(ResponseModel):

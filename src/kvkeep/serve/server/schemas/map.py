@@ -23,7 +23,14 @@ class NodeSummary(ResponseModel):
     )
     parent: int | None = Field(description="Null for a namespace.")
     tokens: int = Field(description="Its own; those of all siblings, if hidden.")
-    pages: int
+    pages: int = Field(description="Its own, those of rows and states included.")
+    group_pages: int = Field(
+        description="Of these, pages of rows and states; 0 if all layers keep every token."
+    )
+    checkpoints: list[int] = Field(
+        description="Where in it requests can resume, in tokens from the prompt's start: the last "
+        "100. Empty if all layers keep every token: then anywhere."
+    )
     subtree_tokens: int = Field(description="Its own and all behind it.")
     subtree_nodes: int = Field(description="Runs, including itself.")
     references: int = Field(description="Requests and hard pins on it, and held runs behind it.")

@@ -173,6 +173,7 @@ class LivePoint(ResponseModel):
     times: float
     pages: int
     hit_rate: float
+    kv_only: bool = Field(description="Whether it is of the KV alone: a bound from above.")
 
 
 class LiveTenant(ResponseModel):

@@ -130,7 +130,8 @@ export const drawWhatIf = (found) => {
     return;
   }
   points = [...found].sort((a, b) => a.times - b.times);
-  say(byId("whatif-said"), sentence());
+  const bound = points.some((one) => one.kv_only);
+  say(byId("whatif-said"), sentence() + (bound ? " Of the KV alone: windows and states allow less." : ""));
   whatIf.draw([points.map((one) => Math.log2(one.times)), points.map((one) => one.hit_rate)]);
   const make = () => el("li", {}, el("b", {}), el("span", {}));
   keyed(byId("whatif-points"), points, (one) => one.times, make, (node, one) => {

@@ -90,7 +90,8 @@ export class Details {
       ["tokens", whole(node.tokens)],
       ["with all below", `${tokens(node.subtree_tokens)} in ${many(node.subtree_nodes ?? 1, "node")}`],
       ["before it", node.path_tokens === undefined ? null : tokens(node.path_tokens)],
-      ["pages", node.pages === undefined ? null : whole(node.pages)],
+      ["pages", node.pages === undefined ? null : pagesOf(node)],
+      ["resumes at", node.checkpoints?.length ? node.checkpoints.map(whole).join(", ") : null],
       ["references", node.references === undefined ? null : whole(node.references)],
       ["pins", node.pins === undefined ? null : whole(node.pins)],
       ["hits", node.hits === undefined || node.hits === null ? null : whole(node.hits)],
@@ -105,7 +106,7 @@ export class Details {
       say(this.facts.children[at].lastChild, value);
     });
     while (this.facts.children.length > rows.length) this.facts.lastChild.remove();
-    this.list(node.page_ids, node.pages);
+    this.list(node.page_ids, node.pages - (node.group_pages ?? 0));
     this.dress(node);
   }
 
@@ -158,6 +159,9 @@ export class Details {
 const keptIn = (node) => ["the pool", ...Object.entries(node.tier_tokens).map(([tier, count]) =>
   (count < node.tokens ? `${shown(tier)} (${tokens(count)})` : shown(tier))),
 ...(node.tier === null ? ["tiers unknown"] : [])].join(", ");
+const pagesOf = (node) => (node.group_pages
+  ? `${whole(node.pages)}, ${whole(node.group_pages)} of them states and windows`
+  : whole(node.pages));
 const childrenOf = (node) =>
   (Array.isArray(node.children) ? node.children.length : Number(node.children) || 0);
 const quoted = (node) => {
