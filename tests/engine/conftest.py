@@ -10,7 +10,6 @@ import pytest
 import torch
 import transformers
 
-from kvkeep.core.cache import PagedCache
 from kvkeep.core.geometry import KVGeometry
 from kvkeep.core.pages.tensors import PagedTensors
 from kvkeep.serve.engine import Piece, Runner
@@ -74,11 +73,17 @@ class Bench:
         paged = copy.deepcopy(self.plain)
         geometry = KVGeometry.from_config(paged.config, dtype="float32")
         self.runner = Runner(paged, geometry, num_pages=num_pages, page_size=page_size)
-        # Reads of unwritten memory change the result.
-        for layer in range(geometry.layers):
-            self.runner.tensors.k(layer).fill_(1e3)
-            self.runner.tensors.v(layer).fill_(1e3)
-        self.cache = PagedCache(num_pages, page_size, **cache)
+        self.spoil()
+        self.cache = self.runner.cache(**cache)
+
+    def spoil(self) -> None:
+        """Fill all pages: reads of unwritten memory change the result."""
+        groups = self.runner.groups
+        parts = [self.runner.tensors] if groups is None else [one.tensors for one in groups.parts]
+        for tensors in parts:
+            for layer in range(tensors.geometry.layers):
+                tensors.k(layer).fill_(1e3)
+                tensors.v(layer).fill_(1e3)
 
     def expected(self, tokens) -> torch.Tensor:
         """Logits of all ``tokens`` by the model's own attention, without a cache."""

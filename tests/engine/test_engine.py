@@ -327,9 +327,9 @@ def test_what_survives_is_not_computed_again(make_bench, prompt):
     assert_nothing_is_held(bench)
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma3"])
-def test_windows_come_through_preemption_and_sharing(make_bench, prompt, family):
-    bench = make_bench(family, page_size=PAGE, num_pages=26)
+@pytest.mark.parametrize(("family", "num_pages"), [("mistral", 60), ("gemma3", 46)])
+def test_windows_come_through_preemption_and_sharing(make_bench, prompt, family, num_pages):
+    bench = make_bench(family, page_size=PAGE, num_pages=num_pages)
     shared = prompt(30, 1)
     prompts = [np.concatenate((shared, prompt(4, seed))) for seed in range(2, 6)]
     engine, _ = make(bench, step_tokens=24, max_running=4)

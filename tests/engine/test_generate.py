@@ -60,7 +60,7 @@ class CountingRunner:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3"])
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_greedy_tokens_are_those_without_a_cache(make_bench, prompt, family, page_size):
-    bench = make_bench(family, page_size=page_size, num_pages=320 // page_size)
+    bench = make_bench(family, page_size=page_size, num_pages=960 // page_size)
     engine = Engine(bench.runner, bench.cache)
     shared = prompt(40, 1)
     prompts = [

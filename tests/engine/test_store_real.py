@@ -26,16 +26,20 @@ class House:
         self.bench, self.tiers = bench, tiers
 
     def store(self, **more):
+        runner = self.bench.runner
         return KVStore(
-            self.bench.runner.geometry, model="tiny@1", tiers=self.tiers, block_tokens=BLOCK, **more
+            runner.geometry,
+            model="tiny@1",
+            tiers=self.tiers,
+            block_tokens=BLOCK,
+            snapshots=runner.layout is not None,
+            **more,
         )
 
     def ask(self, *prompts, count=6, load_timeout=5.0, **more):
         """Return what a new engine over a new store answers; all threads end afterwards."""
         runner = self.bench.runner
-        for layer in range(runner.geometry.layers):
-            runner.tensors.k(layer).fill_(1e3)
-            runner.tensors.v(layer).fill_(1e3)
+        self.bench.spoil()
         cache = runner.cache()
         before = set(threading.enumerate())
         with self.store(**more) as store:
@@ -76,7 +80,9 @@ def test_a_restart(make_house, prompt, tmp_path, family, page_size, layout):  # 
     assert house.flushed
     assert first.loaded_tokens == 0
     (again,) = house.ask(text, layout=layout)
-    assert again.loaded_tokens == len(text) - 1
+    # Of models with windows, as far as whole pages reach.
+    whole = 1 if family == "llama" else page_size
+    assert again.loaded_tokens == (len(text) - 1) // whole * whole
     turn = np.concatenate((text, first.tokens, prompt(9, 2)))
     (second,) = house.ask(turn, layout=layout)
     assert second.loaded_tokens >= len(turn) // BLOCK * BLOCK - BLOCK
