@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from symbolic import BOTH, STATE, WINDOW, SymbolicEngine, prompt
 
-from kvkeep import PagedCache
+from kvkeep import PagedCache, SlotCache
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.eviction import LRU
 from kvkeep.core.groups import GroupLayout, StateSpec, WindowSpec
@@ -236,3 +236,39 @@ def test_wrong_types_are_named(make: object, text: str) -> None:
 
 def test_a_list_of_windows_will_do() -> None:
     assert GroupLayout(4, [WindowSpec(4)]) == GroupLayout(4, (WindowSpec(4),))
+
+
+# --- sessions ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", [STATE, WINDOW, BOTH])
+def test_pages_of_a_session_count_rows_and_states(layout: GroupLayout) -> None:
+    engine = SymbolicEngine(200, layout)
+    with engine.cache.open(prompt(1, 41), session="talk") as sequence:
+        engine.finish(sequence)
+    talk, stats = engine.cache.session("talk"), engine.cache.stats()
+    assert talk.num_pages == stats.pages_used == 10 + stats.groups.pages
+    assert talk.suspend(eta=60) == engine.cache.stats().pages_awaited == talk.num_pages
+    engine.cache.evict(1)
+    assert engine.cache.stats().pages_awaited == talk.num_pages == engine.cache.stats().pages_used
+    assert talk.close() == engine.cache.stats().pages_dead == engine.cache.stats().pages_used
+    engine.cache.evict(10**6)
+    assert engine.cache.stats().pages_dead == 0
+    engine.cache.check()
+
+
+def test_suspended_sessions_keep_half_of_the_pool_with_their_states() -> None:
+    engine = SymbolicEngine(60, GroupLayout(4, (), StateSpec(12)))
+    for number, name in enumerate("abc"):
+        with engine.cache.open(prompt(number, 9), session=name) as sequence:
+            engine.finish(sequence)
+        engine.cache.session(name).suspend(eta=60)
+    assert engine.cache.stats().pages_awaited == 28, "two of them, of 14 pages each"
+
+
+# --- slots -------------------------------------------------------------------------------------
+
+
+def test_slots_do_not_take_groups() -> None:
+    with pytest.raises(InvalidValue, match="max_tokens is GroupLayout"):
+        SlotCache(4, STATE)

@@ -78,15 +78,23 @@ class GroupMachine(RuleBasedStateMachine):
 
     # --- requests --------------------------------------------------------------------------------
 
-    @rule(chosen=st.integers(0, 7), length=st.integers(0, 60), more=TOKENS, space=SPACES)
-    def open(self, chosen: int, length: int, more: list[int], space: str) -> None:
+    @rule(
+        chosen=st.integers(0, 7),
+        length=st.integers(0, 60),
+        more=TOKENS,
+        space=SPACES,
+        session=st.sampled_from([None, None, "one", "other"]),
+    )
+    def open(
+        self, chosen: int, length: int, more: list[int], space: str, session: str | None
+    ) -> None:
         prompt = self.known(chosen, length) + more
         expected = brute_force(self.engine, prompt, space)
         assert self.mirror.resume(prompt, space) == expected, "what the events say"
         assert self.cache.match([*prompt, 0], space).num_tokens >= expected
         given_up = self.given_up()
         try:
-            sequence = self.cache.open(prompt, space)
+            sequence = self.cache.open(prompt, space, session=session)
         except OutOfPages:
             return
         if self.given_up() == given_up:
@@ -167,6 +175,26 @@ class GroupMachine(RuleBasedStateMachine):
         if sequence.num_tokens:
             self.prompts = [*self.prompts[-7:], sequence.tokens.tolist()[:60]]
         sequence.close(keep=keep)
+
+    @rule(
+        session=st.sampled_from(["one", "other"]),
+        space=SPACES,
+        hint=st.sampled_from(["suspend", "supersede", "close"]),
+    )
+    def hint(self, session: str, space: str, hint: str) -> None:
+        """`check` recounts the pages of sessions."""
+        one = self.cache.session(session, space)
+        state = self.cache._core.sessions.states.get((one.namespace, session))
+        nodes = [] if state is None else list(state.nodes)
+        kept = [node.extra for node in nodes if node.extra is not None]
+        rows = sum((rows >= 0).sum() for each in kept for rows in each.rows)
+        states = sum(len(c.state) for each in kept for c in each.checkpoints if c.state is not None)
+        own = sum(len(node.pages) for node in nodes) + rows + states
+        assert one.num_pages == own
+        if hint == "suspend":
+            assert one.suspend(eta=60) in {0, own}
+        else:
+            assert (one.supersede() if hint == "supersede" else one.close()) == own
 
     # --- memory ----------------------------------------------------------------------------------
 

@@ -118,7 +118,7 @@ class Core:
             from kvkeep.core.groups import GroupBoard  # noqa: PLC0415 - only where needed
             from kvkeep.core.groups.pinned import PinnedGroups  # noqa: PLC0415 - as above
 
-            self.groups = index.tree.listener = GroupBoard(groups, pool)
+            self.groups = index.tree.listener = GroupBoard(groups, pool, index.tree)
             self.pins.groups = PinnedGroups(self.groups, self)
         self.sequences: dict[int, Sequence] = {}
         self.opened = 0  # the number of the newest sequence: 1, 2, 3 …

@@ -97,10 +97,10 @@ class Session:
 
     @property
     def num_pages(self) -> int:
-        """Cached pages that only this session has used and that are not dead."""
+        """Cached pages that only this session has used and that are not dead, of all groups."""
         with self._core:
             state = self._core.sessions.states.get((self.namespace, self.id))
-            return 0 if state is None else sum(node.size for node in state.nodes)
+            return 0 if state is None else sum(node.weight for node in state.nodes)
 
     def suspend(self, eta: float) -> int:
         """Announce a pause, for a tool or a person, of at most ``eta`` seconds.

@@ -44,7 +44,8 @@ class CacheStats:
     ``dead`` are evicted first, and ``awaited`` are kept for suspended sessions. ``shared`` pages
     are in the tables of several sequences. ``references`` sums all reference counts; ``shares``
     counts the pages that sequences would need in addition if they shared none. Cached pages are
-    those of tokens; ``groups`` has the pages of rows and states beside them.
+    those of tokens; ``groups`` has the pages of rows and states beside them, which ``dead``,
+    ``awaited`` and hard-pinned pages include.
     """
 
     sequences: int

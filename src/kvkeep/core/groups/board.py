@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvkeep.core.pages.layout import GroupLayout
     from kvkeep.core.pages.table import PageArray
     from kvkeep.core.prefix.node import Node
+    from kvkeep.core.prefix.tree import RunTree
 
 __all__ = ["GroupBoard", "GroupCounters", "GroupStats"]
 
@@ -83,8 +84,9 @@ class GroupBoard(TreeListener):
     Thread safety: none; under the cache's lock.
     """
 
-    def __init__(self, layout: GroupLayout, pool: PagePool) -> None:
+    def __init__(self, layout: GroupLayout, pool: PagePool, tree: RunTree) -> None:
         self.layout = layout
+        self._tree = tree
         self.units = TreeUnits(pool)
         self.order = self.units.order
         self.loose = self.units.loose
@@ -159,6 +161,7 @@ class GroupBoard(TreeListener):
             stored = at + np.flatnonzero(new)
             self.places.put(rows[new, 0], node, window, node.depth + stored)
             self.journal.stored_rows(node, window, stored)
+            self._resized(node, len(stored) * rows.shape[1])
             needs = kept.needs[window][at : at + len(rows)]
             self.loose.add(rows[new & (needs == 0), 0].tolist())
         other = ours & ~new & (there[:, 0] != rows[:, 0])
@@ -204,6 +207,7 @@ class GroupBoard(TreeListener):
         self.places.forget(rows[:, 0])
         freed = self.units.drop(rows.ravel())
         self.counters.rows_evicted += len(rows)
+        self._resized(node, -rows.size)
         self.journal.lost_rows(node, window, at, freed)
         return freed
 
@@ -229,6 +233,7 @@ class GroupBoard(TreeListener):
         owner.extra.add(checkpoint)
         if state is not None:
             self.units.store(state)
+            self._resized(owner, len(state))
         self._need(checkpoint, 1)
         self.order.add(checkpoint)
         self.counters.checkpoints_stored += 1
@@ -261,7 +266,10 @@ class GroupBoard(TreeListener):
             self.counters.checkpoints_replaced += 1
         else:
             self.counters.checkpoints_evicted += 1
-        freed = 0 if checkpoint.state is None else self.units.drop(checkpoint.state)
+        freed = 0
+        if checkpoint.state is not None:
+            freed = self.units.drop(checkpoint.state)
+            self._resized(checkpoint.node, -len(checkpoint.state))
         self.journal.lost(checkpoint, freed)
 
     def frees(self, checkpoint: Checkpoint) -> bool:
@@ -340,6 +348,11 @@ class GroupBoard(TreeListener):
         owner = next((one for one in up(node) if one.depth < page), None)
         kept: Kept | None = None if owner is None else owner.extra
         return None if kept is None else kept.at(page)
+
+    def _resized(self, node: Node, pages: int) -> None:
+        """Tell the owners of runs that more is kept of ``node``, or less."""
+        if self._tree.owners is not None:
+            self._tree.owners.resized(node, pages)
 
     def stats(self) -> GroupStats:
         """Return the figures at this moment."""

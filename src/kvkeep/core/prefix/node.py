@@ -80,6 +80,11 @@ class Node(Entry):
         return 0 if self.extra is None else self.extra.num_pages
 
     @property
+    def weight(self) -> int:
+        """All pool pages that it stores: its own, and those kept beside them."""
+        return self.size if self.extra is None else self.size + self.group_pages
+
+    @property
     def points(self) -> tuple[int, ...]:
         """Its checkpoints, in pages of its path."""
         return () if self.extra is None else self.extra.points

@@ -53,7 +53,7 @@ class Owners:
     def __init__(self, policy: Hinted) -> None:
         self._policy = policy
         self.num_dead = 0
-        """Pages that are dead and still stored."""
+        """Pages that are dead and still stored, those of rows and states included."""
         self.num_awaited = 0
         """Pages of suspended owners, and all pages before them."""
 
@@ -95,7 +95,7 @@ class Owners:
         owner.due = due
         for node in owner.nodes:
             self._change(node, 0, due)
-        return sum(node.size for node in owner.nodes)
+        return sum(node.weight for node in owner.nodes)
 
     def wake(self, owner: Owner) -> None:
         """End the suspension of an owner."""
@@ -128,7 +128,7 @@ class Owners:
             del upper.owner.nodes[upper]
 
     def resized(self, node: Node, pages: int) -> None:
-        """Record that ``node`` has ``pages`` more than before."""
+        """Record that ``node`` stores ``pages`` more than before, of its own or beside them."""
         if node.died:
             self.num_dead += pages
         if node.suspended:
@@ -137,7 +137,7 @@ class Owners:
     def gone(self, leaf: Node) -> None:
         """Record that ``leaf`` is evicted; it is in no queue and still has its parent."""
         if leaf.died:
-            self.num_dead -= leaf.size
+            self.num_dead -= leaf.weight
         elif leaf.owner is not None:
             if leaf.due is not None:
                 self._count_off(leaf)
@@ -164,10 +164,10 @@ class Owners:
     def _set(self, node: Node, died: int, due: float | None) -> None:
         assert node.owner is not None
         if node.died:
-            self.num_dead -= node.size
+            self.num_dead -= node.weight
             node.owner.nodes[node] = None
         if died:
-            self.num_dead += node.size
+            self.num_dead += node.weight
             del node.owner.nodes[node]
         if due is not None and node.due is None:
             self._count_on(node)
@@ -181,7 +181,7 @@ class Owners:
             node.suspended += 1
             if node.suspended > 1:
                 return
-            self.num_awaited += node.size
+            self.num_awaited += node.weight
             node = node.parent
 
     def _count_off(self, node: Node) -> None:
@@ -189,7 +189,7 @@ class Owners:
             node.suspended -= 1
             if node.suspended:
                 return
-            self.num_awaited -= node.size
+            self.num_awaited -= node.weight
             node = node.parent
 
     def check(self, roots: Sequence[Node]) -> None:
@@ -214,7 +214,7 @@ class Owners:
                 suspended = sum(1 for child in node.children.values() if child.suspended)
                 waits = node.due is not None
                 assert node.suspended == suspended + waits, f"wrong count of suspended: {node}"
-                dead += node.size if node.died else 0
-                awaited += node.size if node.suspended else 0
+                dead += node.weight if node.died else 0
+                awaited += node.weight if node.suspended else 0
         assert dead == self.num_dead, (dead, self.num_dead)
         assert awaited == self.num_awaited, (awaited, self.num_awaited)

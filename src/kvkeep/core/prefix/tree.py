@@ -351,10 +351,10 @@ class RunTree:
         """Remove a leaf that is in no queue; its parent may become a candidate."""
         parent = leaf.parent
         assert parent is not None
-        if self.owners is not None:
-            self.owners.gone(leaf)
         if self.listener is not None:
             self.listener.trimming(leaf, 0)
+        if self.owners is not None:
+            self.owners.gone(leaf)
         leaf.parent = None
         if leaf.pins:
             self.pins.pass_on(leaf, parent)  # before the parent is queued: pins choose its queue

@@ -101,6 +101,11 @@ class SlotCache:
     tokens (at most 4 bytes each, `TokenRows`), never tensors. The engine makes the copies that
     leases name (`kvkeep.core.slots.tensors.copy_slot`) and computes ``tokens[lease.num_cached:]``.
 
+    For models in which every layer keeps the KV of every token; layers with a window count as such
+    if their tensors are as long as the others. Models with states need
+    `kvkeep.core.cache.PagedCache` with a `GroupLayout`: a slot can be reused up to any token, and a
+    state exists at one.
+
     ``clock`` returns seconds, for pins with a time to live; it must not run backwards.
 
     Thread safety: none. One engine loop owns it, or its callers share a lock.
