@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
-from kvkeep.core.errors import IllegalStep, InvalidValue
+from kvkeep.core.errors import IllegalStep, InvalidValue, UnsupportedModel
 from kvkeep.integrations.transformers_caches import check_cache, fill, grown, held, length_of
-from kvkeep.integrations.transformers_model import geometry_of, rope_limit
+from kvkeep.integrations.transformers_model import geometry_of, needs_snapshots, rope_limit
 from kvkeep.integrations.transformers_prefill import Prefill
 from kvkeep.integrations.transformers_rows import rows_of
 from kvkeep.integrations.transformers_settings import GenerateSettings
+from kvkeep.integrations.transformers_snapshots import PreparedRows, SnapshotRuns
 from kvkeep.store import KVStore
 from kvkeep.store.identity import ModelWatch, model_identity
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     import torch
-    from transformers import Cache, DynamicCache, PreTrainedModel
+    from transformers import Cache, PreTrainedModel
     from transformers.generation.utils import GenerateOutput
 
     from kvkeep.core.tokens import TokenArray
@@ -47,7 +48,7 @@ class LoadedPrefix(NamedTuple):
     For several texts, ``tokens`` are columns of their batch, pads included.
     """
 
-    cache: DynamicCache
+    cache: Cache
     tokens: int
 
 
@@ -71,10 +72,11 @@ class ReuseReport(NamedTuple):
 class KeptModel:
     """A Transformers causal language model whose KV is kept in a store.
 
-    Generates for one text, or a batch padded on the left. Layers with a sliding window are stored
-    whole, so their memory grows with the text as that of full attention does, unless a cache with
-    windows is passed. If the model's rotary embedding changes for texts above some length, the
-    store is used only for texts up to that length.
+    Generates for one text, or a batch padded on the left. Of models with sliding windows, latent
+    KV, or states beside attention, snapshots are kept (`KVStore.put_snapshot`): sliding layers hold
+    their window alone, and a text goes on where all layers can. Such a model is tried first: one
+    that does not go on exactly is refused. If the model's rotary embedding changes for texts above
+    some length, the store is used only for texts up to that length.
 
     Args:
         model: as ``from_pretrained`` returns it, on one device, not in training mode.
@@ -92,8 +94,8 @@ class KeptModel:
     Thread safety: one call at a time, like the model. Several objects may share a store.
 
     Raises:
-        UnsupportedModel: the model caches more than K and V of each token, or is on several
-            devices.
+        UnsupportedModel: the model does not go on exactly from what its cache holds, or is on
+            several devices.
         InvalidValue: the store is for another model, geometry or layout.
     """
 
@@ -123,15 +125,28 @@ class KeptModel:
                 layout="HND",
                 block_tokens=block_tokens,
                 tenant=tenant or "",
+                snapshots=needs_snapshots(geometry),
             )
         elif store.geometry != geometry or store.layout != "HND":
             raise InvalidValue(
                 f"the store is for {store.geometry} in layout {store.layout}; this model needs "
                 f"{geometry} in layout HND"
             )
+        elif geometry.latent_dim is not None and not store.snapshots:
+            raise InvalidValue(
+                "the store keeps blocks of all layers, and this model has latent KV; open it with "
+                "KVStore(…, snapshots=True)"
+            )
         else:
             store.bind(self._identity)
         self.store = store
+        self._runs: SnapshotRuns | None = None
+        if store.snapshots:
+            try:
+                self._runs = SnapshotRuns(model, store, tenant)
+            except UnsupportedModel:
+                self.close()
+                raise
 
     def generate(
         self, inputs: torch.Tensor | None = None, **arguments: Any
@@ -151,6 +166,8 @@ class KeptModel:
         settings = GenerateSettings(self.model, inputs, arguments)
         rows = settings.rows
         chunk = settings.value("prefill_chunk_size")
+        if self._runs is not None:
+            return self._generate(self._runs, settings, chunk)  # type: ignore[no-any-return]
         prefill = Prefill(self.model, self.store.geometry, rows, chunk=chunk)
         cache, stored = self._begin(settings, prefill)
         output: Any = self.model.generate(  # type: ignore[operator]
@@ -164,6 +181,29 @@ class KeptModel:
         self.last = ReuseReport(sum(map(len, rows.texts)), prefill.loaded, stored, prefill.shared)
         return output  # type: ignore[no-any-return]
 
+    def _generate(self, runs: SnapshotRuns, settings: GenerateSettings, chunk: int | None) -> Any:
+        """Generate with snapshots; see `generate`."""
+        rows, given = settings.rows, settings.cache
+        servable = self._servable(rows.longest)
+        prepared = PreparedRows(None, [0] * len(rows.texts))
+        if servable:
+            prepared = runs.prepare(rows, copies=settings.copies, chunk=chunk)
+        cache = runs.caches.empty() if prepared.cache is None else prepared.cache
+        if given is not None:
+            runs.fill(given, prepared)
+            cache = given
+        output: Any = self.model.generate(  # type: ignore[operator]
+            **settings.passed, past_key_values=cache
+        )
+        sequences: Any = getattr(output, "sequences", output)
+        stored = prepared.stored
+        if settings.copies == 1 and self._servable(
+            rows.longest + sequences.shape[1] - rows.columns + 1
+        ):
+            stored += runs.keep_answers(settings, prepared, sequences, cache)
+        self.last = ReuseReport(sum(map(len, rows.texts)), prepared.loaded, stored, prepared.shared)
+        return output
+
     def load(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
     ) -> LoadedPrefix:
@@ -176,6 +216,10 @@ class KeptModel:
         """
         self._check_model()
         rows = rows_of(input_ids, attention_mask)
+        if self._runs is not None:
+            servable = self._servable(rows.longest)
+            loaded = self._runs.load(rows) if servable else (self._runs.caches.empty(), 0)
+            return LoadedPrefix(*loaded)
         prefill = Prefill(self.model, self.store.geometry, rows)
         if self._servable(rows.longest):
             prefill.load(self._get)
@@ -209,6 +253,10 @@ class KeptModel:
             )
         if not columns:
             return 0
+        if self._runs is not None:
+            if not self._servable(rows.longest + 1):
+                return 0
+            return self._runs.save(rows, past_key_values, columns)
         for layer in range(self.store.geometry.layers):
             first, keys, _ = held(past_key_values, layer)
             if len(keys) != len(rows.texts):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
 
 from kvkeep.core.errors import UnsupportedModel, require
 from kvkeep.core.geometry import KVGeometry
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import Cache, PreTrainedModel
 
-__all__ = ["geometry_of", "rope_limit", "takes_positions"]
+__all__ = ["geometry_of", "needs_snapshots", "one_pass", "rope_limit", "takes_positions"]
 
 # Rotary embeddings that change at all positions once a text exceeds a length.
 _LENGTH_DEPENDENT_ROPE: Final = {"dynamic", "longrope"}
@@ -31,15 +33,7 @@ def geometry_of(model: PreTrainedModel) -> KVGeometry:
             "it wraps"
         )
     geometry = KVGeometry.from_config(model.config, dtype=str(model.dtype))
-    geometry.needs_plain("KeptModel")
     text = model.config.get_text_config()
-    if geometry.latent_dim is not None:
-        raise UnsupportedModel(
-            f"{name} has latent attention, which Transformers caches as keys and values of every "
-            "head; keeping these is not supported"
-        )
-    if model._is_stateful:
-        raise UnsupportedModel(f"{name} keeps a recurrent state, not only K and V of its tokens")
     if getattr(text, "use_bidirectional_attention", None) or not getattr(text, "is_causal", True):
         raise UnsupportedModel(f"{name} attends in both directions: its KV cannot be reused")
     devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
@@ -63,3 +57,38 @@ def rope_limit(model: PreTrainedModel) -> int | None:
 def takes_positions(model: PreTrainedModel) -> bool:
     """Return whether the model takes positions; if not, its KV depends on padding."""
     return "position_ids" in inspect.signature(model.forward).parameters
+
+
+def needs_snapshots(geometry: KVGeometry) -> bool:
+    """Return whether a cache of the model holds more, or less, than K and V of every token."""
+    groups = geometry.groups
+    return len(groups) > 1 or groups[0].kind != "full"
+
+
+@torch.no_grad()
+def one_pass(
+    model: PreTrainedModel,
+    cache: Cache,
+    ids: torch.Tensor,
+    mask: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """Make one pass over some columns, as the chunked prefill of ``generate`` does.
+
+    ``mask`` are all columns up to the last of ``ids``. Returns the logits of the last one at least.
+    """
+    named: Any = model
+    settings: dict[str, Any] = {"use_cache": True}
+    if takes_positions(model):
+        settings["position_ids"] = positions.to(model.device)
+    if named._supports_logits_to_keep():
+        settings["logits_to_keep"] = 1
+    inputs = named.prepare_inputs_for_generation(
+        ids.to(model.device),
+        past_key_values=cache,
+        attention_mask=mask.to(model.device),
+        is_first_iteration=True,
+        **settings,
+    )
+    logits: torch.Tensor = named(**inputs, return_dict=True).logits
+    return logits

@@ -9,18 +9,18 @@ Until a cache is made nothing is copied: rows refer to slices of KV, which they 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from kvkeep.integrations.transformers_caches import grown, held
-from kvkeep.integrations.transformers_model import takes_positions
+from kvkeep.integrations.transformers_model import one_pass
 from kvkeep.integrations.transformers_rows import PASS_TOKENS, passes, shared_prefixes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from transformers import Cache, DynamicCache, PreTrainedModel
+    from transformers import DynamicCache, PreTrainedModel
 
     from kvkeep.core.geometry import KVGeometry
     from kvkeep.core.tokens import TokenArray
@@ -149,7 +149,8 @@ class Prefill:
         size = self._chunk or stop - start
         for begin in range(start, stop, size):
             end = min(begin + size, stop)
-            self._forward(
+            one_pass(
+                self._model,
                 cache,
                 self._rows.ids[index, begin:end],
                 self._rows.mask[index, skip:end],
@@ -162,27 +163,6 @@ class Prefill:
                 columns = slice(pad + known, pad + end)
                 layers = [(k[at][:, columns], v[at][:, columns]) for _, k, v in parts]
                 self._pieces[row] += (KVSlice(known, end, layers),)
-
-    @torch.no_grad()
-    def _forward(
-        self, cache: Cache, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor
-    ) -> None:
-        """Make one pass over some columns, as the chunked prefill of ``generate`` does."""
-        model: Any = self._model
-        device = model.device
-        settings: dict[str, Any] = {"use_cache": True}
-        if takes_positions(model):
-            settings["position_ids"] = positions.to(device)
-        if model._supports_logits_to_keep():
-            settings["logits_to_keep"] = 1
-        inputs = model.prepare_inputs_for_generation(
-            ids.to(device),
-            past_key_values=cache,
-            attention_mask=mask.to(device),
-            is_first_iteration=True,
-            **settings,
-        )
-        model(**inputs, return_dict=True)
 
     def _assemble(self, rows: Sequence[int], columns: int, pads: Sequence[int]) -> DynamicCache:
         """Return a cache of ``rows`` up to a column; the KV of their leading pads is zero."""

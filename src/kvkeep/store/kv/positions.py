@@ -277,21 +277,27 @@ class PositionFinder:
         names, size = self._names, self._names.size
         rest = min(size - 1, len(names.row) - number * size)
         for tokens in range(number * size + rest, max(number * size, self._start), -1):
-            marker = self._marker(tokens)
             asked = self._ask and tokens == len(names.row)  # one name, not one a token
-            if not asked and not self._tiered.knows(marker):
+            if not asked and not any(map(self._tiered.knows, self._markers(tokens))):
                 continue
             pieces = self._tail(tokens)
             if pieces is not None:
                 return self._position(tokens, pieces)
         return None
 
-    def _marker(self, tokens: int) -> bytes:
-        """Return the id of a record that every position has at its end."""
-        forms = self._names.forms
+    def _markers(self, tokens: int) -> list[bytes]:
+        """Return ids of which every position has one: of a record that ends there."""
+        names, forms = self._names, self._names.forms
         if forms.states is not None:
-            return self._names.state(tokens)
-        return self._names.end(tokens) if forms.base is not None else self._names.window(0, tokens)
+            return [names.state(tokens)]
+        if forms.base is not None:
+            return [names.end(tokens)]
+        whole = [names.window(0, tokens)]
+        return whole + [
+            names.window(0, stop, start % names.size)
+            for start, stop in names.spans(0, tokens)
+            if stop == tokens and start % names.size
+        ]
 
     def _tail(self, tokens: int) -> list[PositionPiece] | None:
         names, begin = self._names, tokens - tokens % self._names.size

@@ -1,0 +1,251 @@
+"""`SnapshotRuns`: generate with snapshots, for models with windows, latent KV and states.
+
+Each row of a batch is computed alone up to its last tokens. It begins at its longest stored
+position, and stops where a snapshot is taken:
+
+- where the stored KV ends, as other prompts leave it there, too;
+- where rows of the batch part;
+- near its end.
+
+Of models with states these are multiples of the block and of the grid of their kernels, so that a
+resumed prompt is computed in the same pieces. Of models without, every end of a block that was
+computed is a position, and the end of the prompt.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from kvkeep.core.errors import InvalidValue, UnsupportedModel
+from kvkeep.integrations.transformers_layers import CacheLayers
+from kvkeep.integrations.transformers_model import one_pass
+from kvkeep.integrations.transformers_proof import prove
+from kvkeep.integrations.transformers_rows import shared_prefixes
+
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedModel
+
+    from kvkeep.core.tokens import TokenArray
+    from kvkeep.integrations.transformers_rows import Rows
+    from kvkeep.integrations.transformers_settings import GenerateSettings
+    from kvkeep.store import KVStore, Snapshot
+
+__all__ = ["PreparedRows", "SnapshotRuns"]
+
+
+class PreparedRows(NamedTuple):
+    """Rows computed up to a column.
+
+    Attributes:
+        cache: to go on from; None if there is nothing in it.
+        starts: for each row, the token up to which it is stored.
+        loaded, shared, stored: as in `ReuseReport`.
+    """
+
+    cache: Cache | None
+    starts: list[int]
+    loaded: int = 0
+    shared: int = 0
+    stored: int = 0
+
+
+class SnapshotRuns:
+    """Computes prompts with the snapshots of one store.
+
+    Thread safety: as the model.
+
+    Raises:
+        UnsupportedModel: the model does not go on exactly from a snapshot.
+    """
+
+    def __init__(self, model: PreTrainedModel, store: KVStore, tenant: str | None) -> None:
+        self._model = model
+        self._store = store
+        self._tenant = tenant
+        self.caches = CacheLayers(model, store.geometry)
+        self._stateful = bool(self.caches.states)
+        grids = [group.grid for group in store.geometry.groups]
+        self._grid = math.lcm(store.block_tokens, *grids)
+        if not self.caches.attending:
+            raise UnsupportedModel(
+                f"{type(model).__name__} has states alone: Transformers cannot tell how many "
+                "tokens such a cache holds, and does not go on from it"
+            )
+        prove(model, store.geometry, self.caches)
+
+    def prepare(self, rows: Rows, *, copies: int = 1, chunk: int | None = None) -> PreparedRows:
+        """Compute rows up to the last column or two, which `generate` then computes for all.
+
+        ``copies`` are the rows of the cache for each prompt; ``chunk`` the most tokens of a pass.
+        """
+        # A pass over a single token takes another path in many models with states.
+        last = 2 if self._stateful else 1
+        alone = len(rows.texts) == 1
+        if min(map(len, rows.texts)) <= last:
+            return PreparedRows(None, [0] * len(rows.texts))
+        order, common = shared_prefixes(rows.texts)
+        done: list[tuple[Snapshot | None, int]] = [(None, 0)] * len(rows.texts)
+        loaded = shared = stored = 0
+        computed: dict[int, int] = {}  # row → where its own computation began
+        for row in order:
+            text = rows.texts[row]
+            parts = [(one.tokens, one.rows) for one in common if row in one.rows]
+            begin, new, snapshot = self._row(text, last, [n for n, _ in parts], chunk, alone)
+            # Of what was loaded, a row before this one may have computed some just now.
+            by_others = max(
+                (min(begin, n) - computed[other]
+                 for n, some in parts for other in some if other in computed),
+                default=0,
+            )  # fmt: skip
+            by_others = max(0, by_others)
+            computed[row] = begin
+            loaded, shared, stored = loaded + begin - by_others, shared + by_others, stored + new
+            done[row] = snapshot, begin
+        if alone and done[0][0] is None:
+            return PreparedRows(None, [0], loaded, shared, stored)
+        columns = rows.columns - last
+        batch = []
+        for (snapshot, _), pad in zip(done, rows.pads, strict=True):
+            assert snapshot is not None
+            columns = snapshot.tokens + pad if alone else columns
+            batch += [(snapshot, pad)] * copies
+        block = self._store.block_tokens
+        starts = [self._stored_to(len(text), last) // block * block for text in rows.texts]
+        cache = self.caches.batch(batch, columns)
+        return PreparedRows(cache, starts, loaded, shared, stored)
+
+    def _stored_to(self, tokens: int, last: int) -> int:
+        """Return the token up to which a prompt of ``tokens`` was stored."""
+        return (tokens - last) // self._grid * self._grid if self._stateful else tokens - last
+
+    def _row(
+        self, text: TokenArray, last: int, common: list[int], chunk: int | None, alone: bool
+    ) -> tuple[int, int, Snapshot | None]:
+        """Compute a text up to its ``last`` tokens, or, ``alone``, up to its last stop.
+
+        Returns the tokens loaded, the tokens newly stored, and the snapshot there.
+        """
+        store, end = self._store, len(text) - last
+        found = store.get_snapshot(text, limit=end, tenant=self._tenant)
+        begin = at = 0 if found is None else found.tokens
+        reach = store.lookup(text, tenant=self._tenant).stored_tokens if self._stateful else 0
+        stops = {self._stored_to(n + last, last) for n in (end, min(reach, end), *common)}
+        stops = {stop for stop in stops if begin < stop <= end}
+        if not alone and end > begin:
+            stops.add(end)
+        if not stops:
+            return begin, 0, found
+        cache = self.caches.empty(recording=True) if found is None else self.caches.resumed(found)
+        stored = 0
+        for stop in sorted(stops):
+            self._compute(cache, text, at, stop, chunk)
+            found = self.caches.snapshot(cache, stop)
+            assert found is not None
+            if stop <= self._stored_to(len(text), last):
+                put = store.put_snapshot(text, found, tenant=self._tenant)
+                stored += put.tokens
+            at = stop
+        return begin, stored, found
+
+    def _compute(
+        self, cache: Cache, text: TokenArray, start: int, stop: int, chunk: int | None
+    ) -> None:
+        ids = torch.from_numpy(text[:stop]).long()[None]
+        size = chunk or stop - start
+        if chunk and self._stateful:  # pieces end on the grid of the kernels
+            grid = math.lcm(*(group.grid for group in self._store.geometry.groups))
+            size = max(grid, chunk // grid * grid)
+        for begin in range(start, stop, size):
+            end = min(begin + size, stop)
+            mask, positions = torch.ones((1, end), dtype=torch.long), torch.arange(begin, end)[None]
+            one_pass(self._model, cache, ids[:, begin:end], mask, positions)
+
+    def keep_answers(
+        self, settings: GenerateSettings, prepared: PreparedRows, answered: torch.Tensor,
+        cache: Cache,
+    ) -> int:  # fmt: skip
+        """Store prompts with their answers; return the tokens newly stored.
+
+        Of models with states, the answers that go up to the last column: behind the others the
+        model went on, over padding.
+        """
+        rows, stored = settings.rows, 0
+        columns = answered.shape[1] - 1
+        for row, (sequence, pad) in enumerate(zip(answered.cpu(), rows.pads, strict=True)):
+            answer = sequence[rows.columns :].tolist()
+            ends = (at + 1 for at, token in enumerate(answer) if token in settings.ends)
+            tokens = min(rows.columns + next(ends, len(answer)), columns) - pad
+            if self._stateful and tokens + pad < columns:
+                continue
+            text = sequence[pad : pad + tokens].numpy()
+            start = prepared.starts[row]
+            snapshot = self.caches.snapshot(cache, columns, start, row=row, pad=pad, stop=tokens)
+            if snapshot is not None and tokens > 0:
+                stored += self._store.put_snapshot(text, snapshot, tenant=self._tenant).tokens
+        return stored
+
+    def fill(self, given: Cache, prepared: PreparedRows) -> None:
+        """Copy the prepared rows into a cache of the user, of fixed size or with windows.
+
+        Raises:
+            InvalidValue: the model keeps states, which such a cache cannot take.
+        """
+        if self._stateful:
+            raise InvalidValue(
+                f"{type(self._model).__name__} keeps states, so it needs a cache made for them; "
+                "leave past_key_values and cache_implementation out"
+            )
+        if prepared.cache is None:
+            return
+        for number in self.caches.attending:
+            layer: Any = prepared.cache.layers[number]
+            before = int(layer.get_seq_length()) - layer.keys.shape[-2]
+            # Zeros stand for what is behind the window: `update` counts tokens, and drops them.
+            room = 0, 0, before, 0
+            keys, values = (
+                torch.nn.functional.pad(one, room) for one in (layer.keys, layer.values)
+            )
+            given.update(keys, values, number)
+
+    def load(self, rows: Rows) -> tuple[Cache, int]:
+        """Return a cache with what is stored of all rows up to one column, and that column."""
+        most = rows.columns - 1
+        for _ in range(2 * len(rows.texts) + 6):
+            found = [
+                self._store.get_snapshot(text, limit=max(0, most - pad), tenant=self._tenant)
+                for text, pad in zip(rows.texts, rows.pads, strict=True)
+            ]
+            ends = [
+                0 if one is None else one.tokens + pad
+                for one, pad in zip(found, rows.pads, strict=True)
+            ]
+            if not all(ends):
+                break
+            if min(ends) == max(ends):
+                batch = [(one, pad) for one, pad in zip(found, rows.pads, strict=True) if one]
+                return self.caches.batch(batch, ends[0]), ends[0]
+            most = min(ends)
+        return self.caches.empty(), 0
+
+    def save(self, rows: Rows, cache: Cache, columns: int) -> int:
+        """Store each row up to the last of ``columns``, which ``cache`` holds.
+
+        Raises:
+            InvalidValue: a layer of the cache has dropped tokens that are needed.
+        """
+        stored = 0
+        for row, (text, pad) in enumerate(zip(rows.texts, rows.pads, strict=True)):
+            tokens = columns - pad
+            if tokens <= 0:
+                continue
+            snapshot = self.caches.snapshot(cache, columns, row=row, pad=pad)
+            if snapshot is None:
+                raise InvalidValue(
+                    f"the cache does not hold what is needed to go on behind {tokens} tokens; "
+                    "compute with the cache that load() returns"
+                )
+            stored += self._store.put_snapshot(text[:tokens], snapshot, tenant=self._tenant).tokens
+        return stored
