@@ -1,31 +1,36 @@
-"""Hit rates of a hybrid model on traces: states beside KV in one budget, by eviction policy.
+"""Hit rates of a model with states on traces, by placement of checkpoints and eviction policy.
 
 Each block of a trace is a page; a state takes as many pages as given. "attention" is the same
-model without states, which can resume behind any page: the bound. Placements of checkpoints are
-those of the cache: where prompts branch and end, and guesses where memory is free.
+model without states, which can resume behind any page: the bound. Placements:
+
+    every block   a checkpoint behind every block
+    every 8th     behind every eighth
+    ends          where prompts end
+    branches      there, and where prompts branched
+    planned       those of the cache: also guesses in long new parts, where memory is free
 
     python benchmarks/groups.py conversation.jsonl.gz agents.jsonl.gz
     python benchmarks/groups.py trace.jsonl.gz --tokens 3M --state 5 --eviction lru adaptive
-    python benchmarks/groups.py trace.jsonl.gz --json
+    python benchmarks/groups.py trace.jsonl.gz --placements planned --json
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict, dataclass
-from time import perf_counter
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvkeep import PagedCache
+from kvkeep.bench.replay import Workload, simulate
 from kvkeep.bench.traces import open_trace
-from kvkeep.core.errors import OutOfPages
 from kvkeep.core.geometry import parse_count
 from kvkeep.core.groups import GroupLayout, StateSpec
 
 if TYPE_CHECKING:
     from kvkeep import Sequence
-    from kvkeep.bench.traces import Trace, TraceRequest
+    from kvkeep.bench.replay.passes import Stops
+
+NEVER = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,68 +39,48 @@ class HitRate:
 
     trace: str
     eviction: str
-    attention: float
-    states: float
+    placement: str
+    percent: float
+    checkpoints: int
+    """Checkpoints that were stored."""
     seconds: float
 
-    @property
-    def difference(self) -> float:
-        """Points that the states cost."""
-        return self.states - self.attention
+
+@dataclass(frozen=True, slots=True)
+class Every:
+    """Stops behind every so many blocks."""
+
+    blocks: int
+
+    def __call__(self, sequence: Sequence) -> list[int]:
+        """Return the next one: a token of the cache stands for a block."""
+        assert sequence.groups is not None
+        return [(sequence.groups.position // self.blocks + 1) * self.blocks]
 
 
-class Blocks:
-    """Numbers the blocks of a trace, so that each can be a token."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[tuple[str | None, int], int] = {}
-
-    def prompt(self, request: TraceRequest, unit: int) -> list[int]:
-        """Return the full blocks of a prompt, and a block of its own for the rest."""
-        numbers = self._numbers
-        full = request.units[: request.tokens // unit].tolist()
-        found = [numbers.setdefault((request.namespace, block), len(numbers)) for block in full]
-        own = numbers.setdefault((None, len(numbers)), len(numbers))
-        return [*found, own]
+def ends(sequence: Sequence) -> list[int]:
+    """Return the end of a prompt: its last token is always computed again."""
+    return [sequence.num_tokens - 1]
 
 
-def compute(sequence: Sequence, blocks: int) -> None:
-    """Do what an engine does, but for the computing."""
-    sequence.copies()
-    groups = sequence.groups
-    if groups is None:
-        sequence.publish(blocks)
-        return
-    while groups.position < blocks:
-        stops = groups.stops
-        stop = min([blocks, *stops])
-        groups.copies()
-        groups.reach(stop)
-        groups.copies()
-        if stop in stops:
-            groups.checkpoint(stop)
-        sequence.publish(stop)
+PLACEMENTS: dict[str, Stops | None] = {
+    "every block": Every(1), "every 8th": Every(8), "ends": ends, "branches": None, "planned": None,
+}  # fmt: skip
 
 
-def hit_rate(trace: Trace, pages: int, state: int, eviction: str) -> float:
-    """Return the percentage of blocks found; ``state`` pages are a state, 0: none."""
-    # A page is a token here, so lengths in tokens are shorter by the size of a block.
-    layout: int | GroupLayout = 1
-    if state:
-        layout = GroupLayout(1, (), StateSpec(state), guess_tokens=2, answer_tokens=1 << 30)
-    cache = PagedCache(pages, layout, eviction=eviction, block_pages=1)
-    blocks, found, queried = Blocks(), 0, 0
-    for request in trace:
-        prompt = blocks.prompt(request, trace.unit_tokens)
-        queried += len(prompt) - 1
-        try:
-            sequence = cache.open(prompt)
-        except OutOfPages:
-            continue
-        found += sequence.num_cached
-        with sequence:
-            compute(sequence, len(prompt) - 1)
-    return 100 * found / max(1, queried)
+def hit_rate(work: Workload, tokens: int, state: int, eviction: str, placement: str) -> HitRate:
+    """Replay with one placement; "attention" is without states."""
+    unit = work.unit_tokens
+    layout = GroupLayout(unit, (), StateSpec(state), answer_tokens=NEVER)
+    if placement == "attention":
+        found = simulate(work, tokens, eviction, page_tokens=unit)
+    else:
+        if placement != "planned":
+            layout = replace(layout, guess_tokens=NEVER)
+        found = simulate(work, tokens, eviction, groups=layout, stops=PLACEMENTS[placement])
+    percent = 100 * found.hit_blocks / max(1, int((work.tokens // unit).sum(dtype="int64")))
+    stored = found.groups.get("checkpoints_stored", 0)
+    return HitRate(work.name, eviction, placement, percent, stored, found.seconds)
 
 
 def main() -> None:
@@ -105,29 +90,26 @@ def main() -> None:
     parser.add_argument("--tokens", type=parse_count, default=3_000_000, help="of the budget")
     parser.add_argument("--state", type=int, default=5, help="blocks that a state takes")
     parser.add_argument("--eviction", nargs="+", default=["lru", "reuse", "adaptive"])
+    parser.add_argument("--placements", nargs="+", default=[*PLACEMENTS], choices=PLACEMENTS)
     parser.add_argument("--json", action="store_true", help="one JSON list")
     options = parser.parse_args()
+    columns = ["attention", *options.placements]
+    if not options.json:
+        print(f"{options.tokens:,} tokens, a state of {options.state} blocks; % of full blocks")
+        print(f"{'trace':24}{'eviction':10}" + "".join(f"{name:>12}" for name in columns))
     rates = []
     for path in options.traces:
-        trace = open_trace(path)
+        work = Workload.read(open_trace(path))
         for eviction in options.eviction:
-            started = perf_counter()
-            pages = options.tokens // trace.unit_tokens
-            attention, states = (
-                hit_rate(trace, pages, state, eviction) for state in (0, options.state)
-            )
-            took = perf_counter() - started
-            rates.append(HitRate(trace.name, eviction, attention, states, took))
+            row = [
+                hit_rate(work, options.tokens, options.state, eviction, name) for name in columns
+            ]
+            rates += row
+            if not options.json:
+                cells = "".join(f"{one.percent:12.2f}" for one in row)
+                print(f"{work.name[:23]:24}{eviction:10}{cells}", flush=True)
     if options.json:
         print(json.dumps([asdict(rate) for rate in rates]))
-        return
-    print(f"{options.tokens:,} tokens, a state of {options.state} blocks; % of full blocks found")
-    print(f"{'trace':32}{'eviction':10}{'attention':>10}{'states':>10}{'difference':>12}")
-    for rate in rates:
-        print(
-            f"{rate.trace[:31]:32}{rate.eviction:10}{rate.attention:10.2f}{rate.states:10.2f}"
-            f"{rate.difference:+12.2f}"
-        )
 
 
 if __name__ == "__main__":

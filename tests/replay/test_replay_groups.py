@@ -182,7 +182,7 @@ def test_states_cost_hits_and_belady_stays_a_bound(chat):
 
 
 def test_stops_can_be_chosen(chat):
-    ends = simulate(chat, 60_000, groups=STATES, stops=lambda groups: groups.stops[-1:])
+    ends = simulate(chat, 60_000, groups=STATES, stops=lambda sequence: sequence.groups.stops[-1:])
     planned = simulate(chat, 60_000, groups=STATES)
     assert ends.groups["checkpoints_stored"] < planned.groups["checkpoints_stored"]
 

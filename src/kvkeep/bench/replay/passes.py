@@ -20,12 +20,13 @@ PASS_TOKENS = 2048
 class Stops(Protocol):
     """Chooses where the passes of a sequence end for a checkpoint: positions in tokens, rising."""
 
-    def __call__(self, groups: SequenceGroups) -> list[int]: ...
+    def __call__(self, sequence: Sequence) -> list[int]: ...
 
 
-def planned(groups: SequenceGroups) -> list[int]:
+def planned(sequence: Sequence) -> list[int]:
     """Return the stops that the cache plans."""
-    return groups.stops
+    assert sequence.groups is not None
+    return sequence.groups.stops
 
 
 def by_pages(layout: GroupLayout) -> GroupLayout | None:
@@ -80,7 +81,7 @@ class Passes:
         sequence.copies()
         groups.copies()
         while groups.position < stop:
-            stops = self.stops(groups) if checkpoints else []
+            stops = self.stops(sequence) if checkpoints else []
             end = min([stop, groups.position + self._pass, *stops])
             groups.reach(end)
             groups.copies()
