@@ -105,3 +105,18 @@ def test_a_load_that_does_not_fit_changes_nothing() -> None:
     seq.close()
     with pytest.raises(IllegalStep, match="closed"):
         groups.load(4)
+
+
+def test_what_was_loaded_is_not_cut_short() -> None:
+    """Rows before the window of the loaded position hold nothing."""
+    layout = GroupLayout(8, (WindowSpec(7),))
+    engine = SymbolicEngine(120, layout)
+    prompt = list(range(40))
+    seq = engine.cache.open(prompt)
+    load(engine, seq, 29)
+    assert seq.groups is not None
+    page = seq.groups.tables[0][2, 0]  # tokens 16 to 22 of it were not loaded
+    engine.slots[page, :7] = None
+    seq.truncate(27)
+    assert seq.groups.position == 0
+    engine.finish(seq)

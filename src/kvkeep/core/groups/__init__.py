@@ -11,8 +11,8 @@ more than a page.
     plan.py       GroupPlan: sizes and places, from a model's geometry
     tensors.py    GroupedTensors: the memory
     tables.py     SequenceGroups: one sequence; of that, rows.py has its rows, copies.py copies that
-                  wait, and checkpoints.py its checkpoints: stops.py the planned ones, unpublished.py
-                  those that the tree lacks
+                  wait, mark.py its mark, checkpoints.py its checkpoints: stops.py the planned ones,
+                  unpublished.py those that the tree lacks
     board.py      GroupBoard: rows and checkpoints of the whole tree; kept.py those of one node,
                   path.py along a path, places.py where rows lie, units.py references, loose.py,
                   order.py and eviction.py which go first, pinned.py what pins keep

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kvkeep.core.groups.kept import live_pages, no_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from typing import Self
 
     from kvkeep.core.groups.board import GroupBoard
@@ -133,20 +133,23 @@ class RowTables:
             pages = pages[count * width :]
         self.length = length
 
-    def replace(self, pages: PageArray, firsts: list[int], length: int) -> None:
-        """Replace all rows by new ones, made of ``pages``.
+    def replace(self, position: int, take: Callable[[int], PageArray]) -> None:
+        """Replace all rows by new ones: those that are attended to from ``position`` on.
 
-        They are those of the pages from ``firsts``, of each window, to ``length``.
+        Raises what ``take`` raises, and changes nothing then.
         """
-        old = list(self.live())
+        layout, old = self._board.layout, list(self.live())
+        length = -(-position // self._size)
+        firsts = [spec.first_needed(position, self._size) for spec in layout.windows]
+        counts = [
+            (length - first) * width for first, width in zip(firsts, layout.widths, strict=True)
+        ]
+        pages = take(sum(counts))
         self.length, self._first = length, firsts
-        for window, (first, width) in enumerate(
-            zip(firsts, self._board.layout.widths, strict=True)
-        ):
-            count = (length - first) * width
+        for window, (first, width) in enumerate(zip(firsts, layout.widths, strict=True)):
             self._rows[window] = rows = no_rows(length, width)
-            rows[first:] = pages[:count].reshape(-1, width)
-            pages = pages[count:]
+            rows[first:] = pages[: counts[window]].reshape(-1, width)
+            pages = pages[counts[window] :]
         for gone in old:
             self._board.units.release(gone)
 

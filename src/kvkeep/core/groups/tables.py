@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from kvkeep.core.errors import IllegalStep, InvalidValue, whole
 from kvkeep.core.groups.checkpoints import SequenceCheckpoints
 from kvkeep.core.groups.copies import GroupCopies, RowCopy, StateCopy
+from kvkeep.core.groups.mark import Mark
 from kvkeep.core.groups.rows import RowTables
 
 if TYPE_CHECKING:
@@ -83,8 +84,8 @@ class SequenceGroups:
     """
 
     __slots__ = (
-        "_board", "_checkpoints", "_closed", "_copies", "_mark", "_offered", "_pages", "_rows",
-        "_size", "position", "row", "state",
+        "_board", "_checkpoints", "_closed", "_copies", "_loaded", "_mark", "_offered", "_pages",
+        "_rows", "_size", "position", "row", "state",
     )  # fmt: skip
 
     def __init__(self, board: GroupBoard, pages: PageSource) -> None:
@@ -99,7 +100,8 @@ class SequenceGroups:
         self._copies = GroupCopies(board.units)
         self._checkpoints = SequenceCheckpoints(board)
         self._offered = 0  # leading pages whose rows the tree was offered
-        self._mark: tuple[int, PageArray | None] | None = None  # position, and the state there
+        self._mark = Mark(board.units)
+        self._loaded = 0  # rows from there on are whole
         self._closed = False
 
     # --- views -----------------------------------------------------------------------------------
@@ -160,7 +162,8 @@ class SequenceGroups:
             self._check_made()
             self._copies.finish()
             widths, rows = self._board.layout.widths, self._rows
-            rows.free(self.position if self._mark is None else min(self.position, self._mark[0]))
+            mark = self._mark.position
+            rows.free(self.position if mark is None else min(self.position, mark))
             fresh = max(0, -(-stop // self._size) - rows.length)
             shared = rows.shared(self.position) if stop > self.position else []
             pages = self._pages.take(fresh * sum(widths) + sum(widths[window] for window in shared))
@@ -183,15 +186,8 @@ class SequenceGroups:
             position = whole("the position to load, in tokens,", position, self.position + 1)
             self._copies.finish()
             self._copies.drop()
-            layout = self._board.layout
-            length = -(-position // self._size)
-            firsts = [spec.first_needed(position, self._size) for spec in layout.windows]
-            counts = [length - first for first in firsts]
-            pages = self._pages.take(
-                sum(count * width for count, width in zip(counts, layout.widths, strict=True))
-            )
-            self._rows.replace(pages, firsts, length)
-            self.position = position
+            self._rows.replace(position, self._pages.take)
+            self.position = self._loaded = position
 
     def checkpoint(self, position: int) -> StateCopy | None:
         """Keep the state at ``position``, where the last pass ended, for later requests.
@@ -251,28 +247,19 @@ class SequenceGroups:
         with self._pages:
             self._check_open("mark a position of")
             self._check_made()
-            pages = None
-            if self.state is not None:
-                units, old = self._board.units, None if self._mark is None else self._mark[1]
-                if old is not None and units.is_sole(old):
-                    pages = old
-                else:  # a fork copies from the old ones
-                    pages = self._pages.take(len(self.state))
-                    if old is not None:
-                        units.release(old)
-            self._mark = self.position, pages
-            return None if pages is None or self.state is None else StateCopy(self.state, pages)
+            state = self.state
+            self._mark.set(self.position, 0 if state is None else len(state), self._pages.take)
+            return (
+                None
+                if state is None or self._mark.state is None
+                else StateCopy(state, self._mark.state)
+            )
 
     def unmark(self) -> None:
         """Forget the position of `mark`; does nothing without one."""
         with self._pages:
             self._check_open("unmark a position of")
-            self._drop_mark()
-
-    def _drop_mark(self) -> None:
-        if self._mark is not None and self._mark[1] is not None:
-            self._board.units.release(self._mark[1])
-        self._mark = None
+            self._mark.drop()
 
     def _check_made(self) -> None:
         if self._copies.waiting:
@@ -286,7 +273,7 @@ class SequenceGroups:
 
     def hold(self, node: Node | None, page: int, checkpoint: Checkpoint | None) -> None:
         """Begin at ``page`` of the path to ``node``: take references to what resuming reads."""
-        self.position = page * self._size
+        self.position, self._loaded = page * self._size, 0
         self._offered = page
         self._rows.hold(node, page)
         self._checkpoints.last = checkpoint
@@ -324,6 +311,7 @@ class SequenceGroups:
         state = None if self.state is None else self._pages.take(len(self.state))
         other = SequenceGroups(self._board, self._pages)
         other.position, other._offered = self.position, self._offered
+        other._loaded = self._loaded
         other._rows = self._rows.fork()
         other._checkpoints.plan = self._checkpoints.plan.fork()
         other.state = state
@@ -358,23 +346,24 @@ class SequenceGroups:
         board, size = self._board, self._size
         self._checkpoints.plan.cut(length)
         self._checkpoints.own.cut(length // size)
-        if self._mark is not None and self._mark[0] > length:
-            self._drop_mark()
+        mark = self._mark
+        if mark.position is not None and mark.position > length:
+            mark.drop()
         if self.position <= length:
             return
-        if self.state is None and self._rows.covers(length):
+        if self.state is None and self._loaded <= length and self._rows.covers(length):
             self._cut(length)
             return
         pages = min(published, length // size)
         page, checkpoint = board.resume(node, pages) if pages else (0, None)
-        if self._mark is None or self._mark[1] is None or self._mark[0] < page * size:
+        if mark.position is None or mark.state is None or mark.position < page * size:
             self._resume(node, page, checkpoint)
             return
         assert self.state is not None
-        board.units.retain(self._mark[1])
+        board.units.retain(mark.state)
         self._copies.drop(lambda copy: isinstance(copy, StateCopy))
-        self._copies.add(StateCopy(self._mark[1], self.state))
-        self._cut(self._mark[0])
+        self._copies.add(StateCopy(mark.state, self.state))
+        self._cut(mark.position)
 
     def _resume(self, node: Node, page: int, checkpoint: Checkpoint | None) -> None:
         self._copies.finish()
@@ -406,7 +395,7 @@ class SequenceGroups:
         if self.state is not None:
             units.release(self.state)
             self.state = None
-        self._drop_mark()
+        self._mark.drop()
 
     def references(self) -> Iterator[PageArray]:
         """Yield the pages of all references of this sequence, for pins and `check`."""
@@ -414,6 +403,6 @@ class SequenceGroups:
         yield from self._checkpoints.own.references()
         if self.state is not None:
             yield self.state
-        if self._mark is not None and self._mark[1] is not None:
-            yield self._mark[1]
+        if self._mark.state is not None:
+            yield self._mark.state
         yield from self._copies.sources()
