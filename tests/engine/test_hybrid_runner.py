@@ -348,6 +348,19 @@ def test_a_model_over_pages_refuses_to_run_without_them(family):
         runner.model(input_ids=torch.tensor([[1, 2]]), use_cache=False)
 
 
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_next", "deepseek_v3"])
+def test_a_change_of_the_model_is_noticed_and_a_pass_is_none(family):
+    hybrid = Hybrid(family, reuse=False)
+    hybrid.open(tokens(20, 1))
+    hybrid.runner.check_model()
+    hybrid.forward(20)
+    hybrid.runner.check_model()
+    with torch.no_grad():
+        hybrid.runner.model.lm_head.weight.add_(1)
+    with pytest.raises(IllegalStep, match="was changed"):
+        hybrid.runner.check_model()
+
+
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen3_next", "mamba2"])
 def test_the_longest_sequence_counts_rows_and_states(family):
     runner = load(family, num_pages=600)

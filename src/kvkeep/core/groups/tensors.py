@@ -158,10 +158,16 @@ class GroupedTensors:
             flat[one.offset : one.offset + one.nbytes] = tensor.view(-1).view(torch.uint8)
         self.write(pages, content)
 
-    def read(self, pages: PageArray) -> Tensor:
-        """Return whole pool pages, of a row or a state: uint8 [pages, page_bytes], a copy."""
+    def read(self, pages: PageArray, *, out: Tensor | None = None) -> Tensor:
+        """Return whole pool pages, of a row or a state: uint8 [pages, page_bytes], a copy.
+
+        It is in new memory, or in ``out``, which has this shape and is on the device.
+        """
         # Not with brackets, which take several times as long on a CPU.
-        return self._words.index_select(0, self._index(pages)).view(torch.uint8)
+        if out is None:
+            return self._words.index_select(0, self._index(pages)).view(torch.uint8)
+        torch.index_select(self._words, 0, self._index(pages), out=out.view(self._words.dtype))
+        return out
 
     def write(self, pages: PageArray, content: Tensor) -> None:
         """Write whole pool pages from `read`."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kvkeep.core.groups.tensors import GroupedTensors
     from kvkeep.serve.engine.attention.batch import Piece
 
-__all__ = ["MixerCache", "PassStates"]
+__all__ = ["MixerCache", "PassStates", "StateMemory"]
 
 
 class MixerCache:
@@ -68,15 +68,40 @@ class _Run(NamedTuple):
     tokens: int  # of each
 
 
+class StateMemory:
+    """Memory for the states of a pass, which the next one reuses; it grows to the largest pass.
+
+    On a CPU fresh memory takes longer than the copy into it; on a GPU it is the allocator's to
+    reuse. Thread safety: none.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._kept = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def take(self, pages: int, page_bytes: int) -> torch.Tensor:
+        """Return uninitialised memory, uint8 [pages, page_bytes], valid until the next call."""
+        size = pages * page_bytes
+        if size > len(self._kept):
+            fresh = torch.empty(size, dtype=torch.uint8, device=self._kept.device)
+            if fresh.device.type != "cpu":
+                return fresh.view(pages, page_bytes)
+            self._kept = fresh
+        return self._kept[:size].view(pages, page_bytes)
+
+
 class PassStates:
-    """The states of the sequences of one pass: read from pages at first, written back by `write`.
+    """The states of the sequences of one pass: read into ``memory``, written back by `write`.
 
     Sequences with one token are computed in one call, the others one by one. Thread safety: none.
     Cost: the bytes of all states are copied out of the pages and back.
     """
 
     def __init__(
-        self, groups: GroupedTensors, pieces: Sequence[Piece], begins: Sequence[int]
+        self,
+        groups: GroupedTensors,
+        pieces: Sequence[Piece],
+        begins: Sequence[int],
+        memory: StateMemory,
     ) -> None:
         self._groups = groups
         single = [number for number, piece in enumerate(pieces) if len(piece.tokens) == 1]
@@ -87,7 +112,8 @@ class PassStates:
             assert piece.state is not None, "a piece of a model with states has one"
             tables.append(piece.state)
         self._pages = np.concatenate(tables)
-        self._memory = groups.read(self._pages).view(len(order), -1)
+        out = memory.take(len(self._pages), groups.plan.page_bytes)
+        self._memory = groups.read(self._pages, out=out).view(len(order), -1)
         for row, piece in enumerate(order):
             if not piece.start:
                 self._memory[row].zero_()  # whatever lies there, NaN included

@@ -371,7 +371,7 @@ def _sees(function: MaskFunction, query: int, token: int) -> bool:
 def _recording(base: type, seen: _Seen) -> Callable[..., Any]:
     """Return a subclass of a cache whose calls ``seen`` records."""
 
-    class Recording(base):  # type: ignore[misc]  # its base is loaded late
+    class _Recording(base):  # type: ignore[misc]  # its base is loaded late
         def update(
             self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any,
             **kwargs: Any,
@@ -405,4 +405,4 @@ def _recording(base: type, seen: _Seen) -> Callable[..., Any]:
             seen.asks_length()
             return super().get_seq_length(*args, **kwargs)
 
-    return Recording
+    return _Recording

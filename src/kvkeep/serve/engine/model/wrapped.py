@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvkeep.core.errors import IllegalStep
-from kvkeep.serve.engine.model.states import PassStates
+from kvkeep.serve.engine.model.states import PassStates, StateMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,7 +40,7 @@ class WrappedModel:
         """Replace the ``forward`` of the modules that ``survey`` found."""
         self._model = model
         self._pass = _Pass()
-        self._stateful = bool(survey.mixers)
+        self._memory = StateMemory(model.device) if survey.mixers else None
         for layer, user in survey.mixers.items():
             user.module.forward = _mixer(user, layer, self._pass)
         for user in survey.readers:
@@ -52,9 +52,10 @@ class WrappedModel:
         If it raises, the states in the pages are as before.
         """
         with torch.inference_mode():
-            if self._stateful:
+            if self._memory is not None:
                 assert groups is not None, "a model with states has groups"
-                self._pass.states = PassStates(groups, batch.pieces, batch.begins)
+                states = PassStates(groups, batch.pieces, batch.begins, self._memory)
+                self._pass.states = states
             self._pass.batch = batch
             try:
                 logits = batch.run(self._model)
