@@ -13,6 +13,8 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     LlamaConfig,
@@ -44,6 +46,16 @@ def make_gemma(path: Path) -> str:
     return _save(Gemma3ForCausalLM(Gemma3TextConfig(**config)), path)
 
 
+def make_gpt_oss(path: Path) -> str:
+    """Every other layer sees a window of 48 tokens, and all have sinks."""
+    torch.manual_seed(0)
+    config = _sizes({
+        "sliding_window": 48, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    })  # fmt: skip
+    return _save(GptOssForCausalLM(GptOssConfig(**config)), path)
+
+
 def make_mistral(path: Path) -> str:
     """All layers see a window of 80 tokens: one group."""
     torch.manual_seed(0)
@@ -68,10 +80,10 @@ def make_qwen_next(path: Path) -> str:
 
 
 def make_lfm2(path: Path) -> str:
-    """Three short convolutions and an attention: four groups."""
+    """Three short convolutions before an attention, so that each of their states matters."""
     torch.manual_seed(0)
     config = _sizes({
-        "layer_types": ["conv", "conv", "full_attention", "conv"], "full_attn_idxs": [2],
+        "layer_types": ["conv", "conv", "conv", "full_attention"], "full_attn_idxs": [3],
         "conv_L_cache": 3, "conv_bias": False, "block_dim": 128, "conv_dim": 128,
         "block_ff_dim": 256, "block_multiple_of": 32, "block_ffn_dim_multiplier": 1.0,
         "block_auto_adjust_ff_dim": False,
