@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
-__all__ = ["Group", "Groups", "Reach"]
+__all__ = ["Group", "Groups", "BlockReach"]
 
 _ADVICE = "serve it without kvkeep: leave out --kv-transfer-config"
 
@@ -51,7 +51,7 @@ class Group:
         return max(0, tokens - self.window + 1) // block_tokens
 
 
-class Reach(NamedTuple):
+class BlockReach(NamedTuple):
     """How far a request is stored, in blocks.
 
     Attributes:
@@ -98,7 +98,7 @@ class Groups:
 
     def reach(
         self, hashes: Sequence[bytes], first: int, count: Callable[[list[bytes]], int]
-    ) -> Reach:
+    ) -> BlockReach:
         """Return how far a request can be loaded that has the blocks before ``first``.
 
         That is the longest end at which all groups agree: layers that see all tokens have every
@@ -124,7 +124,7 @@ class Groups:
                 end, shrunk = there, True
         if self.drops_last and end > first:
             end -= 1
-        return Reach(end, covered)
+        return BlockReach(end, covered)
 
     def _covered(
         self, hashes: Sequence[bytes], first: int, count: Callable[[list[bytes]], int]

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvkeep.integrations.vllm.groups import Reach
+from kvkeep.integrations.vllm.groups import BlockReach
 from kvkeep.integrations.vllm.messages import RankLookup
 from kvkeep.integrations.vllm.shared import log_fault
 
@@ -37,10 +37,10 @@ class PendingLookup:
     limit: int
     since: float
     number: int = 0
-    future: Future[Reach] | None = None
+    future: Future[BlockReach] | None = None
     message: RankLookup | None = None
     covered: int | None = None
-    result: Reach | None = None
+    result: BlockReach | None = None
 
 
 class BlockLookups:
@@ -69,10 +69,10 @@ class BlockLookups:
         self._threads = ThreadPoolExecutor(_THREADS, "kvkeep lookup")
         self._number = 0
         self._pending: dict[int, PendingLookup] = {}  # lookups by workers, by number
-        self._found: dict[int, list[Reach]] = {}  # by number, the results of ranks so far
+        self._found: dict[int, list[BlockReach]] = {}  # by number, the results of ranks so far
         self._messages: list[RankLookup] = []
 
-    def reach(self, followed: FollowedRequest, first: int, limit: int) -> Reach | None:
+    def reach(self, followed: FollowedRequest, first: int, limit: int) -> BlockReach | None:
         """Return how far the request is stored; None: not known yet.
 
         After ``lookup_timeout``, returns how far it is known to be stored.
@@ -88,13 +88,13 @@ class BlockLookups:
             lookup = followed.lookup = self._start(followed, hashes, first, limit)
         if lookup.future is not None and lookup.future.done():
             failed = lookup.future.exception() is not None
-            lookup.result = Reach(first, first) if failed else lookup.future.result()
+            lookup.result = BlockReach(first, first) if failed else lookup.future.result()
         if lookup.result is not None:
             return lookup.result
         if time.monotonic() - lookup.since < self._timeout:
             return None
         self._counts.add(late_lookups=1)
-        lookup.result = Reach(first, first)
+        lookup.result = BlockReach(first, first)
         if self._shared is not None:
             hashes = followed.hashes(0, limit)
             lookup.result = self._groups.reach(hashes, first, self._shared.knows)
@@ -120,7 +120,7 @@ class BlockLookups:
         lookup.message = message
         self._messages.append(message)
 
-    def _query(self, shared: SharedStore, hashes: list[bytes], first: int) -> Reach:
+    def _query(self, shared: SharedStore, hashes: list[bytes], first: int) -> BlockReach:
         """In a thread: look the blocks up, in shared tiers too."""
         until = time.monotonic() + self._timeout
 
@@ -159,7 +159,7 @@ class BlockLookups:
                 hashes = message.hashes[:end]
                 self._ask(lookup, RankLookup(message.request, number, lookup.first, hashes))
                 continue
-            lookup.result = Reach(end, max(end, lookup.covered))
+            lookup.result = BlockReach(end, max(end, lookup.covered))
             self.forget(lookup)
 
     def forget(self, lookup: PendingLookup) -> None:

@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 if TYPE_CHECKING:
-    from kvkeep.integrations.vllm.groups import Reach
+    from kvkeep.integrations.vllm.groups import BlockReach
 
 __all__ = ["BlockSpan", "LookupResults", "PageLoad", "RankLookup", "Save", "StepPlan"]
 
@@ -85,7 +85,7 @@ class StepPlan(KVConnectorMetadata):
 class LookupResults(KVConnectorWorkerMetadata):
     """A message from the workers: by lookup, how far each rank found the request."""
 
-    found: dict[int, list[Reach]] = field(default_factory=dict)
+    found: dict[int, list[BlockReach]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Return these results together with those of another rank."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import KVConnectorBlockState
     from vllm.v1.request import Request
 
-    from kvkeep.integrations.vllm.groups import Groups, Reach
+    from kvkeep.integrations.vllm.groups import Groups, BlockReach
     from kvkeep.integrations.vllm.requests import FollowedRequest
 
 __all__ = ["pinned_states", "states_of_step", "stop_at_branch"]
@@ -63,7 +63,7 @@ def pinned_states(groups: Groups, followed: FollowedRequest) -> list[list[bytes]
     ]
 
 
-def stop_at_branch(request: Request, reach: Reach, block_tokens: int) -> None:
+def stop_at_branch(request: Request, reach: BlockReach, block_tokens: int) -> None:
     """Let vLLM keep a state where the stored KV of other prompts ends: prompts branch there.
 
     vLLM does so by itself where a prompt branches from one in its own prefix cache. It knows no

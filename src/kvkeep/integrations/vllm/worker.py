@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from kvkeep.core.errors import KVKeepError
 from kvkeep.integrations.vllm.device import DeviceCopies
-from kvkeep.integrations.vllm.groups import Reach
+from kvkeep.integrations.vllm.groups import BlockReach
 from kvkeep.integrations.vllm.messages import BlockSpan, LookupResults, Save
 from kvkeep.integrations.vllm.naming import machine_of, namespace_of, warn_of_seeds
 from kvkeep.integrations.vllm.outer import require_own_engine
@@ -75,7 +75,7 @@ class WorkerSide:
         self._pool = ThreadPoolExecutor(_LOADERS, "kvkeep load")
         self._loading: dict[str, _Loading] = {}
         self._done: deque[_Loading] = deque()
-        self._lookup_results: deque[tuple[int, Reach]] = deque()
+        self._lookup_results: deque[tuple[int, BlockReach]] = deque()
         self._errors: set[int] = set()
         self._cleared = 0
         self._pages: list[GroupPages] = []
@@ -182,7 +182,7 @@ class WorkerSide:
 
     def _look_up(self, lookup: RankLookup) -> None:
         """In a thread: look up blocks in the store, in shared tiers too."""
-        shared, there = self._open(), Reach(lookup.first, lookup.first)
+        shared, there = self._open(), BlockReach(lookup.first, lookup.first)
         until = time.monotonic() + self._options.lookup_timeout
         try:
             there = self._groups.reach(
@@ -229,7 +229,7 @@ class WorkerSide:
         """Return the results of lookups since the last call."""
         if not self._lookup_results:
             return None
-        found: dict[int, list[Reach]] = {}
+        found: dict[int, list[BlockReach]] = {}
         while self._lookup_results:
             number, there = self._lookup_results.popleft()
             found[number] = [there]
