@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvkeep.core.groups.plan import GroupPlan
     from kvkeep.core.pages import PageCopy
     from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.pages.tensors import Layout
 
 __all__ = ["GroupedTensors", "LayerPages", "StatePart"]
 
@@ -64,6 +65,7 @@ class GroupedTensors:
         plan: sizes and places.
         num_pages: pages of the pool, as of the `PagedCache`.
         device: a torch device, or its name.
+        layout: the order inside a page in each layer, as of `PagedTensors`.
         check_ids: as of `PagedTensors`.
 
     Attributes:
@@ -77,6 +79,7 @@ class GroupedTensors:
         num_pages: SupportsIndex,
         device: str | torch.device = "cpu",
         *,
+        layout: Layout = "NHD",
         check_ids: bool = True,
     ) -> None:
         self.plan = plan
@@ -85,6 +88,7 @@ class GroupedTensors:
             self._memory = zero_pages(self.num_pages, plan.page_bytes, device)
             wide = torch.int64 if plan.page_bytes % 8 == 0 else torch.uint8
             self._words = self._memory.view(wide)
+        self.layout = layout
         self._check_ids = check_ids
         self.device = self._memory.device
         self.parts = tuple(self._parts())
@@ -204,7 +208,7 @@ class GroupedTensors:
         return PagedTensors(
             own, self.num_pages, self.plan.page_size,
             device=self.device, memory=self._memory[:, offset : offset + size],
-            check_ids=self._check_ids,
+            layout=self.layout, check_ids=self._check_ids,
         )  # fmt: skip
 
     def _state_parts(self) -> Iterable[StatePart]:

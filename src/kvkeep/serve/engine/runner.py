@@ -37,10 +37,12 @@ class Runner:
     """Runs a Transformers causal model over pages.
 
     ``identity`` names the model as it was given (`kvkeep.store.model_identity`), ``geometry`` is
-    the shape of its KV, ``tensors`` the memory of its pages. ``num_pages`` and ``page_size`` are
-    the size of that memory; a `PagedCache` for it has the same. ``vocabulary`` is the number of
-    token ids, ``end_tokens`` are those that end a text, ``context_tokens`` is the longest sequence
-    that the model is made for (None: any). The cache decides which sequence owns which page.
+    what it keeps. The memory is ``tensors`` of a plain model, whose layers all keep every token,
+    and ``groups`` of a hybrid one, where ``plan`` says what lies where. ``num_pages`` and
+    ``page_size`` are the size of that memory; `cache` makes a `PagedCache` for it, which decides
+    which sequence owns which page. ``vocabulary`` is the number of token ids, ``end_tokens`` are
+    those that end a text, ``context_tokens`` is the longest sequence that the model is made for
+    (None: any), and ``max_tokens`` the longest one that pool and model allow.
 
     Thread safety: none; one thread computes at a time.
     """
@@ -55,6 +57,9 @@ class Runner:
         layout: Layout = "NHD",
     ) -> None:
         """Take over ``model``: replace its attention, if that leaves its results the same.
+
+        What keeps a state is replaced as well. A model whose results differ over pages, or that
+        does not go on from a state, raises `UnsupportedModel` with the reason.
 
         The model's identity is computed first: about 0.1 s a GiB on a CPU. In float32 on a CPU,
         linear layers keep their weights twice, up to 1 GiB more in all (see
@@ -89,7 +94,9 @@ class Runner:
             )
             self._memory = KVMemory.plain(self._tensors, shared=found.shared, latent=found.latent)
         else:
-            self.groups = GroupedTensors(self.plan, num_pages, self.device, check_ids=False)
+            self.groups = GroupedTensors(
+                self.plan, num_pages, self.device, layout=layout, check_ids=False
+            )
             self._memory = KVMemory.grouped(self.groups, shared=found.shared, latent=found.latent)
         self._watch = ModelWatch(model)
         self._cache: weakref.ref[PagedCache] | None = None
