@@ -1,8 +1,10 @@
 """Train the tiny model that kvkeep ships, from the running Python's own standard library.
 
     python scripts/train_tiny_model.py --minutes 41 --out build/tiny
+    python scripts/train_tiny_model.py --hybrid --minutes 60 --out build/hybrid
     python scripts/train_tiny_model.py --smoke --out build/smoke
 
+``--hybrid`` trains a model like Qwen3-Next instead: states beside attention, on the same text.
 ``--smoke`` takes a handful of steps of a smaller model and writes a complete directory.
 """
 
@@ -21,12 +23,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is fetched, and nothing 
 import torch
 from tiny_model.corpus import Entry, read_corpus
 from tiny_model.dialogues import is_favourite
+from tiny_model.kinds import Size, build_model
 from tiny_model.release import read_directory, speak, write_directory
 from tiny_model.tokens import train_tokenizer
-from tiny_model.training import PHASES, Phase, Progress, Recipe, build_model, evaluate, train
+from tiny_model.training import PHASES, Phase, Progress, Recipe, evaluate, train
 
 if TYPE_CHECKING:
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+    from tiny_model.kinds import Model
+    from transformers import PreTrainedTokenizerFast
 
 QUESTIONS = (
     "What does textwrap.dedent do?",
@@ -34,8 +38,10 @@ QUESTIONS = (
     "What does len do?",
 )
 LONGEST = 8192  # tokens: the positions the model is declared for
+SIZE = Size(hidden=192, layers=4, inner=512)
+SMOKE_SIZE = Size(hidden=96, layers=4, inner=128)
 SMOKE_PHASES = (Phase(0.7, 64, 4), Phase(1.0, 128, 2))
-SMOKE_STEPS = 8
+SMOKE_STEPS = 16
 CHECKPOINT_SECONDS = 180.0
 AVERAGED_STEPS = 100
 
@@ -49,10 +55,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.resume is None:
         texts = (f"{e.name}\n{e.text}" for e in learned)
         tokenizer = train_tokenizer(texts, 512 if options.smoke else 4096, LONGEST)
-        hidden, layers, inner = (96, 2, 128) if options.smoke else (192, 4, 512)
-        model = build_model(
-            len(tokenizer), hidden=hidden, layers=layers, inner=inner, longest=LONGEST
-        )
+        size = SMOKE_SIZE if options.smoke else SIZE
+        model = build_model(len(tokenizer), size, LONGEST, hybrid=options.hybrid)
     else:
         tokenizer, model = read_directory(options.resume)
     print(
@@ -62,13 +66,13 @@ def main(arguments: list[str] | None = None) -> int:
     )
     steps, phases = (SMOKE_STEPS, SMOKE_PHASES) if options.smoke else (options.steps, PHASES)
     recipe = Recipe(options.seed, steps, options.minutes, options.share, phases)
-    every = 2 if options.smoke else options.every
+    every = 4 if options.smoke else options.every
     run = Run(options.out, every, options.seed, model, tokenizer)
     train(model, tokenizer, learned, recipe, run.report)
-    size = run.write()
+    written = run.write()
     unseen = evaluate(model, tokenizer, held_out, options.seed)
     print(
-        f"wrote {options.out} ({size / 1e6:.2f} MB) after {run.last.seconds:,.0f} s and "
+        f"wrote {options.out} ({written / 1e6:.2f} MB) after {run.last.seconds:,.0f} s and "
         f"{run.last.step:,} steps: {run.loss(AVERAGED_STEPS):.3f} nats a token over the last "
         f"{len(run.losses)} steps, {unseen:.3f} on entries never seen"
     )
@@ -84,7 +88,7 @@ class Run:
     out: Path
     every: int
     seed: int
-    model: LlamaForCausalLM
+    model: Model
     tokenizer: PreTrainedTokenizerFast
     last: Progress = field(default_factory=Progress)
     losses: list[float] = field(default_factory=list)
@@ -132,9 +136,15 @@ def _entries(*, smoke: bool) -> tuple[list[Entry], list[Entry]]:
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train the tiny model that kvkeep ships.")
+    parser = argparse.ArgumentParser(
+        description="Train the tiny model that kvkeep ships, or a hybrid like it."
+    )
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
-    parser.add_argument("--resume", type=Path, help="go on from a directory written before")
+    begin = parser.add_mutually_exclusive_group()
+    begin.add_argument("--hybrid", action="store_true", help="a model like Qwen3-Next, not a Llama")
+    begin.add_argument(
+        "--resume", type=Path, help="go on from a directory written before, of either kind"
+    )
     parser.add_argument(
         "--share", type=float, default=0.0, help="how far that one has come, 0 to 1"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 import os
 import re
 import string
@@ -15,10 +16,16 @@ from pydoc_data.topics import topics
 
 import pytest
 
+import warm
+from kvkeep.core.geometry import KVGeometry
 from kvkeep.serve.models import bundled_model
 
 ROOT = Path(__file__).resolve().parents[1]
 LARGEST = 6_000_000  # bytes: the whole directory
+KINDS = {  # the class of the model, and the layers that keep each kind of KV
+    "plain": ("LlamaForCausalLM", {"full": (0, 1, 2, 3)}),
+    "hybrid": ("Qwen3NextForCausalLM", {"state": (0, 1, 2), "full": (3,)}),
+}
 PROMPTS = ("What does textwrap.dedent do?", "Explain: the assert statement", "What is a list?")
 
 
@@ -179,18 +186,29 @@ def test_a_model_with_random_weights_is_not_readable(model, tokenizer):
 
 
 @pytest.mark.model
-def test_smoke_training_writes_a_complete_directory(tmp_path):
-    pytest.importorskip("transformers")
+@pytest.mark.parametrize("kind", KINDS)
+def test_smoke_training_writes_a_complete_directory(kind, tmp_path):
+    transformers = pytest.importorskip("transformers")
     script = ROOT / "scripts" / "train_tiny_model.py"
-    done = subprocess.run(
-        [sys.executable, script, "--smoke", "--out", tmp_path / "model"],
+    options = ["--hybrid"] if kind == "hybrid" else []
+    done = warm.run(
+        [*warm.PYTHON, script, "--smoke", *options, "--out", tmp_path / "model"],
         check=True,
         capture_output=True,
         text=True,
         cwd=tmp_path,
         timeout=120,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
     )
-    assert "loss" in done.stdout  # progress is shown
+    assert len(re.findall(r"loss \d\.\d+", done.stdout)) == 4  # progress is shown
+    (unseen,) = re.findall(r"(\d\.\d+) on entries never seen", done.stdout)
+    assert float(unseen) < math.log(512) - 0.25, "it knows no more than that there are 512 tokens"
     written = {path.name for path in (tmp_path / "model").iterdir()}
     assert written == {path.name for path in bundled_model().iterdir()}
+    architecture, groups = KINDS[kind]
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert type(model).__name__ == architecture
+    geometry = KVGeometry.from_config(tmp_path / "model")
+    assert {group.kind: group.layers for group in geometry.groups} == groups
+    notice = (tmp_path / "model" / "NOTICE").read_text(encoding="utf-8")
+    assert f"{model.num_parameters():,} parameters" in notice
+    assert ("ships with the library" in notice) is (kind == "plain")

@@ -14,7 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
+
+    from tiny_model.kinds import Model
 
 __all__ = ["read_directory", "speak", "write_directory"]
 
@@ -22,9 +24,7 @@ NOTICE = """\
 kvkeep tiny model
 
 What it is
-  A Llama of {parameters} parameters ({layers} layers, {heads} heads over {kv_heads} KV heads of
-  {head_dim}, tied embeddings), so small that it ships with the library: it makes the demo and the
-  tests of kvkeep run offline on readable text.
+{what}
 
 Data
   The standard library of CPython {python}, and nothing else: the docstrings of its public
@@ -45,12 +45,23 @@ What it is not good for
 
 
 {licence}"""
+WHAT = {
+    "llama": """\
+  A Llama of {parameters} parameters ({layers} layers, {heads} heads over {kv_heads} KV heads of
+  {head_dim}, tied embeddings), so small that it ships with the library: it makes the demo and the
+  tests of kvkeep run offline on readable text.""",
+    "qwen3_next": """\
+  A Qwen3-Next of {parameters} parameters without experts ({layers} layers, {full} of them
+  attention: {heads} heads over {kv_heads} KV heads of {head_dim}; the others gated delta rules:
+  {value_heads} heads of {value_dim}; tied embeddings). It learned the same text by the same
+  script as the model that kvkeep ships.""",
+}
 PSF_LICENCE = Path(__file__).with_name("PSF-2.0.txt")
 
 
 def write_directory(
     folder: Path,
-    model: LlamaForCausalLM,
+    model: Model,
     tokenizer: PreTrainedTokenizerFast,
     *,
     steps: int,
@@ -69,13 +80,8 @@ def write_directory(
     )
     final.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    config = final.config
     notice = NOTICE.format(
-        parameters=f"{sum(p.numel() for p in final.parameters()):,}",
-        layers=config.num_hidden_layers,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
+        what=_describe(final),
         python=platform.python_version(),
         copyright=sys.copyright.partition("\n")[0],
         licence=PSF_LICENCE.read_text(encoding="utf-8"),
@@ -85,6 +91,22 @@ def write_directory(
     )
     (folder / "NOTICE").write_text(notice, encoding="utf-8")
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _describe(model: Model) -> str:
+    config = model.config
+    kind: str = config.model_type
+    layer_types = getattr(config, "layer_types", None) or []
+    return WHAT[kind].format(
+        parameters=f"{sum(p.numel() for p in model.parameters()):,}",
+        layers=config.num_hidden_layers,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        full=layer_types.count("full_attention"),
+        value_heads=getattr(config, "linear_num_value_heads", None),
+        value_dim=getattr(config, "linear_value_head_dim", None),
+    )
 
 
 def read_directory(folder: Path) -> tuple[Any, Any]:

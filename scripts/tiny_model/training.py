@@ -10,8 +10,6 @@ from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tiny_model.dialogues import epoch, is_favourite
 from tiny_model.loss import next_token_loss
@@ -23,8 +21,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from tiny_model.corpus import Entry
+    from tiny_model.kinds import Model
 
-__all__ = ["PHASES", "Phase", "Progress", "Recipe", "build_model", "evaluate", "train"]
+__all__ = ["PHASES", "Phase", "Progress", "Recipe", "evaluate", "train"]
 
 
 class Phase(NamedTuple):
@@ -83,31 +82,8 @@ class Progress:
     row_tokens: int = 0
 
 
-def build_model(
-    vocabulary: int, *, hidden: int, layers: int, inner: int, longest: int
-) -> LlamaForCausalLM:
-    """A Llama with grouped-query attention (heads of 32, three to a KV head), tied embeddings."""
-    heads = hidden // 32
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads // 3,
-        head_dim=32,
-        max_position_embeddings=longest,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=4,
-        pad_token_id=4,
-    )
-    return LlamaForCausalLM(config)
-
-
 def train(
-    model: LlamaForCausalLM,
+    model: Model,
     tokenizer: PreTrainedTokenizerFast,
     entries: Sequence[Entry],
     recipe: Recipe,
@@ -158,7 +134,7 @@ def train(
 
 @torch.no_grad()
 def evaluate(
-    model: LlamaForCausalLM,
+    model: Model,
     tokenizer: PreTrainedTokenizerFast,
     entries: Sequence[Entry],
     seed: int,
@@ -173,7 +149,7 @@ def evaluate(
     return math.fsum(losses) / sum(counts)
 
 
-def _loss(model: LlamaForCausalLM, batch: torch.Tensor) -> torch.Tensor:
+def _loss(model: Model, batch: torch.Tensor) -> torch.Tensor:
     """Next-token cross entropy over rows of ``row_tokens + 1`` tokens."""
     with torch.autocast("cpu", torch.bfloat16):
         hidden = model.model(input_ids=batch[:, :-1], use_cache=False).last_hidden_state
@@ -181,10 +157,10 @@ def _loss(model: LlamaForCausalLM, batch: torch.Tensor) -> torch.Tensor:
     return next_token_loss(hidden.float().flatten(0, 1), embedding, batch[:, 1:].flatten())
 
 
-def _set_rope_base(model: LlamaForCausalLM, base: float) -> None:
+def _set_rope_base(model: Model, base: float) -> None:
     """Set the RoPE base to ``base``, also for directories written later."""
-    model.config.rope_parameters = {"rope_type": "default", "rope_theta": base}
-    model.model.rotary_emb = LlamaRotaryEmbedding(model.config)
+    model.config.rope_parameters = {**(model.config.rope_parameters or {}), "rope_theta": base}
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
 
 
 def _rate(step: int, share: float) -> float:
