@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+TRAIN_ARGS ?= --hybrid --minutes 60 --out build/hybrid
 MAKEFLAGS += --jobs=3  # the prerequisites of `test` are set up in parallel
 # Bytecode is written even where the environment forbids it: hundreds of tests start a Python of their
 # own, and without bytecode each import of torch takes four seconds more.
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo docs docs-serve servers quick slow-tests test check bench soak clean
+.PHONY: help setup serve demo train docs docs-serve servers quick slow-tests test check bench soak clean
 
 # Tests without models, browsers and servers of their own.
 QUICK_ROOMS := backends cache codecs eviction explain faults feed geometry groups http pages prefix slots store \
@@ -33,8 +34,11 @@ $(STAMP): pyproject.toml constraints.txt requirements-dev.txt
 serve: setup     ## serve the bundled model over HTTP (SERVE_ARGS="--model PATH --port 8000")
 	@$(BIN)/kvkeep serve $(SERVE_ARGS)
 
-demo: setup      ## play a conversation through the real service: cold against warm
-	@$(BIN)/kvkeep demo
+demo: setup      ## play a conversation through the real service: cold against warm (MODEL=build/hybrid)
+	@$(BIN)/kvkeep demo $(if $(MODEL),--model "$(MODEL)")
+
+train: setup     ## train the tiny hybrid model into build/hybrid (TRAIN_ARGS="--hybrid --minutes 60 --out …")
+	@$(BIN)/python scripts/train_tiny_model.py $(TRAIN_ARGS)
 
 docs: setup      ## build the documentation site into build/site; a warning is an error
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -6,16 +6,19 @@ import dataclasses
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
 import subprocess
 import threading
+from pathlib import Path
 
 import pytest
 
 import warm
 from kvkeep.cli import demo, main
+from kvkeep.cli.demo_view import print_rows
 from warm import KVKEEP
 
 pytestmark = pytest.mark.model
@@ -104,7 +107,7 @@ def test_the_table(short, capsys):
     (totals,) = [line for line in lines if "% reused" in line]
     assert "× sooner (median)" in totals
     assert any("prompt tokens came from disk" in line for line in lines)
-    assert "kvkeep serve" in lines[-1]
+    assert lines[-1] == "Next: kvkeep serve (or make serve), and when it listens"
     assert curl.startswith("curl ")
     assert_nothing_is_left(url_in(lines[0]))
 
@@ -120,6 +123,15 @@ def test_a_model_without_a_chat_template(short, tmp_path, capsys):
     assert shown["model"] == "plain"
     assert shown["reused_tokens"] > 0
     assert {row["tokens_per_s"] for row in shown["requests"]} == {None}  # there is no second token
+
+
+def test_the_last_lines_name_the_model_that_was_asked(capsys):
+    row = demo.DemoRow("first", "json.dumps", 9, 8, 8, 2, 0.2, 0.1, 5.0, True, "An answer.")
+    print_rows([row], 4, Path("my models/hybrid"))
+    *_, serve, curl = capsys.readouterr().out.splitlines()
+    assert serve == "Next: kvkeep serve --model 'my models/hybrid', and when it listens"
+    body = shlex.split(curl)[-1]
+    assert json.loads(body)["messages"][0]["role"] == "user"
 
 
 # --- what must not pass ----------------------------------------------------------------------

@@ -85,7 +85,9 @@ def add_parser(commands: Commands) -> None:
         description="Start the server, ask questions about one long document over HTTP, and stop "
         "it. Every request is sent twice: cold, with nothing to reuse, and warm. The exit code is "
         "1 if the two answers to a request differ. Then start the server again and repeat the "
-        "first question, whose KV comes from the tiers.",
+        "first question, whose KV comes from the tiers. The document and the questions are from "
+        "the training text of the model that kvkeep ships: another model may answer them badly, "
+        "but must give the same answer twice.",
     )
     add_model_arguments(parser, memory="256MiB")
     add_store_arguments(parser, default="memory, and a folder that is deleted at the end")
@@ -118,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(as_json(url, name, rows, stats)))
     else:
-        print_rows(rows, len(CLIENTS))
+        print_rows(rows, len(CLIENTS), args.model)
     return 0 if all(row.same_text for row in rows) else DIFFERENT
 
 

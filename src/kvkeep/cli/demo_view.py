@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from dataclasses import asdict
 from functools import partial
@@ -11,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 from kvkeep.core.errors import require
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kvkeep.cli.demo import DemoRow
 
 __all__ = ["as_json", "print_rows"]
 
 _NEXT = """\
-Next: kvkeep serve (or make serve), and when it listens
+Next: {serve}, and when it listens
 curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \
--d '{"messages": [{"role": "user", "content": "What does heapq.merge do?"}]}'"""
+-d '{{"messages": [{{"role": "user", "content": "What does heapq.merge do?"}}]}}'"""
 
 
 def _totals(rows: list[DemoRow]) -> dict[str, float | None]:
@@ -46,8 +49,11 @@ def as_json(url: str, name: str, rows: list[DemoRow], stats: dict[str, Any]) -> 
     }
 
 
-def print_rows(rows: list[DemoRow], clients: int) -> None:
-    """Print a table of the requests, and a summary."""
+def print_rows(rows: list[DemoRow], clients: int, model: Path | None) -> None:
+    """Print a table of the requests, and a summary.
+
+    ``model`` is the directory of the model; None is the bundled model.
+    """
     console = require("rich.console", "cli").Console()
     say = partial(console.print, markup=False, highlight=False)
     say(
@@ -74,7 +80,10 @@ def print_rows(rows: list[DemoRow], clients: int) -> None:
     )
     if not all(row.same_text for row in rows):
         print("kvkeep: a warm answer differs from its cold one", file=sys.stderr)
-    print(_NEXT)  # not wrapped: users copy it
+    serve = "kvkeep serve (or make serve)"
+    if model is not None:
+        serve = f"kvkeep serve --model {shlex.quote(str(model))}"
+    print(_NEXT.format(serve=serve))  # not wrapped: users copy it
 
 
 def _table(rows: list[DemoRow]) -> Any:
