@@ -41,7 +41,7 @@ LONGEST = 8192  # tokens: the positions the model is declared for
 SIZE = Size(hidden=192, layers=4, inner=512)
 SMOKE_SIZE = Size(hidden=96, layers=4, inner=128)
 SMOKE_PHASES = (Phase(0.7, 64, 4), Phase(1.0, 128, 2))
-SMOKE_STEPS = 8
+SMOKE_STEPS = 16
 CHECKPOINT_SECONDS = 180.0
 AVERAGED_STEPS = 100
 
@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     steps, phases = (SMOKE_STEPS, SMOKE_PHASES) if options.smoke else (options.steps, PHASES)
     recipe = Recipe(options.seed, steps, options.minutes, options.share, phases)
-    every = 2 if options.smoke else options.every
+    every = 4 if options.smoke else options.every
     run = Run(options.out, every, options.seed, model, tokenizer)
     train(model, tokenizer, learned, recipe, run.report)
     written = run.write()
