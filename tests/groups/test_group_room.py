@@ -109,8 +109,8 @@ def test_unpinned_states_go_before_prompts_with_pins() -> None:
     engine.cache.check()
 
 
-def test_what_a_next_turn_replaces_goes_first() -> None:
-    """A turn begins where the KV of the one before ends: nothing branches there."""
+def test_ends_that_next_turns_replace_go_first() -> None:
+    """Where turns went on stays: prompts branch there, too."""
     engine = SymbolicEngine(4000, STATE)
     turns = prompt(1, 40)
     for turn in range(2, 12):
@@ -120,10 +120,11 @@ def test_what_a_next_turn_replaces_goes_first() -> None:
         turns = sequence.tokens.tolist() + prompt(turn, 18)
         sequence.close()
     order = engine.cache._core.groups.order
+    early = [one.page for one in order if one.early]
     late = [one.page for one in order if not one.early]
-    assert len(late) == 1, "the end of the last prompt alone"
+    assert len(early) == 9, "the end of each prompt but the last"
     found = engine.cache.match(turns).num_tokens
-    engine.cache.evict(5 * (len(order) - 1))
+    engine.cache.evict(5 * len(early))
     assert engine.cache.match(turns).num_tokens == found
     assert [one.page for one in order] == late
     engine.cache.check()

@@ -93,14 +93,13 @@ def open_sequence(core: Core, query: CacheQuery, *, priority: int, reserve: int)
     match = index.match(encoder.lookup(wanted), namespace) if core.reuse else None
     _check_ids(core, tokens, match)
     total = -(-len(tokens) // core.page_size)
-    groups, state_pages, found, branches, stored = None, 0, 0, False, 0
+    groups, state_pages, found, stored = None, 0, 0, 0
     if core.groups is None:
         match, needed = _affordable(core, match, total, reserve)
     else:
         state_pages = core.groups.layout.state_pages
         if match is not None:
-            found, branches = len(match.pages), match.branches
-            stored = matched_tokens(core, match)
+            found, stored = len(match.pages), matched_tokens(core, match)
         groups, match = _resume(core, core.groups, match, total + state_pages + reserve)
         needed = total + state_pages - (0 if match is None else len(match.pages))
     hold, source = core.hold(match, namespace)
@@ -115,7 +114,7 @@ def open_sequence(core: Core, query: CacheQuery, *, priority: int, reserve: int)
     if groups is not None:
         state = table[:state_pages] if state_pages else None
         table = table[state_pages:]
-        groups.begin(state, row, found=found, branches=branches)
+        groups.begin(state, row, found=found)
         sequence.groups = groups
     if len(shared):
         core.pool.retain(shared)

@@ -280,10 +280,10 @@ class SequenceGroups:
         if checkpoint is not None and checkpoint.state is not None:
             self._board.units.retain(checkpoint.state)
 
-    def begin(self, state: PageArray | None, prompt: Sized, *, found: int, branches: bool) -> None:
+    def begin(self, state: PageArray | None, prompt: Sized, *, found: int) -> None:
         """Take ``state`` as the running one, and plan checkpoints.
 
-        ``found`` pages of the ``prompt`` are cached; ``branches`` as in `CheckpointPlan.prompt`.
+        ``found`` pages of the ``prompt`` are cached.
         """
         self.state = state
         self.row = prompt
@@ -293,7 +293,7 @@ class SequenceGroups:
                 assert checkpoint.state is not None
                 self._copies.add(StateCopy(checkpoint.state, state))
             self._board.order.used(checkpoint)
-        self._checkpoints.plan.prompt(self._rows.length, found, len(prompt), branches=branches)
+        self._checkpoints.plan.prompt(self._rows.length, found, len(prompt))
 
     def give_up(self) -> None:
         """Undo `hold`, as the sequence cannot be opened."""

@@ -47,11 +47,6 @@ class PrefixMatch:
     source: Node | None = field(default=None, repr=False)
     """The node that stores the partial page. For the index."""
 
-    @property
-    def branches(self) -> bool:
-        """Whether other prompts go on behind the full pages that match."""
-        return self.taken < self.end.size or bool(self.end.children)
-
     def without_partial(self) -> PrefixMatch:
         """Return the same match without its partial page."""
         return PrefixMatch(self.pages, self.end, self.taken)

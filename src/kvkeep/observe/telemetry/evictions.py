@@ -90,7 +90,7 @@ class PageTimes:
                     self._work(_A_LITTLE)
                 finally:
                     self._working.release()
-        elif isinstance(event, Evicted):
+        elif isinstance(event, Evicted) and len(event.pages):  # not of groups alone
             self._waiting.append((self._clock(), event.pages, event.reason))
 
     def snapshot(self) -> TimesOfPages:
