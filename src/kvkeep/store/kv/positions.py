@@ -255,7 +255,10 @@ class PositionFinder:
             tokens = number * names.size
             windows = self._windows(tokens)
             if isinstance(windows, list):
-                return self._position(tokens, windows)
+                if (found := self._position(tokens, windows)) is not None:
+                    return found
+                number -= 1
+                continue
             # No end of a block behind the missing record can do without it.
             number = min(number - 1, windows // names.size)
         return None
@@ -281,8 +284,8 @@ class PositionFinder:
             if not asked and not any(map(self._tiered.knows, self._markers(tokens))):
                 continue
             pieces = self._tail(tokens)
-            if pieces is not None:
-                return self._position(tokens, pieces)
+            if pieces is not None and (found := self._position(tokens, pieces)) is not None:
+                return found
         return None
 
     def _markers(self, tokens: int) -> list[bytes]:
@@ -367,11 +370,14 @@ class PositionFinder:
             held = self._tiered.holders(new)
             self._levels |= zip(new, (min(one) if one else None for one in held), strict=True)
 
-    def _position(self, tokens: int, windows: list[PositionPiece]) -> Position:
+    def _position(self, tokens: int, windows: list[PositionPiece]) -> Position | None:
+        """Return the position, None if it has no record: where chunks end, none may be needed."""
         names = self._names
         pieces = names.base_pieces(tokens, self._first) + windows
         if names.forms.states is not None:
             pieces.append(names.state_piece(tokens))
+        if not pieces:
+            return None
         levels = [self._levels[piece.id] for piece in pieces]
         assert None not in levels
         return Position(tokens, pieces, [level for level in levels if level is not None])
