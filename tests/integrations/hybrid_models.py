@@ -9,8 +9,8 @@ import torch
 import transformers
 from random_models import SHAPE
 
-SHAPES = SHAPE | {"num_hidden_layers": 4, "initializer_range": 0.02}
-del SHAPES["initializer_range"]
+SHAPES = {name: value for name, value in SHAPE.items() if name != "initializer_range"}
+SHAPES["num_hidden_layers"] = 4
 BY_TURNS = ["linear_attention", "full_attention"] * 2
 WINDOWS = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"] * 2}
 DELTA = {
@@ -35,7 +35,9 @@ FAMILIES = {
     "kimi_linear": LATENT | EXPERTS | {"q_lora_rank": None, "linear_attn_config": {
         "num_heads": 4, "head_dim": 16, "short_conv_kernel_size": 4,
         "kda_layers": [1, 3], "full_attn_layers": [2, 4]}},
-    "bailing_hybrid": LATENT | {"q_lora_rank": None, "layer_types": BY_TURNS},
+    "bailing_hybrid": LATENT | {
+        "q_lora_rank": None, "layer_types": BY_TURNS, "num_experts": 16,
+        "moe_intermediate_size": 32},
     "falcon_h1": MAMBA | {"mamba_d_ssm": 128},
     "bamba": MAMBA | {"attn_layer_indices": [1, 3]},
     "granitemoehybrid": MAMBA | LOCAL | {
@@ -50,10 +52,13 @@ FAMILIES = {
     "lfm2_moe": EXPERTS | {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
     "gpt_oss": LOCAL | {"sliding_window": 9},
     "gemma3_text": WINDOWS | {"query_pre_attn_scalar": 16, "tie_word_embeddings": False},
-    "gemma4_text": WINDOWS,
+    "gemma4_text": WINDOWS | {
+        "vocab_size_per_layer_input": 160, "hidden_size_per_layer_input": 16},
     "olmo3": {"sliding_window": 9},
     "llama4_text": LOCAL | {"attention_chunk_size": 16, "intermediate_size_mlp": 64},
-    "mimo_v2_flash": {"sliding_window": 9, "v_head_dim": 16},
+    "mimo_v2_flash": {
+        "sliding_window": 9, "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32},
     "mistral": {"sliding_window": 9},
     "deepseek_v2": LATENT | {"first_k_dense_replace": 4, "n_routed_experts": 4},
     "deepseek_v3": LATENT | {

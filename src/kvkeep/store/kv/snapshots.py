@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvkeep.core.errors import InvalidValue
 from kvkeep.store.blocks.stats import Put, closed_is_illegal, runs_of, seconds_of
-from kvkeep.store.kv.positions import BASE, STATE, PositionFinder, PositionNames
+from kvkeep.store.kv.finding import PositionFinder
+from kvkeep.store.kv.positions import BASE, STATE, PositionNames
 from kvkeep.store.kv.removal import delete_ids
 from kvkeep.store.kv.snapshot import Snapshot
 
