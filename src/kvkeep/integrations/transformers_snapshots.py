@@ -89,20 +89,20 @@ class SnapshotRuns:
         order, common = shared_prefixes(rows.texts)
         done: list[tuple[Snapshot | None, int]] = [(None, 0)] * len(rows.texts)
         loaded = shared = stored = 0
-        computed: dict[int, int] = {}  # row → where its own computation began
+        fresh: dict[int, int] = {}  # row → the token from which this call computed its KV
         for row in order:
-            text = rows.texts[row]
-            parts = [(one.tokens, one.rows) for one in common if row in one.rows]
-            begin, new, snapshot = self._row(text, last, [n for n, _ in parts], chunk, alone)
-            # Of what was loaded, a row before this one may have computed some just now.
-            by_others = max(
-                (min(begin, n) - computed[other]
-                 for n, some in parts for other in some if other in computed),
-                default=0,
-            )  # fmt: skip
-            by_others = max(0, by_others)
-            computed[row] = begin
-            loaded, shared, stored = loaded + begin - by_others, shared + by_others, stored + new
+            parts = [one for one in common if row in one.rows]
+            stops = [one.tokens for one in parts]
+            begin, new, snapshot = self._row(rows.texts[row], last, stops, chunk, alone)
+            before = [
+                fresh[other]
+                for one in parts
+                for other in one.rows
+                if other in fresh and fresh[other] < min(begin, one.tokens)
+            ]
+            fresh[row] = min(before, default=begin)
+            loaded, shared = loaded + fresh[row], shared + begin - fresh[row]
+            stored += new
             done[row] = snapshot, begin
         if alone and done[0][0] is None:
             return PreparedRows(None, [0], loaded, shared, stored)

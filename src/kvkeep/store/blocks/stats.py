@@ -86,7 +86,7 @@ class Lookup:
 
     tokens: int
     tiers: tuple[tuple[str, int], ...]
-    stored_tokens: int = -1
+    stored_tokens: int = field(default=-1, repr=False)
 
     def __post_init__(self) -> None:
         if self.stored_tokens < 0:

@@ -12,7 +12,8 @@ removal.py    which blocks `remove` deletes
 kept.py       which records a prompt has: blocks of all layers, or …
 groups.py     … records of each group of layers, for models with windows and states
 snapshot.py   what resuming needs · snapshots.py: put and get of it
-records.py    its tensors as raw bytes · positions.py: ids of records, the longest position
+records.py    its tensors as raw bytes · positions.py: their ids
+finding.py    the longest stored position
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from kvkeep.store.blocks.stats import Lookup, runs_of
+from kvkeep.store.kv.finding import PositionFinder
 from kvkeep.store.kv.kept import KeptPrompts
-from kvkeep.store.kv.positions import BASE, PositionFinder, PositionNames
+from kvkeep.store.kv.positions import BASE, PositionNames
 from kvkeep.store.kv.prefetch import Prefetch
 from kvkeep.store.kv.removal import delete_ids
 from kvkeep.store.kv.snapshots import tokens_by_tier

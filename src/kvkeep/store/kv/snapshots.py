@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvkeep.core.errors import InvalidValue
 from kvkeep.store.blocks.stats import Put, closed_is_illegal, runs_of, seconds_of
-from kvkeep.store.kv.positions import BASE, STATE, PositionFinder, PositionNames
+from kvkeep.store.kv.finding import PositionFinder
+from kvkeep.store.kv.positions import BASE, STATE, PositionNames
 from kvkeep.store.kv.removal import delete_ids
 from kvkeep.store.kv.snapshot import Snapshot
 
@@ -189,20 +190,28 @@ class SnapshotTransfers:
         already: set[int],
         failed: tuple[str, ...],
     ) -> Put:
-        """Count tokens from ``start`` on. If a record had no room, what was new is of no use."""
+        """Count tokens from ``start`` on. If a record had no room, what was new is of no use.
+
+        Counted are the records of layers that keep every token, or else of the first window. A
+        token is new only if its record is. Of states alone, all tokens are, or none.
+        """
         total = snapshot.tokens - snapshot.start
-        if self._forms.base is None:
-            new = any(at in kept for at in range(len(pieces)))
-            skipped = 0 if new else total
-        else:
-            skipped = sum(
+        counted = BASE if self._forms.base is not None else 0 if self._forms.windows else STATE
+
+        def tokens_of(which: set[int]) -> int:
+            return sum(
                 piece.stop - max(piece.start, snapshot.start)
                 for at, piece in enumerate(pieces)
-                if piece.group == BASE and at in already and piece.stop > snapshot.start
+                if piece.group == counted and at in which and piece.stop > snapshot.start
             )
+
         if len(kept) + len(already) < len(pieces):
+            skipped = tokens_of(already)
             return Put(0, skipped, total - skipped, 0, failed)
-        return Put(total - skipped, skipped, 0, 0, failed)
+        new = tokens_of(kept)
+        if counted == STATE and kept:
+            new = total
+        return Put(new, total - new, 0, 0, failed)
 
     def _note(self, names: PositionNames, pieces: list[PositionPiece]) -> None:
         """Remember which records belong to which block, so that a removal deletes them, too."""
