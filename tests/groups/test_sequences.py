@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import random
+from typing import TYPE_CHECKING
+
 import pytest
 from symbolic import BOTH, GRID, STATE, WINDOW, SymbolicEngine, prompt
 
 from kvkeep import PagedCache
 from kvkeep.core.errors import IllegalStep, InvalidValue, OutOfPages
 from kvkeep.core.groups import GroupLayout, RowCopy, StateCopy, StateSpec, WindowSpec
+
+if TYPE_CHECKING:
+    from kvkeep.core.prefix.node import Node
 
 
 def test_a_plain_cache_has_no_groups() -> None:
@@ -151,6 +157,36 @@ def test_a_conversation_keeps_its_last_state() -> None:
         sequence.close()
         turns = turns + prompt(turn, 30)
     engine.cache.check()
+
+
+@pytest.mark.parametrize("eviction", ["lfu", "reuse", "adaptive"])
+def test_no_policy_keeps_what_no_request_can_use(eviction: str) -> None:
+    """A turn's state goes when the next turn has one. Once that went, too, the KV is of no use."""
+    chance, most = random.Random(1), 0
+    engine = SymbolicEngine(200, STATE, eviction=eviction)
+    chats: list[list[int]] = []
+    for number in range(200):
+        if not chats or chance.random() < 0.4:
+            chats = [*chats[-11:], prompt(0, 8) + prompt(number + 1, 30)]
+        at = chance.randrange(len(chats))
+        engine.run(chats[at]).close()
+        chats[at] = (chats[at] + prompt(1000 + number, 14))[:150]
+        roots = engine.cache._core.index.tree.roots.values()
+        most = max(most, sum(_useless(root)[0] for root in roots))
+    engine.cache.check()
+    assert most < 20, "a prompt's tail or two; about 35 if such runs wait for the policy"
+
+
+def _useless(node: Node) -> tuple[int, bool]:
+    """Return the pages with no checkpoint behind them, and whether there is one in the subtree."""
+    below = [_useless(child) for child in node.children.values()]
+    pages, any_behind = sum(one for one, _ in below), any(has for _, has in below)
+    if node.parent is None:
+        return pages, any_behind
+    checkpoints = [] if node.extra is None else node.extra.checkpoints
+    if not any_behind:
+        pages += node.end - checkpoints[-1].page if checkpoints else node.size
+    return pages, any_behind or bool(checkpoints)
 
 
 def test_a_checkpoint_survives_a_pass_before_it_is_published() -> None:

@@ -61,7 +61,8 @@ class Running:
         eventually(lambda: not self.engine.has_work)
         stats = self.engine.cache.stats()
         assert (stats.sequences, stats.pages_protected) == (0, 0)
-        assert stats.pages_used == stats.pages_cached
+        rows_and_states = 0 if stats.groups is None else stats.groups.pages
+        assert stats.pages_used == stats.pages_cached + rows_and_states
         self.engine.cache.check()
 
     def stop(self) -> None:

@@ -63,9 +63,11 @@ class Served:
         return self
 
     def __exit__(self, *_):
-        self.server.assert_idle()
-        self.server.stop()
-        self.store.close()
+        try:
+            self.server.assert_idle()
+        finally:
+            self.server.stop()
+            self.store.close()
 
     def ask(self, prompts):
         """Return the texts, and the reused tokens, of prompts that are sent at once."""

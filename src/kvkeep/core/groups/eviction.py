@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kvkeep.core.groups.board import GroupBoard
-    from kvkeep.core.groups.kept import Checkpoint
+    from kvkeep.core.groups.kept import Checkpoint, Kept
     from kvkeep.core.pages import PagePool
     from kvkeep.core.pages.table import PageArray
     from kvkeep.core.prefix.node import Node
@@ -32,7 +32,8 @@ def make_room(
     1. loose rows, which no checkpoint needs;
     2. checkpoints that are worth least (`CheckpointOrder`);
     3. the run that the policy names, from its tail: the checkpoint at its end, and the KV back to
-       the one before. With states that is freed at once, as no request can resume in between;
+       the one before. With states that is freed at once, as no request can resume in between, and
+       so is what the runs before it have behind their last checkpoint, if no other run follows;
     4. all other checkpoints;
     5. runs and checkpoints of prompts with soft pins.
     """
@@ -40,7 +41,8 @@ def make_room(
     while (left := count - (pool.num_free - before)) > 0:
         if board.free_loose(left) or _remove(board, board.order.early()):
             continue
-        choose = partial(_tail, board, left)
+        evicted: list[Node] = []
+        choose = partial(_tail, board, left, evicted)
         pages = tree.evict_leaf(choose)
         if pages is None and _remove(board, board.order.late()):
             continue
@@ -49,23 +51,49 @@ def make_room(
         if pages is not None:
             if len(pages):
                 forget(pages)
+            if board.layout.state is not None and evicted:
+                _evict_behind(tree, evicted[0], forget)
             continue
         if not _remove(board, board.order.pinned(), pinned=True):
             break
     return pool.num_free - before
 
 
-def _tail(board: GroupBoard, most: int, leaf: Node, portion: int) -> int:
+def _tail(board: GroupBoard, most: int, parents: list[Node], leaf: Node, portion: int) -> int:
     """Return how many pages to evict from the tail of ``leaf``.
 
     With states, all that is behind its last checkpoint, as no request can resume there; the
-    checkpoint at its end is removed before. Else ``most``, within the policy's ``portion``.
+    checkpoint at its end is removed before. Else ``most``, within the policy's ``portion``. Adds
+    the parent to ``parents``, as the leaf no longer has one afterwards if it is evicted whole.
     """
+    assert leaf.parent is not None
+    parents.append(leaf.parent)
     checkpoints: list[Checkpoint] = [] if leaf.extra is None else leaf.extra.checkpoints
     if checkpoints and checkpoints[-1].page == leaf.end:
         board.remove(checkpoints[-1])
     behind = leaf.end - checkpoints[-1].page if checkpoints else leaf.size
     return behind if board.layout.state is not None else min(behind, most, portion)
+
+
+def _evict_behind(tree: RunTree, node: Node | None, forget: Callable[[PageArray], None]) -> None:
+    """Evict what ``node`` and the runs before it have behind their last checkpoints.
+
+    As long as they are leaves that nothing holds or pins. A policy may find such a run worth
+    keeping, as many requests used it, but none can any more: they would need a state.
+    """
+    while node is not None and node.parent is not None:
+        if node.children or node.holders or node.covered:
+            return
+        kept: Kept | None = node.extra
+        checkpoints = [] if kept is None else kept.checkpoints
+        behind = node.end - checkpoints[-1].page if checkpoints else node.size
+        if not behind:
+            return
+        parent = node.parent
+        forget(tree.remove(node, behind))
+        if checkpoints:
+            return
+        node = parent
 
 
 def _remove(board: GroupBoard, order: Iterator[Checkpoint], *, pinned: bool = False) -> bool:

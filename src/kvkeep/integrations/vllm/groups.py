@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
-__all__ = ["Group", "Groups", "BlockReach"]
+__all__ = ["BlockReach", "Group", "Groups"]
 
 _ADVICE = "serve it without kvkeep: leave out --kv-transfer-config"
 

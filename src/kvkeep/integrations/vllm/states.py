@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import KVConnectorBlockState
     from vllm.v1.request import Request
 
-    from kvkeep.integrations.vllm.groups import Groups, BlockReach
+    from kvkeep.integrations.vllm.groups import BlockReach, Groups
     from kvkeep.integrations.vllm.requests import FollowedRequest
 
 __all__ = ["pinned_states", "states_of_step", "stop_at_branch"]
