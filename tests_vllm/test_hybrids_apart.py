@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from engines import Answer, apart, engine, prompt, same
-from hybrids import STATES, Hybrid, each, exactly, make_hybrid
+from hybrids import STATES, Hybrid, described, each, exactly, make_hybrid
 from models import make_gpt_oss
 
 
@@ -24,7 +24,7 @@ def asked(hybrid: Hybrid) -> list[list[int]]:
 
 def fill(path: str, tier: str, answers: str) -> None:
     """In a process of its own: store prompts, and write down what hits in vLLM say."""
-    hybrid = replace(make_hybrid("qwen3_next", Path(answers).parent / "same"), path=path)
+    hybrid = described("qwen3_next", path)
     with hybrid.engine(["memory://64MiB", tier]) as one:
         each(one, asked(hybrid))
         said = each(one, asked(hybrid))
@@ -103,8 +103,8 @@ def test_preempted(hybrid: Hybrid) -> None:
         one.store.check()
         one.forget()
         alone = {"load": False, "store": False}  # as vLLM does it, one after another
-        each(one, prompts, kvkeep=alone)
-        exactly(warm, each(one, prompts, kvkeep=alone))
+        local = [each(one, [mine, mine], kvkeep=alone)[1] for mine in prompts]
+        exactly(warm, local)
 
 
 def test_windows_and_sinks_as_before(tmp_path: Path) -> None:
