@@ -87,6 +87,20 @@ def test_in_pieces_smaller_than_a_block(hybrid: Hybrid) -> None:
         assert one["failed_tokens"] == 0
 
 
+def test_states_of_answers(hybrid: Hybrid) -> None:
+    """vLLM keeps them if it is told to; the next turn continues from one."""
+    first = prompt(3 * hybrid.block + 9, seed=43)
+    alone = {"load": False, "store": False}
+    with hybrid.engine(["memory://64MiB"], prefix_cache_retention_interval=hybrid.block) as one:
+        (answer,) = each(one, [first], max_tokens=2 * hybrid.block)
+        turn = first + list(answer.tokens) + prompt(20, seed=44)
+        (local,) = each(one, [turn], kvkeep=alone)
+        assert local.cached == 5 * hybrid.block
+        one.forget()
+        exactly(each(one, [turn]), [local])
+        assert one["loaded_tokens"] == local.cached
+
+
 def test_preempted(hybrid: Hybrid) -> None:
     """Every state that is stored is that of its prefix, although pages were taken away."""
     prompts = [prompt(150 + n, seed=n) for n in range(6)]
