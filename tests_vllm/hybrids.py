@@ -66,11 +66,17 @@ class Hybrid:
             store.write = write  # type: ignore[method-assign]
 
 
-def make_hybrid(name: str, directory: Path) -> Hybrid:
+def described(name: str, path: str) -> Hybrid:
+    """The model in this directory."""
     if name == "qwen3_next":  # a convolution in bfloat16 and a delta rule in float32
-        path, settings = make_qwen_next(directory / name), {"dtype": "bfloat16", "block_size": 64}
+        settings = {"dtype": "bfloat16", "block_size": 64}
         return Hybrid(name, path, 64, 3 * 256 * 2 + 2 * 64 * 64 * 4, settings)
-    return Hybrid(name, make_lfm2(directory / name), 32, 2 * 128 * 4, {})
+    return Hybrid(name, path, 32, 2 * 128 * 4, {})
+
+
+def make_hybrid(name: str, directory: Path) -> Hybrid:
+    make = make_qwen_next if name == "qwen3_next" else make_lfm2
+    return described(name, make(directory / name))
 
 
 def each(one: Engine, prompts: Sequence[list[int]], **more: Any) -> list[Answer]:

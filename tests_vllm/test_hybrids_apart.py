@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from engines import Answer, apart, engine, prompt, same
-from hybrids import STATES, Hybrid, each, exactly, make_hybrid
+from hybrids import STATES, Hybrid, described, each, exactly, make_hybrid
 from models import make_gpt_oss
 
 
@@ -24,7 +24,7 @@ def asked(hybrid: Hybrid) -> list[list[int]]:
 
 def fill(path: str, tier: str, answers: str) -> None:
     """In a process of its own: store prompts, and write down what hits in vLLM say."""
-    hybrid = replace(make_hybrid("qwen3_next", Path(answers).parent / "same"), path=path)
+    hybrid = described("qwen3_next", path)
     with hybrid.engine(["memory://64MiB", tier]) as one:
         each(one, asked(hybrid))
         said = each(one, asked(hybrid))
@@ -87,6 +87,20 @@ def test_in_pieces_smaller_than_a_block(hybrid: Hybrid) -> None:
         assert one["failed_tokens"] == 0
 
 
+def test_states_of_answers(hybrid: Hybrid) -> None:
+    """vLLM keeps them if it is told to; the next turn continues from one."""
+    first = prompt(3 * hybrid.block + 9, seed=43)
+    alone = {"load": False, "store": False}
+    with hybrid.engine(["memory://64MiB"], prefix_cache_retention_interval=hybrid.block) as one:
+        (answer,) = each(one, [first], max_tokens=2 * hybrid.block)
+        turn = first + list(answer.tokens) + prompt(20, seed=44)
+        (local,) = each(one, [turn], kvkeep=alone)
+        assert local.cached == 5 * hybrid.block
+        one.forget()
+        exactly(each(one, [turn]), [local])
+        assert one["loaded_tokens"] == local.cached
+
+
 def test_preempted(hybrid: Hybrid) -> None:
     """Every state that is stored is that of its prefix, although pages were taken away."""
     prompts = [prompt(150 + n, seed=n) for n in range(6)]
@@ -103,8 +117,8 @@ def test_preempted(hybrid: Hybrid) -> None:
         one.store.check()
         one.forget()
         alone = {"load": False, "store": False}  # as vLLM does it, one after another
-        each(one, prompts, kvkeep=alone)
-        exactly(warm, each(one, prompts, kvkeep=alone))
+        local = [each(one, [mine, mine], kvkeep=alone)[1] for mine in prompts]
+        exactly(warm, local)
 
 
 def test_windows_and_sinks_as_before(tmp_path: Path) -> None:

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pickle
 import random
 import threading
 import time
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from engines import process_begins
 from models import make_adapter
 from vllm.lora.request import LoRARequest
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
 
-from kvkeep.core.errors import InvalidValue
+from kvkeep.core.errors import InvalidValue, UnsupportedModel
 from kvkeep.integrations.vllm.adapters import Adapters
-from kvkeep.integrations.vllm.groups import Group, Groups
+from kvkeep.integrations.vllm.groups import Group, Groups, Reach
 from kvkeep.integrations.vllm.keys import keys_of
+from kvkeep.integrations.vllm.lookups import BlockLookups
 from kvkeep.integrations.vllm.messages import BlockSpan, LookupResults, PageLoad, StepPlan
 from kvkeep.integrations.vllm.options import ConnectorOptions, RequestOptions
 from kvkeep.integrations.vllm.pages import GroupPages
@@ -110,41 +114,124 @@ def test_keys() -> None:
 
 
 def slowly(groups: Groups, there: set[bytes], hashes: list[bytes], first: int) -> int:
-    """By trying every end, the longest first."""
+    """By trying every end, the longest first, token by token."""
     size = groups.block_tokens
     for end in range(len(hashes), first, -1):
-        needed = [
-            keys_of([hashes[block]], at)[0]
-            for at, group in enumerate(groups.groups)
-            for block in range(max(first, group.first_needed(end * size, size)), end)
-        ]
+        needed = []
+        for at, group in enumerate(groups.groups):
+            if group.state:
+                blocks = {end - 1}
+            elif group.window is None:
+                blocks = set(range(first, end))
+            else:  # the tokens that the first one behind the end sees
+                seen = range(max(first * size, end * size - group.window + 1), end * size)
+                blocks = {token // size for token in seen}
+            needed += [keys_of([hashes[block]], at)[0] for block in blocks]
         if there.issuperset(needed):
             return end
     return first
 
 
-@pytest.mark.parametrize("windows", [(None,), (None, 40), (None, 40, 100), (None, None, 17)])
-def test_how_far_a_prompt_reaches(windows: tuple[int | None, ...]) -> None:
-    rng = random.Random(str(windows))
-    groups = Groups(tuple(Group((f"l{w}",), w) for w in windows), 16, drops_last=False)
+STATE = "state"
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        (None,),
+        (None, 40),
+        (None, 40, 100),
+        (None, None, 17),
+        (STATE, None),
+        (STATE, STATE, None),
+        (None, 40, STATE),
+        (STATE,),
+        (STATE, STATE),
+    ],
+)
+@pytest.mark.parametrize("stored", [0.3, 0.85])
+def test_how_far_a_prompt_reaches(kinds: tuple[int | str | None, ...], stored: float) -> None:
+    rng = random.Random(str(kinds))
+    groups = Groups(
+        tuple(
+            Group((f"l{kind}",), state=True) if kind == STATE else Group((f"l{kind}",), kind)  # type: ignore[arg-type]
+            for kind in kinds
+        ),
+        16,
+        drops_last=False,
+    )
+    reached = set()
     for _ in range(400):
         hashes = [rng.randbytes(32) for _ in range(rng.randrange(1, 14))]
-        keys = [key for group in range(len(windows)) for key in keys_of(hashes, group)]
-        there = {key for key in keys if rng.random() < 0.85}
+        there = set()
+        for at, kind in enumerate(kinds):
+            often = stored if kind == STATE else 0.9
+            there.update(key for key in keys_of(hashes, at) if rng.random() < often)
         first = rng.randrange(len(hashes))
 
         def count(asked: list[bytes], there: set[bytes] = there) -> int:
             return next((at for at, key in enumerate(asked) if key not in there), len(asked))
 
-        assert groups.reach(hashes, first, count) == slowly(groups, there, hashes, first)
+        end, covered = groups.reach(hashes, first, count)
+        assert end == slowly(groups, there, hashes, first)
+        whole = Groups(tuple(g for g in groups.groups if not g.state), 16, drops_last=False)
+        if None in kinds and len(whole.groups) == len(kinds) - kinds.count(STATE):
+            keys = [keys_of(hashes, at) for at, kind in enumerate(kinds) if kind is None]
+            assert covered == first + min(count(group[first:]) for group in keys)
+        reached.add(end - first)
+    assert len(reached) > 3
+
+
+def test_ranks_agree_on_one_end() -> None:
+    """Where one rank ends another may have no state: all are asked again."""
+    hashes = [os.urandom(32) for _ in range(9)]
+    states = [{2, 5, 8}, {2, 6}]  # ends at which each of two ranks has a state
+
+    class Followed:
+        lookup = None
+
+        class request:
+            request_id = "one"
+
+        @staticmethod
+        def hashes(first: int, end: int) -> list[bytes]:
+            return hashes[first:end]
+
+    groups = Groups((Group(("s",), state=True), Group(("f",))), 16, drops_last=False)
+    lookups = BlockLookups(groups, None, Counts(), ranks=2, timeout=60)
+    followed: Any = Followed()
+    rounds = 0
+    while (reach := lookups.reach(followed, 0, 9)) is None:
+        rounds += 1
+        for asked in lookups.take_messages():
+            limit = len(asked.hashes)
+            for there in states:
+                end = max((at for at in there if at <= limit), default=0)
+                lookups.receive(LookupResults({asked.number: [Reach(end, limit)]}))
+    assert reach == Reach(2, 9)
+    assert rounds == 4  # up to 9, 6, 5, 2
+    lookups.close()
+
+
+def test_states_that_cannot_be_kept() -> None:
+    """The message says what to change."""
+    spec = MambaSpec(block_size=64, shapes=((2, 8),), dtypes=(torch.float32,))
+    for changed, said in (
+        ({}, "--enable-prefix-caching"),
+        ({"mamba_cache_mode": "align", "num_speculative_blocks": 2}, "--speculative-config"),
+    ):
+        group = KVCacheGroupSpec(["conv"], dataclasses.replace(spec, **changed))  # type: ignore[arg-type]
+        config: Any = SimpleNamespace(kv_cache_groups=[group], hash_block_size=64)
+        with pytest.raises(UnsupportedModel, match=f"layer conv.*{said}"):
+            Groups.of(None, config)  # type: ignore[arg-type]
 
 
 def test_a_draft_layer_needs_the_next_block() -> None:
     groups = Groups((Group(("l",), None),), 16, drops_last=True)
     hashes = [os.urandom(32) for _ in range(4)]
-    assert groups.reach(hashes, 0, len) == 3
-    assert groups.reach(hashes, 0, lambda _: 0) == 0
-    assert groups.reach(hashes, 3, lambda _: 1) == 3
+    assert groups.reach(hashes, 0, len).end == 3
+    assert groups.reach(hashes, 0, lambda _: 0).end == 0
+    assert groups.reach(hashes, 3, lambda _: 1).end == 3
 
 
 def test_pages_go_out_and_come_back() -> None:

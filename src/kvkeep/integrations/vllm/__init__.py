@@ -7,10 +7,11 @@
     connector.py   KVKeepConnector: vLLM's interface, which forwards to one of two sides
     scheduler.py   the scheduler's side: which blocks are stored, loaded and saved
     lookups.py     lookups that the scheduler's side waits for
+    states.py      states at the ends of blocks: which are saved, and where prompts leave one
     worker.py      the worker's side: has the pages, loads and saves them
     messages.py    messages between the two sides, with every step
     shared.py      the store of a worker, and how a scheduler in the same process finds it
-    groups.py      groups of layers, and which kinds of KV can be stored
+    groups.py      groups of layers, which kinds of KV can be stored, and how far a prompt is stored
     pages.py       the engine's memory, page by page · device.py: copies on a GPU
     naming.py      the namespace · keys.py: the keys of blocks
     weights.py     which weights were loaded · numbers.py: settings that decide numbers
