@@ -79,6 +79,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "lfm2_moe": CONV_AND_FULL | EXPERTS | {"num_dense_layers": 1},
     "lfm3": HEAD | {"sliding_window": WINDOW, "num_hidden_layers": 5},
     "minimax": HEAD | {"num_local_experts": 2, "block_size": 8},
+    "mistral": HEAD | {"sliding_window": WINDOW},
+    "gemma2": SLIDING | {"query_pre_attn_scalar": 16},
     "gemma3_text": SLIDING,
     "gemma3n_text": SLIDING | {
         "num_kv_shared_layers": 2, "laurel_rank": 4, "altup_num_inputs": 2,

@@ -122,6 +122,8 @@ class SnapshotPages:
 def _memories(part: LayerPages, at: int) -> tuple[Tensor, ...]:
     """Return K and V, or the latent, of one layer: [pages, page_size, heads, dim]."""
     tensors = part.tensors
-    if tensors.geometry.latent_dim is not None:
-        return (tensors.k(at).squeeze(2),)
-    return tensors.k(at), tensors.v(at)
+    memories: tuple[Tensor, ...] = (tensors.k(at), tensors.v(at))
+    if tensors.layout == "HND":
+        memories = tuple(memory.transpose(1, 2) for memory in memories)
+    latent = tensors.geometry.latent_dim is not None
+    return (memories[0].squeeze(2),) if latent else memories
