@@ -14,7 +14,7 @@ from store_kv import GQA, disk, given, numbers, open_store, put
 
 from kvkeep.core.errors import IllegalStep
 from kvkeep.core.keys import Namespace, space_of
-from kvkeep.store import BlockStore, KVStore, Prefetch
+from kvkeep.store import BlockStore, KVStore, Prefetch, Snapshot
 from kvkeep.store.tiers import BlockPrefetch, TieredStore
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ CALLS: dict[type, dict[str, Callable[[Any], object]]] = {
         "bind": lambda s: s.bind("loaded-" + "0" * 40),
         "put": lambda s: s.put(TOKENS, kv()),
         "get": lambda s: s.get(TOKENS),
+        "put_snapshot": lambda s: s.put_snapshot(TOKENS, Snapshot(4, 0)),
+        "get_snapshot": lambda s: s.get_snapshot(TOKENS),
         "lookup": lambda s: s.lookup(TOKENS),
         "keepers": lambda s: s.keepers([s.root() + b"x"]),
         "why": lambda s: s.why(TOKENS),
@@ -77,6 +79,7 @@ CALLS: dict[type, dict[str, Callable[[Any], object]]] = {
     },
     TieredStore: {
         "locate": lambda s: s.locate(IDS),
+        "locate_each": lambda s: s.locate_each(IDS),
         "knows": lambda s: s.knows(IDS[0]),
         "holders": lambda s: s.holders(IDS),
         "losses_of": lambda s: s.losses_of(IDS),
@@ -107,7 +110,7 @@ CALLS: dict[type, dict[str, Callable[[Any], object]]] = {
 }
 # What a closed store still tells, or does: nothing of it finds, moves or deletes a block.
 ANSWERS: dict[type, set[str]] = {
-    KVStore: {"close", "stats", "check", "root", "tiers", "shared"},
+    KVStore: {"close", "stats", "check", "root", "tiers", "shared", "snapshots", "window_start"},
     BlockStore: {"close", "stats", "check", "shared"},
     TieredStore: {"close", "stats", "check", "closed", "inherited", "idle"},
     Prefetch: {"done", "cancel", "start"},
