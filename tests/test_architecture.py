@@ -567,8 +567,7 @@ REACHES: dict[str, int] = {
     "kvkeep.store.kv.store": 1,
     # Libraries that offer no other way:
     "kvkeep.integrations.sglang.settings": 1,  # the fields of its configuration
-    "kvkeep.integrations.transformers_model": 1,  # _is_stateful
-    "kvkeep.integrations.transformers_prefill": 1,  # _supports_logits_to_keep
+    "kvkeep.integrations.transformers_model": 1,  # _supports_logits_to_keep
     "kvkeep.integrations.vllm": 1,  # the registry of connectors
     "kvkeep.serve.engine.attention.dense": 1,  # torch's attention that returns log-sum-exps
     "kvkeep.serve.engine.attention.hook": 1,  # _attn_implementation

@@ -10,6 +10,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from snapshot_kv import open_snapshots, same, snapshot
 from store_kv import GQA, disk, given, numbers, open_store, put
 
 from kvkeep.core.errors import IllegalStep
@@ -77,6 +78,7 @@ CALLS: dict[type, dict[str, Callable[[Any], object]]] = {
     },
     TieredStore: {
         "locate": lambda s: s.locate(IDS),
+        "locate_each": lambda s: s.locate_each(IDS),
         "knows": lambda s: s.knows(IDS[0]),
         "holders": lambda s: s.holders(IDS),
         "losses_of": lambda s: s.losses_of(IDS),
@@ -107,12 +109,16 @@ CALLS: dict[type, dict[str, Callable[[Any], object]]] = {
 }
 # What a closed store still tells, or does: nothing of it finds, moves or deletes a block.
 ANSWERS: dict[type, set[str]] = {
-    KVStore: {"close", "stats", "check", "root", "tiers", "shared"},
+    KVStore: {"close", "stats", "check", "root", "tiers", "shared", "snapshots"},
     BlockStore: {"close", "stats", "check", "shared"},
     TieredStore: {"close", "stats", "check", "closed", "inherited", "idle"},
     Prefetch: {"done", "cancel", "start"},
     BlockPrefetch: {"done", "cancel"},
 }
+
+
+# What needs a store of snapshots, which has a test of its own.
+SNAPSHOTS: dict[type, set[str]] = {KVStore: {"put_snapshot", "get_snapshot", "window_start"}}
 
 
 def opened(kind: type, path: Path) -> tuple[Any, Callable[[], object]]:
@@ -135,6 +141,7 @@ def opened(kind: type, path: Path) -> tuple[Any, Callable[[], object]]:
 def test_every_method_of_a_closed_store_says_so(kind: type, tmp_path: Path) -> None:
     public = {name for name, _ in inspect.getmembers(kind) if not name.startswith("_")}
     public |= {"__enter__"} if hasattr(kind, "__enter__") else set()
+    public -= SNAPSHOTS.get(kind, set())
     assert public == {*CALLS[kind], *ANSWERS[kind]}, "say what a new method does once it is closed"
     one, close = opened(kind, tmp_path)
     for name, call in CALLS[kind].items():
@@ -195,6 +202,38 @@ def test_every_method_is_right_or_says_so_while_another_thread_closes(
             thread.join(20)
             assert not thread.is_alive(), name
     assert not wrong, wrong
+
+
+def test_a_store_of_snapshots_is_right_or_says_that_it_is_closed(tmp_path: Path) -> None:
+    store = open_snapshots("all", "memory://1MiB", disk(tmp_path / "d"))
+    given = snapshot(store, TOKENS)
+    store.put_snapshot(TOKENS, given, wait=True)
+    going, wrong = threading.Event(), []
+
+    def ask() -> None:
+        try:
+            while (found := store.get_snapshot(TOKENS)) is not None and same(found, given):
+                assert store.lookup(TOKENS).tokens == 16
+                going.set()
+            wrong.append(found)
+        except IllegalStep:
+            return
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    assert going.wait(10)
+    store.close()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert not wrong
+    for call in (lambda: store.put_snapshot(TOKENS, given), lambda: store.get_snapshot(TOKENS),
+                 lambda: store.pin(TOKENS, 1.0), lambda: store.remove(TOKENS),
+                 lambda: store.touch(TOKENS), lambda: store.why(TOKENS)):  # fmt: skip
+        with pytest.raises(IllegalStep, match="closed"):
+            call()
+    assert store.window_start(0, 16) == 0
 
 
 def test_who_waits_for_a_prefetch_hears_that_the_store_is_closed(tmp_path: Path) -> None:

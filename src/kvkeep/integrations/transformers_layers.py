@@ -47,6 +47,7 @@ def _recording_window() -> Any:
         def update(
             self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any
         ) -> tuple[torch.Tensor, torch.Tensor]:
+            """Add the KV of a pass; return all that is held."""
             del args, kwargs
             if not self.is_initialized:
                 self.lazy_initialization(keys, values)
@@ -56,6 +57,7 @@ def _recording_window() -> Any:
             return self.keys, self.values
 
         def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+            """Return how many tokens a pass attends to, and the position of the first."""
             held = self.keys.shape[-2] if self.is_initialized and self.keys.numel() else 0
             return held + query_length, self.cumulative_length - held
 
@@ -117,12 +119,10 @@ class CacheLayers:
                 first = max(0, columns - layer.sliding_window + 1)
             parts = [self._row(snapshot, number, pad, first, columns) for snapshot, pad in rows]
             keys, values = (torch.cat(side) for side in zip(*parts, strict=True))
-            layer.keys, layer.values = keys, values
-            # `lazy_initialization` of combined layers would take these for a state.
-            layer.dtype, layer.device, layer.is_initialized = keys.dtype, keys.device, True
+            layer.lazy_initialization(keys, values)  # its type and device, and no tokens yet
+            layer.keys, layer.values = keys, values  # `update` would copy both
             if hasattr(layer, "sliding_window"):
                 layer.cumulative_length = columns
-                layer._sliding_window_tensor = layer._sliding_window_tensor.to(keys.device)
         for number, names in self.states.items():
             for name in names:
                 states = [snapshot.state[number, name] for snapshot, _ in rows]

@@ -123,7 +123,10 @@ class TieredStore:
         As `locate`, in one query a tier; a missing block does not hide those behind it.
         """
         self.check_open()
-        return self._levels.locate_each(blocks, until)
+        levels = self._levels.locate_each(blocks, until)
+        if None in levels:
+            self.check_open()  # see `locate`
+        return levels
 
     def knows(self, block: bytes) -> bool:
         """Whether ``block`` is known to be readable from some level; no I/O."""
