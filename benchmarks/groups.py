@@ -101,13 +101,15 @@ def main() -> None:
     for path in options.traces:
         work = Workload.read(open_trace(path))
         for eviction in options.eviction:
-            row = [
-                hit_rate(work, options.tokens, options.state, eviction, name) for name in columns
-            ]
-            rates += row
             if not options.json:
-                cells = "".join(f"{one.percent:12.2f}" for one in row)
-                print(f"{work.name[:23]:24}{eviction:10}{cells}", flush=True)
+                print(f"{work.name[:23]:24}{eviction:10}", end="", flush=True)
+            for name in columns:
+                rate = hit_rate(work, options.tokens, options.state, eviction, name)
+                rates.append(rate)
+                if not options.json:
+                    print(f"{rate.percent:12.2f}", end="", flush=True)
+            if not options.json:
+                print()
     if options.json:
         print(json.dumps([asdict(rate) for rate in rates]))
 
