@@ -189,3 +189,24 @@ def test_stores_of_the_wrong_kind_are_refused():
         pytest.raises(InvalidValue, match=r"needs KVStore\(…, snapshots=True\)"),
     ):
         Engine(served.runner, served.runner.cache(), store=store)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "falcon_h1", "lfm2", "lfm3"])
+def test_a_hit_is_the_cold_run_bit_for_bit(family, tmp_path):
+    """Cold passes end at the checkpoint where a hit begins, so both compute the same sums."""
+    served = model(family)
+    params = SamplingParams(max_tokens=6, ignore_eos=True, logprobs=3)
+    prompt = [*TRUNK, *TRUNK[:30], 5]
+    seen = []
+    with served.store("memory://16MiB") as store:
+        for _ in range(2):
+            served.ruin()
+            engine = Engine(served.runner, served.runner.cache(), store=store, load_timeout=20)
+            for _ in range(2):
+                (done,) = engine.generate([prompt], params)
+                seen.append((done.choices[0].tokens, done.choices[0].logprobs))
+                reused = done.cached_tokens, done.loaded_tokens
+            assert engine.close()
+            assert reused[0] >= 64
+    assert len(seen) == 4
+    assert all(one == seen[0] for one in seen)
