@@ -183,6 +183,49 @@ def test_the_next_turn_finds_the_answer_too(tmp_path):
         engine.close()
 
 
+@pytest.mark.parametrize("family", ["gemma3_text", "llama4_text", "mistral"])
+def test_ends_of_blocks_that_have_left_the_window_are_not_stored(family, caplog):
+    """The pool has the prompt up to behind the end of a block, and only the window there."""
+    served = model(family)
+    served.ruin()
+    cache = served.runner.cache()
+    begun, prompt = tokens(101, 7), [*tokens(101, 7), *tokens(9, 8)]
+    answers(Engine(served.runner, cache), [begun])
+    with served.store("memory://64MiB") as store:
+        limits = Limits(step_tokens=5, max_running=2)
+        engine = Engine(served.runner, cache, store=store, limits=limits)
+        ((done,), got) = answers(engine, [prompt])
+        assert done.cached_tokens == 100
+        assert engine.close()
+        served.ruin()
+        engine = Engine(served.runner, served.runner.cache(), store=store, load_timeout=20)
+        ((again,), same) = answers(engine, [prompt])
+        assert again.loaded_tokens >= 104
+        assert engine.close()
+    assert got == same == [served.alone(prompt)]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("count", range(98, 103))
+def test_the_end_of_an_answer_is_stored_though_the_window_begins_inside_a_page(count, caplog):
+    plain = amplified("gemma3_text", sliding_window=7)
+    geometry = KVGeometry.from_config(plain.config, dtype="float32")
+    runner = Runner(plain, geometry, num_pages=400, page_size=PAGE)
+    prompt = tokens(90, 9)
+    params = SamplingParams(max_tokens=count - 90, ignore_eos=True)
+    with KVStore(geometry, model="tiny@1", block_tokens=32, snapshots=True) as store:
+        engine = Engine(runner, runner.cache(), store=store)
+        ((done,), _) = answers(engine, [prompt], params)
+        assert engine.close()
+        turn = [*prompt, *done.choices[0].tokens, 5, 6, 7]
+        engine = Engine(runner, runner.cache(), store=store, load_timeout=20)
+        ((again,), (got,)) = answers(engine, [turn])
+        assert again.loaded_tokens >= (count - 1) // PAGE * PAGE
+        assert engine.close()
+    assert [got] == answers(Engine(runner, runner.cache()), [turn])[1]
+    assert not caplog.records
+
+
 def test_stores_of_the_wrong_kind_are_refused():
     served = model("gemma3_text")
     with (

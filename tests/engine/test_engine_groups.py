@@ -145,3 +145,27 @@ def test_a_cache_for_another_layout_is_refused():
     for wrong in (LAYOUTS["all"], PAGE):
         with pytest.raises(InvalidValue, match="this model needs"):
             Engine(runner, PagedCache(64, wrong))
+
+
+def test_answers_of_one_request_without_room_for_their_rows_do_not_wait_for_each_other():
+    _, cache, engine = make("window", 200)
+    prompt = np.random.default_rng(5).integers(0, VOCABULARY, 40).tolist()
+    engine.add(prompt, SamplingParams(max_tokens=30, n=3))
+    for _ in range(4):
+        engine.step()
+    scheduler = engine._scheduler
+    for answer in reversed(scheduler.running.copy()):  # as an older request would
+        scheduler.preempt(answer)
+    scheduler.admit()
+    assert engine.num_running == 3
+    cache.clear()
+    other = cache.open([1] * PAGE * (cache.num_available - 1), "held")
+    deltas = []
+    for _ in range(100):
+        deltas += engine.step()
+    assert deltas, "no progress"
+    other.close()
+    while engine.has_work:
+        deltas += engine.step()
+    assert deltas[-1].error is not None or deltas[-1].completion is not None
+    cache.check()

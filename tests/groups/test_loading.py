@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def load(engine: SymbolicEngine, seq: Sequence, position: int) -> None:
-    """Fill all that computing on from ``position`` reads, as an engine does from a store."""
+    """Fill what computing on from ``position`` reads and nothing else, as from a store."""
     groups = seq.groups
     assert groups is not None
     engine.make(seq)
@@ -32,7 +32,9 @@ def load(engine: SymbolicEngine, seq: Sequence, position: int) -> None:
             for part in table[page].tolist():
                 if part >= 0:
                     engine.states.pop(part, None)
-                    engine.slots[part, offset] = engine.tag(window, tokens, at, salt)
+                    read = at >= engine.layout.windows[window].first_token(position)
+                    tag = engine.tag(window, tokens, at, salt) if read else None
+                    engine.slots[part, offset] = tag
     if groups.state is not None:
         engine.write_state(groups.state, engine.tag("state", tokens, position - 1, salt))
 
@@ -115,8 +117,48 @@ def test_what_was_loaded_is_not_cut_short() -> None:
     seq = engine.cache.open(prompt)
     load(engine, seq, 29)
     assert seq.groups is not None
-    page = seq.groups.tables[0][2, 0]  # tokens 16 to 22 of it were not loaded
-    engine.slots[page, :7] = None
+    assert seq.groups.begins == [23]
     seq.truncate(27)
     assert seq.groups.position == 0
     engine.finish(seq)
+
+
+@pytest.mark.parametrize("span", [5, 6, 7, 8, 9, 12])
+def test_a_prompt_that_branches_in_front_of_what_was_loaded(span: int) -> None:
+    """The first row that was loaded begins inside its page, and is replaced by a whole one."""
+    engine = SymbolicEngine(200, GroupLayout(4, (WindowSpec(span, 2),)))
+    trunk = list(range(100))
+    loaded = engine.cache.open(trunk)
+    load(engine, loaded, 80)
+    loaded.publish(80)
+    for cut in (79, 78, 77, 76, 75):
+        other = engine.cache.open([*trunk[:cut], 1000 + cut, 1001, 1002, 1003, 1004])
+        assert other.groups is not None
+        for stop in (40, 76, other.num_tokens):
+            if stop > other.groups.position:
+                engine.step(other, stop)
+                other.publish(stop)
+                engine.cache.check()
+        engine.finish(other, 12)
+        other.close()
+        engine.cache.check()
+    engine.finish(loaded, 12)
+    loaded.close()
+    again = engine.cache.open(trunk[:82])
+    assert again.num_cached == 80
+    engine.finish(again, 12)
+
+
+def test_an_engine_of_other_pages_left_what_was_loaded() -> None:
+    """A load ends inside a page: no prompt resumes before it, where the window is not whole."""
+    engine = SymbolicEngine(200, GroupLayout(16, (WindowSpec(8),)))
+    trunk = list(range(200))
+    loaded = engine.cache.open(trunk)
+    load(engine, loaded, 100)
+    loaded.publish(100)
+    other = engine.cache.open(trunk[:99])
+    assert other.num_cached == 0
+    engine.finish(other)
+    engine.finish(loaded, 16)
+    assert engine.cache.match(trunk).num_tokens >= 112
+    engine.cache.check()

@@ -14,8 +14,9 @@ more than a page.
                   wait, mark.py its mark, checkpoints.py its checkpoints: stops.py the planned ones,
                   unpublished.py those that the tree lacks
     board.py      GroupBoard: rows and checkpoints of the whole tree; kept.py those of one node,
-                  path.py along a path, places.py where rows lie, units.py references, loose.py,
-                  order.py and eviction.py which go first, pinned.py what pins keep
+                  path.py along a path, places.py where rows lie, fronts.py what lacks in them,
+                  units.py references, loose.py, order.py and eviction.py which go first,
+                  pinned.py what pins keep
     check.py      recounts everything
 """
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvkeep.core.groups.fronts import RowFronts
 from kvkeep.core.groups.journal import GroupJournal
 from kvkeep.core.groups.kept import Checkpoint, Kept, live_pages
 from kvkeep.core.groups.path import kept_between, resumable, up
@@ -91,6 +92,7 @@ class GroupBoard(TreeListener):
         self.order = self.units.order
         self.loose = self.units.loose
         self.places = RowPlaces(pool.num_pages)
+        self.fronts = RowFronts(pool.num_pages, layout.page_size)
         self.counters = GroupCounters()
         self.journal = GroupJournal(layout)
 
@@ -134,7 +136,7 @@ class GroupBoard(TreeListener):
         """Store ``rows`` for the pages from ``start`` on of the path to ``node``, where missing.
 
         Rows that are stored already replace those in ``rows``, of which the sequence then has
-        references to the stored ones.
+        references to the stored ones. Where fewer tokens lack in ours, it is the other way round.
         """
         widths = self.layout.widths
         stop = start + len(rows)
@@ -165,10 +167,28 @@ class GroupBoard(TreeListener):
             needs = kept.needs[window][at : at + len(rows)]
             self.loose.add(rows[new & (needs == 0), 0].tolist())
         other = ours & ~new & (there[:, 0] != rows[:, 0])
+        fuller = other & (self.fronts.lacking(rows) < self.fronts.lacking(there))
+        if fuller.any():
+            self._exchange(node, window, at + np.flatnonzero(fuller), rows[fuller])
+            other &= ~fuller
         if other.any():
             self.units.retain(there[other].ravel())
             self.units.release(rows[other].ravel())
             rows[other] = there[other]
+
+    def _exchange(self, node: Node, window: int, at: npt.NDArray[np.int64], rows: Rows) -> None:
+        """Store ``rows`` in place of those ``at`` pages of a node, which are the same but less."""
+        kept = node.extra
+        assert kept is not None
+        old: Rows = kept.rows[window][at]
+        loose = kept.needs[window][at] == 0
+        self.loose.discard(old[loose, 0].tolist())
+        self.places.forget(old[:, 0])
+        self.units.drop(old.ravel())
+        kept.rows[window][at] = rows
+        self.units.store(rows.ravel())
+        self.places.put(rows[:, 0], node, window, node.depth + at)
+        self.loose.add(rows[loose, 0].tolist())
 
     def rows(self, node: Node, window: int, start: int, stop: int) -> Rows:
         """Return the rows of pages ``start`` … ``stop`` of the path to ``node``; -1 if missing."""
@@ -303,8 +323,11 @@ class GroupBoard(TreeListener):
                 self._free_rows(node, window, loose)
 
     def _incomplete(self, node: Node, page: int) -> bool:
-        return any(
-            (self.rows(node, window, first, page)[:, 0] < 0).any()
+        position = page * self.layout.page_size
+        return not all(
+            self.fronts.are_complete(
+                self.rows(node, window, first, page), first, self.layout.windows[window], position
+            )
             for window, first in self.needed(page)
         )
 
@@ -335,7 +358,7 @@ class GroupBoard(TreeListener):
         without states.
         """
         if self.layout.state is None:
-            page = int(np.flatnonzero(resumable(self.layout, node, pages))[-1])
+            page = int(np.flatnonzero(resumable(self.layout, self.fronts, node, pages))[-1])
             return page, self._at(node, page)
         for one in up(node):
             kept: Kept | None = one.extra

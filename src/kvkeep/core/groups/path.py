@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from kvkeep.core.groups.fronts import RowFronts
     from kvkeep.core.groups.kept import Kept
     from kvkeep.core.pages.layout import GroupLayout
     from kvkeep.core.prefix.node import Node
@@ -38,18 +39,21 @@ def kept_between(node: Node, start: int, stop: int) -> Iterator[tuple[Node, Kept
             yield one, one.extra, inside
 
 
-def resumable(layout: GroupLayout, node: Node, pages: int) -> npt.NDArray[np.bool_]:
+def resumable(
+    layout: GroupLayout, fronts: RowFronts, node: Node, pages: int
+) -> npt.NDArray[np.bool_]:
     """Return whether all windows are complete behind each of the positions 0 … ``pages``.
 
     The positions are pages of the path to ``node``, which has at least so many. Cost: O(pages).
     """
+    size = layout.page_size
     fine = np.ones(pages + 1, np.bool_)
     for window, spec in enumerate(layout.windows):
-        missing = np.ones(pages, np.bool_)
+        ends = np.arange(1, pages + 1, dtype=np.int64) * size  # of what lacks in each page
         for one, kept, inside in kept_between(node, 0, pages):
             at = slice(one.depth + inside.start, one.depth + inside.stop)
-            missing[at] = kept.rows[window][inside, 0] < 0
-        last = np.full(pages + 1, -1, np.int64)  # the last missing page before each position
-        np.maximum.accumulate(np.where(missing, np.arange(pages), -1), out=last[1:])
-        fine &= last < spec.first_needed_each(pages, layout.page_size)
+            ends[at] = fronts.ends(kept.rows[window][inside], at.start)
+        last = np.zeros(pages + 1, np.int64)  # where the last lacking token before a position ends
+        np.maximum.accumulate(ends, out=last[1:])
+        fine &= last <= spec.first_token_each(pages, size)
     return fine

@@ -117,6 +117,7 @@ class RowTables:
     def exchange(self, window: int, page: int, row: PageArray) -> PageArray:
         """Put ``row`` in place of the row at ``page``; return that, with its reference."""
         old: PageArray = self._rows[window][page].copy()
+        self._board.fronts.inherit(row[None], old[None])
         self._rows[window][page] = row
         return old
 
@@ -130,13 +131,15 @@ class RowTables:
                 grown[: self.length] = there[: self.length]
                 self._rows[window] = there = grown
             there[self.length : length] = pages[: count * width].reshape(count, width)
+            self._board.fronts.note(there[self.length : length])
             pages = pages[count * width :]
         self.length = length
 
     def replace(self, position: int, take: Callable[[int], PageArray]) -> None:
         """Replace all rows by new ones: those that are attended to from ``position`` on.
 
-        Raises what ``take`` raises, and changes nothing then.
+        The tokens in front of a window lack in the first row of it (`RowFronts`). Raises what
+        ``take`` raises, and changes nothing then.
         """
         layout, old = self._board.layout, list(self.live())
         length = -(-position // self._size)
@@ -149,6 +152,9 @@ class RowTables:
         for window, (first, width) in enumerate(zip(firsts, layout.widths, strict=True)):
             self._rows[window] = rows = no_rows(length, width)
             rows[first:] = pages[: counts[window]].reshape(-1, width)
+            self._board.fronts.note(rows[first:])
+            begin = layout.windows[window].first_token(position)
+            self._board.fronts.note(rows[first : first + 1], begin - first * self._size)
             pages = pages[counts[window] :]
         for gone in old:
             self._board.units.release(gone)
@@ -157,11 +163,19 @@ class RowTables:
         """Whether ``row`` is in the table of a window."""
         return bool((self._rows[window][: self.length, 0] == row[0]).any())
 
+    def begins(self) -> list[int]:
+        """Return, for each window, the first token of which there is KV from there on."""
+        begins = []
+        for rows, first in zip(self._rows, self._first, strict=True):
+            lacking = self._board.fronts.lacking(rows[first : self.length][:1])
+            begins.append(first * self._size + int(lacking.sum()))
+        return begins
+
     def covers(self, position: int) -> bool:
-        """Whether the rows with which computing goes on at ``position`` are there."""
+        """Whether all is there that is attended to when computing goes on at ``position``."""
         return all(
-            first <= spec.first_needed(position, self._size)
-            for spec, first in zip(self._board.layout.windows, self._first, strict=True)
+            begin <= spec.first_token(position)
+            for spec, begin in zip(self._board.layout.windows, self.begins(), strict=True)
         )
 
     def cut(self, position: int) -> None:

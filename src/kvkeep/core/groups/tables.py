@@ -84,8 +84,8 @@ class SequenceGroups:
     """
 
     __slots__ = (
-        "_board", "_checkpoints", "_closed", "_copies", "_loaded", "_mark", "_offered", "_pages",
-        "_rows", "_size", "position", "row", "state",
+        "_board", "_checkpoints", "_closed", "_copies", "_mark", "_offered", "_pages", "_rows",
+        "_size", "position", "row", "state",
     )  # fmt: skip
 
     def __init__(self, board: GroupBoard, pages: PageSource) -> None:
@@ -101,7 +101,6 @@ class SequenceGroups:
         self._checkpoints = SequenceCheckpoints(board)
         self._offered = 0  # leading pages whose rows the tree was offered
         self._mark = Mark(board.units)
-        self._loaded = 0  # rows from there on are whole
         self._closed = False
 
     # --- views -----------------------------------------------------------------------------------
@@ -112,17 +111,19 @@ class SequenceGroups:
         return self._rows.views()
 
     @property
+    def begins(self) -> list[int]:
+        """For each window, the first token of which the rows hold KV from there on."""
+        return self._rows.begins()
+
+    @property
     def stops(self) -> list[int]:
         """Positions, in tokens, at which passes should end for a `checkpoint`; rising.
 
         Empty for a model without states, whose checkpoints need no stop, and in a cache without
         reuse.
         """
-        return self._checkpoints.plan.stops(self.position) if self._keeps_states else []
-
-    @property
-    def _keeps_states(self) -> bool:
-        return self.state is not None and self._pages.reuse
+        keeps = self.state is not None and self._pages.reuse
+        return self._checkpoints.plan.stops(self.position) if keeps else []
 
     def is_guess(self, position: int) -> bool:
         """Whether the stop at ``position`` is a mere guess at where prompts will branch."""
@@ -187,7 +188,7 @@ class SequenceGroups:
             self._copies.finish()
             self._copies.drop()
             self._rows.replace(position, self._pages.take)
-            self.position = self._loaded = position
+            self.position = position
 
     def checkpoint(self, position: int) -> StateCopy | None:
         """Keep the state at ``position``, where the last pass ended, for later requests.
@@ -249,11 +250,9 @@ class SequenceGroups:
             self._check_made()
             state = self.state
             self._mark.set(self.position, 0 if state is None else len(state), self._pages.take)
-            return (
-                None
-                if state is None or self._mark.state is None
-                else StateCopy(state, self._mark.state)
-            )
+            if state is None or self._mark.state is None:
+                return None
+            return StateCopy(state, self._mark.state)
 
     def unmark(self) -> None:
         """Forget the position of `mark`; does nothing without one."""
@@ -273,7 +272,7 @@ class SequenceGroups:
 
     def hold(self, node: Node | None, page: int, checkpoint: Checkpoint | None) -> None:
         """Begin at ``page`` of the path to ``node``: take references to what resuming reads."""
-        self.position, self._loaded = page * self._size, 0
+        self.position = page * self._size
         self._offered = page
         self._rows.hold(node, page)
         self._checkpoints.last = checkpoint
@@ -311,7 +310,6 @@ class SequenceGroups:
         state = None if self.state is None else self._pages.take(len(self.state))
         other = SequenceGroups(self._board, self._pages)
         other.position, other._offered = self.position, self._offered
-        other._loaded = self._loaded
         other._rows = self._rows.fork()
         other._checkpoints.plan = self._checkpoints.plan.fork()
         other.state = state
@@ -351,7 +349,7 @@ class SequenceGroups:
             mark.drop()
         if self.position <= length:
             return
-        if self.state is None and self._loaded <= length and self._rows.covers(length):
+        if self.state is None and self._rows.covers(length):
             self._cut(length)
             return
         pages = min(published, length // size)

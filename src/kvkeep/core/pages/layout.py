@@ -34,18 +34,22 @@ class WindowSpec:
         if not isinstance(self.chunked, bool):
             raise InvalidValue(f"chunked is {told(self.chunked)}; True or False is needed")
 
+    def first_token(self, position: int) -> int:
+        """Return the first token that is attended to when computing goes on at ``position``."""
+        if self.chunked:
+            return position // self.span * self.span
+        return max(0, position - self.span + 1)
+
     def first_needed(self, position: int, page_size: int) -> int:
         """Return the first page whose row is read when computing goes on at token ``position``."""
-        if self.chunked:
-            return position // self.span * self.span // page_size
-        return max(0, position - self.span + 1) // page_size
+        return self.first_token(position) // page_size
 
-    def first_needed_each(self, pages: int, page_size: int) -> npt.NDArray[np.int64]:
-        """Return `first_needed` at the beginnings of the pages 0 … ``pages``, as an array."""
+    def first_token_each(self, pages: int, page_size: int) -> npt.NDArray[np.int64]:
+        """Return `first_token` at the beginnings of the pages 0 … ``pages``, as an array."""
         positions = np.arange(pages + 1, dtype=np.int64) * page_size
         if self.chunked:
-            return positions // self.span * self.span // page_size
-        return np.maximum(0, positions - self.span + 1) // page_size
+            return positions // self.span * self.span
+        return np.maximum(0, positions - self.span + 1)
 
 
 @dataclass(frozen=True, slots=True)

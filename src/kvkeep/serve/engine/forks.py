@@ -74,5 +74,5 @@ def _fork(scheduler: Scheduler, beam: Answer, index: int, token: int) -> Answer:
         try:
             return beam.fork(index, token)
         except OutOfPages:
-            if not scheduler.preempt_for(beam.request):
+            if not scheduler.preempt_for(beam):
                 raise

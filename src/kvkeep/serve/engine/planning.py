@@ -180,7 +180,7 @@ class PassPlanner:
                 shorter = passes.shorter(answer, stop)
                 if shorter is not None:
                     stop = shorter
-                elif not self._scheduler.preempt_for(answer.request):
+                elif not self._scheduler.preempt_for(answer):
                     if len(self._scheduler.running) == 1:
                         self.refused.append(Refused(answer, error))
                     return None

@@ -119,10 +119,15 @@ class Scheduler:
         answer.sequence = None
         self._blocked = 0
 
-    def preempt_for(self, request: Request) -> bool:
-        """Preempt the youngest answer of another, younger request; return whether there was one."""
+    def preempt_for(self, answer: Answer) -> bool:
+        """Preempt the youngest answer if it is younger than ``answer``; return whether it was.
+
+        Beams of one search do not preempt each other.
+        """
         victim = self.running[-1]
-        if victim.request.id <= request.id:
+        if victim.order <= answer.order:
+            return False
+        if victim.request is answer.request and victim.request.search is not None:
             return False
         self.preempt(victim)
         return True

@@ -101,6 +101,8 @@ class EngineStep:
         else:
             idle = all(answer.loading for answer in scheduler.running)
             assert idle or self._passes is not None, "a runnable answer was idle"
+            if self._passes is not None:  # before a load writes to pages that these read
+                self._runner.copy(self._passes.copies())
             if self._offload is not None and scheduler.requests:
                 self._offload.pause()
 

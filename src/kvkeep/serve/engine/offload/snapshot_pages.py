@@ -45,9 +45,7 @@ class SnapshotPages:
             pages = self._pages_of(sequence, part)
             first = start
             if part.window is not None:
-                kept = (pages >= 0).nonzero()[0]
-                first = int(kept[0]) * self._size if len(kept) else position
-                first = min(first, position)
+                first = min(groups.begins[part.window], position)
             for at, layer in enumerate(part.layers):
                 layers[layer] = tuple(
                     self._read(memory, pages, first, position) for memory in _memories(part, at)

@@ -121,9 +121,22 @@ class SnapshotMover(Mover):
             if not last:
                 position = trail.end - 1  # its last token is computed again in any case
             trail.end = None
-        # The pool resumes at whole pages, too.
-        position = position // self._layout.page_size * self._layout.page_size
-        return position if position - trail.offered >= self._layout.page_size else 0
+        size = self._layout.page_size
+        # The pool resumes at whole pages, too. What lies before the last pass, or before what was
+        # cached or loaded, may have left a window.
+        floored = position // size * size
+        for one in (floored, position):
+            if one - trail.offered >= size and self._is_covered(answer.running_sequence, one):
+                return one
+        return 0
+
+    def _is_covered(self, sequence: Sequence, position: int) -> bool:
+        """Whether the windows of ``sequence`` hold all that is needed to go on at ``position``."""
+        assert sequence.groups is not None
+        return all(
+            begin <= window.first_token(position)
+            for window, begin in zip(self._layout.windows, sequence.groups.begins, strict=True)
+        )
 
     def _queue(
         self, sequence: Sequence, start: int, position: int, tenant: str, keys: list[bytes]
