@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
+import kvkeep.core.cache
 from kvkeep.cli import _parser, main
 from kvkeep.serve.kv_events import Source
 from kvkeep.serve.server import LOOPBACK_HOSTS
@@ -224,7 +225,12 @@ def serve(made, monkeypatch) -> Callable[..., Made]:
     async def listen(sockets: object) -> None:
         del sockets
 
-    runner = SimpleNamespace(num_pages=8, page_size=16, geometry=None, identity=None)
+    def cache(**options: object) -> object:
+        return kvkeep.core.cache.PagedCache(8, 16, **options)
+
+    runner = SimpleNamespace(
+        num_pages=8, page_size=16, geometry=None, identity=None, layout=None, cache=cache
+    )
     publisher = SimpleNamespace(stats=SimpleNamespace(as_dict="stats"), close=lambda: None)
     capture = SimpleNamespace(
         made="Capture", stats=lambda: SimpleNamespace(written=0, dropped=0), close=lambda: None
