@@ -273,3 +273,19 @@ def test_suspended_sessions_keep_half_of_the_pool_with_their_states() -> None:
 def test_slots_do_not_take_groups() -> None:
     with pytest.raises(InvalidValue, match="max_tokens is GroupLayout"):
         SlotCache(4, STATE)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        GroupLayout(4, (WindowSpec(10**20),)),
+        GroupLayout(4, (WindowSpec(10**20, chunked=True),)),
+        GroupLayout(4, (), StateSpec(1, 10**20)),
+    ],
+)
+def test_spans_and_grids_may_be_longer_than_any_sequence(layout: GroupLayout) -> None:
+    engine = SymbolicEngine(200, layout)
+    engine.run(prompt(1, 50)).close()
+    assert engine.cache.match(prompt(1, 50)).num_tokens == (0 if layout.state else 48)
+    engine.run([*prompt(1, 50), 7]).close()
+    engine.cache.check()

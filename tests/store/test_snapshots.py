@@ -14,9 +14,11 @@ from store_kv import counter, disk, quiet, records
 
 from kvkeep.core.errors import IllegalStep, InvalidValue
 from kvkeep.core.geometry import KVGeometry
-from kvkeep.core.geometry.groups import LayerGroup
+from kvkeep.core.geometry.groups import AttentionShape, LayerGroup
 from kvkeep.store import KVStore, Put, Snapshot
 from kvkeep.store.codecs import BlockShape, Damaged, generate_key, make_codec
+from kvkeep.store.kv.names import PromptBlocks
+from kvkeep.store.kv.positions import PositionNames
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,6 +77,24 @@ def test_lookup_tells_how_far_the_kv_alone_is_there() -> None:
         assert rest[0].what == "removed"
         assert rest[-1].stop == len(TEXT)
         assert int(found) == 8
+
+
+def test_why_covers_a_tail_whose_state_is_gone() -> None:
+    with open_snapshots("state", "memory://4MiB") as store:
+        for n in (8, 11):
+            put(store, n)
+        prompt = PromptBlocks(np.array(TEXT, np.int32), 0, store._names.of(None))
+        names = PositionNames(store._form, prompt)
+        store._tiered.remove([names.state(11)])
+        assert store.lookup(TEXT[:11]).tokens == 8
+        (miss,) = store.why(TEXT[:11], 8)
+        assert (miss.start, miss.stop, miss.what) == (8, 11, "removed")
+        store._tiered.remove([names.state(8)])
+        found = store.why(TEXT, 0)
+        assert [(one.start, one.stop, one.what) for one in found] == [
+            (0, 11, "removed"),
+            (11, len(TEXT), "never"),
+        ]
 
 
 def test_windows_need_no_more_than_their_span() -> None:
@@ -244,6 +264,17 @@ def test_a_removal_takes_states_windows_and_what_followed() -> None:
         assert store.stats().tiers[0].blocks == 0
 
 
+@pytest.mark.parametrize("name", ["states alone", "window alone"])
+def test_a_removal_takes_what_followed_also_without_full_attention(name: str) -> None:
+    with open_snapshots(name) as store:
+        for n in (8, 20, 33):
+            put(store, n)
+        store.remove(TEXT[:8])
+        assert get(store, TEXT) == 0, "a longer prompt goes on from what was removed"
+        quiet(store)
+        assert store.stats().tiers[0].blocks == 0
+
+
 def test_a_replacement_is_as_if_nothing_had_been_there() -> None:
     with open_snapshots("all") as store:
         other = snapshot(store, [7, *TEXT[1:20]])
@@ -265,6 +296,39 @@ def test_a_pin_keeps_all_that_resuming_needs() -> None:
         assert counter(store, "evictions", 0) > 0
         assert get(store, TEXT) == 12
         assert store.unpin(TEXT) == 12
+        assert store.stats().tiers[0].pinned_bytes == 0
+
+
+def test_a_pin_that_does_not_fit_leaves_the_pins_of_others() -> None:
+    geometry = KVGeometry.of(
+        [
+            LayerGroup("full", (0,), AttentionShape(2, 256)),
+            LayerGroup("state", (1,), state=STATE),
+        ],
+        dtype="float32",
+    )
+    pinned = TEXT[:40]
+    longer = [*TEXT[:20], *range(500, 600)]  # begins as the pinned one does
+    with KVStore(geometry, model="tiny@1", tiers=["memory://1MiB"], block_tokens=SIZE) as store:
+        for row, seconds in ((pinned, 1000), ([7] * 60, 1000), (longer[:100], 10)):
+            store.put_snapshot(row, snapshot(store, row))
+            before = store.stats().tiers[0].pinned_bytes
+            want = 0 if row[:1] != [7] and len(row) == 100 else len(row)
+            assert store.pin(row, seconds) == want
+        assert store.stats().tiers[0].pinned_bytes == before
+        for first in range(40):
+            row = [first, *range(40)]
+            store.put_snapshot(row, snapshot(store, row))
+        assert get(store, pinned) == 40
+
+
+def test_the_end_of_a_pin_tells_what_was_pinned() -> None:
+    with open_snapshots("state") as store:
+        put(store, 12)
+        assert store.pin(TEXT, 1000) == 12
+        put(store, 21)  # of which nothing but the beginning is pinned
+        assert store.unpin(TEXT) == 12
+        assert store.unpin(TEXT) == 0
         assert store.stats().tiers[0].pinned_bytes == 0
 
 

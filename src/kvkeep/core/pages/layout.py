@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 __all__ = ["GroupLayout", "StateSpec", "WindowSpec"]
+
+_LONGEST: Final = 1 << 62
+"""A span in tokens beyond any sequence, which arrays of positions can hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +51,10 @@ class WindowSpec:
     def first_token_each(self, pages: int, page_size: int) -> npt.NDArray[np.int64]:
         """Return `first_token` at the beginnings of the pages 0 … ``pages``, as an array."""
         positions = np.arange(pages + 1, dtype=np.int64) * page_size
+        span = min(self.span, _LONGEST)
         if self.chunked:
-            return positions // self.span * self.span
-        return np.maximum(0, positions - self.span + 1)
+            return positions // span * span
+        return np.maximum(0, positions - span + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +118,7 @@ class GroupLayout:
         if not self.windows and self.state is None:
             raise InvalidValue("no groups are given; leave groups out for a plain model")
         tokens = 1 if self.state is None else self.state.grid
-        object.__setattr__(self, "grid", int(np.lcm(tokens, self.page_size)) // self.page_size)
+        object.__setattr__(self, "grid", math.lcm(tokens, self.page_size) // self.page_size)
 
     def floor(self, pages: int) -> int:
         """Return the largest resumable position up to ``pages``, in pages, on the grid alone."""

@@ -262,7 +262,7 @@ class BlockStore(Store):
     def pin(self, keys: Sequence[bytes], seconds: float) -> int:
         """Protect leading blocks from eviction for ``seconds``; return how many are pinned."""
         seconds = seconds_of("seconds", seconds, ends=True)
-        return self._tiered.pin(self._blocks(keys), seconds)
+        return self._tiered.pins.pin(self._blocks(keys), seconds)
 
     def remove(self, keys: Sequence[bytes]) -> Removed:
         """Delete blocks from every tier; `Removed.failed` names tiers that may still hold some."""

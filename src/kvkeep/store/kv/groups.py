@@ -62,23 +62,23 @@ class SnapshotRecords(KeptPrompts):
             return ()
         ids = PositionNames(self._forms, prompt)
         size = names.block_tokens
-        first, stored = start // size, start
+        first, stored = start // size, len(row)
         if self._forms.base is not None:
             losses = losses_of(ids.full[first:])
-            count = next((at for at, loss in enumerate(losses) if loss), len(losses))
-            stored = max(start, (first + count) * size)
-        else:
-            stored = len(row)
+            blocks = first + next((at for at, loss in enumerate(losses) if loss), len(losses))
+            tails = [] if blocks * size == len(row) else losses_of(ids.tails(blocks))
+            tail = max((count for count, loss in enumerate(tails, start=1) if not loss), default=0)
+            stored = max(start, blocks * size + tail)
         # Up to `stored`, what is missing is a record that only resuming needs.
         ends = [*range((first + 1) * size, stored + 1, size)]
-        if self._forms.base is None and len(row) % size:
-            ends.append(len(row))
+        if start < stored and stored % size:
+            ends.append(stored)
         found = [loss for loss in losses_of(self._beside(ids, ends)) if loss and loss.at]
         last = max(found, key=lambda loss: loss.at or 0.0, default=Loss("", "never", None, "state"))
-        misses = [Miss(start, stored, *last)] if stored > start else []
-        if stored < len(row):
-            misses += misses_behind(names, losses_of, row, stored)
-        return tuple(misses)
+        gap = Miss(start, stored, *last) if stored > start else None
+        if stored == len(row):
+            return () if gap is None else (gap,)
+        return misses_behind(names, losses_of, row, stored, gap)
 
     def _beside(self, ids: PositionNames, ends: Sequence[int]) -> list[bytes]:
         """Return the ids of the states and windows that end at some positions."""
@@ -109,10 +109,9 @@ class SnapshotRecords(KeptPrompts):
             if position is None:
                 break
             ids = [piece.id for piece in position.pieces]
-            count = tiered.pin(ids, seconds)
+            count = tiered.pins.pin_all(ids, seconds)
             if count == len(ids):
                 return position.tokens
-            tiered.unpin(ids)
             # A shorter position may fit: in any case, none behind the last base record that did.
             fits = [p.stop for p in position.pieces[:count] if p.group == BASE]
             most = min(max(fits, default=0), position.tokens - 1)
@@ -120,12 +119,22 @@ class SnapshotRecords(KeptPrompts):
         return 0
 
     def unpin(self, tiered: TieredStore, prompt: PromptBlocks) -> int:
-        names = PositionNames(self._forms, prompt)
-        position = self._finder(tiered, prompt).longest()
-        ids = [] if position is None else [piece.id for piece in position.pieces]
-        pinned = tiered.unpin(ids)
-        tiered.unpin(list(names.every(0)))  # the pin may be of a position before this one
-        return 0 if position is None or pinned < len(ids) else position.tokens
+        ids = list(PositionNames(self._forms, prompt).every(0))
+        pinned = tiered.pins.pinned(ids)
+        tokens = self._longest_pinned(tiered, prompt, pinned) if pinned else 0
+        tiered.pins.unpin(ids)
+        return tokens
+
+    def _longest_pinned(self, tiered: TieredStore, prompt: PromptBlocks, pinned: set[bytes]) -> int:
+        """Return the longest position whose records are all ``pinned``; longer ones may follow."""
+        for _ in range(_PIN_TRIES):
+            position = self._finder(tiered, prompt).longest()
+            if position is None:
+                break
+            if all(piece.id in pinned for piece in position.pieces):
+                return position.tokens
+            prompt = prompt._replace(row=prompt.row[: position.tokens - 1])
+        return 0
 
     def remove(self, tiered: TieredStore, prompt: PromptBlocks) -> Removed:
         tiered.check_open()

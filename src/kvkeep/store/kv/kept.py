@@ -96,11 +96,11 @@ class WholeBlocks(KeptPrompts):
 
     def pin(self, tiered: TieredStore, prompt: PromptBlocks, seconds: float) -> int:
         found = find_stored(tiered, prompt)
-        return sum(found.lengths[: tiered.pin(found.ids, seconds)])
+        return sum(found.lengths[: tiered.pins.pin(found.ids, seconds)])
 
     def unpin(self, tiered: TieredStore, prompt: PromptBlocks) -> int:
         found = find_stored(tiered, prompt)
-        return sum(found.lengths[: tiered.unpin(found.ids)])
+        return sum(found.lengths[: tiered.pins.unpin(found.ids)])
 
     def remove(self, tiered: TieredStore, prompt: PromptBlocks) -> Removed:
         return delete_from(tiered, prompt, self._followers, tiered.remove)

@@ -82,6 +82,11 @@ class PositionNames:
         number, rest = divmod(tokens, self.size)
         return self.tails(number)[rest - 1] if rest else self.full[number - 1]
 
+    def chain(self, tokens: int) -> list[bytes]:
+        """Return the ids of all blocks up to a position, the last of which may be a tail."""
+        number, rest = divmod(tokens, self.size)
+        return [*self.full[:number], self.end(tokens)] if rest else self.full[:number]
+
     def tails(self, number: int) -> list[bytes]:
         """Return the ids of the first 1, 2, … tokens of block ``number``."""
         found = self._tails.get(number)

@@ -123,7 +123,7 @@ class SnapshotTransfers:
             if replace:
                 ids = list(names.every(-(-start // names.size) * names.size))
                 failed = delete_ids(ids, self._followers, tiered.supersede).failed
-            self._note(names, pieces)
+            self._note(names, tokens, pieces)
 
             def fill(at: int, raw: memoryview) -> None:
                 self._fill(pieces[at], snapshot, firsts, raw)
@@ -213,9 +213,13 @@ class SnapshotTransfers:
             new = total
         return Put(new, total - new, 0, 0, failed)
 
-    def _note(self, names: PositionNames, pieces: list[PositionPiece]) -> None:
-        """Remember which records belong to which block, so that a removal deletes them, too."""
-        self._followers.note([piece.id for piece in pieces if piece.group == BASE])
+    def _note(self, names: PositionNames, tokens: int, pieces: list[PositionPiece]) -> None:
+        """Remember which records belong to which block, so that a removal deletes them, too.
+
+        The blocks are a chain by their names, also where no layer keeps every token and there are
+        no base records: longer prompts follow shorter ones in any case.
+        """
+        self._followers.note(names.chain(tokens))
         for piece in pieces:
             if piece.group != BASE:
                 self._followers.note([names.end(piece.stop), piece.id])
@@ -244,7 +248,7 @@ class SnapshotTransfers:
             reading = _Reading(self._forms, prompt.start, position)
             count = reading.read(tiered, left, sources=sources)
             if count == len(position.pieces):
-                self._note(names, position.pieces)
+                self._note(names, position.tokens, position.pieces)
                 return reading.loaded()
             # What was read is read again, most likely from memory, if a shorter position needs it:
             # then all records of a result were there at one time, also after a replacement.

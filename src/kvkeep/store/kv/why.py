@@ -20,27 +20,32 @@ _NEVER = Loss("", "never", None, "")
 
 
 def misses_behind(
-    names: Names, losses_of: LossesOf, row: TokenArray, start: int
+    names: Names,
+    losses_of: LossesOf,
+    row: TokenArray,
+    start: int,
+    before: Miss | None = None,
 ) -> tuple[Miss, ...]:
     """Return why ``row`` is missing behind its first ``start`` tokens, in order and without gaps.
 
     ``losses_of`` returns the last loss of each block, or None if it is stored. Stored blocks at the
-    beginning are skipped; stored blocks behind a gap get the reason of the gap.
+    beginning are skipped; stored blocks behind a gap get the reason of the gap. ``before`` is the
+    gap that ends at ``start``, if there is one.
     """
     size = names.block_tokens
     full = names.full(row)
-    found = _MissList(start)
-    first = start // size
+    found = _MissList(start, before)
+    gap, first = False, start // size
     for number, loss in enumerate(losses_of(full[first:]), start=first):
         begin, end = number * size, (number + 1) * size
-        if loss is not None and not found.misses:
+        if loss is not None and not gap:
             # This block may contain the tail of a shorter prompt, stored now or lost.
-            ids = names.tails(full[:number], row[begin:end])
-            _add_tail(found, ids, losses_of, begin, block_known=loss.what != "never")
+            gap, ids = True, names.tails(full[:number], row[begin:end])
+            _add_tail(found, ids, losses_of, begin, first=True, block_known=loss.what != "never")
         found.add(end, loss)
     rest = len(full) * size
     if rest < len(row):
-        _add_tail(found, names.tails(full, row[rest:]), losses_of, rest)
+        _add_tail(found, names.tails(full, row[rest:]), losses_of, rest, first=not gap)
         found.add(len(row), _NEVER)
     return tuple(found.misses)
 
@@ -51,14 +56,16 @@ def _add_tail(
     losses_of: LossesOf,
     begin: int,
     *,
+    first: bool,
     block_known: bool = False,
 ) -> None:
     """Add the loss of the longest of ``tails`` of which anything is known; all begin at ``begin``.
 
     If the loss of the whole block is known, only a stored tail counts, as part of the prefix.
+    ``first``: all blocks before it are stored.
     """
     losses = losses_of(tails)
-    if not found.misses and None in losses:  # the longest stored tail can be used
+    if first and None in losses:  # the longest stored tail can be used
         there = len(losses) - losses[::-1].index(None)
         found.add(begin + there, None)
     if block_known:
@@ -73,8 +80,8 @@ def _add_tail(
 class _MissList:
     """Misses in order; neighbours that differ only in time are merged."""
 
-    def __init__(self, start: int) -> None:
-        self.misses: list[Miss] = []
+    def __init__(self, start: int, before: Miss | None) -> None:
+        self.misses: list[Miss] = [] if before is None else [before]
         self._at = start
 
     def add(self, end: int, loss: Loss | None) -> None:

@@ -13,7 +13,7 @@ from kvkeep.store.tiers.filling import Filling
 from kvkeep.store.tiers.holds import Holds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Sequence
+    from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
     from kvkeep.core.eviction import EvictionPolicy
     from kvkeep.store.tiers.packed import PackedRow
@@ -309,6 +309,21 @@ class Catalogue:
                     self._table.pins.unpin(block)
                     unpinned.append(name)
         return unpinned
+
+    def pin_ends(self, blocks: Iterable[bytes]) -> dict[bytes, float]:
+        """Return those of ``blocks`` that are pinned, each with the time at which its pin ends."""
+        with self._lock:
+            self._table.pins.unpin_expired(self._clock())
+            known = ((name, self._table.blocks.get(name)) for name in blocks)
+            return {name: block.pinned for name, block in known if block and block.pinned}
+
+    def restore_pins(self, blocks: Iterable[bytes], ends: Mapping[bytes, float]) -> None:
+        """Let the pins of ``blocks`` be as `pin_ends` returned them; end those it did not."""
+        with self._lock:
+            for name in blocks:
+                block = self._table.blocks.get(name)
+                if block is not None and block.pinned:
+                    self._table.pins.shorten(block, ends.get(name, 0.0))
 
     # --- internals that take the lock ------------------------------------------------------------
 

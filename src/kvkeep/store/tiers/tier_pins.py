@@ -52,6 +52,14 @@ class TierPins:
         block.pinned = 0.0
         self._order.restore(block)
 
+    def shorten(self, block: OrderedBlock, until: float) -> None:
+        """Let the pin of ``block`` end at ``until``; 0: now."""
+        if not until:
+            self.unpin(block)
+        elif until < block.pinned:
+            block.pinned = until
+            heapq.heappush(self._ends, (until, block.block))
+
     def unpin_expired(self, now: float) -> None:
         """End all pins whose time is over at ``now``."""
         while self._ends and self._ends[0][0] <= now:

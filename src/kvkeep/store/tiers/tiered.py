@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import BackendFailed, IllegalStep
 from kvkeep.store.tiers.demoting import Demoter
+from kvkeep.store.tiers.level_pins import LevelPins
 from kvkeep.store.tiers.levels import Levels
 from kvkeep.store.tiers.loss_log import LossLog
 from kvkeep.store.tiers.memory import MemoryTier
@@ -81,6 +82,7 @@ class TieredStore:
         self._demoter = Demoter(self._levels, self._queue)
         self._reader = Reader(self._levels, self._queue, self._demoter)
         self._remover = Remover(self._levels, self._queue, self._reader)
+        self._pins = LevelPins(self.memory, self.tiers)
         self._lock = threading.Lock()
         self._closed = False
         self._process = os.getpid()
@@ -229,24 +231,11 @@ class TieredStore:
         self.check_open()
         self._levels.used(blocks)
 
-    def pin(self, blocks: Sequence[bytes], seconds: float) -> int:
-        """Pin ``blocks`` in every level that has them; return how many leading ones are pinned.
-
-        A block counts as pinned if any level pinned it. Pins cover at most half of each level.
-        """
+    @property
+    def pins(self) -> LevelPins:
+        """The pins of blocks in all levels. Raises `IllegalStep` after the store is closed."""
         self.check_open()
-        pinned = set(self.memory.catalogue.pin(blocks, seconds, self.memory.capacity // 2))
-        for tier in self.tiers:
-            pinned.update(tier.catalogue.pin(blocks, seconds, (tier.backend.capacity or 0) // 2))
-        return next((at for at, block in enumerate(blocks) if block not in pinned), len(blocks))
-
-    def unpin(self, blocks: Sequence[bytes]) -> int:
-        """Allow ``blocks`` to be evicted again; return how many were pinned in some level."""
-        self.check_open()
-        unpinned = set(self.memory.catalogue.unpin(blocks))
-        for tier in self.tiers:
-            unpinned.update(tier.catalogue.unpin(blocks))
-        return len(unpinned)
+        return self._pins
 
     def remove(self, blocks: Sequence[bytes]) -> Removed:
         """Delete ``blocks`` from every level, also while they move between levels, pinned or not.
