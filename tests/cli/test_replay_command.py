@@ -150,7 +150,7 @@ def test_groups_without_a_model(trace, capsys):
     assert main(["replay", trace, *words, "--jobs", "1"]) == 0
     out = capsys.readouterr().out
     assert "not resumed" in out
-    assert "best without states" in out
+    assert "best for KV alone" in out
     assert main(["replay", trace, *words, "--page", "32", "--jobs", "1", "--json"]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [one["page_tokens"] for one in found] == [32, 32]

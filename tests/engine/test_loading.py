@@ -1,4 +1,4 @@
-"""Models that can be served load; others are refused by name, before their weights are read."""
+"""Models that can be served load; others are refused by name, most before they are read."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import socket
 import pytest
 import transformers
 
+from hybrid_families import FAMILIES, NOT_RESUMING, amplified, configuration
 from kvkeep.core.errors import InvalidValue, UnsupportedModel
 from kvkeep.core.geometry import AttentionShape, KVGeometry, LayerGroup
 from kvkeep.serve.engine import Runner, loading
@@ -69,7 +70,6 @@ def test_a_configuration_that_is_none(tmp_path, text):
         ("T5Config", "T5ForConditionalGeneration", "not a causal"),
         ("ViTConfig", "ViTForImageClassification", "not a causal"),
         ("LlamaConfig", "LlamaForSequenceClassification", "not a causal"),
-        ("FalconConfig", "FalconForCausalLM", "attention interface"),
         ("RecurrentGemmaConfig", "RecurrentGemmaForCausalLM", "recurrent state in its modules"),
         ("DeepseekV32Config", "DeepseekV32ForCausalLM", "an index key beside the latent"),
     ],
@@ -78,6 +78,50 @@ def test_models_of_other_kinds(tmp_path, name, architecture, says):
     write(tmp_path, getattr(transformers, name)(), architecture)
     with pytest.raises(UnsupportedModel, match=says):
         loading.load_config(tmp_path)
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - NOT_RESUMING))
+def test_the_configuration_of_each_family(tmp_path, family):
+    """Transformers' flags of the class do not tell whether attention over pages works."""
+    config = configuration(family)
+    config.architectures = [transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+    config.save_pretrained(tmp_path)
+    assert loading.load_config(tmp_path).model_type == config.model_type
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "mamba2"])
+def test_a_directory_with_a_model_with_states(tmp_path, family):
+    amplified(family).save_pretrained(tmp_path)
+    assert Runner.load(tmp_path, memory="4MiB", device="cpu").layout.state is not None
+
+
+@pytest.mark.parametrize(
+    ("family", "says"),
+    [
+        ("jamba", "cannot go on from a state: in pieces, layer 0 .* computes other values"),
+        ("zamba", "hands its attention no number of its layer"),
+        ("minimax", "MiniMax uses cache of its own .* 'transformers.cache_utils.DynamicCache'"),
+    ],
+)
+def test_a_directory_with_a_model_that_cannot_go_on(tmp_path, family, says):
+    amplified(family).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match=says) as refusal:
+        Runner.load(tmp_path, memory="4MiB", device="cpu")
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.FalconConfig(vocab_size=64, alibi=True, **TINY),
+        transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2),
+    ],
+    ids=["falcon", "bloom"],
+)
+def test_attention_that_cannot_be_replaced(tmp_path, config):
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match="does not let its attention be replaced"):
+        Runner.load(tmp_path, num_pages=16, device="cpu")
 
 
 def test_a_runner_of_a_geometry_whose_layers_differ(make_model):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from browsing import live, plain, until
 from real_server import eventually
-from see_help import ask, storing, tokens_of, written
+from see_help import ask, forget_pool, storing, tokens_of, written
 
 from faults import FaultyBackend
 from kvkeep.store.backends.memory import MemoryBackend
@@ -99,6 +99,19 @@ def test_a_tier_that_fails_is_not_asked():
             assert kept(node) == (256, "faulty", {"memory": 256, "faulty": 256})
         finally:
             backend.heal()
+
+
+def test_loaded_tokens_count_once_in_the_hit_rate(opened):
+    with storing(BIG) as server, opened(server) as page:
+        planted(server, SHORT, LONG[0])
+        for _ in range(3):
+            forget_pool(server, LONG[0])
+            ask(server, LONG[0])
+        live(page)
+        # Of a prompt of 49 tokens and four of 257, three times 256.
+        said = "71 % since the start, 768 tokens not computed"
+        note = page.locator("#rate .note")
+        eventually(lambda: plain(note.inner_text()) == said)
 
 
 def test_the_picture_by_tier(opened, tmp_path):

@@ -222,7 +222,7 @@ def _print(workload: Workload, runs: Sequence[ReplayRun], outcomes: Sequence[Out
             cells = [_share(by.get((name, size))) for size in sizes]
         label = _LABELS.get(name, name)
         if name == BELADY and any(run.groups is not None for run in runs):
-            label = "best without states"
+            label = "best for KV alone"
         rows.append([label, *cells])
     print_table(["blocks reused", *(" + ".join(map(amount, size)) for size in sizes)], rows)
     _print_groups([one for one in outcomes if one.groups])

@@ -162,15 +162,7 @@ def _check_causal(config: PretrainedConfig, folder: Path) -> None:
 
 
 def _check_attention(config: PretrainedConfig, folder: Path) -> None:
-    transformers = require("transformers", "transformers")
-    geometry = KVGeometry.from_config(config, dtype="float32")
-    model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    attends = any(group.shape is not None for group in geometry.groups)
-    if attends and not model_class.is_backend_compatible():
-        named = ", ".join(config.architectures or [config.model_type])
-        raise UnsupportedModel(
-            f"{named} does not call its attention through Transformers' attention interface"
-        )
+    KVGeometry.from_config(config, dtype="float32")  # raises if it keeps something unknown
     text = config.get_text_config()
     if getattr(text, "use_bidirectional_attention", None) or not getattr(text, "is_causal", True):
         raise UnsupportedModel(f"{folder} attends in both directions: its KV cannot be reused")

@@ -32,7 +32,7 @@ class MixerCache:
         return self._conv
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """Return what recurs."""
+        """Return the recurrent state."""
         return self._recurrent
 
     def update_conv_state(
@@ -47,7 +47,7 @@ class MixerCache:
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, **_: Any
     ) -> torch.Tensor:
-        """Replace what recurs."""
+        """Replace the recurrent state."""
         assert self._recurrent is not None
         return self._recurrent.copy_(recurrent_states)
 

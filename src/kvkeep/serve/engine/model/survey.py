@@ -405,4 +405,6 @@ def _recording(base: type, seen: _Seen) -> Callable[..., Any]:
             seen.asks_length()
             return super().get_seq_length(*args, **kwargs)
 
+    # Models that refuse its class say its name.
+    _Recording.__module__, _Recording.__qualname__ = base.__module__, base.__qualname__
     return _Recording

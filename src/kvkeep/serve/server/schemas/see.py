@@ -110,7 +110,7 @@ class SummaryResponse(ResponseModel):
 
 
 class LiveTotals(ResponseModel):
-    """Counters since the start."""
+    """Counters since the start; tokens that came from tiers are part of the cached ones."""
 
     requests: int
     prompt_tokens: int

@@ -29,7 +29,7 @@ export const rates = (history) => {
 const hitRate = (live) => {
   const {prompts, rate} = rates(live.history);
   const all = live.totals;
-  const saved = all.cached_tokens + all.loaded_tokens;
+  const saved = all.cached_tokens; // those loaded from tiers are part of them
   const overall = all.prompt_tokens ? `${share(saved / all.prompt_tokens)} since the start, `
     + `${tokens(saved)} not computed` : "no prompt yet";
   const line = live.history.map(([, asked, had]) => (asked ? had / asked : null));
