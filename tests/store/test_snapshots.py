@@ -339,6 +339,15 @@ def test_what_has_no_room_is_dropped_with_its_state() -> None:
         assert get(store, TEXT) == 0
 
 
+@pytest.mark.parametrize("name", ["windows", "window alone"])
+def test_of_a_prompt_without_room_the_beginning_is_kept(name: str) -> None:
+    with open_snapshots(name, "memory://24KiB") as store:  # records take whole pages
+        done = put(store, 40, more=40)
+        assert 0 < done.tokens < 40
+        assert done.dropped == 40 - done.tokens
+        assert get(store, TEXT) == done.tokens
+
+
 MISTAKES: dict[str, tuple[Callable[[Snapshot], Any], str]] = {
     "nothing": (lambda _: None, "NoneType; a Snapshot"),
     "no tokens": (lambda s: replace(s, tokens=0), r"tokens 0 … 0; the prompt has 50"),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvkeep.store.kv.positions import Position, PositionPiece
     from kvkeep.store.kv.records import KVRecords, RecordForms
     from kvkeep.store.kv.removal import Followers
-    from kvkeep.store.tiers import TieredStore
+    from kvkeep.store.tiers import TieredStore, Written
 
     Layers = dict[int, tuple[Tensor, ...]]
 
@@ -135,7 +135,7 @@ class SnapshotTransfers:
             except _Gap:
                 tiered.losses.note(ids, tiered.memory.name, "dropped", "no room")
                 return Put(0, 0, tokens - start, 0, failed)
-        return self._result(pieces, snapshot, set(written.kept), set(written.already), failed)
+        return self._result(pieces, snapshot, firsts, written, failed)
 
     def _pieces(
         self, tiered: TieredStore, names: PositionNames, tokens: int, firsts: dict[int, int]
@@ -145,7 +145,8 @@ class SnapshotTransfers:
         ``firsts`` are the first tokens that are there, of each group.
 
         The state comes last, so that it is there only if all others are. Of a window, blocks that
-        no position behind a state needs are left out.
+        no position behind a state needs are left out. Without states, records are in the order of
+        their blocks: if there is no room for all, those of the prompt's beginning are of use.
         """
         pieces = names.base_pieces(tokens)
         for group in range(len(self._forms.windows)):
@@ -166,6 +167,8 @@ class SnapshotTransfers:
                     pieces.append(names.window_piece(group, start, stop))
         if self._forms.states is not None:
             pieces.append(names.state_piece(tokens))
+        else:
+            pieces.sort(key=lambda piece: piece.stop)
         return pieces
 
     def _fill(
@@ -186,32 +189,50 @@ class SnapshotTransfers:
         self,
         pieces: list[PositionPiece],
         snapshot: Snapshot,
-        kept: set[int],
-        already: set[int],
+        firsts: dict[int, int],
+        written: Written,
         failed: tuple[str, ...],
     ) -> Put:
-        """Count tokens from ``start`` on. If a record had no room, what was new is of no use.
+        """Count tokens from ``start`` on. If a record had no room, what is behind it is of no use.
 
         Counted are the records of layers that keep every token, or else of the first window. A
         token is new only if its record is. Of states alone, all tokens are, or none.
         """
         total = snapshot.tokens - snapshot.start
+        kept, already = set(written.kept), set(written.already)
         counted = BASE if self._forms.base is not None else 0 if self._forms.windows else STATE
 
-        def tokens_of(which: set[int]) -> int:
+        def tokens_of(which: set[int], most: int = snapshot.tokens) -> int:
             return sum(
                 piece.stop - max(piece.start, snapshot.start)
                 for at, piece in enumerate(pieces)
-                if piece.group == counted and at in which and piece.stop > snapshot.start
+                if piece.group == counted and at in which and snapshot.start < piece.stop <= most
             )
 
         if len(kept) + len(already) < len(pieces):
+            new = tokens_of(kept, self._longest_end(pieces, firsts, kept | already))
             skipped = tokens_of(already)
-            return Put(0, skipped, total - skipped, 0, failed)
+            return Put(new, skipped, total - skipped - new, 0, failed)
         new = tokens_of(kept)
         if counted == STATE and kept:
             new = total
         return Put(new, total - new, 0, 0, failed)
+
+    def _longest_end(
+        self, pieces: list[PositionPiece], firsts: dict[int, int], stored: set[int]
+    ) -> int:
+        """Return the last end of a block that is a position if only some ``pieces`` are stored."""
+        if self._forms.states is not None:
+            return 0
+        missing = next(piece for at, piece in enumerate(pieces) if at not in stored)
+        ends = {piece.stop for piece in pieces if piece.stop < missing.stop}
+        for end in sorted(ends, reverse=True):
+            if all(
+                window.start_of(end) >= firsts[group]
+                for group, window in enumerate(self._forms.windows)
+            ):
+                return end
+        return 0
 
     def _note(self, names: PositionNames, tokens: int, pieces: list[PositionPiece]) -> None:
         """Remember which records belong to which block, so that a removal deletes them, too.

@@ -237,7 +237,8 @@ class KVStore(PromptStore):
         the first whole block of the snapshot on.
 
         The result counts tokens from ``snapshot.start`` on. If one record found no room, or the KV
-        before ``start`` is not stored, all that were not stored before count as dropped.
+        before ``start`` is not stored, all that were not stored before count as dropped; without
+        states, those up to the last end of a block at which all records are stored are kept.
 
         Raises:
             InvalidValue: the snapshot does not fit the geometry, the layout or the prompt.
