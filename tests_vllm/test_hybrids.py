@@ -9,6 +9,7 @@ import pytest
 from engines import prompt
 from hybrids import STATES, Hybrid, counters, each, exactly, loads_checked, make_hybrid, zeroed
 from vllm import SamplingParams
+from vllm.distributed.parallel_state import destroy_model_parallel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,6 +25,9 @@ def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def running(hybrid: Hybrid) -> Iterator[Engine]:
+    # vLLM keeps the groups of ranks of this process: those of a model without experts have no
+    # group for experts.
+    destroy_model_parallel()
     with hybrid.engine(["memory://64MiB"]) as one:
         yield one
 

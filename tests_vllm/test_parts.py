@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
 
 from kvkeep.core.errors import InvalidValue, UnsupportedModel
 from kvkeep.integrations.vllm.adapters import Adapters
-from kvkeep.integrations.vllm.groups import Group, Groups, Reach
+from kvkeep.integrations.vllm.groups import BlockReach, Group, Groups
 from kvkeep.integrations.vllm.keys import keys_of
 from kvkeep.integrations.vllm.lookups import BlockLookups
 from kvkeep.integrations.vllm.messages import BlockSpan, LookupResults, PageLoad, StepPlan
@@ -207,8 +207,8 @@ def test_ranks_agree_on_one_end() -> None:
             limit = len(asked.hashes)
             for there in states:
                 end = max((at for at in there if at <= limit), default=0)
-                lookups.receive(LookupResults({asked.number: [Reach(end, limit)]}))
-    assert reach == Reach(2, 9)
+                lookups.receive(LookupResults({asked.number: [BlockReach(end, limit)]}))
+    assert reach == BlockReach(2, 9)
     assert rounds == 4  # up to 9, 6, 5, 2
     lookups.close()
 
