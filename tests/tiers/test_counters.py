@@ -61,7 +61,7 @@ def test_stats_are_json_and_say_what_is_there(bench: Bench) -> None:
     store = bench.store(16, tier)
     tier = store.tiers[0]
     put(store, range(5), wait=20)
-    store.pin([name(0), name(1)], 100)
+    store.pins.pin([name(0), name(1)], 100)
     above, below = store.stats()
     assert (above.name, above.codec, above.blocks, above.used_bytes) == (
         "memory", "raw", 5, 5 * PAGE,
@@ -235,7 +235,7 @@ def test_drops_where_memory_has_no_room(bench: Bench) -> None:
     store = bench.store(8, place)
     place.hang("put")
     put(store, range(8))  # six wait to be written
-    assert store.pin([name(6), name(7)], 100) == 2
+    assert store.pins.pin([name(6), name(7)], 100) == 2
     moved = Moved(store, 0)
     assert put(store, range(10, 14)).kept == []
     assert store.stats()[0].counters["drops"] == 4

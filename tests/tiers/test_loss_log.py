@@ -95,7 +95,7 @@ def test_evicted_from_memory(bench: Bench) -> None:
 def test_no_room_in_memory(bench: Bench) -> None:
     store = bench.store(4)
     put(store, [1, 2])
-    store.pin([name(1), name(2)], 60)
+    store.pins.pin([name(1), name(2)], 60)
     written = put(store, range(10, 16))
     assert len(written.kept) < 6
     assert told(store, 15) == ("memory", "dropped", "no room")

@@ -178,7 +178,7 @@ def test_a_block_that_finds_no_room_in_memory_is_handed_out_all_the_same(bench: 
     store = below(bench, behind, 8, front=4)
     behind.hang("put")
     put(store, range(100, 104))  # three quarters wait to be written
-    assert store.pin([name(103)], 100) == 1
+    assert store.pins.pin([name(103)], 100) == 1
     assert get(store, range(8)) == 8
     assert above(store) == [100, 101, 102, 103]
     behind.heal()
@@ -267,7 +267,7 @@ def test_a_prefetch_ends_where_memory_has_no_room(bench: Bench) -> None:
     behind.hang("put")
     put(store, range(200, 206))  # they wait to be written
     rest = [number for number in above(store) if number < 200]
-    assert store.pin([name(number) for number in rest], 100) == len(rest) == 2
+    assert store.pins.pin([name(number) for number in rest], 100) == len(rest) == 2
     handle = store.prefetch(plan(4))
     assert handle.wait(20) == 0
     assert handle.done

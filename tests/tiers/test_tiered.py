@@ -224,7 +224,7 @@ def test_pinned_blocks_outlive_pressure_until_their_time_is_over(bench: Bench) -
     clock = Clock(store.memory, *store.tiers)
     put(store, range(3), wait=20)
     blocks = [name(number) for number in range(3)]
-    assert store.pin(blocks, 60.0) == 3
+    assert store.pins.pin(blocks, 60.0) == 3
     for number in range(100, 140):
         put(store, [number], wait=20)
     assert {0, 1, 2} <= {*above(store)}
@@ -243,20 +243,20 @@ def test_pins_hold_half_of_each_tier_at_most(bench: Bench) -> None:
     put(store, range(6, 12), wait=20)
     put(store, range(12, 16), wait=20)
     blocks = [name(number) for number in range(16)]
-    assert store.pin(blocks, 60.0) == 12, "as many as the larger tier may hold"
+    assert store.pins.pin(blocks, 60.0) == 12, "as many as the larger tier may hold"
     memory, below = store.stats()
     assert memory.pinned_bytes <= 4 * PAGE
     assert below.pinned_bytes == 12 * PAGE
-    assert store.pin([name(99)], 60.0) == 0
-    assert store.unpin(blocks) == 12
+    assert store.pins.pin([name(99)], 60.0) == 0
+    assert store.pins.unpin(blocks) == 12
     assert [tier.pinned_bytes for tier in store.stats()] == [0, 0]
-    assert store.unpin(blocks) == 0
+    assert store.pins.unpin(blocks) == 0
 
 
 def test_what_is_deleted_is_not_pinned_any_more(bench: Bench) -> None:
     store = bench.store(8, bench.disk())
     put(store, range(3), wait=20)
-    store.pin([name(number) for number in range(3)], 60.0)
+    store.pins.pin([name(number) for number in range(3)], 60.0)
     store.clear()
     assert [tier.pinned_bytes for tier in store.stats()] == [0, 0]
 

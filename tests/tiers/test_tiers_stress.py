@@ -157,9 +157,9 @@ class Worker(threading.Thread):
 
     def pins(self) -> None:
         blocks, _ = self.prompt()
-        assert self.store.pin(blocks, self.chance.random() / 5) <= len(blocks)
+        assert self.store.pins.pin(blocks, self.chance.random() / 5) <= len(blocks)
         if self.chance.random() < 0.5:
-            self.store.unpin(self.prompt()[0])
+            self.store.pins.unpin(self.prompt()[0])
 
     def prefetches(self) -> None:
         prompt = self.prompt()
