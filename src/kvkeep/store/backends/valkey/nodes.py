@@ -36,7 +36,11 @@ Number = int | ServerError
 T = TypeVar("T")
 
 SLOTS: Final = 16384
-_REDIRECTIONS: Final = 5
+_REDIRECTIONS: Final = 8
+_DISAGREE_S: Final = 0.005
+"""Seconds to wait after two redirections, then twice as long each time: 0.3 s in all. While a slot
+changes hands, two nodes may each name the other until news of the move has reached both.
+"""
 _REDIRECTION: Final = re.compile(
     r"(MOVED|ASK) (?P<slot>[0-9]{1,5}) (?P<host>\S*):(?P<port>[0-9]{1,5})", re.ASCII
 )
@@ -142,7 +146,10 @@ class Nodes:
     ) -> T:
         """Send a command about ``key`` and ``read`` its answer, following redirections."""
         address, asking = self.node_of(key, deadline), False
-        for _ in range(_REDIRECTIONS):
+        for attempt in range(_REDIRECTIONS):
+            if attempt > 1:
+                pause = _DISAGREE_S * 2 ** (attempt - 2)
+                time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
             try:
                 with self.wire(address, deadline) as wire:
                     if asking:
