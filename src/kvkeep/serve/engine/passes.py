@@ -70,12 +70,12 @@ class GroupPasses:
         shorter = max(half, least)
         return shorter if shorter < stop else None
 
-    def most_drafts(self, answer: Answer) -> int:
-        """Return how many drafts the next pass may verify: none behind a checkpoint."""
+    def most_drafts(self, answer: Answer, spare: int) -> int:
+        """Return how many of ``spare`` drafts the next pass may verify: none past a checkpoint."""
         if answer.computed != answer.running_sequence.num_tokens:
             return 0  # tokens before are computed again
         ends = _groups(answer).stops if self._checkpoints(answer) else ()
-        return ends[0] - answer.computed - 1 if ends else len(answer.request.prompt)
+        return min(spare, ends[0] - answer.computed - 1) if ends else spare
 
     def is_prepared(self, answer: Answer) -> bool:
         """Whether the pass over all tokens of its sequence is prepared."""

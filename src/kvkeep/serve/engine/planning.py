@@ -95,7 +95,7 @@ class PassPlanner:
         if answer.pending:
             newest = answer.generated[-1]
             if passes is not None:
-                spare = min(spare, passes.most_drafts(answer))
+                spare = passes.most_drafts(answer, spare)
             drafts = answer.propose(spare)
             # No answer is preempted for drafts: if they do not fit, it goes on without.
             if drafts and self._append_drafts(answer, newest, drafts):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     Layers = Sequence[tuple[Tensor, ...]]
     KV = Tensor | Layers
 
-__all__ = ["Form", "Layout"]
+__all__ = ["Form", "Layout", "check_layout"]
 
 Layout = Literal["NHD", "HND"]
 
@@ -29,6 +29,15 @@ _LARGE: Final = 16 << 20
 """Bytes from which memory is mapped anew; smaller tensors reuse memory that the process has
 touched.
 """
+
+
+def check_layout(layout: str) -> None:
+    """Raise `InvalidValue` if ``layout`` is no order of the tensors of KV."""
+    if layout not in ("NHD", "HND"):
+        raise InvalidValue(
+            f"layout is {layout!r}; it is 'NHD' ([tokens, heads, dim]) or 'HND' "
+            "([heads, tokens, dim])"
+        )
 
 
 class Form:
@@ -41,11 +50,7 @@ class Form:
     """
 
     def __init__(self, geometry: KVGeometry, layout: Layout) -> None:
-        if layout not in ("NHD", "HND"):
-            raise InvalidValue(
-                f"layout is {layout!r}; it is 'NHD' ([tokens, heads, dim]) or 'HND' "
-                "([heads, tokens, dim])"
-            )
+        check_layout(layout)
         self.geometry = geometry
         self.layout = layout
         self.latent = geometry.latent_dim is not None

@@ -17,6 +17,7 @@ import torch
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.geometry import DTYPES
 from kvkeep.store.codecs import BlockShape
+from kvkeep.store.kv.forms import check_layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -291,11 +292,7 @@ class RecordForms:
     """
 
     def __init__(self, geometry: KVGeometry, layout: Layout) -> None:
-        if layout not in ("NHD", "HND"):
-            raise InvalidValue(
-                f"layout is {layout!r}; it is 'NHD' ([tokens, heads, dim]) or 'HND' "
-                "([heads, tokens, dim])"
-            )
+        check_layout(layout)
         self.geometry = geometry
         self.layout = layout
         attending = [group for group in geometry.groups if group.shape is not None]

@@ -233,10 +233,20 @@ class Offload:
             tenant = self._tenant(answer.running_sequence.namespace)
             watched = bool(self._notifier.observers)
             began, before = (time.perf_counter(), self._stats.kept_tokens) if watched else (0.0, 0)
+            if last:
+                self._note_withheld(answer, tenant)
             self._mover.offer(answer, tenant, last=last)
             if watched and (tokens := self._stats.kept_tokens - before):
                 seconds = time.perf_counter() - began
                 self._notifier.emit(PromptStored(answer.request.record, tokens, seconds))
+
+    def _note_withheld(self, answer: Answer, tenant: str) -> None:
+        """Tell the store, for `KVStore.why`, of generated tokens that are not to be stored."""
+        trail, computed = answer.trail, answer.computed
+        if trail.withheld and computed > trail.limit:
+            begin = trail.limit // self._store.block_tokens * self._store.block_tokens
+            tokens = answer.running_sequence.tokens[:computed]
+            self._store.unkept(tokens, begin, tenant=tenant, answer=True)
 
     # --- the end -----------------------------------------------------------------------------
 

@@ -43,9 +43,7 @@ class SnapshotPages:
         layers: dict[int, tuple[Tensor, ...]] = {}
         for part in self._groups.parts:
             pages = self._pages_of(sequence, part)
-            first = start
-            if part.window is not None:
-                first = min(groups.begins[part.window], position)
+            first = start if part.window is None else min(groups.begins[part.window], position)
             for at, layer in enumerate(part.layers):
                 layers[layer] = tuple(
                     self._read(memory, pages, first, position) for memory in _memories(part, at)
@@ -58,19 +56,15 @@ class SnapshotPages:
 
     def write(self, sequence: Sequence, snapshot: Snapshot, first: int) -> None:
         """Write a snapshot to the pages and rows of ``sequence``, base pages from ``first`` on."""
-        position = snapshot.tokens
+        groups, position = sequence.groups, snapshot.tokens
+        assert groups is not None
         for part in self._groups.parts:
             pages = self._pages_of(sequence, part)
+            begin = first if part.window is None else groups.begins[part.window]
             for at, layer in enumerate(part.layers):
                 memories = _memories(part, at)
                 for memory, tensor in zip(memories, snapshot.layers[layer], strict=True):
-                    begin = first
-                    if part.window is not None:
-                        kept = (pages >= 0).nonzero()[0]
-                        begin = int(kept[0]) * self._size if len(kept) else position
                     self._write(memory, pages, begin, position, tensor)
-        groups = sequence.groups
-        assert groups is not None
         if groups.state is not None:
             self._groups.write_state(groups.state, snapshot.state)
 

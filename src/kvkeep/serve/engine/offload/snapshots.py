@@ -8,7 +8,6 @@ answers. A snapshot is read as a whole, since no part of it is of use alone.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,9 +16,9 @@ from kvkeep.core.errors import OutOfPages
 from kvkeep.serve.engine.offload.load import LoadChunk
 from kvkeep.serve.engine.offload.loads import GRACE_S, Loads
 from kvkeep.serve.engine.offload.mover import Mover
+from kvkeep.serve.engine.offload.queue import OffloadQueue
 from kvkeep.serve.engine.offload.snapshot_pages import SnapshotPages
-from kvkeep.serve.engine.offload.threads import DaemonThreads
-from kvkeep.serve.engine.offload.writes import Known, block_keys
+from kvkeep.serve.engine.offload.writes import Known
 from kvkeep.store import Snapshot
 
 if TYPE_CHECKING:
@@ -94,21 +93,21 @@ class SnapshotMover(Mover):
     def offer(self, answer: Answer, tenant: str, *, last: bool) -> None:
         """Queue a snapshot of ``answer`` if it is at a position that is worth storing."""
         trail, sequence = answer.trail, answer.running_sequence
-        computed = answer.computed
-        if last and trail.withheld and computed > trail.limit:
-            begin = trail.limit // self._block * self._block
-            self._store.unkept(sequence.tokens[:computed], begin, tenant=tenant, answer=True)
         position = self._position(answer, last=last)
         if position <= trail.offered or position > trail.limit:
             return
-        keys = block_keys(sequence.namespace, sequence.tokens[:position], self._block)
+        full = position // self._block * self._block
+        trail.extend_keys(sequence, full, self._block)
+        keys = trail.keys[: full // self._block]
+        if full < position:
+            keys.append(trail.tail_key(sequence, full, position, self._block))
         key = b"at" + keys[-1]
         if key not in self.known:
             start = trail.offered
             while start + self._block <= position and keys[start // self._block] in self.known:
                 start += self._block
             self._queue(sequence, start, position, tenant, keys)
-        trail.offered = position // self._block * self._block
+        trail.offered = full
 
     def _position(self, answer: Answer, *, last: bool) -> int:
         """Return the position of a snapshot to store now; 0: none."""
@@ -219,24 +218,18 @@ class _SnapshotWrites:
         self.known = Known()
         self._store = store
         self._stats = stats
-        self._thread = DaemonThreads("kvkeep writes", 1, _log)
-        self._queued = 0  # bytes
-        self._unwritten = 0
-        self._changed = threading.Condition()
+        self._queue = OffloadQueue(_log)
 
     def has_room(self, size: int) -> bool:
         """Whether a snapshot of ``size`` bytes may be queued."""
-        with self._changed:
-            return not self._queued or self._queued + size <= _QUEUE_BYTES
+        queued = self._queue.nbytes
+        return not queued or queued + size <= _QUEUE_BYTES
 
     def queue(self, write: _Write) -> None:
         """Queue a snapshot."""
         for key in write.keys:
             self.known.offered(key)
-        with self._changed:
-            self._unwritten += 1
-            self._queued += write.size
-        self._thread.submit(lambda: self._run(write))
+        self._queue.submit(lambda: self._run(write), write.size)
 
     def _run(self, write: _Write) -> None:
         stored = False
@@ -249,19 +242,11 @@ class _SnapshotWrites:
             self.known.arrived(key, stored=stored)
         if not stored:  # blocks in front of it may be lost: they are offered again
             self.known.found([], missing=write.prefix, since=time.monotonic())
-        with self._changed:
-            self._unwritten -= 1
-            self._queued -= write.size
-            self._changed.notify_all()
 
     def flush(self, timeout: float) -> bool:
         """Wait ``timeout`` seconds until nothing is queued; return whether nothing is."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._unwritten, timeout)
+        return self._queue.flush(timeout)
 
     def close(self, timeout: float) -> bool:
         """`flush`, and end the thread; one that hangs in the store is left running."""
-        end = time.monotonic() + timeout
-        flushed = self.flush(timeout)
-        self._thread.close(max(0.0, end - time.monotonic()))
-        return flushed
+        return self._queue.close(timeout)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kvkeep.core.keys import chain_keys, root_key
 from kvkeep.core.tokens import TOKEN_BYTES
 from kvkeep.serve.engine.offload.forms import Buffers
-from kvkeep.serve.engine.offload.threads import DaemonThreads
+from kvkeep.serve.engine.offload.queue import OffloadQueue
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,6 +63,22 @@ class Trail:
     def fork(self) -> Trail:
         """Return a copy for a forked answer."""
         return replace(self, keys=self.keys.copy())
+
+    def extend_keys(self, sequence: Sequence, stop: int, block: int) -> None:
+        """Add the keys of the blocks of ``block`` tokens up to token ``stop``, where one ends."""
+        have = len(self.keys)
+        if have * block < stop:
+            tokens = sequence.tokens[have * block : stop].tobytes()
+            self.keys += chain_keys(self._parent(sequence, have), tokens, block * TOKEN_BYTES)
+
+    def tail_key(self, sequence: Sequence, start: int, end: int, block: int) -> bytes:
+        """Return the key of the tail ``start`` … ``end - 1`` of ``sequence``."""
+        tokens = sequence.tokens[start:end].tobytes()
+        (key,) = chain_keys(self._parent(sequence, start // block), tokens, len(tokens))
+        return key
+
+    def _parent(self, sequence: Sequence, blocks: int) -> bytes:
+        return self.keys[blocks - 1] if blocks else root_key(sequence.namespace)
 
 
 class Known:
@@ -152,10 +168,8 @@ class Writes:
         count = max(2, min(_QUEUE_BLOCKS, _QUEUE_BYTES // (pages * tensors.page_bytes)))
         pinned = tensors.device.type == "cuda"
         self._buffers = Buffers(count, pages, tensors.page_bytes, pinned=pinned)
-        self._thread = DaemonThreads("kvkeep writes", 1, _log)
+        self._queue = OffloadQueue(_log)
         self._patient = True  # whether to wait for room: not again until a put has succeeded
-        self._unwritten = 0  # blocks queued or being put
-        self._changed = threading.Condition()
 
     def offer(
         self, trail: Trail, sequence: Sequence, computed: int, tenant: str, *, last: bool = False
@@ -165,12 +179,9 @@ class Writes:
         Tails are queued, too: where the prompt ends, and at ``computed`` in the ``last`` call.
         Blocks for which no buffer is free are offered again by the next call.
         """
-        if last and trail.withheld and computed > trail.limit:
-            begin = trail.limit // self._block * self._block
-            self._store.unkept(sequence.tokens[:computed], begin, tenant=tenant, answer=True)
         computed = min(computed, trail.limit)
         stop = computed // self._block * self._block
-        self._extend_keys(trail, sequence, stop)
+        trail.extend_keys(sequence, stop, self._block)
         while trail.offered < stop:
             start = trail.offered
             key = trail.keys[start // self._block]
@@ -199,17 +210,8 @@ class Writes:
             return True  # less than a page is computed faster than it is read
         if start > trail.offered:
             return False  # a tail is found only behind the blocks before it
-        parent = _parent(trail, sequence.namespace, start // self._block)
-        tokens = sequence.tokens[start:end].tobytes()
-        (key,) = chain_keys(parent, tokens, len(tokens))
+        key = trail.tail_key(sequence, start, end, self._block)
         return self._hand_over(sequence, start, end, tenant, key)
-
-    def _extend_keys(self, trail: Trail, sequence: Sequence, stop: int) -> None:
-        have = len(trail.keys)
-        if have * self._block < stop:
-            tokens = sequence.tokens[have * self._block : stop].tobytes()
-            parent = _parent(trail, sequence.namespace, have)
-            trail.keys += chain_keys(parent, tokens, self._block * TOKEN_BYTES)
 
     def _hand_over(
         self, sequence: Sequence, start: int, stop: int, tenant: str, key: bytes
@@ -224,11 +226,9 @@ class Writes:
         pages = sequence.pages[start // size : -(-stop // size)]
         self._tensors.read(pages, out=buffer[: len(pages)])
         self.known.offered(key)
-        with self._changed:
-            self._unwritten += 1
         tail = stop - start < self._block
         write = _Write(sequence.tokens[:stop].copy(), start, tenant, key, buffer, tail)
-        self._thread.submit(lambda: self._run(write))
+        self._queue.submit(lambda: self._run(write))
         self._stats.kept_tokens += stop - start
         return True
 
@@ -242,9 +242,6 @@ class Writes:
             _log.exception("%d tokens were not stored", len(write.tokens) - write.start)
         self.known.arrived(write.key, stored=stored)
         self._buffers.give(write.block)
-        with self._changed:
-            self._unwritten -= 1
-            self._changed.notify_all()
 
     def _put(self, write: _Write) -> bool:
         """Put a block, waiting up to `_ROOM_S` seconds for slower tiers to make room.
@@ -268,19 +265,11 @@ class Writes:
 
     def flush(self, timeout: float) -> bool:
         """Wait ``timeout`` seconds until no block is queued; return whether none is."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._unwritten, timeout)
+        return self._queue.flush(timeout)
 
     def close(self, timeout: float) -> bool:
         """`flush`, and end the thread; a thread that hangs in the store is left running."""
-        end = time.monotonic() + timeout
-        flushed = self.flush(timeout)
-        self._thread.close(max(0.0, end - time.monotonic()))
-        return flushed
-
-
-def _parent(trail: Trail, namespace: Namespace, blocks: int) -> bytes:
-    return trail.keys[blocks - 1] if blocks else root_key(namespace)
+        return self._queue.close(timeout)
 
 
 def block_keys(namespace: Namespace, tokens: TokenArray, block: int) -> list[bytes]:
