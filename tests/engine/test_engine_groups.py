@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from symbolic_runner import VOCABULARY, SymbolicRunner, alone
+from workload import drive
 
 from kvkeep.core.cache import PagedCache
 from kvkeep.core.errors import InvalidValue
@@ -65,26 +66,7 @@ def test_every_answer_is_what_it_would_be_alone(
 ):
     _, cache, engine = make(name, 160, max_running=max_running, step_tokens=step_tokens)
     other = cache.open(np.zeros(held * PAGE, np.int32), "held") if held else None
-    running, deltas, step = {}, {}, 0
-    todo = sorted(
-        zip(joins, range(len(asked)), asked, aborts, strict=False), key=lambda one: one[:2]
-    )
-    while todo or engine.has_work:
-        while todo and todo[0][0] <= step:
-            _, _, (tokens, params, how), abort = todo.pop(0)
-            request = engine.add(tokens, params, **how)
-            running[request.id] = (request, tokens, params, None if abort is None else step + abort)
-        for request, _, _, abort in running.values():
-            if abort == step:
-                engine.abort(request)
-        for delta in engine.step():
-            if delta.error is not None:
-                raise delta.error
-            deltas.setdefault(delta.request.id, []).append(delta)
-        cache.check()
-        assert engine.num_running <= max_running
-        step += 1
-        assert step < 3000, "no progress"
+    running, deltas = drive(engine, asked, joins, aborts, most_steps=3000)
     for number, (_, tokens, params, abort) in running.items():
         mine = deltas.get(number, [])
         done = mine[-1].completion if mine else None

@@ -52,7 +52,7 @@ class SnapshotMover(Mover):
         self._store = store
         self._stats = stats
         self._block = store.block_tokens
-        self._writes = _SnapshotWrites(store, stats)
+        self._writes = _SnapshotWrites(store)
         self.known = self._writes.known
         self.loads = _SnapshotLoads(store, self.known, page_size=runner.page_size, timeout=timeout)
 
@@ -214,10 +214,9 @@ class _Write:
 class _SnapshotWrites:
     """Puts snapshots in a thread. Thread safety: all methods."""
 
-    def __init__(self, store: KVStore, stats: EngineStats) -> None:
+    def __init__(self, store: KVStore) -> None:
         self.known = Known()
         self._store = store
-        self._stats = stats
         self._queue = OffloadQueue(_log)
 
     def has_room(self, size: int) -> bool:
