@@ -272,7 +272,7 @@ class Ours:
             return int(sequence.num_cached)
 
 
-# --- what is measured ------------------------------------------------------------------------
+# --- measurements ----------------------------------------------------------------------------
 
 
 def measured(what: str, cache: VLLM | Ours, prompts: Iterable[Prompt]) -> Found:

@@ -108,9 +108,9 @@ class GroupsLost(NamedTuple):
 class Evicted:
     """Pages are no longer reusable. ``reason``: "pressure", "asked", "dropped" or "cleared".
 
-    ``groups`` is what was lost beside pages: that of ``pages``, and of others that stay. There may
-    be no ``pages``: "replaced" is the reason if a later checkpoint took the place of an earlier
-    one, which needs no state.
+    ``groups`` names the rows and checkpoints that were lost, of ``pages`` and of pages that stay.
+    There may be no ``pages``: "replaced" is the reason if a later checkpoint took the place of an
+    earlier one, which needs no state.
     """
 
     pages: PageArray

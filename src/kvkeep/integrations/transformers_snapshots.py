@@ -203,7 +203,7 @@ class SnapshotRuns:
         for number in self.caches.attending:
             layer: Any = prepared.cache.layers[number]
             before = int(layer.get_seq_length()) - layer.keys.shape[-2]
-            # Zeros stand for what is behind the window: `update` counts tokens, and drops them.
+            # Zeros stand for tokens that left the window: `update` counts them, and drops them.
             room = 0, 0, before, 0
             keys, values = (
                 torch.nn.functional.pad(one, room) for one in (layer.keys, layer.values)
@@ -211,7 +211,7 @@ class SnapshotRuns:
             given.update(keys, values, number)
 
     def load(self, rows: Rows) -> tuple[Cache, int]:
-        """Return a cache with what is stored of all rows up to one column, and that column."""
+        """Return a cache with the stored KV of all rows up to one column, and that column."""
         most = rows.columns - 1
         for _ in range(2 * len(rows.texts) + 6):
             found = [

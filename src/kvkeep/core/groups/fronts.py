@@ -20,9 +20,9 @@ __all__ = ["RowFronts"]
 class RowFronts:
     """How many leading tokens of each row lack, by its first pool page.
 
-    What `SequenceGroups.load` brings of a window begins where the window does, mostly inside a
-    page. The tokens in front of it are attended to by nobody who goes on behind the load, but by
-    those who go on a little before. Each row is noted when it is allocated, so pages that are freed
+    The KV of a window that `SequenceGroups.load` brings begins where the window does, mostly inside
+    a page. A request that goes on behind the load does not attend to the tokens in front of it, but
+    one that goes on a little earlier does. Each row is noted when it is allocated, so freed pages
     need no update.
 
     Thread safety: none; under the cache's lock. Memory: 4 bytes a pool page. Cost: O(rows),

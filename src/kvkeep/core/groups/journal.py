@@ -1,4 +1,4 @@
-"""`GroupJournal`: what was stored beside pages, and what was lost, since it was last reported."""
+"""`GroupJournal`: rows and checkpoints that were stored or lost since the last report."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class GroupJournal:
         return ResumePoint(int(node.pages[page - node.depth - 1]), page * self._size)
 
     def take_stored(self, sequence: int | None) -> GroupsStored | None:
-        """Return what was stored since the last call, on behalf of a sequence; None if nothing."""
+        """Return the rows and checkpoints stored for a sequence since the last call; None: none."""
         if not self._stored and not any(self._stored_rows):
             return None
         event = GroupsStored(
@@ -78,7 +78,7 @@ class GroupJournal:
         return event
 
     def take_lost(self) -> GroupsLost | None:
-        """Return what was lost since the last call; None if nothing."""
+        """Return the rows and checkpoints lost since the last call; None: none."""
         if not self._lost and not any(self._lost_rows):
             return None
         lost = GroupsLost(

@@ -172,7 +172,7 @@ class RowTables:
         return begins
 
     def covers(self, position: int) -> bool:
-        """Whether all is there that is attended to when computing goes on at ``position``."""
+        """Whether the rows hold all tokens to which token ``position`` attends."""
         return all(
             begin <= spec.first_token(position)
             for spec, begin in zip(self._board.layout.windows, self.begins(), strict=True)

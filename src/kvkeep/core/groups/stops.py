@@ -20,8 +20,9 @@ class CheckpointPlan:
     part, guesses at its quarters serve prompts that will branch there. An answer gets one every
     `GroupLayout.answer_tokens`.
 
-    A next turn leaves what is cached where the last one ended. That is kept as a branch, too: to
-    let it go first costs 0.05 points of the hit rate on agent sessions (`benchmarks/groups.py`).
+    The next turn of a conversation leaves the cached prefix where the last turn ended. This place
+    is kept as a branch, too: evicting it first costs 0.05 points of the hit rate on agent sessions
+    (`benchmarks/groups.py`).
 
     Thread safety: none.
     """

@@ -167,7 +167,7 @@ class SchedulerSide:
             spans.append(_span(at, followed.hashes(start, end), tables[at][start:end]))
         if self._stateful:
             followed.states.add(end)
-            # First what is small, and without which the rest is of no use.
+            # The states first: they are small, and KV without them is of no use.
             spans.sort(key=lambda span: not self._groups.groups[span.group].state)
             assert all(span.keys for span in spans), f"no page for the states at block {end}"
         tokens = self._gain(request, end, first * size)

@@ -119,7 +119,7 @@ class GroupPasses:
         return groups.position
 
     def _checkpoints(self, answer: Answer) -> bool:
-        """Whether others may go on from ``answer``; nobody does from the beams of a search."""
+        """Whether other requests may go on from ``answer``; none does from beams of a search."""
         request = answer.request
         return request.store and (request.search is None or not request.forked)
 

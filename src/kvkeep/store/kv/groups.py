@@ -69,7 +69,7 @@ class SnapshotRecords(KeptPrompts):
             tails = [] if blocks * size == len(row) else losses_of(ids.tails(blocks))
             tail = max((count for count, loss in enumerate(tails, start=1) if not loss), default=0)
             stored = max(start, blocks * size + tail)
-        # Up to `stored`, what is missing is a record that only resuming needs.
+        # Up to `stored`, the missing records are those that only resuming needs.
         ends = [*range((first + 1) * size, stored + 1, size)]
         if start < stored and stored % size:
             ends.append(stored)

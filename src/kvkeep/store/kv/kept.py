@@ -40,7 +40,7 @@ class KeptPrompts(ABC):
 
     @abstractmethod
     def lookup(self, tiered: TieredStore, prompt: PromptBlocks, tiers: Sequence[str]) -> Lookup:
-        """Return what is stored; ``tiers`` are the names of all levels."""
+        """Return the length of the stored prefix; ``tiers`` are the names of all levels."""
 
     @abstractmethod
     def why(

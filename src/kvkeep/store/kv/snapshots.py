@@ -142,11 +142,11 @@ class SnapshotTransfers:
     ) -> list[PositionPiece]:
         """Return the records of a position in the order in which they are written.
 
-        ``firsts`` are the first tokens that are there, of each group.
+        ``firsts`` are, for each group, the first token of which the snapshot has KV.
 
-        The state comes last, so that it is there only if all others are. Of a window, blocks that
-        no position behind a state needs are left out. Without states, records are in the order of
-        their blocks: if there is no room for all, those of the prompt's beginning are of use.
+        The state comes last, so that it is stored only if all other records are. Blocks of a window
+        that no position behind a state needs are left out. Without states, records are in the order
+        of their blocks: if there is no room for all, those of the prompt's beginning are of use.
         """
         pieces = names.base_pieces(tokens)
         for group in range(len(self._forms.windows)):

@@ -2,7 +2,7 @@
 
 A layer with latent attention (MLA, of DeepSeek-V2, arXiv:2405.04434) stores one vector a token, the
 latent and a rotary key, from which it expands the keys and values of all heads. There are two ways
-to attend over what is stored:
+to attend over the stored latents:
 
 - *expanded*: gathered vectors are expanded first. For pieces of many tokens, which use each key
   many times.

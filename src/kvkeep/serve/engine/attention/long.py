@@ -54,7 +54,7 @@ class LongPiece:
     ) -> None:
         """Write the piece's rows of ``out``; all tensors are [T, heads, dim] of the whole batch.
 
-        With ``latent``, what is gathered is expanded to keys and values by it.
+        With ``latent``, the gathered latents are expanded to keys and values by it.
         """
         if self.gather is None:
             keys, values = key[self.rows], value[self.rows]

@@ -103,7 +103,7 @@ class PartBatch:
         """Attend from each new token to all keys that it may see, which are stored.
 
         ``query`` is [T, heads, dim], ``key`` and ``value`` are [T, kv_heads, dim], those of the new
-        tokens; returns [T, heads, dim]. With ``latent``, what is stored are latents.
+        tokens; returns [T, heads, dim]. With ``latent``, the pages hold latents.
         """
         if reach.span is not None and reach.span >= self._longest:
             reach = EVERYTHING  # no sequence is longer

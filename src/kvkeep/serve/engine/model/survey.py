@@ -209,7 +209,7 @@ class _Seen:
         return self._cache is not None and value is self._cache
 
     def cache(self, model: PreTrainedModel) -> Any:
-        """Return the cache that records who calls it."""
+        """Return a cache that records which modules call it."""
         transformers = require("transformers", "transformers")
         self._cache = _recording(transformers.DynamicCache, self)(config=model.config)
         return self._cache
