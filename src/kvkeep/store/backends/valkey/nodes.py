@@ -36,10 +36,11 @@ Number = int | ServerError
 T = TypeVar("T")
 
 SLOTS: Final = 16384
-_REDIRECTIONS: Final = 8
+_REDIRECTIONS: Final = 10
 _DISAGREE_S: Final = 0.005
-"""Seconds to wait after two redirections, then twice as long each time: 0.3 s in all. While a slot
-changes hands, two nodes may each name the other until news of the move has reached both.
+"""Seconds to wait after two redirections, then twice as long each time: 1.3 s in all. While a slot
+changes hands, two nodes may each name the other until news of the move has reached both, and nodes
+that have nothing else to say send each other news once a second.
 """
 _REDIRECTION: Final = re.compile(
     r"(MOVED|ASK) (?P<slot>[0-9]{1,5}) (?P<host>\S*):(?P<port>[0-9]{1,5})", re.ASCII
