@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from array import array
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 import numpy as np
 
@@ -19,9 +19,22 @@ if TYPE_CHECKING:
 
     from kvkeep.store.backends.urls import TierURL
 
-__all__ = ["Draft", "Lease", "MemoryBackend"]
+__all__ = ["Draft", "Lease", "MemoryBackend", "Owner", "copy_bytes"]
 
 _LISTED_AT_ONCE = 256
+
+
+class Owner(Protocol):
+    """A backend that gives out drafts and leases."""
+
+    def commit(self, draft: Draft, *, lease: bool) -> Lease | None:
+        """See `Draft.commit`."""
+
+    def discard(self, draft: Draft) -> None:
+        """See `Draft.discard`."""
+
+    def release(self, lease: Lease) -> None:
+        """See `Lease.release`."""
 
 
 class Lease:
@@ -38,7 +51,7 @@ class Lease:
 
     __slots__ = ("_backend", "place", "row", "view")
 
-    def __init__(self, backend: MemoryBackend, row: int, place: memoryview) -> None:
+    def __init__(self, backend: Owner, row: int, place: memoryview) -> None:
         self._backend = backend
         self.row = row
         self.place = place
@@ -63,13 +76,13 @@ class Draft:
 
     Attributes:
         block: where the record will be found.
-        offset: of ``view`` in the arena.
+        offset: of ``view`` in the arena; its entry in a shared one.
         pending: whether it was neither committed nor discarded yet.
     """
 
     __slots__ = ("_backend", "block", "offset", "pending", "view")
 
-    def __init__(self, backend: MemoryBackend, block: bytes, offset: int, view: memoryview) -> None:
+    def __init__(self, backend: Owner, block: bytes, offset: int, view: memoryview) -> None:
         self._backend = backend
         self.block = block
         self.offset = offset
@@ -191,7 +204,7 @@ class MemoryBackend(Backend):
             OutOfRoom: see `reserve`; nothing changed.
         """
         with self.reserve(block, record.nbytes) as draft:
-            _copy(record, draft.view)
+            copy_bytes(record, draft.view)
             draft.commit()
 
     def get(self, block: bytes, room: Room) -> memoryview | None:
@@ -201,7 +214,7 @@ class MemoryBackend(Backend):
             return None
         with lease:
             target = room(lease.view.nbytes)
-            _copy(lease.view, target)
+            copy_bytes(lease.view, target)
             return target
 
     def sizes(self, blocks: Sequence[bytes]) -> list[int | None]:
@@ -244,6 +257,11 @@ class MemoryBackend(Backend):
     def used(self) -> int:
         """Return the bytes of records, of drafts, and of deleted records that are still leased."""
         return self.capacity - self.arena.free_bytes
+
+    @property
+    def region(self) -> memoryview:
+        """The memory of all records, for callers that pin it."""
+        return self.arena.buffer
 
     @property
     def leased(self) -> int:
@@ -366,6 +384,6 @@ class MemoryBackend(Backend):
                     self._free(row)
 
 
-def _copy(source: memoryview, target: memoryview) -> None:
+def copy_bytes(source: memoryview, target: memoryview) -> None:
     """Copy all of ``source``. NumPy releases the GIL; assigning to a memoryview does not."""
     np.copyto(np.asarray(target), np.asarray(source))

@@ -37,6 +37,7 @@ BUFFER_BYTES = 256 << 20
 
 _HOMES = {
     "memory": "memory.MemoryBackend",
+    "shm": "shm.ShmBackend",
     "file": "disk.DiskBackend",
     "valkey": "valkey.ValkeyBackend",
     "redis": "valkey.ValkeyBackend",

@@ -1,0 +1,20 @@
+"""`shm://`: one arena in shared memory for all processes of a user on a node.
+
+layout.py    the file byte by byte
+opening.py   creates it, or checks what is there
+lock.py      the lock between processes, and which of them live
+books.py     the columns of the index, and lookups without the lock
+extents.py   free memory
+repair.py    rebuilds everything derived from the records, after a crash
+victims.py   which records are evicted next
+quotas.py    bytes of namespaces with a quota
+arena.py     reserve, commit, lease, delete, evict: each one step under the lock
+warming.py   takes page faults off the path of requests
+backend.py   the contract of backends, over the arena
+"""
+
+from __future__ import annotations
+
+from kvkeep.store.backends.shm.backend import ShmBackend
+
+__all__ = ["ShmBackend"]

@@ -1,0 +1,295 @@
+"""`ShmBackend`: records in memory that all processes of a user on a node share."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from kvkeep.core.errors import BackendFailed, IllegalStep, InvalidValue
+from kvkeep.core.geometry.units import format_bytes, parse_bytes
+from kvkeep.store.backends.base import ALIGNMENT, Backend, Listed, Room
+from kvkeep.store.backends.memory import Draft, Lease, copy_bytes
+from kvkeep.store.backends.shm import layout as at
+from kvkeep.store.backends.shm.arena import SharedArena
+from kvkeep.store.backends.shm.books import Books
+from kvkeep.store.backends.shm.check import check
+from kvkeep.store.backends.shm.layout import Layout
+from kvkeep.store.backends.shm.opening import open_arena, path_of
+from kvkeep.store.backends.shm.warming import Warming
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kvkeep.store.backends.urls import TierURL
+
+__all__ = ["ShmBackend"]
+
+_LISTED_AT_ONCE: Final = 256
+_LOCK_TIMEOUT: Final = 2.0
+_NS: Final = 1_000_000_000
+
+
+class ShmBackend(Backend):
+    """Records in one arena in shared memory, a file that every process of a node maps.
+
+    Beyond the contract it avoids copies, as `MemoryBackend` does: `reserve` returns memory to write
+    a record into, `lease` access to a record in place. A record takes its size, rounded up to 4 KiB,
+    of ``capacity``.
+
+    What is published survives `kill -9` of any process: see `kvkeep.store.backends.shm.arena`. A
+    lease keeps its memory from reuse, in all processes, until its release or the death of its
+    process.
+
+    Thread safety: all methods. Cost: about 10 µs for a lease with its release, or a draft with its
+    commit, while no other process holds the lock. A forked process cannot use it: open it again.
+    """
+
+    scheme = "shm"
+    shared = True
+    unit = ALIGNMENT
+
+    def __init__(
+        self,
+        size: int | None,
+        *,
+        name: str = "kvkeep",
+        directory: str = "/dev/shm",  # noqa: S108 - checked for owner, mode and kind
+        records: int | None = None,
+        touch: bool = False,
+        timeout: float = _LOCK_TIMEOUT,
+    ) -> None:
+        """Open the arena ``name`` of this user, or create it with ``size`` bytes.
+
+        Arguments:
+            size: bytes for records, 4096 at least; None: open an arena that exists. One that exists
+                keeps its size, and a warning has both.
+            directory: where its file is; memory in a file system, such as ``/dev/shm``.
+            records: most extents of memory that it can have; by default one per 64 KiB of ``size``.
+            touch: wait until this process has mapped all memory, instead of doing so meanwhile.
+            timeout: seconds to wait for the lock of the node.
+
+        Raises:
+            InvalidValue: see `open_arena`.
+            BackendFailed: the system failed.
+        """
+        self.path = path_of(directory, name)
+        self.timeout = timeout
+        self._closed = False
+        wanted = None if size is None else Layout.of(size, records)
+        opened = open_arena(self.path, wanted, timeout)
+        try:
+            try:
+                self._books = Books(opened.fd, opened.layout)
+                self._arena = SharedArena(self._books, opened.lock, self.describe(), new=opened.new)
+                if opened.new:
+                    os.pwrite(opened.fd, opened.layout.header(), 0)
+            finally:
+                os.close(opened.fd)
+                opened.lock.release()
+        except BaseException:
+            opened.lock.close()
+            raise
+        self.capacity: int = opened.layout.data_bytes
+        self._warming = Warming(self._books.data)
+        if touch:
+            self._warming.wait()
+
+    @classmethod
+    def from_url(cls, url: TierURL) -> ShmBackend:
+        """``shm://64GiB``; takes ``name``, ``dir``, ``records`` and ``touch``."""
+        size = url.size("size")
+        if url.path.strip("/") or (url.place and size is not None):
+            raise InvalidValue(f"{url.safe} must give its size once, as in shm://64GiB")
+        if url.place:
+            size = parse_bytes(url.place)
+        directory = url.text("dir", "/dev/shm")  # noqa: S108 - see `__init__`
+        name = url.text("name", "kvkeep")
+        records = url.number("records", 0, 0, 1 << 27)
+        touch = url.choice("touch", ("yes", "no"), "no") == "yes"
+        assert name is not None
+        assert directory is not None
+        return cls(size, name=name, directory=directory, records=records or None, touch=touch)
+
+    # -- access in place --------------------------------------------------------------------------
+
+    def reserve(self, block: bytes, size: int) -> Draft:
+        """Return memory for a record of ``size`` bytes, visible under ``block`` once committed.
+
+        It counts as used at once, and as free again if this process dies. An older record of
+        ``block`` stays until the commit.
+
+        Raises:
+            OutOfRoom: no free extent is large enough, or the arena has as many records as it can.
+                ``needed`` is as in `MemoryBackend.reserve`.
+            BackendFailed: it is closed, or the lock cannot be had.
+        """
+        self._check_open()
+        entry = self._arena.reserve(block, size)
+        return Draft(self, block, entry, self._view(entry))
+
+    def lease(self, block: bytes) -> Lease | None:
+        """Return access to the record of ``block`` in place; None if it is missing.
+
+        Raises:
+            BackendFailed: it is closed, or the lock cannot be had.
+        """
+        self._check_open()
+        if self._arena.find(block) < 0:
+            return None
+        entry = self._arena.hold(block)
+        return None if entry < 0 else Lease(self, entry, self._view(entry))
+
+    def contains(self, block: bytes) -> bool:
+        """Whether ``block`` has a record."""
+        return self._arena.find(block) >= 0
+
+    def _view(self, entry: int) -> memoryview:
+        begin = self._books.offset[entry]
+        return self._books.data[begin : begin + self._books.size[entry]]
+
+    # -- the contract -----------------------------------------------------------------------------
+
+    def put(self, block: bytes, record: memoryview) -> None:
+        """Copy ``record`` into new memory, then replace the older record of ``block``.
+
+        Raises:
+            OutOfRoom: see `reserve`; nothing changed.
+        """
+        with self.reserve(block, record.nbytes) as draft:
+            copy_bytes(record, draft.view)
+            draft.commit()
+
+    def get(self, block: bytes, room: Room) -> memoryview | None:
+        """Copy the record into ``room(size)``; see `Backend.get`."""
+        lease = self.lease(block)
+        if lease is None:
+            return None
+        with lease:
+            target = room(lease.view.nbytes)
+            copy_bytes(lease.view, target)
+            return target
+
+    def sizes(self, blocks: Sequence[bytes]) -> list[int | None]:
+        """Return the sizes in bytes, as they were put."""
+        self._check_open()
+        size = self._books.size
+        return [None if entry < 0 else size[entry] for entry in self._arena.find_all(blocks)]
+
+    def delete(self, blocks: Sequence[bytes]) -> int:
+        """Delete records; return their sizes in bytes, also of those that stay leased."""
+        self._check_open()
+        return sum(self._arena.delete(blocks))
+
+    def list(self) -> Iterator[Listed]:
+        """Yield the records that exist now and still exist at their turn."""
+        self._check_open()
+        books = self._books
+        entries = np.flatnonzero(books.named_all[: books.words[at.HIGH]]).tolist()
+        for start in range(0, len(entries), _LISTED_AT_ONCE):
+            some = entries[start : start + _LISTED_AT_ONCE]
+            found = []
+            with self._arena.still():
+                for entry in some:
+                    if books.named[entry]:
+                        used = books.used[entry] / _NS
+                        found.append(Listed(books.id_of(entry), books.size[entry], used))
+            yield from found
+
+    def touch(self, blocks: Sequence[bytes], used: Sequence[float] | None = None) -> None:
+        """Record the times of use, for all processes."""
+        self._check_open()
+        stamps = [time.time_ns()] * len(blocks)
+        if used is not None:
+            stamps = [int(when * _NS) for when in used]
+        self._arena.use(self._arena.find_all(blocks), stamps)
+
+    def used(self) -> int:
+        """Return the bytes of records, of drafts, and of deleted records that are still leased."""
+        return self.capacity - self._books.words[at.FREE_BYTES]
+
+    def close(self) -> None:
+        """Leave the arena; its records stay. Leases keep their memory until their release."""
+        if not self._closed:
+            self._closed = True
+            self._warming.stop()
+            self._arena.close()
+
+    def describe(self) -> str:
+        """Return a URL of the same arena."""
+        size = format_bytes(self._books.layout.data_bytes).replace(" ", "")
+        name = os.path.basename(self.path).partition("-")[2].partition("-")[2]
+        return f"shm://{size}?name={name}"
+
+    def __len__(self) -> int:
+        return self._books.words[at.RECORDS]
+
+    # -- for the tier above -----------------------------------------------------------------------
+
+    @property
+    def arena(self) -> SharedArena:
+        """The arena: recency, pins, quotas and eviction, which all processes share."""
+        return self._arena
+
+    @property
+    def region(self) -> memoryview:
+        """The memory of all records, for callers that pin it."""
+        return self._books.data
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    @property
+    def repairs(self) -> int:
+        """How often the index was rebuilt, by any process: at each first opening, and after a crash."""
+        return self._books.words[at.REPAIRS]
+
+    @property
+    def lost(self) -> int:
+        """How many published records a repair had to drop, because they were damaged."""
+        return self._books.words[at.LOST]
+
+    def warmed(self, timeout: float | None = None) -> bool:
+        """Wait until this process has mapped all memory; return whether it has."""
+        return self._warming.wait(timeout)
+
+    def check(self) -> None:
+        """Assert that the index agrees with itself; all processes wait meanwhile."""
+        check(self._arena)
+
+    # -- drafts and leases ------------------------------------------------------------------------
+
+    def commit(self, draft: Draft, *, lease: bool) -> Lease | None:
+        """See `Draft.commit`."""
+        if not draft.pending:
+            raise IllegalStep("this draft was committed or discarded before")
+        draft.pending = False
+        if self._closed:
+            self._arena.release([draft.offset])
+            self._check_open()
+        try:
+            self._arena.publish(draft.offset, draft.block, hold=lease)
+        except BackendFailed:
+            self._arena.release([draft.offset])
+            raise
+        return Lease(self, draft.offset, draft.view) if lease else None
+
+    def discard(self, draft: Draft) -> None:
+        """See `Draft.discard`."""
+        pending, draft.pending = draft.pending, False
+        if pending:
+            self._arena.release([draft.offset])
+
+    def release(self, lease: Lease) -> None:
+        """See `Lease.release`."""
+        entry, lease.row = lease.row, -1
+        if entry >= 0:
+            self._arena.release([entry])
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise BackendFailed(f"{self.describe()} is closed")
