@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvkeep.store.backends.memory import MemoryBackend
+    from kvkeep.store.tiers.front import Region
 
 __all__ = ["pin_memory"]
 
 _LOG = logging.getLogger("kvkeep.store")
 
 
-def pin_memory(backend: MemoryBackend) -> Callable[[], None]:
+def pin_memory(backend: Region) -> Callable[[], None]:
     """Page-lock the memory of ``backend`` if CUDA is available; return a call that undoes it.
 
     This allocates all of that memory. If CUDA refuses, copies are slower but right. torch is not
@@ -25,7 +25,7 @@ def pin_memory(backend: MemoryBackend) -> Callable[[], None]:
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return lambda: None
-    memory = torch.frombuffer(backend.arena.buffer, dtype=torch.uint8)
+    memory = torch.frombuffer(backend.region, dtype=torch.uint8)
     cudart = torch.cuda.cudart()
     status = int(cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
     if status:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvkeep.store.tiers.memory import MemoryTier
+    from kvkeep.store.tiers.front import FrontMemory, FrontOrder
     from kvkeep.store.tiers.tier import Tier
 
 __all__ = ["LevelPins"]
@@ -19,10 +19,10 @@ class LevelPins:
     A block counts as pinned if any level pinned it. Thread safety: all methods.
     """
 
-    def __init__(self, memory: MemoryTier, tiers: Sequence[Tier]) -> None:
+    def __init__(self, memory: FrontMemory, tiers: Sequence[Tier]) -> None:
         self._memory = memory
         self._tiers = tiers
-        self._catalogues = [memory.catalogue, *(tier.catalogue for tier in tiers)]
+        self._catalogues: list[FrontOrder] = [memory.catalogue, *(tier.catalogue for tier in tiers)]
 
     def pin(self, blocks: Sequence[bytes], seconds: float) -> int:
         """Pin ``blocks`` in order; return how many leading ones are pinned."""

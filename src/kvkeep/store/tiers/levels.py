@@ -11,8 +11,8 @@ from kvkeep.store.tiers.record import HEADER_BYTES
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
 
+    from kvkeep.store.tiers.front import FrontMemory, FrontOrder
     from kvkeep.store.tiers.loss_log import LossLog
-    from kvkeep.store.tiers.memory import MemoryTier
     from kvkeep.store.tiers.planner import Planner
     from kvkeep.store.tiers.tier import Tier
 
@@ -29,14 +29,14 @@ class Levels:
     """
 
     def __init__(
-        self, memory: MemoryTier, tiers: Sequence[Tier], planner: Planner, losses: LossLog
+        self, memory: FrontMemory, tiers: Sequence[Tier], planner: Planner, losses: LossLog
     ) -> None:
         self.memory = memory
         self.tiers = tiers
         self.planner = planner
         self.losses = losses
         self._levels = list(enumerate(tiers, start=1))
-        places: list[MemoryTier | Tier] = [memory, *tiers]
+        places: list[FrontMemory | Tier] = [memory, *tiers]
         self._expiring = [one for one in places if one.catalogue.ttl is not None]
 
     def tier(self, level: int) -> Tier:
@@ -158,7 +158,10 @@ class Levels:
         """
         room: list[int | None] = []
         capacities = [self.memory.capacity, *(tier.backend.capacity for tier in self.tiers)]
-        catalogues = [self.memory.catalogue, *(tier.catalogue for tier in self.tiers)]
+        catalogues: list[FrontOrder] = [
+            self.memory.catalogue,
+            *(tier.catalogue for tier in self.tiers),
+        ]
         for capacity, catalogue in zip(capacities, catalogues, strict=True):
             held = len(catalogue)
             size = catalogue.total_bytes // held if held else record_bytes

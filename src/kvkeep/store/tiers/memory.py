@@ -22,11 +22,13 @@ if TYPE_CHECKING:
 
     from kvkeep.core.eviction import EvictionPolicy
     from kvkeep.store.backends.memory import Draft, Lease, MemoryBackend
+    from kvkeep.store.backends.shm import ShmBackend
 
-__all__ = ["MemoryLease", "MemorySpec", "MemoryTier"]
+__all__ = ["MAKERS", "TRIES", "MemoryLease", "MemorySpec", "MemoryTier"]
 
-_TRIES = 8
-_THREADS = 64
+TRIES = 8
+"""Attempts to reserve memory before a thread gets priority."""
+MAKERS = 64
 """Maximum threads that reserve memory at a time: callers that put, and readers of tiers."""
 
 
@@ -34,7 +36,7 @@ _THREADS = 64
 class MemorySpec:
     """A memory tier to be opened: its backend, eviction policy, time to live (s) and name."""
 
-    backend: MemoryBackend
+    backend: MemoryBackend | ShmBackend
     policy: Callable[[], EvictionPolicy] = LRU
     ttl: float | None = None
     name: str = "memory"
@@ -91,8 +93,9 @@ class MemoryTier:
         evicted: Callable[[bytes], None] = lambda _block: None,
     ) -> None:
         self.name = spec.name
-        self.backend = spec.backend
-        self.capacity = spec.backend.arena.size
+        assert spec.backend.scheme == "memory"
+        self.backend: MemoryBackend = spec.backend  # type: ignore[assignment]
+        self.capacity = self.backend.arena.size
         self.catalogue = Catalogue(spec.policy, ttl=spec.ttl, budget=self.capacity)
         self.counters = TierCounters()
         self.losses = LossLog() if losses is None else losses
@@ -100,7 +103,7 @@ class MemoryTier:
         self._evicted = evicted
         self._leaving: dict[bytes, int] = {}  # bytes of blocks in the arena, not in the catalogue
         self._lock = threading.Lock()
-        self._turns = Turns(_TRIES, threads=_THREADS)
+        self._turns = Turns(TRIES, threads=MAKERS)
 
     def __contains__(self, block: object) -> bool:
         assert isinstance(block, bytes)

@@ -18,8 +18,10 @@ from kvkeep.store.tiers.tier import TierOptions, TierSpec
 from kvkeep.store.tiers.tiering import Exclusive, Inclusive
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from kvkeep.core.eviction import EvictionPolicy
+    from kvkeep.store.backends.shm import ShmBackend
     from kvkeep.store.tiers.tiering import TieringPolicy
 
 __all__ = ["TIERINGS", "TIER_OPTIONS", "open_backend", "open_tiers", "tiering"]
@@ -47,6 +49,7 @@ _HOMES = {
     "gs": "objects.ObjectBackend",
     "az": "objects.ObjectBackend",
 }
+_FRONT = ("memory", "shm")  # schemes that can be in front of all tiers
 _GROUP = "kvkeep.backends"  # entry points by which other packages register scheme = class
 
 
@@ -100,7 +103,8 @@ def open_tiers(
 ) -> tuple[MemorySpec, list[TierSpec]]:
     """Open ``tiers``, fastest first; return the memory tier and the tiers below it.
 
-    If the first tier is not ``memory://`` with raw blocks, one of 256 MiB is put in front.
+    If the first tier is neither ``memory://`` nor ``shm://`` with raw blocks, memory of 256 MiB is
+    put in front.
 
     Raises:
         InvalidValue: there is no tier, or one of the URLs is wrong; nothing stays open.
@@ -129,8 +133,8 @@ def open_tiers(
 
 def _open(place: str | Backend, shape: BlockShape, *, first: bool) -> MemorySpec | TierSpec:
     if isinstance(place, Backend):
-        if first and isinstance(place, MemoryBackend):
-            return MemorySpec(place)
+        if first and place.scheme in _FRONT:
+            return MemorySpec(place, name=place.scheme)  # type: ignore[arg-type]
         return TierSpec(
             place.scheme, place, make_codec("raw", shape), partial(codec_of, shape=shape)
         )
@@ -148,11 +152,13 @@ def _open(place: str | Backend, shape: BlockShape, *, first: bool) -> MemorySpec
     old_keys = [] if old_files is None else [load_key(file) for file in old_files.split(",")]
     codec = make_codec(name, shape, key, old_keys)
     others = lru_cache(maxsize=256)(partial(codec_of, shape=shape, key=key, old_keys=old_keys))
-    if url.scheme == "memory" and first and codec.number == 0:
-        backend = open_backend(url)
-        url.finish()
-        assert isinstance(backend, MemoryBackend)
-        return MemorySpec(backend, policy, ttl=ttl)
+    if url.scheme in _FRONT and first and codec.number == 0:
+        if url.scheme == "shm" and policy_name != "lru":
+            raise InvalidValue(
+                f"{url.safe}: policy={policy_name} is for memory of one process; from memory that "
+                "processes share, the block used least recently is evicted: leave policy= out"
+            )
+        return _open_front(url, policy, ttl)
     options = TierOptions(
         policy=policy,
         ttl=ttl,
@@ -175,6 +181,20 @@ def _open(place: str | Backend, shape: BlockShape, *, first: bool) -> MemorySpec
     if timeout is not None:
         backend.timeout = timeout
     return TierSpec(url.scheme, backend, codec, others, options)
+
+
+def _open_front(
+    url: TierURL, policy: Callable[[], EvictionPolicy], ttl: float | None
+) -> MemorySpec:
+    backend = open_backend(url)
+    try:
+        url.finish()
+    except InvalidValue:
+        backend.close()
+        raise
+    assert backend.scheme in _FRONT
+    front: MemoryBackend | ShmBackend = backend  # type: ignore[assignment]
+    return MemorySpec(front, policy, ttl=ttl, name=url.scheme)
 
 
 def _name_apart(memory: MemorySpec, tiers: Sequence[TierSpec]) -> None:

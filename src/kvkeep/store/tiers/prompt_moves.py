@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Sequence
     from contextlib import AbstractContextManager
 
-    from kvkeep.store.tiers.catalogue import Catalogue
+    from kvkeep.store.tiers.front import FrontOrder
     from kvkeep.store.tiers.planner import Copy, Planner, Refuse
 
 __all__ = ["Placement", "PromptMoves", "ReadMoves", "StoreMoves"]
@@ -36,7 +36,7 @@ class Placement(Enum):
 class PromptMoves(ABC):
     """Moves the blocks of prompts as ``planner`` decides; ``memory`` is level 0's catalogue."""
 
-    def __init__(self, planner: Planner, memory: Catalogue) -> None:
+    def __init__(self, planner: Planner, memory: FrontOrder) -> None:
         self.planner = planner
         self.memory = memory
 

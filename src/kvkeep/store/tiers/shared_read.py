@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvkeep.store.backends.memory import Draft
-    from kvkeep.store.tiers.memory import MemoryTier
+    from kvkeep.store.tiers.front import FrontMemory
     from kvkeep.store.tiers.tier import Tier
 
 __all__ = ["SharedRead"]
@@ -41,7 +41,7 @@ class SharedRead:
 
     def __init__(
         self,
-        memory: MemoryTier,
+        memory: FrontMemory,
         block: bytes,
         raw_bytes: int,
         tiers: Sequence[Tier],
@@ -210,6 +210,8 @@ class SharedRead:
             lease = MemoryLease(record) if draft is None else self._memory.commit(draft, self.block)
         except BackendFailed:
             return  # the memory was closed meanwhile
+        if lease is None:
+            return
         self.source = tier
         if self._joined:
             self._lease = lease

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import BackendFailed, IllegalStep
 from kvkeep.store.tiers.demoting import Demoter
+from kvkeep.store.tiers.front import open_front
 from kvkeep.store.tiers.level_pins import LevelPins
 from kvkeep.store.tiers.levels import Levels
 from kvkeep.store.tiers.loss_log import LossLog
-from kvkeep.store.tiers.memory import MemoryTier
 from kvkeep.store.tiers.planner import Demote, Planner
 from kvkeep.store.tiers.reading import BlockPrefetch, Reader, ReadRequest
 from kvkeep.store.tiers.removing import Removed, Remover
@@ -66,7 +66,7 @@ class TieredStore:
     ) -> None:
         self.policy = policy or Inclusive()
         self.losses = LossLog([memory.name, *(tier.name for tier in tiers)])
-        self.memory = MemoryTier(memory, losses=self.losses, evicted=self._evicted_from_memory)
+        self.memory = open_front(memory, self.losses, self._evicted_from_memory)
         self.tiers = [
             Tier(
                 spec,

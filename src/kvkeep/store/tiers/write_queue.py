@@ -11,8 +11,8 @@ from kvkeep.core.errors import BackendFailed
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from kvkeep.store.tiers.front import FrontMemory
     from kvkeep.store.tiers.loss_log import LossLog
-    from kvkeep.store.tiers.memory import MemoryTier
     from kvkeep.store.tiers.tier import Tier
 
 __all__ = ["Pending", "WriteQueue"]
@@ -47,7 +47,7 @@ class WriteQueue:
     Thread safety: all methods. Callbacks run without the lock.
     """
 
-    def __init__(self, memory: MemoryTier, losses: LossLog) -> None:
+    def __init__(self, memory: FrontMemory, losses: LossLog) -> None:
         self._memory = memory
         self._losses = losses
         self._lock = threading.Lock()

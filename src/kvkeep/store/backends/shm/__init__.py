@@ -8,7 +8,10 @@ extents.py   free memory
 repair.py    rebuilds everything derived from the records, after a crash
 victims.py   which records are evicted next
 quotas.py    bytes of namespaces with a quota
-arena.py     reserve, commit, lease, delete, evict: each one step under the lock
+core.py      the lock with its repair, holds, dead processes
+arena.py     records: reserve, publish, delete, evict
+pins.py      pins of all processes
+check.py     recounts everything
 warming.py   takes page faults off the path of requests
 backend.py   the contract of backends, over the arena
 """

@@ -36,8 +36,8 @@ class ShmBackend(Backend):
     """Records in one arena in shared memory, a file that every process of a node maps.
 
     Beyond the contract it avoids copies, as `MemoryBackend` does: `reserve` returns memory to write
-    a record into, `lease` access to a record in place. A record takes its size, rounded up to 4 KiB,
-    of ``capacity``.
+    a record into, `lease` access to a record in place. A record takes its size, rounded up to
+    4 KiB, of ``capacity``.
 
     What is published survives `kill -9` of any process: see `kvkeep.store.backends.shm.arena`. A
     lease keeps its memory from reuse, in all processes, until its release or the death of its
@@ -191,7 +191,7 @@ class ShmBackend(Backend):
         for start in range(0, len(entries), _LISTED_AT_ONCE):
             some = entries[start : start + _LISTED_AT_ONCE]
             found = []
-            with self._arena.still():
+            with self._arena:
                 for entry in some:
                     if books.named[entry]:
                         used = books.used[entry] / _NS
@@ -245,7 +245,7 @@ class ShmBackend(Backend):
 
     @property
     def repairs(self) -> int:
-        """How often the index was rebuilt, by any process: at each first opening, and after a crash."""
+        """How often any process rebuilt the index: at each first opening, and after a crash."""
         return self._books.words[at.REPAIRS]
 
     @property

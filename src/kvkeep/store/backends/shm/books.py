@@ -101,7 +101,7 @@ class Books:
         check = crc32(self.id_of(entry))
         if self.proof[entry] != at.proof_of(check, offset, length, size, generation):
             return False
-        return 0 <= offset and 0 < size <= length <= self.layout.data_bytes - offset
+        return offset >= 0 and 0 < size <= length <= self.layout.data_bytes - offset
 
     def is_held(self, entry: int) -> bool:
         """Whether any process holds an entry."""
@@ -205,7 +205,7 @@ class Books:
         if changes & 1 or changes != self.words[at.CHANGES]:
             return [self.find(block) for block in blocks]
         self._learn_all(blocks, checks, found)
-        return found.tolist()  # type: ignore[no-any-return]
+        return found.tolist()
 
     def _learn_all(self, blocks: list[bytes], checks: np.ndarray, found: np.ndarray) -> None:
         """Remember the found blocks whose entries prove themselves; the others become -2."""

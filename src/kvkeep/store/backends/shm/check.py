@@ -13,8 +13,8 @@ __all__ = ["check"]
 
 
 def check(arena: SharedArena) -> None:
-    """Assert that extents tile the data, and that chains, bins and counts agree with the records."""
-    with arena.still():
+    """Assert that extents tile the data, and that chains, bins and counts agree with records."""
+    with arena:
         books, words = arena.books, arena.books.words
         states = books.state.tolist()
         used = [entry for entry, state in enumerate(states) if state != at.UNUSED]

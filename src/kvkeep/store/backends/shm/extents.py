@@ -1,8 +1,8 @@
 """`Extents`: free memory of a shared arena, in bins by size.
 
-The entries of all extents, taken and free, are linked in the order of their addresses, so neighbours
-are merged in a constant number of steps. Free extents of nearly the same size share a bin: exactly
-the same below 1 MiB, within 3 % above.
+The entries of all extents, taken and free, are linked in the order of their addresses, so
+neighbours are merged in a constant number of steps. Free extents of nearly the
+same size share a bin: exactly the same below 1 MiB, within 3 % above.
 """
 
 from __future__ import annotations

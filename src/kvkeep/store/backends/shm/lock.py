@@ -44,7 +44,7 @@ def _flock() -> Callable[[int, int], int]:
     """
     function = ctypes.PyDLL(None, use_errno=True).flock
     function.argtypes, function.restype = [ctypes.c_int, ctypes.c_int], ctypes.c_int
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 class NodeLock:

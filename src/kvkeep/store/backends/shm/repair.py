@@ -1,8 +1,9 @@
 """Rebuilds an index from its records, and takes back what dead processes held.
 
-The records are the truth: an entry counts if it is a draft, published or unnamed, if its extent lies
-in the data and overlaps no other, and if it proves itself. Chains, bins, neighbours and counts are
-computed from these. So a process may die between any two stores into memory.
+The records are the truth: an entry counts if it is a draft, published or unnamed, if its extent
+lies in the data and overlaps no other, and if it proves itself. Chains, bins,
+neighbours and counts are computed from these. So a process may die between any two stores into
+memory.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from kvkeep.store.backends.shm.books import Books
-    from kvkeep.store.backends.shm.extents import Extents
 
 __all__ = ["forget_dead", "initialise", "living", "rebuild"]
 
@@ -57,10 +57,9 @@ def forget_dead(books: Books, alive: list[int]) -> np.ndarray:
     """
     high = books.words[at.HIGH]
     holders = books.holders_all[:high]
-    before = holders.any(1)
     holders &= _holding(alive)
     state = np.asarray(books.state)[:high]
-    gone = before & ~holders.any(1) & ((state == at.DRAFT) | (state == at.UNNAMED))
+    gone = ~holders.any(1) & ((state == at.DRAFT) | (state == at.UNNAMED))
     leaving = np.asarray(books.leaving)[:high]
     stranded = np.flatnonzero((leaving != 0) & ~np.isin(leaving - 1, alive))
     leaving[stranded] = 0

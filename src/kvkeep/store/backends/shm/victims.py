@@ -35,8 +35,8 @@ class Victims:
     A pass over the entries chooses the oldest sixteenth of the records, so a victim costs about
     sixteen entries' share of a pass, whatever the arena holds. Uses after that are noticed: the
     record has another time of use then and is no longer a victim, and all others are younger than
-    those chosen. So the order is that of one list, without a list that each use would have to change
-    under the lock.
+    those chosen. So the order is that of one list, without a list that each use would have to
+    change under the lock.
 
     Thread safety: none; each caller holds a lock of its own.
     """
@@ -46,8 +46,9 @@ class Victims:
         self._chosen: dict[bytes | None, tuple[float, deque[Victim]]] = {}
 
     def take(self, needed: int, space: bytes | None, most: int) -> list[Victim]:
-        """Return the next victims of a namespace, or of all: about ``needed`` bytes, ``most`` records.
+        """Return the next victims of a namespace, or of all, for ``needed`` bytes.
 
+        They are ``most`` records at most.
         Check each under the arena's lock (`still`) before it goes.
         """
         at_time, chosen = self._chosen.get(space, (0.0, deque()))

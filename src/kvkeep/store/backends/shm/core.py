@@ -1,0 +1,243 @@
+"""`ArenaCore`: the lock of an arena with its repair, the holds, and dead processes."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Final
+
+from kvkeep.core.errors import BackendFailed
+from kvkeep.store.backends.shm import layout as at
+from kvkeep.store.backends.shm.books import Books, Damaged
+from kvkeep.store.backends.shm.extents import Extents
+from kvkeep.store.backends.shm.quotas import Quotas
+from kvkeep.store.backends.shm.repair import forget_dead, initialise, living, rebuild
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvkeep.store.backends.shm.lock import NodeLock
+
+__all__ = ["AT_ONCE", "ArenaCore"]
+
+AT_ONCE: Final = 64
+"""Blocks of one call that are changed under one lock."""
+_REAP_EVERY: Final = 1.0  # seconds between two looks for dead processes, when room is short
+
+
+class _Change:
+    """Marks the index as changing; an exception leaves the mark, and whoever is next repairs."""
+
+    def __init__(self, words: memoryview) -> None:
+        self._words = words
+
+    def __enter__(self) -> None:
+        self._words[at.CHANGES] += 1
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self._words[at.CHANGES] += 1
+
+
+class ArenaCore:
+    """Takes the lock of the node, repairs what a dead process left, and counts holds.
+
+    Each change makes a counter odd, stores its numbers, and makes the counter even. Whoever takes
+    the lock and finds it odd rebuilds the index from the records: the process before it died.
+
+    A *hold* keeps an entry's memory. Its bit in the column of holders belongs to this process,
+    which counts its own; when the process dies, the kernel frees its slot, and others drop its
+    holds.
+
+    As a context manager it takes the lock. Thread safety: all methods without an underscore.
+    """
+
+    def __init__(self, books: Books, lock: NodeLock, place: str, *, new: bool) -> None:
+        """Join the processes that have the arena open; call it under the lock."""
+        self.books = books
+        self.extents = Extents(books)
+        self.quotas = Quotas(books)
+        self._lock = lock
+        self._place = place
+        self._held: dict[int, int] = {}  # entry → holds of this process
+        self._late: list[int] = []  # holds to end when the lock can be taken again
+        self._reaped = 0.0
+        self._change = _Change(books.words)
+        self._closing = False
+        if new:
+            initialise(books)
+        self._join(new=new)
+
+    def _join(self, *, new: bool) -> None:
+        words = self.books.words
+        alive = living(self.books, self._lock.lives)
+        if not new and (not alive or words[at.CHANGES] & 1):
+            self._repair()  # nobody else has it open: check what lies there
+        if not alive:
+            self.quotas.clear()
+        words[at.CHANGES] = (words[at.CHANGES] | 1) + 1
+        for slot in range(at.SLOTS):
+            if not words[at.SLOT_AT + slot] and self._lock.occupy(slot):
+                words[at.SLOT_AT + slot] = os.getpid()
+                break
+        else:
+            raise BackendFailed(
+                f"{self._place} is open in {at.SLOTS} processes, which is the limit; close some"
+            )
+        self._drop_dead(living(self.books, self._lock.lives))
+        self._word = self._lock.slot >> 6
+        self._bit = 1 << (self._lock.slot & 63)
+
+    # --- the lock, and changes under it ----------------------------------------------------------
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        try:
+            if self.books.words[at.CHANGES] & 1:
+                self._repair()
+            while self._late:
+                self._end_hold(self._late.pop())
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+    def _repair(self) -> None:
+        rebuild(self.books, self._lock.lives)
+        self.quotas.recount()
+        self._repaired()
+        self.books.words[at.CHANGES] += 1
+
+    def _repaired(self) -> None:
+        """Forget what is known of entries: they were dropped or freed."""
+
+    def find_here(self, block: bytes) -> int:
+        """Return the entry of ``block``, -1 if there is none; call it under the lock.
+
+        Repairs the index if it must.
+        """
+        known = self.books.known(block)
+        if known >= 0:
+            return known
+        for _ in range(2):
+            try:
+                entry = self.books.walk(block)
+                if entry < 0 or self.books.proven(entry):
+                    return entry
+            except (Damaged, IndexError):
+                pass
+            self._repair()
+        return -1
+
+    def _reap(self) -> bool:
+        """Take back what dead processes held; return whether there was anything, under the lock."""
+        if time.monotonic() - self._reaped < _REAP_EVERY:
+            return False
+        self._reaped = time.monotonic()
+        words = self.books.words
+        taken = [slot for slot in range(at.SLOTS) if words[at.SLOT_AT + slot]]
+        alive = living(self.books, self._lock.lives)
+        if len(alive) == len(taken):
+            return False
+        self._drop_dead(alive)
+        return True
+
+    def _drop_dead(self, alive: list[int]) -> None:
+        with self._change:
+            for entry in forget_dead(self.books, alive).tolist():
+                self.extents.free(entry)
+        self._repaired()
+
+    # --- lookups ---------------------------------------------------------------------------------
+
+    def find(self, block: bytes) -> int:
+        """Return the entry of ``block``, -1 if there is none. Takes the lock only in doubt."""
+        entry = self.books.find(block)
+        if entry == -2:
+            with self:
+                return self.find_here(block)
+        return entry
+
+    def find_all(self, blocks: Sequence[bytes]) -> list[int]:
+        """Return `find` of each block."""
+        entries = self.books.find_all(blocks)
+        for place, entry in enumerate(entries):
+            if entry == -2:
+                entries[place] = self.find(blocks[place])
+        return entries
+
+    # --- holds -----------------------------------------------------------------------------------
+
+    def hold(self, block: bytes) -> int:
+        """Hold the entry of ``block`` and return it; -1 if there is none."""
+        with self:
+            entry = self.find_here(block)
+            if entry >= 0:
+                self._begin_hold(entry)
+            return entry
+
+    def hold_all(self, blocks: Sequence[bytes]) -> list[int]:
+        """`hold` each of ``blocks``."""
+        entries: list[int] = []
+        for start in range(0, len(blocks), AT_ONCE):
+            with self:
+                for block in blocks[start : start + AT_ONCE]:
+                    entry = self.find_here(block)
+                    if entry >= 0:
+                        self._begin_hold(entry)
+                    entries.append(entry)
+        return entries
+
+    def release(self, entries: Sequence[int]) -> None:
+        """End one hold of each of ``entries``; later, if the lock cannot be had now."""
+        if self._lock.inherited:
+            return
+        self._late.extend(entries)
+        try:
+            with self:
+                pass
+        except BackendFailed:
+            return
+        self._close_when_free()
+
+    def _begin_hold(self, entry: int) -> None:
+        held = self._held.get(entry, 0)
+        if not held:
+            self.books.holders[entry * at.HOLDER_WORDS + self._word] |= self._bit
+        self._held[entry] = held + 1
+
+    def _end_hold(self, entry: int) -> None:
+        held = self._held.get(entry, 0)
+        if held > 1:
+            self._held[entry] = held - 1
+            return
+        self._held.pop(entry, None)
+        books = self.books
+        word = entry * at.HOLDER_WORDS + self._word
+        if books.state[entry] == at.PUBLISHED:
+            books.holders[word] &= ~self._bit
+        elif books.state[entry] in (at.DRAFT, at.UNNAMED):  # else a repair dropped it
+            with self._change:
+                books.holders[word] &= ~self._bit
+                if not books.is_held(entry):
+                    self.extents.free(entry)
+
+    # --- life cycle ------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Leave the arena, as soon as this process holds nothing in it; the records stay."""
+        self._closing = True
+        self._close_when_free()
+
+    def _close_when_free(self) -> None:
+        if not self._closing or self._held:
+            return
+        if not self._lock.inherited:
+            try:
+                with self:
+                    self.books.words[at.SLOT_AT + self._lock.slot] = 0
+            except BackendFailed:
+                pass  # the kernel frees the slot when the descriptor closes; others notice
+        self._lock.close()

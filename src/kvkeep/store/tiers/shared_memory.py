@@ -1,0 +1,226 @@
+"""`SharedMemoryTier`: one memory for all engines of a node, above all tiers."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING
+
+from kvkeep.core.errors import BackendFailed, OutOfRoom
+from kvkeep.core.keys import SPACE_BYTES
+from kvkeep.store.backends.buffers import aligned
+from kvkeep.store.tiers.counters import TierCounters, TierStats
+from kvkeep.store.tiers.loss_log import LossLog
+from kvkeep.store.tiers.memory import MAKERS, TRIES, MemoryLease
+from kvkeep.store.tiers.record import HEADER_BYTES
+from kvkeep.store.tiers.shared_order import SharedOrder
+from kvkeep.store.tiers.turns import AGAIN, Again, Turns
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
+
+    from kvkeep.store.backends.memory import Draft
+    from kvkeep.store.backends.shm import ShmBackend
+    from kvkeep.store.tiers.memory import MemorySpec
+
+__all__ = ["SharedMemoryTier"]
+
+_LOG = logging.getLogger("kvkeep.tiers")
+
+
+class SharedMemoryTier:
+    """An arena of raw records that other processes fill and read, too: see `ShmBackend`.
+
+    As `MemoryTier`, which it takes the place of. Eviction, recency, quotas and pins are those of
+    all processes; counters, and the log of losses, are those of this one. What another process
+    evicted is missing here with no loss recorded.
+
+    A failure of the arena, such as a stopped process that holds the lock, is a miss or a drop, and
+    is counted as an error.
+
+    Thread safety: all methods.
+
+    Arguments:
+        spec: what to open.
+        losses: records which blocks it lost, and why.
+        evicted: called with each block that was deleted to make room at once.
+    """
+
+    def __init__(
+        self,
+        spec: MemorySpec,
+        *,
+        losses: LossLog | None = None,
+        evicted: Callable[[bytes], None] = lambda _block: None,
+    ) -> None:
+        backend = spec.backend
+        assert backend.scheme == "shm"
+        self.backend: ShmBackend = backend  # type: ignore[assignment]
+        self.name = spec.name
+        self.capacity = self.backend.capacity
+        self.catalogue = SharedOrder(self.backend, spec.ttl)
+        self.counters = TierCounters()
+        self.losses = LossLog() if losses is None else losses
+        self._evicted = evicted
+        self._arena = self.backend.arena
+        self._leaving: dict[bytes, int] = {}  # block → the entry that is to be demoted
+        self._lock = threading.Lock()  # of `_leaving`
+        self._turns = Turns(TRIES, threads=MAKERS)
+        self._lost_before = self.backend.lost
+
+    @property
+    def leaving_bytes(self) -> int:
+        """Bytes of blocks that any process is demoting, and that are still here."""
+        return self._arena.leaving_bytes
+
+    def __contains__(self, block: object) -> bool:
+        if self.catalogue.ttl is not None:
+            return block in self._leaving or block in self.catalogue
+        assert isinstance(block, bytes)
+        with _Faults(self):
+            return self.backend.contains(block)
+        return False
+
+    def lease(self, block: bytes) -> MemoryLease | None:
+        """Return access to the record of ``block``, None if it is not here."""
+        with _Faults(self):
+            if self.catalogue.ttl is not None and block not in self:
+                return None
+            lease = self.backend.lease(block)
+            return None if lease is None else MemoryLease(lease.place, lease)
+        return None
+
+    def reserve(self, block: bytes, raw_bytes: int) -> Draft | None:
+        """Return memory for a record, evicting others for it; None if not enough is evictable."""
+        size = HEADER_BYTES + raw_bytes
+        space = block[:SPACE_BYTES]
+
+        def attempt() -> Draft | Again | None:
+            try:
+                return self.backend.reserve(block, size)
+            except OutOfRoom as short:
+                possible = short.needed <= self.capacity and self._evict(short.needed)
+                return AGAIN if possible else None
+
+        with _Faults(self):
+            over = self.catalogue.over_quota(space, size)
+            if over > 0:
+                self._evict(over, space)
+                over = self.catalogue.over_quota(space, size)
+            return None if over else self._turns.take(attempt)
+        return None
+
+    def commit(self, draft: Draft, block: bytes) -> MemoryLease | None:
+        """Make the record of ``draft`` findable, for all processes, and return access to it.
+
+        None if the arena failed; that is counted.
+
+        Raises:
+            BackendFailed: the memory was closed.
+        """
+        assert draft.block == block
+        with _Faults(self):
+            lease = draft.commit(lease=True)
+            assert lease is not None
+            return MemoryLease(lease.place, lease)
+        return None
+
+    def buffer(self, raw_bytes: int) -> memoryview:
+        """Return memory for a record outside the arena."""
+        return aligned(HEADER_BYTES + raw_bytes)
+
+    def leave(self, needed: int) -> list[bytes]:
+        """Return blocks to demote, to free ``needed`` bytes; call `left` for each afterwards.
+
+        Until then they are still found, by all processes, and no other process demotes them.
+        Expired blocks are deleted at once instead.
+        """
+        chosen: list[tuple[bytes, int]] = []
+        with _Faults(self):
+            chosen = self._arena.evict(needed, None, leave=True)
+        old = [(block, entry) for block, entry in chosen if self.catalogue.is_expired(entry)]
+        for block, entry in old:
+            self._left(block, entry, delete=True)
+        if old:
+            self.counters.count(evictions=len(old))
+            self.losses.note([block for block, _ in old], self.name, "removed", "ttl")
+            chosen = [one for one in chosen if one not in set(old)]
+        with self._lock:
+            self._leaving.update(chosen)
+        return [block for block, _ in chosen]
+
+    def left(self, block: bytes) -> None:
+        """Delete ``block``, which `leave` returned, unless it was committed again meanwhile."""
+        with self._lock:
+            entry = self._leaving.pop(block, None)
+        if entry is not None and self._left(block, entry, delete=True):
+            self.counters.count(evictions=1)
+
+    def _left(self, block: bytes, entry: int, *, delete: bool) -> bool:
+        with _Faults(self):
+            return self._arena.left(block, entry, delete=delete)
+        return False
+
+    def remove(self, blocks: Sequence[bytes]) -> int:
+        """Delete ``blocks``, for all processes; return the bytes freed."""
+        with _Faults(self):
+            return self.backend.delete(blocks)
+        return 0
+
+    def check(self) -> None:
+        """Recount everything; an AssertionError is a bug of kvkeep."""
+        self.backend.check()
+
+    def _evict(self, needed: int, space: bytes | None = None) -> bool:
+        """Delete victims at once; return whether there were any."""
+        victims = [block for block, _ in self._arena.evict(needed, space)]
+        self.losses.note(victims, self.name, "evicted", self.catalogue.policy)
+        for block in victims:
+            self._evicted(block)
+        self.counters.count(evictions=len(victims))
+        return bool(victims)
+
+    def stats(self) -> TierStats:
+        """Return the figures at this moment: of all processes, but for the counters.
+
+        The counter ``damaged`` includes records that a repair of the arena dropped since this
+        process opened it.
+        """
+        counters = self.counters.as_dict()
+        counters["damaged"] += self.backend.lost - self._lost_before
+        return TierStats(
+            name=self.name,
+            place=self.backend.describe(),
+            codec="raw",
+            blocks=len(self.backend),
+            used_bytes=self.backend.used(),
+            capacity=self.capacity,
+            pinned_bytes=self.catalogue.pinned_bytes,
+            queued_bytes=0,
+            breaker="closed",
+            breaker_opened=0,
+            counters=counters,
+        )
+
+
+class _Faults:
+    """Turns a failure of the arena into a counted one; of a closed arena it is passed on."""
+
+    def __init__(self, tier: SharedMemoryTier) -> None:
+        self._tier = tier
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        if not isinstance(error, BackendFailed) or self._tier.backend.closed:
+            return False
+        self._tier.counters.count(errors=1)
+        _LOG.info("tier %s: %s", self._tier.name, error)
+        return True
