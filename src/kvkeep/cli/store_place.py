@@ -104,12 +104,24 @@ def opened(text: str) -> Iterator[OpenTier]:
         if not any(Path(url.path).iterdir()):  # opening it would create a tier there
             raise InvalidValue(f"{url.path} is an empty directory: no tier is there")
     timeout = url.seconds("timeout")
+    if url.scheme == "shm":  # its size is not needed, and must not make an arena
+        url = _existing(url, text)
     for option in TIER_OPTIONS:
         url.text(option)  # read and ignored, so that the URL of a store can be used as it is
     with open_backend(url) as backend:
         url.finish()
         backend.timeout = timeout or backend.timeout
         yield OpenTier(url.safe, backend)
+
+
+def _existing(url: TierURL, text: str) -> TierURL:
+    """Return the URL of a shared arena without its size, so that it is only opened."""
+    _, question, options = text.partition("?")
+    kept = [part for part in options.split("&") if part and not part.startswith("size=")]
+    without = TierURL(f"shm://{question * bool(kept)}{'&'.join(kept)}")
+    without.safe = url.safe
+    without.seconds("timeout")
+    return without
 
 
 def spaces_of(records: Iterable[Listed]) -> list[NamespaceRecords]:

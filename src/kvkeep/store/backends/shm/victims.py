@@ -91,4 +91,5 @@ class Victims:
         return [
             Victim(*row)
             for row in zip(entries.tolist(), generations.tolist(), used.tolist(), strict=True)
+            if row[1]  # else it was deleted during the pass, which holds no lock
         ]
