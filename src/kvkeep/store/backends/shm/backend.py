@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ShmBackend"]
 
-_LISTED_AT_ONCE: Final = 256
 _LOCK_TIMEOUT: Final = 2.0
 _NS: Final = 1_000_000_000
 
@@ -188,15 +187,11 @@ class ShmBackend(Backend):
         self._check_open()
         books = self._books
         entries = np.flatnonzero(books.named_all[: books.words[at.HIGH]]).tolist()
-        for start in range(0, len(entries), _LISTED_AT_ONCE):
-            some = entries[start : start + _LISTED_AT_ONCE]
-            found = []
-            with self._arena:
-                for entry in some:
-                    if books.named[entry]:
-                        used = books.used[entry] / _NS
-                        found.append(Listed(books.id_of(entry), books.size[entry], used))
-            yield from found
+        for entry in entries:
+            generation = books.named[entry]
+            found = Listed(books.id_of(entry), books.size[entry], books.used[entry] / _NS)
+            if generation and books.named[entry] == generation:  # else it changed meanwhile
+                yield found
 
     def touch(self, blocks: Sequence[bytes], used: Sequence[float] | None = None) -> None:
         """Record the times of use, for all processes."""

@@ -76,6 +76,7 @@ class Books:
         ids = np.frombuffer(self.map, np.int64, _ID_WORDS * count, layout.ids_at)
         self.ids_all = ids.reshape(count, _ID_WORDS)
         self._mask = layout.buckets - 1
+        self._ids_at, self._holders_at = layout.ids_at, layout.holders_at
         self._known: dict[bytes, tuple[int, int]] = {}  # block → entry, generation
 
     # --- blocks ----------------------------------------------------------------------------------
@@ -86,12 +87,12 @@ class Books:
 
     def id_of(self, entry: int) -> bytes:
         """Return the block id of an entry."""
-        begin = self.layout.ids_at + BLOCK_ID_BYTES * entry
+        begin = self._ids_at + BLOCK_ID_BYTES * entry
         return self.map[begin : begin + BLOCK_ID_BYTES]
 
     def set_id(self, entry: int, block: bytes) -> None:
         """Write the block id of an entry."""
-        begin = self.layout.ids_at + BLOCK_ID_BYTES * entry
+        begin = self._ids_at + BLOCK_ID_BYTES * entry
         self.map[begin : begin + BLOCK_ID_BYTES] = block
 
     def proven(self, entry: int) -> bool:
@@ -105,7 +106,7 @@ class Books:
 
     def is_held(self, entry: int) -> bool:
         """Whether any process holds an entry."""
-        begin = self.layout.holders_at + HOLDER_BYTES * entry
+        begin = self._holders_at + HOLDER_BYTES * entry
         return self.map[begin : begin + HOLDER_BYTES] != _NOBODY
 
     # --- lookups without the lock ----------------------------------------------------------------
