@@ -176,6 +176,8 @@ def test_demotion(tmp_path: Path) -> None:
     assert read(stores[0], prompts[0]) == 1
     assert stores[0].stats()[1].counters["hits"] == 1
     for store in stores:
+        assert store.flush()
+    for store in stores:
         store.check()
         assert store._tiered.memory.leaving_bytes == 0
         store.close()
@@ -191,6 +193,27 @@ def test_below_memory(tmp_path: Path) -> None:
         assert store.lookup(keys_of(1)) == 8
         assert read(store, keys_of(1)) == 8
         assert store.stats()[1].counters["hits"] == 8
+
+
+def test_raw_and_sealed_records_do_not_mix(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A store in front would take an encoded record of the same length for raw KV."""
+    lower = ["memory://4MiB", f"shm://?dir={tmp_path}"]
+    with opened(tmp_path) as store:
+        put(store, keys_of(1))
+        with pytest.raises(InvalidValue, match="is in front of other stores"):
+            BlockStore("tenant", tiers=lower)
+        assert main(["store", "verify", f"shm://?dir={tmp_path}", "--repair"]) == 2
+        assert "no checksums" in capsys.readouterr().err
+        assert store.knows(keys_of(1)) == 8
+        store.clear()
+        with BlockStore("tenant", tiers=lower) as sealed:
+            put(sealed, keys_of(2))
+            assert sealed.flush()
+            with pytest.raises(InvalidValue, match="is a lower tier of other stores"):
+                opened(tmp_path)
+            assert main(["store", "verify", f"shm://?dir={tmp_path}"]) == 0
 
 
 def test_a_stopped_neighbour_is_a_counted_miss(tmp_path: Path) -> None:

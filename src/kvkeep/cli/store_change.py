@@ -75,6 +75,10 @@ class _Verifier:
 def verify(place: OpenTier, args: argparse.Namespace) -> CommandResult:
     """Read and check every record; with ``--repair``, quarantine damaged ones."""
     threads = whole("--threads", args.threads, 1, _MOST_THREADS)
+    if place.is_raw:
+        raise InvalidValue(
+            f"{place.url} is memory in front of tiers: its records have no checksums to verify"
+        )
     records = place.records()
     counts = dict.fromkeys(("sound", "gone", "other version", "bad"), 0)
     bad: list[dict[str, object]] = []

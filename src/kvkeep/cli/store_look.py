@@ -145,7 +145,7 @@ def stat(place: OpenTier, args: argparse.Namespace) -> CommandResult:
 
 def _sampled(place: OpenTier, records: list[Listed], count: int) -> _Sample:
     """Read ``count`` random records for their headers; a backend reads only whole records."""
-    some = random.sample(records, min(count, len(records)))
+    some = random.sample(records, 0 if place.is_raw else min(count, len(records)))
     headers, bad = [], 0
     with bytes_progress("reading some records", of=sum(record.size for record in some)) as advance:
         for listed in some:

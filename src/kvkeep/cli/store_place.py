@@ -67,6 +67,11 @@ class OpenTier(NamedTuple):
         """Number of files that are no records, as of the last listing."""
         return getattr(self.backend, "odd", 0)  # only the backend of directories has this attribute
 
+    @property
+    def is_raw(self) -> bool:
+        """Whether records have no headers: shared memory that stores have in front."""
+        return getattr(self.backend, "is_raw", False)  # only that of shared memory has it
+
 
 class NamespaceRecords(NamedTuple):
     """The records of one namespace; times in Unix seconds."""

@@ -133,6 +133,8 @@ def open_tiers(
 
 def _open(place: str | Backend, shape: BlockShape, *, first: bool) -> MemorySpec | TierSpec:
     if isinstance(place, Backend):
+        if place.scheme == "shm":
+            _claim(place, raw=first)
         if first and place.scheme in _FRONT:
             return MemorySpec(place, name=place.scheme)  # type: ignore[arg-type]
         return TierSpec(
@@ -170,6 +172,8 @@ def _open(place: str | Backend, shape: BlockShape, *, first: bool) -> MemorySpec
     backend = open_backend(url)
     try:
         url.finish()
+        if url.scheme == "shm":
+            _claim(backend, raw=False)
         if backend.capacity is None and (ttl is not None or policy_name != "lru"):
             raise InvalidValue(
                 f"{url.safe} has no size=, so kvkeep evicts nothing there: "
@@ -189,12 +193,19 @@ def _open_front(
     backend = open_backend(url)
     try:
         url.finish()
+        if url.scheme == "shm":
+            _claim(backend, raw=True)
     except InvalidValue:
         backend.close()
         raise
-    assert backend.scheme in _FRONT
     front: MemoryBackend | ShmBackend = backend  # type: ignore[assignment]
     return MemorySpec(front, policy, ttl=ttl, name=url.scheme)
+
+
+def _claim(backend: Backend, *, raw: bool) -> None:
+    """Keep stores that have a shared arena in front from those that have it as a lower tier."""
+    claimed: ShmBackend = backend  # type: ignore[assignment]
+    claimed.claim(raw=raw)
 
 
 def _name_apart(memory: MemorySpec, tiers: Sequence[TierSpec]) -> None:

@@ -223,6 +223,32 @@ class ShmBackend(Backend):
 
     # -- for the tier above -----------------------------------------------------------------------
 
+    def claim(self, *, raw: bool) -> None:
+        """State what this store puts here: raw KV (it is in front), or records with headers.
+
+        An arena has one kind, for one would be read wrongly as the other; an empty one takes any.
+
+        Raises:
+            InvalidValue: it has records of the other kind.
+            BackendFailed: the lock cannot be had.
+        """
+        kind, words = at.RAW if raw else at.SEALED, self._books.words
+        with self._arena:
+            if words[at.KIND] not in (kind, at.UNDECIDED) and words[at.FREE_BYTES] < self.capacity:
+                there, here = (
+                    ("in front", "a lower tier") if not raw else ("a lower tier", "in front")
+                )
+                raise InvalidValue(
+                    f"{self.path} is {there} of other stores, so it cannot be {here} of this one, "
+                    "which would take its records for others: use another name="
+                )
+            words[at.KIND] = kind
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether the records are raw KV without headers and checksums."""
+        return self._books.words[at.KIND] == at.RAW
+
     @property
     def arena(self) -> SharedArena:
         """The arena: recency, pins, quotas and eviction, which all processes share."""

@@ -47,11 +47,16 @@ LEAVING: Final = 7  # bytes of records that are being demoted
 REPAIRS: Final = 8
 LOST: Final = 9  # published records that a repair had to drop
 QUOTA_COUNT: Final = 10
+KIND: Final = 11  # what the records are: one of the following
 SLOT_AT: Final = 64  # the process id in each slot, 0 if it is free
 QUOTA_AT: Final = SLOT_AT + SLOTS  # two words of the space, limit, bytes
 BIN_AT: Final = QUOTA_AT + 4 * QUOTAS  # the first free extent of each bin, -1: none
 BITMAP_AT: Final = BIN_AT + BINS  # one bit a bin
 assert BITMAP_AT + BINS // 64 <= WORDS
+
+UNDECIDED: Final = 0
+RAW: Final = 1  # raw KV behind room for a header, of stores that have the arena in front
+SEALED: Final = 2  # records with headers and checksums, of a lower tier
 
 # States of an entry.
 UNUSED: Final = 0
