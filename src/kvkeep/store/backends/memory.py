@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
     from kvkeep.store.backends.urls import TierURL
 
-__all__ = ["Draft", "Lease", "MemoryBackend", "Owner", "copy_bytes"]
+__all__ = ["Draft", "Lease", "LeaseOwner", "MemoryBackend", "copy_bytes"]
 
 _LISTED_AT_ONCE = 256
 
 
-class Owner(Protocol):
+class LeaseOwner(Protocol):
     """A backend that gives out drafts and leases."""
 
     def commit(self, draft: Draft, *, lease: bool) -> Lease | None:
@@ -51,7 +51,7 @@ class Lease:
 
     __slots__ = ("_backend", "place", "row", "view")
 
-    def __init__(self, backend: Owner, row: int, place: memoryview) -> None:
+    def __init__(self, backend: LeaseOwner, row: int, place: memoryview) -> None:
         self._backend = backend
         self.row = row
         self.place = place
@@ -82,7 +82,7 @@ class Draft:
 
     __slots__ = ("_backend", "block", "offset", "pending", "view")
 
-    def __init__(self, backend: Owner, block: bytes, offset: int, view: memoryview) -> None:
+    def __init__(self, backend: LeaseOwner, block: bytes, offset: int, view: memoryview) -> None:
         self._backend = backend
         self.block = block
         self.offset = offset

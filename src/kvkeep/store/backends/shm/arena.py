@@ -11,7 +11,7 @@ import numpy as np
 
 from kvkeep.core.errors import BackendFailed, OutOfRoom
 from kvkeep.store.backends.shm import layout as at
-from kvkeep.store.backends.shm.books import Damaged
+from kvkeep.store.backends.shm.books import DamagedIndex
 from kvkeep.store.backends.shm.core import AT_ONCE, ArenaCore
 from kvkeep.store.backends.shm.pins import ArenaPins
 from kvkeep.store.backends.shm.victims import Victims
@@ -122,7 +122,7 @@ class SharedArena(ArenaCore):
             while books.link[other] != entry:
                 other = books.link[other]
                 if other < 0:
-                    raise Damaged("a published record is missing in its chain")
+                    raise DamagedIndex("a published record is missing in its chain")
             books.link[other] = link
         self.quotas.count(block, -books.size[entry])
         if books.leaving[entry]:

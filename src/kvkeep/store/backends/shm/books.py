@@ -16,7 +16,7 @@ from kvkeep.store.backends.shm.layout import COLUMNS, HOLDER_BYTES, HOLDER_WORDS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Books", "Damaged"]
+__all__ = ["Books", "DamagedIndex"]
 
 _TRIES: Final = 8  # lookups without the lock, while others change the index
 _LONGEST_CHAIN: Final = 4096
@@ -28,7 +28,7 @@ Words = memoryview
 """A memoryview of int64."""
 
 
-class Damaged(Exception):
+class DamagedIndex(Exception):
     """The index contradicts itself: somebody wrote there by accident. `Repair` rebuilds it."""
 
 
@@ -134,7 +134,7 @@ class Books:
             changes = words[at.CHANGES]
             try:
                 entry = self.walk(block)
-            except (Damaged, IndexError):
+            except (DamagedIndex, IndexError):
                 continue
             if entry >= 0:
                 return self._learn(block, entry)
@@ -146,7 +146,7 @@ class Books:
         """Return the entry of ``block`` in its chain, -1 if it is not there.
 
         Raises:
-            Damaged: the chain has no end, or the entry is no valid one.
+            DamagedIndex: the chain has no end, or the entry is no valid one.
             IndexError: the chain leads out of the columns.
         """
         entry = self.heads[self.bucket(block)]
@@ -157,7 +157,7 @@ class Books:
             if generation and self.id_of(entry) == block and self.named[entry] == generation:
                 return entry
             entry = self.link[entry]
-        raise Damaged("a chain of the index has no end")
+        raise DamagedIndex("a chain of the index has no end")
 
     def _learn(self, block: bytes, entry: int) -> int:
         generation = self.named[entry]
@@ -235,4 +235,5 @@ class Books:
             )))  # type: ignore[arg-type] # fmt: skip
         fits = (offset >= 0) & (size > 0) & (size <= length)
         fits &= length <= self.layout.data_bytes - offset
-        return fits & (expected == proof.view(np.uint64))
+        proven: np.ndarray = fits & (expected == proof.view(np.uint64))
+        return proven

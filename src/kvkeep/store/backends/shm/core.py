@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvkeep.core.errors import BackendFailed
 from kvkeep.store.backends.shm import layout as at
-from kvkeep.store.backends.shm.books import Books, Damaged
+from kvkeep.store.backends.shm.books import Books, DamagedIndex
 from kvkeep.store.backends.shm.extents import Extents
 from kvkeep.store.backends.shm.quotas import Quotas
 from kvkeep.store.backends.shm.repair import forget_dead, initialise, living, rebuild
@@ -126,7 +126,7 @@ class ArenaCore:
                 entry = self.books.walk(block)
                 if entry < 0 or self.books.proven(entry):
                     return entry
-            except (Damaged, IndexError):
+            except (DamagedIndex, IndexError):
                 pass
             self._repair()
         return -1

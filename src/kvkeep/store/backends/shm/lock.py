@@ -159,7 +159,8 @@ class NodeLock:
         if fd >= 0:
             os.close(fd)
 
-    def _forked(self) -> None:
+    def after_fork(self) -> None:
+        """Give up what a forked process has inherited."""
         fd, self._fd = self._fd, -2
         self._threads = threading.Lock()  # another thread of the parent may have held it
         if fd >= 0:
@@ -175,7 +176,7 @@ def _range(kind: int, slot: int) -> bytes:
 
 def _forked() -> None:
     for lock in list(_OWN):
-        lock._forked()
+        lock.after_fork()
 
 
 if hasattr(os, "register_at_fork"):

@@ -24,7 +24,7 @@ from kvkeep.store.backends.shm.lock import NodeLock
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Opened", "check_name", "open_arena", "path_of"]
+__all__ = ["OpenedArena", "check_name", "open_arena", "path_of"]
 
 _LOG = logging.getLogger("kvkeep.tiers")
 _PATIENCE: Final = 120.0  # seconds to wait for another process that creates the arena
@@ -33,7 +33,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _LEFT_FREE: Final = 256 << 20  # bytes of memory that an arena leaves to the rest of the machine
 
 
-class Opened(NamedTuple):
+class OpenedArena(NamedTuple):
     """An open file of an arena, locked; ``new`` if its index is still to be made."""
 
     fd: int
@@ -56,7 +56,7 @@ def path_of(directory: str, name: str) -> str:
     return os.path.join(directory, f"kvkeep-{os.geteuid()}-{check_name(name)}")
 
 
-def open_arena(path: str, wanted: Layout | None, timeout: float) -> Opened:
+def open_arena(path: str, wanted: Layout | None, timeout: float) -> OpenedArena:
     """Open the arena at ``path``, or create it as ``wanted``; None: only open it.
 
     The lock is held when this returns. An arena that exists keeps its sizes.
@@ -86,7 +86,7 @@ def open_arena(path: str, wanted: Layout | None, timeout: float) -> Opened:
             # A descriptor of its own for the mapping, which keeps it open: the lock must not be.
             fd = os.open(f"/proc/self/fd/{lock_fd}", os.O_RDWR | os.O_CLOEXEC)
             layout, new = _read_or_reserve(fd, path, wanted)
-            return Opened(fd, lock, layout, new)
+            return OpenedArena(fd, lock, layout, new)
         except BaseException:
             if fd >= 0:
                 os.close(fd)

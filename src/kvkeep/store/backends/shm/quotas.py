@@ -91,4 +91,5 @@ def in_space(books: Books, space: bytes, high: int) -> np.ndarray:
     """Return which of the first ``high`` entries have an id in ``space``."""
     wanted = np.frombuffer(space, np.int64)
     ids = books.ids_all[:high]
-    return (ids[:, 0] == wanted[0]) & (ids[:, 1] == wanted[1])
+    same: np.ndarray = (ids[:, 0] == wanted[0]) & (ids[:, 1] == wanted[1])
+    return same

@@ -124,7 +124,8 @@ def _valid(books: Books) -> np.ndarray:
         meets = offset[taken[1:]] < ends[:-1]
         overlaps[1:] |= meets
         overlaps[:-1] |= meets
-    return taken[~overlaps]
+    valid: np.ndarray = taken[~overlaps]
+    return valid
 
 
 def _without_twins(books: Books, taken: np.ndarray) -> np.ndarray:
