@@ -103,6 +103,7 @@ class SharedArena(ArenaCore):
                 self.quotas.count(block, books.size[entry])
                 if older >= 0:
                     self._unname(older)
+            books.remember(block, entry, books.generation[entry])
             if not hold:
                 self._end_hold(entry)
 

@@ -92,7 +92,7 @@ class ShmBackend(Backend):
             opened.lock.close()
             raise
         self.capacity: int = opened.layout.data_bytes
-        self._warming = Warming(self._books.data)
+        self._warming = Warming(self._books.whole)
         if touch:
             self._warming.wait()
 

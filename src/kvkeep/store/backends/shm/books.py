@@ -43,7 +43,7 @@ class Books:
 
     Attributes:
         words: see `layout`.
-        data: the memory of the records.
+        data: the memory of the records; `whole` has the index as well.
     """
 
     def __init__(self, fd: int, layout: Layout) -> None:
@@ -52,7 +52,7 @@ class Books:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # the system decides whether shared memory has huge pages
                 self.map.madvise(mmap.MADV_HUGEPAGE)
-        whole = memoryview(self.map)
+        self.whole = whole = memoryview(self.map)
         count = layout.entries
         self.words: Words = whole[at.HEADER_BYTES : at.HEADER_BYTES + 8 * at.WORDS].cast("q")
         self.bitmap = whole[at.HEADER_BYTES + 8 * at.BITMAP_AT :][: at.BINS // 8]
@@ -163,10 +163,14 @@ class Books:
         generation = self.named[entry]
         if not generation or not self.proven(entry):
             return -2
+        self.remember(block, entry, generation)
+        return entry
+
+    def remember(self, block: bytes, entry: int, generation: int) -> None:
+        """Make `known` find a record that proves itself."""
         if len(self._known) >= _REMEMBERED:
             self._known.clear()
         self._known[block] = entry, generation
-        return entry
 
     def find_all(self, blocks: Sequence[bytes]) -> list[int]:
         """Return `find` of each block. Cost: about 0.2 µs a block, also of unknown ones."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from typing import TYPE_CHECKING, Final
 
@@ -60,6 +61,7 @@ class ArenaCore:
         self._lock = lock
         self._place = place
         self._held: dict[int, int] = {}  # entry → holds of this process
+        self._counting = threading.Lock()  # of `_held`; from and to 0 needs the lock of the node
         self._late: list[int] = []  # holds to end when the lock can be taken again
         self._reaped = 0.0
         self._change = _Change(books.words)
@@ -95,7 +97,7 @@ class ArenaCore:
         try:
             if self.books.words[at.CHANGES] & 1:
                 self._repair()
-            while self._late:
+            for _ in range(min(len(self._late), AT_ONCE)):
                 self._end_hold(self._late.pop())
         except BaseException:
             self._lock.release()
@@ -172,6 +174,9 @@ class ArenaCore:
 
     def hold(self, block: bytes) -> int:
         """Hold the entry of ``block`` and return it; -1 if there is none."""
+        entry = self._hold_again(block)
+        if entry >= 0:
+            return entry
         with self:
             entry = self.find_here(block)
             if entry >= 0:
@@ -180,40 +185,63 @@ class ArenaCore:
 
     def hold_all(self, blocks: Sequence[bytes]) -> list[int]:
         """`hold` each of ``blocks``."""
-        entries: list[int] = []
-        for start in range(0, len(blocks), AT_ONCE):
+        entries = [self._hold_again(block) for block in blocks]
+        missing = [place for place, entry in enumerate(entries) if entry < 0]
+        for start in range(0, len(missing), AT_ONCE):
             with self:
-                for block in blocks[start : start + AT_ONCE]:
-                    entry = self.find_here(block)
+                for place in missing[start : start + AT_ONCE]:
+                    entries[place] = entry = self.find_here(blocks[place])
                     if entry >= 0:
                         self._begin_hold(entry)
-                    entries.append(entry)
         return entries
+
+    def _hold_again(self, block: bytes) -> int:
+        """Hold an entry that this process holds already, without the lock of the node; else -1."""
+        entry = self.books.known(block)
+        if entry < 0:
+            return -1
+        with self._counting:
+            held = self._held.get(entry, 0)
+            if not held:
+                return -1
+            self._held[entry] = held + 1
+        if self.books.known(block) == entry:
+            return entry
+        self.release([entry])  # it had another record meanwhile
+        return -1
 
     def release(self, entries: Sequence[int]) -> None:
         """End one hold of each of ``entries``; later, if the lock cannot be had now."""
         if self._lock.inherited:
             return
-        self._late.extend(entries)
+        for entry in entries:
+            with self._counting:
+                held = self._held.get(entry, 0)
+                if held > 1:
+                    self._held[entry] = held - 1
+                    continue
+            self._late.append(entry)
         try:
-            with self:
-                pass
+            while self._late:
+                with self:
+                    pass
         except BackendFailed:
             return
         self._close_when_free()
 
     def _begin_hold(self, entry: int) -> None:
-        held = self._held.get(entry, 0)
+        with self._counting:
+            held = self._held.get(entry, 0)
+            self._held[entry] = held + 1
         if not held:
             self.books.holders[entry * at.HOLDER_WORDS + self._word] |= self._bit
-        self._held[entry] = held + 1
 
     def _end_hold(self, entry: int) -> None:
-        held = self._held.get(entry, 0)
-        if held > 1:
-            self._held[entry] = held - 1
-            return
-        self._held.pop(entry, None)
+        with self._counting:
+            held = self._held.pop(entry, 0)
+            if held > 1:
+                self._held[entry] = held - 1
+                return
         books = self.books
         word = entry * at.HOLDER_WORDS + self._word
         if books.state[entry] == at.PUBLISHED:
