@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvkeep.integrations.vllm.groups import BlockReach
+from kvkeep.integrations.vllm.kept import log_fault
 from kvkeep.integrations.vllm.messages import RankLookup
-from kvkeep.integrations.vllm.shared import log_fault
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,11 +14,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from kvkeep.core.errors import KVKeepError
 from kvkeep.integrations.vllm.device import DeviceCopies
 from kvkeep.integrations.vllm.groups import BlockReach
+from kvkeep.integrations.vllm.kept import log_fault
 from kvkeep.integrations.vllm.messages import BlockSpan, LookupResults, Save
 from kvkeep.integrations.vllm.naming import machine_of, namespace_of, warn_of_seeds
 from kvkeep.integrations.vllm.outer import require_own_engine
 from kvkeep.integrations.vllm.pages import pages_of
-from kvkeep.integrations.vllm.shared import SharedStore, log_fault
+from kvkeep.integrations.vllm.shared import SharedStore
 from kvkeep.integrations.vllm.stats import Counts
 from kvkeep.store.blocks.store import BlockStore
 

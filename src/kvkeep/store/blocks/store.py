@@ -202,6 +202,17 @@ class BlockStore(Store):
         with closed_is_illegal():
             return len(self._tiered.locate(self._blocks(keys), until))
 
+    def lookup_each(self, keys: Sequence[bytes], *, deadline: float | None = None) -> list[bool]:
+        """Return for each of ``keys`` whether it is stored; read no block.
+
+        As `lookup`, but a missing key does not hide those behind it. Cost: a query about all keys
+        that are not known.
+        """
+        until = None if deadline is None else time.monotonic() + seconds_of("deadline", deadline)
+        with closed_is_illegal():
+            levels = self._tiered.locate_each(self._blocks(keys), until)
+        return [level is not None for level in levels]
+
     def knows(self, keys: Sequence[bytes]) -> int:
         """Return how many leading ``keys`` are known to be stored, without querying shared tiers.
 

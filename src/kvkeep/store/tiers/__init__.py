@@ -15,7 +15,7 @@ loss_log.py      records why blocks were lost
 
 One tier:
 
-memory.py        the memory tier, level 0
+memory.py        the memory tier, level 0; spare_buffers.py: memory for records outside it
 tier.py          a lower tier: one backend, with threads and statistics (counters.py)
 calls.py         guards backend calls, turns failures into misses; breaker.py, workers.py
 health.py        whether the tier can be read and written now
@@ -39,7 +39,7 @@ from kvkeep.store.tiers.reading import BlockPrefetch
 from kvkeep.store.tiers.removing import Removed
 from kvkeep.store.tiers.tier import Tier, TierOptions, TierSpec
 from kvkeep.store.tiers.tiered import TieredStore
-from kvkeep.store.tiers.tiering import Exclusive, Inclusive, TieringPolicy
+from kvkeep.store.tiers.tiering import Exclusive, Inclusive, PassThrough, TieringPolicy
 from kvkeep.store.tiers.writing import Written
 
 __all__ = [
@@ -55,6 +55,7 @@ __all__ = [
     "MemorySpec",
     "MemoryTier",
     "Miss",
+    "PassThrough",
     "Removed",
     "Tier",
     "TierCounters",

@@ -159,7 +159,10 @@ class FrontMemory(Protocol):
         """
 
     def buffer(self, raw_bytes: int) -> memoryview:
-        """Return memory for a record outside."""
+        """Return memory for a record outside; see `buffered`."""
+
+    def buffered(self, record: memoryview) -> MemoryLease:
+        """Return access to a record in memory of `buffer`, which is used again after its end."""
 
     def leave(self, needed: int) -> list[bytes]:
         """Return blocks to demote, to free ``needed`` bytes; call `left` for each afterwards."""

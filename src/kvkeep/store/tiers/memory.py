@@ -10,11 +10,11 @@ from kvkeep.core.errors import OutOfRoom
 from kvkeep.core.eviction import LRU
 from kvkeep.core.keys import SPACE_BYTES
 from kvkeep.store.backends.arena import Arena
-from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.tiers.catalogue import Catalogue
 from kvkeep.store.tiers.counters import TierCounters, TierStats
 from kvkeep.store.tiers.loss_log import LossLog
 from kvkeep.store.tiers.record import HEADER_BYTES
+from kvkeep.store.tiers.spare_buffers import SpareBuffers
 from kvkeep.store.tiers.turns import AGAIN, Again, Turns
 
 if TYPE_CHECKING:
@@ -24,12 +24,14 @@ if TYPE_CHECKING:
     from kvkeep.store.backends.memory import Draft, Lease, MemoryBackend
     from kvkeep.store.backends.shm import ShmBackend
 
-__all__ = ["MAKERS", "TRIES", "MemoryLease", "MemorySpec", "MemoryTier"]
+__all__ = ["MAKERS", "SPARE_BYTES", "TRIES", "MemoryLease", "MemorySpec", "MemoryTier"]
 
 TRIES = 8
 """Attempts to reserve memory before a thread gets priority."""
 MAKERS = 64
 """Maximum threads that reserve memory at a time: callers that put, and readers of tiers."""
+SPARE_BYTES = 64 << 20
+"""Buffers outside the arena that are kept for the next reads."""
 
 
 @dataclass(slots=True)
@@ -49,11 +51,17 @@ class MemoryLease:
     thread that writes the record to a tier.
     """
 
-    __slots__ = ("_lease", "record")
+    __slots__ = ("_buffers", "_lease", "record")
 
-    def __init__(self, record: memoryview, lease: Lease | None = None) -> None:
+    def __init__(
+        self,
+        record: memoryview,
+        lease: Lease | None = None,
+        buffers: SpareBuffers | None = None,
+    ) -> None:
         self.record = record
         self._lease = lease
+        self._buffers = buffers
 
     @property
     def payload(self) -> memoryview:
@@ -61,9 +69,12 @@ class MemoryLease:
         return self.record[HEADER_BYTES:]
 
     def release(self) -> None:
-        """End the use of the record."""
+        """End the use of the record; a buffer is given back to ``buffers``."""
         if self._lease is not None:
             self._lease.release()
+        if self._buffers is not None:
+            buffers, self._buffers = self._buffers, None
+            buffers.give_back(self.record)
 
 
 class MemoryTier:
@@ -104,6 +115,7 @@ class MemoryTier:
         self._leaving: dict[bytes, int] = {}  # bytes of blocks in the arena, not in the catalogue
         self._lock = threading.Lock()
         self._turns = Turns(TRIES, threads=MAKERS)
+        self._buffers = SpareBuffers(SPARE_BYTES)
 
     def __contains__(self, block: object) -> bool:
         assert isinstance(block, bytes)
@@ -150,8 +162,12 @@ class MemoryTier:
         return MemoryLease(lease.place, lease)
 
     def buffer(self, raw_bytes: int) -> memoryview:
-        """Return memory for a record outside the arena."""
-        return aligned(HEADER_BYTES + raw_bytes)
+        """Return memory for a record outside the arena; see `buffered`."""
+        return self._buffers.take(HEADER_BYTES + raw_bytes)
+
+    def buffered(self, record: memoryview) -> MemoryLease:
+        """Return access to a record in memory of `buffer`, which is used again after its end."""
+        return MemoryLease(record, buffers=self._buffers)
 
     def leave(self, needed: int) -> list[bytes]:
         """Return blocks to demote, to free ``needed`` bytes; call `left` for each afterwards.

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import BackendFailed, OutOfRoom
 from kvkeep.core.keys import SPACE_BYTES
-from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.tiers.counters import TierCounters, TierStats
 from kvkeep.store.tiers.loss_log import LossLog
-from kvkeep.store.tiers.memory import MAKERS, TRIES, MemoryLease
+from kvkeep.store.tiers.memory import MAKERS, SPARE_BYTES, TRIES, MemoryLease
 from kvkeep.store.tiers.record import HEADER_BYTES
 from kvkeep.store.tiers.shared_order import SharedOrder
+from kvkeep.store.tiers.spare_buffers import SpareBuffers
 from kvkeep.store.tiers.turns import AGAIN, Again, Turns
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ class SharedMemoryTier:
         self._leaving: dict[bytes, int] = {}  # block → the entry that is to be demoted
         self._lock = threading.Lock()  # of `_leaving`
         self._turns = Turns(TRIES, threads=MAKERS)
+        self._buffers = SpareBuffers(SPARE_BYTES)
         self._lost_before = self.backend.lost
 
     @property
@@ -127,8 +128,12 @@ class SharedMemoryTier:
         return None
 
     def buffer(self, raw_bytes: int) -> memoryview:
-        """Return memory for a record outside the arena."""
-        return aligned(HEADER_BYTES + raw_bytes)
+        """Return memory for a record outside the arena; see `buffered`."""
+        return self._buffers.take(HEADER_BYTES + raw_bytes)
+
+    def buffered(self, record: memoryview) -> MemoryLease:
+        """Return access to a record in memory of `buffer`, which is used again after its end."""
+        return MemoryLease(record, buffers=self._buffers)
 
     def leave(self, needed: int) -> list[bytes]:
         """Return blocks to demote, to free ``needed`` bytes; call `left` for each afterwards.

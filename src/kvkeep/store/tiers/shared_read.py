@@ -207,7 +207,10 @@ class SharedRead:
         self._done = True
         self._changed.notify_all()
         try:
-            lease = MemoryLease(record) if draft is None else self._memory.commit(draft, self.block)
+            if draft is None:
+                lease = self._memory.buffered(record)
+            else:
+                lease = self._memory.commit(draft, self.block)
         except BackendFailed:
             return  # the memory was closed meanwhile
         if lease is None:

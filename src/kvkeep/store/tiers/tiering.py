@@ -10,7 +10,7 @@ from kvkeep.core.errors import whole
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Exclusive", "Inclusive", "TieringPolicy"]
+__all__ = ["Exclusive", "Inclusive", "PassThrough", "TieringPolicy"]
 
 
 class TieringPolicy(ABC):
@@ -111,3 +111,18 @@ class Exclusive(TieringPolicy):
 
     def __repr__(self) -> str:
         return f"Exclusive(admit_after={self.admit_after})"
+
+
+class PassThrough(Inclusive):
+    """As `Inclusive`, but blocks that are read do not stay in memory: the caller keeps them.
+
+    For a store below another cache. Memory then only holds blocks until they are written, and reads
+    use a few buffers again and again instead of touching all of memory.
+    """
+
+    def promotes(self, level: int, touches: int) -> bool:
+        del level, touches
+        return False
+
+    def __repr__(self) -> str:
+        return f"PassThrough(admit_after={self.admit_after})"

@@ -1,0 +1,45 @@
+"""`SpareBuffers`: memory for records outside the arena, used again and again."""
+
+from __future__ import annotations
+
+import threading
+
+from kvkeep.store.backends.buffers import aligned
+
+__all__ = ["SpareBuffers"]
+
+
+class SpareBuffers:
+    """Aligned buffers of any size, of which up to ``limit`` bytes are kept when they are unused.
+
+    New memory costs more at its first touch than the copy that fills it, so the buffer that was
+    given back last is taken first: it may still be in a CPU cache.
+
+    Thread safety: all methods. Cost: about a microsecond.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._kept: dict[int, list[memoryview]] = {}  # by size
+        self._bytes = 0
+
+    def take(self, size: int) -> memoryview:
+        """Return a writable buffer of ``size`` bytes; its content is undefined."""
+        with self._lock:
+            kept = self._kept.get(size)
+            if kept:
+                self._bytes -= size
+                return kept.pop()
+        return aligned(size)
+
+    def give_back(self, buffer: memoryview) -> None:
+        """Keep a buffer of `take` that is not used any more."""
+        size = len(buffer)
+        with self._lock:
+            if self._bytes + size > self._limit:
+                self._kept.clear()  # of other sizes, perhaps
+                self._bytes = 0
+            if size <= self._limit:
+                self._kept.setdefault(size, []).append(buffer)
+                self._bytes += size
