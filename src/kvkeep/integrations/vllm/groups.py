@@ -79,6 +79,11 @@ class Groups:
     drops_last: bool
 
     @property
+    def layers(self) -> list[str]:
+        """The names of all layers."""
+        return [name for group in self.groups for name in group.layers]
+
+    @property
     def states(self) -> tuple[int, ...]:
         """The groups whose layers keep a state."""
         return tuple(at for at, group in enumerate(self.groups) if group.state)

@@ -52,6 +52,12 @@ class OpenStore:
         """As `BlockStore.lookup`; 0 if the store is closed."""
         return _unless_closed(lambda: self.store.lookup(keys, deadline=deadline), 0)
 
+    def lookup_each(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
+        """As `BlockStore.lookup_each`; all False if the store is closed."""
+        return _unless_closed(
+            lambda: self.store.lookup_each(keys, deadline=deadline), [False] * len(keys)
+        )
+
     def knows(self, keys: Sequence[bytes]) -> int:
         """As `BlockStore.knows`; 0 if the store is closed."""
         return _unless_closed(lambda: self.store.knows(keys), 0)
@@ -77,12 +83,18 @@ class OpenStore:
                 self._due[key] = end
                 heapq.heappush(self._ends, (end, len(self._ends), key))
 
+    @property
+    def has_expired(self) -> bool:
+        """Whether blocks are to be deleted now."""
+        ends = self._ends
+        return bool(ends) and ends[0][0] <= time.monotonic()
+
     def delete_expired(self) -> int:
         """Start to delete the blocks that are due; return how many. Costs nothing if none are.
 
         Waits for a moment only: a tier that hangs delays no request.
         """
-        if not self._ends or self._ends[0][0] > time.monotonic():
+        if not self.has_expired:
             return 0
         now = time.monotonic()
         keys = []

@@ -23,12 +23,15 @@ from kvkeep.integrations.vllm.numbers import numbers_of, plain
 from kvkeep.integrations.vllm.weights import revision_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
     from vllm.config import VllmConfig
 
+    from kvkeep.integrations.options import EngineOptions
     from kvkeep.integrations.vllm.groups import Groups
     from kvkeep.integrations.vllm.options import ConnectorOptions
 
-__all__ = ["machine_of", "namespace_of", "warn_of_seeds"]
+__all__ = ["engine_namespace", "machine_of", "namespace_of", "ranks_of", "warn_of_seeds"]
 
 _LOG = logging.getLogger("kvkeep.vllm")
 _FORMAT = 1  # version of our records: the pages of a group's layers, one after another
@@ -48,16 +51,30 @@ def warn_of_seeds(vllm_config: VllmConfig) -> None:
 def namespace_of(
     vllm_config: VllmConfig, options: ConnectorOptions, groups: Groups, pages: str
 ) -> Namespace:
-    """Return the engine's namespace; ``pages`` describes the layout of its pages in memory."""
-    model, cache = vllm_config.model_config, vllm_config.cache_config
+    """Return the namespace of a worker's pages; ``pages`` describes their layout in memory."""
     parts = {
         "format": _FORMAT,
-        "hash": cache.prefix_caching_hash_algo,
         "block_tokens": groups.block_tokens,
         "groups": [
             ["state" if group.state else group.window, *group.layers] for group in groups.groups
         ],
         "pages": pages,
+    }
+    rank = vllm_config.parallel_config.rank
+    return engine_namespace(vllm_config, options, parts, ranks_of(vllm_config, rank))
+
+
+def engine_namespace(
+    vllm_config: VllmConfig, options: EngineOptions, layout: Mapping[str, object], rank: str
+) -> Namespace:
+    """Return a namespace in an engine; ``layout`` describes the records, ``rank`` whose they are.
+
+    ``layout`` is in JSON's types, or what `kvkeep.integrations.vllm.numbers.plain` converts.
+    """
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    parts = {
+        **layout,
+        "hash": cache.prefix_caching_hash_algo,
         "speculative": _speculative(vllm_config),
     }
     return Namespace(
@@ -67,14 +84,16 @@ def namespace_of(
         dtype=f"{model.dtype}/{cache.cache_dtype}/{model.quantization}",
         layout=_digest(parts),
         geometry=_digest(numbers_of(vllm_config)),
-        rank=_rank(vllm_config),
+        rank=rank,
     )
 
 
-def machine_of(vllm_config: VllmConfig, groups: Groups, device: torch.device) -> str:
-    """Return what computes and packs the pages: attention backends and instruction sets."""
+def machine_of(vllm_config: VllmConfig, names: Iterable[str], device: torch.device) -> str:
+    """Return what computes and packs the pages: attention backends and instruction sets.
+
+    ``names`` are those of the layers. Only a worker knows their backends.
+    """
     layers = vllm_config.compilation_config.static_forward_context
-    names = [name for group in groups.groups for name in group.layers]
     backends = sorted({layers[name].get_attn_backend().get_name() for name in names})
     machine = platform.machine()
     if device.type == "cpu":
@@ -82,8 +101,8 @@ def machine_of(vllm_config: VllmConfig, groups: Groups, device: torch.device) ->
     return f"{device.type} {machine} {','.join(backends)}"
 
 
-def _rank(vllm_config: VllmConfig) -> str:
-    """Return this worker's share of the KV; empty with one worker."""
+def ranks_of(vllm_config: VllmConfig, rank: int | str) -> str:
+    """Return ``rank``, the share of the KV, among how many; empty with one worker."""
     parallel = vllm_config.parallel_config
     sizes = {
         "tp": parallel.tensor_parallel_size,
@@ -95,7 +114,7 @@ def _rank(vllm_config: VllmConfig) -> str:
         return ""
     sharing = " ".join(f"{name}{size}" for name, size in sizes.items())
     interleave = getattr(parallel, "cp_kv_cache_interleave_size", 1)
-    return f"{parallel.rank} of {sharing} interleave{interleave}"
+    return f"{rank} of {sharing} interleave{interleave}"
 
 
 def _speculative(vllm_config: VllmConfig) -> list[object] | None:

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
 
-__all__ = ["Counts", "KVKeepPromMetrics", "KVKeepStats"]
+__all__ = ["HITS", "METRICS", "Counts", "KVKeepPromMetrics", "KVKeepStats"]
 
-_HITS = "hits "  # prefix of the name of a tier
-_METRICS = {
+HITS = "hits "  # prefix of the name of a tier
+METRICS = {
     "hit_tokens": "Tokens that were found in the store for requests",
     "loaded_tokens": "Tokens whose KV was loaded instead of computed",
     "failed_tokens": "Tokens whose load failed, so that they were computed",
@@ -48,7 +48,7 @@ class Counts:
 
     def hits(self, tier: str, blocks: float) -> None:
         """Add blocks that were read from one tier."""
-        self.add(**{_HITS + tier: blocks})
+        self.add(**{HITS + tier: blocks})
 
     def take(self) -> KVKeepStats | None:
         """Return and reset the counts; None if all are zero."""
@@ -97,7 +97,7 @@ class KVKeepPromMetrics(KVConnectorPromMetrics):
             name: self._counter_cls(
                 name=f"vllm:kvkeep_{name}", documentation=text, labelnames=labelnames
             )
-            for name, text in _METRICS.items()
+            for name, text in METRICS.items()
         }
         self._hits = self._counter_cls(
             name="vllm:kvkeep_hit_blocks",
@@ -112,8 +112,8 @@ class KVKeepPromMetrics(KVConnectorPromMetrics):
         """Add the counts of an interval."""
         labels = self.per_engine_labelvalues[engine_idx]
         for name, amount in transfer_stats_data.items():
-            if name.startswith(_HITS):
-                self._hits.labels(*labels, name.removeprefix(_HITS)).inc(amount)
+            if name.startswith(HITS):
+                self._hits.labels(*labels, name.removeprefix(HITS)).inc(amount)
             elif name in self._metrics:
                 self._metrics[name].labels(*labels).inc(amount)
 

@@ -105,7 +105,7 @@ class WorkerSide:
         """Open the store; ``described`` is the layout of the pages in memory."""
         config = self._vllm_config
         warn_of_seeds(config)
-        where = f"{machine_of(config, self._groups, self._pages[0].device)} {described}"
+        where = f"{machine_of(config, self._groups.layers, self._pages[0].device)} {described}"
         namespace = namespace_of(config, self._options, self._groups, where)
         store = BlockStore(namespace, tiers=self._options.tiers)
         sizes = [pages.record_bytes for pages in self._pages]

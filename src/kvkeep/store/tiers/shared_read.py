@@ -9,13 +9,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import BackendFailed
-from kvkeep.store.tiers.memory import MemoryLease
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvkeep.store.backends.memory import Draft
     from kvkeep.store.tiers.front import FrontMemory
+    from kvkeep.store.tiers.memory import MemoryLease
     from kvkeep.store.tiers.tier import Tier
 
 __all__ = ["SharedRead"]

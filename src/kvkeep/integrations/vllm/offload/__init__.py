@@ -1,0 +1,19 @@
+"""kvkeep below vLLM's own offloading: a secondary tier, and a spec that works without a GPU.
+
+    ../tier.py     KVKeepTier: vLLM's interface of a secondary tier; the names that users give
+    options.py     options of the tier
+    engine.py      the engine that vLLM makes a tier for: its configuration, and its requests
+    identity.py    the namespace of the tier's records
+    notes.py       what workers tell the tier of their pages
+    rows.py        which bytes of a row in vLLM's memory belong to a chunk
+    requests.py    what is known of a request
+    lookups.py     which chunks of a request are stored
+    jobs.py        copies between vLLM's memory and the store, in threads
+    metrics.py     counts for vLLM's Prometheus page
+    spec.py        KVKeepSpec: vLLM's spec, with a mover where there is no GPU
+    mover.py       copies between pages and vLLM's memory, on a CPU
+
+vLLM keeps KV in its primary tier, which is rows of host memory, one for each *chunk*: some blocks
+of one group of layers, of all ranks. A secondary tier gets copies of the rows, and fills rows again
+before vLLM copies them into pages.
+"""

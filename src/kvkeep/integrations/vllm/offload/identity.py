@@ -1,0 +1,107 @@
+"""The namespace of the tier's records.
+
+vLLM's key of a chunk is a block's hash and the number of a group: the same for other weights, other
+settings, another number of ranks. A row is opaque bytes besides, in the order in which this
+engine's workers put their pages. The namespace names all that.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import secrets
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.platforms import current_platform
+
+from kvkeep.core.keys import Namespace
+from kvkeep.integrations.vllm.naming import engine_namespace, ranks_of, warn_of_seeds
+from kvkeep.integrations.vllm.numbers import plain
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+    from kvkeep.integrations.vllm.offload.engine import Engine
+    from kvkeep.integrations.vllm.offload.notes import WorkerNote
+    from kvkeep.integrations.vllm.offload.options import OffloadOptions
+
+__all__ = ["namespace_of_rows"]
+
+_LOG = logging.getLogger("kvkeep.vllm")
+_FORMAT = "row 1"  # version of our records: the used bytes of a row, in order
+# Packages that bring attention backends, beside torch and vLLM.
+_KERNELS = ("flashinfer-python", "flash-attn", "triton", "vllm-flash-attn", "flash-mla")
+
+
+def namespace_of_rows(
+    engine: Engine | None,
+    options: OffloadOptions,
+    spec: TieringOffloadingSpec,
+    notes: Sequence[WorkerNote] | None,
+) -> Namespace:
+    """Return the namespace of an engine's rows.
+
+    ``notes`` are those of all its workers; without them, all that selects a backend is named
+    instead of the backend. Without ``engine``, the namespace is this process's alone, and a warning
+    says so.
+    """
+    if engine is None:
+        _LOG.warning(
+            "kvkeep cannot see the configuration of the engine that this tier belongs to: only "
+            "this process will find what it stores"
+        )
+        return Namespace(tenant=options.tenant, revision=f"process {secrets.token_hex(16)}")
+    warn_of_seeds(engine.config)
+    config = spec.config
+    groups = [
+        [
+            group.group_id,
+            group.tokens_per_block,
+            engine.caches.kv_cache_groups[group.group_id].kv_cache_spec,
+            *group.layer_names,
+        ]
+        for group in config.groups
+    ]
+    layout = {
+        "format": _FORMAT,
+        "chunk": [config.cache.tokens_per_hash, config.cache.blocks_per_chunk],
+        "row": [spec.kv_bytes_per_chunk, spec.cpu_page_size_per_worker],
+        "groups": plain(groups),
+        "shared": _shared(engine.caches),
+        "layout": [config.kv_cache_layout, config.canonical_layout, spec.replicated_layout],
+        "workers": _selecting(engine) if notes is None else plain(list(notes)),
+    }
+    ranks = ranks_of(engine.config, "all")
+    return engine_namespace(engine.config, options, layout, ranks)
+
+
+def _shared(caches: KVCacheConfig) -> list[list[str]]:
+    """Return which layers share their pages with layers of other groups."""
+    places: dict[int, list[str]] = {}
+    for tensor in caches.kv_cache_tensors:
+        for at, name in enumerate(tensor.layers):
+            places.setdefault(tensor.offset + at * tensor.layer_stride, []).append(name)
+    return list(places.values())
+
+
+def _selecting(engine: Engine) -> list[object]:
+    """Return all that vLLM selects attention backends by, besides what is named already."""
+    attention = engine.config.attention_config
+    found: list[object] = [
+        plain(attention.backend),
+        plain(getattr(attention, "backend_per_kind", None)),
+        str(current_platform.get_device_name()),
+        platform.machine(),
+        torch.backends.cpu.get_cpu_capability(),
+    ]
+    for name in _KERNELS:
+        try:
+            found.append([name, version(name)])
+        except PackageNotFoundError:
+            continue
+    return found

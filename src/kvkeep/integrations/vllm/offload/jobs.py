@@ -1,0 +1,270 @@
+"""Copies between rows of vLLM's memory and the store, in threads.
+
+A row belongs to a job until its result is given, and then to anyone: so rows are only read and
+written in the thread of the job, before its result. A tier that hangs does so in threads of the
+store, with memory of the store; a record is copied into its row once it has arrived and verified.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from vllm.v1.kv_offload.tiering.base import JobResult
+
+from kvkeep.core.errors import KVKeepError
+from kvkeep.integrations.records import gather, scatter
+from kvkeep.integrations.vllm.kept import log_fault
+from kvkeep.integrations.vllm.offload.requests import group_of
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Mapping
+    from concurrent.futures import Future
+
+    from vllm.v1.kv_offload.base import OffloadKey
+    from vllm.v1.kv_offload.tiering.base import TransferJob
+
+    from kvkeep.integrations.records import Bytes
+    from kvkeep.integrations.vllm.kept import OpenStore
+    from kvkeep.integrations.vllm.offload.requests import TierRequest
+    from kvkeep.integrations.vllm.offload.rows import Rows
+    from kvkeep.integrations.vllm.stats import Counts
+
+__all__ = ["FinishedJob", "TierJobs"]
+
+_LOG = logging.getLogger("kvkeep.vllm")
+_LOADERS = 4
+
+
+@dataclass(slots=True)
+class FinishedJob:
+    """A job that has ended: the keys of the chunks that were moved, and of those that were not."""
+
+    job: TransferJob
+    request: TierRequest | None
+    moved: list[OffloadKey] = field(default_factory=list)
+    bytes: int = 0
+    seconds: float = 0.0
+    failed: list[OffloadKey] = field(default_factory=list)
+
+    def result(self) -> JobResult:
+        """Return what vLLM is told."""
+        some = tuple(self.moved) if self.failed and self.job.is_promotion else None
+        return JobResult(
+            self.job.job_id, not self.failed, some or None, self.seconds, self.bytes
+        )  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Part:
+    """Chunks of one group in a job: keys in order, their rows and the keys of the store."""
+
+    group: int
+    keys: list[OffloadKey]
+    rows: list[int]
+    names: list[bytes]
+
+
+class TierJobs:
+    """Runs the jobs of a tier: loads in four threads, saves in one, in order.
+
+    ``view`` is vLLM's memory, int8 [chunks, row bytes]. ``counted`` has the tokens of a chunk of
+    the group that is counted. ``news`` is set when a load has ended.
+
+    No failure of the store raises. A load ends within ``load_timeout`` of its submission.
+
+    Thread safety: all methods are called by the scheduler's thread.
+    """
+
+    def __init__(
+        self,
+        store: OpenStore,
+        view: memoryview,
+        rows: Rows,
+        counts: Counts,
+        *,
+        counted: Mapping[int, int],
+        load_timeout: float,
+        news: threading.Event,
+    ) -> None:
+        self._store = store
+        self._view: Bytes = np.asarray(view).view(np.uint8)
+        self._rows = rows
+        self._counts = counts
+        self._counted = counted
+        self._load_timeout = load_timeout
+        self._news = news
+        self._loaders = ThreadPoolExecutor(_LOADERS, "kvkeep load")
+        self._saver = ThreadPoolExecutor(1, "kvkeep save")
+        self._running: dict[int, Future[None]] = {}
+        self._done: deque[FinishedJob] = deque()
+        self._draining = False
+
+    def load(self, job: TransferJob, request: TierRequest) -> None:
+        """Begin to fill the rows of ``job``."""
+        until = time.monotonic() + self._load_timeout
+        request.loads += 1
+        self._counts.add(hit_tokens=self._tokens(job.keys))
+        self._run(self._loaders, FinishedJob(job, request), until)
+
+    def save(self, job: TransferJob, request: TierRequest) -> None:
+        """Begin to store the rows of ``job``."""
+        self._run(self._saver, FinishedJob(job, request), 0.0)
+
+    def skip(self, job: TransferJob) -> None:
+        """End ``job`` at once: its rows are not to be stored."""
+        self._done.append(FinishedJob(job, None))
+
+    def pin(self, request: TierRequest, whole: frozenset[int]) -> None:
+        """Begin to pin the chunks of a request that has ended; ``whole``: see `ChunkLookups`."""
+        self._saver.submit(self._pin, request, whole).add_done_callback(log_fault)
+
+    def _pin(self, request: TierRequest, whole: frozenset[int]) -> None:
+        assert request.options.pin is not None
+        for group, names in request.all_names().items():
+            # Behind a window, and without a state, chunks are missing that are not needed.
+            for some in [names] if group in whole else ([name] for name in names):
+                self._store.pin(some, request.options.pin)
+
+    def delete_expired(self) -> None:
+        """Begin to delete the chunks whose time is over."""
+        if self._store.has_expired:
+            self._saver.submit(self._store.delete_expired).add_done_callback(log_fault)
+
+    def _run(self, pool: ThreadPoolExecutor, ended: FinishedJob, until: float) -> None:
+        future = pool.submit(self._move, ended, until)
+        future.add_done_callback(log_fault)
+        self._running[ended.job.job_id] = future
+
+    def finished(self) -> list[FinishedJob]:
+        """Return the jobs that have ended since the last call."""
+        ended: list[FinishedJob] = []
+        while self._done:
+            one = self._done.popleft()
+            self._running.pop(one.job.job_id, None)
+            if one.job.is_promotion and one.request is not None:
+                one.request.loads -= 1
+            ended.append(one)
+        return ended
+
+    @property
+    def running(self) -> bool:
+        """Whether a job has not been returned by `finished`."""
+        return bool(self._running or self._done)
+
+    # --- in threads ------------------------------------------------------------------------------
+
+    def _move(self, ended: FinishedJob, until: float) -> None:
+        job, began = ended.job, time.monotonic()
+        parts: list[_Part] = []
+        try:
+            parts = self._parts(ended)
+            for part in parts:
+                if job.is_promotion:
+                    count = self._load(part, ended, until)
+                else:
+                    count = self._save(part, ended)
+                ended.moved += part.keys[:count]
+                ended.bytes += count * self._rows.size(part.group)
+        except KVKeepError as error:
+            _LOG.warning("chunks were not %s: %s", "loaded" if job.is_promotion else "saved", error)
+        finally:
+            moved = set(ended.moved)
+            wanted = job.keys if job.is_promotion else [key for part in parts for key in part.keys]
+            ended.failed = [key for key in wanted if key not in moved]
+            ended.seconds = time.monotonic() - began
+            self._count(ended, until)
+            self._done.append(ended)
+            self._news.set()
+
+    def _parts(self, ended: FinishedJob) -> list[_Part]:
+        """Return the chunks of a job by group, in the order of the prompt."""
+        job, request = ended.job, ended.request
+        assert request is not None
+        position = job.req_context.get_offload_key_position
+        last = None
+        if not (job.is_promotion or request.options.answers):
+            last = request.prompt_tokens or 0
+        places: dict[int, list[tuple[int, OffloadKey, int]]] = {}
+        for key, row in zip(job.keys, job.chunk_ids, strict=True):
+            end = position(key) or 0
+            if last is None or end <= last:
+                places.setdefault(group_of(key), []).append((end, key, int(row)))
+        parts = []
+        for group, found in places.items():
+            found.sort()
+            keys = [key for _, key, _ in found]
+            rows = [row for _, _, row in found]
+            parts.append(_Part(group, keys, rows, request.names(keys, group)))
+        return parts
+
+    def _load(self, part: _Part, ended: FinishedJob, until: float) -> int:
+        runs, view = self._rows.of(part.group), self._view
+        request = ended.request
+        assert request is not None
+
+        def sink(at: int, raw: memoryview) -> None:
+            row = view[part.rows[at]]
+            scatter(raw, (row[offset : offset + size] for offset, size in runs))
+
+        return self._store.store.read(
+            part.names,
+            [self._rows.size(part.group)] * len(part.keys),
+            sink,
+            deadline=max(0.0, until - time.monotonic()),
+            cancelled=lambda: request.over or self._draining,
+        )
+
+    def _save(self, part: _Part, ended: FinishedJob) -> int:
+        runs, view = self._rows.of(part.group), self._view
+        request = ended.request
+        assert request is not None
+
+        def fill(at: int, raw: memoryview) -> None:
+            row = view[part.rows[at]]
+            gather((row[offset : offset + size] for offset, size in runs), raw)
+
+        sizes = [self._rows.size(part.group)] * len(part.keys)
+        count = self._store.store.write(part.names, sizes, fill)
+        if request.options.ttl is not None:
+            self._store.expire(part.names[:count], request.options.ttl)
+        return count
+
+    def _count(self, ended: FinishedJob, until: float) -> None:
+        moved, failed = self._tokens(ended.moved), self._tokens(ended.failed)
+        if not ended.job.is_promotion:
+            self._counts.add(saved_tokens=moved, dropped_tokens=failed, save_seconds=ended.seconds)
+            return
+        late = failed if time.monotonic() >= until else 0
+        self._counts.add(
+            loaded_tokens=moved, failed_tokens=failed, late_tokens=late,
+            load_seconds=ended.seconds,
+        )  # fmt: skip
+        self._store.count_hits(self._counts)
+
+    def _tokens(self, keys: object) -> int:
+        assert hasattr(keys, "__iter__")
+        return sum(self._counted.get(group_of(key), 0) for key in keys)
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Wait until all jobs have ended; loads end with the chunk that they are at."""
+        self._draining = True
+        try:
+            wait(list(self._running.values()))
+        finally:
+            self._draining = False
+
+    def close(self) -> None:
+        """Drain, and release vLLM's memory."""
+        self.drain()
+        self._loaders.shutdown(wait=True)
+        self._saver.shutdown(wait=True)
+        self._view = np.zeros((0, 0), np.uint8)

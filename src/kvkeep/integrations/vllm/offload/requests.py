@@ -1,0 +1,102 @@
+"""What the tier knows of a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from kvkeep.integrations.vllm.adapters import Adapters
+from kvkeep.integrations.vllm.keys import keys_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from concurrent.futures import Future
+
+    from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
+
+    from kvkeep.integrations.vllm.options import RequestOptions
+
+__all__ = ["PendingQuery", "TierRequest", "group_of"]
+
+_GROUP_BYTES = 4
+
+
+def group_of(key: bytes) -> int:
+    """Return vLLM's number of the group of an offload key."""
+    return int.from_bytes(key[-_GROUP_BYTES:], "big")
+
+
+@dataclass(slots=True)
+class PendingQuery:
+    """A query of shared tiers about blocks, since a time (monotonic seconds)."""
+
+    blocks: frozenset[bytes]
+    since: float
+    future: Future[Sequence[bytes]]
+
+
+@dataclass(slots=True)
+class TierRequest:
+    """A request, from its arrival until vLLM has finished it.
+
+    Attributes:
+        options: its own options.
+        kept: whether its KV is stored and loaded; None: not known yet, which counts as False.
+        adapter: digest of its LoRA weights.
+        prompt_tokens: tokens of its prompt, if known.
+        step: the step for which ``found`` holds.
+        found: results of lookups in that step.
+        failed: chunks that could not be loaded: misses from then on, or vLLM asks for ever.
+        answered: blocks that shared tiers have, by their answers.
+        asked: blocks that they were asked about.
+        queries: queries without an answer so far.
+        loads: number of its loads that have not ended.
+        over: whether vLLM has finished it.
+    """
+
+    options: RequestOptions
+    kept: bool | None = None
+    adapter: bytes | None = None
+    prompt_tokens: int | None = None
+    step: int = -1
+    found: dict[OffloadKey, LookupResult] = field(default_factory=dict)
+    failed: set[OffloadKey] = field(default_factory=set)
+    answered: set[bytes] = field(default_factory=set)
+    asked: set[bytes] = field(default_factory=set)
+    queries: list[PendingQuery] = field(default_factory=list)
+    loads: int = 0
+    over: bool = False
+    _keys: dict[int, list[OffloadKey]] = field(default_factory=dict)
+    _seen: int = 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether vLLM waits for the tier before it computes the request."""
+        return bool(self.loads or self.queries)
+
+    def names(self, keys: Sequence[bytes], group: int) -> list[bytes]:
+        """Return the keys in the store of chunks of one group. Cost: 0.1 µs each."""
+        hashes: Sequence[bytes] = [key[:-_GROUP_BYTES] for key in keys]
+        if self.adapter is not None:
+            hashes = Adapters.mixed(hashes, self.adapter)
+        return keys_of(hashes, group)
+
+    def chunks(self, ctx: ReqContext, group: int, chunk_tokens: int) -> list[OffloadKey]:
+        """Return all chunks of ``group`` that vLLM has named for this request, in order.
+
+        Empty if this vLLM does not tell them before it asks for each.
+        """
+        positions: Mapping[OffloadKey, int] = getattr(ctx, "_offload_key_positions", {})
+        if len(positions) > self._seen:
+            for key, end in islice(positions.items(), self._seen, None):
+                number = group_of(key)
+                keys = self._keys.setdefault(number, [])
+                if end == (len(keys) + 1) * chunk_tokens:  # not inside a chunk
+                    keys.append(key)
+            self._seen = len(positions)
+        return self._keys.get(group, [])
+
+    def all_names(self) -> dict[int, list[bytes]]:
+        """Return the keys in the store of all its chunks, by group."""
+        return {group: self.names(keys, group) for group, keys in self._keys.items()}

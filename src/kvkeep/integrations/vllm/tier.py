@@ -1,0 +1,295 @@
+"""`KVKeepTier`: kvkeep as a secondary tier of vLLM's own offloading, and `KVKeepSpec`.
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "OffloadingConnector",
+      "kv_role": "kv_both", "kv_connector_extra_config": {"spec_name": "KVKeepSpec",
+      "spec_module_path": "kvkeep.integrations.vllm.tier", "cpu_bytes_to_use": 8589934592,
+      "secondary_tiers": [{"type": "KVKeepTier", "module_path": "kvkeep.integrations.vllm.tier",
+      "tiers": ["file:///var/lib/kvkeep?size=500GiB"]}]}}'
+
+vLLM moves KV between the GPU and its memory; kvkeep keeps what is there on disks and servers. The
+tier works with vLLM's `TieringOffloadingSpec`, too, which needs a GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
+
+from kvkeep.core.errors import InvalidValue
+from kvkeep.integrations.vllm.adapters import Adapters
+from kvkeep.integrations.vllm.kept import OpenStore
+from kvkeep.integrations.vllm.offload.engine import Engine
+from kvkeep.integrations.vllm.offload.identity import namespace_of_rows
+from kvkeep.integrations.vllm.offload.jobs import TierJobs
+from kvkeep.integrations.vllm.offload.lookups import ChunkLookups
+from kvkeep.integrations.vllm.offload.metrics import definitions, taken
+from kvkeep.integrations.vllm.offload.notes import take_notes
+from kvkeep.integrations.vllm.offload.options import OffloadOptions
+from kvkeep.integrations.vllm.offload.requests import TierRequest
+from kvkeep.integrations.vllm.offload.rows import Rows
+from kvkeep.integrations.vllm.offload.spec import KVKeepSpec
+from kvkeep.integrations.vllm.options import RequestOptions
+from kvkeep.integrations.vllm.stats import Counts
+from kvkeep.store.backends.memory import MemoryBackend
+from kvkeep.store.blocks.store import BlockStore
+from kvkeep.store.tiers import PassThrough
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+        OffloadingConnectorStats,
+    )
+    from vllm.v1.kv_offload.base import (
+        OffloadingMetricMetadata,
+        OffloadKey,
+        ReqContext,
+        ScheduleEndContext,
+    )
+    from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
+    from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
+    from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+    from vllm.v1.request import Request
+
+    from kvkeep.integrations.vllm.offload.notes import WorkerNote
+
+__all__ = ["KVKeepSpec", "KVKeepTier"]
+
+_LOG = logging.getLogger("kvkeep.vllm")
+# While no request can be computed vLLM runs idle steps in a loop, which takes the interpreter lock
+# from the threads that load. So an idle step waits this long for one of them; a new request is
+# delayed by as much at most.
+_PAUSE_S = 0.002
+
+
+class KVKeepTier(SecondaryTierManager):
+    """A secondary tier of vLLM that keeps chunks in kvkeep's tiers.
+
+    Chunks are stored as records with a checksum, under keys that name everything their bytes
+    depend on. No request fails or waits longer than its timeouts because of a tier: chunks that do
+    not arrive are computed.
+
+    Options are those of `kvkeep.integrations.vllm.offload.options.OffloadOptions`, in the tier's
+    entry in ``secondary_tiers``; a request's, in ``kv_transfer_params["kvkeep"]``, those of
+    `kvkeep.integrations.vllm.options.RequestOptions`.
+
+    Raises:
+        InvalidValue: an option is wrong.
+
+    Notes
+    -----
+    Thread safety: none; vLLM calls all methods in the scheduler's thread. None of them waits for a
+    tier, except `drain_jobs` and `shutdown`.
+    """
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: TieringOffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: BackpressureDetector | None = None,
+        locality: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        self._options = OffloadOptions.parse(options)
+        self.locality = None if locality is None else Locality(locality)
+        config = offloading_spec.config
+        self._engine = Engine.of_caller()
+        self._adapters = Adapters()
+        notes = None
+        if isinstance(offloading_spec, KVKeepSpec):
+            notes = take_notes(config.engine_id, config.parallel.world_size)
+        namespace = namespace_of_rows(self._engine, self._options, offloading_spec, notes)
+        chunk_tokens = {
+            group.group_id: group.tokens_per_block * config.cache.blocks_per_chunk
+            for group in config.groups
+        }
+        self._whole = whole = self._whole_groups(list(chunk_tokens))
+        counted = next(iter(sorted(whole)), min(chunk_tokens))
+        self._counts = Counts()
+        self._news = threading.Event()
+        store = BlockStore(
+            namespace,
+            tiers=[MemoryBackend(self._options.buffer), *self._options.tiers],
+            policy=PassThrough(),
+        )
+        self._store = OpenStore(store, self._options.flush_timeout)
+        self._lookups = ChunkLookups(
+            self._store, self._counts, whole=whole, chunk_tokens=chunk_tokens,
+            timeout=self._options.lookup_timeout, news=self._news,
+        )  # fmt: skip
+        self._jobs = TierJobs(
+            self._store, primary_kv_view, _rows(offloading_spec, notes), self._counts,
+            counted={counted: chunk_tokens[counted]}, load_timeout=self._options.load_timeout,
+            news=self._news,
+        )  # fmt: skip
+        self._live: dict[str, TierRequest] = {}
+        _LOG.info(
+            "kvkeep stores chunks of up to %d bytes in %s", offloading_spec.kv_bytes_per_chunk,
+            ", ".join(tier.place for tier in store.stats()[1:]),
+        )  # fmt: skip
+
+    def _whole_groups(self, groups: list[int]) -> frozenset[int]:
+        """Return the groups whose layers see all tokens."""
+        if self._engine is None:
+            return frozenset()
+        from vllm.v1.kv_cache_interface import FullAttentionSpec  # noqa: PLC0415
+
+        specs = self._engine.caches.kv_cache_groups
+        return frozenset(
+            group for group in groups if isinstance(specs[group].kv_cache_spec, FullAttentionSpec)
+        )
+
+    # --- requests --------------------------------------------------------------------------------
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Track a new request; wrong options of a request are ignored and counted."""
+        options = RequestOptions()
+        try:
+            options = RequestOptions.parse(req_context.kv_transfer_params)
+        except InvalidValue as error:
+            self._counts.add(ignored_params=1)
+            _LOG.warning(
+                "kv_transfer_params of request %.100r are ignored: %.500s",
+                req_context.req_id,
+                str(error),
+            )
+        request = TierRequest(options)
+        if self._engine is None or (self._engine.config.lora_config is None and options.answers):
+            request.kept = True  # nothing but vLLM's keys decides
+        self._live[req_context.req_id] = request
+        req_context.set_state(request)
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """Forget a request; its loads end with the chunk that they are at."""
+        request = self._live.pop(req_context.req_id, None)
+        if request is not None:
+            request.over = True
+            if request.options.pin is not None and request.kept:
+                self._jobs.pin(request, self._whole)
+
+    def _known(self, request: TierRequest, request_id: str) -> bool:
+        """Return whether all is known that KV of the request depends on: its adapter, too."""
+        if request.kept is None and self._engine is not None:
+            found: Request | None = self._engine.request(request_id)
+            if found is not None:
+                request.prompt_tokens = found.num_prompt_tokens
+                if found.lora_request is not None:
+                    request.adapter = self._adapters.digest(found.lora_request)
+                request.kept = found.lora_request is None or request.adapter is not None
+        return bool(request.kept)
+
+    # --- lookups and jobs ------------------------------------------------------------------------
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """Return whether a chunk is stored; RETRY while shared tiers are asked."""
+        request = req_context.get_state(TierRequest)
+        if request is None or not request.options.load:
+            return LookupResult.MISS
+        if not request.kept and not self._known(request, req_context.req_id):
+            return LookupResult.MISS
+        return self._lookups.find(request, key, req_context)
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        """Begin to store rows."""
+        context = job_metadata.req_context
+        request = context.get_state(TierRequest)
+        if (
+            request is not None
+            and request.options.store
+            and self._known(request, context.req_id)
+        ):
+            self._jobs.save(job_metadata, request)
+        else:
+            self._jobs.skip(job_metadata)
+
+    def submit_load(self, job_metadata: TransferJob, *, expedited: bool = False) -> None:
+        """Begin to fill rows. All loads are begun at once, ``expedited`` or not."""
+        del expedited
+        request = job_metadata.req_context.get_state(TierRequest)
+        assert request is not None, "a lookup found the chunks for a request"
+        self._jobs.load(job_metadata, request)
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """Return the results of jobs that have ended; what was not loaded is a miss from now on."""
+        results = []
+        for ended in self._jobs.finished():
+            if ended.job.is_promotion and ended.failed:
+                # For all requests: those that wait for the same chunk would wait one by one.
+                for request in self._live.values():
+                    request.failed.update(ended.failed)
+                    request.step = -1
+            results.append(ended.result())
+        return results
+
+    def has_pending_work(self) -> bool:
+        """Return whether jobs have not ended."""
+        return self._jobs.running
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """End a step: if every request waits for the tier, wait for news for a moment."""
+        for request_id in context.new_req_ids:
+            request = self._live.get(request_id)
+            if request is not None and request.kept is None:
+                self._known(request, request_id)
+        self._jobs.delete_expired()
+        self._lookups.next_step()
+        if self._live and all(request.waits for request in self._live.values()):
+            self._news.wait(_PAUSE_S)
+        self._news.clear()
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    def drain_jobs(self) -> None:
+        """Wait until no job reads or writes vLLM's memory. What is stored stays."""
+        self._jobs.drain()
+
+    def shutdown(self) -> None:
+        """End all jobs, and let the store write queued chunks, for at most ``flush_timeout``."""
+        for request in self._live.values():
+            request.over = True
+        self._lookups.close()
+        self._jobs.close()
+        self._primary_kv_view = memoryview(b"")
+        self._store.close()
+
+    # --- figures ---------------------------------------------------------------------------------
+
+    @classmethod
+    def build_metric_definitions(
+        cls, extra_config: dict[str, Any]
+    ) -> dict[str, OffloadingMetricMetadata]:
+        """Return the tier's metrics, for vLLM's Prometheus page."""
+        return definitions()
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        """Return the counts since the last call."""
+        return taken(self._counts)
+
+
+def _rows(spec: TieringOffloadingSpec, notes: list[WorkerNote] | None) -> Rows:
+    """Return which bytes of a row are stored: all, if workers did not tell."""
+    row_bytes = int(spec.kv_bytes_per_chunk)
+    if notes is None:
+        return Rows(row_bytes, {})
+    whole = spec.replicated_layout or spec.config.canonical_layout
+    return Rows.of_notes(
+        notes[:1] if whole else notes,
+        [group.group_id for group in spec.config.groups],
+        row_bytes=row_bytes,
+        rank_bytes=int(spec.cpu_page_size_per_worker),
+        blocks=spec.config.cache.blocks_per_chunk,
+    )

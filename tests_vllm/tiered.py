@@ -1,0 +1,78 @@
+"""Engines with vLLM's own offloading, and kvkeep below it."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from engines import Engine, engine
+
+from kvkeep.integrations.vllm.stats import Counts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kvkeep.integrations.vllm.tier import KVKeepTier
+    from kvkeep.store import BlockStore
+
+MODULE = "kvkeep.integrations.vllm.tier"
+
+
+def offloading(tiers: Sequence[dict[str, Any]], **extra: Any) -> dict[str, Any]:
+    """The configuration of an engine with these secondary tiers."""
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "KVKeepSpec", "spec_module_path": MODULE,
+            "cpu_bytes_to_use": 64 << 20, "secondary_tiers": list(tiers), **extra,
+        },
+    }  # fmt: skip
+
+
+def kvkeep_tier(*tiers: str, **options: Any) -> dict[str, Any]:
+    return {"type": "KVKeepTier", "module_path": MODULE, "tiers": list(tiers), **options}
+
+
+class TieredEngine(Engine):
+    """An engine with one `KVKeepTier`, and a look at what it does."""
+
+    @property
+    def tier(self) -> KVKeepTier:
+        (tier,) = self.core.scheduler.connector.connector_scheduler.manager.secondary_tiers
+        return tier  # type: ignore[no-any-return]
+
+    @property
+    def store(self) -> BlockStore:
+        return self.tier._store.store
+
+    def forget_all(self) -> None:
+        """Empty vLLM's prefix cache and its primary tier; what the tier has stays."""
+        assert self.core.scheduler.reset_prefix_cache(reset_connector=True)
+
+
+@contextmanager
+def tiered(model: str, *tiers: str, **more: Any) -> Iterator[TieredEngine]:
+    """An engine with kvkeep's ``tiers`` below vLLM's 64 MiB of memory."""
+    options, extra = more.pop("options", {}), more.pop("extra", {})
+    transfer = offloading([kvkeep_tier(*tiers, **options)], **extra)
+    kept: list[dict[str, float]] = []
+    take = Counts.take
+
+    def told(counts: Counts) -> Any:
+        stats = take(counts)
+        for name, amount in (stats.data if stats else {}).items():
+            for one in kept:
+                one[name] = one.get(name, 0) + amount
+        return stats
+
+    Counts.take = told  # type: ignore[method-assign]
+    try:
+        with engine(model, kv_transfer_config=transfer, **more) as plain:
+            plain.__class__ = TieredEngine
+            assert isinstance(plain, TieredEngine)
+            plain._take = plain._kept = told
+            kept.append(plain.counted)
+            yield plain
+    finally:
+        Counts.take = take  # type: ignore[method-assign]
