@@ -98,9 +98,15 @@ class Served:
 
     def flush(self) -> float:
         """Flush kvkeep's store."""
-        connector = self._llm.llm_engine.engine_core.engine_core.scheduler.connector
+        core = self._llm.llm_engine.engine_core.engine_core
         began = time.perf_counter()
-        connector._scheduler._shared.store.flush(120)
+        if hasattr(core.scheduler.connector, "_scheduler"):
+            core.scheduler.connector._scheduler._shared.store.flush(120)
+        else:
+            (tier,) = core.scheduler.connector.connector_scheduler.manager.secondary_tiers
+            while tier.has_pending_work():
+                core.step()
+            tier._store.store.flush(120)
         return time.perf_counter() - began
 
 
@@ -121,7 +127,7 @@ class Engine:
     def __init__(self, model: str, transfer: dict[str, Any] | None, log: Path) -> None:
         self._log = log.open("w")
         self._process = subprocess.Popen(
-            [sys.executable, __file__, "--serve", model, json.dumps(transfer)],
+            [sys.executable, str(Path(__file__).resolve()), "--serve", model, json.dumps(transfer)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
         )  # fmt: skip
         self._log_path = log

@@ -1,0 +1,133 @@
+"""kvkeep below vLLM's own offloading beside kvkeep's connector: times to the first token.
+
+The model and the prompts are those of ``vllm_engine.py``, and all engines take turns in one run:
+vLLM alone, the connector, and the tier below vLLM's offloader, whose primary tier is vLLM's memory.
+
+    .venv-vllm/bin/python benchmarks/vllm_tier.py           # about six minutes
+    .venv-vllm/bin/python benchmarks/vllm_tier.py --quick   # two rounds, 1,100 tokens
+    .venv-vllm/bin/python benchmarks/vllm_tier.py --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from figures import Figure
+from vllm_engine import Engine, kvkeep_in, make_model
+
+MIB = 1 << 20
+
+
+def tier_in(tiers: list[str]) -> dict[str, Any]:
+    """Return the configuration of vLLM with kvkeep below its offloader."""
+    module = "kvkeep.integrations.vllm.tier"
+    return {
+        "kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "KVKeepSpec", "spec_module_path": module, "cpu_bytes_to_use": 512 * MIB,
+            "secondary_tiers": [{"type": "KVKeepTier", "module_path": module, "tiers": tiers}],
+        },
+    }  # fmt: skip
+
+
+def measure(directory: Path, rounds: int, length: int) -> dict[str, list[float]]:
+    """Return seconds by what is measured, one for each round."""
+    model = make_model(directory / "model")
+    connector = f"file://{directory}/connector?size=4GiB"
+    tier = f"file://{directory}/tier?size=4GiB"
+    engines = {
+        "alone": Engine(model, None, directory / "alone.log"),
+        "connector": Engine(
+            model, kvkeep_in(["memory://512MiB?touch=yes", connector]), directory / "connector.log"
+        ),
+        "tier": Engine(model, tier_in([tier]), directory / "tier.log"),
+    }
+    later = {
+        "connector": Engine(
+            model, kvkeep_in(["memory://256MiB?touch=yes", connector]), directory / "later.log"
+        ),
+        "tier": Engine(model, tier_in([tier]), directory / "tier later.log"),
+    }
+    seen: dict[str, list[float]] = {}
+    for turn in range(rounds):
+        seed = 1000 + turn
+        times: dict[str, list[float]] = {}
+        for number in range(2):  # in one order and in the other: what drifts evens out
+            order = list(engines)[:: 1 if number else -1]
+            for name in order:
+                took = engines[name].ask(seed + 100 * number, length, 1, 1)
+                times.setdefault(f"cold {name}", []).append(took)
+        for name in ("connector", "tier"):
+            engines[name].flush()
+        for _ in range(5):
+            for name, engine in engines.items():
+                if name != "alone":
+                    engine.forget()
+                times.setdefault(f"hit {name}", []).append(engine.ask(seed, length, 1, 1))
+        for name, engine in later.items():
+            engine.restart()
+            times[f"disk {name}"] = [engine.ask(seed, length, 1, 1)]
+        for name, values in times.items():
+            seen.setdefault(name, []).append(statistics.median(values))
+    for engine in (*engines.values(), *later.values()):
+        engine.close()
+    return seen
+
+
+def main() -> None:
+    """Measure, and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, a shorter prompt")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--dir", type=Path, help="where the disk tiers are to be")
+    options = parser.parse_args()
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory(dir=options.dir, prefix="kvkeep vllm ") as directory:
+        rounds, length = (2, 1100) if options.quick else (5, 4100)
+        seen = measure(Path(directory), rounds, length)
+
+    def figure(text: str, name: str, beside: str = "", goal: float | None = None) -> Figure:
+        values = seen[name]
+        value = statistics.median(values) * 1e3
+        if not beside:
+            return Figure(text, "ms", value)
+        ratios = [mine / theirs for mine, theirs in zip(values, seen[beside], strict=True)]
+        words = "vLLM's own hit" if beside == "hit alone" else "vLLM alone"
+        return Figure(
+            text, "ms", value, words, statistics.median(ratios), min(ratios), max(ratios), goal,
+            "less",
+        )  # fmt: skip
+
+    figures = [
+        figure("first token, cold, vLLM alone", "cold alone"),
+        figure("… with the connector, which saves it", "cold connector", "cold alone", 1.03),
+        figure("… with the tier, which saves it", "cold tier", "cold alone", 1.03),
+        figure("… found in vLLM's own prefix cache", "hit alone"),
+        figure("… found in the connector's memory", "hit connector", "hit alone"),
+        figure("… found in vLLM's primary tier", "hit tier", "hit alone", 1.2),
+        figure("… on disk after a restart, the connector", "disk connector", "hit alone"),
+        figure("… on disk after a restart, the tier", "disk tier", "hit alone", 1.7),
+    ]
+    if options.json:
+        print(json.dumps([asdict(each) | {"met": each.met} for each in figures], indent=2))
+    else:
+        print(f"vLLM on the CPU, {length:,} tokens, medians of {rounds} rounds")
+        print("\n".join(each.line() for each in figures))
+    if any(each.met is False for each in figures):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
