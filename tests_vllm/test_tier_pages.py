@@ -1,0 +1,320 @@
+"""The tier without an engine: vLLM's manager is driven by hand, under faults, and rows are compared.
+
+The primary tier is small, so almost every chunk comes from the tier below. A row that vLLM calls a
+hit has the bytes of its key, or the test fails.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from tiered import kvkeep_tier
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+
+from kvkeep.core.errors import BackendFailed, OutOfRoom
+from kvkeep.core.keys import Namespace
+from kvkeep.integrations.vllm import tier as tier_module
+from kvkeep.integrations.vllm.tier import KVKeepSpec
+from kvkeep.store.backends.disk import DiskBackend
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+TOKENS, ROW, ROWS = 16, 4096, 16
+LOADS = int(os.environ.get("KVKEEP_TIER_LOADS", "3000"))
+
+
+def spec_of(engine: str, *tiers: str, **options: Any) -> KVKeepSpec:
+    one = OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, True)
+    config = OffloadingConfig(
+        groups=tuple(OffloadingGroupConfig(TOKENS, (f"layer{at}",), at) for at in range(2)),
+        worker_kv_bytes_per_block=ROW,
+        enable_kv_cache_events=False,
+        extra_config={
+            "cpu_bytes_to_use": ROW * ROWS,
+            "secondary_tiers": [kvkeep_tier(*tiers, **options)],
+        },
+        engine_id=engine,
+        model=OffloadingModelConfig("none", "float32"),
+        cache=OffloadingCacheConfig(TOKENS, 1),
+        parallel=one,
+    )
+    return KVKeepSpec(config)
+
+
+def row_of(key: bytes) -> np.ndarray:
+    """What vLLM computes for a chunk."""
+    seed = int.from_bytes(hashlib.sha256(key).digest()[:8], "big")
+    return np.random.default_rng(seed).integers(0, 256, ROW, np.uint8)
+
+
+@dataclass
+class Asked:
+    """A request in the making: its chunks of both groups in the order of the prompt."""
+
+    ctx: ReqContext
+    keys: list[bytes] = field(default_factory=list)
+    steps: int = 0
+
+
+class Driver:
+    """Does what vLLM's scheduler and its mover do, with rows instead of pages."""
+
+    def __init__(self, spec: KVKeepSpec) -> None:
+        self.manager: Any = spec.get_manager()
+        (self.tier,) = self.manager.secondary_tiers
+        self.rows = np.asarray(self.manager.primary_tier.get_kv_memoryview()).view(np.uint8)
+        self.hits = self.misses = self.loaded = 0
+        self._number = 0
+        self._finished = self.tier._jobs.finished
+        self.tier._jobs.finished = self._count_loads
+
+    def _count_loads(self) -> list[Any]:
+        ended = self._finished()
+        self.loaded += sum(len(one.moved) for one in ended if one.job.is_promotion)
+        return ended  # type: ignore[no-any-return]
+
+    def begin(self, prompt: int, chunks: int) -> Asked:
+        self._number += 1
+        asked = Asked(ReqContext(f"request {self._number}"))
+        for at in range(chunks):
+            digest = hashlib.sha256(b"%d %d" % (prompt, at)).digest()
+            for group in range(2):
+                key = make_offload_key(digest, group)
+                asked.ctx.set_offload_key_position(key, (at + 1) * TOKENS)
+                asked.keys.append(key)
+        self.manager.on_new_request(asked.ctx)
+        return asked
+
+    def step(self, asked: Asked) -> bool:
+        """Look up, load and check, or store; return whether the request is over."""
+        asked.steps += 1
+        found = []
+        for key in asked.keys:
+            result = self.manager.lookup(key, asked.ctx)
+            if result in (LookupResult.RETRY, LookupResult.HIT_PENDING):
+                return False
+            if result is LookupResult.MISS:
+                break
+            found.append(key)
+        if found:
+            places = self.manager.prepare_load(found, asked.ctx).chunk_ids
+            for key, row in zip(found, places, strict=True):
+                assert (self.rows[row] == row_of(key)).all(), f"wrong bytes of {key.hex()}"
+            self.manager.complete_load(found, asked.ctx)
+        self.hits += len(found)
+        rest = asked.keys[len(found) :]
+        self.misses += len(rest)
+        if rest:
+            stored = self.manager.prepare_store(rest, asked.ctx)
+            if stored is not None and stored.keys_to_store:
+                places = stored.store_spec.chunk_ids
+                for key, row in zip(stored.keys_to_store, places, strict=True):
+                    self.rows[row] = row_of(key)
+                self.manager.complete_store(stored.keys_to_store, asked.ctx)
+        self.manager.on_request_finished(asked.ctx)
+        return True
+
+    def end_step(self) -> None:
+        self.manager.on_schedule_end(ScheduleEndContext((), ()))
+
+    def finish(self, asked: Asked, most: float = 30.0) -> None:
+        until = time.monotonic() + most
+        while not self.step(asked):
+            self.end_step()
+            assert time.monotonic() < until, f"{asked.ctx.req_id} waits for ever"
+        self.end_step()
+
+    def settle(self) -> None:
+        while self.manager.has_pending_work():
+            self.end_step()
+
+    def close(self) -> None:
+        self.rows = np.zeros((0, ROW), np.uint8)
+        self.manager.shutdown()
+
+
+@pytest.fixture
+def same_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an engine, a tier has a namespace that no other has; here all have one."""
+    monkeypatch.setattr(tier_module, "namespace_of_rows", lambda *_: Namespace(model="pages"))
+
+
+@pytest.fixture
+def driver(tmp_path: Path, same_space: None) -> Iterator[Driver]:
+    one = Driver(
+        spec_of("pages", f"file://{tmp_path}/kv?size=64MiB", load_timeout=0.3, buffer="1MiB")
+    )
+    yield one
+    one.close()
+
+
+def test_loads_under_random_faults_have_no_wrong_byte(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng, lock, ended = random.Random(0), threading.Lock(), threading.Event()
+    get, put = DiskBackend.get, DiskBackend.put
+    faults = {"flip": 0, "short": 0, "error": 0, "gone": 0, "hang": 0, "full": 0, "write": 0}
+
+    def fault(kinds: dict[str, float]) -> str:
+        with lock:
+            for kind, share in kinds.items():
+                if rng.random() < share:
+                    faults[kind] += 1
+                    return kind
+        return ""
+
+    def bad_get(self: DiskBackend, block: bytes, room: Any) -> Any:
+        kind = fault({"flip": 0.02, "short": 0.01, "error": 0.01, "gone": 0.01, "hang": 0.001})
+        if kind == "error":
+            raise BackendFailed("as told")
+        if kind == "gone":
+            return None
+        if kind == "hang":
+            ended.wait(0.6)
+        record = get(self, block, room)
+        if record is not None and kind == "flip":
+            record[rng.randrange(len(record))] ^= 1 << rng.randrange(8)
+        if record is not None and kind == "short":
+            record[len(record) // 2 :] = bytes(len(record) - len(record) // 2)
+        return record
+
+    def bad_put(self: DiskBackend, block: bytes, record: memoryview) -> None:
+        kind = fault({"full": 0.01, "write": 0.01})
+        if kind == "full":
+            raise OutOfRoom(len(record), "the disk, as told")
+        if kind == "write":
+            raise BackendFailed("as told")
+        put(self, block, record)
+
+    monkeypatch.setattr(DiskBackend, "get", bad_get)
+    monkeypatch.setattr(DiskBackend, "put", bad_put)
+    live: list[Asked] = []
+    until = time.monotonic() + 60 + LOADS / 20
+    while driver.loaded < LOADS:
+        assert time.monotonic() < until, f"{driver.loaded} loads, {faults}"
+        while len(live) < 3:
+            live.append(driver.begin(rng.randrange(150), rng.randint(1, 4)))
+        live = [asked for asked in live if not driver.step(asked)]
+        if live and rng.random() < 0.01:  # aborted while its chunks may be on their way
+            driver.manager.on_request_finished(live.pop(rng.randrange(len(live))).ctx)
+        driver.end_step()
+        if rng.random() < 0.002:
+            driver.manager.reset_cache()
+    for asked in live:
+        driver.finish(asked)
+    driver.settle()
+    ended.set()
+    assert all(number for kind, number in faults.items() if kind != "hang"), faults
+    driver.tier._store.store.check()
+
+
+def test_failed_chunks_are_misses_at_once(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else vLLM would ask for them again in each step, for ever."""
+    driver.finish(driver.begin(0, 3))
+    driver.settle()
+    store = driver.tier._store.store
+    assert store.flush(30)
+    driver.manager.reset_cache()
+    store._tiered.memory.remove([one.block for one in store._tiered.memory.backend.list()])
+    asked = 0
+
+    def fails(*args: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        raise BackendFailed("as told")
+
+    monkeypatch.setattr(DiskBackend, "get", fails)
+    again = driver.begin(0, 3)
+    driver.finish(again)
+    assert asked <= 2 * len(again.keys)
+    assert again.steps < 50
+    assert driver.hits == 0
+
+
+def test_one_result_for_each_job_and_drain_leaves_the_rows_alone(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver.finish(driver.begin(1, 4))
+    driver.settle()
+    store = driver.tier._store.store
+    assert store.flush(30)
+    driver.manager.reset_cache()
+    store._tiered.memory.remove([one.block for one in store._tiered.memory.backend.list()])
+    go_on, get = threading.Event(), DiskBackend.get
+
+    def waits(self: DiskBackend, block: bytes, room: Any) -> Any:
+        go_on.wait(30)
+        return get(self, block, room)
+
+    monkeypatch.setattr(DiskBackend, "get", waits)
+    asked = driver.begin(1, 4)
+    assert not driver.step(asked)
+    driver.end_step()
+    jobs = set(driver.manager._jobs)
+    assert jobs
+    driver.tier.drain_jobs()  # within load_timeout, although the disk hangs
+    driver.rows[:] = 7
+    go_on.set()
+    store._tiered.tiers[0].reading.wait(30)
+    assert (driver.rows == 7).all()
+    ended = [result.job_id for result in driver.tier.get_finished_jobs()]
+    assert sorted(ended) == sorted(jobs)
+    assert not list(driver.tier.get_finished_jobs())
+    for job in jobs:
+        driver.manager._jobs.pop(job)
+
+
+def test_recency_survives_a_restart(tmp_path: Path, same_space: None) -> None:
+    """A budget for three prompts: after a restart, the one that was used last stays."""
+    disk = f"file://{tmp_path}/kv?size={6 * 2 * 8192}"  # six chunks, of two groups, and headers
+    one = Driver(spec_of("first", disk))
+    for prompt in range(3):
+        one.finish(one.begin(prompt, 2))
+        one.settle()
+        assert one.tier._store.store.flush(30)
+    one.manager.reset_cache()
+    one.finish(one.begin(0, 2))  # used again
+    one.settle()
+    one.close()
+    two = Driver(spec_of("second", disk))
+    two.finish(two.begin(9, 2))
+    two.settle()
+    assert two.tier._store.store.flush(30)
+    two.manager.reset_cache()
+    before = two.hits
+    two.finish(two.begin(0, 2))
+    assert two.hits - before == 4
+    two.close()
+    assert not any(name.startswith(("vllm_offload_first", "vllm_offload_second"))
+                   for name in os.listdir("/dev/shm"))  # fmt: skip
+
+
+def test_loads_may_be_expedited(driver: Driver) -> None:
+    submitted = driver.tier.submit_load
+
+    def expedited(job: Any) -> None:
+        submitted(job, expedited=True)
+
+    driver.tier.submit_load = expedited
+    driver.finish(driver.begin(5, 2))
+    driver.settle()
+    driver.manager.reset_cache()
+    driver.finish(driver.begin(5, 2))
+    assert driver.hits == 4
