@@ -1,4 +1,4 @@
-"""A failing place below vLLM's offloading costs time, never a token, and no request waits for ever."""
+"""A failing place below vLLM's offloading costs time, never a token; no request waits for ever."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-import pytest
 from engines import BLOCK, LENGTHS, PROMPTS, Answer, apart, prompt, same
 from test_failures import records
 from tiered import tiered
@@ -17,6 +16,8 @@ from kvkeep.store.backends.disk import DiskBackend
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import pytest
 
     from conftest import Server
 

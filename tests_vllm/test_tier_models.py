@@ -1,4 +1,4 @@
-"""kvkeep below vLLM's offloading: hybrids hit after a reset and in another process, as Llama does."""
+"""kvkeep below vLLM's offloading: all kinds of models hit after a reset and in another process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tier without an engine: vLLM's manager is driven by hand, under faults, and rows are compared.
+"""The tier without an engine: vLLM's manager is driven by hand under faults, and rows compared.
 
 The primary tier is small, so almost every chunk comes from the tier below. A row that vLLM calls a
 hit has the bytes of its key, or the test fails.
