@@ -104,7 +104,7 @@ class Served:
             core.scheduler.connector._scheduler._shared.store.flush(120)
         else:
             (tier,) = core.scheduler.connector.connector_scheduler.manager.secondary_tiers
-            while tier.has_pending_work():
+            while core.scheduler.connector.has_pending_push_work():
                 core.step()
             tier._store.store.flush(120)
         return time.perf_counter() - began

@@ -27,7 +27,7 @@ from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 from kvkeep.core.errors import InvalidValue
 from kvkeep.integrations.vllm.adapters import Adapters
 from kvkeep.integrations.vllm.kept import OpenStore
-from kvkeep.integrations.vllm.offload.engine import Engine
+from kvkeep.integrations.vllm.offload.engine import OffloadEngine
 from kvkeep.integrations.vllm.offload.identity import namespace_of_rows
 from kvkeep.integrations.vllm.offload.jobs import TierJobs
 from kvkeep.integrations.vllm.offload.lookups import ChunkLookups
@@ -35,7 +35,7 @@ from kvkeep.integrations.vllm.offload.metrics import definitions, taken
 from kvkeep.integrations.vllm.offload.notes import take_notes
 from kvkeep.integrations.vllm.offload.options import OffloadOptions
 from kvkeep.integrations.vllm.offload.requests import TierRequest
-from kvkeep.integrations.vllm.offload.rows import Rows
+from kvkeep.integrations.vllm.offload.rows import ChunkRows
 from kvkeep.integrations.vllm.offload.spec import KVKeepSpec
 from kvkeep.integrations.vllm.options import RequestOptions
 from kvkeep.integrations.vllm.stats import Counts
@@ -106,7 +106,7 @@ class KVKeepTier(SecondaryTierManager):
         self._options = OffloadOptions.parse(options)
         self.locality = None if locality is None else Locality(locality)
         config = offloading_spec.config
-        self._engine = Engine.of_caller()
+        self._engine = OffloadEngine.of_caller()
         self._adapters = Adapters()
         notes = None
         if isinstance(offloading_spec, KVKeepSpec):
@@ -126,12 +126,15 @@ class KVKeepTier(SecondaryTierManager):
             policy=PassThrough(),
         )
         self._store = OpenStore(store, self._options.flush_timeout)
+        rows = _rows(offloading_spec, notes)
+        for size in {rows.size(group) for group in chunk_tokens}:
+            store.prepare_reads(size)
         self._lookups = ChunkLookups(
             self._store, self._counts, whole=whole, chunk_tokens=chunk_tokens,
             timeout=self._options.lookup_timeout, news=self._news,
         )  # fmt: skip
         self._jobs = TierJobs(
-            self._store, primary_kv_view, _rows(offloading_spec, notes), self._counts,
+            self._store, primary_kv_view, rows, self._counts,
             counted={counted: chunk_tokens[counted]}, load_timeout=self._options.load_timeout,
             news=self._news,
         )  # fmt: skip
@@ -207,11 +210,7 @@ class KVKeepTier(SecondaryTierManager):
         """Begin to store rows."""
         context = job_metadata.req_context
         request = context.get_state(TierRequest)
-        if (
-            request is not None
-            and request.options.store
-            and self._known(request, context.req_id)
-        ):
+        if request is not None and request.options.store and self._known(request, context.req_id):
             self._jobs.save(job_metadata, request)
         else:
             self._jobs.skip(job_metadata)
@@ -280,13 +279,13 @@ class KVKeepTier(SecondaryTierManager):
         return taken(self._counts)
 
 
-def _rows(spec: TieringOffloadingSpec, notes: list[WorkerNote] | None) -> Rows:
+def _rows(spec: TieringOffloadingSpec, notes: list[WorkerNote] | None) -> ChunkRows:
     """Return which bytes of a row are stored: all, if workers did not tell."""
     row_bytes = int(spec.kv_bytes_per_chunk)
     if notes is None:
-        return Rows(row_bytes, {})
+        return ChunkRows(row_bytes, {})
     whole = spec.replicated_layout or spec.config.canonical_layout
-    return Rows.of_notes(
+    return ChunkRows.of_notes(
         notes[:1] if whole else notes,
         [group.group_id for group in spec.config.groups],
         row_bytes=row_bytes,

@@ -192,6 +192,15 @@ class BlockStore(Store):
             self._timing.end(began, "get", asked=len(keys), moved=count, size=size, tiers=tiers)
         return count
 
+    def prepare_reads(self, size: int) -> None:
+        """Touch the memory that reads of blocks of ``size`` bytes go through.
+
+        With `kvkeep.store.tiers.PassThrough`, the first read then is as fast as later ones. Takes
+        64 MiB at most, and as long as it takes to write them.
+        """
+        with closed_is_illegal():
+            self._tiered.prepare_reads(whole("the size of a block", size, 1))
+
     def lookup(self, keys: Sequence[bytes], *, deadline: float | None = None) -> int:
         """Return how many leading ``keys`` are stored; read no block.
 

@@ -107,6 +107,10 @@ class Reader:
         self._replacements = 0
         self._prefetching = Workers("prefetch", 4, 256)
 
+    def prepare(self, raw_bytes: int) -> None:
+        """Touch the memory for one prompt's reads of blocks that do not stay in memory."""
+        self._memory.prepare_buffers(raw_bytes, _READ_AHEAD)
+
     # --- one block -------------------------------------------------------------------------------
 
     def start(self, block: bytes, raw_bytes: int, level: int) -> SharedRead | MemoryLease:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import threading
 
+import numpy as np
+
+from kvkeep.store.backends.base import ALIGNMENT
 from kvkeep.store.backends.buffers import aligned
 
 __all__ = ["SpareBuffers"]
@@ -32,6 +35,13 @@ class SpareBuffers:
                 self._bytes -= size
                 return kept.pop()
         return aligned(size)
+
+    def prepare(self, size: int, count: int) -> None:
+        """Have ``count`` buffers of ``size`` bytes ready, all of their memory touched."""
+        new = [aligned(size) for _ in range(min(count, self._limit // size))]
+        for buffer in new:
+            np.frombuffer(buffer, np.uint8)[::ALIGNMENT] = 0  # releases the GIL
+            self.give_back(buffer)
 
     def give_back(self, buffer: memoryview) -> None:
         """Keep a buffer of `take` that is not used any more."""

@@ -187,6 +187,11 @@ class TieredStore:
             self.check_open()  # if closed meanwhile, the rest may not be missing
         return count
 
+    def prepare_reads(self, raw_bytes: int) -> None:
+        """Touch the memory for reads of blocks that do not stay in memory, before the first."""
+        self.check_open()
+        self._reader.prepare(raw_bytes)
+
     def prefetch(self, plan: Callable[[], tuple[Sequence[bytes], Sequence[int]]]) -> BlockPrefetch:
         """Read blocks into memory in the background, up to half of memory; return at once.
 

@@ -7,8 +7,8 @@ it: so it is taken from there, up the stack, while the constructor runs.
 
 from __future__ import annotations
 
+import inspect
 import logging
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-__all__ = ["Engine"]
+__all__ = ["OffloadEngine"]
 
 _LOG = logging.getLogger("kvkeep.vllm")
 _DEEPEST = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class OffloadEngine:
     """An engine's configuration, and the connector through which it uses its tiers."""
 
     connector: Any
@@ -34,18 +34,18 @@ class Engine:
     caches: KVCacheConfig
 
     @classmethod
-    def of_caller(cls) -> Engine | None:
+    def of_caller(cls) -> OffloadEngine | None:
         """Return the engine whose connector is being made up the stack; None if there is none."""
-        frame = sys._getframe(1)
+        frame = inspect.currentframe()
         for _ in range(_DEEPEST):
+            if frame is None:
+                break
             made = frame.f_locals.get("self")
             if isinstance(made, KVConnectorBase_V1):
                 config = getattr(made, "_vllm_config", None)
                 caches = getattr(made, "_kv_cache_config", None)
                 if config is not None and caches is not None:
                     return cls(made, config, caches)
-            if frame.f_back is None:
-                break
             frame = frame.f_back
         return None
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-    from kvkeep.integrations.vllm.offload.engine import Engine
+    from kvkeep.integrations.vllm.offload.engine import OffloadEngine
     from kvkeep.integrations.vllm.offload.notes import WorkerNote
     from kvkeep.integrations.vllm.offload.options import OffloadOptions
 
@@ -39,7 +39,7 @@ _KERNELS = ("flashinfer-python", "flash-attn", "triton", "vllm-flash-attn", "fla
 
 
 def namespace_of_rows(
-    engine: Engine | None,
+    engine: OffloadEngine | None,
     options: OffloadOptions,
     spec: TieringOffloadingSpec,
     notes: Sequence[WorkerNote] | None,
@@ -89,7 +89,7 @@ def _shared(caches: KVCacheConfig) -> list[list[str]]:
     return list(places.values())
 
 
-def _selecting(engine: Engine) -> list[object]:
+def _selecting(engine: OffloadEngine) -> list[object]:
     """Return all that vLLM selects attention backends by, besides what is named already."""
     attention = engine.config.attention_config
     found: list[object] = [

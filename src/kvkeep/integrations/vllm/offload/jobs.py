@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kvkeep.integrations.records import Bytes
     from kvkeep.integrations.vllm.kept import OpenStore
     from kvkeep.integrations.vllm.offload.requests import TierRequest
-    from kvkeep.integrations.vllm.offload.rows import Rows
+    from kvkeep.integrations.vllm.offload.rows import ChunkRows
     from kvkeep.integrations.vllm.stats import Counts
 
 __all__ = ["FinishedJob", "TierJobs"]
@@ -86,7 +86,7 @@ class TierJobs:
         self,
         store: OpenStore,
         view: memoryview,
-        rows: Rows,
+        rows: ChunkRows,
         counts: Counts,
         *,
         counted: Mapping[int, int],

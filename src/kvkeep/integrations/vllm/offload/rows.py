@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
     from kvkeep.integrations.vllm.offload.notes import WorkerNote
 
-__all__ = ["Rows", "Run"]
+__all__ = ["ChunkRows", "Run"]
 
 Run = tuple[int, int]
 """Offset in a row, and bytes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class ChunkRows:
     """The used bytes of a row, by vLLM's number of the group.
 
     Attributes:
@@ -48,7 +48,7 @@ class Rows:
         row_bytes: int,
         rank_bytes: int,
         blocks: int,
-    ) -> Rows:
+    ) -> ChunkRows:
         """Return the rows that workers fill.
 
         Args:

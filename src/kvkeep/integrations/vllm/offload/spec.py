@@ -9,7 +9,7 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvkeep.integrations.vllm.naming import machine_of
-from kvkeep.integrations.vllm.offload.engine import Engine
+from kvkeep.integrations.vllm.offload.engine import OffloadEngine
 from kvkeep.integrations.vllm.offload.mover import CPUMover
 from kvkeep.integrations.vllm.offload.notes import WorkerNote, leave_note
 
@@ -33,7 +33,7 @@ class KVKeepSpec(TieringOffloadingSpec):
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
-        self._engine = Engine.of_caller()
+        self._engine = OffloadEngine.of_caller()
         self._worker: OffloadingWorker | None = None
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
