@@ -225,27 +225,39 @@ def test_loads_under_random_faults_have_no_wrong_byte(
     driver.tier._store.store.check()
 
 
-def test_failed_chunks_are_misses_at_once(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("hangs", [False, True])
+def test_failed_chunks_are_misses_at_once(
+    tmp_path: Path, same_space: None, monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
     """Else vLLM would ask for them again in each step, for ever."""
+    disk = f"file://{tmp_path}/kv?size=64MiB&timeout=60s"
+    driver = Driver(spec_of("failing", disk, load_timeout=0.3, flush_timeout=0.2))
     driver.finish(driver.begin(0, 3))
     driver.settle()
     store = driver.tier._store.store
     assert store.flush(30)
     driver.manager.reset_cache()
     store._tiered.memory.remove([one.block for one in store._tiered.memory.backend.list()])
-    asked = 0
+    ended = threading.Event()
 
     def fails(*args: Any) -> Any:
-        nonlocal asked
-        asked += 1
+        if hangs:
+            ended.wait(60)
         raise BackendFailed("as told")
 
     monkeypatch.setattr(DiskBackend, "get", fails)
-    again = driver.begin(0, 3)
-    driver.finish(again)
-    assert asked <= 2 * len(again.keys)
-    assert again.steps < 50
-    assert driver.hits == 0
+    loads, load = [], driver.tier._jobs.load
+    monkeypatch.setattr(
+        driver.tier._jobs, "load", lambda job, request: (loads.append(job), load(job, request))
+    )
+    waiting = [driver.begin(0, 3) for _ in range(5)]  # the others do not wait one by one
+    for _ in range(3000):
+        waiting = [asked for asked in waiting if not driver.step(asked)]
+        driver.end_step()
+    assert not waiting
+    assert len(loads) == 1
+    ended.set()
+    driver.close()
 
 
 def test_one_result_for_each_job_and_drain_leaves_the_rows_alone(
