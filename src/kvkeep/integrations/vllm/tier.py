@@ -32,7 +32,6 @@ from kvkeep.integrations.vllm.offload.identity import namespace_of_rows
 from kvkeep.integrations.vllm.offload.jobs import TierJobs
 from kvkeep.integrations.vllm.offload.lookups import ChunkLookups
 from kvkeep.integrations.vllm.offload.metrics import definitions, taken
-from kvkeep.integrations.vllm.offload.notes import take_notes
 from kvkeep.integrations.vllm.offload.options import OffloadOptions
 from kvkeep.integrations.vllm.offload.requests import TierRequest
 from kvkeep.integrations.vllm.offload.rows import ChunkRows
@@ -108,9 +107,7 @@ class KVKeepTier(SecondaryTierManager):
         config = offloading_spec.config
         self._engine = OffloadEngine.of_caller()
         self._adapters = Adapters()
-        notes = None
-        if isinstance(offloading_spec, KVKeepSpec):
-            notes = take_notes(config.engine_id, config.parallel.world_size)
+        notes = offloading_spec.notes if isinstance(offloading_spec, KVKeepSpec) else None
         namespace = namespace_of_rows(self._engine, self._options, offloading_spec, notes)
         chunk_tokens = {
             group.group_id: group.tokens_per_block * config.cache.blocks_per_chunk
@@ -239,14 +236,18 @@ class KVKeepTier(SecondaryTierManager):
         return self._jobs.running
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """End a step: if every request waits for the tier, wait for news for a moment."""
+        """End a step: if vLLM computes nothing and waits for the tier, wait for a moment."""
         for request_id in context.new_req_ids:
             request = self._live.get(request_id)
-            if request is not None and request.kept is None:
-                self._known(request, request_id)
+            if request is not None:
+                request.computed = True
+                if request.kept is None:
+                    self._known(request, request_id)
         self._jobs.delete_expired()
         self._lookups.next_step()
-        if self._live and all(request.waits for request in self._live.values()):
+        live = self._live.values()
+        # Requests that wait for a chunk which another one loads have no job of their own.
+        if not any(one.computed for one in live) and any(one.waits for one in live):
             self._news.wait(_PAUSE_S)
         self._news.clear()
 

@@ -52,6 +52,7 @@ class TierRequest:
         asked: blocks that they were asked about.
         queries: queries without an answer so far.
         loads: number of its loads that have not ended.
+        computed: whether vLLM has begun to compute it.
         over: whether vLLM has finished it.
     """
 
@@ -66,6 +67,7 @@ class TierRequest:
     asked: set[bytes] = field(default_factory=set)
     queries: list[PendingQuery] = field(default_factory=list)
     loads: int = 0
+    computed: bool = False
     over: bool = False
     _keys: dict[int, list[OffloadKey]] = field(default_factory=dict)
     _seen: int = 0

@@ -11,10 +11,10 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from kvkeep.integrations.vllm.naming import machine_of
 from kvkeep.integrations.vllm.offload.engine import OffloadEngine
 from kvkeep.integrations.vllm.offload.mover import CPUMover
-from kvkeep.integrations.vllm.offload.notes import WorkerNote, leave_note
+from kvkeep.integrations.vllm.offload.notes import WorkerNote, leave_note, take_notes
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker
+    from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingWorker
     from vllm.v1.kv_offload.config import OffloadingConfig
 
 __all__ = ["KVKeepSpec"]
@@ -29,12 +29,24 @@ class KVKeepSpec(TieringOffloadingSpec):
 
     Options, in ``kv_connector_extra_config``, are vLLM's: ``cpu_bytes_to_use``,
     ``secondary_tiers``, and others.
+
+    Attributes:
+        notes: what the workers told, in the scheduler; None: not all did.
     """
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
         self._engine = OffloadEngine.of_caller()
         self._worker: OffloadingWorker | None = None
+        self.notes: list[WorkerNote] | None = None
+
+    def get_manager(self) -> OffloadingManager:
+        """Return what manages rows and tiers; take the workers' notes for `KVKeepTier` before."""
+        if not self._manager:
+            parallel = self.config.parallel
+            self.notes = take_notes(self.config.engine_id, parallel.world_size)
+        manager: OffloadingManager = super().get_manager()
+        return manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """Return what copies pages, and leave a note for the tier."""
