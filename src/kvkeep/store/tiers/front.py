@@ -161,6 +161,9 @@ class FrontMemory(Protocol):
     def buffer(self, raw_bytes: int) -> memoryview:
         """Return memory for a record outside; see `buffered`."""
 
+    def prepare_buffers(self, raw_bytes: int, count: int) -> None:
+        """Touch memory for ``count`` records outside."""
+
     def buffered(self, record: memoryview) -> MemoryLease:
         """Return access to a record in memory of `buffer`, which is used again after its end."""
 

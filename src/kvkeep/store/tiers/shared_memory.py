@@ -131,6 +131,10 @@ class SharedMemoryTier:
         """Return memory for a record outside the arena; see `buffered`."""
         return self._buffers.take(HEADER_BYTES + raw_bytes)
 
+    def prepare_buffers(self, raw_bytes: int, count: int) -> None:
+        """Touch memory for ``count`` records outside the arena."""
+        self._buffers.prepare(HEADER_BYTES + raw_bytes, count)
+
     def buffered(self, record: memoryview) -> MemoryLease:
         """Return access to a record in memory of `buffer`, which is used again after its end."""
         return MemoryLease(record, buffers=self._buffers)

@@ -206,6 +206,7 @@ class SharedRead:
             return
         self._done = True
         self._changed.notify_all()
+        lease: MemoryLease | None = None
         try:
             if draft is None:
                 lease = self._memory.buffered(record)
