@@ -335,13 +335,15 @@ def test_a_full_store_notices_files_deleted_by_hand(
 # --- disks that are full or read-only --------------------------------------------------------
 
 
-def test_a_file_larger_than_allowed_is_out_of_room(backend: DiskBackend, tmp_path: Path) -> None:
+def test_a_file_larger_than_allowed_has_failed(backend: DiskBackend, tmp_path: Path) -> None:
+    """It is not out of room: evicting others would empty the tier, and not help."""
     put(backend, A, b"record")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
-        with pytest.raises(OutOfRoom):
+        with pytest.raises(BackendFailed) as caught:
             put(backend, B, content(B, 1, 200_000))
+        assert not isinstance(caught.value, OutOfRoom)
         put(backend, C, content(C, 1, 90_000))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

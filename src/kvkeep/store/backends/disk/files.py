@@ -66,7 +66,7 @@ _KINDS: Final = {
     stat.S_IFBLK: "device",
     stat.S_IFCHR: "device",
 }
-_FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_FULL: Final = {errno.ENOSPC, errno.EDQUOT}  # not EFBIG: evicting others makes no file larger
 _UNSUPPORTED: Final = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
