@@ -18,6 +18,8 @@ import pytest
 from engines import Answer, prompt
 from models import make_llama
 from test_failures import records
+
+from kvkeep.store.backends.disk import DiskBackend
 from tiers import (
     FS,
     OURS,
@@ -26,14 +28,13 @@ from tiers import (
     blocks_of_fs,
     cached,
     cut,
+    engines_apart,
     flip,
     fs_tier,
     outcome,
     seen,
     side_by_side,
 )
-
-from kvkeep.store.backends.disk import DiskBackend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -48,6 +49,7 @@ FULL = sum(len(one) // 32 * 32 for one in ASKED)
 
 @dataclass
 class World:
+    model: str
     engine: SideBySide
     fs: Path
     kvkeep: Path
@@ -69,7 +71,7 @@ class World:
         pytest.fail(f"found of {FULL} tokens: {[answer.cached for answer in warm]}")
 
     def forget_buffer(self) -> None:
-        """Fill the memory of kvkeep's store with others: what vLLM asks for is on the disk alone."""
+        """Fill the memory of kvkeep's store: what vLLM asks for is on the disk alone."""
         store = self.engine.store
         others = [os.urandom(32) for _ in range(BUFFER >> 16)]
         store.put(others, [bytes(1 << 16)] * len(others))
@@ -107,7 +109,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         cold = one.load("cold", ASKED)
         assert cached(cold) == 0
         one.written()
-        yield World(one, fs, kvkeep, cold)
+        yield World(model, one, fs, kvkeep, cold)
 
 
 def test_a_flipped_bit_for_fs(world: World) -> None:
@@ -290,6 +292,39 @@ def test_pipes_in_place_of_records(world: World) -> None:
     assert outcome(world.cold, warm) == "right tokens"
     world.engine.written()
     assert cached(warm) == 0
+
+
+def two_ranks(model: str, fs: str, kvkeep: str) -> dict[str, list[object]]:
+    """In a process of its own: ask an engine with two ranks, while one with one rank lives."""
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    ours = [f"file://{kvkeep}?size={SIZE}"]
+    with side_by_side(model, [fs_tier(fs)], ours, num_gpu_blocks_override=512, **ranks) as one:
+        mine = one.load(OURS, ASKED[:2])
+        one.written()
+        again = one.load(OURS, ASKED[:2])
+        theirs = one.load(FS, ASKED[:2])
+        cold = one.load("cold", ASKED[:2])
+    return {
+        OURS: [outcome(cold, mine), cached(mine), outcome(cold, again), cached(again)],
+        FS: [outcome(cold, theirs), cached(theirs)],
+    }
+
+
+def test_another_number_of_ranks(world: World) -> None:
+    world.whole(FS)
+    world.whole(OURS)
+    found = engines_apart(
+        "test_tier_faults:two_ranks", world.model, str(world.fs), str(world.kvkeep)
+    )  # fmt: skip
+    told, tokens = found[FS]
+    some = sum(len(one) // 32 * 32 for one in ASKED[:2])
+    assert tokens == some
+    seen("KV of another number of ranks", FS, told)
+    told, _, again, tokens = found[OURS]
+    assert (again, tokens) == ("right tokens", some)
+    seen("KV of another number of ranks", OURS, told)
+    world.whole(FS)  # what one rank has written is still right for one rank
+    world.whole(OURS)
 
 
 def flooded(world: World, seed: int) -> int:

@@ -7,14 +7,17 @@ selects by the locality that the tier is configured with. What is seen is held a
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import re
+import tempfile
 import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engines import engine
+from engines import apart, engine
 from tiered import TieredEngine, kvkeep_tier, offloading
 
 if TYPE_CHECKING:
@@ -80,6 +83,13 @@ class SideBySide(TieredEngine):
     def tier(self) -> KVKeepTier:
         return self.tiers[-1]  # type: ignore[no-any-return]
 
+    def forget_all(self) -> None:
+        """As `TieredEngine.forget_all`; steps until the copies of earlier requests have ended."""
+        until = time.monotonic() + 60
+        while not self.core.scheduler.reset_prefix_cache(reset_connector=True):
+            self.core.step()
+            assert time.monotonic() < until, "blocks are in use for ever"
+
     def load(self, system: str, prompts: Sequence[list[int]]) -> list[Answer]:
         """Ask with an empty memory: what is found, ``system`` has; ``cold``: nothing is."""
         self.forget_all()
@@ -101,7 +111,7 @@ class SideBySide(TieredEngine):
 
         Also the next requests are answered only when this one has ended.
         """
-        from vllm import SamplingParams  # noqa: PLC0415
+        from vllm import SamplingParams
 
         self.forget_all()
         running = self.llm.llm_engine
@@ -123,6 +133,19 @@ def loading(system: str) -> dict[str, Any]:
     where = {FS: [{"locality": "LOCAL"}], OBJ: [{"locality": "LOCAL"}],
              OURS: [{"locality": "REMOTE"}], "cold": []}[system]  # fmt: skip
     return {"kv_transfer_params": {"kv_load_tiers": where}}
+
+
+def engines_apart(call: str, *args: str) -> dict[str, Any]:
+    """What ``module:function`` in a process of its own returns, for these arguments."""
+    with tempfile.NamedTemporaryFile("r", suffix=".json") as file:
+        apart("tiers:told", call, file.name, *args)
+        return json.load(file)  # type: ignore[no-any-return]
+
+
+def told(call: str, file: str, *args: str) -> None:
+    module, _, function = call.partition(":")
+    found = getattr(importlib.import_module(module), function)(*args)
+    Path(file).write_text(json.dumps(found))
 
 
 def fs_tier(root: Path | str) -> dict[str, Any]:
