@@ -70,18 +70,10 @@ class World:
             time.sleep(0.05)  # kvkeep's breaker pauses after failures
         pytest.fail(f"found of {FULL} tokens: {[answer.cached for answer in warm]}")
 
-    def forget_buffer(self) -> None:
-        """Fill the memory of kvkeep's store: what vLLM asks for is on the disk alone."""
-        store = self.engine.store
-        others = [os.urandom(32) for _ in range(BUFFER >> 16)]
-        store.put(others, [bytes(1 << 16)] * len(others))
-        store.flush(60)
-        store.remove(others)
-
     def damaged(self, system: str, fault: Callable[[Path], object]) -> list[Answer]:
         """Do this to all files of a system, and ask; then put back what they were."""
         self.whole(system)
-        self.forget_buffer()
+        self.engine.forget_buffer()
         before = {file: file.read_bytes() for file in self.files(system)}
         assert len(before) >= FULL // 32
         for file in before:
@@ -163,7 +155,7 @@ def test_a_missing_file(world: World) -> None:
 def unlinked_when_found(world: World, system: str, owner: Any, name: str) -> list[Answer]:
     """Remove half of the files after vLLM was told that they are there."""
     world.whole(system)
-    world.forget_buffer()
+    world.engine.forget_buffer()
     load, files = getattr(owner, name), world.files(system)
     lock = threading.Lock()
 
@@ -263,7 +255,7 @@ def test_a_disk_that_hangs_for_fs(world: World) -> None:
 
 def test_a_disk_that_hangs(world: World) -> None:
     world.whole(OURS)
-    world.forget_buffer()
+    world.engine.forget_buffer()
     get, go_on = DiskBackend.get, threading.Event()
 
     def hangs(self: DiskBackend, block: bytes, room: Any) -> Any:
@@ -283,7 +275,7 @@ def test_a_disk_that_hangs(world: World) -> None:
 
 def test_pipes_in_place_of_records(world: World) -> None:
     world.whole(OURS)
-    world.forget_buffer()
+    world.engine.forget_buffer()
     files = {file: file.read_bytes() for file in world.files(OURS)}
     for file in files:
         file.unlink()

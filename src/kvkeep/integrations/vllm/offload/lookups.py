@@ -14,11 +14,11 @@ from vllm.v1.kv_offload.base import LookupResult
 
 from kvkeep.core.errors import KVKeepError
 from kvkeep.integrations.vllm.kept import log_fault
-from kvkeep.integrations.vllm.offload.requests import PendingQuery, group_of
+from kvkeep.integrations.vllm.offload.requests import Answered, PendingQuery, group_of
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
@@ -136,17 +136,20 @@ class ChunkLookups:
         request.queries.append(PendingQuery(frozenset(new), time.monotonic(), future))
         return LookupResult.RETRY
 
-    def _query(self, blocks: list[bytes], *, first_missing_ends: bool) -> Sequence[bytes]:
-        """In a thread: return those of ``blocks`` that are stored, in shared tiers too."""
+    def _query(self, blocks: list[bytes], *, first_missing_ends: bool) -> Answered:
+        """In a thread: find those of ``blocks`` that are stored, in shared tiers too."""
+        began, found = time.monotonic(), blocks[:0]
         try:
             if first_missing_ends:
-                return blocks[: self._store.lookup(blocks, self._timeout)]
-            there = self._store.lookup_each(blocks, self._timeout)
-            return [block for block, stored in zip(blocks, there, strict=True) if stored]
+                found = blocks[: self._store.lookup(blocks, self._timeout)]
+            else:
+                there = self._store.lookup_each(blocks, self._timeout)
+                found = [block for block, stored in zip(blocks, there, strict=True) if stored]
         except KVKeepError:
-            return ()
+            pass
         finally:
             self._news.set()
+        return Answered(found, time.monotonic() - began >= self._timeout)
 
     def _take_answers(self, request: TierRequest) -> None:
         """Take the answers that came; give up queries that take longer than the timeout."""
@@ -154,7 +157,9 @@ class ChunkLookups:
         for query in request.queries:
             if query.future.done():
                 if query.future.exception() is None:
-                    request.answered.update(query.future.result())
+                    answer = query.future.result()
+                    request.answered.update(answer.found)
+                    self._counts.add(late_lookups=int(answer.late))
             elif time.monotonic() - query.since < self._timeout:
                 waiting.append(query)
             else:

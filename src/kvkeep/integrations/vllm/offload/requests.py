@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvkeep.integrations.vllm.adapters import Adapters
 from kvkeep.integrations.vllm.keys import keys_of
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from kvkeep.integrations.vllm.options import RequestOptions
 
-__all__ = ["PendingQuery", "TierRequest", "group_of"]
+__all__ = ["Answered", "PendingQuery", "TierRequest", "group_of"]
 
 _GROUP_BYTES = 4
 
@@ -27,13 +27,20 @@ def group_of(key: bytes) -> int:
     return int.from_bytes(key[-_GROUP_BYTES:], "big")
 
 
+class Answered(NamedTuple):
+    """The blocks that a query found, and whether the tiers took all of its time."""
+
+    found: Sequence[bytes]
+    late: bool
+
+
 @dataclass(slots=True)
 class PendingQuery:
     """A query of shared tiers about blocks, since a time (monotonic seconds)."""
 
     blocks: frozenset[bytes]
     since: float
-    future: Future[Sequence[bytes]]
+    future: Future[Answered]
 
 
 @dataclass(slots=True)
