@@ -14,7 +14,7 @@ from vllm.v1.kv_offload.base import LookupResult
 
 from kvkeep.core.errors import KVKeepError
 from kvkeep.integrations.vllm.kept import log_fault
-from kvkeep.integrations.vllm.offload.requests import Answered, PendingQuery, group_of
+from kvkeep.integrations.vllm.offload.requests import PendingQuery, QueryAnswer, group_of
 
 if TYPE_CHECKING:
     import threading
@@ -136,7 +136,7 @@ class ChunkLookups:
         request.queries.append(PendingQuery(frozenset(new), time.monotonic(), future))
         return LookupResult.RETRY
 
-    def _query(self, blocks: list[bytes], *, first_missing_ends: bool) -> Answered:
+    def _query(self, blocks: list[bytes], *, first_missing_ends: bool) -> QueryAnswer:
         """In a thread: find those of ``blocks`` that are stored, in shared tiers too."""
         began, found = time.monotonic(), blocks[:0]
         try:
@@ -149,7 +149,7 @@ class ChunkLookups:
             pass
         finally:
             self._news.set()
-        return Answered(found, time.monotonic() - began >= self._timeout)
+        return QueryAnswer(found, time.monotonic() - began >= self._timeout)
 
     def _take_answers(self, request: TierRequest) -> None:
         """Take the answers that came; give up queries that take longer than the timeout."""

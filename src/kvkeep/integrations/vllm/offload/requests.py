@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from kvkeep.integrations.vllm.options import RequestOptions
 
-__all__ = ["Answered", "PendingQuery", "TierRequest", "group_of"]
+__all__ = ["PendingQuery", "QueryAnswer", "TierRequest", "group_of"]
 
 _GROUP_BYTES = 4
 
@@ -27,7 +27,7 @@ def group_of(key: bytes) -> int:
     return int.from_bytes(key[-_GROUP_BYTES:], "big")
 
 
-class Answered(NamedTuple):
+class QueryAnswer(NamedTuple):
     """The blocks that a query found, and whether the tiers took all of its time."""
 
     found: Sequence[bytes]
@@ -40,7 +40,7 @@ class PendingQuery:
 
     blocks: frozenset[bytes]
     since: float
-    future: Future[Answered]
+    future: Future[QueryAnswer]
 
 
 @dataclass(slots=True)
