@@ -319,13 +319,12 @@ def test_another_number_of_ranks(world: World) -> None:
     world.whole(OURS)
 
 
-def flooded(world: World, seed: int) -> int:
-    """Compute three times what kvkeep's directory may hold; return the bytes that were computed."""
+def flooded(world: World, seed: int) -> None:
+    """Compute three times what kvkeep's directory may hold."""
     asked = [prompt(1984, seed=seed + at) for at in range(3 * SIZE // (62 << 16) + 1)]
     for at in range(0, len(asked), 4):
         world.engine.load("cold", asked[at : at + 4])
         world.engine.written()
-    return len(asked) * 62 << 16
 
 
 def test_more_than_the_disk_is_to_hold(world: World) -> None:
@@ -333,10 +332,10 @@ def test_more_than_the_disk_is_to_hold(world: World) -> None:
         return sum(file.stat().st_size for file in world.files(system))
 
     before = used(FS)
-    computed = flooded(world, 1000)
+    flooded(world, 1000)
     seen(
         "more than the disk is to hold", FS,
-        "grows until the disk is full" if used(FS) == before + computed else "has a limit",
+        "grows until the disk is full" if used(FS) - before > 2 * SIZE else "has a limit",
     )  # fmt: skip
     assert SIZE // 2 < used(OURS) <= SIZE
     seen("more than the disk is to hold", OURS, "evicts what was used least recently")
