@@ -11,13 +11,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvkeep.integrations.vllm.groups import Groups
 from kvkeep.integrations.vllm.messages import StepPlan
 from kvkeep.integrations.vllm.options import ConnectorOptions
 from kvkeep.integrations.vllm.outer import require_outer
 from kvkeep.integrations.vllm.stats import KVKeepPromMetrics, KVKeepStats
+from kvkeep.integrations.vllm.versions import HIT_SOURCE
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +64,7 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
         UnsupportedModel: the model has KV of a kind that cannot be stored.
     """
 
-    _cache_hit_source = CacheHitSource.HOST
+    _cache_hit_source = HIT_SOURCE
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig

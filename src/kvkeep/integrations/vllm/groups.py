@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvkeep.core.errors import UnsupportedModel
 from kvkeep.integrations.vllm.keys import keys_of
+from kvkeep.integrations.vllm.versions import block_tokens, hashed_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -171,13 +172,9 @@ class Groups:
                 f"the model has no KV cache, so there is nothing to store; {_ADVICE}"
             )
         groups = tuple(_group(spec) for spec in found)
-        dcp = vllm_config.parallel_config.decode_context_parallel_size
-        sizes = {
-            spec.kv_cache_spec.block_size * (dcp if spec.kv_cache_spec.dcp_sharded else 1)
-            for spec in found
-        }
+        sizes = block_tokens(vllm_config, kv_cache_config)
         (size, *others) = sizes
-        hashed = kv_cache_config.hash_block_size
+        hashed = hashed_tokens(vllm_config, kv_cache_config)
         if others or hashed not in (None, size):
             raise UnsupportedModel(
                 f"the model's layers have blocks of {sorted(sizes)} tokens, hashed by {hashed}; "
