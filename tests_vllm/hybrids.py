@@ -6,8 +6,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from engines import Answer, Engine, engine
 from models import make_lfm2, make_qwen_next
+from versions import OLD
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -75,6 +77,8 @@ def described(name: str, path: str) -> Hybrid:
 
 
 def make_hybrid(name: str, directory: Path) -> Hybrid:
+    if name == "lfm2" and OLD:
+        pytest.skip("before 0.32 vLLM cannot compute short convolutions of width 3 on CPUs")
     make = make_qwen_next if name == "qwen3_next" else make_lfm2
     return described(name, make(directory / name))
 

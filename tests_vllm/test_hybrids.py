@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from engines import prompt
 from hybrids import STATES, Hybrid, counters, each, exactly, loads_checked, make_hybrid, zeroed
+from versions import OLD
 from vllm import SamplingParams
 from vllm.distributed.parallel_state import destroy_model_parallel
 
@@ -35,8 +36,11 @@ def running(hybrid: Hybrid) -> Iterator[Engine]:
 def prompts(hybrid: Hybrid) -> list[list[int]]:
     """Around the ends of blocks."""
     size = hybrid.block
-    return [prompt(n, seed=30) for n in (1, size - 1, size, size + 1, 2 * size, 3 * size + 5,
-                                         5 * size - 1, 5 * size, 5 * size + 20)]  # fmt: skip
+    lengths = [1, size - 1, size, size + 1, 2 * size, 3 * size + 5, 5 * size - 1, 5 * size,
+               5 * size + 20]  # fmt: skip
+    if OLD:  # the first pass of a prompt that ends with a block leaves no state, the second does
+        lengths = [length for length in lengths if length % size or length == size]
+    return [prompt(length, seed=30) for length in lengths]
 
 
 def test_the_same_as_a_hit_of_vllm(hybrid: Hybrid, running: Engine) -> None:

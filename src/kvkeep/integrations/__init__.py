@@ -1,7 +1,7 @@
 """kvkeep inside other engines. Import each module by its name; it needs only its own packages.
 
 transformers.py   generate on a Transformers model, with KV from a store
-vllm/             a KV connector
+vllm/             a KV connector · vllm_plugin.py: its name in vLLM
 sglang/           a storage backend below HiCache
 mini_sglang.py    a prefix cache
 

@@ -17,8 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import vllm
+from vllm.platforms import current_platform
 
 from kvkeep.core.keys import Namespace
+from kvkeep.integrations.vllm.formats import CONFIGURATION, packings_of, page_format
 from kvkeep.integrations.vllm.numbers import numbers_of, plain
 from kvkeep.integrations.vllm.weights import revision_of
 
@@ -31,7 +34,14 @@ if TYPE_CHECKING:
     from kvkeep.integrations.vllm.groups import Groups
     from kvkeep.integrations.vllm.options import ConnectorOptions
 
-__all__ = ["engine_namespace", "machine_of", "namespace_of", "ranks_of", "warn_of_seeds"]
+__all__ = [
+    "engine_namespace",
+    "machine_of",
+    "namespace_of",
+    "ranks_of",
+    "settings_of",
+    "warn_of_seeds",
+]
 
 _LOG = logging.getLogger("kvkeep.vllm")
 _FORMAT = 1  # version of our records: the pages of a group's layers, one after another
@@ -60,16 +70,28 @@ def namespace_of(
         ],
         "pages": pages,
     }
-    rank = vllm_config.parallel_config.rank
-    return engine_namespace(vllm_config, options, parts, ranks_of(vllm_config, rank))
+    rank = ranks_of(vllm_config, vllm_config.parallel_config.rank)
+    computed = _computed(vllm_config, groups)
+    return engine_namespace(vllm_config, options, parts, computed=computed, rank=rank)
 
 
 def engine_namespace(
-    vllm_config: VllmConfig, options: EngineOptions, layout: Mapping[str, object], rank: str
+    vllm_config: VllmConfig,
+    options: EngineOptions,
+    layout: Mapping[str, object],
+    *,
+    computed: str,
+    rank: str,
 ) -> Namespace:
-    """Return a namespace in an engine; ``layout`` describes the records, ``rank`` whose they are.
+    """Return a namespace in an engine.
 
-    ``layout`` is in JSON's types, or what `kvkeep.integrations.vllm.numbers.plain` converts.
+    Arguments:
+        vllm_config: the engine's configuration.
+        options: of the adapter.
+        layout: describes the records, in JSON's types or what
+            `kvkeep.integrations.vllm.numbers.plain` converts.
+        computed: names what computes the pages, see `settings_of`.
+        rank: whose records they are, see `ranks_of`.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parts = {
@@ -81,9 +103,9 @@ def engine_namespace(
         tenant=options.tenant,
         model=Path(str(model.model)).name,
         revision=revision_of(vllm_config, options.revision),
-        dtype=f"{model.dtype}/{cache.cache_dtype}/{model.quantization}",
+        dtype=dtype_of(vllm_config),
         layout=_digest(parts),
-        geometry=_digest(numbers_of(vllm_config)),
+        geometry=computed,
         rank=rank,
     )
 
@@ -98,7 +120,36 @@ def machine_of(vllm_config: VllmConfig, names: Iterable[str], device: torch.devi
     machine = platform.machine()
     if device.type == "cpu":
         machine += f"/{torch.backends.cpu.get_cpu_capability()}"
+        if torch.cpu._is_amx_tile_supported():  # it packs bfloat16 in another order than AVX-512
+            machine += "/AMX"
     return f"{device.type} {machine} {','.join(backends)}"
+
+
+def dtype_of(vllm_config: VllmConfig) -> str:
+    """Return the dtypes of the model and of its KV, and the quantisation of its weights."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    return f"{model.dtype}/{cache.cache_dtype}/{model.quantization}"
+
+
+def _computed(vllm_config: VllmConfig, groups: Groups) -> str:
+    """Return what computes and packs pages: versions or their proofs, settings, configuration."""
+    numbers = numbers_of(vllm_config)
+    names = [name for group in groups.groups for name in group.layers]
+    machine = machine_of(vllm_config, names, torch.device(current_platform.device_type))
+    found = page_format(numbers, dtype_of(vllm_config), packings_of(vllm_config, groups), machine)
+    if found.versions:
+        _LOG.info("kvkeep shares pages with vLLM %s: proven equal", ", ".join(found.versions))
+    else:
+        _LOG.info(
+            "kvkeep shares pages with vLLM %s alone, and is cold after an upgrade: %s",
+            vllm.__version__, found.reason,
+        )  # fmt: skip
+    return f"{found.name}; configuration {_digest([numbers[name] for name in CONFIGURATION])}"
+
+
+def settings_of(vllm_config: VllmConfig) -> str:
+    """Return a digest of all settings and versions that decide numbers."""
+    return _digest(numbers_of(vllm_config))
 
 
 def ranks_of(vllm_config: VllmConfig, rank: int | str) -> str:

@@ -17,7 +17,12 @@ import torch
 from vllm.platforms import current_platform
 
 from kvkeep.core.keys import Namespace
-from kvkeep.integrations.vllm.naming import engine_namespace, ranks_of, warn_of_seeds
+from kvkeep.integrations.vllm.naming import (
+    engine_namespace,
+    ranks_of,
+    settings_of,
+    warn_of_seeds,
+)
 from kvkeep.integrations.vllm.numbers import plain
 
 if TYPE_CHECKING:
@@ -77,7 +82,8 @@ def namespace_of_rows(
         "workers": _selecting(engine) if notes is None else plain(list(notes)),
     }
     ranks = ranks_of(engine.config, "all")
-    return engine_namespace(engine.config, options, layout, ranks)
+    computed = settings_of(engine.config)
+    return engine_namespace(engine.config, options, layout, computed=computed, rank=ranks)
 
 
 def _shared(caches: KVCacheConfig) -> list[list[str]]:
