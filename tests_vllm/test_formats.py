@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import page_fixtures
@@ -17,6 +18,7 @@ from page_fixtures import MODELS
 
 from kvkeep.integrations.vllm import formats, naming
 from kvkeep.integrations.vllm.formats import PageFormat, page_format
+from kvkeep.integrations.vllm.groups import Groups
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -218,3 +220,13 @@ def test_an_upgrade_finds_what_is_proven_equal_and_says_why_else(
     assert "geometry is 'pages as vLLM" in said[unlike]
     assert "and 'pages as vLLM 99.0" in said[unlike]
     assert "is cold after an upgrade: vLLM 100.0 with torch" in said[unknown]
+
+
+def test_amx_is_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It packs bfloat16 in its own order, and PyTorch calls both AVX512."""
+    config: Any = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}))
+    said = []
+    for has in (False, True):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda has=has: {"amx_tile": has})
+        said.append(naming.machine_of(config, Groups((), 32, False), torch.device("cpu")))
+    assert ["/AMX" in each for each in said] == [False, True]

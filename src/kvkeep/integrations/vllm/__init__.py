@@ -15,6 +15,8 @@
     pages.py       the engine's memory, page by page · device.py: copies on a GPU
     naming.py      the namespace · keys.py: the keys of blocks
     weights.py     which weights were loaded · numbers.py: settings that decide numbers
+    formats.py     which versions of vLLM write equal pages (formats.json: the proofs)
+    versions.py    what differs between versions of vLLM
     adapters.py    which LoRA weights a request uses
     options.py     options of the connector and of a request
     outer.py       options that vLLM reads from an outer connector, such as MultiConnector

@@ -120,7 +120,9 @@ def machine_of(vllm_config: VllmConfig, names: Iterable[str], device: torch.devi
     machine = platform.machine()
     if device.type == "cpu":
         machine += f"/{torch.backends.cpu.get_cpu_capability()}"
-        if torch.cpu._is_amx_tile_supported():  # it packs bfloat16 in another order than AVX-512
+        if torch.cpu.get_capabilities().get(
+            "amx_tile"
+        ):  # it packs bfloat16 in another order than AVX-512
             machine += "/AMX"
     return f"{device.type} {machine} {','.join(backends)}"
 
