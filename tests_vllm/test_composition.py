@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from engines import LENGTHS, PROMPTS, Answer, engine, found, prompt, same
 from test_multi import flip, kvkeep_in, multi
+from vllm import SamplingParams
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -84,3 +88,58 @@ def test_one_engine_computes_and_another_one_answers(
         assert consumer["saved_tokens"] == 0
     with engine(llama, **role("kv_consumer")) as consumer:
         assert consumer.ask([fresh])[0].cached == 0
+
+
+# --- sleep ----------------------------------------------------------------------------------------
+
+
+def test_no_page_is_written_while_vllm_sleeps(llama: str, cold: list[Answer]) -> None:
+    """vLLM sleeps on GPUs alone: here its calls, while loads run that nobody waits for."""
+    with engine(llama, ["memory://64MiB"]) as one:
+        one.ask(PROMPTS)
+        worker = get_kv_transfer_group()._worker
+        connector = get_kv_transfer_group()
+        read, begun = one.store.read, threading.Event()
+        written: list[float] = []
+
+        def slow(keys: Any, sizes: Any, sink: Any, **more: Any) -> int:
+            def late(at: int, raw: memoryview) -> None:
+                begun.set()
+                time.sleep(0.05)
+                sink(at, raw)
+                written.append(time.monotonic())
+
+            return read(keys, sizes, late, **more)
+
+        one.store.read = slow  # type: ignore[method-assign]
+        one.forget()
+        one.llm.llm_engine.add_request(
+            "aborted", {"prompt_token_ids": PROMPTS[-1]}, SamplingParams(max_tokens=1)
+        )
+        while not begun.wait(0.001):
+            one.llm.llm_engine.step()
+        connector.unregister_kv_caches()
+        ended = time.monotonic()
+        assert not worker._running
+        one.llm.llm_engine.abort_request(["aborted"])
+        time.sleep(0.2)
+        assert len(written) < found(LENGTHS[-1]) // 32, "it was not cancelled"
+        assert max(written) <= ended
+        if hasattr(connector, "restore_kv_caches"):
+            connector.restore_kv_caches()
+        one.store.read = read  # type: ignore[method-assign]
+        one.ask([prompt(40, seed=61)])  # vLLM frees the pages of the aborted request in a step
+        one.forget()
+        again = one.ask(PROMPTS)
+        same(cold, again)
+        assert sum(answer.cached for answer in again) == ALL
+
+
+@pytest.mark.parametrize("resets", [True, False])
+def test_what_a_reset_of_vllm_deletes(llama: str, resets: bool) -> None:
+    """Sleep and pauses call it, too: what is stored outlives them only if the option says so."""
+    mine = prompt(200, seed=60)
+    with engine(llama, ["memory://16MiB"], extra={"resets": resets}) as one:
+        one.ask([mine])
+        one.core._reset_caches()  # what `pause_scheduler` and `sleep` call
+        assert one.ask([mine])[0].cached == (0 if resets else found(200))

@@ -119,6 +119,10 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
         """Open the store for the engine's memory."""
         self._moving.register(kv_caches)
 
+    def unregister_kv_caches(self) -> None:
+        """Before vLLM sleeps, since 0.33: end all copies of pages. vLLM keeps their addresses."""
+        self._moving.end_copies()
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Start the loads of this step."""
         self._moving.start(self._plan)
@@ -192,7 +196,10 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
         return False, None
 
     def reset_cache(self) -> bool:
-        """Delete the namespace: everything that engines with these weights and settings stored."""
+        """Delete the namespace: everything that engines with these weights and settings stored.
+
+        vLLM also calls this before it sleeps, and in a pause that clears caches.
+        """
         return self._scheduling.clear()
 
     # --- both ------------------------------------------------------------------------------------

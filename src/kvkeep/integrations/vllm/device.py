@@ -115,6 +115,10 @@ class DeviceCopies:
 
         return sink
 
+    def drain(self) -> None:
+        """Wait until all copies that were begun are in the store."""
+        self._saver.submit(lambda: None).result()  # its one thread takes them in order
+
     def close(self) -> None:
         """Wait until all copies are in the store."""
         self._saver.shutdown(wait=True)

@@ -37,12 +37,16 @@ class ConnectorOptions(EngineOptions):
     Attributes:
         min_tokens: the fewest tokens that a hit must save to be loaded; None: one block.
         answers: whether the KV of generated tokens is stored, and not only that of prompts.
+        resets: whether vLLM's resets of connectors delete the namespace: a request to
+            ``reset_prefix_cache(reset_connector=True)``, a pause that clears caches, and sleep.
+            False where the weights are the same after each of them.
         capture: path of a trace to write, one line for each request, for ``kvkeep replay``;
             empty: none.
     """
 
     min_tokens: int | None = option(None, _least_tokens)
     answers: bool = option(True, truth_of)
+    resets: bool = option(True, truth_of)
     capture: str = option("", text_of)
 
     @classmethod

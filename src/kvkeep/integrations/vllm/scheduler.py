@@ -280,7 +280,13 @@ class SchedulerSide:
             self._plan.pins += [(keys, followed.options.pin) for keys in kept]
 
     def clear(self) -> bool:
-        """Delete everything in this namespace; False: a tier failed and may still hold blocks."""
+        """Delete everything in this namespace; False: a tier failed and may still hold blocks.
+
+        Does nothing if the option ``resets`` is false.
+        """
+        if not self._options.resets:
+            _LOG.info('kvkeep keeps what is stored, because the option "resets" is false')
+            return True
         for followed in self._followed.values():
             followed.lookup = None
         if self._shared is None:

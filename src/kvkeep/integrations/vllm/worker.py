@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ from kvkeep.store.blocks.store import BlockStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from concurrent.futures import Future
 
     import torch
     from vllm.config import VllmConfig
@@ -75,6 +76,7 @@ class WorkerSide:
         self._groups = groups
         self._pool = ThreadPoolExecutor(_LOADERS, "kvkeep load")
         self._loading: dict[str, _Loading] = {}
+        self._running: set[Future[None]] = set()  # the threads of loads
         self._done: deque[_Loading] = deque()
         self._lookup_results: deque[tuple[int, BlockReach]] = deque()
         self._errors: set[int] = set()
@@ -132,7 +134,10 @@ class WorkerSide:
         for load in plan.loads:
             loading = _Loading(load, time.monotonic() + self._options.load_timeout)
             self._loading[load.request] = loading
-            self._pool.submit(self._load, loading, begun).add_done_callback(log_fault)
+            running = self._pool.submit(self._load, loading, begun)
+            self._running.add(running)
+            running.add_done_callback(self._running.discard)
+            running.add_done_callback(log_fault)
         for lookup in plan.lookups:
             self._pool.submit(self._look_up, lookup).add_done_callback(log_fault)
 
@@ -276,6 +281,17 @@ class WorkerSide:
         self.counts.add(dropped_tokens=len(span.keys) * tokens)
 
     # --- the end ---------------------------------------------------------------------------------
+
+    def end_copies(self) -> None:
+        """Cancel loads, and wait until no thread copies from or to the pages.
+
+        Waits for a block of each load, and for the copies that were begun.
+        """
+        for loading in self._loading.values():
+            loading.cancelled = True
+        wait(list(self._running))
+        if self._device is not None:
+            self._device.drain()
 
     def close(self) -> None:
         """Cancel loads, and let the store write queued blocks."""
