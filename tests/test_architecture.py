@@ -118,7 +118,7 @@ EXTERNAL: dict[str, set[str]] = {
         "core.pages.tensors", "core.pages.prepared", "core.slots.tensors", "core.groups.tensors",
         "store.kv", "store.identity", "store.codecs", "serve.engine", "integrations",
     },
-    "vllm": {"integrations.vllm"},
+    "vllm": {"integrations.vllm", "integrations.vllm_plugin"},
     "sglang": {"integrations.sglang"},
     # where the models of engines lie
     "huggingface_hub": {"integrations.loaded"},

@@ -1,0 +1,81 @@
+"""The names that kvkeep has in vLLM, by its entry point."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+from kvkeep.integrations import vllm_plugin
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+GROUP = "vllm.general_plugins"
+PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+
+
+def entry_point() -> EntryPoint:
+    ((name, value),) = PROJECT["entry-points"][GROUP].items()
+    return EntryPoint(name, value, GROUP)
+
+
+def test_a_name_suffices(llama: str) -> None:
+    """In a process of its own, which imports nothing of kvkeep: vLLM does."""
+    code = (
+        f"import json, sys; from importlib.metadata import EntryPoint;"
+        f"EntryPoint('kvkeep', {entry_point().value!r}, {GROUP!r}).load()();"
+        "from vllm import LLM, SamplingParams;"
+        "assert 'kvkeep.integrations.vllm' not in sys.modules;"
+        "one = LLM(sys.argv[1], enforce_eager=True, max_model_len=1024, dtype='float32',"
+        "  block_size=32, num_gpu_blocks_override=64, skip_tokenizer_init=True,"
+        "  kv_transfer_config=json.loads(sys.argv[2]));"
+        "ask = lambda: one.generate([{'prompt_token_ids': list(range(3, 203))}],"
+        "  SamplingParams(max_tokens=1, detokenize=False))[0].num_cached_tokens;"
+        "assert not ask(); assert one.reset_prefix_cache(); print('cached', ask())"
+    )
+    transfer = {"kv_connector": "KVKeepConnector", "kv_role": "kv_both",
+                "kv_connector_extra_config": {"tiers": ["memory://16MiB"]}}  # fmt: skip
+    inside = {"kv_connector": "MultiConnector", "kv_role": "kv_both",
+              "kv_load_failure_policy": "recompute",
+              "kv_connector_extra_config": {"connectors": [transfer]}}  # fmt: skip
+    for settings in (transfer, inside):
+        done = subprocess.run([sys.executable, "-c", code, llama, json.dumps(settings)],
+                              capture_output=True, text=True, check=False)  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert "cached 192" in done.stdout.splitlines()
+
+
+def test_it_imports_nothing_and_says_nothing() -> None:
+    """It runs in each process of vLLM, also where nobody uses kvkeep."""
+    code = (
+        "import sys, vllm.distributed.kv_transfer.kv_connector.factory; before = set(sys.modules);"
+        "from kvkeep.integrations.vllm_plugin import register; import logging;"
+        "logging.basicConfig(level=logging.INFO); register();"
+        "new = {name.split('.')[0] for name in set(sys.modules) - before};"
+        "assert not any(name.startswith('kvkeep.store') for name in sys.modules);"
+        "assert 'kvkeep.integrations.vllm' not in sys.modules; print('new', sorted(new))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "new ['kvkeep']"
+    assert "kvkeep" not in done.stderr
+
+
+@pytest.mark.parametrize("error", [ImportError, AttributeError, TypeError])
+def test_another_vllm_is_no_error(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
+    def changed(*args: Any) -> None:
+        raise error
+
+    registers: list[Callable[..., None]] = []
+    monkeypatch.setattr(KVConnectorFactory, "register_connector", changed)
+    monkeypatch.setattr(vllm_plugin, "_has_tier", lambda: True)
+    monkeypatch.setattr(vllm_plugin, "_tier", lambda: registers.append(changed))
+    vllm_plugin.register()
+    assert registers == [changed], "one registry does not depend on another"
