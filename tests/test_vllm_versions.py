@@ -1,0 +1,62 @@
+"""The table of versions in the page on vLLM is what the last run wrote."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+HOME = Path(__file__).parents[1]
+PAGE = (HOME / "docs" / "vllm.md").read_text()
+
+
+def script() -> Any:
+    spec = importlib.util.spec_from_file_location("versions", HOME / "scripts/vllm_versions.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_table_is_of_the_last_run() -> None:
+    run = script()
+    record = json.loads(run.RECORD.read_text())
+    assert f"{run.BEGIN}\n{run.table(record)}\n{run.END}" in PAGE
+    versions = re.search(r"^VLLM_VERSIONS := (.*)$", (HOME / "Makefile").read_text(), re.MULTILINE)
+    assert versions is not None
+    assert list(record["versions"]) == versions[1].split()
+    assert all(each["failed"] == 0 for each in record["versions"].values())
+
+
+def test_counts_of_a_report() -> None:
+    run = script()
+    report = run.ET.fromstring(
+        '<testsuite><testcase classname="tests_vllm.test_a"/>'
+        '<testcase classname="tests_vllm.test_a"><failure/></testcase>'
+        '<testcase classname="tests_vllm.test_b"><error/></testcase>'
+        '<testcase classname="tests_vllm.test_b"><skipped message="no"/></testcase></testsuite>'
+    )
+    assert run.counted(report) == {
+        "files": ["test_a", "test_b"], "passed": 1, "failed": 2, "skipped": ["no"],
+    }  # fmt: skip
+
+
+def test_the_table_has_a_row_for_each_version_and_upgrade(monkeypatch: Any, tmp_path: Path) -> None:
+    run = script()
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{run.BEGIN}\nstale\n{run.END}\nafter\n")
+    monkeypatch.setattr(run, "PAGE", page)
+    row = {"vllm": "1.2.0", "torch": "2", "operators": "its own", "files": ["a"], "passed": 3,
+           "failed": 0, "skipped": []}  # fmt: skip
+    run.write_table({"versions": {"1.2": row}, "upgrades": {"1.1 → 1.2": "warm"}})
+    text = page.read_text()
+    assert "| 1.2.0 | its own | 2 | 1 | 3 | 0 | none |" in text
+    assert "| 1.1 → 1.2 | warm |" in text
+    assert "stale" not in text
+    assert text.startswith("before")
+    assert text.endswith("after\n")
+    assert sys.modules.get("versions") is None
