@@ -150,8 +150,8 @@ def environment() -> Mapping[str, str]:
 def table(record: Mapping[str, Any]) -> str:
     """Return the table of a record, in Markdown."""
     lines = [
-        "| vLLM | operators | torch | passed | failed | skipped |",
-        "|---|---|---|---|---|---|",
+        "| vLLM | operators | torch | test files | passed | failed | skipped |",
+        "|---|---|---|---|---|---|---|",
     ]
     for each in record["versions"].values():
         skipped = "; ".join(each["skipped"]) or "none"
