@@ -130,7 +130,7 @@ def written(name: str, dtype: str, *, compiled: bool, directory: Path) -> dict[s
     def looked(config: Any, options: Any, groups: Any, where: str) -> Any:
         namespace = named(config, options, groups, where)
         seen.update(config=config, dtype=namespace.dtype,
-                    machine=machine_of(config, groups, torch.device("cpu")))  # fmt: skip
+                    machine=machine_of(config, groups.layers, torch.device("cpu")))  # fmt: skip
         return namespace
 
     BlockStore.write, worker.namespace_of = kept, looked  # type: ignore[method-assign]

@@ -18,7 +18,6 @@ from page_fixtures import MODELS
 
 from kvkeep.integrations.vllm import formats, naming
 from kvkeep.integrations.vllm.formats import PageFormat, page_format
-from kvkeep.integrations.vllm.groups import Groups
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -228,5 +227,5 @@ def test_amx_is_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     said = []
     for has in (False, True):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda has=has: {"amx_tile": has})
-        said.append(naming.machine_of(config, Groups((), 32, False), torch.device("cpu")))
+        said.append(naming.machine_of(config, [], torch.device("cpu")))
     assert ["/AMX" in each for each in said] == [False, True]

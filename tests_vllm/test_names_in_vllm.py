@@ -56,7 +56,9 @@ def test_a_name_suffices(llama: str) -> None:
 def test_it_imports_nothing_and_says_nothing() -> None:
     """It runs in each process of vLLM, also where nobody uses kvkeep."""
     code = (
-        "import sys, vllm.distributed.kv_transfer.kv_connector.factory; before = set(sys.modules);"
+        "import sys, vllm.distributed.kv_transfer.kv_connector.factory;"
+        "import vllm.v1.kv_offload.factory, vllm.v1.kv_offload.tiering.factory;"
+        "before = set(sys.modules);"
         "from kvkeep.integrations.vllm_plugin import register; import logging;"
         "logging.basicConfig(level=logging.INFO); register();"
         "new = {name.split('.')[0] for name in set(sys.modules) - before};"
@@ -75,7 +77,6 @@ def test_another_vllm_is_no_error(monkeypatch: pytest.MonkeyPatch, error: type[E
 
     registers: list[Callable[..., None]] = []
     monkeypatch.setattr(KVConnectorFactory, "register_connector", changed)
-    monkeypatch.setattr(vllm_plugin, "_has_tier", lambda: True)
     monkeypatch.setattr(vllm_plugin, "_tier", lambda: registers.append(changed))
     vllm_plugin.register()
     assert registers == [changed], "one registry does not depend on another"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from pathlib import Path
 
 __all__ = ["register"]
 
@@ -25,7 +24,7 @@ def register() -> None:
 
     Cost: under a millisecond in a process of vLLM, which has the registries loaded.
     """
-    for names in (_connector, _tier) if _has_tier() else (_connector,):
+    for names in (_connector, _tier):
         try:
             names()
         except (ImportError, AttributeError, TypeError) as error:
@@ -49,9 +48,3 @@ def _tier() -> None:
         OffloadingSpecFactory.register_spec("KVKeepSpec", _TIER, "KVKeepSpec")
     with suppress(ValueError):
         SecondaryTierFactory.register_tier("KVKeepTier", _TIER, "KVKeepTier")
-
-
-def _has_tier() -> bool:
-    """Return whether this release has the tier; importing it to see would take seconds."""
-    place = Path(__file__).with_name("vllm")
-    return (place / "tier.py").exists() or (place / "tier").is_dir()

@@ -136,8 +136,7 @@ def dtype_of(vllm_config: VllmConfig) -> str:
 def _computed(vllm_config: VllmConfig, groups: Groups) -> str:
     """Return what computes and packs pages: versions or their proofs, settings, configuration."""
     numbers = numbers_of(vllm_config)
-    names = [name for group in groups.groups for name in group.layers]
-    machine = machine_of(vllm_config, names, torch.device(current_platform.device_type))
+    machine = machine_of(vllm_config, groups.layers, torch.device(current_platform.device_type))
     found = page_format(numbers, dtype_of(vllm_config), packings_of(vllm_config, groups), machine)
     if found.versions:
         _LOG.info("kvkeep shares pages with vLLM %s: proven equal", ", ".join(found.versions))
