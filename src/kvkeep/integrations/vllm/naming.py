@@ -148,9 +148,12 @@ def _computed(vllm_config: VllmConfig, groups: Groups) -> str:
     return f"{found.name}; configuration {_digest([numbers[name] for name in CONFIGURATION])}"
 
 
-def settings_of(vllm_config: VllmConfig) -> str:
-    """Return a digest of all settings and versions that decide numbers."""
-    return _digest(numbers_of(vllm_config))
+def settings_of(vllm_config: VllmConfig, *, any_ranks: bool = False) -> str:
+    """Return a digest of all settings and versions that decide numbers.
+
+    ``any_ranks``: settings that only concern the sums of ranks are neutral.
+    """
+    return _digest(numbers_of(vllm_config, any_ranks=any_ranks))
 
 
 def ranks_of(vllm_config: VllmConfig, rank: int | str) -> str:

@@ -70,6 +70,9 @@ _LOADING: Final = {
     "download_dir", "use_tqdm_on_load", "device", "pt_load_map_location",
     "safetensors_prefetch_num_threads", "safetensors_prefetch_block_size",
 }  # fmt: skip
+# Compiler passes about the sums of ranks, which vLLM runs by default only where there are several.
+_SUMS: Final = {"fuse_allreduce_rms", "fi_allreduce_fusion_max_size_mb", "enable_sp",
+                "fuse_gemm_comms", "sp_min_token_num"}  # fmt: skip
 # Environment variables that are neutral, although vLLM's own list of neutral ones lacks them.
 _ENVIRONMENT: Final = {
     "CUDA_HOME", "VLLM_NCCL_SO_PATH", "VLLM_CONFIGURE_LOGGING", "VLLM_PLUGINS",
@@ -85,8 +88,12 @@ _ENVIRONMENT: Final = {
 _ANY_LENGTH: Final = {"default", "linear", "llama3", "yarn", "mrope", "proportional"}
 
 
-def numbers_of(vllm_config: VllmConfig) -> dict[str, object]:
-    """Return every setting that may decide a number, in JSON's types."""
+def numbers_of(vllm_config: VllmConfig, *, any_ranks: bool = False) -> dict[str, object]:
+    """Return every setting that may decide a number, in JSON's types.
+
+    ``any_ranks``: without those that only concern how ranks add their sums. That changes the last
+    bits of sums, as the number of ranks itself does.
+    """
     model, compilation = vllm_config.model_config, vllm_config.compilation_config
     images, lora = model.multimodal_config, vllm_config.lora_config
     described: dict[str, object] = {
@@ -101,7 +108,8 @@ def numbers_of(vllm_config: VllmConfig) -> dict[str, object]:
         "attention": _fields(vllm_config.attention_config, _ATTENTION),
         "kernels": _fields(vllm_config.kernel_config, _KERNELS),
         "compilation": [
-            compilation.mode, compilation.backend, compilation.custom_ops, compilation.pass_config,
+            compilation.mode, compilation.backend, compilation.custom_ops,
+            _fields(compilation.pass_config, _SUMS) if any_ranks else compilation.pass_config,
             compilation.inductor_compile_config, compilation.inductor_passes,
         ],
         "lora": None if lora is None else _fields(lora, _LORA),

@@ -285,7 +285,7 @@ def _rows(spec: TieringOffloadingSpec, notes: list[WorkerNote] | None) -> ChunkR
     row_bytes = int(spec.kv_bytes_per_chunk)
     if notes is None:
         return ChunkRows(row_bytes, {})
-    whole = spec.replicated_layout or spec.config.canonical_layout
+    whole = spec.replicated_layout or notes[0].canonical
     return ChunkRows.of_notes(
         notes[:1] if whole else notes,
         [group.group_id for group in spec.config.groups],

@@ -5,6 +5,7 @@
     engine.py      the engine that vLLM makes a tier for: its configuration, and its requests
     identity.py    the namespace of the tier's records
     notes.py       what workers tell the tier of their pages
+    layout.py      one layout of rows for all numbers of ranks, where vLLM proves it
     rows.py        which bytes of a row in vLLM's memory belong to a chunk
     requests.py    what is known of a request
     lookups.py     which chunks of a request are stored

@@ -2,7 +2,8 @@
 
 vLLM's key of a chunk is a block's hash and the number of a group: the same for other weights, other
 settings, another number of ranks. A row is opaque bytes besides, in the order in which this
-engine's workers put their pages. The namespace names all that.
+engine's workers put their pages. The namespace names all that; where rows are the same for every
+number of ranks (layout.py), it names vLLM's format of such rows instead of the ranks.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import (
+    canonical_format_id,
+)
 from vllm.platforms import current_platform
 
 from kvkeep.core.keys import Namespace
@@ -39,6 +43,9 @@ __all__ = ["namespace_of_rows"]
 
 _LOG = logging.getLogger("kvkeep.vllm")
 _FORMAT = "row 1"  # version of our records: the used bytes of a row, in order
+# Fields of specs that tell of one rank. The workers' notes tell the bytes of a page of all ranks,
+# and the model's configuration tells all heads.
+_SHARES = frozenset({"num_kv_heads", "page_size_padded"})
 # Packages that bring attention backends, beside torch and vLLM.
 _KERNELS = ("flashinfer-python", "flash-attn", "triton", "vllm-flash-attn", "flash-mla")
 
@@ -63,27 +70,50 @@ def namespace_of_rows(
         return Namespace(tenant=options.tenant, revision=f"process {secrets.token_hex(16)}")
     warn_of_seeds(engine.config)
     config = spec.config
-    groups = [
+    any_ranks = notes is not None and all(note.portable for note in notes)
+    groups = plain(
         [
-            group.group_id,
-            group.tokens_per_block,
-            engine.caches.kv_cache_groups[group.group_id].kv_cache_spec,
-            *group.layer_names,
+            [
+                group.group_id,
+                group.tokens_per_block,
+                engine.caches.kv_cache_groups[group.group_id].kv_cache_spec,
+                *group.layer_names,
+            ]
+            for group in config.groups
         ]
-        for group in config.groups
-    ]
-    layout = {
+    )
+    layout: dict[str, object] = {
         "format": _FORMAT,
         "chunk": [config.cache.tokens_per_hash, config.cache.blocks_per_chunk],
-        "row": [spec.kv_bytes_per_chunk, spec.cpu_page_size_per_worker],
-        "groups": plain(groups),
         "shared": _shared(engine.caches),
+    }
+    if any_ranks:
+        assert notes is not None
+        assert all(note == notes[0] for note in notes), "rows are the same for all ranks"
+        assert config.kv_cache_layout is not None, "vLLM has placed the pages"
+        layout |= {
+            "groups": _of_all_ranks(groups),
+            "layout": canonical_format_id(config.kv_cache_layout),
+            "workers": plain(notes[0]),
+        }
+        computed = settings_of(engine.config, any_ranks=True)
+        return engine_namespace(engine.config, options, layout, computed=computed, rank="")
+    layout |= {
+        "row": [spec.kv_bytes_per_chunk, spec.cpu_page_size_per_worker],
+        "groups": groups,
         "layout": [config.kv_cache_layout, config.canonical_layout, spec.replicated_layout],
         "workers": _selecting(engine) if notes is None else plain(list(notes)),
     }
     ranks = ranks_of(engine.config, "all")
     computed = settings_of(engine.config)
     return engine_namespace(engine.config, options, layout, computed=computed, rank=ranks)
+
+
+def _of_all_ranks(groups: object) -> object:
+    """Return ``groups`` without what specs say of one rank's share."""
+    if isinstance(groups, dict):
+        return {name: _of_all_ranks(each) for name, each in groups.items() if name not in _SHARES}
+    return [_of_all_ranks(each) for each in groups] if isinstance(groups, list) else groups
 
 
 def _shared(caches: KVCacheConfig) -> list[list[str]]:

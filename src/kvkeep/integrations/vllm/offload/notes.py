@@ -36,11 +36,15 @@ class WorkerNote:
         machine: attention backends and hardware, which pack the pages.
         tensors: bytes of a block in each tensor of the row, in order.
         groups: for each group, ``(tensor, bytes)`` of its layers' pages.
+        canonical: whether tensors and pages are those of all ranks together.
+        portable: whether the row is the same for every number of ranks.
     """
 
     machine: str
     tensors: list[int]
     groups: list[list[tuple[int, int]]]
+    canonical: bool = False
+    portable: bool = False
 
     @classmethod
     def of(cls, machine: str, caches: CanonicalKVCaches, *, canonical: bool) -> WorkerNote:
@@ -62,11 +66,17 @@ class WorkerNote:
             ]
             for group in refs
         ]
-        return cls(machine, tensors, groups)
+        portable = canonical and all(
+            ref.mapping.parallelism_agnostic for group in refs for ref in group
+        )
+        return cls(machine, tensors, groups, canonical, portable)
 
 
-def leave_note(engine: str, rank: int, note: WorkerNote) -> None:
-    """Write the note of worker ``rank``. A failure is logged: the tier then stores whole rows."""
+def leave_note(engine: str, rank: int, note: WorkerNote) -> bool:
+    """Write the note of worker ``rank``, and return whether that succeeded.
+
+    A failure is logged: the tier then stores whole rows.
+    """
     path = _path(engine, rank)
     try:
         with suppress(FileNotFoundError):
@@ -76,6 +86,8 @@ def leave_note(engine: str, rank: int, note: WorkerNote) -> None:
             json.dump(asdict(note), file)
     except OSError as error:
         _LOG.warning("kvkeep's worker could not tell the tier of its pages: %s", error)
+        return False
+    return True
 
 
 def take_notes(engine: str, ranks: int) -> list[WorkerNote] | None:
@@ -99,7 +111,10 @@ def _take(path: Path) -> WorkerNote | None:
             given: dict[str, Any] = json.loads(os.read(fd, found.st_size))
         path.unlink()
         groups = [[(int(at), int(size)) for at, size in group] for group in given["groups"]]
-        return WorkerNote(str(given["machine"]), [int(each) for each in given["tensors"]], groups)
+        return WorkerNote(
+            str(given["machine"]), [int(each) for each in given["tensors"]], groups,
+            bool(given["canonical"]), bool(given["portable"]),
+        )  # fmt: skip
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -8,8 +8,10 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+from kvkeep.core.errors import UnsupportedModel
 from kvkeep.integrations.vllm.naming import machine_of
 from kvkeep.integrations.vllm.offload.engine import OffloadEngine
+from kvkeep.integrations.vllm.offload.layout import canonical_of, is_portable
 from kvkeep.integrations.vllm.offload.mover import CPUMover
 from kvkeep.integrations.vllm.offload.notes import WorkerNote, leave_note, take_notes
 
@@ -21,41 +23,68 @@ __all__ = ["KVKeepSpec"]
 
 
 class KVKeepSpec(TieringOffloadingSpec):
-    """vLLM's `TieringOffloadingSpec`, with two additions.
+    """vLLM's `TieringOffloadingSpec`, with three additions.
 
-    Where the platform is no GPU, pages are copied by `CPUMover`; on a GPU, by vLLM. And each worker
-    tells the tier of its pages, so that records name the attention backend, and contain only the
-    bytes that belong to a chunk.
+    Where the platform is no GPU, pages are copied by `CPUMover`; on a GPU, by vLLM. Each worker
+    tells the tiers of its pages, so that records name the attention backend, and contain only the
+    bytes that belong to a chunk. And rows are in vLLM's canonical layout, which is one for all
+    numbers of ranks, wherever vLLM proves it for all layers.
 
     Options, in ``kv_connector_extra_config``, are vLLM's: ``cpu_bytes_to_use``,
-    ``secondary_tiers``, and others.
+    ``secondary_tiers``, and others. ``"canonical_layout": false`` turns that layout off; true
+    refuses to start where vLLM cannot place the pages.
 
     Attributes:
-        notes: what the workers told, in the scheduler; None: not all did.
+        notes: what all workers have told of their pages, in the scheduler; None: not known.
     """
 
     def __init__(self, config: OffloadingConfig) -> None:
-        super().__init__(config)
         self._engine = OffloadEngine.of_caller()
+        canonical = canonical_of(self._engine, config)
+        self._direct = config if canonical is not None else None
+        super().__init__(canonical or config)
         self._worker: OffloadingWorker | None = None
         self.notes: list[WorkerNote] | None = None
 
     def get_manager(self) -> OffloadingManager:
-        """Return what manages rows and tiers; take the workers' notes for `KVKeepTier` before."""
+        """Return what decides about rows. The workers must have their pages by now.
+
+        Raises:
+            UnsupportedModel: workers would write their rows in different layouts.
+        """
         if not self._manager:
-            parallel = self.config.parallel
-            self.notes = take_notes(self.config.engine_id, parallel.world_size)
+            self.notes = take_notes(self.config.engine_id, self.config.parallel.world_size)
+            layouts = {note.canonical for note in self.notes or ()}
+            if len(layouts) > 1:
+                raise UnsupportedModel(
+                    "the workers' pages are in different layouts, some canonical and some not; "
+                    'give "canonical_layout": false in kv_connector_extra_config'
+                )
+            if layouts == {False} and self._direct is not None:
+                self.config = self._direct
         manager: OffloadingManager = super().get_manager()
         return manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """Return what copies pages, and leave a note for the tier."""
+        """Return what copies pages, and leave a note for the tiers.
+
+        Raises:
+            UnsupportedModel: the layout is not the one that the scheduler expects, and the note
+                that would tell it could not be left.
+        """
         if not self._worker:
+            if self._direct is not None and not is_portable(kv_caches):
+                self.config = self._direct
             if current_platform.is_cuda_alike() or current_platform.is_xpu():
                 self._worker = super().get_worker(kv_caches)
             else:
                 self._worker = self._cpu_mover(kv_caches)
-        self._leave_note(kv_caches)
+        if not self._leave_note(kv_caches) and self.config is self._direct:
+            raise UnsupportedModel(
+                "pages of this layout cannot be placed for all numbers of ranks, and the worker "
+                "cannot tell the scheduler so (see the warning above); give "
+                '"canonical_layout": false in kv_connector_extra_config'
+            )
         return self._worker
 
     def _cpu_mover(self, kv_caches: CanonicalKVCaches) -> CPUMover:
@@ -77,11 +106,13 @@ class KVKeepSpec(TieringOffloadingSpec):
             region.cleanup()
             raise
 
-    def _leave_note(self, kv_caches: CanonicalKVCaches) -> None:
+    def _leave_note(self, kv_caches: CanonicalKVCaches) -> bool:
+        """Tell the tiers of the pages; return whether that succeeded."""
         if self._engine is None:
-            return
+            return False
         names = [name for group in self.config.groups for name in group.layer_names]
         device = kv_caches.tensors[0].tensor.device
         machine = machine_of(self._engine.config, names, device)
-        note = WorkerNote.of(machine, kv_caches, canonical=self.config.canonical_layout)
-        leave_note(self.config.engine_id, self.config.parallel.rank, note)
+        canonical = self.config.canonical_layout
+        note = WorkerNote.of(machine, kv_caches, canonical=canonical)
+        return leave_note(self.config.engine_id, self.config.parallel.rank, note)
