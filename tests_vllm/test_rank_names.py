@@ -1,0 +1,69 @@
+"""Which engines below vLLM's offloading share KV, and which must not: names of ranks and blocks."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from engines import PROMPTS, prompt
+from models import make_qwen_next
+from tiered import TieredEngine, tiered
+
+from kvkeep.integrations.vllm.offload.identity import namespace_of_rows
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvkeep.core.keys import Namespace
+
+
+def spec_of(one: TieredEngine) -> Any:
+    return one.core.scheduler.connector.connector_scheduler.spec
+
+
+def named(one: TieredEngine, ranks: int, *, portable: bool) -> Namespace:
+    """The namespace that this engine would have with so many ranks."""
+    engine, spec = one.tier._engine, spec_of(one)
+    assert engine is not None
+    config = copy.copy(engine.config)
+    config.parallel_config = copy.copy(config.parallel_config)
+    config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = ranks
+    config.compilation_config = copy.copy(config.compilation_config)
+    passes = copy.copy(config.compilation_config.pass_config)
+    passes.fuse_allreduce_rms = ranks > 1  # as on GPUs
+    config.compilation_config.pass_config = passes
+    (note,) = spec.notes
+    notes = [replace(note, portable=portable)] * ranks
+    return namespace_of_rows(replace(engine, config=config), one.tier._options, spec, notes)
+
+
+def test_ranks_are_named_where_rows_tell_them(llama: str, tmp_path: Path) -> None:
+    disk = f"file://{tmp_path}/kv?size=64MiB"
+    with tiered(llama, disk) as one:
+        assert spec_of(one).config.canonical_layout
+        names = [named(one, ranks, portable=True) for ranks in (1, 2, 4)]
+        assert names == [one.store.namespace] * 3
+        others = [named(one, ranks, portable=False) for ranks in (1, 2, 4)]
+        assert len({repr(name) for name in [*others, one.store.namespace]}) == 4
+        one.ask(PROMPTS[-2:])
+        one.forget_all()
+    # Who turns the layout off, or has blocks of another size, finds nothing of that.
+    with tiered(llama, disk, extra={"canonical_layout": False}) as one:
+        assert not spec_of(one).config.canonical_layout
+        assert [answer.cached for answer in one.ask(PROMPTS[-2:])] == [0, 0]
+    with tiered(llama, disk, block_size=64) as one:
+        assert [answer.cached for answer in one.ask(PROMPTS[-2:])] == [0, 0]
+
+
+def test_models_with_states_keep_their_ranks(tmp_path: Path) -> None:
+    path = make_qwen_next(tmp_path / "qwen")
+    disk = f"file://{tmp_path}/kv?size=64MiB"
+    with tiered(path, disk, dtype="bfloat16", block_size=64) as one:
+        assert not spec_of(one).config.canonical_layout
+        (note,) = spec_of(one).notes
+        assert not note.portable
+        mine = [prompt(3 * 64 + 9, seed=80)]
+        one.ask(mine)
+        one.forget_all()
+        assert one.ask(mine)[0].cached == 3 * 64
