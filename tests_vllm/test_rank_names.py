@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def spec_of(one: TieredEngine) -> Any:
-    return one.core.scheduler.connector.connector_scheduler.spec
+    return one.tier._offloading_spec
 
 
 def named(one: TieredEngine, ranks: int, *, portable: bool) -> Namespace:

@@ -55,7 +55,7 @@ def is_portable(caches: CanonicalKVCaches) -> bool:
     if any(ref.mapping is None or not ref.mapping.parallelism_agnostic for ref in refs):
         _LOG.info("vLLM cannot place pages of this layout: stored KV names the number of ranks")
         return False
-    pieces = max(sum(run.num_fragments for run in ref.mapping.runs) for ref in refs)
+    pieces: int = max(sum(run.num_fragments for run in ref.mapping.runs) for ref in refs)
     if pieces > _MOST_PIECES:
         _LOG.info(
             "A page would be copied in %d pieces to be of use to engines with another number of "
@@ -63,5 +63,5 @@ def is_portable(caches: CanonicalKVCaches) -> bool:
             "copies the pieces",
             pieces,
             _OPTION,
-        )  # fmt: skip
+        )
     return pieces <= _MOST_PIECES

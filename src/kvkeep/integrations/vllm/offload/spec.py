@@ -43,6 +43,7 @@ class KVKeepSpec(TieringOffloadingSpec):
         canonical = canonical_of(self._engine, config)
         self._direct = config if canonical is not None else None
         super().__init__(canonical or config)
+        self.config: OffloadingConfig
         self._worker: OffloadingWorker | None = None
         self.notes: list[WorkerNote] | None = None
 
