@@ -28,7 +28,7 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from kvkeep.integrations.records import gather, scatter
 from kvkeep.integrations.vllm.offload.mover import CPUMover
 from kvkeep.integrations.vllm.offload.notes import WorkerNote
-from kvkeep.integrations.vllm.offload.rows import Rows
+from kvkeep.integrations.vllm.offload.rows import ChunkRows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -129,7 +129,7 @@ class Workers:
             for caches, region in zip(self.caches, self.regions, strict=True)
         ]
         notes = [WorkerNote.of("cpu", caches, canonical=canonical) for caches in self.caches]
-        self.layout = Rows.of_notes(
+        self.layout = ChunkRows.of_notes(
             notes[:1] if canonical else notes, [0],
             row_bytes=row_bytes, rank_bytes=part, blocks=blocks,
         )  # fmt: skip
