@@ -48,10 +48,7 @@ def test_ranks_are_named_where_rows_tell_them(llama: str, tmp_path: Path) -> Non
         assert len({repr(name) for name in [*others, one.store.namespace]}) == 4
         one.ask(PROMPTS[-2:])
         one.forget_all()
-    # Who turns the layout off, or has blocks of another size, finds nothing of that.
-    with tiered(llama, disk, extra={"canonical_layout": False}) as one:
-        assert not spec_of(one).config.canonical_layout
-        assert [answer.cached for answer in one.ask(PROMPTS[-2:])] == [0, 0]
+    # Hashes of blocks of another size are others: vLLM has no key in common.
     with tiered(llama, disk, block_size=64) as one:
         assert [answer.cached for answer in one.ask(PROMPTS[-2:])] == [0, 0]
 

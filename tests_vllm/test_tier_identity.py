@@ -83,11 +83,11 @@ def test_other_weights_and_settings_do_not_cross(tmp_path: Path, llama: str) -> 
 
 @pytest.mark.parametrize(
     "extra",
-    [{"canonical_layout": True}, {"spec_name": "WholeRows", "spec_module_path": "whole_rows"}],
-    ids=["canonical", "vLLM's spec"],
+    [{"canonical_layout": False}, {"spec_name": "WholeRows", "spec_module_path": "whole_rows"}],
+    ids=["direct", "vLLM's spec"],
 )
 def test_other_layouts_of_rows(tmp_path: Path, llama: str, extra: dict[str, Any]) -> None:
-    """vLLM's canonical layout; and its own spec, under which workers tell nothing."""
+    """vLLM's direct layout; and its own spec, under which workers tell nothing."""
     disk = f"file://{tmp_path}/kv?size=64MiB"
     with tiered(llama, disk) as one:
         cold = one.ask(MINE)
@@ -99,13 +99,15 @@ def test_other_layouts_of_rows(tmp_path: Path, llama: str, extra: dict[str, Any]
 
 
 def two_ranks(llama: str, disk: str) -> None:
-    """Workers in processes of their own: their rows are one record, of all ranks."""
+    """Workers in processes of their own, in the direct layout: a record is of just these ranks."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
         llama, enforce_eager=True, max_model_len=1024, dtype="float32", block_size=32,
         tensor_parallel_size=2, distributed_executor_backend="mp", num_gpu_blocks_override=512,
-        kv_transfer_config=offloading([kvkeep_tier(f"file://{disk}?size=64MiB")]),
+        kv_transfer_config=offloading(
+            [kvkeep_tier(f"file://{disk}?size=64MiB")], canonical_layout=False
+        ),
     )  # fmt: skip
 
     def ask() -> Answer:
@@ -129,8 +131,9 @@ def two_ranks(llama: str, disk: str) -> None:
 
 
 def test_several_ranks(llama: str, tmp_path: Path) -> None:
-    """Rows of two ranks are not those of one."""
-    with tiered(llama, f"file://{tmp_path}/kv?size=64MiB") as one:
+    """In the direct layout, rows of two ranks are not those of one."""
+    extra = {"canonical_layout": False}
+    with tiered(llama, f"file://{tmp_path}/kv?size=64MiB", extra=extra) as one:
         one.ask(MINE)
     apart("test_tier_identity:two_ranks", llama, str(tmp_path / "kv"))
 
