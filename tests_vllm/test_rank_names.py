@@ -6,10 +6,13 @@ import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from engines import PROMPTS, prompt
+import pytest
+from engines import BLOCK, PROMPTS, apart, prompt
 from models import make_qwen_next
 from tiered import TieredEngine, tiered
 
+from kvkeep.core.errors import UnsupportedModel
+from kvkeep.integrations.vllm.offload import spec as spec_module
 from kvkeep.integrations.vllm.offload.identity import namespace_of_rows
 
 if TYPE_CHECKING:
@@ -51,6 +54,35 @@ def test_ranks_are_named_where_rows_tell_them(llama: str, tmp_path: Path) -> Non
     # Hashes of blocks of another size are others: vLLM has no key in common.
     with tiered(llama, disk, block_size=64) as one:
         assert [answer.cached for answer in one.ask(PROMPTS[-2:])] == [0, 0]
+
+
+def test_workers_that_cannot_place_their_pages_tell_so(llama: str, tmp_path: Path) -> None:
+    """vLLM expects the layout by the model, and the pages turn out to be others."""
+    apart("test_rank_names:other_pages", llama, f"file://{tmp_path}/kv?size=64MiB")
+
+
+def other_pages(llama: str, disk: str) -> None:
+    """In a process of its own, in which vLLM leaves engines behind that do not start."""
+    take_notes = spec_module.take_notes
+
+    def two_minds(engine: str, ranks: int) -> Any:
+        (note,) = take_notes(engine, ranks) or ()
+        return [note, replace(note, canonical=not note.canonical)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spec_module, "is_portable", lambda caches: False)
+        with tiered(llama, disk) as one:
+            assert not spec_of(one).config.canonical_layout
+            one.ask(PROMPTS[-1:])
+            one.forget_all()
+            assert one.ask(PROMPTS[-1:])[0].cached == len(PROMPTS[-1]) // BLOCK * BLOCK
+        with patch.context() as more:
+            more.setattr(spec_module, "leave_note", lambda *_: False)
+            with pytest.raises(UnsupportedModel, match="tell the scheduler"):
+                tiered(llama, disk).__enter__()
+        patch.setattr(spec_module, "take_notes", two_minds)
+        with pytest.raises(UnsupportedModel, match="in different layouts"):
+            tiered(llama, disk).__enter__()
 
 
 def test_models_with_states_keep_their_ranks(tmp_path: Path) -> None:

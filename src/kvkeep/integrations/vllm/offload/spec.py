@@ -81,6 +81,7 @@ class KVKeepSpec(TieringOffloadingSpec):
             else:
                 self._worker = self._cpu_mover(kv_caches)
         if not self._leave_note(kv_caches) and self.config is self._direct:
+            self._worker.shutdown()
             raise UnsupportedModel(
                 "pages of this layout cannot be placed for all numbers of ranks, and the worker "
                 "cannot tell the scheduler so (see the warning above); give "
