@@ -108,9 +108,11 @@ def figures(reads: dict[Read, list[float]], saves: dict[str, list[float]]) -> li
     for (layout, reader, writer), seconds in reads.items():
         own = reads["canonical" if layout == "direct" else layout, reader, reader]
         name = f"{reader} ranks read what {writer} wrote"
-        beside, goal = "its own", 0.9
+        beside = "its own"
+        goal: float | None = 0.9
         if layout == "direct":
-            name, beside, goal = f"{reader} ranks, direct layout", "canonical", None
+            name, beside = f"{reader} ranks, direct layout", "canonical"
+            goal = None
         elif reader == writer:
             lines.append(Figure(name, "GB/s", size / median(seconds) / 1e9))
             continue

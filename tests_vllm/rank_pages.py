@@ -101,7 +101,7 @@ def registered(
     canonical = SimpleNamespace(canonical_layout=True)
     offloading = SimpleNamespace(replicated_layout=False, config=canonical, get_worker=given.append)
     config: Any = SimpleNamespace(parallel_config=parallel, model_config=model)
-    OffloadingConnectorWorker(offloading, config, caches).register_kv_caches(pages)  # type: ignore[arg-type]
+    OffloadingConnectorWorker(offloading, config, caches).register_kv_caches(pages)
     return given[0]
 
 

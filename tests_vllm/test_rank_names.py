@@ -14,6 +14,7 @@ from tiered import TieredEngine, tiered
 from kvkeep.core.errors import UnsupportedModel
 from kvkeep.integrations.vllm.offload import spec as spec_module
 from kvkeep.integrations.vllm.offload.identity import namespace_of_rows
+from kvkeep.integrations.vllm.offload.layout import canonical_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,6 +52,14 @@ def test_ranks_are_named_where_rows_tell_them(llama: str, tmp_path: Path) -> Non
         assert len({repr(name) for name in [*others, one.store.namespace]}) == 4
         one.ask(PROMPTS[-2:])
         one.forget_all()
+        engine, config = one.tier._engine, spec_of(one).config
+        given = {name: each for name, each in config.extra_config.items() if "layout" not in name}
+        direct = replace(config, canonical_layout=False, extra_config=given)
+        assert canonical_of(engine, direct) is not None
+        config = copy.copy(engine.config)
+        config.model_config = copy.copy(config.model_config)
+        config.model_config.quantization = "fp8"  # each rank has scales of its own
+        assert canonical_of(replace(engine, config=config), direct) is None
     # Hashes of blocks of another size are others: vLLM has no key in common.
     with tiered(llama, disk, block_size=64) as one:
         assert [answer.cached for answer in one.ask(PROMPTS[-2:])] == [0, 0]

@@ -33,10 +33,14 @@ _MOST_PIECES = 8
 def canonical_of(engine: OffloadEngine | None, config: OffloadingConfig) -> OffloadingConfig | None:
     """Return ``config`` in the canonical layout; None: it is to stay as it is.
 
-    It stays if ``canonical_layout`` is given, and if vLLM expects layers that are not portable.
+    It stays if ``canonical_layout`` is given, if vLLM expects layers that are not portable, and if
+    weights or activations are quantised: ranks may choose the scales of their shares, so another
+    number of ranks computes other numbers, by more than rounding.
     The size of a row is the same in both, because it is decided before there are pages.
     """
     if engine is None or _OPTION in config.extra_config:
+        return None
+    if engine.config.model_config.quantization is not None:
         return None
     asked, transfer = copy.copy(engine.config), copy.copy(engine.config.kv_transfer_config)
     assert transfer is not None, "a connector made the spec"
