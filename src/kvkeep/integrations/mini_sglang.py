@@ -18,6 +18,7 @@ from kvkeep.core.eviction import policy as named_policy
 from kvkeep.core.keys import Namespace
 from kvkeep.core.prefix import RadixIndex
 from kvkeep.core.tokens import TOKEN_BYTES, as_tokens
+from kvkeep.integrations.page_slots import PageSlots
 
 if TYPE_CHECKING:
     from kvkeep.core.eviction import EvictionPolicy
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["Handle", "InsertResult", "MatchResult", "PrefixCache", "SizeInfo"]
 
 _ONE = Namespace()  # mini-sglang has one model and no tenants
-_LEAST_ROOM = 1024
 
 
 class Handle:
@@ -60,7 +60,7 @@ class Handle:
 
         They are valid only while the handle is locked.
         """
-        return self._cache.slots_of(self.pages)
+        return self._cache.slots.of(self.pages)
 
     def __repr__(self) -> str:
         return f"<Handle of {self.cached_len} tokens, {self.locks} locks>"
@@ -98,9 +98,8 @@ class SizeInfo(NamedTuple):
 class PrefixCache:
     """A prefix cache for mini-sglang: whole pages, and eviction of exactly the requested number.
 
-    The slots of a page are consecutive and begin at a multiple of ``page_size``. Slots stay on the
-    device, so no call waits for it: the index has its own page numbers, and a tensor on the device
-    maps each number to the page's first slot.
+    The slots of a page are consecutive and begin at a multiple of ``page_size``. They stay on the
+    device, so no call waits for it (`PageSlots`).
 
     Args:
         device: device of the page table.
@@ -130,9 +129,7 @@ class PrefixCache:
         self._index = RadixIndex(self.page_size, chosen)
         self._root, _ = self._index.hold(None, _ONE)  # so that every prompt matches something
         self._locked: Counter[Node] = Counter()
-        self._free: PageArray = np.empty(0, np.int32)  # page numbers that are not in use
-        self._starts = torch.empty(0, dtype=torch.int32, device=self.device)
-        self._offsets = torch.arange(self.page_size, dtype=torch.int32, device=self.device)
+        self.slots = PageSlots(self.page_size, self.device, torch.int32)
 
     def match_prefix(self, input_ids: torch.Tensor) -> MatchResult:
         """Return the longest stored prefix of ``input_ids`` (int, on the CPU), in whole pages."""
@@ -185,8 +182,7 @@ class PrefixCache:
         pages = match.pages
         there = len(pages) * self.page_size
         if there < tokens:
-            new = self._take((tokens - there) // self.page_size)
-            self._starts[self._where(new)] = indices[there : tokens : self.page_size]
+            new = self.slots.take(indices[there:tokens])
             hold, _ = self._index.hold(match, _ONE, used=False)
             stored = self._index.insert(hold, symbols[there * TOKEN_BYTES :], new, 0)
             assert not len(stored.existing), "what is stored was matched"
@@ -204,8 +200,8 @@ class PrefixCache:
         if pages > self._index.num_evictable:
             raise IllegalStep(f"cannot evict {size} tokens of {self.size_info}")
         gone = self._index.evict(pages)
-        slots = self.slots_of(gone)
-        self._free = np.concatenate((self._free, gone))
+        slots = self.slots.of(gone)
+        self.slots.give_back(gone)
         return slots
 
     def reset(self) -> None:
@@ -216,7 +212,7 @@ class PrefixCache:
         """
         if locked := self.size_info.protected_size:
             raise IllegalStep(f"{locked} tokens are locked; unlock them first")
-        self._free = np.concatenate((self._free, self._index.clear()))
+        self.slots.give_back(self._index.clear())
 
     @property
     def size_info(self) -> SizeInfo:
@@ -226,13 +222,7 @@ class PrefixCache:
 
     def check_integrity(self) -> None:
         """Recount everything that is stored; an ``AssertionError`` is a bug of kvkeep."""
-        stored = self._index.check([self._root, *self._locked.elements()])
-        numbers = np.sort(np.concatenate((stored, self._free)))
-        assert np.array_equal(numbers, np.arange(len(self._starts))), "a page is lost, or twice"
-
-    def slots_of(self, pages: PageArray) -> torch.Tensor:
-        """Return the slots of ``pages``, in order, int32 on the device."""
-        return (self._starts[self._where(pages)][:, None] + self._offsets).flatten()
+        self.slots.check(self._index.check([self._root, *self._locked.elements()]))
 
     def _symbols(self, input_ids: torch.Tensor) -> bytes:
         """Return the tokens of a prompt's whole pages, as the index compares them."""
@@ -243,17 +233,3 @@ class PrefixCache:
         match = self._index.match(symbols, _ONE)
         assert match is not None, "the root is held"
         return match.without_partial()
-
-    def _take(self, count: int) -> PageArray:
-        """Return ``count`` unused page numbers; make new ones if needed, as there is no limit."""
-        if count > len(self._free):
-            have = len(self._starts)
-            more = max(have, count, _LEAST_ROOM)
-            self._free = np.append(self._free, np.arange(have, have + more, dtype=np.int32))
-            self._starts = torch.cat((self._starts, self._starts.new_empty(more)))
-        taken, self._free = self._free[:count], self._free[count:]
-        return taken
-
-    def _where(self, pages: PageArray) -> torch.Tensor:
-        """Return ``pages`` as an index tensor on the device."""
-        return torch.from_numpy(pages.astype(np.int64)).to(self.device, non_blocking=True)

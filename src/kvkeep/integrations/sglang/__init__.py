@@ -1,4 +1,6 @@
-"""kvkeep below SGLang's HiCache: pages that leave its host memory are stored, also across restarts.
+"""kvkeep inside SGLang: below its HiCache, or in place of its prefix tree.
+
+Below HiCache, pages that leave its host memory are stored, also across restarts:
 
     python -m sglang.launch_server --model-path MODEL --enable-hierarchical-cache
       --hicache-storage-backend dynamic --hicache-storage-backend-extra-config
@@ -14,11 +16,33 @@
     settings.py   settings of the server that decide the numbers of KV
     options.py    options
 
+In place of its tree, ``--radix-cache-backend kvkeep`` or ``kvkeep:adaptive``:
+
+    plugin.py       registers the names
+    building.py     for which servers there is a tree, and with which policy
+    tree.py         KVKeepTree: the interface that the scheduler calls
+    handles.py      what the scheduler keeps of a match
+    symbols.py      the index, over SGLang's tokens and pairs of tokens
+    tree_events.py  SGLang's events of blocks · tree_hooks.py: kvkeep's own
+    tree_pins.py    prefixes that requests ask to keep
+
 Import it only where SGLang is installed. The store is opened when SGLang registers its host pool.
 """
 
 from __future__ import annotations
 
-from kvkeep.integrations.sglang.storage import KVKeepStorage
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvkeep.integrations.sglang.storage import KVKeepStorage
 
 __all__ = ["KVKeepStorage"]
+
+
+def __getattr__(name: str) -> object:
+    """Import the storage when it is asked for: the plug-in is loaded in every SGLang process."""
+    if name == "KVKeepStorage":
+        from kvkeep.integrations.sglang.storage import KVKeepStorage  # noqa: PLC0415
+
+        return KVKeepStorage
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

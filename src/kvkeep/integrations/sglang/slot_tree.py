@@ -1,0 +1,214 @@
+"""`SlotTree`: which of an engine's slots have the KV of which tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvkeep.core.errors import IllegalStep
+from kvkeep.core.prefix import PrefixMatch
+from kvkeep.core.prefix.node import descend
+from kvkeep.core.prefix.results import EMPTY_PAGES, joined
+from kvkeep.integrations.page_slots import PageSlots
+from kvkeep.integrations.sglang.handles import PathHandle
+from kvkeep.integrations.sglang.symbols import SlotIndex
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import torch
+
+    from kvkeep.core.eviction import EvictionPolicy
+    from kvkeep.core.keys import Namespace
+    from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.prefix.node import Node
+
+__all__ = ["SlotTree", "StoredPages", "Stretch"]
+
+
+class Stretch(NamedTuple):
+    """Pages ``start`` … ``stop`` of a prompt, with the slots that have their KV."""
+
+    tokens: Sequence[int]
+    """All tokens of the prompt."""
+    start: int
+    stop: int
+    slots: torch.Tensor
+    priority: int = 0
+    known: int = 0
+    """Leading pages of the prompt that had been requested before."""
+
+
+class StoredPages(NamedTuple):
+    """The result of `SlotTree.store`."""
+
+    hold: Node
+    """The hold, moved to the end of the pages."""
+    existing: PageArray
+    """Pages that were stored before, in place of the first of the given ones."""
+    new: PageArray
+    symbols: bytes
+    """What the index compares for ``new``."""
+    parent: int
+    """The page before ``new``; -1 for none."""
+
+
+class SlotTree:
+    """A prefix index over pages that an engine allocates, with locks on prefixes.
+
+    Thread safety: none. Cost: `match` is one memcmp per run, `store` is flat in the pages before
+    those that it stores, `evict` takes about 1.5 µs an evicted run.
+
+    Attributes:
+        index: the index, by page numbers.
+        slots: the slots behind the numbers.
+        evictions: how often pages were evicted.
+    """
+
+    def __init__(
+        self, page_size: int, device: torch.device, dtype: torch.dtype, policy: EvictionPolicy,
+        *, bigrams: bool = False,
+    ) -> None:  # fmt: skip
+        self.index = SlotIndex(page_size, policy, bigrams=bigrams)
+        self.slots = PageSlots(page_size, device, dtype)
+        self.evictions = 0
+        self._locked: dict[PathHandle, None] = {}
+
+    def match(self, tokens: Sequence[int], pages: int, namespace: Namespace) -> PathHandle:
+        """Return the longest stored prefix of the first ``pages`` pages of ``tokens``."""
+        found = self.index.match(self.index.symbols(tokens, 0, pages), namespace)
+        if found is None:
+            return PathHandle(self, namespace, tokens)
+        return PathHandle(self, namespace, tokens, len(found.pages), found.end)
+
+    def end(self, handle: PathHandle) -> Node | None:
+        """Return the node in which a prefix ends; None for no pages.
+
+        Raises:
+            IllegalStep: the prefix was evicted.
+        """
+        if not handle.pages:
+            return None
+        node = handle.end()
+        if node is None:
+            symbols = self.index.symbols(handle.tokens, 0, handle.pages)
+            found = self.index.match(symbols, handle.namespace)
+            if found is None or len(found.pages) < handle.pages:
+                raise IllegalStep(f"{handle} was evicted since; match again, and lock at once")
+            node = handle.node = found.end
+            handle.evictions = self.evictions
+        return node
+
+    def slots_of(self, handle: PathHandle) -> torch.Tensor:
+        """Return the slots of a prefix [tokens], on the device; raise as `end` does."""
+        node = self.end(handle)
+        parts: list[PageArray] = []
+        while node is not None and node.parent is not None:
+            if node.depth < handle.pages:
+                parts.append(node.pages[: handle.pages - node.depth])
+            node = node.parent
+        return self.slots.of(joined(parts[::-1]))
+
+    # --- locks -----------------------------------------------------------------------------------
+
+    def lock(self, handle: PathHandle) -> int:
+        """Protect a prefix from eviction; return how many pages became protected.
+
+        Raises:
+            IllegalStep: it was evicted before this first lock.
+        """
+        before = self.index.num_evictable
+        if handle.hold is None:
+            node = self.end(handle)
+            match = None
+            if node is not None:
+                match = PrefixMatch(EMPTY_PAGES, node, handle.pages - node.depth)
+            handle.hold, _ = self.index.hold(match, handle.namespace, used=False)
+            self._locked[handle] = None
+        else:
+            self.index.again(handle.hold)
+        handle.locks += 1
+        return before - self.index.num_evictable
+
+    def unlock(self, handle: PathHandle) -> int:
+        """End one lock, a use of the prefix; return how many pages became evictable.
+
+        Raises:
+            IllegalStep: it is not locked.
+        """
+        before = self.index.num_evictable
+        self.index.release(self.detach(handle))
+        return self.index.num_evictable - before
+
+    def detach(self, handle: PathHandle) -> Node:
+        """End one lock without releasing it: the hold belongs to the caller."""
+        hold = handle.hold
+        if hold is None:
+            raise IllegalStep(f"{handle} is not locked")
+        handle.locks -= 1
+        if not handle.locks:
+            handle.node, handle.evictions, handle.hold = hold, self.evictions, None
+            del self._locked[handle]
+        return hold
+
+    def attach(self, handle: PathHandle, hold: Node) -> None:
+        """Give a new handle the caller's hold on its end, as its first lock."""
+        handle.node = handle.hold = hold
+        handle.locks = 1
+        self._locked[handle] = None
+
+    def owns(self, handle: PathHandle, tokens: Sequence[int], namespace: Namespace) -> bool:
+        """Whether a handle is locked here, and ends with the page that ``tokens`` have there."""
+        hold = handle.hold
+        if handle.tree is not self or hold is None or handle.namespace != namespace:
+            return False
+        last = self.index.symbols(tokens, max(handle.pages - 1, 0), handle.pages)
+        return bytes(hold.run[-self.index.unit :]) == last
+
+    # --- storing and evicting --------------------------------------------------------------------
+
+    def store(self, hold: Node, given: Stretch) -> StoredPages:
+        """Store pages behind the path of ``hold``, and move the hold to their end."""
+        index, count = self.index, given.stop - given.start
+        assert hold.end == given.start, (hold, given)
+        parent = int(hold.pages[-1]) if hold.size else -1
+        symbols = index.symbols(given.tokens, given.start, given.stop)
+        numbers = self.slots.take(given.slots)
+        cut = min(max(given.known - given.start, 0), count)
+        parts: list[PageArray] = []
+        for first, end in ((0, cut), (cut, count)):
+            if first < end:
+                part = symbols[first * index.unit : end * index.unit]
+                hold, found = index.insert(
+                    hold, part, numbers[first:end], given.priority, known=first < cut
+                )
+                parts.append(found)
+        existing = joined(parts)
+        there = len(existing)
+        self.slots.give_back(numbers[:there])
+        if there:
+            parent = int(existing[-1])
+        return StoredPages(hold, existing, numbers[there:], symbols[there * index.unit :], parent)
+
+    def evict(self, pages: int) -> tuple[PageArray, torch.Tensor]:
+        """Evict pages, or all that can be if they are fewer; return their numbers and slots."""
+        gone = self.index.evict(pages)
+        slots = self.slots.of(gone)
+        self.slots.give_back(gone)
+        self.evictions += bool(len(gone))
+        return gone, slots
+
+    def nodes(self) -> Iterator[tuple[Node, int]]:
+        """Yield all nodes with their depth, parents first; roots have no pages."""
+        for root in self.index.tree.roots.values():
+            yield from descend(root)
+
+    def pages(self) -> PageArray:
+        """Return the numbers of all stored pages. Cost: all nodes."""
+        return joined([node.pages for node, _ in self.nodes() if node.end])
+
+    def check(self, holds: list[Node]) -> None:
+        """Recount everything, given the holds that are no locks. Asserts."""
+        locks = [handle.hold for handle in self._locked for _ in range(handle.locks)]
+        held = [hold for hold in locks if hold is not None]
+        assert len(held) == len(locks), "a lock without a hold"
+        self.slots.check(self.index.check(held + holds))

@@ -1,0 +1,352 @@
+"""`KVKeepTree`: kvkeep's prefix tree in place of SGLang's."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import (
+    BasePrefixCache,
+    DecLockRefParams,
+    DecLockRefResult,
+    EvictResult,
+    IncLockRefResult,
+    InsertResult,
+    MatchResult,
+    TreeLock,
+)
+
+from kvkeep.core.errors import IllegalStep
+from kvkeep.core.keys import chain_keys, root_key
+from kvkeep.integrations.sglang.handles import PathHandle
+from kvkeep.integrations.sglang.slot_tree import SlotTree, Stretch
+from kvkeep.integrations.sglang.symbols import namespace_of
+from kvkeep.integrations.sglang.tree_events import Placements, Space
+from kvkeep.integrations.sglang.tree_hooks import TreeHooks
+from kvkeep.integrations.sglang.tree_pins import TreePins
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    from kvkeep.core.events import Hook
+    from kvkeep.core.eviction import EvictionPolicy
+    from kvkeep.core.keys import Namespace
+    from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.prefix.node import Node, Root
+    from kvkeep.integrations.sglang.slot_tree import StoredPages
+
+__all__ = ["KVKeepTree"]
+
+_BLOCK_TOKENS = 512  # of the history that some policies keep
+_MOST_PRINTED = 1000
+
+
+class _Top:
+    """A node above the roots of all namespaces, as SGLang walks a tree."""
+
+    def __init__(self, children: dict[Namespace, Root]) -> None:
+        self.children = children
+
+
+class KVKeepTree(BasePrefixCache):  # type: ignore[misc]  # Any where SGLang is not installed
+    """A prefix cache of SGLang's scheduler: whole pages, and eviction of exactly what is asked for.
+
+    SGLang allocates slots and writes KV; this tree keeps which slots have the KV of which tokens.
+    Every method has the meaning that `BasePrefixCache` gives it. A match changes nothing, and a
+    request counts as a use of its prefix once, when its first tokens are computed.
+
+    All decisions depend on the order of calls alone, never on a clock, so the ranks of a server,
+    which run the same requests, decide the same.
+
+    Args:
+        params: what SGLang constructs its caches from.
+        make_policy: returns a new eviction policy.
+
+    Thread safety: none, like SGLang's own; its scheduler is one thread. Cost: `SlotTree`.
+    """
+
+    disable = False
+
+    def __init__(self, params: CacheInitParams, make_policy: Callable[[], EvictionPolicy]) -> None:
+        self.req_to_token_pool = params.req_to_token_pool
+        self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
+        self.page_size: int = params.page_size
+        self.is_eagle: bool = params.is_eagle
+        self.device = torch.device(self.token_to_kv_pool_allocator.device)
+        self._make_policy = make_policy
+        self._capacity: int = self.token_to_kv_pool_allocator.size // self.page_size
+        self._block_pages: int = max(1, -(-_BLOCK_TOKENS // self.page_size))
+        self._hooks = TreeHooks()
+        self._begin()
+        self._placements = Placements(params)
+        self.kv_events = self._placements.recorder
+        self.kv_events.record_all_cleared()
+        if params.enable_metrics:
+            self.init_metrics_collector()
+
+    def _begin(self) -> None:
+        """Start with an empty tree."""
+        policy = self._make_policy()
+        policy.fit(self._capacity, self._block_pages)
+        self._tree = SlotTree(
+            self.page_size, self.device, torch.int64, policy, bigrams=self.is_eagle
+        )
+        self._pins = TreePins(self._tree.index, self._capacity)
+        self.root_node = _Top(self._tree.index.tree.roots)
+
+    def reset(self) -> None:
+        """Forget everything, also what is locked and pinned; SGLang clears its memory itself."""
+        self._hooks.evicted(self._tree.pages(), "cleared")
+        self._begin()
+        self.kv_events.record_all_cleared()
+
+    # --- matching --------------------------------------------------------------------------------
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        """Return the longest stored prefix in whole pages; change nothing."""
+        handle = self._match(params.key)
+        return MatchResult(
+            device_prefix_len=handle.pages * self.page_size,
+            last_device_node=handle,
+            last_host_node=handle,
+            best_match_node=handle,
+        )
+
+    def touch_prefix(self, key: RadixKey) -> None:
+        """Record a use of the stored prefix of ``key``, without a request."""
+        node = self._match(key).node
+        if node is None or not node.end:
+            return
+        index = self._tree.index
+        queued = not node.children and not node.holders
+        if queued:
+            index.tree.dequeue(node)
+        index.policy.used(node)
+        if queued:
+            index.tree.enqueue(node)
+
+    def path_device_indices(self, node: PathHandle) -> torch.Tensor:
+        """Return the slots of a prefix, int64 [tokens], on the device.
+
+        Raises:
+            IllegalStep: the prefix was evicted.
+        """
+        return self._tree.slots_of(node)
+
+    def _match(self, key: RadixKey) -> PathHandle:
+        key, _ = key.maybe_to_bigram_view(self.is_eagle)
+        namespace = namespace_of(key.extra_key, key.cache_salt)
+        return self._tree.match(key.token_ids, len(key) // self.page_size, namespace)
+
+    # --- locks -----------------------------------------------------------------------------------
+
+    def inc_lock_ref(self, node: PathHandle) -> IncLockRefResult:
+        """Protect a prefix from eviction; locks are counted.
+
+        Raises:
+            IllegalStep: it was evicted before this first lock.
+        """
+        return IncLockRefResult(delta=-self._tree.lock(node) * self.page_size)
+
+    def dec_lock_ref(
+        self, node: PathHandle, params: DecLockRefParams | None = None
+    ) -> DecLockRefResult:
+        """End one lock; do nothing for a lock from before `reset`.
+
+        Raises:
+            IllegalStep: it is not locked.
+        """
+        if node.tree is not self._tree:
+            return DecLockRefResult(delta=0)
+        return DecLockRefResult(delta=self._tree.unlock(node) * self.page_size)
+
+    # --- storing ---------------------------------------------------------------------------------
+
+    def insert(self, params: InsertParams) -> InsertResult:
+        """Store the whole pages of a key whose KV is in the slots ``params.value``.
+
+        A stored prefix keeps its old slots; the caller frees those it gave for it.
+        """
+        key, _ = params.key.maybe_to_bigram_view(self.is_eagle)
+        namespace = namespace_of(key.extra_key, key.cache_salt)
+        pages = len(key) // self.page_size
+        slots = params.value[: pages * self.page_size]
+        index = self._tree.index
+        hold, _ = index.hold(None, namespace, used=False)
+        stored = self._tree.store(
+            hold, Stretch(key.token_ids, 0, pages, slots, params.priority or 0)
+        )
+        self._report(stored, Space(key.extra_key, key.cache_salt))
+        index.release(stored.hold)
+        return InsertResult(
+            prefix_len=len(stored.existing) * self.page_size,
+            total_len=pages * self.page_size,
+            last_device_node=PathHandle(self._tree, namespace, key.token_ids, pages, stored.hold),
+        )
+
+    def checkpoint(self, req: Req, *, up_to: int) -> None:
+        """Store what a request has computed, and move its lock to the end of it.
+
+        Pages that another request stored meanwhile replace its own, which are freed. Cost: flat in
+        the tokens that the request's lock covers already.
+        """
+        size, tree = self.page_size, self._tree
+        tokens = req.full_untruncated_fill_ids
+        space = Space(req.extra_key, req.cache_salt)
+        namespace = namespace_of(*space)
+        old = self._own(req, namespace)
+        start = 0 if old is None else old.pages
+        stop = max(start, tree.index.pages_of(min(up_to, len(tokens))))
+        known = self._known(req, old, namespace)
+        if old is None:
+            hold, _ = tree.index.hold(None, namespace, used=False)
+        else:
+            hold = tree.detach(old)
+        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
+        slots = row[start * size : stop * size]
+        stored = tree.store(hold, Stretch(tokens, start, stop, slots, req.priority or 0, known))
+        self._report(stored, space, req.rid)
+        self._adopt(req, row, start * size, stored.existing)
+        if old is None:
+            self.unlock(req.lock)
+        handle = PathHandle(tree, namespace, tokens, stop)
+        handle.known = known
+        tree.attach(handle, stored.hold)
+        req.kv.cache_protected_len = stop * size
+        req.kv.cache_inserted_len = max(req.kv.cache_inserted_len, stop * size)
+        req.last_node = handle
+        req.lock = TreeLock(handle, DecLockRefParams())
+        if req.finished():
+            self._pins.ended(req, stored.hold)
+            self._hooks.closed(req.rid, up_to, stop)
+
+    def _own(self, req: Req, namespace: Namespace) -> PathHandle | None:
+        """Return the handle that a request has locked, if its tokens still begin with that."""
+        handle: PathHandle | None = None if req.lock is None else req.lock.node
+        if handle is None or handle.pages * self.page_size > req.kv.cache_protected_len:
+            return None
+        owned = self._tree.owns(handle, req.full_untruncated_fill_ids, namespace)
+        return handle if owned else None
+
+    def _known(self, req: Req, old: PathHandle | None, namespace: Namespace) -> int:
+        """Count a request, once; return how many of its leading pages were requested before."""
+        if old is not None and old.known >= 0:
+            return old.known
+        found = 0 if old is None else old.pages
+        self._hooks.opened(
+            req.rid, namespace, len(req.full_untruncated_fill_ids), found * self.page_size
+        )
+        index = self._tree.index
+        if old is not None and old.hold is not None and found:
+            index.policy.hit(old.hold)
+            old.hold.uses += 1
+        if not index.policy.remembers:
+            return 0
+        pages = index.pages_of(len(req.origin_input_ids))
+        prompt = index.symbols(req.origin_input_ids, 0, pages)
+        keys = chain_keys(root_key(namespace), prompt, self._block_pages * index.unit)
+        blocks: int = index.policy.requested(keys)
+        return blocks * self._block_pages
+
+    def _adopt(self, req: Req, row: torch.Tensor, start: int, existing: PageArray) -> None:
+        """Let a request use the pages stored from position ``start`` on, and free its own."""
+        end = start + len(existing) * self.page_size
+        own: int = req.kv.cache_protected_len
+        if own >= end:
+            return
+        self.token_to_kv_pool_allocator.free_segment(row[own:end], start_pos=own)
+        slots = self._tree.slots.of(existing)[own - start :]
+        self.req_to_token_pool.write((req.kv.req_pool_idx, slice(own, end)), slots.to(row.dtype))
+
+    def _report(self, stored: StoredPages, space: Space, rid: str | None = None) -> None:
+        self._placements.stored(stored.symbols, stored.new, stored.parent, space)
+        if self._hooks.listening:
+            tokens = self._tree.index.tokens_of(stored.symbols)
+            self._hooks.stored(rid, namespace_of(*space), stored.parent, stored.new, tokens)
+
+    # --- evicting --------------------------------------------------------------------------------
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        """Evict ``params.num_tokens``, rounded up to pages, or all that can be if that is less."""
+        began = time.perf_counter()
+        gone, slots = self._tree.evict(-(-params.num_tokens // self.page_size))
+        if not len(gone):
+            return EvictResult()
+        self._pins.forget_broken()
+        self.token_to_kv_pool_allocator.free_segment(slots, start_pos=0)
+        self._placements.removed(gone)
+        self._hooks.evicted(gone, "pressure")
+        evicted = len(gone) * self.page_size
+        self.update_eviction_metrics(evicted, began)
+        return EvictResult(num_tokens_evicted=evicted)
+
+    def evictable_size(self) -> int:
+        """Return the stored tokens that could be evicted now."""
+        return self._tree.index.num_evictable * self.page_size
+
+    def full_evictable_size(self) -> int:
+        """Return `evictable_size`: all layers keep every token."""
+        return self.evictable_size()
+
+    def protected_size(self) -> int:
+        """Return the stored tokens that are locked, or have a hard pin."""
+        return self.total_size() - self.evictable_size()
+
+    def full_protected_size(self) -> int:
+        """Return `protected_size`: all layers keep every token."""
+        return self.protected_size()
+
+    def total_size(self) -> int:
+        """Return the stored tokens."""
+        return self._tree.index.num_pages * self.page_size
+
+    # --- inspecting ------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> EvictionPolicy:
+        """The eviction policy; another object after each `reset`."""
+        return self._tree.index.policy
+
+    @property
+    def pins_refused(self) -> int:
+        """Pins that requests asked for since the start or the last `reset`, and did not get."""
+        return self._pins.refused
+
+    def subscribe(self, hook: Hook) -> Callable[[], None]:
+        """Call ``hook`` with kvkeep's events (`kvkeep.core.events`); return what ends that."""
+        return self._hooks.subscribe(hook)
+
+    def root_node_handle(self, extra_key: str | None = None) -> PathHandle:
+        """Return a handle of the empty prefix."""
+        return PathHandle(self._tree, namespace_of(extra_key, None), ())
+
+    def resolve_node_handle(self, node_handle: PathHandle) -> Node | _Top:
+        """Return the node in which a prefix ends, for `dfs_weight_order`."""
+        try:
+            node = self._tree.end(node_handle)
+        except IllegalStep:  # evicted since it was matched: it has no place in the order
+            return self.root_node
+        roots = self._tree.index.tree.roots
+        return roots.get(node_handle.namespace, self.root_node) if node is None else node
+
+    def all_values_flatten(self) -> torch.Tensor:
+        """Return the slots of all stored tokens. Cost: everything stored."""
+        return self._tree.slots.of(self._tree.pages())
+
+    def pretty_print(self) -> None:
+        """Print one line a run, at most 1,000. SGLang calls it when it is out of memory."""
+        for shown, (node, depth) in enumerate(self._tree.nodes()):
+            if shown < _MOST_PRINTED:
+                said = self.policy.describe(node) if node.end else repr(node.before()[0])
+                print("  " * depth, node, said)  # noqa: T201 - as SGLang's own trees do
+        print(f"#tokens: {self.total_size()}")  # noqa: T201
+
+    def check_integrity(self) -> None:
+        """Recount everything that is stored; an ``AssertionError`` is a bug of kvkeep."""
+        self._tree.check(self._pins.holds())
