@@ -36,7 +36,7 @@ class Model:
 
     def stores(self, req: Any) -> None:
         """The pages of a request that the tree has now."""
-        space = {"extra_key": req.extra_key, "cache_salt": req.cache_salt}
+        space = space_of(req)
         tokens = list(req.full_untruncated_fill_ids)
         row = self.made.rows[req.kv.req_pool_idx].tolist()
         self.keep(tokens, space, req.kv.cache_protected_len, row)
@@ -59,7 +59,7 @@ class Model:
             for req in self.made.running
             for path in self.paths(
                 list(req.full_untruncated_fill_ids),
-                {"extra_key": req.extra_key, "cache_salt": req.cache_salt},
+                space_of(req),
                 req.kv.cache_protected_len,
             )
         }
@@ -84,89 +84,111 @@ class Model:
         self.made.cache.check_integrity()
 
 
-def walk(made: Scheduler, rng: random.Random, steps: int, tokens: int = 3) -> None:
+def space_of(req: Any) -> dict[str, Any]:
+    return {"extra_key": req.extra_key, "cache_salt": req.cache_salt}
+
+
+class Walk:
     """Random steps of a scheduler; everything is compared with the model after each."""
-    model = Model(made)
-    seen: list[tuple[list[int], dict[str, Any]]] = [([1], {})]
-    retracted: list[Any] = []
-    for _ in range(steps):
-        step = rng.random()
-        if step < 0.35:
-            base, space = rng.choice(seen)
-            prompt = base[: rng.randint(0, len(base))]
-            prompt = [*prompt, *(rng.randrange(tokens) for _ in range(rng.randint(1, 12)))]
-            if rng.random() < 0.2:
-                prompt[-1] = (1 << 40) + prompt[-1]  # of an image
-            if rng.random() < 0.3:
-                space = rng.choice(SPACES)
-            want = model.longest(prompt[:-1], space)
-            req = made.admit(prompt, rng.choice([3, 7, 10_000]), priority=rng.randrange(3), **space)
-            assert made.matched[-1] == want
-            seen.append((prompt, space))
-            if req is not None:
-                model.follow()
-                model.stores(req)
-        elif step < 0.7 and made.running:
-            req = rng.choice(made.running)
-            if not made.prefilled(req):
-                made.compute(req, rng.choice([1, 5, 10_000]))
-            elif len(req.output_ids) < 20:
-                made.decode(req, rng.randrange(tokens))
-            model.follow()
-            model.stores(req)
-        elif step < 0.8 and made.running:
-            req = rng.choice(made.running)
-            kept = list(req.full_untruncated_fill_ids)[: req.kv.kv_committed_len]
-            space = {"extra_key": req.extra_key, "cache_salt": req.cache_salt}
+
+    def __init__(self, made: Scheduler, rng: random.Random) -> None:
+        self.made, self.rng, self.model = made, rng, Model(made)
+        self.seen: list[tuple[list[int], dict[str, Any]]] = [([1], {})]
+        self.retracted: list[Any] = []
+
+    def run(self, steps: int) -> None:
+        made, model = self.made, self.model
+        chances = {self.admit: 35, self.go_on: 35, self.finish: 10, self.retract: 5,
+                   self.resume: 5, self.evict: 7, self.flush: 1}  # fmt: skip
+        for step in self.rng.choices([*chances], [*chances.values()], k=steps):
+            step()
+            prompt, space = self.rng.choice(self.seen)
+            assert len(made.match(prompt, **space)) == model.longest(prompt, space)
+            model.check()
+        for req in made.running[:]:
             made.finish(req)
-            model.follow()
-            seen.append((kept, space))
-            length = max(0, len(kept) - made.pairs) // made.page * made.page
-            slots = made.match(kept, **space)
-            assert len(slots) == length
-            model.keep(kept, space, length, slots)
-        elif step < 0.85 and made.running:
-            req = rng.choice(made.running)
-            made.retract(req)
-            retracted.append(req)
-        elif step < 0.9 and retracted:
-            req = retracted.pop()
-            if made.resume(req, rng.choice([4, 10_000])):
-                model.follow()
-                model.stores(req)
-            else:
-                retracted.append(req)
-        elif step < 0.97:
-            asked = rng.randint(0, 20)
-            could = made.cache.evictable_size()
-            gone = made.evict(asked)
-            assert gone == min(made.paged(asked), could)
-            assert model.follow() * made.page == gone
-        elif step < 0.98 and not made.running:
-            made.flush()
-            model.stored.clear()
-        prompt, space = rng.choice(seen)
-        assert len(made.match(prompt, **space)) == model.longest(prompt, space)
-        model.check()
-    for req in made.running[:]:
-        made.finish(req)
-    made.evict(10**9)
-    assert made.allocator.available_size() == made.total
+        made.evict(10**9)
+        assert made.allocator.available_size() == made.total
+
+    def admit(self) -> None:
+        rng = self.rng
+        base, space = rng.choice(self.seen)
+        prompt = base[: rng.randint(0, len(base))]
+        prompt = [*prompt, *(rng.randrange(3) for _ in range(rng.randint(1, 12)))]
+        if rng.random() < 0.2:
+            prompt[-1] = (1 << 40) + prompt[-1]  # of an image
+        if rng.random() < 0.3:
+            space = rng.choice(SPACES)
+        want = self.model.longest(prompt[:-1], space)
+        chunk, priority = rng.choice([3, 7, 10_000]), rng.randrange(3)
+        req = self.made.admit(prompt, chunk, priority=priority, **space)
+        assert self.made.matched[-1] == want
+        self.seen.append((prompt, space))
+        if req is not None:
+            self.stores(req)
+
+    def go_on(self) -> None:
+        if self.made.running:
+            req = self.rng.choice(self.made.running)
+            if not self.made.prefilled(req):
+                self.made.compute(req, self.rng.choice([1, 5, 10_000]))
+            elif len(req.output_ids) < 20:
+                self.made.decode(req, self.rng.randrange(3))
+            self.stores(req)
+
+    def finish(self) -> None:
+        if self.made.running:
+            req = self.rng.choice(self.made.running)
+            kept = list(req.full_untruncated_fill_ids)[: req.kv.kv_committed_len]
+            space = space_of(req)
+            self.made.finish(req)
+            self.model.follow()
+            self.seen.append((kept, space))
+            slots = self.made.match(kept, **space)
+            pairs, page = self.made.pairs, self.made.page
+            assert len(slots) == max(0, len(kept) - pairs) // page * page
+            self.model.keep(kept, space, len(slots), slots)
+
+    def retract(self) -> None:
+        if self.made.running:
+            req = self.rng.choice(self.made.running)
+            self.made.retract(req)
+            self.retracted.append(req)
+
+    def resume(self) -> None:
+        if self.retracted and self.made.resume(self.retracted[-1], self.rng.choice([4, 10_000])):
+            self.stores(self.retracted.pop())
+
+    def evict(self) -> None:
+        asked = self.rng.randint(0, 20)
+        could = self.made.cache.evictable_size()
+        gone = self.made.evict(asked)
+        assert gone == min(self.made.paged(asked), could)
+        assert self.model.follow() * self.made.page == gone
+
+    def flush(self) -> None:
+        if not self.made.running:
+            self.made.flush()
+            self.model.stored.clear()
+
+    def stores(self, req: Any) -> None:
+        self.model.follow()
+        self.model.stores(req)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(("page", "eagle"), [(1, False), (1, True), (4, False), (3, True)])
 def test_random_schedules(page: int, eagle: bool, seed: int) -> None:
     rng = random.Random(seed)
-    walk(ours(page, rng.choice([12, 40, 90]), is_eagle=eagle), rng, 150)
+    Walk(ours(page, rng.choice([12, 40, 90]), is_eagle=eagle), rng).run(150)
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_every_policy(policy: str) -> None:
-    walk(ours(2, 24, policy), random.Random(policy), 200)
+    Walk(ours(2, 24, policy), random.Random(policy)).run(150)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("page", "eagle"), [(1, False), (4, False), (4, True)])
 def test_matches_as_long_as_those_of_sglang(page: int, eagle: bool, seed: int) -> None:
     """Without eviction the policies do not matter: both trees must find the same."""

@@ -169,7 +169,9 @@ class Scheduler:
 
     def match(self, tokens: list[int], **space: Any) -> list[int]:
         """The slots of the longest stored prefix, which must have the KV of these tokens."""
-        key = RadixKey(array("q", tokens), space.get("extra_key"), cache_salt=space.get("cache_salt"))
+        key = RadixKey(
+            array("q", tokens), space.get("extra_key"), cache_salt=space.get("cache_salt")
+        )
         found = self.cache.match_prefix(MatchPrefixParams(key=key))
         slots = self.cache.path_device_indices(found.last_device_node).tolist()
         assert len(slots) == found.device_prefix_len
@@ -240,12 +242,10 @@ class Scheduler:
 
     def check(self) -> None:
         own = sum(
-            self.paged(req.kv.kv_allocated_len) - req.kv.cache_protected_len
-            for req in self.running
+            self.paged(req.kv.kv_allocated_len) - req.kv.cache_protected_len for req in self.running
         )
         kept = self.cache.evictable_size() + self.cache.protected_size()
         assert self.allocator.available_size() + kept + own == self.total, "slots are lost"
         assert self.cache.total_size() == kept
         for req in self.running:
             self.check_row(req)
-

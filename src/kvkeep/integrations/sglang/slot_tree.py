@@ -156,13 +156,11 @@ class SlotTree:
         handle.locks = 1
         self._locked[handle] = None
 
-    def owns(self, handle: PathHandle, tokens: Sequence[int], namespace: Namespace) -> bool:
-        """Whether a handle is locked here, and ends with the page that ``tokens`` have there."""
-        hold = handle.hold
-        if handle.tree is not self or hold is None or handle.namespace != namespace:
-            return False
+    def ends_with(self, handle: PathHandle, tokens: Sequence[int]) -> bool:
+        """Whether the last page of a locked prefix has the tokens that ``tokens`` have there."""
+        assert handle.hold is not None
         last = self.index.symbols(tokens, max(handle.pages - 1, 0), handle.pages)
-        return bytes(hold.run[-self.index.unit :]) == last
+        return bytes(handle.hold.run[-self.index.unit :]) == last
 
     # --- storing and evicting --------------------------------------------------------------------
 

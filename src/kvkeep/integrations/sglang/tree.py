@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = ["KVKeepTree"]
 
+_LOG = logging.getLogger("kvkeep.sglang")
 _BLOCK_TOKENS = 512  # of the history that some policies keep
 _MOST_PRINTED = 1000
 
@@ -68,6 +70,10 @@ class KVKeepTree(BasePrefixCache):  # type: ignore[misc]  # Any where SGLang is 
         params: what SGLang constructs its caches from.
         make_policy: returns a new eviction policy.
 
+    Attributes:
+        checkpoints_refused: how often nothing was stored because a request's tokens had changed
+            behind its lock; each is logged.
+
     Thread safety: none, like SGLang's own; its scheduler is one thread. Cost: `SlotTree`.
     """
 
@@ -83,6 +89,7 @@ class KVKeepTree(BasePrefixCache):  # type: ignore[misc]  # Any where SGLang is 
         self._capacity: int = self.token_to_kv_pool_allocator.size // self.page_size
         self._block_pages: int = max(1, -(-_BLOCK_TOKENS // self.page_size))
         self._hooks = TreeHooks()
+        self.checkpoints_refused = 0
         self._begin()
         self._placements = Placements(params)
         self.kv_events = self._placements.recorder
@@ -201,6 +208,12 @@ class KVKeepTree(BasePrefixCache):  # type: ignore[misc]  # Any where SGLang is 
         space = Space(req.extra_key, req.cache_salt)
         namespace = namespace_of(*space)
         old = self._own(req, namespace)
+        if old is not None and not tree.ends_with(old, tokens):
+            # One page is compared, in case that something changed the tokens behind the lock. What
+            # the request computed stays its own then, and is freed with it.
+            self.checkpoints_refused += 1
+            _LOG.warning("request %s has other tokens than it locked; nothing is stored", req.rid)
+            return
         start = 0 if old is None else old.pages
         stop = max(start, tree.index.pages_of(min(up_to, len(tokens))))
         known = self._known(req, old, namespace)
@@ -227,12 +240,12 @@ class KVKeepTree(BasePrefixCache):  # type: ignore[misc]  # Any where SGLang is 
             self._hooks.closed(req.rid, up_to, stop)
 
     def _own(self, req: Req, namespace: Namespace) -> PathHandle | None:
-        """Return the handle that a request has locked, if its tokens still begin with that."""
+        """Return the handle that a request has locked in this tree and namespace."""
         handle: PathHandle | None = None if req.lock is None else req.lock.node
-        if handle is None or handle.pages * self.page_size > req.kv.cache_protected_len:
+        if handle is None or handle.tree is not self._tree or handle.namespace != namespace:
             return None
-        owned = self._tree.owns(handle, req.full_untruncated_fill_ids, namespace)
-        return handle if owned else None
+        kept: int = req.kv.cache_protected_len
+        return handle if handle.hold is not None and handle.pages * self.page_size <= kept else None
 
     def _known(self, req: Req, old: PathHandle | None, namespace: Namespace) -> int:
         """Count a request, once; return how many of its leading pages were requested before."""
