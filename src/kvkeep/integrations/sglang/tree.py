@@ -21,8 +21,8 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from kvkeep.core.errors import IllegalStep
 from kvkeep.core.keys import chain_keys, root_key
 from kvkeep.integrations.sglang.handles import PathHandle
-from kvkeep.integrations.sglang.slot_tree import SlotTree, Stretch
-from kvkeep.integrations.sglang.symbols import namespace_of
+from kvkeep.integrations.sglang.slot_tree import GivenPages, SlotTree
+from kvkeep.integrations.sglang.symbols import SlotIndex, namespace_of
 from kvkeep.integrations.sglang.tree_events import Placements, Space
 from kvkeep.integrations.sglang.tree_hooks import TreeHooks
 from kvkeep.integrations.sglang.tree_pins import TreePins
@@ -101,11 +101,10 @@ class KVKeepTree(BasePrefixCache):  # type: ignore[misc]  # Any where SGLang is 
         """Start with an empty tree."""
         policy = self._make_policy()
         policy.fit(self._capacity, self._block_pages)
-        self._tree = SlotTree(
-            self.page_size, self.device, torch.int64, policy, bigrams=self.is_eagle
-        )
-        self._pins = TreePins(self._tree.index, self._capacity)
-        self.root_node = _Top(self._tree.index.tree.roots)
+        index = SlotIndex(self.page_size, policy, bigrams=self.is_eagle)
+        self._tree = SlotTree(index, self.device, torch.int64, self._capacity)
+        self._pins = TreePins(index, self._capacity)
+        self.root_node = _Top(index.tree.roots)
 
     def reset(self) -> None:
         """Forget everything, also what is locked and pinned; SGLang clears its memory itself."""
@@ -187,7 +186,7 @@ class KVKeepTree(BasePrefixCache):  # type: ignore[misc]  # Any where SGLang is 
         index = self._tree.index
         hold, _ = index.hold(None, namespace, used=False)
         stored = self._tree.store(
-            hold, Stretch(key.token_ids, 0, pages, slots, params.priority or 0)
+            hold, GivenPages(key.token_ids, 0, pages, slots, params.priority or 0)
         )
         self._report(stored, Space(key.extra_key, key.cache_salt))
         index.release(stored.hold)
@@ -223,7 +222,7 @@ class KVKeepTree(BasePrefixCache):  # type: ignore[misc]  # Any where SGLang is 
             hold = tree.detach(old)
         row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
         slots = row[start * size : stop * size]
-        stored = tree.store(hold, Stretch(tokens, start, stop, slots, req.priority or 0, known))
+        stored = tree.store(hold, GivenPages(tokens, start, stop, slots, req.priority or 0, known))
         self._report(stored, space, req.rid)
         self._adopt(req, row, start * size, stored.existing)
         if old is None:
