@@ -4,8 +4,8 @@
 
 A prompt of 32,768 tokens, pages of 16 and of 1. Every tree gets the same calls of SGLang's
 interface, over its own allocators without KV. Each round runs all trees in turn, with new tokens;
-medians in microseconds of the thread's CPU time, and their ratio to kvkeep's. The prefix of a match is spread over 1, 64 or
-512 runs. Eviction is from 10,000 prompts of 64 tokens behind a common page.
+medians in microseconds of the thread's CPU time, and their ratio to kvkeep's. The prefix of a match
+is spread over 1, 64 or 512 runs. Eviction is from 10,000 prompts of 64 tokens behind a common page.
 """
 
 from __future__ import annotations
