@@ -22,7 +22,7 @@ from kvkeep import InvalidValue
 from kvkeep.core.errors import BackendFailed, IllegalStep, OutOfRoom
 from kvkeep.store.backends import ALIGNMENT, TierURL
 from kvkeep.store.backends.buffers import aligned
-from kvkeep.store.backends.shm import ShmBackend, opening
+from kvkeep.store.backends.shm import ShmBackend, clock, opening
 from kvkeep.store.backends.shm import layout as at
 from kvkeep.store.backends.shm.extents import bin_of
 from kvkeep.store.backends.shm.layout import Layout
@@ -343,7 +343,7 @@ def test_the_least_recently_used_goes_first(backend: ShmBackend) -> None:
     for block in (A, B, C, D):
         store(backend, block, bytes(2 * UNIT))
     backend.touch([A])
-    pinned = backend.arena.pins.pin([B], time.time_ns() + 10**10, 8 * UNIT)
+    pinned = backend.arena.pins.pin([B], clock.now() + 10**10, 8 * UNIT)
     assert pinned == [B]
     lease = backend.lease(C)
     gone = [block for block, _ in backend.arena.evict(8 * UNIT, None)]

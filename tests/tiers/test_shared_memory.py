@@ -236,7 +236,6 @@ def test_a_stopped_neighbour_is_a_counted_miss(tmp_path: Path) -> None:
         assert store.stats()[0].counters["errors"] > 0
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        time.sleep(1.1)
         assert read(store, keys) == 8
         assert put(store, keys_of(2)) == 8
         store.check()

@@ -174,7 +174,11 @@ class FrontMemory(Protocol):
         """Delete ``block``, which `leave` returned, unless it was committed again meanwhile."""
 
     def remove(self, blocks: Sequence[bytes]) -> int:
-        """Delete ``blocks``; return the bytes freed."""
+        """Delete ``blocks``; return the bytes freed.
+
+        Raises:
+            BackendFailed: memory that processes share failed, and hides the blocks from this one.
+        """
 
     def check(self) -> None:
         """Recount everything; an AssertionError is a bug of kvkeep."""

@@ -7,7 +7,7 @@ from functools import lru_cache, partial
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
-from kvkeep.core.errors import InvalidValue, require
+from kvkeep.core.errors import BackendFailed, InvalidValue, require
 from kvkeep.core.eviction import POLICIES
 from kvkeep.store.backends import Backend, TierURL
 from kvkeep.store.backends.memory import MemoryBackend
@@ -179,7 +179,7 @@ def _open(place: str | Backend, shape: BlockShape, *, first: bool) -> MemorySpec
                 f"{url.safe} has no size=, so kvkeep evicts nothing there: "
                 "policy= and ttl= are for tiers with size="
             )
-    except InvalidValue:
+    except (InvalidValue, BackendFailed):
         backend.close()
         raise
     if timeout is not None:
@@ -195,7 +195,7 @@ def _open_front(
         url.finish()
         if url.scheme == "shm":
             _claim(backend, raw=True)
-    except InvalidValue:
+    except (InvalidValue, BackendFailed):
         backend.close()
         raise
     front: MemoryBackend | ShmBackend = backend  # type: ignore[assignment]

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvkeep.core.errors import BackendFailed
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvkeep.store.tiers.front import FrontMemory
     from kvkeep.store.tiers.levels import Levels
     from kvkeep.store.tiers.reading import Reader
     from kvkeep.store.tiers.tier import Tier
     from kvkeep.store.tiers.write_queue import WriteQueue
 
 __all__ = ["Removed", "Remover"]
+
+_LOG = logging.getLogger("kvkeep.tiers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,29 +72,30 @@ class Remover:
         removals = self._call_off(blocks)
         try:
             # Memory first: else a tier could get a deleted block again from memory.
-            freed = [(memory.name, memory.remove(blocks))]
+            in_memory, failed = _from_memory(memory, blocks)
         finally:
             for removal in removals:
                 removal.start()
             for removal in removals:
                 removal.wait()
         losses.note(there, memory.name, "removed", "removed")
-        freed += [(removal.tier.name, removal.freed) for removal in removals]
-        return Removed(tuple(freed), tuple(one.tier.name for one in removals if not one.complete))
+        freed = [in_memory, *((removal.tier.name, removal.freed) for removal in removals)]
+        failed += [one.tier.name for one in removals if not one.complete]
+        return Removed(tuple(freed), tuple(failed))
 
     def clear(self, space: bytes | None) -> Removed:
         """See `TieredStore.clear`."""
         memory, losses = self._levels.memory, self._levels.losses
         within = space or b""
         freed: list[tuple[str, int]] = []
-        failed: list[str] = []
         with self._queue.clearing(within) as pending:
             blocks = list(dict.fromkeys([*self._reader.under_way(within), *pending]))
             removals = self._call_off(blocks)
             for removal in removals:
                 removal.start()
             mine = [item.block for item in memory.backend.list() if item.block.startswith(within)]
-            freed.append((memory.name, memory.remove(mine)))
+            in_memory, failed = _from_memory(memory, mine)
+            freed.append(in_memory)
             losses.note(mine, memory.name, "removed", "cleared")
             for removal in removals:
                 removal.wait()
@@ -103,6 +110,15 @@ class Remover:
         removals = [_Removal(self._queue, tier, blocks) for tier in self._levels.tiers]
         self._reader.cancel(blocks)
         return removals
+
+
+def _from_memory(memory: FrontMemory, blocks: Sequence[bytes]) -> tuple[tuple[str, int], list[str]]:
+    """Delete ``blocks`` from memory; return its name with the bytes freed, and it if it failed."""
+    try:
+        return (memory.name, memory.remove(blocks)), []
+    except BackendFailed as error:  # only memory that processes share can fail
+        _LOG.info("tier %s: %s", memory.name, error)
+        return (memory.name, 0), [memory.name]
 
 
 class _Removal:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from typing import TYPE_CHECKING
 
@@ -12,21 +11,18 @@ from kvkeep.store.tiers.counters import TierCounters, TierStats
 from kvkeep.store.tiers.loss_log import LossLog
 from kvkeep.store.tiers.memory import MAKERS, SPARE_BYTES, TRIES, MemoryLease
 from kvkeep.store.tiers.record import HEADER_BYTES
-from kvkeep.store.tiers.shared_order import SharedOrder
+from kvkeep.store.tiers.shared_order import ArenaFaults, SharedOrder
 from kvkeep.store.tiers.spare_buffers import SpareBuffers
 from kvkeep.store.tiers.turns import AGAIN, Again, Turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from types import TracebackType
 
     from kvkeep.store.backends.memory import Draft
     from kvkeep.store.backends.shm import ShmBackend
     from kvkeep.store.tiers.memory import MemorySpec
 
 __all__ = ["SharedMemoryTier"]
-
-_LOG = logging.getLogger("kvkeep.tiers")
 
 
 class SharedMemoryTier:
@@ -59,13 +55,17 @@ class SharedMemoryTier:
         self.backend: ShmBackend = backend  # type: ignore[assignment]
         self.name = spec.name
         self.capacity = self.backend.capacity
-        self.catalogue = SharedOrder(self.backend, spec.ttl)
         self.counters = TierCounters()
+        self._faults = ArenaFaults(self.backend, self.name, self.counters)
+        self.catalogue = SharedOrder(self.backend, spec.ttl, self._faults)
         self.losses = LossLog() if losses is None else losses
         self._evicted = evicted
         self._arena = self.backend.arena
-        self._leaving: dict[bytes, int] = {}  # block → the entry that is to be demoted
-        self._lock = threading.Lock()  # of `_leaving`
+        # block → the entries that are to be demoted, oldest first: a new record may leave, too,
+        # while the one that it replaced is still being written
+        self._leaving: dict[bytes, list[int]] = {}
+        self._owed: list[tuple[bytes, int]] = []  # of these, `left` failed
+        self._lock = threading.Lock()  # of `_leaving` and `_owed`
         self._turns = Turns(TRIES, threads=MAKERS)
         self._buffers = SpareBuffers(SPARE_BYTES)
         self._lost_before = self.backend.lost
@@ -79,13 +79,14 @@ class SharedMemoryTier:
         if self.catalogue.ttl is not None:
             return block in self._leaving or block in self.catalogue
         assert isinstance(block, bytes)
-        with _Faults(self):
-            return self.backend.contains(block)
-        return False
+        return self.catalogue.find(block) >= 0
 
     def lease(self, block: bytes) -> MemoryLease | None:
         """Return access to the record of ``block``, None if it is not here."""
-        with _Faults(self):
+        self._remove_hidden()
+        with self._faults:
+            if block in self.catalogue.hidden:
+                return None
             if self.catalogue.ttl is not None and block not in self:
                 return None
             lease = self.backend.lease(block)
@@ -104,7 +105,7 @@ class SharedMemoryTier:
                 possible = short.needed <= self.capacity and self._evict(short.needed)
                 return AGAIN if possible else None
 
-        with _Faults(self):
+        with self._faults:
             over = self.catalogue.over_quota(space, size)
             if over > 0:
                 self._evict(over, space)
@@ -121,9 +122,10 @@ class SharedMemoryTier:
             BackendFailed: the memory was closed.
         """
         assert draft.block == block
-        with _Faults(self):
+        with self._faults:
             lease = draft.commit(lease=True)
             assert lease is not None
+            self.catalogue.hidden.discard(block)  # the removed record is replaced
             return MemoryLease(lease.place, lease)
         return None
 
@@ -145,37 +147,62 @@ class SharedMemoryTier:
         Until then they are still found, by all processes, and no other process demotes them.
         Expired blocks are deleted at once instead.
         """
+        with self._lock:
+            owed, self._owed = self._owed, []
+        for block, entry in owed:
+            self._left(block, entry)
         chosen: list[tuple[bytes, int]] = []
-        with _Faults(self):
+        with self._faults:
             chosen = self._arena.evict(needed, None, leave=True)
         old = [(block, entry) for block, entry in chosen if self.catalogue.is_expired(entry)]
         for block, entry in old:
-            self._left(block, entry, delete=True)
+            self._left(block, entry)
         if old:
-            self.counters.count(evictions=len(old))
             self.losses.note([block for block, _ in old], self.name, "removed", "ttl")
             chosen = [one for one in chosen if one not in set(old)]
         with self._lock:
-            self._leaving.update(chosen)
+            for block, entry in chosen:
+                self._leaving.setdefault(block, []).append(entry)
         return [block for block, _ in chosen]
 
     def left(self, block: bytes) -> None:
         """Delete ``block``, which `leave` returned, unless it was committed again meanwhile."""
         with self._lock:
-            entry = self._leaving.pop(block, None)
-        if entry is not None and self._left(block, entry, delete=True):
-            self.counters.count(evictions=1)
+            entries = self._leaving.get(block, [])
+            entry = entries.pop(0) if entries else -1
+            if not entries:
+                self._leaving.pop(block, None)
+        if entry >= 0:
+            self._left(block, entry)
 
-    def _left(self, block: bytes, entry: int, *, delete: bool) -> bool:
-        with _Faults(self):
-            return self._arena.left(block, entry, delete=delete)
-        return False
+    def _left(self, block: bytes, entry: int) -> None:
+        with self._faults:
+            self.counters.count(evictions=int(self._arena.left(block, entry)))
+            return
+        with self._lock:
+            self._owed.append((block, entry))  # else nobody could ever evict it
 
     def remove(self, blocks: Sequence[bytes]) -> int:
-        """Delete ``blocks``, for all processes; return the bytes freed."""
-        with _Faults(self):
+        """Delete ``blocks``, for all processes; return the bytes freed.
+
+        Raises:
+            BackendFailed: the arena failed, which is counted. The blocks are hidden from this
+                process, and deleted as soon as it works.
+        """
+        try:
             return self.backend.delete(blocks)
-        return 0
+        except BackendFailed:
+            self.catalogue.hidden.update(blocks)
+            self.counters.count(errors=1)
+            raise
+
+    def _remove_hidden(self) -> None:
+        """Delete what `remove` could not."""
+        if self.catalogue.hidden:
+            again = list(self.catalogue.hidden)
+            with self._faults:
+                self.backend.delete(again)
+                self.catalogue.hidden.difference_update(again)
 
     def check(self) -> None:
         """Recount everything; an AssertionError is a bug of kvkeep."""
@@ -211,25 +238,3 @@ class SharedMemoryTier:
             breaker_opened=0,
             counters=counters,
         )
-
-
-class _Faults:
-    """Turns a failure of the arena into a counted one; of a closed arena it is passed on."""
-
-    def __init__(self, tier: SharedMemoryTier) -> None:
-        self._tier = tier
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
-        if not isinstance(error, BackendFailed) or self._tier.backend.closed:
-            return False
-        self._tier.counters.count(errors=1)
-        _LOG.info("tier %s: %s", self._tier.name, error)
-        return True

@@ -1,6 +1,7 @@
 """`shm://`: one arena in shared memory for all processes of a user on a node.
 
 layout.py    the file byte by byte
+clock.py     the time of uses and pins
 opening.py   creates it, or checks what is there
 lock.py      the lock between processes, and which of them live
 books.py     the columns of the index, and lookups without the lock

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import TYPE_CHECKING, Final
 from zlib import crc32
 
 import numpy as np
 
 from kvkeep.core.errors import BackendFailed, OutOfRoom
+from kvkeep.store.backends.shm import clock
 from kvkeep.store.backends.shm import layout as at
 from kvkeep.store.backends.shm.books import DamagedIndex
 from kvkeep.store.backends.shm.core import AT_ONCE, ArenaCore
@@ -74,7 +74,6 @@ class SharedArena(ArenaCore):
                 books.named[entry] = books.leaving[entry] = books.pinned[entry] = 0
                 for word in range(at.HOLDER_WORDS):
                     books.holders[entry * at.HOLDER_WORDS + word] = 0
-                self._held.pop(entry, None)
                 self._begin_hold(entry)
                 books.proof[entry] = at.proof_of(
                     crc32(block), books.offset[entry], length, size, generation
@@ -86,12 +85,12 @@ class SharedArena(ArenaCore):
         """Make the draft ``entry`` the record of ``block``; its hold ends unless ``hold``."""
         books = self.books
         with self:
+            older = self.find_here(block)  # this may repair, and drop the draft
             mine = entry in self._held and books.id_of(entry) == block
             if books.state[entry] != at.DRAFT or not mine:
                 raise BackendFailed(f"{self._place} was damaged and repaired; a draft is lost")
-            older = self.find_here(block)
             with self._change:
-                books.used[entry] = time.time_ns()
+                books.used[entry] = clock.now()
                 if older >= 0:
                     books.pinned[entry] = books.pinned[older]
                 books.state[entry] = at.PUBLISHED  # from here on it survives this process
@@ -154,8 +153,21 @@ class SharedArena(ArenaCore):
 
         Fewer if no more may go: others are held or pinned. With ``leave`` they stay, marked as
         leaving and held, until `left`. If ``space`` is given, records of that namespace alone.
+
+        Raises:
+            BackendFailed: the lock cannot be had, and no record went before.
         """
         gone: list[tuple[bytes, int]] = []
+        try:
+            self._evict_into(gone, needed, space, leave=leave)
+        except BackendFailed:
+            if not gone:
+                raise
+        return gone
+
+    def _evict_into(
+        self, gone: list[tuple[bytes, int]], needed: int, space: bytes | None, *, leave: bool
+    ) -> None:
         fruitless = 0
         while needed > 0 and fruitless < _FRUITLESS:
             before = len(gone)
@@ -166,14 +178,13 @@ class SharedArena(ArenaCore):
                     if self._reap():
                         continue
                     break
-                now = time.time_ns()
+                now = clock.now()
                 for victim in chosen:
                     if needed > 0 and self._victims.still(victim, now):
                         needed -= self.books.length[victim.entry]
                         block = self._evict(victim.entry, leave=leave)
                         gone.append((block, victim.entry))
             fruitless = 0 if len(gone) > before else fruitless + 1
-        return gone
 
     def _evict(self, entry: int, *, leave: bool) -> bytes:
         books = self.books
@@ -192,10 +203,13 @@ class SharedArena(ArenaCore):
         """Bytes of the records that any process is demoting."""
         return self.books.words[at.LEAVING]
 
-    def left(self, block: bytes, entry: int, *, delete: bool) -> bool:
-        """End the leaving of ``entry`` and its hold; ``delete`` its record, if that is there still.
+    def left(self, block: bytes, entry: int) -> bool:
+        """End the leaving of ``entry`` and its hold; delete its record, if that is there still.
 
         Returns whether it was deleted.
+
+        Raises:
+            BackendFailed: the lock cannot be had; call it again later.
         """
         books, deleted = self.books, False
         with self:
@@ -203,7 +217,7 @@ class SharedArena(ArenaCore):
                 with self._change:
                     books.leaving[entry] = 0
                     books.words[at.LEAVING] -= books.length[entry]
-                    if delete and books.id_of(entry) == block:
+                    if books.id_of(entry) == block:
                         self._unname(entry)
                         deleted = True
             self._end_hold(entry)
@@ -212,7 +226,7 @@ class SharedArena(ArenaCore):
     # --- recency, pins and quotas ----------------------------------------------------------------
 
     def use(self, entries: Sequence[int], stamps: Sequence[int]) -> None:
-        """Record uses at ``stamps`` (Unix ns); an earlier one changes nothing. Takes no lock.
+        """Record uses at ``stamps`` (see `clock`); an earlier one changes nothing. Takes no lock.
 
         An entry that was reused meanwhile gets the time of another record, which does no harm.
         """

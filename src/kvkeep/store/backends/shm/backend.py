@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-import time
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from kvkeep.core.errors import BackendFailed, IllegalStep, InvalidValue
 from kvkeep.core.geometry.units import format_bytes, parse_bytes
+from kvkeep.core.keys import BLOCK_ID_BYTES
 from kvkeep.store.backends.base import ALIGNMENT, Backend, Listed, Room
 from kvkeep.store.backends.memory import Draft, Lease, copy_bytes
+from kvkeep.store.backends.shm import clock
 from kvkeep.store.backends.shm import layout as at
 from kvkeep.store.backends.shm.arena import SharedArena
 from kvkeep.store.backends.shm.books import Books
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["ShmBackend"]
 
 _LOCK_TIMEOUT: Final = 2.0
-_NS: Final = 1_000_000_000
 
 
 class ShmBackend(Backend):
@@ -126,6 +126,8 @@ class ShmBackend(Backend):
             BackendFailed: it is closed, or the lock cannot be had.
         """
         self._check_open()
+        if len(block) != BLOCK_ID_BYTES:
+            raise InvalidValue(f"a block id has {BLOCK_ID_BYTES} bytes, got {len(block)}")
         entry = self._arena.reserve(block, size)
         return Draft(self, block, entry, self._view(entry))
 
@@ -142,7 +144,8 @@ class ShmBackend(Backend):
         return None if entry < 0 else Lease(self, entry, self._view(entry))
 
     def contains(self, block: bytes) -> bool:
-        """Whether ``block`` has a record."""
+        """Whether ``block`` has a record. Raises `BackendFailed` as `lease` does."""
+        self._check_open()
         return self._arena.find(block) >= 0
 
     def _view(self, entry: int) -> memoryview:
@@ -186,19 +189,21 @@ class ShmBackend(Backend):
         """Yield the records that exist now and still exist at their turn."""
         self._check_open()
         books = self._books
-        entries = np.flatnonzero(books.named_all[: books.words[at.HIGH]]).tolist()
+        named = books.named_all[: books.words[at.HIGH]] != 0  # a copy: others change the column
+        entries = np.flatnonzero(named).tolist()
         for entry in entries:
             generation = books.named[entry]
-            found = Listed(books.id_of(entry), books.size[entry], books.used[entry] / _NS)
+            used = clock.to_unix(books.used[entry])
+            found = Listed(books.id_of(entry), books.size[entry], used)
             if generation and books.named[entry] == generation:  # else it changed meanwhile
                 yield found
 
     def touch(self, blocks: Sequence[bytes], used: Sequence[float] | None = None) -> None:
         """Record the times of use, for all processes."""
         self._check_open()
-        stamps = [time.time_ns()] * len(blocks)
+        stamps = [clock.now()] * len(blocks)
         if used is not None:
-            stamps = [int(when * _NS) for when in used]
+            stamps = [clock.from_unix(when) for when in used]
         self._arena.use(self._arena.find_all(blocks), stamps)
 
     def used(self) -> int:
@@ -314,3 +319,7 @@ class ShmBackend(Backend):
     def _check_open(self) -> None:
         if self._closed:
             raise BackendFailed(f"{self.describe()} is closed")
+        if self._arena.inherited:  # its parent's leases protect nothing here
+            raise BackendFailed(
+                f"{self.describe()} is opened by the parent of this process; open it here"
+            )

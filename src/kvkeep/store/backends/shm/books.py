@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["Books", "DamagedIndex"]
 
 _TRIES: Final = 8  # lookups without the lock, while others change the index
-_LONGEST_CHAIN: Final = 4096
+_LONGEST_CHAIN: Final = 4096  # entries that a lookup without the lock looks at
+_STEPS: Final = 64  # entries of a chain that are compared with arrays
 _REMEMBERED: Final = 1 << 17  # blocks, at about 200 bytes each
 _NOBODY: Final = bytes(HOLDER_BYTES)
 _ID_WORDS: Final = BLOCK_ID_BYTES // 8
@@ -102,7 +103,7 @@ class Books:
         check = crc32(self.id_of(entry))
         if self.proof[entry] != at.proof_of(check, offset, length, size, generation):
             return False
-        return offset >= 0 and 0 < size <= length <= self.layout.data_bytes - offset
+        return offset >= 0 and 0 <= size <= length <= self.layout.data_bytes - offset
 
     def is_held(self, entry: int) -> bool:
         """Whether any process holds an entry."""
@@ -142,15 +143,15 @@ class Books:
                 return -1
         return -2
 
-    def walk(self, block: bytes) -> int:
+    def walk(self, block: bytes, most: int = _LONGEST_CHAIN) -> int:
         """Return the entry of ``block`` in its chain, -1 if it is not there.
 
         Raises:
-            DamagedIndex: the chain has no end, or the entry is no valid one.
+            DamagedIndex: the chain has no end within ``most`` entries.
             IndexError: the chain leads out of the columns.
         """
         entry = self.heads[self.bucket(block)]
-        for _ in range(_LONGEST_CHAIN):
+        for _ in range(most):
             if entry < 0:
                 return -1
             generation = self.named[entry]
@@ -163,6 +164,8 @@ class Books:
         generation = self.named[entry]
         if not generation or not self.proven(entry):
             return -2
+        if self.id_of(entry) != block or self.named[entry] != generation:
+            return -2  # since the walk it became the record of another block
         self.remember(block, entry, generation)
         return entry
 
@@ -199,7 +202,7 @@ class Books:
         found = np.full(len(blocks), -1, np.int64)
         place = np.arange(len(blocks))
         entry = self.heads_all[checks & self._mask]
-        for _ in range(64):
+        for _ in range(_STEPS):
             there = (entry >= 0) & (entry < self.layout.entries)
             place, entry = place[there], entry[there]
             if not len(place):
@@ -207,17 +210,21 @@ class Books:
             same = (self.ids_all[entry] == wanted[place]).all(1) & (self.named_all[entry] != 0)
             found[place[same]] = entry[same]
             place, entry = place[~same], self.link_all[entry[~same]]
-        if changes & 1 or changes != self.words[at.CHANGES]:
+        if len(place) or changes & 1 or changes != self.words[at.CHANGES]:
             return [self.find(block) for block in blocks]
-        self._learn_all(blocks, checks, found)
+        self._learn_all(blocks, checks, wanted, found)
         return found.tolist()
 
-    def _learn_all(self, blocks: list[bytes], checks: np.ndarray, found: np.ndarray) -> None:
+    def _learn_all(
+        self, blocks: list[bytes], checks: np.ndarray, wanted: np.ndarray, found: np.ndarray
+    ) -> None:
         """Remember the found blocks whose entries prove themselves; the others become -2."""
         rows = np.flatnonzero(found >= 0)
         entries = found[rows]
         generations = self.named_all[entries]
         wrong = ~self.proven_all(entries, checks[rows]) | (generations == 0)
+        wrong |= (self.ids_all[entries] != wanted[rows]).any(1)  # of another block by now
+        wrong |= self.named_all[entries] != generations
         found[rows[wrong]] = -2
         if len(self._known) + len(rows) > _REMEMBERED:
             self._known.clear()
@@ -237,7 +244,7 @@ class Books:
             expected = at.proof_of(*(one.view(np.uint64) for one in (
                 checks, offset, length, size, generation
             )))  # type: ignore[arg-type] # fmt: skip
-        fits = (offset >= 0) & (size > 0) & (size <= length)
+        fits = (offset >= 0) & (size >= 0) & (size <= length)
         fits &= length <= self.layout.data_bytes - offset
         proven: np.ndarray = fits & (expected == proof.view(np.uint64))
         return proven

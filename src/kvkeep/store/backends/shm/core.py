@@ -16,6 +16,7 @@ from kvkeep.store.backends.shm.repair import forget_dead, initialise, living, re
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from types import TracebackType
 
     from kvkeep.store.backends.shm.lock import NodeLock
 
@@ -23,6 +24,7 @@ __all__ = ["AT_ONCE", "ArenaCore"]
 
 AT_ONCE: Final = 64
 """Blocks of one call that are changed under one lock."""
+_SIGNS: Final = (DamagedIndex, IndexError, ValueError)  # of numbers that lead nowhere
 _REAP_EVERY: Final = 1.0  # seconds between two looks for dead processes, when room is short
 
 
@@ -78,6 +80,7 @@ class ArenaCore:
         if not alive:
             self.quotas.clear()
         words[at.CHANGES] = (words[at.CHANGES] | 1) + 1
+        self._drop_dead()  # before a slot is taken, or holds of a dead process would be this one's
         for slot in range(at.SLOTS):
             if not words[at.SLOT_AT + slot] and self._lock.occupy(slot):
                 words[at.SLOT_AT + slot] = os.getpid()
@@ -86,9 +89,13 @@ class ArenaCore:
             raise BackendFailed(
                 f"{self._place} is open in {at.SLOTS} processes, which is the limit; close some"
             )
-        self._drop_dead(living(self.books, self._lock.lives))
         self._word = self._lock.slot >> 6
         self._bit = 1 << (self._lock.slot & 63)
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this process was forked from the one that opened the arena."""
+        return self._lock.inherited
 
     # --- the lock, and changes under it ----------------------------------------------------------
 
@@ -103,8 +110,20 @@ class ArenaCore:
             self._lock.release()
             raise
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        damaged = kind is not None and kind in _SIGNS
+        if damaged:
+            self.books.words[at.CHANGES] |= 1
         self._lock.release()
+        if damaged:
+            raise BackendFailed(
+                f"{self._place}: its index contradicts itself ({error}); the next use rebuilds it"
+            ) from error
 
     def _repair(self) -> None:
         rebuild(self.books, self._lock.lives)
@@ -121,11 +140,11 @@ class ArenaCore:
         Repairs the index if it must.
         """
         known = self.books.known(block)
-        if known >= 0:
+        if known >= 0 and self.books.id_of(known) == block:
             return known
         for _ in range(2):
             try:
-                entry = self.books.walk(block)
+                entry = self.books.walk(block, self.books.layout.entries)
                 if entry < 0 or self.books.proven(entry):
                     return entry
             except (DamagedIndex, IndexError):
@@ -140,15 +159,14 @@ class ArenaCore:
         self._reaped = time.monotonic()
         words = self.books.words
         taken = [slot for slot in range(at.SLOTS) if words[at.SLOT_AT + slot]]
-        alive = living(self.books, self._lock.lives)
-        if len(alive) == len(taken):
+        if all(map(self._lock.lives, taken)):
             return False
-        self._drop_dead(alive)
+        self._drop_dead()
         return True
 
-    def _drop_dead(self, alive: list[int]) -> None:
-        with self._change:
-            for entry in forget_dead(self.books, alive).tolist():
+    def _drop_dead(self) -> None:
+        with self._change:  # also around the slots: nobody else would look for holds without one
+            for entry in forget_dead(self.books, living(self.books, self._lock.lives)).tolist():
                 self.extents.free(entry)
         self._repaired()
 
@@ -184,15 +202,19 @@ class ArenaCore:
             return entry
 
     def hold_all(self, blocks: Sequence[bytes]) -> list[int]:
-        """`hold` each of ``blocks``."""
+        """`hold` each of ``blocks``; none, if the lock cannot be had."""
         entries = [self._hold_again(block) for block in blocks]
         missing = [place for place, entry in enumerate(entries) if entry < 0]
-        for start in range(0, len(missing), AT_ONCE):
-            with self:
-                for place in missing[start : start + AT_ONCE]:
-                    entries[place] = entry = self.find_here(blocks[place])
-                    if entry >= 0:
-                        self._begin_hold(entry)
+        try:
+            for start in range(0, len(missing), AT_ONCE):
+                with self:
+                    for place in missing[start : start + AT_ONCE]:
+                        entries[place] = entry = self.find_here(blocks[place])
+                        if entry >= 0:
+                            self._begin_hold(entry)
+        except BackendFailed:
+            self.release([entry for entry in entries if entry >= 0])
+            raise
         return entries
 
     def _hold_again(self, block: bytes) -> int:
@@ -231,10 +253,8 @@ class ArenaCore:
 
     def _begin_hold(self, entry: int) -> None:
         with self._counting:
-            held = self._held.get(entry, 0)
-            self._held[entry] = held + 1
-        if not held:
-            self.books.holders[entry * at.HOLDER_WORDS + self._word] |= self._bit
+            self._held[entry] = self._held.get(entry, 0) + 1
+        self.books.holders[entry * at.HOLDER_WORDS + self._word] |= self._bit
 
     def _end_hold(self, entry: int) -> None:
         with self._counting:

@@ -76,8 +76,8 @@ COLUMNS: Final = (
     "after",
     "link",  # the next entry of a chain, a bin or the list of unused ones
     "back",  # the previous entry of a bin
-    "used",  # last use, Unix nanoseconds
-    "pinned",  # end of the pin, Unix nanoseconds
+    "used",  # last use, a time of `clock`
+    "pinned",  # end of the pin, a time of `clock`
     "leaving",  # 1 + the slot of the process that demotes it, 0: none
     "proof",  # see `proof_of`
 )

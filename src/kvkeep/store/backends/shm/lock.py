@@ -19,6 +19,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Final
 
 from kvkeep.core.errors import BackendFailed
+from kvkeep.store.backends.shm.layout import SLOTS
 
 if sys.platform == "linux":
     import fcntl
@@ -31,7 +32,7 @@ __all__ = ["NodeLock"]
 _YIELDS: Final = 20  # tries that only give up the processor in between
 _FIRST_PAUSE: Final = 20e-6  # seconds; doubles up to …
 _LONGEST_PAUSE: Final = 1e-3
-_STUCK: Final = 1.0  # seconds during which nobody waits again for a lock that was not given up
+_TURN: Final = 0.01  # seconds to wait for a thread that does not wait
 _OWN: Final[weakref.WeakSet[NodeLock]] = weakref.WeakSet()
 
 
@@ -68,7 +69,7 @@ class NodeLock:
         self._place = place
         self._threads = threading.Lock()
         self._flock = _flock()
-        self._stuck_until = 0.0
+        self._stuck = False  # it was not given up in time; until it is, nobody waits again
         _OWN.add(self)
 
     def __enter__(self) -> None:
@@ -89,12 +90,16 @@ class NodeLock:
             BackendFailed: another process did not release it within `timeout` seconds (a stopped
                 process, for example), the arena is closed, or its opener forked this process.
         """
-        timeout = self.timeout if time.monotonic() >= self._stuck_until else 0.0
-        if not self._threads.acquire(timeout=timeout):
-            raise BackendFailed(f"{self._place}: another thread holds the lock for {timeout:g} s")
+        timeout = 0.0 if self._stuck else self.timeout
+        if not self._threads.acquire(timeout=timeout or _TURN):
+            raise BackendFailed(
+                f"{self._place}: another thread has waited for the lock of the node, or held it, "
+                f"for {self.timeout:g} s"
+            )
         try:
             if not self._try():
                 self._wait(timeout)
+            self._stuck = False
         except BaseException:
             self._threads.release()
             raise
@@ -115,10 +120,10 @@ class NodeLock:
         pause, tries = _FIRST_PAUSE, 0
         while not self._try():
             if time.monotonic() >= until:
-                self._stuck_until = time.monotonic() + _STUCK
+                self._stuck = True
                 raise BackendFailed(
-                    f"{self._place}: another process holds the lock for {timeout:g} s; a process "
-                    "that is stopped in the middle of a change does that"
+                    f"{self._place}: another process has held the lock for {self.timeout:g} s or "
+                    "more; a process that is stopped in the middle of a change does that"
                 )
             if tries < _YIELDS:
                 os.sched_yield()
@@ -148,8 +153,14 @@ class NodeLock:
         """Whether the process that occupied ``slot`` still has the arena open."""
         if slot == self.slot:
             return True
-        answer = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, _range(fcntl.F_WRLCK, slot))
-        kind: int = _LOCK.unpack(answer)[0]
+        return self._taken(_range(fcntl.F_WRLCK, slot))
+
+    def in_use(self) -> bool:
+        """Whether any other process, or other opening in this one, has the arena open."""
+        return self._taken(_range(fcntl.F_WRLCK, 0, SLOTS))
+
+    def _taken(self, where: bytes) -> bool:
+        kind: int = _LOCK.unpack(fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, where))[0]
         return kind != fcntl.F_UNLCK
 
     def close(self) -> None:
@@ -170,8 +181,8 @@ class NodeLock:
 _LOCK: Final = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
 
 
-def _range(kind: int, slot: int) -> bytes:
-    return _LOCK.pack(kind, os.SEEK_SET, slot, 1, 0)
+def _range(kind: int, slot: int, slots: int = 1) -> bytes:
+    return _LOCK.pack(kind, os.SEEK_SET, slot, slots, 0)
 
 
 def _forked() -> None:

@@ -85,7 +85,7 @@ def open_arena(path: str, wanted: Layout | None, timeout: float) -> OpenedArena:
                 continue  # another process removed it meanwhile
             # A descriptor of its own for the mapping, which keeps it open: the lock must not be.
             fd = os.open(f"/proc/self/fd/{lock_fd}", os.O_RDWR | os.O_CLOEXEC)
-            layout, new = _read_or_reserve(fd, path, wanted)
+            layout, new = _read_or_reserve(fd, path, wanted, lock)
             return OpenedArena(fd, lock, layout, new)
         except BaseException:
             if fd >= 0:
@@ -142,9 +142,16 @@ def _is_still_there(fd: int, path: str) -> bool:
     return os.path.samestat(named, os.fstat(fd))
 
 
-def _read_or_reserve(fd: int, path: str, wanted: Layout | None) -> tuple[Layout, bool]:
+def _read_or_reserve(
+    fd: int, path: str, wanted: Layout | None, lock: NodeLock
+) -> tuple[Layout, bool]:
     head = os.pread(fd, HEADER_BYTES, 0)
     if not head.strip(b"\0"):  # new, or its creator died
+        if lock.in_use():  # to begin it again would take the memory from under these processes
+            raise InvalidValue(
+                f"{path} was overwritten while processes have it open: its header is gone; close "
+                "these processes and remove it, or use another name="
+            )
         if wanted is None:
             raise InvalidValue(f"{path} is no arena yet: the process that was making it died")
         _reserve(fd, path, wanted)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvkeep.store.backends.shm import clock
 from kvkeep.store.backends.shm import layout as at
 
 if TYPE_CHECKING:
@@ -28,14 +28,15 @@ class ArenaPins:
         self._books = arena.books
 
     def pin(self, blocks: Sequence[bytes], until: int, most: int) -> list[bytes]:
-        """Pin ``blocks`` until then (Unix ns), in order, while pins cover ``most`` bytes at most.
+        """Pin ``blocks`` in order until then, while pins cover ``most`` bytes at most.
 
-        Returns those that are pinned. Cost: a pass over the entries, besides the blocks.
+        ``until`` is a time of `clock`. Returns those that are pinned. Cost: a pass over the
+        entries, besides the blocks.
         """
         books = self._books
         pinned: list[bytes] = []
         with self._arena:
-            now = time.time_ns()
+            now = clock.now()
             covered = self._pinned_bytes(now)
             for block in blocks:
                 entry = self._arena.find_here(block)
@@ -50,10 +51,10 @@ class ArenaPins:
         return pinned
 
     def set(self, ends: dict[bytes, int]) -> list[bytes]:
-        """Let pins end at these times (Unix ns), 0: now; return the blocks that were pinned."""
+        """Let pins end at these times (see `clock`), 0: now; return the blocks that were pinned."""
         were: list[bytes] = []
         with self._arena:
-            now = time.time_ns()
+            now = clock.now()
             for block, end in ends.items():
                 entry = self._arena.find_here(block)
                 if entry >= 0 and self._books.pinned[entry] > now:
@@ -63,7 +64,7 @@ class ArenaPins:
 
     def bytes(self) -> int:
         """Return the bytes that are pinned now. Cost: a pass over the entries."""
-        return self._pinned_bytes(time.time_ns())
+        return self._pinned_bytes(clock.now())
 
     def _pinned_bytes(self, now: int) -> int:
         high = self._books.words[at.HIGH]

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
+from kvkeep.store.backends.shm import clock
 from kvkeep.store.backends.shm import layout as at
 from kvkeep.store.backends.shm.quotas import in_space
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kvkeep.store.backends.shm.books import Books
 
 __all__ = ["Victim", "Victims"]
 
 _AT_LEAST: Final = 64
 _SHARE: Final = 16  # of the records are chosen at once
+_MADE: Final = 256  # victims made of the columns at a time
+_SPACES: Final = 64  # namespaces whose choices are kept
 _FRESH: Final = 1.0  # seconds after which a choice is made anew
 
 
@@ -43,7 +47,7 @@ class Victims:
 
     def __init__(self, books: Books) -> None:
         self._books = books
-        self._chosen: dict[bytes | None, tuple[float, deque[Victim]]] = {}
+        self._chosen: dict[bytes | None, tuple[float, Iterator[Victim]]] = {}
 
     def take(self, needed: int, space: bytes | None, most: int) -> list[Victim]:
         """Return the next victims of a namespace, or of all, for ``needed`` bytes.
@@ -51,15 +55,26 @@ class Victims:
         They are ``most`` records at most.
         Check each under the arena's lock (`still`) before it goes.
         """
-        at_time, chosen = self._chosen.get(space, (0.0, deque()))
-        if not chosen or time.monotonic() - at_time > _FRESH:
-            chosen = deque(self._choose(space))
-            self._chosen = {space: (time.monotonic(), chosen)}
         taken: list[Victim] = []
-        while chosen and needed > 0 and len(taken) < most:
-            taken.append(chosen.popleft())
-            needed -= self._books.length[taken[-1].entry]
+        at_time, chosen = self._chosen.pop(space, (0.0, iter(())))
+        if time.monotonic() - at_time <= _FRESH:
+            needed = self._next(chosen, needed, most, taken)
+        if not taken:
+            at_time, chosen = time.monotonic(), self._choose(space)
+            self._next(chosen, needed, most, taken)
+        for oldest in list(self._chosen)[: 1 - _SPACES]:  # `forget` may clear it meanwhile
+            self._chosen.pop(oldest, None)
+        self._chosen[space] = at_time, chosen
         return taken
+
+    def _next(self, chosen: Iterator[Victim], needed: int, most: int, taken: list[Victim]) -> int:
+        while needed > 0 and len(taken) < most:
+            victim = next(chosen, None)
+            if victim is None:
+                break
+            taken.append(victim)
+            needed -= self._books.length[victim.entry]
+        return needed
 
     def still(self, victim: Victim, now: int) -> bool:
         """Whether a record is as it was when it was chosen, and may go."""
@@ -72,8 +87,8 @@ class Victims:
         """Choose anew next time: entries were freed that were not to go before."""
         self._chosen.clear()
 
-    def _choose(self, space: bytes | None) -> list[Victim]:
-        books, now = self._books, time.time_ns()
+    def _choose(self, space: bytes | None) -> Iterator[Victim]:
+        books, now = self._books, clock.now()
         high = books.words[at.HIGH]
         fit = (books.named_all[:high] != 0) & ~books.holders_all[:high].any(1)
         fit &= (np.asarray(books.pinned)[:high] <= now) & (np.asarray(books.leaving)[:high] == 0)
@@ -88,8 +103,13 @@ class Victims:
         order = np.argsort(used, kind="stable")
         entries, used = entries[order], used[order]
         generations = books.named_all[entries]
-        return [
-            Victim(*row)
-            for row in zip(entries.tolist(), generations.tolist(), used.tolist(), strict=True)
-            if row[1]  # else it was deleted during the pass, which holds no lock
-        ]
+        return _one_by_one(entries, generations, used)
+
+
+def _one_by_one(entries: np.ndarray, generations: np.ndarray, used: np.ndarray) -> Iterator[Victim]:
+    for start in range(0, len(entries), _MADE):
+        part = slice(start, start + _MADE)
+        rows = (column[part].tolist() for column in (entries, generations, used))
+        for row in zip(*rows, strict=True):
+            if row[1]:  # else it was deleted during the pass, which holds no lock
+                yield Victim(*row)
