@@ -160,7 +160,7 @@ def test_a_forked_process_gets_no_lease(backend: ShmBackend) -> None:
 
 
 def test_a_lock_that_was_stuck_is_waited_for_again(backend: ShmBackend, tmp_path: Path) -> None:
-    """After a stop nobody waits until the lock was had once; then a busy neighbour fails no call."""
+    """After a stop nobody waits until it was had once; then a busy neighbour fails no call."""
     lock = backend.arena._lock
     lock.timeout = 0.2
     with ShmBackend(None, directory=str(tmp_path)) as other:

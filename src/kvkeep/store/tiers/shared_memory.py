@@ -66,6 +66,7 @@ class SharedMemoryTier:
         self._leaving: dict[bytes, list[int]] = {}
         self._owed: list[tuple[bytes, int]] = []  # of these, `left` failed
         self._lock = threading.Lock()  # of `_leaving` and `_owed`
+        self._replacing = threading.Lock()  # keeps `_remove_hidden` from new records
         self._turns = Turns(TRIES, threads=MAKERS)
         self._buffers = SpareBuffers(SPARE_BYTES)
         self._lost_before = self.backend.lost
@@ -76,6 +77,7 @@ class SharedMemoryTier:
         return self._arena.leaving_bytes
 
     def __contains__(self, block: object) -> bool:
+        self._remove_hidden()
         if self.catalogue.ttl is not None:
             return block in self._leaving or block in self.catalogue
         assert isinstance(block, bytes)
@@ -122,7 +124,7 @@ class SharedMemoryTier:
             BackendFailed: the memory was closed.
         """
         assert draft.block == block
-        with self._faults:
+        with self._faults, self._replacing:
             lease = draft.commit(lease=True)
             assert lease is not None
             self.catalogue.hidden.discard(block)  # the removed record is replaced
@@ -199,8 +201,8 @@ class SharedMemoryTier:
     def _remove_hidden(self) -> None:
         """Delete what `remove` could not."""
         if self.catalogue.hidden:
-            again = list(self.catalogue.hidden)
-            with self._faults:
+            with self._faults, self._replacing:
+                again = list(self.catalogue.hidden)
                 self.backend.delete(again)
                 self.catalogue.hidden.difference_update(again)
 
