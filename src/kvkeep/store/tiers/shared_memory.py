@@ -66,7 +66,7 @@ class SharedMemoryTier:
         self._leaving: dict[bytes, list[int]] = {}
         self._owed: list[tuple[bytes, int]] = []  # of these, `left` failed
         self._lock = threading.Lock()  # of `_leaving` and `_owed`
-        self._replacing = threading.Lock()  # keeps `_remove_hidden` from new records
+        self._replacing = threading.Lock()  # keeps `_make_up` from new records
         self._turns = Turns(TRIES, threads=MAKERS)
         self._buffers = SpareBuffers(SPARE_BYTES)
         self._lost_before = self.backend.lost
@@ -77,7 +77,7 @@ class SharedMemoryTier:
         return self._arena.leaving_bytes
 
     def __contains__(self, block: object) -> bool:
-        self._remove_hidden()
+        self._make_up()
         if self.catalogue.ttl is not None:
             return block in self._leaving or block in self.catalogue
         assert isinstance(block, bytes)
@@ -85,7 +85,7 @@ class SharedMemoryTier:
 
     def lease(self, block: bytes) -> MemoryLease | None:
         """Return access to the record of ``block``, None if it is not here."""
-        self._remove_hidden()
+        self._make_up()
         with self._faults:
             if block in self.catalogue.hidden:
                 return None
@@ -149,10 +149,7 @@ class SharedMemoryTier:
         Until then they are still found, by all processes, and no other process demotes them.
         Expired blocks are deleted at once instead.
         """
-        with self._lock:
-            owed, self._owed = self._owed, []
-        for block, entry in owed:
-            self._left(block, entry)
+        self._make_up()
         chosen: list[tuple[bytes, int]] = []
         with self._faults:
             chosen = self._arena.evict(needed, None, leave=True)
@@ -198,8 +195,13 @@ class SharedMemoryTier:
             self.counters.count(errors=1)
             raise
 
-    def _remove_hidden(self) -> None:
-        """Delete what `remove` could not."""
+    def _make_up(self) -> None:
+        """Do what `left` and `remove` could not."""
+        if self._owed:
+            with self._lock:
+                owed, self._owed = self._owed, []
+            for block, entry in owed:
+                self._left(block, entry)
         if self.catalogue.hidden:
             with self._faults, self._replacing:
                 again = list(self.catalogue.hidden)
