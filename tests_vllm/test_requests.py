@@ -110,7 +110,7 @@ def test_deleted_after_its_time(running: Engine, monkeypatch: pytest.MonkeyPatch
     running.ask([shared + mine], kvkeep={"ttl": 600})
     assert again(running, shared + mine).cached == found(264)
     later = SimpleNamespace(monotonic=lambda: time.monotonic() + 601)
-    monkeypatch.setattr("kvkeep.integrations.vllm.shared.time", later)
+    monkeypatch.setattr("kvkeep.integrations.vllm.kept.time", later)
     # What was there before stays.
     assert again(running, shared + mine, kvkeep={"store": False}).cached == 64
 

@@ -7,6 +7,7 @@ another version of vLLM, and one that is ended while its tiers write.
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -105,9 +106,10 @@ def test_other_weights_under_the_same_path(place: Place, tmp_path: Path) -> None
 def test_shutdown_while_writes_are_queued(
     place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Both tiers write a chunk in 50 ms. What was queued is there after the shutdown, or is not."""
+    """Both tiers write slowly. What was queued is there after the shutdown, or is not."""
     from vllm.v1.kv_offload.tiering.fs import manager
 
+    ending = threading.Event()  # vLLM's tier begins with its queue just before the shutdown
     put, store = DiskBackend.put, manager.batch_store_block
 
     def slow_put(self: DiskBackend, block: bytes, record: memoryview) -> None:
@@ -115,7 +117,8 @@ def test_shutdown_while_writes_are_queued(
         put(self, block, record)
 
     def slow_store(paths: list[str], *args: Any) -> Any:
-        time.sleep(0.05 * len(paths))
+        ending.wait(60)
+        time.sleep(0.1 * len(paths))
         return store(paths, *args)
 
     monkeypatch.setattr(DiskBackend, "put", slow_put)
@@ -129,6 +132,7 @@ def test_shutdown_while_writes_are_queued(
             one.ask([each])
         for _ in range(4):
             one.core.step()  # the last copies into vLLM's memory
+        ending.set()
     assert len(records(here.kvkeep)) == chunks
     seen("shutdown while writes are queued", OURS, "they are written")
     assert len(blocks_of_fs(here.fs)) < chunks

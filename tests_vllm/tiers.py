@@ -166,8 +166,11 @@ def fs_tier(root: Path | str) -> dict[str, Any]:
 def side_by_side(
     model: str, theirs: Sequence[dict[str, Any]], ours: Sequence[str], **more: Any
 ) -> Iterator[SideBySide]:
-    """An engine with tiers of vLLM and, below its own memory, kvkeep's ``ours``."""
-    options, extra = more.pop("options", {}), more.pop("extra", {})
+    """An engine with tiers of vLLM and, below its own memory, kvkeep's ``ours``.
+
+    Rows have the layout that vLLM's own spec gives them.
+    """
+    options, extra = more.pop("options", {}), {"canonical_layout": False} | more.pop("extra", {})
     mine = kvkeep_tier(*ours, locality="REMOTE", **options)
     transfer = offloading([*theirs, mine], **extra)
     with engine(model, kv_transfer_config=transfer, **more) as plain:
