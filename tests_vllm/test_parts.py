@@ -368,3 +368,11 @@ def test_messages_cross_processes() -> None:
         1: [4, 2],
         2: [7],
     }
+
+
+def test_a_request_with_many_unknown_options_names_a_few() -> None:
+    """A client may send a million names, and they are read in the scheduler's thread."""
+    given = {"kvkeep": {f"store{number}": True for number in range(200_000)}}
+    with pytest.raises(InvalidValue, match="and others; there are store, answers") as told:
+        RequestOptions.parse(given)
+    assert len(str(told.value)) < 500

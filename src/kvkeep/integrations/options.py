@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
+from itertools import islice
 from threading import TIMEOUT_MAX  # the longest time a thread can wait: some hundred years
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -24,6 +25,7 @@ __all__ = [
 ]  # fmt: skip
 
 T = TypeVar("T")
+_MOST_NAMED = 8  # unknown names in a message
 
 
 def option(default: T, check: Callable[[str, Any], object]) -> T:
@@ -47,14 +49,18 @@ def refuse_unknown(given: Iterable[object], known: Sequence[str], has: str, ther
     """Raise `InvalidValue` if ``given`` has a name that is not in ``known``, with the nearest ones.
 
     The message is "``has`` 'nme'; ``there_are`` name, size; did you mean 'name'?". Names are quoted
-    by `repr`, so that a client cannot start a new line of the log.
+    by `repr`, so that a client cannot start a new line of the log; and of many only some are named,
+    because a client may send a million while an engine's scheduler waits.
     """
-    unknown = sorted(set(given) - set(known), key=repr)
-    if not unknown:
+    found = list(islice((name for name in given if name not in known), _MOST_NAMED + 1))
+    if not found:
         return
+    unknown = sorted(found[:_MOST_NAMED], key=repr)
     near = [close for name in unknown for close in get_close_matches(str(name)[:99], known, 1)]
     raise InvalidValue(
-        f"{has} {', '.join(map(repr, unknown))}; {there_are} {', '.join(known)}"
+        f"{has} {', '.join(map(repr, unknown))}"
+        + (" and others" if len(found) > _MOST_NAMED else "")
+        + f"; {there_are} {', '.join(known)}"
         + (f"; did you mean {', '.join(map(repr, dict.fromkeys(near)))}?" if near else "")
     )
 
