@@ -169,8 +169,8 @@ class KVKeepTier(SecondaryTierManager):
         request = TierRequest(options)
         if self._engine is None or (self._engine.config.lora_config is None and options.answers):
             request.kept = True  # nothing but vLLM's keys decides
+        # The state of a context is one for each class: two tiers of kvkeep would share it.
         self._live[req_context.req_id] = request
-        req_context.set_state(request)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -196,7 +196,7 @@ class KVKeepTier(SecondaryTierManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return whether a chunk is stored; RETRY while shared tiers are asked."""
-        request = req_context.get_state(TierRequest)
+        request = self._live.get(req_context.req_id)
         if request is None or not request.options.load:
             return LookupResult.MISS
         if not request.kept and not self._known(request, req_context.req_id):
@@ -206,7 +206,7 @@ class KVKeepTier(SecondaryTierManager):
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Begin to store rows."""
         context = job_metadata.req_context
-        request = context.get_state(TierRequest)
+        request = self._live.get(context.req_id)
         if request is not None and request.options.store and self._known(request, context.req_id):
             self._jobs.save(job_metadata, request)
         else:
@@ -215,15 +215,18 @@ class KVKeepTier(SecondaryTierManager):
     def submit_load(self, job_metadata: TransferJob, *, expedited: bool = False) -> None:
         """Begin to fill rows. All loads are begun at once, ``expedited`` or not."""
         del expedited
-        request = job_metadata.req_context.get_state(TierRequest)
+        request = self._live.get(job_metadata.req_context.req_id)
         assert request is not None, "a lookup found the chunks for a request"
         self._jobs.load(job_metadata, request)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Return the results of jobs that have ended; what was not loaded is a miss from now on."""
+        """Return the results of jobs that have ended; what was not loaded is a miss from now on.
+
+        What a cancelled load left out is no miss: other requests may still want it.
+        """
         results = []
         for ended in self._jobs.finished():
-            if ended.job.is_promotion and ended.failed:
+            if ended.job.is_promotion and ended.failed and not ended.cancelled:
                 # For all requests: those that wait for the same chunk would wait one by one.
                 for request in self._live.values():
                     request.failed.update(ended.failed)

@@ -44,7 +44,10 @@ _LOADERS = 4
 
 @dataclass(slots=True)
 class FinishedJob:
-    """A job that has ended: the keys of the chunks that were moved, and of those that were not."""
+    """A job that has ended: the keys of the chunks that were moved, and of those that were not.
+
+    ``cancelled``: it was told to end early, so what it has not moved may well be there.
+    """
 
     job: TransferJob
     request: TierRequest | None
@@ -52,6 +55,7 @@ class FinishedJob:
     bytes: int = 0
     seconds: float = 0.0
     failed: list[OffloadKey] = field(default_factory=list)
+    cancelled: bool = False
 
     def result(self) -> JobResult:
         """Return what vLLM is told."""
@@ -213,12 +217,16 @@ class TierJobs:
             row = view[part.rows[at]]
             scatter(raw, (row[offset : offset + size] for offset, size in runs))
 
+        def cancelled() -> bool:
+            ended.cancelled = ended.cancelled or request.over or self._draining
+            return ended.cancelled
+
         return self._store.store.read(
             part.names,
             [self._rows.size(part.group)] * len(part.keys),
             sink,
             deadline=max(0.0, until - time.monotonic()),
-            cancelled=lambda: request.over or self._draining,
+            cancelled=cancelled,
         )
 
     def _save(self, part: _Part, ended: FinishedJob) -> int:
