@@ -33,7 +33,7 @@ from kvkeep.integrations.vllm.offload.jobs import TierJobs
 from kvkeep.integrations.vllm.offload.lookups import ChunkLookups
 from kvkeep.integrations.vllm.offload.metrics import definitions, taken
 from kvkeep.integrations.vllm.offload.options import OffloadOptions
-from kvkeep.integrations.vllm.offload.requests import TierRequest
+from kvkeep.integrations.vllm.offload.requests import TierRequest, TierRequests
 from kvkeep.integrations.vllm.offload.rows import ChunkRows
 from kvkeep.integrations.vllm.offload.spec import KVKeepSpec
 from kvkeep.integrations.vllm.options import RequestOptions
@@ -169,8 +169,8 @@ class KVKeepTier(SecondaryTierManager):
         request = TierRequest(options)
         if self._engine is None or (self._engine.config.lora_config is None and options.answers):
             request.kept = True  # nothing but vLLM's keys decides
-        # The state of a context is one for each class: two tiers of kvkeep would share it.
         self._live[req_context.req_id] = request
+        TierRequests.of(req_context)[self] = request
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -196,7 +196,7 @@ class KVKeepTier(SecondaryTierManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return whether a chunk is stored; RETRY while shared tiers are asked."""
-        request = self._live.get(req_context.req_id)
+        request = TierRequests.of(req_context).get(self)
         if request is None or not request.options.load:
             return LookupResult.MISS
         if not request.kept and not self._known(request, req_context.req_id):
@@ -206,16 +206,19 @@ class KVKeepTier(SecondaryTierManager):
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Begin to store rows."""
         context = job_metadata.req_context
-        request = self._live.get(context.req_id)
+        request = TierRequests.of(context).get(self)
         if request is not None and request.options.store and self._known(request, context.req_id):
             self._jobs.save(job_metadata, request)
         else:
             self._jobs.skip(job_metadata)
 
     def submit_load(self, job_metadata: TransferJob, *, expedited: bool = False) -> None:
-        """Begin to fill rows. All loads are begun at once, ``expedited`` or not."""
+        """Begin to fill rows. All loads are begun at once, ``expedited`` or not.
+
+        The request may have ended since its lookups: its load ends at once, then.
+        """
         del expedited
-        request = self._live.get(job_metadata.req_context.req_id)
+        request = TierRequests.of(job_metadata.req_context).get(self)
         assert request is not None, "a lookup found the chunks for a request"
         self._jobs.load(job_metadata, request)
 
