@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from engines import Answer, apart, engine, prompt, same
-from models import make_adapter, make_llama
+from models import make_adapter, make_gemma, make_llama
 from tiered import kvkeep_tier, offloading, tiered
 from vllm.lora.request import LoRARequest
 
@@ -180,5 +180,16 @@ def test_what_is_wrong_is_told_at_the_start(llama: str, tier: dict[str, Any], sa
     with (
         pytest.raises(Exception, match=said),
         engine(llama, kv_transfer_config=offloading([tier])),
+    ):
+        pass
+
+
+def test_chunks_of_several_blocks_are_refused_where_blocks_leave_a_window(tmp_path: Path) -> None:
+    """vLLM stores the rest of such a chunk, and loads all of it."""
+    path = make_gemma(tmp_path / "gemma3")
+    transfer = offloading([kvkeep_tier(f"file://{tmp_path}/kv")], blocks_per_chunk=2)
+    with (
+        pytest.raises(Exception, match="blocks_per_chunk is 2 for a model with windows"),
+        engine(path, kv_transfer_config=transfer),
     ):
         pass

@@ -106,6 +106,8 @@ class KVKeepTier(SecondaryTierManager):
         self.locality = None if locality is None else Locality(locality)
         config = offloading_spec.config
         self._engine = OffloadEngine.of_caller()
+        if self._engine is not None:
+            self._engine.require_whole_chunks(config)
         self._adapters = Adapters()
         notes = offloading_spec.notes if isinstance(offloading_spec, KVKeepSpec) else None
         namespace = namespace_of_rows(self._engine, self._options, offloading_spec, notes)
@@ -113,7 +115,9 @@ class KVKeepTier(SecondaryTierManager):
             group.group_id: group.tokens_per_block * config.cache.blocks_per_chunk
             for group in config.groups
         }
-        self._whole = whole = self._whole_groups(list(chunk_tokens))
+        self._whole = whole = (
+            frozenset() if self._engine is None else self._engine.whole_groups(config)
+        )
         counted = next(iter(sorted(whole)), min(chunk_tokens))
         self._counts = Counts()
         self._news = threading.Event()
@@ -140,17 +144,6 @@ class KVKeepTier(SecondaryTierManager):
             "kvkeep stores chunks of up to %d bytes in %s", offloading_spec.kv_bytes_per_chunk,
             ", ".join(tier.place for tier in store.stats()[1:]),
         )  # fmt: skip
-
-    def _whole_groups(self, groups: list[int]) -> frozenset[int]:
-        """Return the groups whose layers see all tokens."""
-        if self._engine is None:
-            return frozenset()
-        from vllm.v1.kv_cache_interface import FullAttentionSpec  # noqa: PLC0415
-
-        specs = self._engine.caches.kv_cache_groups
-        return frozenset(
-            group for group in groups if isinstance(specs[group].kv_cache_spec, FullAttentionSpec)
-        )
 
     # --- requests --------------------------------------------------------------------------------
 

@@ -34,12 +34,17 @@ class KVKeepSpec(TieringOffloadingSpec):
     ``secondary_tiers``, and others. ``"canonical_layout": false`` turns that layout off; true
     refuses to start where vLLM cannot place the pages.
 
+    Raises:
+        InvalidValue: chunks of several blocks, in a model with windows or states.
+
     Attributes:
         notes: what all workers have told of their pages, in the scheduler; None: not known.
     """
 
     def __init__(self, config: OffloadingConfig) -> None:
         self._engine = OffloadEngine.of_caller()
+        if self._engine is not None:
+            self._engine.require_whole_chunks(config)
         canonical = canonical_of(self._engine, config)
         self._direct = config if canonical is not None else None
         super().__init__(canonical or config)
