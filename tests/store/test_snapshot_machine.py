@@ -52,6 +52,7 @@ class SnapshotMachine(RuleBasedStateMachine):
         self.lost = False
         self.groups = GEOMETRIES[self.geometry].groups
         self.ends: dict[str, set[Text]] = {tenant: set() for tenant in TENANTS}
+        self.states: dict[str, set[Text]] = {tenant: set() for tenant in TENANTS}
         self.had: dict[str, set[tuple[int, Text]]] = {tenant: set() for tenant in TENANTS}
         self.store = self.opened()
 
@@ -76,7 +77,7 @@ class SnapshotMachine(RuleBasedStateMachine):
         had = self.had[tenant]
         for n in range(limit, 0, -1):
             if all(
-                tuple(tokens[:n]) in self.ends[tenant]
+                tuple(tokens[:n]) in self.states[tenant]
                 if group.state
                 else all(
                     (number, tuple(tokens[: at + 1])) in had for at in range(first_of(group, n), n)
@@ -114,6 +115,7 @@ class SnapshotMachine(RuleBasedStateMachine):
             ), "only a gap is a reason"
             return
         self.ends[tenant].add(tuple(tokens))
+        self.states[tenant].add(tuple(tokens))
         for number, group in enumerate(self.groups):
             first = start if group.span is None else max(0, first_of(group, n) - more)
             self.had[tenant] |= {(number, tuple(tokens[: at + 1])) for at in range(first, n)}
@@ -176,12 +178,15 @@ class SnapshotMachine(RuleBasedStateMachine):
         common = tuple(tokens[: begin + 1])
         if len(tokens) > begin:
             self.ends[tenant] -= {t for t in self.ends[tenant] if t[: begin + 1] == common}
+        # A state before ``start`` may stay, also one in the same block; those behind it are gone.
+        gone = {tuple(tokens[:n]) for n in range(start + 1, len(tokens) + 1)}
+        self.states[tenant] -= gone
 
     @rule(tenant=tenants)
     def clear(self, tenant: str) -> None:
         quiet(self.store)
         self.store.clear(tenant=tenant)
-        self.ends[tenant], self.had[tenant] = set(), set()
+        self.ends[tenant], self.states[tenant], self.had[tenant] = set(), set(), set()
 
     @rule()
     def reopen(self) -> None:
