@@ -15,6 +15,7 @@ from kvkeep.store import KVStore
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.tiers import Exclusive, MemorySpec, TieredStore
 from kvkeep.store.tiers.shared_read import SharedRead
+from kvkeep.store.tiers.spare_buffers import SpareBuffers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -117,7 +118,8 @@ def test_a_place_that_panics_while_a_promoted_block_is_taken_away(bench: Bench) 
 def test_who_joins_a_flight_that_nobody_can_make(bench: Bench) -> None:
     """It may wait before that one was started, of which there is nothing to wait for."""
     over: list[SharedRead] = []
-    flight = SharedRead(MemorySpec(MemoryBackend(PAGE)), name(0), RAW, [], over.append)
+    flight = SharedRead(MemorySpec(MemoryBackend(PAGE)), name(0), RAW, [], over.append,
+        buffers=SpareBuffers(0))  # fmt: skip
     assert flight.join()
     assert flight.join()
     assert flight.wait(None) is None

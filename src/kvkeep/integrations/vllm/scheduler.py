@@ -6,7 +6,6 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from kvkeep.core.errors import InvalidValue
 from kvkeep.integrations.vllm.adapters import Adapters
 from kvkeep.integrations.vllm.keys import keys_of
 from kvkeep.integrations.vllm.lookups import BlockLookups
@@ -80,16 +79,9 @@ class SchedulerSide:
 
     def follow(self, request: Request) -> None:
         """Track a new request; one whose KV cannot be stored is ignored."""
-        options = RequestOptions()
-        try:
-            options = RequestOptions.parse(request.kv_transfer_params)
-        except InvalidValue as error:
-            self.counts.add(ignored_params=1)
-            _LOG.warning(
-                "kv_transfer_params of request %.100r are ignored: %.500s",
-                request.request_id,
-                str(error),
-            )
+        options = RequestOptions.of_request(
+            request.request_id, request.kv_transfer_params, self.counts
+        )
         followed = FollowedRequest(request, options)
         if request.lora_request is not None:
             followed.adapter = self._adapters.digest(request.lora_request)

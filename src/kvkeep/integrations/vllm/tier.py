@@ -24,7 +24,6 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
-from kvkeep.core.errors import InvalidValue
 from kvkeep.integrations.vllm.adapters import Adapters
 from kvkeep.integrations.vllm.kept import OpenStore
 from kvkeep.integrations.vllm.offload.engine import OffloadEngine
@@ -149,16 +148,9 @@ class KVKeepTier(SecondaryTierManager):
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Track a new request; wrong options of a request are ignored and counted."""
-        options = RequestOptions()
-        try:
-            options = RequestOptions.parse(req_context.kv_transfer_params)
-        except InvalidValue as error:
-            self._counts.add(ignored_params=1)
-            _LOG.warning(
-                "kv_transfer_params of request %.100r are ignored: %.500s",
-                req_context.req_id,
-                str(error),
-            )
+        options = RequestOptions.of_request(
+            req_context.req_id, req_context.kv_transfer_params, self._counts
+        )
         request = TierRequest(options)
         if self._engine is None or (self._engine.config.lora_config is None and options.answers):
             request.kept = True  # nothing but vLLM's keys decides

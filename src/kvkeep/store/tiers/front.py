@@ -158,15 +158,6 @@ class FrontMemory(Protocol):
             BackendFailed: the memory was closed.
         """
 
-    def buffer(self, raw_bytes: int) -> memoryview:
-        """Return memory for a record outside; see `buffered`."""
-
-    def prepare_buffers(self, raw_bytes: int, count: int) -> None:
-        """Touch memory for ``count`` records outside."""
-
-    def buffered(self, record: memoryview) -> MemoryLease:
-        """Return access to a record in memory of `buffer`, which is used again after its end."""
-
     def leave(self, needed: int) -> list[bytes]:
         """Return blocks to demote, to free ``needed`` bytes; call `left` for each afterwards."""
 

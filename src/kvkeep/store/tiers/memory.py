@@ -14,7 +14,6 @@ from kvkeep.store.tiers.catalogue import Catalogue
 from kvkeep.store.tiers.counters import TierCounters, TierStats
 from kvkeep.store.tiers.loss_log import LossLog
 from kvkeep.store.tiers.record import HEADER_BYTES
-from kvkeep.store.tiers.spare_buffers import SpareBuffers
 from kvkeep.store.tiers.turns import AGAIN, Again, Turns
 
 if TYPE_CHECKING:
@@ -23,15 +22,14 @@ if TYPE_CHECKING:
     from kvkeep.core.eviction import EvictionPolicy
     from kvkeep.store.backends.memory import Draft, Lease, MemoryBackend
     from kvkeep.store.backends.shm import ShmBackend
+    from kvkeep.store.tiers.spare_buffers import SpareBuffers
 
-__all__ = ["MAKERS", "SPARE_BYTES", "TRIES", "MemoryLease", "MemorySpec", "MemoryTier"]
+__all__ = ["MAKERS", "TRIES", "MemoryLease", "MemorySpec", "MemoryTier"]
 
 TRIES = 8
 """Attempts to reserve memory before a thread gets priority."""
 MAKERS = 64
 """Maximum threads that reserve memory at a time: callers that put, and readers of tiers."""
-SPARE_BYTES = 64 << 20
-"""Buffers outside the arena that are kept for the next reads."""
 
 
 @dataclass(slots=True)
@@ -115,7 +113,6 @@ class MemoryTier:
         self._leaving: dict[bytes, int] = {}  # bytes of blocks in the arena, not in the catalogue
         self._lock = threading.Lock()
         self._turns = Turns(TRIES, threads=MAKERS)
-        self._buffers = SpareBuffers(SPARE_BYTES)
 
     def __contains__(self, block: object) -> bool:
         assert isinstance(block, bytes)
@@ -160,18 +157,6 @@ class MemoryTier:
             self.catalogue.add(block, len(lease.view))
             self._stay(block)
         return MemoryLease(lease.place, lease)
-
-    def buffer(self, raw_bytes: int) -> memoryview:
-        """Return memory for a record outside the arena; see `buffered`."""
-        return self._buffers.take(HEADER_BYTES + raw_bytes)
-
-    def prepare_buffers(self, raw_bytes: int, count: int) -> None:
-        """Touch memory for ``count`` records outside the arena."""
-        self._buffers.prepare(HEADER_BYTES + raw_bytes, count)
-
-    def buffered(self, record: memoryview) -> MemoryLease:
-        """Return access to a record in memory of `buffer`, which is used again after its end."""
-        return MemoryLease(record, buffers=self._buffers)
 
     def leave(self, needed: int) -> list[bytes]:
         """Return blocks to demote, to free ``needed`` bytes; call `left` for each afterwards.

@@ -13,6 +13,7 @@ from kvkeep.store.tiers.prompt_holds import PromptHolds
 from kvkeep.store.tiers.prompt_moves import ReadMoves
 from kvkeep.store.tiers.record import HEADER_BYTES
 from kvkeep.store.tiers.shared_read import SharedRead
+from kvkeep.store.tiers.spare_buffers import SpareBuffers
 from kvkeep.store.tiers.workers import Workers
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["BlockPrefetch", "Reader"]
 
 _READ_AHEAD = 16  # blocks, at most
+_SPARE_BYTES = 64 << 20  # buffers that are kept for the next reads
 _REPLACED_KEPT = 64  # replacements remembered for reads that began before them
 
 
@@ -101,6 +103,7 @@ class Reader:
         self.queue = queue
         self._demoter = demoter
         self._memory = levels.memory
+        self._buffers = SpareBuffers(_SPARE_BYTES)
         self._lock = threading.Lock()
         self._reads: dict[bytes, SharedRead] = {}
         self._replaced: deque[tuple[int, frozenset[bytes]]] = deque(maxlen=_REPLACED_KEPT)
@@ -109,7 +112,7 @@ class Reader:
 
     def prepare(self, raw_bytes: int) -> None:
         """Touch the memory for one prompt's reads of blocks that do not stay in memory."""
-        self._memory.prepare_buffers(raw_bytes, _READ_AHEAD)
+        self._buffers.prepare(HEADER_BYTES + raw_bytes, _READ_AHEAD)
 
     # --- one block -------------------------------------------------------------------------------
 
@@ -141,8 +144,9 @@ class Reader:
         tiers.sort(key=lambda item: item[0] != level)  # level 0 matches none: fastest first
         stays = bool(tiers) and self.levels.planner.promote(block, tiers[0][0]).stays
         return SharedRead(
-            self._memory, block, raw_bytes, [tier for _, tier in tiers], self._ended, stays=stays
-        )
+            self._memory, block, raw_bytes, [tier for _, tier in tiers], self._ended,
+            buffers=self._buffers, stays=stays,
+        )  # fmt: skip
 
     def _ended(self, read: SharedRead) -> None:
         """Forget an ended ``read``; delete the tier's copy, and demote, if the policy says so."""

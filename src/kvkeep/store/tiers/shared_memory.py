@@ -9,10 +9,9 @@ from kvkeep.core.errors import BackendFailed, OutOfRoom
 from kvkeep.core.keys import SPACE_BYTES
 from kvkeep.store.tiers.counters import TierCounters, TierStats
 from kvkeep.store.tiers.loss_log import LossLog
-from kvkeep.store.tiers.memory import MAKERS, SPARE_BYTES, TRIES, MemoryLease
+from kvkeep.store.tiers.memory import MAKERS, TRIES, MemoryLease
 from kvkeep.store.tiers.record import HEADER_BYTES
 from kvkeep.store.tiers.shared_order import ArenaFaults, SharedOrder
-from kvkeep.store.tiers.spare_buffers import SpareBuffers
 from kvkeep.store.tiers.turns import AGAIN, Again, Turns
 
 if TYPE_CHECKING:
@@ -68,7 +67,6 @@ class SharedMemoryTier:
         self._lock = threading.Lock()  # of `_leaving` and `_owed`
         self._replacing = threading.Lock()  # keeps `_make_up` from new records
         self._turns = Turns(TRIES, threads=MAKERS)
-        self._buffers = SpareBuffers(SPARE_BYTES)
         self._lost_before = self.backend.lost
 
     @property
@@ -130,18 +128,6 @@ class SharedMemoryTier:
             self.catalogue.hidden.discard(block)  # the removed record is replaced
             return MemoryLease(lease.place, lease)
         return None
-
-    def buffer(self, raw_bytes: int) -> memoryview:
-        """Return memory for a record outside the arena; see `buffered`."""
-        return self._buffers.take(HEADER_BYTES + raw_bytes)
-
-    def prepare_buffers(self, raw_bytes: int, count: int) -> None:
-        """Touch memory for ``count`` records outside the arena."""
-        self._buffers.prepare(HEADER_BYTES + raw_bytes, count)
-
-    def buffered(self, record: memoryview) -> MemoryLease:
-        """Return access to a record in memory of `buffer`, which is used again after its end."""
-        return MemoryLease(record, buffers=self._buffers)
 
     def leave(self, needed: int) -> list[bytes]:
         """Return blocks to demote, to free ``needed`` bytes; call `left` for each afterwards.

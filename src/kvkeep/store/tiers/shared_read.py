@@ -9,13 +9,15 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import BackendFailed
+from kvkeep.store.tiers.memory import MemoryLease
+from kvkeep.store.tiers.record import HEADER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvkeep.store.backends.memory import Draft
     from kvkeep.store.tiers.front import FrontMemory
-    from kvkeep.store.tiers.memory import MemoryLease
+    from kvkeep.store.tiers.spare_buffers import SpareBuffers
     from kvkeep.store.tiers.tier import Tier
 
 __all__ = ["SharedRead"]
@@ -33,6 +35,7 @@ class SharedRead:
     Thread safety: all methods.
 
     Arguments:
+        buffers: for records that memory does not take.
         stays: whether memory keeps the block.
 
     Attributes:
@@ -47,6 +50,7 @@ class SharedRead:
         tiers: Sequence[Tier],
         ended: Callable[[SharedRead], None],
         *,
+        buffers: SpareBuffers,
         stays: bool = True,
     ) -> None:
         self.block = block
@@ -54,6 +58,7 @@ class SharedRead:
         self.stays = stays
         self.source: Tier | None = None
         self._memory = memory
+        self._buffers = buffers
         self._tiers = list(tiers)
         self._ended = ended
         self._changed = threading.Condition()
@@ -167,7 +172,11 @@ class SharedRead:
             if self.stays:
                 with suppress(BackendFailed):  # the memory was closed meanwhile
                     draft = self._memory.reserve(self.block, self.raw_bytes)
-            return draft.view if draft is not None else self._memory.buffer(self.raw_bytes)
+            return (
+                draft.view
+                if draft is not None
+                else self._buffers.take(HEADER_BYTES + self.raw_bytes)
+            )
 
         record: memoryview | None = None
         try:
@@ -209,7 +218,7 @@ class SharedRead:
         lease: MemoryLease | None = None
         try:
             if draft is None:
-                lease = self._memory.buffered(record)
+                lease = MemoryLease(record, buffers=self._buffers)
             else:
                 lease = self._memory.commit(draft, self.block)
         except BackendFailed:
