@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import abstractmethod
 from array import array
 from typing import TYPE_CHECKING, Protocol, Self
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from kvkeep.store.backends.urls import TierURL
 
-__all__ = ["Draft", "Lease", "LeaseOwner", "MemoryBackend", "copy_bytes"]
+__all__ = ["Draft", "InPlaceBackend", "Lease", "LeaseOwner", "MemoryBackend", "copy_bytes"]
 
 _LISTED_AT_ONCE = 256
 
@@ -111,7 +112,45 @@ class Draft:
         self.discard()
 
 
-class MemoryBackend(Backend):
+class InPlaceBackend(Backend):
+    """A backend whose records are memory of this process: written and read in place."""
+
+    @abstractmethod
+    def reserve(self, block: bytes, size: int) -> Draft:
+        """Return memory for a record of ``size`` bytes, to be filled and committed.
+
+        Raises:
+            OutOfRoom: there is not enough free memory; nothing changed.
+        """
+
+    @abstractmethod
+    def lease(self, block: bytes) -> Lease | None:
+        """Return access to the record of ``block`` in place; None if it is missing."""
+
+    def put(self, block: bytes, record: memoryview) -> None:
+        """Copy ``record`` into new memory, then replace the older record of ``block``.
+
+        During the copy both records take their space.
+
+        Raises:
+            OutOfRoom: see `reserve`; nothing changed.
+        """
+        with self.reserve(block, record.nbytes) as draft:
+            copy_bytes(record, draft.view)
+            draft.commit()
+
+    def get(self, block: bytes, room: Room) -> memoryview | None:
+        """Copy the record into ``room(size)``; see `Backend.get`."""
+        lease = self.lease(block)
+        if lease is None:
+            return None
+        with lease:
+            target = room(lease.view.nbytes)
+            copy_bytes(lease.view, target)
+            return target
+
+
+class MemoryBackend(InPlaceBackend):
     """Records in one preallocated `Arena` of this process.
 
     Beyond the contract it avoids copies: `reserve` returns memory to write a record into, `lease`
@@ -194,28 +233,6 @@ class MemoryBackend(Backend):
         return block in self._rows
 
     # -- the contract -----------------------------------------------------------------------------
-
-    def put(self, block: bytes, record: memoryview) -> None:
-        """Copy ``record`` into new memory, then replace the older record of ``block``.
-
-        During the copy both records take their space.
-
-        Raises:
-            OutOfRoom: see `reserve`; nothing changed.
-        """
-        with self.reserve(block, record.nbytes) as draft:
-            copy_bytes(record, draft.view)
-            draft.commit()
-
-    def get(self, block: bytes, room: Room) -> memoryview | None:
-        """Copy the record into ``room(size)``; see `Backend.get`."""
-        lease = self.lease(block)
-        if lease is None:
-            return None
-        with lease:
-            target = room(lease.view.nbytes)
-            copy_bytes(lease.view, target)
-            return target
 
     def sizes(self, blocks: Sequence[bytes]) -> list[int | None]:
         """Return the sizes in bytes, as they were put."""

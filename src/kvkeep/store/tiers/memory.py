@@ -6,15 +6,13 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvkeep.core.errors import OutOfRoom
 from kvkeep.core.eviction import LRU
-from kvkeep.core.keys import SPACE_BYTES
 from kvkeep.store.backends.arena import Arena
 from kvkeep.store.tiers.catalogue import Catalogue
 from kvkeep.store.tiers.counters import TierCounters, TierStats
 from kvkeep.store.tiers.loss_log import LossLog
 from kvkeep.store.tiers.record import HEADER_BYTES
-from kvkeep.store.tiers.turns import AGAIN, Again, Turns
+from kvkeep.store.tiers.reserving import Reserving
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,12 +22,7 @@ if TYPE_CHECKING:
     from kvkeep.store.backends.shm import ShmBackend
     from kvkeep.store.tiers.spare_buffers import SpareBuffers
 
-__all__ = ["MAKERS", "TRIES", "MemoryLease", "MemorySpec", "MemoryTier"]
-
-TRIES = 8
-"""Attempts to reserve memory before a thread gets priority."""
-MAKERS = 64
-"""Maximum threads that reserve memory at a time: callers that put, and readers of tiers."""
+__all__ = ["MemoryLease", "MemorySpec", "MemoryTier"]
 
 
 @dataclass(slots=True)
@@ -112,7 +105,7 @@ class MemoryTier:
         self._evicted = evicted
         self._leaving: dict[bytes, int] = {}  # bytes of blocks in the arena, not in the catalogue
         self._lock = threading.Lock()
-        self._turns = Turns(TRIES, threads=MAKERS)
+        self._reserving = Reserving(self.backend, self.capacity, self.catalogue.over_quota)
 
     def __contains__(self, block: object) -> bool:
         assert isinstance(block, bytes)
@@ -127,23 +120,7 @@ class MemoryTier:
 
     def reserve(self, block: bytes, raw_bytes: int) -> Draft | None:
         """Return memory for a record, evicting others for it; None if not enough is evictable."""
-        size = HEADER_BYTES + raw_bytes
-        space = block[:SPACE_BYTES]
-        over = self.catalogue.over_quota(space, size)
-        if over > 0:
-            self._evict(over, space)
-            over = self.catalogue.over_quota(space, size)
-        if over:
-            return None
-
-        def attempt() -> Draft | Again | None:
-            try:
-                return self.backend.reserve(block, size)
-            except OutOfRoom as short:
-                possible = short.needed <= self.capacity and self._evict(short.needed)
-                return AGAIN if possible else None
-
-        return self._turns.take(attempt)
+        return self._reserving.reserve(block, raw_bytes, self._evict)
 
     def commit(self, draft: Draft, block: bytes) -> MemoryLease:
         """Make the record of ``draft`` findable and return access to it.

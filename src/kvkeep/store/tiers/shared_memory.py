@@ -5,14 +5,12 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from kvkeep.core.errors import BackendFailed, OutOfRoom
-from kvkeep.core.keys import SPACE_BYTES
+from kvkeep.core.errors import BackendFailed
 from kvkeep.store.tiers.counters import TierCounters, TierStats
 from kvkeep.store.tiers.loss_log import LossLog
-from kvkeep.store.tiers.memory import MAKERS, TRIES, MemoryLease
-from kvkeep.store.tiers.record import HEADER_BYTES
+from kvkeep.store.tiers.memory import MemoryLease
+from kvkeep.store.tiers.reserving import Reserving
 from kvkeep.store.tiers.shared_order import ArenaFaults, SharedOrder
-from kvkeep.store.tiers.turns import AGAIN, Again, Turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -66,7 +64,7 @@ class SharedMemoryTier:
         self._owed: list[tuple[bytes, int]] = []  # of these, `left` failed
         self._lock = threading.Lock()  # of `_leaving` and `_owed`
         self._replacing = threading.Lock()  # keeps `_make_up` from new records
-        self._turns = Turns(TRIES, threads=MAKERS)
+        self._reserving = Reserving(self.backend, self.capacity, self.catalogue.over_quota)
         self._lost_before = self.backend.lost
 
     @property
@@ -95,22 +93,8 @@ class SharedMemoryTier:
 
     def reserve(self, block: bytes, raw_bytes: int) -> Draft | None:
         """Return memory for a record, evicting others for it; None if not enough is evictable."""
-        size = HEADER_BYTES + raw_bytes
-        space = block[:SPACE_BYTES]
-
-        def attempt() -> Draft | Again | None:
-            try:
-                return self.backend.reserve(block, size)
-            except OutOfRoom as short:
-                possible = short.needed <= self.capacity and self._evict(short.needed)
-                return AGAIN if possible else None
-
         with self._faults:
-            over = self.catalogue.over_quota(space, size)
-            if over > 0:
-                self._evict(over, space)
-                over = self.catalogue.over_quota(space, size)
-            return None if over else self._turns.take(attempt)
+            return self._reserving.reserve(block, raw_bytes, self._evict)
         return None
 
     def commit(self, draft: Draft, block: bytes) -> MemoryLease | None:

@@ -10,8 +10,8 @@ import numpy as np
 from kvkeep.core.errors import BackendFailed, IllegalStep, InvalidValue
 from kvkeep.core.geometry.units import format_bytes, parse_bytes
 from kvkeep.core.keys import BLOCK_ID_BYTES
-from kvkeep.store.backends.base import ALIGNMENT, Backend, Listed, Room
-from kvkeep.store.backends.memory import Draft, Lease, copy_bytes
+from kvkeep.store.backends.base import ALIGNMENT, Listed
+from kvkeep.store.backends.memory import Draft, InPlaceBackend, Lease
 from kvkeep.store.backends.shm import clock
 from kvkeep.store.backends.shm import layout as at
 from kvkeep.store.backends.shm.arena import SharedArena
@@ -31,7 +31,7 @@ __all__ = ["ShmBackend"]
 _LOCK_TIMEOUT: Final = 2.0
 
 
-class ShmBackend(Backend):
+class ShmBackend(InPlaceBackend):
     """Records in one arena in shared memory, a file that every process of a node maps.
 
     Beyond the contract it avoids copies, as `MemoryBackend` does: `reserve` returns memory to write
@@ -153,26 +153,6 @@ class ShmBackend(Backend):
         return self._books.data[begin : begin + self._books.size[entry]]
 
     # -- the contract -----------------------------------------------------------------------------
-
-    def put(self, block: bytes, record: memoryview) -> None:
-        """Copy ``record`` into new memory, then replace the older record of ``block``.
-
-        Raises:
-            OutOfRoom: see `reserve`; nothing changed.
-        """
-        with self.reserve(block, record.nbytes) as draft:
-            copy_bytes(record, draft.view)
-            draft.commit()
-
-    def get(self, block: bytes, room: Room) -> memoryview | None:
-        """Copy the record into ``room(size)``; see `Backend.get`."""
-        lease = self.lease(block)
-        if lease is None:
-            return None
-        with lease:
-            target = room(lease.view.nbytes)
-            copy_bytes(lease.view, target)
-            return target
 
     def sizes(self, blocks: Sequence[bytes]) -> list[int | None]:
         """Return the sizes in bytes, as they were put."""

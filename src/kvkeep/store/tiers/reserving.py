@@ -1,0 +1,70 @@
+"""`Reserving`: makes room for records in the memory in front."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Protocol
+
+from kvkeep.core.errors import OutOfRoom
+from kvkeep.core.keys import SPACE_BYTES
+from kvkeep.store.tiers.record import HEADER_BYTES
+from kvkeep.store.tiers.turns import AGAIN, Again, Turns
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvkeep.store.backends.memory import Draft, InPlaceBackend
+
+__all__ = ["Reserving"]
+
+_TRIES: Final = 8  # attempts before a thread gets priority
+_THREADS: Final = 64  # at most, at a time: callers that put, and readers of tiers
+
+
+class Evict(Protocol):
+    """Deletes victims of at least so many bytes, in one namespace or all; False: there are none."""
+
+    def __call__(self, needed: int, space: bytes | None = None) -> bool: ...
+
+
+class Reserving:
+    """Reserves memory for records, and evicts others for it: within quotas, and within the whole.
+
+    Thread safety: all methods.
+
+    Arguments:
+        backend: where the records are.
+        capacity: bytes of the memory.
+        over_quota: returns the bytes to evict from a namespace before a record of so many bytes is
+            added; -1: it never fits.
+    """
+
+    def __init__(
+        self,
+        backend: InPlaceBackend,
+        capacity: int,
+        over_quota: Callable[[bytes, int], int],
+    ) -> None:
+        self._backend = backend
+        self._capacity = capacity
+        self._over_quota = over_quota
+        self._turns = Turns(_TRIES, threads=_THREADS)
+
+    def reserve(self, block: bytes, raw_bytes: int, evict: Evict) -> Draft | None:
+        """Return memory for a record, evicting others by ``evict``; None if too few can be."""
+        size = HEADER_BYTES + raw_bytes
+        space = block[:SPACE_BYTES]
+        over = self._over_quota(space, size)
+        if over > 0:
+            evict(over, space)
+            over = self._over_quota(space, size)
+        if over:
+            return None
+
+        def attempt() -> Draft | Again | None:
+            try:
+                return self._backend.reserve(block, size)
+            except OutOfRoom as short:
+                possible = short.needed <= self._capacity and evict(short.needed)
+                return AGAIN if possible else None
+
+        return self._turns.take(attempt)
