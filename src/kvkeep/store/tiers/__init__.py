@@ -15,7 +15,8 @@ loss_log.py      records why blocks were lost
 
 One tier:
 
-memory.py        the memory tier, level 0; reserving.py: room for records; spare_buffers.py: memory outside it
+memory.py        the memory tier, level 0; shared_memory.py: the same for all processes of a node
+front.py         what both have in common; reserving.py: room for records; spare_buffers.py
 tier.py          a lower tier: one backend, with threads and statistics (counters.py)
 calls.py         guards backend calls, turns failures into misses; breaker.py, workers.py
 health.py        whether the tier can be read and written now
