@@ -1,4 +1,4 @@
-"""Shared by benchmarks: `Figure`, a clock without garbage collection, and how lines are printed."""
+"""Shared by benchmarks: `Figure`, a clock without garbage collection, and how they are printed."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import argparse
 import gc
 import json
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
-__all__ = ["Figure", "no_collection", "print_lines"]
+__all__ = ["Figure", "no_collection", "print_lines", "show"]
 
 Line = TypeVar("Line")
 
@@ -64,6 +64,16 @@ def no_collection() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+def show(figures: Sequence[Figure], title: str, *, as_json: bool) -> int:
+    """Print figures below ``title``, or as one JSON array; return 1 if a goal is missed, else 0."""
+    if as_json:
+        print(json.dumps([asdict(one) | {"met": one.met} for one in figures], indent=2))
+    else:
+        print(title)
+        print("\n".join(one.line() for one in figures))
+    return int(any(one.met is False for one in figures))
 
 
 def print_lines(

@@ -29,12 +29,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from figures import Figure
+from figures import Figure, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -342,13 +341,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.dir, prefix="kvkeep vllm ") as directory:
         rounds, length = (2, 1100) if options.quick else (5, 4100)
         figures = requests(Path(directory), rounds, length) + bookkeeping(rounds)
-    if options.json:
-        print(json.dumps([asdict(figure) | {"met": figure.met} for figure in figures], indent=2))
-    else:
-        print(f"vLLM on the CPU, {length:,} tokens, medians of {rounds} rounds")
-        print("\n".join(figure.line() for figure in figures))
-    if any(figure.met is False for figure in figures):
-        sys.exit(1)
+    title = f"vLLM on the CPU, {length:,} tokens, medians of {rounds} rounds"
+    sys.exit(show(figures, title, as_json=options.json))
 
 
 if __name__ == "__main__":

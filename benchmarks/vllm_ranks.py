@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import os
+import random
 import sys
 import tempfile
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -31,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests_vllm"))
 
 from rank_pages import Shape, Workers
 
-from figures import Figure, no_collection
+from figures import Figure, no_collection, show
 from kvkeep.store import BlockStore
 from kvkeep.store.tiers import PassThrough
 
@@ -73,8 +72,10 @@ def measure(directory: Path, rounds: int) -> tuple[dict[Read, list[float]], dict
             for writer in RANKS
             if layout == "canonical" or reader == writer
         ]
+        chance = random.Random(0)
         for turn in range(-1, rounds):  # the first one warms up
-            for layout, reader, writer in _turned(wanted, turn):
+            chance.shuffle(wanted)  # a reader's pages are in a cache after its last read
+            for layout, reader, writer in wanted:
                 workers, store = engines[layout, reader], stores[layout, writer]
                 if turn < 0:
                     workers.forget()
@@ -95,17 +96,12 @@ def measure(directory: Path, rounds: int) -> tuple[dict[Read, list[float]], dict
     return reads, saves
 
 
-def _turned(wanted: list[Read], turn: int) -> list[Read]:
-    """Begin with another one in each round: what is first follows a pause."""
-    at = turn % len(wanted)
-    return wanted[at:] + wanted[:at]
-
-
 def figures(reads: dict[Read, list[float]], saves: dict[str, list[float]]) -> list[Figure]:
     """Return rates, beside those of reads by the writer itself."""
     size = LLAMA_8B.truth().nbytes
     lines = []
-    for (layout, reader, writer), seconds in reads.items():
+    for layout, reader, writer in sorted(reads, key=lambda read: (read[1], read[0], read[2])):
+        seconds = reads[layout, reader, writer]
         own = reads["canonical" if layout == "direct" else layout, reader, reader]
         name = f"{reader} ranks read what {writer} wrote"
         beside = "its own"
@@ -142,12 +138,8 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         lines = figures(*measure(Path(directory), 15 if given.quick else 101))
-    if given.json:
-        print(json.dumps([asdict(line) for line in lines]))
-        return
-    print(f"{BLOCKS} blocks of 2 MiB, store and workers of all ranks in one process")
-    for line in lines:
-        print(line.line())
+    title = f"{BLOCKS} blocks of 2 MiB, store and workers of all ranks in one process"
+    sys.exit(show(lines, title, as_json=given.json))
 
 
 if __name__ == "__main__":

@@ -110,6 +110,10 @@ class Engine:
         """Empty vLLM's own prefix cache, and not kvkeep's."""
         assert self.core.scheduler.reset_prefix_cache()
 
+    def forget_all(self) -> None:
+        """Empty what vLLM has of its own; what kvkeep has stays."""
+        self.forget()
+
 
 def process_begins() -> None:
     """From now on files are as old as this process.

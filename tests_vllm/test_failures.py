@@ -7,7 +7,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,30 +57,6 @@ def test_damaged_missing_and_half_written_files(
             if one["failed_tokens"] == failed:
                 break
         assert [answer.cached for answer in warm] == [found(length) for length in LENGTHS]
-
-
-def test_a_server_that_hangs_or_is_dead(llama: str, cold: list[Answer], server: Server) -> None:
-    tiers = ["memory://1MiB", server.url(timeout="60s")]
-    limits = {"load_timeout": 0.5, "lookup_timeout": 0.2, "flush_timeout": 0.5}
-    with engine(llama, tiers, extra=limits) as one:
-        began = time.monotonic()
-        one.ask(PROMPTS)
-        computed = time.monotonic() - began
-        assert one.store.flush(60)
-        one.forget()
-        same(cold, one.ask(PROMPTS))
-        assert one["loaded_tokens"] > 0
-        server.hang()
-        one.forget()
-        began = time.monotonic()
-        same(cold, one.ask(PROMPTS))
-        # The tier's own patience is a minute; twenty requests wait side by side.
-        assert time.monotonic() - began < 2 * computed + 30
-        assert one["late_lookups"] + one["late_tokens"] > 0
-        server.go_on()
-        server.close()
-        one.forget()
-        same(cold, one.ask(PROMPTS))
 
 
 def test_a_server_that_hangs_while_blocks_are_on_their_way(

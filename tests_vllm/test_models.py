@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from engines import Answer, apart, engine, prompt, same
-from models import make_adapter, make_gemma, make_llama, make_mistral
-from vllm.lora.request import LoRARequest
+from models import make_gemma, make_mistral
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,65 +66,6 @@ def test_sliding_attention_alone(tmp_path: Path) -> None:
         same(cold, warm)
         assert one["loaded_tokens"] > 0
         assert one["failed_tokens"] == 0
-
-
-def test_adapters_do_not_cross(tmp_path: Path, llama: str) -> None:
-    """Not with the model, not with each other, not with what they were before training."""
-    mine = [prompt(200, seed=6)]
-    path = make_adapter(tmp_path / "one", 1)
-    first, other = LoRARequest("a", 1, path), LoRARequest("b", 2, make_adapter(tmp_path / "two", 2))
-    tiers = ["memory://64MiB", f"file://{tmp_path}/kv?size=64MiB"]
-    settings = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
-    with engine(llama, tiers, **settings) as one:
-        cold = {who: one.ask(mine, lora=who) for who in (None, first, other)}
-        assert cold[None][0].differs(cold[first][0]) > 0.01
-        assert cold[first][0].differs(cold[other][0]) > 0.01
-        for who, expected in cold.items():
-            one.forget()
-            warm = one.ask(mine, lora=who)
-            same(expected, warm)
-            assert warm[0].cached == 192
-    make_adapter(tmp_path / "one", 3)  # trained anew, at the same path
-    with engine(llama, tiers, **settings) as one:
-        anew = one.ask(mine, lora=first)
-        assert anew[0].cached == 0
-        assert anew[0].differs(cold[first][0]) > 0.01
-        warm = one.ask(mine, lora=other)
-        assert warm[0].cached == 192
-        same(cold[other], warm)
-        # Now the files change while it runs: nobody knows which of them vLLM uses.
-        make_adapter(tmp_path / "two", 4)
-        one.forget()
-        assert one.ask(mine, lora=other)[0].cached == 0
-        one.forget()
-        assert one.ask(mine, lora=other)[0].cached == 0
-
-
-def test_other_weights_and_settings_do_not_cross(tmp_path: Path, llama: str) -> None:
-    """What has the same prompt and shapes, and another KV."""
-    mine = [prompt(200, seed=7)]
-    tiers = ["memory://16MiB", f"file://{tmp_path}/kv?size=64MiB"]
-    others = make_llama(tmp_path / "other" / "llama", seed=1)
-    with engine(llama, tiers) as one:
-        cold = one.ask(mine)
-    settings: list[tuple[str, dict[str, object]]] = [
-        (others, {}),
-        (llama, {"dtype": "bfloat16"}),
-        (
-            llama,
-            {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 99.0}}},
-        ),
-        (llama, {"extra": {"tenant": "somebody else"}}),
-        (llama, {"load_format": "dummy"}),
-        (llama, {"load_format": "dummy"}),
-    ]
-    for model, more in settings:
-        with engine(model, tiers, **more) as one:
-            assert one.ask(mine)[0].cached == 0, more
-    with engine(llama, tiers) as one:
-        warm = one.ask(mine)
-        assert warm[0].cached == 192
-        same(cold, warm)
 
 
 def test_several_ranks(llama: str, tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from conftest import Server
 
 ALL = sum(length // BLOCK * BLOCK for length in LENGTHS)
 
@@ -100,28 +99,6 @@ def test_a_disk_that_hangs_while_it_is_read(
         go_on.set()
         one.forget()
         same(cold, one.ask(PROMPTS))
-        one.forget_all()
-        same(cold, one.ask(PROMPTS))
-
-
-def test_a_server_that_hangs_or_is_dead(llama: str, cold: list[Answer], server: Server) -> None:
-    limits = {"load_timeout": 0.5, "lookup_timeout": 0.2, "flush_timeout": 0.5, "buffer": "1MiB"}
-    with tiered(llama, server.url(timeout="60s"), options=limits) as one:
-        began = time.monotonic()
-        one.ask(PROMPTS)
-        computed = time.monotonic() - began
-        assert one.store.flush(60)
-        one.forget_all()
-        same(cold, one.ask(PROMPTS))
-        assert one["loaded_tokens"] > 0
-        server.hang()
-        one.forget_all()
-        began = time.monotonic()
-        same(cold, one.ask(PROMPTS))
-        assert time.monotonic() - began < 2 * computed + 30
-        assert one["late_lookups"] + one["late_tokens"] > 0
-        server.go_on()
-        server.close()
         one.forget_all()
         same(cold, one.ask(PROMPTS))
 

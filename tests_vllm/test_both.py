@@ -1,0 +1,123 @@
+"""What holds for the connector and for the tier below vLLM's offloading alike."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import pytest
+from engines import PROMPTS, Answer, Engine, engine, prompt, same
+from models import make_adapter, make_llama
+from tiered import tiered
+from vllm.lora.request import LoRARequest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from conftest import Server
+
+
+class Kept(Protocol):
+    """An engine that keeps its KV in a tier, behind a little memory."""
+
+    def __call__(
+        self, model: str, tier: str, *, options: dict[str, Any] = ..., **more: Any
+    ) -> AbstractContextManager[Engine]: ...
+
+
+@contextmanager
+def connected(model: str, tier: str, **more: Any) -> Iterator[Engine]:
+    options = more.pop("options", {})
+    with engine(
+        model, [f"memory://{options.pop('buffer', '64MiB')}", tier], extra=options, **more
+    ) as one:
+        yield one
+
+
+both = pytest.mark.parametrize("kept", [connected, tiered], ids=["connector", "tier"])
+
+
+@both
+def test_adapters_do_not_cross(tmp_path: Path, llama: str, kept: Kept) -> None:
+    """Not with the model, not with each other, not with what they were before training."""
+    mine = [prompt(200, seed=6)]
+    path = make_adapter(tmp_path / "one", 1)
+    first, other = LoRARequest("a", 1, path), LoRARequest("b", 2, make_adapter(tmp_path / "two", 2))
+    disk = f"file://{tmp_path}/kv?size=64MiB"
+    settings = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+    with kept(llama, disk, **settings) as one:
+        cold = {who: one.ask(mine, lora=who) for who in (None, first, other)}
+        assert cold[None][0].differs(cold[first][0]) > 0.01
+        assert cold[first][0].differs(cold[other][0]) > 0.01
+        for who, expected in cold.items():
+            one.forget_all()
+            warm = one.ask(mine, lora=who)
+            same(expected, warm)
+            assert warm[0].cached == 192
+    make_adapter(tmp_path / "one", 3)  # trained anew, at the same path
+    with kept(llama, disk, **settings) as one:
+        anew = one.ask(mine, lora=first)
+        assert anew[0].cached == 0
+        assert anew[0].differs(cold[first][0]) > 0.01
+        warm = one.ask(mine, lora=other)
+        assert warm[0].cached == 192
+        same(cold[other], warm)
+        # Now the files change while it runs: nobody knows which of them vLLM uses.
+        make_adapter(tmp_path / "two", 4)
+        for _ in range(2):
+            one.forget_all()
+            assert one.ask(mine, lora=other)[0].cached == 0
+
+
+@both
+def test_other_weights_and_settings_do_not_cross(tmp_path: Path, llama: str, kept: Kept) -> None:
+    """What has the same prompt and shapes, and another KV."""
+    mine = [prompt(200, seed=7)]
+    disk = f"file://{tmp_path}/kv?size=64MiB"
+    with kept(llama, disk) as one:
+        cold = one.ask(mine)
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 99.0}}
+    settings: list[dict[str, Any]] = [
+        {"model": make_llama(tmp_path / "other" / "llama", seed=1)},
+        {"dtype": "bfloat16"},
+        {"hf_overrides": rope},
+        {"options": {"tenant": "somebody else"}},
+        {"load_format": "dummy"},
+        {"load_format": "dummy"},  # weights that nothing names are those of one process
+    ]
+    for more in settings:
+        with kept(**{"model": llama, "tier": disk} | more) as one:
+            assert one.ask(mine)[0].cached == 0, more
+    with kept(llama, disk) as one:
+        warm = one.ask(mine)
+        assert warm[0].cached == 192
+        same(cold, warm)
+
+
+@both
+def test_a_server_that_hangs_or_is_dead(
+    llama: str, cold: list[Answer], server: Server, kept: Kept
+) -> None:
+    limits = {"load_timeout": 0.5, "lookup_timeout": 0.2, "flush_timeout": 0.5, "buffer": "1MiB"}
+    with kept(llama, server.url(timeout="60s"), options=limits) as one:
+        began = time.monotonic()
+        one.ask(PROMPTS)
+        computed = time.monotonic() - began
+        assert one.store.flush(60)
+        one.forget_all()
+        same(cold, one.ask(PROMPTS))
+        assert one["loaded_tokens"] > 0
+        server.hang()
+        one.forget_all()
+        began = time.monotonic()
+        same(cold, one.ask(PROMPTS))
+        # The tier's own patience is a minute; twenty requests wait side by side.
+        assert time.monotonic() - began < 2 * computed + 30
+        assert one["late_lookups"] + one["late_tokens"] > 0
+        server.go_on()
+        server.close()
+        one.forget_all()
+        same(cold, one.ask(PROMPTS))
