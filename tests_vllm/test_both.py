@@ -80,16 +80,16 @@ def test_other_weights_and_settings_do_not_cross(tmp_path: Path, llama: str, kep
     with kept(llama, disk) as one:
         cold = one.ask(mine)
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 99.0}}
-    settings: list[dict[str, Any]] = [
-        {"model": make_llama(tmp_path / "other" / "llama", seed=1)},
-        {"dtype": "bfloat16"},
-        {"hf_overrides": rope},
-        {"options": {"tenant": "somebody else"}},
-        {"load_format": "dummy"},
-        {"load_format": "dummy"},  # weights that nothing names are those of one process
+    settings: list[tuple[str, dict[str, Any]]] = [
+        (make_llama(tmp_path / "other" / "llama", seed=1), {}),
+        (llama, {"dtype": "bfloat16"}),
+        (llama, {"hf_overrides": rope}),
+        (llama, {"options": {"tenant": "somebody else"}}),
+        (llama, {"load_format": "dummy"}),
+        (llama, {"load_format": "dummy"}),  # weights that nothing names are those of one process
     ]
-    for more in settings:
-        with kept(**{"model": llama, "tier": disk} | more) as one:
+    for model, more in settings:
+        with kept(model, disk, **more) as one:
             assert one.ask(mine)[0].cached == 0, more
     with kept(llama, disk) as one:
         warm = one.ask(mine)
