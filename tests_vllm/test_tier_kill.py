@@ -46,7 +46,7 @@ class FsDriver(Driver):
 
 
 def opened(system: str, root: str) -> Driver:
-    spec = spec_of(f"kill-{os.getpid()}", f"file://{root}?size={SIZE}", load_timeout=20.0)
+    spec = spec_of("kill", f"file://{root}?size={SIZE}", load_timeout=20.0)
     if system == OURS:
         return Driver(spec)
     extra = {**spec.config.extra_config, "secondary_tiers": [fs_tier(root)]}

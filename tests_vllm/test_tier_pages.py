@@ -41,6 +41,7 @@ LOADS = int(os.environ.get("KVKEEP_TIER_LOADS", "3000"))
 
 
 def spec_of(engine: str, *tiers: str, **options: Any) -> KVKeepSpec:
+    """The spec of an engine; engines of one name, in one process, share vLLM's memory."""
     one = OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, True)
     config = OffloadingConfig(
         groups=tuple(OffloadingGroupConfig(TOKENS, (f"layer{at}",), at) for at in range(2)),
@@ -50,7 +51,7 @@ def spec_of(engine: str, *tiers: str, **options: Any) -> KVKeepSpec:
             "cpu_bytes_to_use": ROW * ROWS,
             "secondary_tiers": [kvkeep_tier(*tiers, **options)],
         },
-        engine_id=engine,
+        engine_id=f"{engine}-{os.getpid()}",
         model=OffloadingModelConfig("none", "float32"),
         cache=OffloadingCacheConfig(TOKENS, 1),
         parallel=one,
@@ -315,8 +316,8 @@ def test_recency_survives_a_restart(tmp_path: Path, same_space: None) -> None:
     two.finish(two.begin(0, 2))
     assert two.hits - before == 4
     two.close()
-    assert not any(name.startswith(("vllm_offload_first", "vllm_offload_second"))
-                   for name in os.listdir("/dev/shm"))  # fmt: skip
+    mine = {f"vllm_offload_{name}-{os.getpid()}.mmap" for name in ("first", "second")}
+    assert mine.isdisjoint(os.listdir("/dev/shm"))
 
 
 def test_loads_may_be_expedited(driver: Driver) -> None:
