@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 from models import VOCABULARY
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+from vllm.v1.executor import multiproc_executor
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from kvkeep.integrations import loaded
 from kvkeep.integrations.vllm.stats import Counts
@@ -166,6 +168,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 # Importing vLLM is most of what a process costs: one has done it, and the others are its forks.
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["conftest", "tiered", "vllm.v1.engine.core"])
+_FORK = multiprocessing.get_context("fork")
 
 
 def apart(call: str, *args: str) -> None:
@@ -181,8 +184,30 @@ def _called(said: str, call: str, *args: str) -> None:
     with Path(said).open("w") as out:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
+    _fork_workers()
     module, _, function = call.partition(":")
     getattr(importlib.import_module(module), function)(*args)
+
+
+def _fork_workers() -> None:
+    """Let workers of several ranks be forks of this process: vLLM starts them anew on CPUs.
+
+    It then leaves their shared memory behind, which is removed here.
+    """
+    shutdown = MultiprocExecutor.shutdown
+
+    def cleaned(executor: Any) -> None:
+        lines = [
+            line
+            for worker in multiprocessing.active_children()
+            for line in Path(f"/proc/{worker.pid}/maps").read_text().splitlines()
+        ]
+        shutdown(executor)
+        for left in {line.split()[-1] for line in lines if "/dev/shm/vllm_" in line}:
+            Path(left).unlink(missing_ok=True)
+
+    multiproc_executor.get_mp_context = lambda: _FORK
+    MultiprocExecutor.shutdown = cleaned
 
 
 LENGTHS = (1, 31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 128, 129, 160, 191, 192, 193, 300, 511, 700)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from engines import Answer, prompt
 from tiered import tiered
-from vllm.v1.executor import multiproc_executor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,19 +64,8 @@ class Meeting:
             time.sleep(0.02)
 
 
-def _left_behind() -> set[Path]:
-    """The shared memory of this engine's workers, which vLLM leaves behind if they are forks."""
-    lines = [
-        line
-        for worker in multiprocessing.active_children()
-        for line in Path(f"/proc/{worker.pid}/maps").read_text().splitlines()
-    ]
-    return {Path(line.split()[-1]) for line in lines if "/dev/shm/vllm_" in line}
-
-
 def _run(model: str, tier: str, ranks: int, meeting: Meeting) -> None:
     """Write, wait until all have written, and read what each has written."""
-    multiproc_executor.get_mp_context = lambda: _FORK
     more: dict[str, Any] = {"max_model_len": 1024, "num_gpu_blocks_override": 256}
     options = {"load_timeout": 60.0, "lookup_timeout": 20.0}
     if ranks > 1:
@@ -106,9 +94,6 @@ def _run(model: str, tier: str, ranks: int, meeting: Meeting) -> None:
         told["failed"] = one["failed_tokens"]
         told["namespace"] = repr(one.store.namespace)
         meeting.wait("done", ranks)
-        left = _left_behind()
-    for path in left:
-        path.unlink(missing_ok=True)
     (meeting.directory / f"{ranks}.json").write_text(json.dumps(told))
 
 
