@@ -14,7 +14,7 @@ from kvkeep.store.tiers.planner import Copy, Drop, Planner
 from kvkeep.store.tiers.prompt_moves import Placement, ReadMoves, StoreMoves
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Container, Iterator, Sequence
 
     from kvkeep.store.tiers import TieringPolicy
     from kvkeep.store.tiers.planner import Refuse
@@ -176,18 +176,16 @@ class TierSimulator(ReadMoves, StoreMoves):
             for one in self._levels[1:]:
                 one.free()
 
-    def runs(self, blocks: Sequence[bytes]) -> Iterable[Sequence[bytes]]:
+    def place(self, blocks: Sequence[bytes], at: int) -> tuple[Placement, int]:
         # Without any stored block, one run gives the same result as one run per block.
-        return [blocks] if self._new else super().runs(blocks)
-
-    def place(self, run: Sequence[bytes]) -> Placement:
-        level = self.level_of(run[0])
+        run = blocks if self._new else blocks[at : at + 1]
+        level = None if self._new else self.level_of(run[0])
         if level is None:
             self._add(0, run)
-            return Placement.NEW
-        return Placement.BELOW if level else Placement.IN_MEMORY
+            return Placement.NEW, len(run)
+        return Placement.BELOW if level else Placement.IN_MEMORY, 1
 
-    def copy_down(self, run: Sequence[bytes], moves: Sequence[Copy | Refuse]) -> bool:
+    def copy_down(self, run: Sequence[bytes], moves: Sequence[Copy | Refuse]) -> Sequence[bytes]:
         alone = len(run) == 1
         copies = [move for move in moves if isinstance(move, Copy)]
         for level in self._below:
@@ -196,8 +194,9 @@ class TierSimulator(ReadMoves, StoreMoves):
             if alone:
                 self._levels[level].hold(blocks)
         if not alone:
-            return True  # the run is the whole prompt: no later block needs it
-        return any(run[0] in self._levels[level].catalogue for level in self._below)
+            return ()  # the run is the whole prompt: no later block needs it
+        below = any(run[0] in self._levels[level].catalogue for level in self._below)
+        return () if below else run
 
     def demote_ahead(self) -> None:
         if self.ahead:

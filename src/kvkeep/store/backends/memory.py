@@ -48,13 +48,17 @@ class Lease:
         view: the record, read-only and aligned.
         place: the same bytes, writable, for an owner that changes only bytes no reader uses.
         row: the record's row in the backend; -1 after `release`.
+        generation: of the record, where rows are reused by other processes; else 0.
     """
 
-    __slots__ = ("_backend", "place", "row", "view")
+    __slots__ = ("_backend", "generation", "place", "row", "view")
 
-    def __init__(self, backend: LeaseOwner, row: int, place: memoryview) -> None:
+    def __init__(
+        self, backend: LeaseOwner, row: int, place: memoryview, generation: int = 0
+    ) -> None:
         self._backend = backend
         self.row = row
+        self.generation = generation
         self.place = place
         self.view = place.toreadonly()
 
@@ -79,14 +83,23 @@ class Draft:
         block: where the record will be found.
         offset: of ``view`` in the arena; its entry in a shared one.
         pending: whether it was neither committed nor discarded yet.
+        generation: as that of a `Lease`.
     """
 
-    __slots__ = ("_backend", "block", "offset", "pending", "view")
+    __slots__ = ("_backend", "block", "generation", "offset", "pending", "view")
 
-    def __init__(self, backend: LeaseOwner, block: bytes, offset: int, view: memoryview) -> None:
+    def __init__(
+        self,
+        backend: LeaseOwner,
+        block: bytes,
+        offset: int,
+        view: memoryview,
+        generation: int = 0,
+    ) -> None:
         self._backend = backend
         self.block = block
         self.offset = offset
+        self.generation = generation
         self.pending = True
         self.view = view
 
@@ -126,6 +139,58 @@ class InPlaceBackend(Backend):
     @abstractmethod
     def lease(self, block: bytes) -> Lease | None:
         """Return access to the record of ``block`` in place; None if it is missing."""
+
+    # Several at once: for less than the sum of the costs, where a backend overrides them.
+
+    def reserve_all(self, blocks: Sequence[bytes], sizes: Sequence[int]) -> list[Draft]:
+        """`reserve` leading ``blocks``, up to the first without room; at least one.
+
+        Raises:
+            OutOfRoom: there is not enough free memory for the first; nothing changed.
+        """
+        drafts: list[Draft] = []
+        for block, size in zip(blocks, sizes, strict=True):
+            try:
+                drafts.append(self.reserve(block, size))
+            except OutOfRoom:
+                if not drafts:
+                    raise
+                break
+        return drafts
+
+    def commit_all(self, drafts: Sequence[Draft]) -> list[Lease]:
+        """Commit ``drafts`` in order; return a lease on each.
+
+        Raises:
+            BackendFailed: it was closed, say; all drafts have ended, the first may be committed.
+        """
+        leases: list[Lease] = []
+        try:
+            for draft in drafts:
+                lease = draft.commit(lease=True)
+                assert lease is not None
+                leases.append(lease)
+        except BackendFailed:
+            self.release_all(leases)
+            for draft in drafts:
+                draft.discard()
+            raise
+        return leases
+
+    def lease_all(self, blocks: Sequence[bytes]) -> list[Lease]:
+        """`lease` leading ``blocks``, up to the first that is missing."""
+        leases: list[Lease] = []
+        for block in blocks:
+            lease = self.lease(block)
+            if lease is None:
+                break
+            leases.append(lease)
+        return leases
+
+    def release_all(self, leases: Sequence[Lease]) -> None:
+        """Release ``leases`` of this backend."""
+        for lease in leases:
+            lease.release()
 
     def put(self, block: bytes, record: memoryview) -> None:
         """Copy ``record`` into new memory, then replace the older record of ``block``.

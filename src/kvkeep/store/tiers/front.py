@@ -148,8 +148,30 @@ class FrontMemory(Protocol):
     def lease(self, block: bytes) -> MemoryLease | None:
         """Return access to the record of ``block``, None if it is not here."""
 
+    def lease_all(self, blocks: Sequence[bytes]) -> list[MemoryLease]:
+        """`lease` leading ``blocks``, up to the first that is not here."""
+
+    def release_all(self, leases: Sequence[MemoryLease]) -> None:
+        """Release ``leases`` of this memory."""
+
+    def absent(self, blocks: Sequence[bytes]) -> int:
+        """Return how many leading ``blocks`` are not here."""
+
     def reserve(self, block: bytes, raw_bytes: int) -> Draft | None:
         """Return memory for a record, evicting others for it; None if there is none."""
+
+    def reserve_all(self, blocks: Sequence[bytes], raw_bytes: Sequence[int]) -> list[Draft]:
+        """`reserve` leading ``blocks``, up to the first without room; empty if that is the first.
+
+        The blocks of one call are of one namespace.
+        """
+
+    def commit_all(self, drafts: Sequence[Draft]) -> list[MemoryLease]:
+        """`commit` all of ``drafts``; empty if that failed, and was counted.
+
+        Raises:
+            BackendFailed: the memory was closed.
+        """
 
     def commit(self, draft: Draft, block: bytes) -> MemoryLease | None:
         """Make a record findable and return access to it; None if that failed, and was counted.

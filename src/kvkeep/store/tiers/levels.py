@@ -62,7 +62,7 @@ class Levels:
 
         Tiers that may hold unknown blocks are queried, until ``until`` (monotonic seconds) at most.
         """
-        levels: list[int] = []
+        levels = [0] * self.memory.catalogue.leading(blocks)
         probed: dict[int, int] = {}  # position → level
         probes = 0
         while len(levels) < len(blocks):

@@ -6,6 +6,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvkeep.core.errors import BackendFailed
 from kvkeep.core.eviction import LRU
 from kvkeep.store.backends.arena import Arena
 from kvkeep.store.tiers.catalogue import Catalogue
@@ -58,6 +59,11 @@ class MemoryLease:
     def payload(self) -> memoryview:
         """The raw KV behind the header."""
         return self.record[HEADER_BYTES:]
+
+    @property
+    def lease(self) -> Lease | None:
+        """The lease of memory, None for a buffer."""
+        return self._lease
 
     def release(self) -> None:
         """End the use of the record; a buffer is given back to ``buffers``."""
@@ -118,9 +124,48 @@ class MemoryTier:
         lease = self.backend.lease(block)
         return None if lease is None else MemoryLease(lease.place, lease)
 
+    def lease_all(self, blocks: Sequence[bytes]) -> list[MemoryLease]:
+        """`lease` leading ``blocks``, up to the first that is not here."""
+        leases: list[MemoryLease] = []
+        for block in blocks:
+            lease = self.lease(block)
+            if lease is None:
+                break
+            leases.append(lease)
+        return leases
+
+    def release_all(self, leases: Sequence[MemoryLease]) -> None:
+        """Release ``leases``."""
+        for lease in leases:
+            lease.release()
+
+    def absent(self, blocks: Sequence[bytes]) -> int:
+        """Return how many leading ``blocks`` are not here."""
+        return next((at for at, block in enumerate(blocks) if block in self), len(blocks))
+
     def reserve(self, block: bytes, raw_bytes: int) -> Draft | None:
         """Return memory for a record, evicting others for it; None if not enough is evictable."""
         return self._reserving.reserve(block, raw_bytes, self._evict)
+
+    def reserve_all(self, blocks: Sequence[bytes], raw_bytes: Sequence[int]) -> list[Draft]:
+        """`reserve` leading ``blocks``, up to the first without room."""
+        return self._reserving.reserve_all(blocks, raw_bytes, self._evict)
+
+    def commit_all(self, drafts: Sequence[Draft]) -> list[MemoryLease]:
+        """`commit` all of ``drafts``.
+
+        Raises:
+            BackendFailed: the memory was closed.
+        """
+        leases: list[MemoryLease] = []
+        try:
+            leases.extend(self.commit(draft, draft.block) for draft in drafts)
+        except BackendFailed:
+            self.release_all(leases)
+            for draft in drafts:
+                draft.discard()
+            raise
+        return leases
 
     def commit(self, draft: Draft, block: bytes) -> MemoryLease:
         """Make the record of ``draft`` findable and return access to it.

@@ -11,7 +11,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Sequence
+    from collections.abc import Container, Sequence
     from contextlib import AbstractContextManager
 
     from kvkeep.store.tiers.front import FrontOrder
@@ -66,13 +66,12 @@ class ReadMoves(PromptMoves):
         """
         mixed = any(levels) and not all(levels)
         above = [block for block, level in zip(blocks, levels, strict=False) if mixed and not level]
-        for block in above:
-            self.memory.holds.hold(block)
+        held: list[bytes] = []
         try:
+            self.memory.holds.hold_all(above, held)
             count = self.fetch(blocks, levels)
         finally:
-            for block in above:
-                self.memory.holds.free(block)
+            self.memory.holds.free_all(held)
         self.use(blocks[:count], ())
         return count
 
@@ -99,11 +98,12 @@ class StoreMoves(PromptMoves):
         new: set[bytes] = set()
         with self.holding(blocks):
             try:
-                for run in self.runs(blocks):
+                while len(used) < len(blocks):
                     if used:
                         self.demote_ahead()
+                    placed, count = self.place(blocks, len(used))
+                    run = blocks[len(used) : len(used) + count]
                     moves = [move for block in run for move in self.planner.store(block)]
-                    placed = self.place(run)
                     if placed is Placement.NOWHERE:
                         break
                     used += run
@@ -111,10 +111,10 @@ class StoreMoves(PromptMoves):
                         new.update(run)
                     if placed is not Placement.BELOW:
                         try:
-                            if not self.copy_down(run, moves):
-                                self.memory.holds.hold_all(run, held)
+                            only_here = self.copy_down(run, moves)
+                            self.memory.holds.hold_all(only_here, held)
                         finally:
-                            self.placed(run)
+                            self.placed()
                 self.use(used, new)
             finally:
                 self.memory.holds.free_all(held)
@@ -124,20 +124,19 @@ class StoreMoves(PromptMoves):
     def holding(self, blocks: Sequence[bytes]) -> AbstractContextManager[object]:
         """Hold the beginning of the prompt in the tiers, so that its rest does not evict it."""
 
-    def runs(self, blocks: Sequence[bytes]) -> Iterable[Sequence[bytes]]:
-        """Split ``blocks`` into runs that move together; by default a run is one block."""
-        return ([block] for block in blocks)
+    @abstractmethod
+    def place(self, blocks: Sequence[bytes], at: int) -> tuple[Placement, int]:
+        """Place a run of ``blocks`` in memory that begins at position ``at``.
+
+        Return how, and how many blocks it has: at least one. They stay there until `placed`.
+        """
+
+    def placed(self) -> None:
+        """Release the run placed last: every write that needs its blocks in memory is queued."""
 
     @abstractmethod
-    def place(self, run: Sequence[bytes]) -> Placement:
-        """Place the blocks of a run in memory; they stay there until `placed`."""
-
-    def placed(self, run: Sequence[bytes]) -> None:
-        """Release the blocks of a run: every write that needs them in memory is queued."""
-
-    @abstractmethod
-    def copy_down(self, run: Sequence[bytes], moves: Sequence[Copy | Refuse]) -> bool:
-        """Queue writes of a run to tiers; return whether any tier has the run or will write it."""
+    def copy_down(self, run: Sequence[bytes], moves: Sequence[Copy | Refuse]) -> Sequence[bytes]:
+        """Queue writes of a run to tiers; return the blocks that no tier has or will write."""
 
     @abstractmethod
     def demote_ahead(self) -> None:

@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from contextlib import suppress
 from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import BackendFailed
@@ -292,34 +293,74 @@ class ReadRequest(ReadMoves):
 
     def fetch(self, blocks: Sequence[bytes], levels: Sequence[int]) -> int:
         ahead: deque[SharedRead | MemoryLease] = deque()
-        count = started = 0
+        done: list[MemoryLease] = []  # of delivered blocks; they are released together
+        count = 0
         mark = self._reader.replacements
         try:
             while count < len(levels):
                 # After a replacement, later blocks are new and do not match those delivered.
                 if self._reader.replaced_since(mark, blocks) or self._cancelled():
                     break
-                limit = self._limit(self._raw_bytes[count])
-                while started < len(levels) and len(ahead) < limit:
-                    size = self._raw_bytes[started]
-                    ahead.append(self._reader.start(blocks[started], size, levels[started]))
-                    started += 1
+                self._start(blocks, levels, count, ahead, done)
                 lease = self._await(ahead[0])
                 if lease is None:
                     break
-                if len(lease.payload) != self._raw_bytes[count]:
+                payload = lease.payload
+                if len(payload) != self._raw_bytes[count]:
                     break  # from memory, where it was stored with another length
                 self._sources.append(self._source(ahead[0]))
-                self._sink(count, lease.payload)
-                _end(ahead.popleft())
+                self._sink(count, payload)
+                ended = ahead.popleft()
+                if isinstance(ended, SharedRead):
+                    ended.leave()
+                else:
+                    done.append(ended)
                 count += 1
         finally:
             for left in ahead:
                 _end(left)
+            self._delivered(done)
         if count < len(levels):  # a located block is missing: others may be, too
             for tier in self._levels.tiers:
                 tier.recheck(blocks[count : len(levels)])
         return count
+
+    def _start(
+        self,
+        blocks: Sequence[bytes],
+        levels: Sequence[int],
+        count: int,
+        ahead: deque[SharedRead | MemoryLease],
+        done: list[MemoryLease],
+    ) -> None:
+        """Start reads of the blocks from ``count`` on; those in memory are leased in runs."""
+        started = count + len(ahead)
+        if started == len(levels):
+            return
+        limit = self._limit(self._raw_bytes[count])
+        while started < len(levels) and len(ahead) < limit:
+            if levels[started] == 0:
+                if len(ahead) > limit // 2:
+                    return  # a longer run later
+                self._delivered(done)
+                end = min(len(levels), started + limit - len(ahead))
+                run = list(takewhile(lambda at: levels[at] == 0, range(started, end)))
+                leases = self._levels.memory.lease_all([blocks[at] for at in run])
+                if leases:
+                    ahead += leases
+                    started += len(leases)
+                    continue
+            size = self._raw_bytes[started]
+            ahead.append(self._reader.start(blocks[started], size, levels[started]))
+            started += 1
+
+    def _delivered(self, done: list[MemoryLease]) -> None:
+        """Release the leases of blocks that were delivered from memory, and count them."""
+        if done:
+            memory = self._levels.memory
+            memory.release_all(done)
+            memory.counters.count(hits=len(done), read_bytes=sum(len(one.record) for one in done))
+            done.clear()
 
     def _limit(self, raw_bytes: int) -> int:
         """Return how many blocks to read ahead, leaving half of memory to other requests."""
@@ -329,7 +370,6 @@ class ReadRequest(ReadMoves):
     def _await(self, started: SharedRead | MemoryLease) -> MemoryLease | None:
         if isinstance(started, SharedRead):
             return started.wait(self._until)
-        self._levels.memory.counters.count(hits=1, read_bytes=len(started.record))
         return started
 
     def _source(self, started: SharedRead | MemoryLease) -> str:

@@ -10,7 +10,7 @@ from kvkeep.store.tiers.record import HEADER_BYTES
 from kvkeep.store.tiers.turns import AGAIN, Again, Turns
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from kvkeep.store.backends.memory import Draft, InPlaceBackend
 
@@ -68,3 +68,25 @@ class Reserving:
                 return AGAIN if possible else None
 
         return self._turns.take(attempt)
+
+    def reserve_all(
+        self, blocks: Sequence[bytes], raw_bytes: Sequence[int], evict: Evict
+    ) -> list[Draft]:
+        """`reserve` leading ``blocks`` of one namespace; empty if there is no room for the first.
+
+        They are reserved together where no quota is near, else one.
+        """
+        sizes = [HEADER_BYTES + one for one in raw_bytes]
+        if len(blocks) == 1 or self._over_quota(blocks[0][:SPACE_BYTES], sum(sizes)):
+            draft = self.reserve(blocks[0], raw_bytes[0], evict)
+            return [] if draft is None else [draft]
+
+        def attempt() -> list[Draft] | Again:
+            try:
+                return self._backend.reserve_all(blocks, sizes)
+            except OutOfRoom as short:
+                needed = short.needed + sum(sizes[1:])
+                possible = short.needed <= self._capacity and evict(needed)
+                return AGAIN if possible else []
+
+        return self._turns.take(attempt) or []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import BackendFailed
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from kvkeep.store.backends.memory import Draft
     from kvkeep.store.backends.shm import ShmBackend
+    from kvkeep.store.backends.shm.core import Hold
     from kvkeep.store.tiers.memory import MemorySpec
 
 __all__ = ["SharedMemoryTier"]
@@ -58,10 +60,10 @@ class SharedMemoryTier:
         self.losses = LossLog() if losses is None else losses
         self._evicted = evicted
         self._arena = self.backend.arena
-        # block → the entries that are to be demoted, oldest first: a new record may leave, too,
-        # while the one that it replaced is still being written
-        self._leaving: dict[bytes, list[int]] = {}
-        self._owed: list[tuple[bytes, int]] = []  # of these, `left` failed
+        # block → holds of the records that are to be demoted, oldest first: a new record may leave,
+        # too, while the one that it replaced is still being written
+        self._leaving: dict[bytes, list[Hold]] = {}
+        self._owed: list[tuple[bytes, Hold]] = []  # of these, `left` failed
         self._lock = threading.Lock()  # of `_leaving` and `_owed`
         self._replacing = threading.Lock()  # keeps `_make_up` from new records
         self._reserving = Reserving(self.backend, self.capacity, self.catalogue.over_quota)
@@ -81,21 +83,56 @@ class SharedMemoryTier:
 
     def lease(self, block: bytes) -> MemoryLease | None:
         """Return access to the record of ``block``, None if it is not here."""
+        leases = self.lease_all([block])
+        return leases[0] if leases else None
+
+    def lease_all(self, blocks: Sequence[bytes]) -> list[MemoryLease]:
+        """`lease` leading ``blocks``, up to the first that is not here. Cost: a lock for 64."""
         self._make_up()
         with self._faults:
-            if block in self.catalogue.hidden:
-                return None
-            if self.catalogue.ttl is not None and block not in self:
-                return None
-            lease = self.backend.lease(block)
-            return None if lease is None else MemoryLease(lease.place, lease)
-        return None
+            if self.catalogue.ttl is not None:
+                blocks = list(takewhile(self.__contains__, blocks))
+            elif self.catalogue.hidden:
+                hidden = self.catalogue.hidden
+                blocks = list(takewhile(lambda block: block not in hidden, blocks))
+            return [MemoryLease(one.place, one) for one in self.backend.lease_all(blocks)]
+        return []
+
+    def release_all(self, leases: Sequence[MemoryLease]) -> None:
+        """Release ``leases``. Cost: a lock for 64."""
+        self.backend.release_all([one.lease for one in leases if one.lease is not None])
+
+    def absent(self, blocks: Sequence[bytes]) -> int:
+        """Return how many leading ``blocks`` are not here."""
+        if self.catalogue.ttl is not None:
+            return next((at for at, block in enumerate(blocks) if block in self), len(blocks))
+        entries = self.catalogue.find_all(blocks)
+        return next((at for at, entry in enumerate(entries) if entry >= 0), len(blocks))
 
     def reserve(self, block: bytes, raw_bytes: int) -> Draft | None:
         """Return memory for a record, evicting others for it; None if not enough is evictable."""
         with self._faults:
             return self._reserving.reserve(block, raw_bytes, self._evict)
         return None
+
+    def reserve_all(self, blocks: Sequence[bytes], raw_bytes: Sequence[int]) -> list[Draft]:
+        """`reserve` leading ``blocks``, 64 at most, up to the first without room."""
+        with self._faults:
+            return self._reserving.reserve_all(blocks, raw_bytes, self._evict)
+        return []
+
+    def commit_all(self, drafts: Sequence[Draft]) -> list[MemoryLease]:
+        """`commit` all of ``drafts``, under one lock; empty if the arena failed.
+
+        Raises:
+            BackendFailed: the memory was closed.
+        """
+        with self._faults, self._replacing:
+            leases = self.backend.commit_all(drafts)
+            if self.catalogue.hidden:  # the removed records are replaced
+                self.catalogue.hidden.difference_update(draft.block for draft in drafts)
+            return [MemoryLease(lease.place, lease) for lease in leases]
+        return []
 
     def commit(self, draft: Draft, block: bytes) -> MemoryLease | None:
         """Make the record of ``draft`` findable, for all processes, and return access to it.
@@ -106,12 +143,8 @@ class SharedMemoryTier:
             BackendFailed: the memory was closed.
         """
         assert draft.block == block
-        with self._faults, self._replacing:
-            lease = draft.commit(lease=True)
-            assert lease is not None
-            self.catalogue.hidden.discard(block)  # the removed record is replaced
-            return MemoryLease(lease.place, lease)
-        return None
+        leases = self.commit_all([draft])
+        return leases[0] if leases else None
 
     def leave(self, needed: int) -> list[bytes]:
         """Return blocks to demote, to free ``needed`` bytes; call `left` for each afterwards.
@@ -120,36 +153,36 @@ class SharedMemoryTier:
         Expired blocks are deleted at once instead.
         """
         self._make_up()
-        chosen: list[tuple[bytes, int]] = []
+        chosen: list[tuple[bytes, Hold]] = []
         with self._faults:
             chosen = self._arena.evict(needed, None, leave=True)
-        old = [(block, entry) for block, entry in chosen if self.catalogue.is_expired(entry)]
-        for block, entry in old:
-            self._left(block, entry)
+        old = [(block, hold) for block, hold in chosen if self.catalogue.is_expired(hold[0])]
+        for block, hold in old:
+            self._left(block, hold)
         if old:
             self.losses.note([block for block, _ in old], self.name, "removed", "ttl")
             chosen = [one for one in chosen if one not in set(old)]
         with self._lock:
-            for block, entry in chosen:
-                self._leaving.setdefault(block, []).append(entry)
+            for block, hold in chosen:
+                self._leaving.setdefault(block, []).append(hold)
         return [block for block, _ in chosen]
 
     def left(self, block: bytes) -> None:
         """Delete ``block``, which `leave` returned, unless it was committed again meanwhile."""
         with self._lock:
-            entries = self._leaving.get(block, [])
-            entry = entries.pop(0) if entries else -1
-            if not entries:
+            holds = self._leaving.get(block, [])
+            hold = holds.pop(0) if holds else None
+            if not holds:
                 self._leaving.pop(block, None)
-        if entry >= 0:
-            self._left(block, entry)
+        if hold is not None:
+            self._left(block, hold)
 
-    def _left(self, block: bytes, entry: int) -> None:
+    def _left(self, block: bytes, hold: Hold) -> None:
         with self._faults:
-            self.counters.count(evictions=int(self._arena.left(block, entry)))
+            self.counters.count(evictions=int(self._arena.left(block, hold)))
             return
         with self._lock:
-            self._owed.append((block, entry))  # else nobody could ever evict it
+            self._owed.append((block, hold))  # else nobody could ever evict it
 
     def remove(self, blocks: Sequence[bytes]) -> int:
         """Delete ``blocks``, for all processes; return the bytes freed.
@@ -170,8 +203,8 @@ class SharedMemoryTier:
         if self._owed:
             with self._lock:
                 owed, self._owed = self._owed, []
-            for block, entry in owed:
-                self._left(block, entry)
+            for block, hold in owed:
+                self._left(block, hold)
         if self.catalogue.hidden:
             with self._faults, self._replacing:
                 again = list(self.catalogue.hidden)

@@ -63,7 +63,7 @@ class SharedHolds:
         self._arena = backend.arena
         self._faults = faults
         self._lock = threading.Lock()
-        self._entries: dict[bytes, list[int]] = {}
+        self._held: dict[bytes, list[tuple[int, int]]] = {}
 
     def hold(self, block: bytes) -> bool:
         """Keep ``block`` from eviction until `free` was called as often; False if it is unknown."""
@@ -74,14 +74,14 @@ class SharedHolds:
     def hold_all(self, blocks: Iterable[bytes], held: list[bytes]) -> None:
         """`hold` each of ``blocks``; those that are known are appended to ``held``."""
         wanted = list(blocks)
-        entries: list[int] = []
+        holds: list[tuple[int, int] | None] = []
         with self._faults:
-            entries = self._arena.hold_all(wanted)
-        for block, entry in zip(wanted, entries, strict=False):
-            if entry >= 0:
-                with self._lock:
-                    self._entries.setdefault(block, []).append(entry)
-                held.append(block)
+            holds = self._arena.hold_all(wanted)
+        with self._lock:
+            for block, hold in zip(wanted, holds, strict=False):
+                if hold is not None:
+                    self._held.setdefault(block, []).append(hold)
+                    held.append(block)
 
     def free(self, block: bytes) -> None:
         """Undo one `hold`; does nothing if there is none."""
@@ -89,14 +89,14 @@ class SharedHolds:
 
     def free_all(self, blocks: Iterable[bytes]) -> None:
         """`free` each of ``blocks``."""
-        ended: list[int] = []
+        ended: list[tuple[int, int]] = []
         with self._lock:
             for block in blocks:
-                entries = self._entries.get(block)
-                if entries:
-                    ended.append(entries.pop())
-                    if not entries:
-                        del self._entries[block]
+                holds = self._held.get(block)
+                if holds:
+                    ended.append(holds.pop())
+                    if not holds:
+                        del self._held[block]
         if ended:
             self._arena.release(ended)
 
@@ -148,7 +148,8 @@ class SharedOrder:
             return self._arena.find(block)
         return -1
 
-    def _find_all(self, blocks: Sequence[bytes]) -> list[int]:
+    def find_all(self, blocks: Sequence[bytes]) -> list[int]:
+        """Return `find` of each block."""
         with self._faults:
             entries = self._arena.find_all(blocks)
             if self.hidden:
@@ -187,7 +188,7 @@ class SharedOrder:
         """Return how many leading ``blocks`` are here."""
         count = 0
         for start in range(0, len(blocks), _AT_ONCE):
-            for entry in self._find_all(blocks[start : start + _AT_ONCE]):
+            for entry in self.find_all(blocks[start : start + _AT_ONCE]):
                 if entry < 0 or (self.ttl is not None and self.is_expired(entry)):
                     return count
                 count += 1
@@ -203,7 +204,7 @@ class SharedOrder:
         del grain, new
         if blocks:
             last = clock.now() + len(blocks)
-            entries = self._find_all(blocks)
+            entries = self.find_all(blocks)
             self._arena.use(entries, range(last, last - len(blocks), -1))
         return []
 
@@ -238,7 +239,7 @@ class SharedOrder:
         now, pinned = clock.now(), self._books.pinned
         return {
             block: clock.to_unix(pinned[entry])
-            for block, entry in zip(wanted, self._find_all(wanted), strict=True)
+            for block, entry in zip(wanted, self.find_all(wanted), strict=True)
             if entry >= 0 and pinned[entry] > now
         }
 

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 __all__ = ["StoreRequest", "Written"]
 
+_RUN_BLOCKS = 64  # placed together, at most …
+_RUN_BYTES = 32 << 20  # … and for so many bytes …
+_RUN_SHARE = 32  # … and in this part of memory, so that blocks are demoted ahead of need
+
 
 @dataclass(slots=True)
 class Written:
@@ -64,8 +68,8 @@ class StoreRequest(StoreMoves):
         self._raw_bytes = raw_bytes
         self._fill = fill
         self._until = until
-        self._at = 0
-        self._lease: MemoryLease | None = None
+        self._leases: Sequence[MemoryLease] = ()  # of the run that is being placed
+        self._error: BaseException | None = None  # of ``fill``
         self._full: set[str] = set()  # names of tiers whose queue was full
         self._refused: dict[str, list[bytes]] = {}
         self._holds = PromptHolds(levels, ())
@@ -85,43 +89,77 @@ class StoreRequest(StoreMoves):
         with PromptHolds(self._levels, blocks) as self._holds:
             yield
 
-    def place(self, run: Sequence[bytes]) -> Placement:
-        (block,), at = run, self._at
-        self._at += 1
-        self._lease = self._levels.memory.lease(block)
-        if self._lease is not None:
+    def place(self, blocks: Sequence[bytes], at: int) -> tuple[Placement, int]:
+        if self._error is not None:
+            raise self._error
+        memory = self._levels.memory
+        run = self._run(blocks, at)
+        absent = memory.absent(run)
+        self._leases = () if absent else memory.lease_all(run)
+        if self._leases:
+            self.written.already += range(at, at + len(self._leases))
+            return Placement.IN_MEMORY, len(self._leases)
+        if self._is_below(run[0]):
             self.written.already.append(at)
-            return Placement.IN_MEMORY
-        if any(tier.serves(block) for tier in self._levels.tiers):
-            self.written.already.append(at)
-            return Placement.BELOW
+            return Placement.BELOW, 1
         self._holds.begin()
-        self._lease = self._keep(block, at)
-        if self._lease is None:
-            return Placement.NOWHERE
-        self.written.kept.append(at)
-        return Placement.NEW
+        new = max(absent, 1)  # 0: its record went meanwhile
+        if self._levels.tiers:
+            new = next((more for more in range(1, new) if self._is_below(run[more])), new)
+        self._leases = self._keep(run[:new], at)
+        if not self._leases:
+            return Placement.NOWHERE, 1
+        self.written.kept += range(at, at + len(self._leases))
+        return Placement.NEW, len(self._leases)
 
-    def _keep(self, block: bytes, at: int) -> MemoryLease | None:
-        memory, raw_bytes = self._levels.memory, self._raw_bytes[at]
-        draft = memory.reserve(block, raw_bytes)
-        if draft is None and self._left() and raw_bytes + HEADER_BYTES <= memory.capacity:
+    def _run(self, blocks: Sequence[bytes], at: int) -> Sequence[bytes]:
+        """Return the different blocks from ``at`` on that may be placed together, one at least."""
+        room = min(_RUN_BYTES, self._levels.memory.capacity // _RUN_SHARE)
+        end, seen = at, set[bytes]()
+        for block in blocks[at : at + _RUN_BLOCKS]:
+            room -= self._raw_bytes[end] + HEADER_BYTES
+            if seen and (room < 0 or block in seen):
+                break
+            seen.add(block)
+            end += 1
+        return blocks[at:end]
+
+    def _is_below(self, block: bytes) -> bool:
+        return any(tier.serves(block) for tier in self._levels.tiers)
+
+    def _keep(self, run: Sequence[bytes], at: int) -> Sequence[MemoryLease]:
+        """Fill memory for the blocks of ``run``; return leases on those that found room."""
+        memory, raw_bytes = self._levels.memory, self._raw_bytes[at : at + len(run)]
+        drafts = memory.reserve_all(run, raw_bytes)
+        if not drafts and self._left() and raw_bytes[0] + HEADER_BYTES <= memory.capacity:
             for tier in self._levels.tiers:  # queued writes hold their blocks in memory
                 tier.health.settled(self._left())
-            draft = memory.reserve(block, raw_bytes)
-        if draft is None:
-            return None
-        with draft:
-            self._fill(at, draft.view[HEADER_BYTES:])
-            memory.counters.count(written_bytes=len(draft.view))
-            return memory.commit(draft, block)
+            drafts = memory.reserve_all(run, raw_bytes)
+        filled = 0
+        try:
+            for draft in drafts:
+                self._fill(at + filled, draft.view[HEADER_BYTES:])
+                filled += 1
+        except BaseException as error:  # noqa: BLE001 - raised later, see below
+            self._error = error  # the blocks before this one are kept
+        finally:
+            for draft in drafts[filled:]:
+                draft.discard()
+        drafts = drafts[:filled]
+        memory.counters.count(written_bytes=sum(len(draft.view) for draft in drafts))
+        leases = memory.commit_all(drafts) if drafts else []
+        if not leases and self._error is not None:
+            raise self._error
+        return leases
 
-    def placed(self, run: Sequence[bytes]) -> None:
-        assert self._lease is not None
-        self._lease.release()
+    def placed(self) -> None:
+        leases, self._leases = self._leases, ()
+        self._levels.memory.release_all(leases)
 
-    def copy_down(self, run: Sequence[bytes], moves: Sequence[Copy | Refuse]) -> bool:
-        below = any(tier.knows(run[0]) for tier in self._levels.tiers)
+    def copy_down(self, run: Sequence[bytes], moves: Sequence[Copy | Refuse]) -> Sequence[bytes]:
+        if not self._levels.tiers:
+            return run
+        below = {block for block in run if any(tier.knows(block) for tier in self._levels.tiers)}
         for move in moves:
             tier, block = self._levels.tier(move.target), move.block
             if tier.knows(block):
@@ -131,10 +169,10 @@ class StoreRequest(StoreMoves):
             elif tier.name in self._full:  # useless there without the earlier block it dropped
                 self._queue.note_dropped(tier, block, "queue full")
             elif self._queue.write(tier, block, self._left(), self._holds.add(tier, block)):
-                below = True
+                below.add(block)
             else:
                 self._full.add(tier.name)
-        return below
+        return [block for block in run if block not in below]
 
     def demote_ahead(self) -> None:
         self._demoter.demote_ahead()

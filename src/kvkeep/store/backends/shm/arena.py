@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvkeep.store.backends.shm.books import Books
+    from kvkeep.store.backends.shm.core import Hold
     from kvkeep.store.backends.shm.lock import NodeLock
 
 __all__ = ["SharedArena"]
@@ -49,62 +50,94 @@ class SharedArena(ArenaCore):
 
     # --- records ---------------------------------------------------------------------------------
 
-    def reserve(self, block: bytes, size: int) -> int:
-        """Take an extent for a record of ``size`` bytes; return its entry, held.
+    def reserve(self, blocks: Sequence[bytes], sizes: Sequence[int]) -> list[Hold]:
+        """Take extents for records of ``sizes`` bytes, under one lock; return drafts, held.
+
+        Fewer than `AT_ONCE`, and one at least: the leading ones, up to the first without room.
 
         Raises:
-            OutOfRoom: see `ShmBackend.reserve`.
+            OutOfRoom: there is no room for the first; see `ShmBackend.reserve`.
+            BackendFailed: the lock cannot be had, or the index is damaged; nothing is taken.
         """
-        books, words = self.books, self.books.words
-        length = self.extents.taken_by(size)
-        with self:
-            found = self.extents.find(length)
-            if found < 0 and self._reap():
-                found = self.extents.find(length)
-            if found < 0:
-                free = words[at.FREE_BYTES]
-                short = free < length <= books.layout.data_bytes
-                raise OutOfRoom(length - free if short else length, self._place)
-            with self._change:
-                entry = self.extents.take(found, length)
-                generation = words[at.GENERATION] + 1
-                words[at.GENERATION] = generation
-                books.set_id(entry, block)
-                books.generation[entry], books.size[entry] = generation, size
-                books.named[entry] = books.leaving[entry] = books.pinned[entry] = 0
-                for word in range(at.HOLDER_WORDS):
-                    books.holders[entry * at.HOLDER_WORDS + word] = 0
-                self._begin_hold(entry)
-                books.proof[entry] = at.proof_of(
-                    crc32(block), books.offset[entry], length, size, generation
-                )
-                books.state[entry] = at.DRAFT
-        return entry
+        drafts: list[Hold] = []
+        try:
+            with self:
+                for block, size in zip(blocks[:AT_ONCE], sizes, strict=False):
+                    length = self.extents.taken_by(size)
+                    found = self._room(length, must=not drafts)
+                    if found < 0:
+                        break
+                    drafts.append(self._draft(found, length, block, size))
+        except BackendFailed:
+            self.release(drafts)
+            raise
+        return drafts
 
-    def publish(self, entry: int, block: bytes, *, hold: bool) -> None:
-        """Make the draft ``entry`` the record of ``block``; its hold ends unless ``hold``."""
-        books = self.books
-        with self:
-            older = self.find_here(block)  # this may repair, and drop the draft
-            mine = entry in self._held and books.id_of(entry) == block
-            if books.state[entry] != at.DRAFT or not mine:
-                raise BackendFailed(f"{self._place} was damaged and repaired; a draft is lost")
-            with self._change:
-                books.used[entry] = clock.now()
-                if older >= 0:
-                    books.pinned[entry] = books.pinned[older]
-                books.state[entry] = at.PUBLISHED  # from here on it survives this process
-                bucket = books.bucket(block)
-                books.link[entry] = books.heads[bucket]
-                books.heads[bucket] = entry
-                books.named[entry] = books.generation[entry]
-                books.words[at.RECORDS] += 1
-                self.quotas.count(block, books.size[entry])
-                if older >= 0:
-                    self._unname(older)
-            books.remember(block, entry, books.generation[entry])
-            if not hold:
-                self._end_hold(entry)
+    def _room(self, length: int, *, must: bool) -> int:
+        """Return a free extent of ``length`` bytes or more; -1 if there is none, unless it must."""
+        found = self.extents.find(length)
+        if found < 0 and must and self._reap():
+            found = self.extents.find(length)
+        if found < 0 and must:
+            free = self.books.words[at.FREE_BYTES]
+            short = free < length <= self.books.layout.data_bytes
+            raise OutOfRoom(length - free if short else length, self._place)
+        return found
+
+    def _draft(self, found: int, length: int, block: bytes, size: int) -> Hold:
+        """Make a draft of ``block`` in ``length`` bytes of the free extent ``found``."""
+        books, words = self.books, self.books.words
+        with self._change:
+            entry = self.extents.take(found, length)
+            generation = words[at.GENERATION] + 1
+            words[at.GENERATION] = generation
+            books.set_id(entry, block)
+            books.generation[entry], books.size[entry] = generation, size
+            books.named[entry] = books.leaving[entry] = books.pinned[entry] = 0
+            books.set_nobody(entry)
+            hold = self._begin_hold(entry)
+            books.proof[entry] = at.proof_of(
+                crc32(block), books.offset[entry], length, size, generation
+            )
+            books.state[entry] = at.DRAFT
+        return hold
+
+    def publish(self, drafts: Sequence[Hold], blocks: Sequence[bytes], *, hold: bool) -> None:
+        """Make each draft the record of its block, in order; holds end unless ``hold``.
+
+        Takes the lock once for `AT_ONCE` of them.
+
+        Raises:
+            BackendFailed: the lock cannot be had, or the index was damaged; leading drafts may be
+                published. All stay held.
+        """
+        for start in range(0, len(drafts), AT_ONCE):
+            with self:
+                for draft, block in zip(drafts[start:][:AT_ONCE], blocks[start:], strict=False):
+                    self._publish(draft, block)
+                    if not hold:
+                        self._end_hold(draft)
+
+    def _publish(self, draft: Hold, block: bytes) -> None:
+        books, (entry, generation) = self.books, draft
+        older = self.find_here(block)  # this may repair, and drop the draft
+        mine = draft in self._held and books.generation[entry] == generation
+        if books.state[entry] != at.DRAFT or not mine:
+            raise BackendFailed(f"{self._place} was damaged and repaired; a draft is lost")
+        with self._change:
+            books.used[entry] = clock.now()
+            if older >= 0:
+                books.pinned[entry] = books.pinned[older]
+            books.state[entry] = at.PUBLISHED  # from here on it survives this process
+            bucket = books.bucket(block)
+            books.link[entry] = books.heads[bucket]
+            books.heads[bucket] = entry
+            books.named[entry] = generation
+            books.words[at.RECORDS] += 1
+            self.quotas.count(block, books.size[entry])
+            if older >= 0:
+                self._unname(older)
+        books.remember(block, entry, generation)
 
     def _unname(self, entry: int) -> None:
         """Remove a published record from the index, and free it unless it is held."""
@@ -148,16 +181,17 @@ class SharedArena(ArenaCore):
 
     def evict(
         self, needed: int, space: bytes | None, *, leave: bool = False
-    ) -> list[tuple[bytes, int]]:
-        """Delete the least recently used records of ``needed`` bytes; return blocks and entries.
+    ) -> list[tuple[bytes, Hold]]:
+        """Delete the least recently used records of ``needed`` bytes; return their blocks.
 
         Fewer if no more may go: others are held or pinned. With ``leave`` they stay, marked as
-        leaving and held, until `left`. If ``space`` is given, records of that namespace alone.
+        leaving and held, until `left`, which ends these holds. If ``space`` is given, records of
+        that namespace alone.
 
         Raises:
             BackendFailed: the lock cannot be had, and no record went before.
         """
-        gone: list[tuple[bytes, int]] = []
+        gone: list[tuple[bytes, Hold]] = []
         try:
             self._evict_into(gone, needed, space, leave=leave)
         except BackendFailed:
@@ -166,7 +200,7 @@ class SharedArena(ArenaCore):
         return gone
 
     def _evict_into(
-        self, gone: list[tuple[bytes, int]], needed: int, space: bytes | None, *, leave: bool
+        self, gone: list[tuple[bytes, Hold]], needed: int, space: bytes | None, *, leave: bool
     ) -> None:
         fruitless = 0
         while needed > 0 and fruitless < _FRUITLESS:
@@ -182,13 +216,12 @@ class SharedArena(ArenaCore):
                 for victim in chosen:
                     if needed > 0 and self._victims.still(victim, now):
                         needed -= self.books.length[victim.entry]
-                        block = self._evict(victim.entry, leave=leave)
-                        gone.append((block, victim.entry))
+                        gone.append(self._evict(victim.entry, leave=leave))
             fruitless = 0 if len(gone) > before else fruitless + 1
 
-    def _evict(self, entry: int, *, leave: bool) -> bytes:
+    def _evict(self, entry: int, *, leave: bool) -> tuple[bytes, Hold]:
         books = self.books
-        block = books.id_of(entry)
+        block, hold = books.id_of(entry), (entry, books.generation[entry])
         if leave:
             self._begin_hold(entry)
             books.words[at.LEAVING] += books.length[entry]
@@ -196,31 +229,31 @@ class SharedArena(ArenaCore):
         else:
             with self._change:
                 self._unname(entry)
-        return block
+        return block, hold
 
     @property
     def leaving_bytes(self) -> int:
         """Bytes of the records that any process is demoting."""
         return self.books.words[at.LEAVING]
 
-    def left(self, block: bytes, entry: int) -> bool:
-        """End the leaving of ``entry`` and its hold; delete its record, if that is there still.
+    def left(self, block: bytes, hold: Hold) -> bool:
+        """End the leaving of a record and its hold; delete it, if it is the block's still.
 
         Returns whether it was deleted.
 
         Raises:
             BackendFailed: the lock cannot be had; call it again later.
         """
-        books, deleted = self.books, False
+        books, deleted, (entry, generation) = self.books, False, hold
         with self:
-            if books.leaving[entry] == 1 + self._lock.slot and books.named[entry]:
+            if books.leaving[entry] == 1 + self._lock.slot and books.named[entry] == generation:
                 with self._change:
                     books.leaving[entry] = 0
                     books.words[at.LEAVING] -= books.length[entry]
                     if books.id_of(entry) == block:
                         self._unname(entry)
                         deleted = True
-            self._end_hold(entry)
+            self._end_hold(hold)
         return deleted
 
     # --- recency, pins and quotas ----------------------------------------------------------------

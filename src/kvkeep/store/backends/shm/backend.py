@@ -125,11 +125,22 @@ class ShmBackend(InPlaceBackend):
                 ``needed`` is as in `MemoryBackend.reserve`.
             BackendFailed: it is closed, or the lock cannot be had.
         """
+        return self.reserve_all([block], [size])[0]
+
+    def reserve_all(self, blocks: Sequence[bytes], sizes: Sequence[int]) -> list[Draft]:
+        """`reserve` leading ``blocks``, 64 at most, up to the first without room.
+
+        One at least. Cost: one lock for all.
+        """
         self._check_open()
-        if len(block) != BLOCK_ID_BYTES:
-            raise InvalidValue(f"a block id has {BLOCK_ID_BYTES} bytes, got {len(block)}")
-        entry = self._arena.reserve(block, size)
-        return Draft(self, block, entry, self._view(entry))
+        for block in blocks:
+            if len(block) != BLOCK_ID_BYTES:
+                raise InvalidValue(f"a block id has {BLOCK_ID_BYTES} bytes, got {len(block)}")
+        drafts = self._arena.reserve(blocks, sizes)
+        return [
+            Draft(self, block, entry, self._view(entry), generation)
+            for block, (entry, generation) in zip(blocks, drafts, strict=False)
+        ]
 
     def lease(self, block: bytes) -> Lease | None:
         """Return access to the record of ``block`` in place; None if it is missing.
@@ -137,11 +148,32 @@ class ShmBackend(InPlaceBackend):
         Raises:
             BackendFailed: it is closed, or the lock cannot be had.
         """
+        leases = self.lease_all([block])
+        return leases[0] if leases else None
+
+    def lease_all(self, blocks: Sequence[bytes]) -> list[Lease]:
+        """`lease` leading ``blocks``, up to the first that is missing. Cost: a lock for 64."""
         self._check_open()
-        if self._arena.find(block) < 0:
-            return None
-        entry = self._arena.hold(block)
-        return None if entry < 0 else Lease(self, entry, self._view(entry))
+        entries = self._arena.find_all(blocks)
+        there = entries.index(-1) if -1 in entries else len(entries)
+        if not there:
+            return []
+        holds = self._arena.hold_all(blocks[:there])
+        if None in holds:  # it was deleted meanwhile
+            there = holds.index(None)
+            self._arena.release([hold for hold in holds[there:] if hold is not None])
+        return [
+            Lease(self, hold[0], self._view(hold[0]), hold[1])
+            for hold in holds[:there]
+            if hold is not None
+        ]
+
+    def commit_all(self, drafts: Sequence[Draft]) -> list[Lease]:
+        """Commit ``drafts`` in order; return a lease on each. Cost: a lock for 64."""
+        if not all(draft.pending for draft in drafts):
+            raise IllegalStep("one of these drafts was committed or discarded before")
+        self._publish(drafts, hold=True)
+        return [Lease(self, one.offset, one.view, one.generation) for one in drafts]
 
     def contains(self, block: bytes) -> bool:
         """Whether ``block`` has a record. Raises `BackendFailed` as `lease` does."""
@@ -273,28 +305,37 @@ class ShmBackend(InPlaceBackend):
         """See `Draft.commit`."""
         if not draft.pending:
             raise IllegalStep("this draft was committed or discarded before")
-        draft.pending = False
-        if self._closed:
-            self._arena.release([draft.offset])
-            self._check_open()
+        self._publish([draft], hold=lease)
+        return Lease(self, draft.offset, draft.view, draft.generation) if lease else None
+
+    def _publish(self, drafts: Sequence[Draft], *, hold: bool) -> None:
+        holds = [(draft.offset, draft.generation) for draft in drafts]
+        for draft in drafts:
+            draft.pending = False
         try:
-            self._arena.publish(draft.offset, draft.block, hold=lease)
+            self._check_open()
+            self._arena.publish(holds, [draft.block for draft in drafts], hold=hold)
         except BackendFailed:
-            self._arena.release([draft.offset])
+            self._arena.release(holds)
             raise
-        return Lease(self, draft.offset, draft.view) if lease else None
 
     def discard(self, draft: Draft) -> None:
         """See `Draft.discard`."""
         pending, draft.pending = draft.pending, False
         if pending:
-            self._arena.release([draft.offset])
+            self._arena.release([(draft.offset, draft.generation)])
 
     def release(self, lease: Lease) -> None:
         """See `Lease.release`."""
-        entry, lease.row = lease.row, -1
-        if entry >= 0:
-            self._arena.release([entry])
+        self.release_all([lease])
+
+    def release_all(self, leases: Sequence[Lease]) -> None:
+        """Release ``leases``. Cost: a lock for 64."""
+        holds = [(lease.row, lease.generation) for lease in leases if lease.row >= 0]
+        for lease in leases:
+            lease.row = -1
+        if holds:
+            self._arena.release(holds)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -20,6 +20,7 @@ __all__ = ["Books", "DamagedIndex"]
 
 _TRIES: Final = 8  # lookups without the lock, while others change the index
 _LONGEST_CHAIN: Final = 4096  # entries that a lookup without the lock looks at
+_FEW: Final = 48  # blocks that are looked up faster one by one than with arrays
 _STEPS: Final = 64  # entries of a chain that are compared with arrays
 _REMEMBERED: Final = 1 << 17  # blocks, at about 200 bytes each
 _NOBODY: Final = bytes(HOLDER_BYTES)
@@ -110,6 +111,11 @@ class Books:
         begin = self._holders_at + HOLDER_BYTES * entry
         return self.map[begin : begin + HOLDER_BYTES] != _NOBODY
 
+    def set_nobody(self, entry: int) -> None:
+        """Remove the holders of an entry."""
+        begin = self._holders_at + HOLDER_BYTES * entry
+        self.map[begin : begin + HOLDER_BYTES] = _NOBODY
+
     # --- lookups without the lock ----------------------------------------------------------------
 
     def known(self, block: bytes) -> int:
@@ -121,6 +127,11 @@ class Books:
         if found is not None and self.named[found[0]] == found[1]:
             return found[0]
         return -1
+
+    def known_record(self, block: bytes) -> tuple[int, int] | None:
+        """Return entry and generation of ``block`` as `known` does; None where that returns -1."""
+        found = self._known.get(block)
+        return found if found is not None and self.named[found[0]] == found[1] else None
 
     def find(self, block: bytes) -> int:
         """Return the entry of ``block``, -1 if there is none, -2 if others changed too much.
@@ -186,7 +197,7 @@ class Books:
         missing = [at for at, entry in enumerate(entries) if entry < 0]
         if not missing:
             return entries
-        if len(missing) < 8:
+        if len(missing) < _FEW:
             found_now = [self.find(blocks[at]) for at in missing]
         else:
             found_now = self._find_many([blocks[at] for at in missing])

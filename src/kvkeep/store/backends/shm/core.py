@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 
     from kvkeep.store.backends.shm.lock import NodeLock
 
-__all__ = ["AT_ONCE", "ArenaCore"]
+__all__ = ["AT_ONCE", "ArenaCore", "Hold"]
 
 AT_ONCE: Final = 64
 """Blocks of one call that are changed under one lock."""
+Hold = tuple[int, int]
+"""An entry and the generation of the record in it: another record of the entry is not held."""
 _SIGNS: Final = (DamagedIndex, IndexError, ValueError)  # of numbers that lead nowhere
 _REAP_EVERY: Final = 1.0  # seconds between two looks for dead processes, when room is short
 
@@ -62,9 +64,9 @@ class ArenaCore:
         self.quotas = Quotas(books)
         self._lock = lock
         self._place = place
-        self._held: dict[int, int] = {}  # entry → holds of this process
+        self._held: dict[Hold, int] = {}  # holds of this process
         self._counting = threading.Lock()  # of `_held`; from and to 0 needs the lock of the node
-        self._late: list[int] = []  # holds to end when the lock can be taken again
+        self._late: list[Hold] = []  # holds to end when the lock can be taken again
         self._reaped = 0.0
         self._change = _Change(books.words)
         self._closing = False
@@ -190,59 +192,51 @@ class ArenaCore:
 
     # --- holds -----------------------------------------------------------------------------------
 
-    def hold(self, block: bytes) -> int:
-        """Hold the entry of ``block`` and return it; -1 if there is none."""
-        entry = self._hold_again(block)
-        if entry >= 0:
-            return entry
-        with self:
-            entry = self.find_here(block)
-            if entry >= 0:
-                self._begin_hold(entry)
-            return entry
+    def hold_all(self, blocks: Sequence[bytes]) -> list[Hold | None]:
+        """Hold the record of each of ``blocks``, None if there is none.
 
-    def hold_all(self, blocks: Sequence[bytes]) -> list[int]:
-        """`hold` each of ``blocks``; none, if the lock cannot be had."""
-        entries = [self._hold_again(block) for block in blocks]
-        missing = [place for place, entry in enumerate(entries) if entry < 0]
+        Takes the lock of the node once for `AT_ONCE` blocks that this process does not hold yet.
+
+        Raises:
+            BackendFailed: the lock cannot be had; nothing more is held than before.
+        """
+        holds = self._hold_again(blocks)
+        missing = [place for place, hold in enumerate(holds) if hold is None]
         try:
             for start in range(0, len(missing), AT_ONCE):
                 with self:
                     for place in missing[start : start + AT_ONCE]:
-                        entries[place] = entry = self.find_here(blocks[place])
+                        entry = self.find_here(blocks[place])
                         if entry >= 0:
-                            self._begin_hold(entry)
+                            holds[place] = self._begin_hold(entry)
         except BackendFailed:
-            self.release([entry for entry in entries if entry >= 0])
+            self.release([hold for hold in holds if hold is not None])
             raise
-        return entries
+        return holds
 
-    def _hold_again(self, block: bytes) -> int:
-        """Hold an entry that this process holds already, without the lock of the node; else -1."""
-        entry = self.books.known(block)
-        if entry < 0:
-            return -1
+    def _hold_again(self, blocks: Sequence[bytes]) -> list[Hold | None]:
+        """Hold records that this process holds already, without the lock of the node."""
+        holds: list[Hold | None] = []
         with self._counting:
-            held = self._held.get(entry, 0)
-            if not held:
-                return -1
-            self._held[entry] = held + 1
-        if self.books.known(block) == entry:
-            return entry
-        self.release([entry])  # it had another record meanwhile
-        return -1
+            for block in blocks:
+                hold = self.books.known_record(block)
+                held = 0 if hold is None else self._held.get(hold, 0)
+                if hold is not None and held:
+                    self._held[hold] = held + 1
+                holds.append(hold if held else None)
+        return holds
 
-    def release(self, entries: Sequence[int]) -> None:
-        """End one hold of each of ``entries``; later, if the lock cannot be had now."""
+    def release(self, holds: Sequence[Hold]) -> None:
+        """End ``holds``, each of them once; later, if the lock cannot be had now."""
         if self._lock.inherited:
             return
-        for entry in entries:
-            with self._counting:
-                held = self._held.get(entry, 0)
+        with self._counting:
+            for hold in holds:
+                held = self._held.get(hold, 0)
                 if held > 1:
-                    self._held[entry] = held - 1
-                    continue
-            self._late.append(entry)
+                    self._held[hold] = held - 1
+                else:
+                    self._late.append(hold)
         try:
             while self._late:
                 with self:
@@ -251,18 +245,22 @@ class ArenaCore:
             return
         self._close_when_free()
 
-    def _begin_hold(self, entry: int) -> None:
+    def _begin_hold(self, entry: int) -> Hold:
+        hold = entry, self.books.generation[entry]
         with self._counting:
-            self._held[entry] = self._held.get(entry, 0) + 1
+            self._held[hold] = self._held.get(hold, 0) + 1
         self.books.holders[entry * at.HOLDER_WORDS + self._word] |= self._bit
+        return hold
 
-    def _end_hold(self, entry: int) -> None:
+    def _end_hold(self, hold: Hold) -> None:
         with self._counting:
-            held = self._held.pop(entry, 0)
+            held = self._held.pop(hold, 0)
             if held > 1:
-                self._held[entry] = held - 1
+                self._held[hold] = held - 1
                 return
-        books = self.books
+        books, (entry, generation) = self.books, hold
+        if books.generation[entry] != generation:
+            return  # a repair dropped it, and the entry has another record
         word = entry * at.HOLDER_WORDS + self._word
         if books.state[entry] == at.PUBLISHED:
             books.holders[word] &= ~self._bit
