@@ -113,6 +113,36 @@ def test_the_lease_of_a_dropped_record_does_not_end_a_new_draft(
     assert get(backend, B) == b"b"
 
 
+def test_the_lease_of_a_dropped_record_is_none_of_the_next_one(
+    backend: ShmBackend, tmp_path: Path
+) -> None:
+    """A record is damaged and dropped while it is leased; another process reuses its entry.
+
+    A lease of that record must mark the arena, as if this process had never leased the entry.
+    """
+    put(backend, A, b"a")
+    dropped = backend.lease(A)
+    assert dropped is not None
+    backend.arena.books.proof[dropped.row] = 0
+    with backend.arena:
+        backend.arena._repair()
+    with ShmBackend(None, directory=str(tmp_path)) as other:
+        put(other, B, b"b" * 100)
+        assert other.arena.find(B) == dropped.row, "the test wants the same entry"
+        assert backend.sizes([B]) == [100]
+        lease = backend.lease(B)
+        assert lease is not None
+        dropped.release()
+        other.delete([B])
+        for number in range(16):  # all memory that is free, at least
+            with suppress(OutOfRoom):
+                put(other, block_id(100 + number), bytes([number]) * UNIT)
+        assert bytes(lease.view) == b"b" * 100
+        used = other.used()
+        lease.release()
+        assert other.used() == used - UNIT, "its memory is free again"
+
+
 # --- processes -------------------------------------------------------------------------------
 
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 from tier_bench import PAGE, RAW, Bench, content, get, name, put, settle, there, until
 
 from kvkeep.bench.replay.tiers import Level, TierSimulator
 from kvkeep.store.tiers import Exclusive, Inclusive, Tier, TieredStore
 from kvkeep.store.tiers.writing import StoreRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kvkeep.store.tiers.planner import Copy
 
 
 def written_one_by_one(store: TieredStore, tier: Tier, numbers: range) -> None:
@@ -211,10 +218,11 @@ def test_it_lets_go_when_a_read_fails(bench: Bench, monkeypatch: pytest.MonkeyPa
     put(store, range(4), wait=20)
     read = store._planner.read
 
-    def interrupted(block: bytes) -> list[int]:
-        if block == name(2):
-            raise KeyboardInterrupt
-        return read(block)
+    def interrupted(blocks: Sequence[bytes]) -> Iterator[Copy]:
+        for move in read(blocks):
+            if move.block == name(2):
+                raise KeyboardInterrupt
+            yield move
 
     monkeypatch.setattr(store._planner, "read", interrupted)
     with pytest.raises(KeyboardInterrupt):

@@ -102,16 +102,16 @@ def test_touches_are_forgotten_when_fewer_are_to_be_counted() -> None:
 
 def test_a_read_admits_where_this_touch_is_what_was_missing() -> None:
     planner = Planner(Inclusive(3), tiers=2)
-    assert planner.read(b"x") == [], "touched once: not put here lately"
-    assert planner.store(b"a") == [Refuse(b"a", 1), Refuse(b"a", 2)]
-    assert planner.read(b"a") == []
-    assert planner.read(b"a") == [Copy(b"a", 1), Copy(b"a", 2)]
-    assert planner.read(b"a") == [], "they had it offered"
+    assert planner.read([b"x"]) == [], "touched once: not put here lately"
+    assert planner.store([b"a"]) == [Refuse(b"a", 1), Refuse(b"a", 2)]
+    assert planner.read([b"a"]) == []
+    assert planner.read([b"a"]) == [Copy(b"a", 1), Copy(b"a", 2)]
+    assert planner.read([b"a"]) == [], "they had it offered"
 
 
 def test_nothing_moves_below_the_last_tier() -> None:
     planner = Planner(Exclusive(), tiers=2)
-    assert planner.store(b"a") == []
+    assert planner.store([b"a"]) == []
     assert [planner.evict(b"a", level) for level in (0, 1, 2)] == [
         Demote(b"a", 0, 1),
         Demote(b"a", 1, 2),
@@ -122,7 +122,7 @@ def test_nothing_moves_below_the_last_tier() -> None:
 
 def test_moves_say_who_would_have_taken_a_block_and_what_a_promotion_leaves() -> None:
     planner = Planner(Exclusive(2), tiers=2)
-    planner.store(b"a")
+    planner.store([b"a"])
     assert planner.evict(b"a", 0) == Drop(b"a", 0, refused=1)
     assert planner.promote(b"a", 2) == Promote(b"a", 2, stays=True, leaves=True)
     assert Planner(Inclusive(), tiers=2).promote(b"a", 1) == Promote(b"a", 1, True, False)
@@ -155,10 +155,10 @@ def test_touches_are_counted_of_as_many_blocks_as_matter() -> None:
     planner = Planner(Inclusive(2), tiers=1)
     planner.fit([1, 4])
     for number in range(41):
-        planner.store(bytes([number]))
+        planner.store([bytes([number])])
     first = Refuse(b"\0", 1)
-    assert planner.store(b"\0") == [first], "eight times as many blocks as have room came since"
-    assert planner.store(bytes([30])) == [Copy(bytes([30]), 1)], "its second touch"
+    assert planner.store([b"\0"]) == [first], "eight times as many blocks as have room came since"
+    assert planner.store([bytes([30])]) == [Copy(bytes([30]), 1)], "its second touch"
 
 
 # --- inclusive -------------------------------------------------------------------------------

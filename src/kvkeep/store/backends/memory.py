@@ -162,8 +162,11 @@ class InPlaceBackend(Backend):
         """Commit ``drafts`` in order; return a lease on each.
 
         Raises:
+            IllegalStep: one was committed or discarded before; nothing changed.
             BackendFailed: it was closed, say; all drafts have ended, the first may be committed.
         """
+        if not all(draft.pending for draft in drafts):
+            raise IllegalStep("one of these drafts was committed or discarded before")
         leases: list[Lease] = []
         try:
             for draft in drafts:

@@ -311,6 +311,8 @@ class BlockStore(Store):
 def _sizes(sizes: Sequence[int], count: int) -> list[int]:
     if len(sizes) != count:
         raise InvalidValue(f"{len(sizes)} sizes are given for {count} keys")
+    if set(map(type, sizes)) <= {int} and min(sizes, default=1) > 0:
+        return list(sizes)
     return [whole("the size of a block", size, 1) for size in sizes]
 
 

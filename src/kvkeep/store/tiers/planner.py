@@ -109,31 +109,34 @@ class Planner:
             self._until_fit -= len(blocks)
             self.policy.requested(blocks)
 
-    def store(self, block: bytes) -> list[Copy | Refuse]:
-        """Return what each tier does with ``block``, which a prompt stores now."""
+    def store(self, blocks: Sequence[bytes]) -> list[Copy | Refuse]:
+        """Return what each tier does with each of ``blocks``, which a prompt stores now."""
         admits = self.policy.admits
         moves: list[Copy | Refuse] = []
         with self._lock:
-            touches = self._touches.touch(block)
-            for level in self._levels:
-                if admits(level, touches):
-                    moves.append(Copy(block, level))
-                elif admits(level, _MANY_TOUCHES):
-                    moves.append(Refuse(block, level))
+            for block in blocks:
+                touches = self._touches.touch(block)
+                for level in self._levels:
+                    if admits(level, touches):
+                        moves.append(Copy(block, level))
+                    elif admits(level, _MANY_TOUCHES):
+                        moves.append(Refuse(block, level))
         return moves
 
-    def read(self, block: bytes) -> list[Copy]:
-        """Return the copies of ``block`` that tiers admit from this request on."""
+    def read(self, blocks: Sequence[bytes]) -> list[Copy]:
+        """Return the copies of ``blocks`` that tiers admit from this request on."""
         admits = self.policy.admits
+        moves: list[Copy] = []
         with self._lock:
-            touches = self._touches.touch(block)
-            if touches == 1:
-                return []  # no earlier touch is known: this store did not store it lately
-            return [
-                Copy(block, level)
-                for level in self._levels
-                if admits(level, touches) and not admits(level, touches - 1)
-            ]
+            for block in blocks:
+                touches = self._touches.touch(block)
+                if touches > 1:  # else no earlier touch is known: it was not stored here lately
+                    moves += [
+                        Copy(block, level)
+                        for level in self._levels
+                        if admits(level, touches) and not admits(level, touches - 1)
+                    ]
+        return moves
 
     def promote(self, block: bytes, source: int) -> Promote:
         """Return how ``block`` is read from tier ``source``."""

@@ -54,9 +54,8 @@ class ReadMoves(PromptMoves):
         Tiers that admit a block from this request on get a copy.
         """
         count = self.bring(blocks, levels)
-        for block in blocks[:count]:
-            for move in self.planner.read(block):
-                self.copy(move)
+        for move in self.planner.read(blocks[:count]):
+            self.copy(move)
         return count
 
     def bring(self, blocks: Sequence[bytes], levels: Sequence[int]) -> int:
@@ -103,7 +102,7 @@ class StoreMoves(PromptMoves):
                         self.demote_ahead()
                     placed, count = self.place(blocks, len(used))
                     run = blocks[len(used) : len(used) + count]
-                    moves = [move for block in run for move in self.planner.store(block)]
+                    moves = self.planner.store(run)
                     if placed is Placement.NOWHERE:
                         break
                     used += run

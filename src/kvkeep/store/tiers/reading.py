@@ -6,7 +6,6 @@ import threading
 from collections import deque
 from contextlib import suppress
 from functools import partial
-from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import BackendFailed
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["BlockPrefetch", "Reader"]
 
 _READ_AHEAD = 16  # blocks, at most
+_LEASED = 64  # blocks in memory that are leased at once, at most
 _SPARE_BYTES = 64 << 20  # buffers that are kept for the next reads
 _REPLACED_KEPT = 64  # replacements remembered for reads that began before them
 
@@ -286,6 +286,7 @@ class ReadRequest(ReadMoves):
         self._cancelled = cancelled or _never
         self._sources = [] if sources is None else sources
         self._holds: PromptHolds | None = None
+        self._mark = 0  # the reader's `replacements` at the begin
 
     def read(self, blocks: Sequence[bytes], levels: Sequence[int]) -> int:
         with PromptHolds(self._levels, blocks) as self._holds:
@@ -293,15 +294,22 @@ class ReadRequest(ReadMoves):
 
     def fetch(self, blocks: Sequence[bytes], levels: Sequence[int]) -> int:
         ahead: deque[SharedRead | MemoryLease] = deque()
-        done: list[MemoryLease] = []  # of delivered blocks; they are released together
+        run: Sequence[MemoryLease] = ()
         count = 0
-        mark = self._reader.replacements
+        self._mark = self._reader.replacements
         try:
-            while count < len(levels):
-                # After a replacement, later blocks are new and do not match those delivered.
-                if self._reader.replaced_since(mark, blocks) or self._cancelled():
-                    break
-                self._start(blocks, levels, count, ahead, done)
+            while count < len(levels) and not self._ends(blocks):
+                limit = self._limit(self._raw_bytes[count], _READ_AHEAD)
+                if not ahead:
+                    run = self._lease_run(blocks, levels, count)
+                for at in range(count + len(run) + len(ahead), min(count + limit, len(levels))):
+                    ahead.append(self._reader.start(blocks[at], self._raw_bytes[at], levels[at]))
+                if run:
+                    end = self._deliver_run(blocks, run, count)
+                    whole, run, count = end == count + len(run), (), end
+                    if not whole:
+                        break
+                    continue
                 lease = self._await(ahead[0])
                 if lease is None:
                     break
@@ -310,66 +318,66 @@ class ReadRequest(ReadMoves):
                     break  # from memory, where it was stored with another length
                 self._sources.append(self._source(ahead[0]))
                 self._sink(count, payload)
-                ended = ahead.popleft()
-                if isinstance(ended, SharedRead):
-                    ended.leave()
-                else:
-                    done.append(ended)
+                _end(ahead.popleft())
                 count += 1
         finally:
-            for left in ahead:
+            for left in (*ahead, *run):
                 _end(left)
-            self._delivered(done)
         if count < len(levels):  # a located block is missing: others may be, too
             for tier in self._levels.tiers:
                 tier.recheck(blocks[count : len(levels)])
         return count
 
-    def _start(
-        self,
-        blocks: Sequence[bytes],
-        levels: Sequence[int],
-        count: int,
-        ahead: deque[SharedRead | MemoryLease],
-        done: list[MemoryLease],
-    ) -> None:
-        """Start reads of the blocks from ``count`` on; those in memory are leased in runs."""
-        started = count + len(ahead)
-        if started == len(levels):
-            return
-        limit = self._limit(self._raw_bytes[count])
-        while started < len(levels) and len(ahead) < limit:
-            if levels[started] == 0:
-                if len(ahead) > limit // 2:
-                    return  # a longer run later
-                self._delivered(done)
-                end = min(len(levels), started + limit - len(ahead))
-                run = list(takewhile(lambda at: levels[at] == 0, range(started, end)))
-                leases = self._levels.memory.lease_all([blocks[at] for at in run])
-                if leases:
-                    ahead += leases
-                    started += len(leases)
-                    continue
-            size = self._raw_bytes[started]
-            ahead.append(self._reader.start(blocks[started], size, levels[started]))
-            started += 1
+    def _ends(self, blocks: Sequence[bytes]) -> bool:
+        """Whether to deliver no more: it was cancelled, or blocks were replaced.
 
-    def _delivered(self, done: list[MemoryLease]) -> None:
-        """Release the leases of blocks that were delivered from memory, and count them."""
-        if done:
-            memory = self._levels.memory
-            memory.release_all(done)
-            memory.counters.count(hits=len(done), read_bytes=sum(len(one.record) for one in done))
-            done.clear()
+        After a replacement, later blocks are new and do not match those delivered.
+        """
+        return self._reader.replaced_since(self._mark, blocks) or self._cancelled()
 
-    def _limit(self, raw_bytes: int) -> int:
+    def _lease_run(
+        self, blocks: Sequence[bytes], levels: Sequence[int], at: int
+    ) -> Sequence[MemoryLease]:
+        """Lease the blocks from ``at`` on that are in memory, several at once."""
+        if levels[at]:
+            return ()
+        end = min(len(levels), at + self._limit(self._raw_bytes[at], _LEASED))
+        lower = next((below for below in range(at, end) if levels[below]), end)
+        return self._levels.memory.lease_all(blocks[at:lower])
+
+    def _deliver_run(self, blocks: Sequence[bytes], run: Sequence[MemoryLease], at: int) -> int:
+        """Deliver blocks from ``at`` on out of memory, and release them.
+
+        Return the position of the first that was not delivered. Little is done between two copies:
+        these take the caches, so anything else is slow there.
+        """
+        memory, sink, ends = self._levels.memory, self._sink, self._ends
+        payloads = [lease.payload for lease in run]
+        first, sources, name = at, self._sources, memory.name
+        try:
+            for payload, size in zip(payloads, self._raw_bytes[at:], strict=False):
+                # else it was stored with another length
+                if len(payload) != size or (at > first and ends(blocks)):
+                    break
+                sources.append(name)
+                sink(at, payload)
+                at += 1
+        finally:
+            memory.release_all(run)
+        payloads = payloads[: at - first]
+        read = sum(map(len, payloads)) + HEADER_BYTES * len(payloads)
+        memory.counters.count(hits=len(payloads), read_bytes=read)
+        return at
+
+    def _limit(self, raw_bytes: int, most: int) -> int:
         """Return how many blocks to read ahead, leaving half of memory to other requests."""
         fit = self._levels.memory.capacity // 2 // (raw_bytes + HEADER_BYTES)
-        return max(2, min(_READ_AHEAD, fit))
+        return max(2, min(most, fit))
 
     def _await(self, started: SharedRead | MemoryLease) -> MemoryLease | None:
         if isinstance(started, SharedRead):
             return started.wait(self._until)
+        self._levels.memory.counters.count(hits=1, read_bytes=len(started.record))
         return started
 
     def _source(self, started: SharedRead | MemoryLease) -> str:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["StoreRequest", "Written"]
 
 _RUN_BLOCKS = 64  # placed together, at most …
-_RUN_BYTES = 32 << 20  # … and for so many bytes …
-_RUN_SHARE = 32  # … and in this part of memory, so that blocks are demoted ahead of need
+_RUN_BYTES = 64 << 20  # … and for so many bytes …
+_RUN_SHARE = 16  # … and in this part of memory, so that blocks are demoted ahead of need
 
 
 @dataclass(slots=True)
@@ -137,8 +137,8 @@ class StoreRequest(StoreMoves):
             drafts = memory.reserve_all(run, raw_bytes)
         filled = 0
         try:
-            for draft in drafts:
-                self._fill(at + filled, draft.view[HEADER_BYTES:])
+            for raw in [draft.view[HEADER_BYTES:] for draft in drafts]:
+                self._fill(at + filled, raw)
                 filled += 1
         except BaseException as error:  # noqa: BLE001 - raised later, see below
             self._error = error  # the blocks before this one are kept
