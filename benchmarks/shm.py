@@ -5,6 +5,10 @@ process of its own, puts them; readers are fresh processes, which have mapped th
 background. In each round everything is measured once, so ratios are of one round; the figure is
 their median, with the smallest and the largest.
 
+A put and a get are compared with one copy of all bytes, and with the copies of all blocks between
+the same places without a store: what they could be at most. Copies of a few MiB are slower than one
+of all bytes, because the C library writes past the caches only above some size.
+
     python benchmarks/shm.py                     # about a minute
     python benchmarks/shm.py --block 2MiB --blocks 128
     python benchmarks/shm.py --clock CPU         # where other processes load the machine
@@ -31,9 +35,14 @@ from figures import Figure
 from kvkeep.core.geometry.units import parse_bytes
 from kvkeep.store.backends.shm import ShmBackend
 from kvkeep.store.blocks import BlockStore
+from kvkeep.store.tiers.record import HEADER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from kvkeep.store.backends.memory import Lease
+
+    Move = Callable[[int, memoryview], None]
 
 NAME = "kvkeep-benchmark"
 
@@ -66,7 +75,7 @@ def measured(  # noqa: PLR0917 - the arguments of a process
         source = np.full(len(keys) * block, 7, np.uint8)
         target = np.full_like(source, 1)
         sizes = [block] * len(keys)
-        times: dict[str, list[float]] = {"copy": [], "work": []}
+        times: dict[str, list[float]] = {"copy": [], "work": [], "blocks": []}
         for _ in range(5):
             times["copy"].append(seconds(lambda: np.copyto(target, source), clock))
 
@@ -88,6 +97,15 @@ def measured(  # noqa: PLR0917 - the arguments of a process
 
                 times["work"].append(seconds(get, clock))
                 assert count == len(keys), f"{count} of {len(keys)} blocks were found"
+            leases = backend.lease_all([store._space + key for key in keys])
+            move = fill if job == "put" else sink
+
+            def alone(leases: list[Lease] = leases, move: Move = move) -> None:
+                for at, lease in enumerate(leases):
+                    move(at, lease.place[HEADER_BYTES:])
+
+            times["blocks"].append(seconds(alone, clock))
+            backend.release_all(leases)
         out.send(times)
 
 
@@ -104,9 +122,9 @@ def fresh(url: str, job: str, keys: list[bytes], block: int, clock: str) -> dict
     return times
 
 
-def ratios(rounds: list[dict[str, list[float]]], at: int) -> list[float]:
-    """Return copy seconds over own seconds of each round; ``at`` numbers the repetition."""
-    return sorted(one["copy"][at] / one["work"][at] for one in rounds)
+def ratios(rounds: list[dict[str, list[float]]], at: int, beside: str) -> list[float]:
+    """Return ``beside`` seconds over own seconds of each round; ``at`` numbers the repetition."""
+    return sorted(one[beside][at] / one["work"][at] for one in rounds)
 
 
 def main() -> None:
@@ -138,11 +156,14 @@ def main() -> None:
         ("get, first in a fresh process", gets, 0), ("get", gets, 4),
     ):  # fmt: skip
         speed = size / statistics.median(one["work"][at] for one in rounds) / 1e9
-        ratio = ratios(rounds, at)
-        figures.append(
-            Figure(name, "GB/s", speed, "one NumPy copy", statistics.median(ratio), ratio[0],
-                   ratio[-1], 0.8, part="shm")
-        )  # fmt: skip
+        for beside, told, goal in (
+            ("copy", "one NumPy copy", 0.8), ("blocks", "the blocks' copies alone", None),
+        ):  # fmt: skip
+            ratio = ratios(rounds, at, beside)
+            figures.append(
+                Figure(name, "GB/s", speed, told, statistics.median(ratio), ratio[0], ratio[-1],
+                       goal, part="shm")
+            )  # fmt: skip
     for name, at in (("knows, first in a fresh process", 0), ("knows", 1)):
         own = statistics.median(one[at][0] for one in many)
         ratio = sorted(one[at][1] / one[at][0] for one in many)

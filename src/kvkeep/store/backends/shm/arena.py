@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from typing import TYPE_CHECKING, Final
-from zlib import crc32
 
 import numpy as np
 
@@ -59,19 +58,29 @@ class SharedArena(ArenaCore):
             OutOfRoom: there is no room for the first; see `ShmBackend.reserve`.
             BackendFailed: the lock cannot be had, or the index is damaged; nothing is taken.
         """
+        lengths = [self.extents.taken_by(size) for size in sizes[:AT_ONCE]]
         drafts: list[Hold] = []
         try:
             with self:
-                for block, size in zip(blocks[:AT_ONCE], sizes, strict=False):
-                    length = self.extents.taken_by(size)
+                found = self._together(lengths)
+                if found >= 0:
+                    self._draft(drafts, found, lengths, blocks, sizes)
+                    return drafts
+                for here, length in enumerate(lengths):
                     found = self._room(length, must=not drafts)
                     if found < 0:
                         break
-                    drafts.append(self._draft(found, length, block, size))
+                    self._draft(drafts, found, [length], blocks[here:], sizes[here:])
         except BackendFailed:
             self.release(drafts)
             raise
         return drafts
+
+    def _together(self, lengths: Sequence[int]) -> int:
+        """Return a free extent for all of ``lengths``, -1 if there is none."""
+        if self.books.words[at.SPARES] < len(lengths):
+            return -1
+        return self.extents.find(sum(lengths))
 
     def _room(self, length: int, *, must: bool) -> int:
         """Return a free extent of ``length`` bytes or more; -1 if there is none, unless it must."""
@@ -84,23 +93,27 @@ class SharedArena(ArenaCore):
             raise OutOfRoom(length - free if short else length, self._place)
         return found
 
-    def _draft(self, found: int, length: int, block: bytes, size: int) -> Hold:
-        """Make a draft of ``block`` in ``length`` bytes of the free extent ``found``."""
+    def _draft(
+        self,
+        drafts: list[Hold],
+        found: int,
+        lengths: Sequence[int],
+        blocks: Sequence[bytes],
+        sizes: Sequence[int],
+    ) -> None:
+        """Append drafts with ``lengths`` bytes of the free extent ``found``, held."""
         books, words = self.books, self.books.words
         with self._change:
-            entry = self.extents.take(found, length)
-            generation = words[at.GENERATION] + 1
-            words[at.GENERATION] = generation
-            books.set_id(entry, block)
-            books.generation[entry], books.size[entry] = generation, size
-            books.named[entry] = books.leaving[entry] = books.pinned[entry] = 0
-            books.set_nobody(entry)
-            hold = self._begin_hold(entry)
-            books.proof[entry] = at.proof_of(
-                crc32(block), books.offset[entry], length, size, generation
-            )
-            books.state[entry] = at.DRAFT
-        return hold
+            generation = words[at.GENERATION]
+            words[at.GENERATION] = generation + len(lengths)
+            entries = self.extents.take(found, lengths)
+            for entry, block, size in zip(entries, blocks, sizes, strict=False):
+                generation += 1
+                books.begin(entry, block, size, generation, self._holder)
+                drafts.append((entry, generation))
+                books.state[entry] = at.DRAFT
+            with self._counting:
+                self._held.update(dict.fromkeys(drafts[-len(entries) :], 1))
 
     def publish(self, drafts: Sequence[Hold], blocks: Sequence[bytes], *, hold: bool) -> None:
         """Make each draft the record of its block, in order; holds end unless ``hold``.
@@ -113,19 +126,20 @@ class SharedArena(ArenaCore):
         """
         for start in range(0, len(drafts), AT_ONCE):
             with self:
+                now = clock.now()
                 for draft, block in zip(drafts[start:][:AT_ONCE], blocks[start:], strict=False):
-                    self._publish(draft, block)
+                    self._publish(draft, block, now)
                     if not hold:
                         self._end_hold(draft)
 
-    def _publish(self, draft: Hold, block: bytes) -> None:
+    def _publish(self, draft: Hold, block: bytes, now: int) -> None:
         books, (entry, generation) = self.books, draft
         older = self.find_here(block)  # this may repair, and drop the draft
         mine = draft in self._held and books.generation[entry] == generation
         if books.state[entry] != at.DRAFT or not mine:
             raise BackendFailed(f"{self._place} was damaged and repaired; a draft is lost")
         with self._change:
-            books.used[entry] = clock.now()
+            books.used[entry] = now
             if older >= 0:
                 books.pinned[entry] = books.pinned[older]
             books.state[entry] = at.PUBLISHED  # from here on it survives this process

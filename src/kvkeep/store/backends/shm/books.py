@@ -92,10 +92,20 @@ class Books:
         begin = self._ids_at + BLOCK_ID_BYTES * entry
         return self.map[begin : begin + BLOCK_ID_BYTES]
 
-    def set_id(self, entry: int, block: bytes) -> None:
-        """Write the block id of an entry."""
+    def begin(self, entry: int, block: bytes, size: int, generation: int, holder: bytes) -> None:
+        """Write all of a draft but its extent, which is set, and its state.
+
+        ``holder`` are the holders: the bit of this process.
+        """
+        self.named[entry] = self.leaving[entry] = self.pinned[entry] = 0
         begin = self._ids_at + BLOCK_ID_BYTES * entry
         self.map[begin : begin + BLOCK_ID_BYTES] = block
+        begin = self._holders_at + HOLDER_BYTES * entry
+        self.map[begin : begin + HOLDER_BYTES] = holder
+        self.size[entry], self.generation[entry] = size, generation
+        self.proof[entry] = at.proof_of(
+            crc32(block), self.offset[entry], self.length[entry], size, generation
+        )
 
     def proven(self, entry: int) -> bool:
         """Whether the columns of an entry are what was written together."""
@@ -110,11 +120,6 @@ class Books:
         """Whether any process holds an entry."""
         begin = self._holders_at + HOLDER_BYTES * entry
         return self.map[begin : begin + HOLDER_BYTES] != _NOBODY
-
-    def set_nobody(self, entry: int) -> None:
-        """Remove the holders of an entry."""
-        begin = self._holders_at + HOLDER_BYTES * entry
-        self.map[begin : begin + HOLDER_BYTES] = _NOBODY
 
     # --- lookups without the lock ----------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from array import array
 from typing import TYPE_CHECKING, Final
 
 from kvkeep.core.errors import BackendFailed
@@ -93,6 +94,9 @@ class ArenaCore:
             )
         self._word = self._lock.slot >> 6
         self._bit = 1 << (self._lock.slot & 63)
+        holders = [0] * at.HOLDER_WORDS
+        holders[self._word] = self._bit
+        self._holder = array("Q", holders).tobytes()
 
     @property
     def inherited(self) -> bool:

@@ -13,6 +13,8 @@ from kvkeep.store.backends.base import ALIGNMENT
 from kvkeep.store.backends.shm import layout as at
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvkeep.store.backends.shm.books import Books
 
 __all__ = ["Extents"]
@@ -60,28 +62,38 @@ class Extents:
         split = books.length[entry] > length
         return -1 if split and books.words[at.SPARE] < 0 else entry
 
-    def take(self, entry: int, length: int) -> int:
-        """Take ``length`` bytes from the free extent ``entry``; return their entry, still unset."""
-        books = self._books
+    def take(self, entry: int, lengths: Sequence[int]) -> list[int]:
+        """Take ``lengths`` bytes, one behind the other, from the free extent ``entry``.
+
+        Returns their entries, still unset. Wants an unused entry for each of them, but for one that
+        takes the rest.
+        """
+        books, words = self._books, self._books.words
         self._leave_bin(entry)
-        books.words[at.FREE_BYTES] -= length
-        rest = books.length[entry] - length
-        if not rest:
-            return entry
-        mine = books.words[at.SPARE]
-        books.words[at.SPARE] = books.link[mine]
-        books.words[at.SPARES] -= 1
-        if mine >= books.words[at.HIGH]:
-            books.words[at.HIGH] = mine + 1
-        offset, before = books.offset[entry], books.before[entry]
-        books.offset[mine], books.length[mine] = offset, length
-        books.before[mine], books.after[mine] = before, entry
-        books.before[entry] = mine
+        words[at.FREE_BYTES] -= sum(lengths)
+        offset, before, rest = books.offset[entry], books.before[entry], books.length[entry]
+        taken: list[int] = []
+        for length in lengths:
+            if length == rest:
+                taken.append(entry)
+                break
+            mine = words[at.SPARE]
+            words[at.SPARE] = books.link[mine]
+            words[at.SPARES] -= 1
+            if mine >= words[at.HIGH]:
+                words[at.HIGH] = mine + 1
+            books.offset[mine], books.length[mine], books.before[mine] = offset, length, before
+            if before >= 0:
+                books.after[before] = mine
+            before = mine
+            offset, rest = offset + length, rest - length
+            taken.append(mine)
+        books.offset[entry], books.length[entry], books.before[entry] = offset, rest, before
         if before >= 0:
-            books.after[before] = mine
-        books.offset[entry], books.length[entry] = offset + length, rest
-        self._enter_bin(entry)
-        return mine
+            books.after[before] = entry
+        if taken[-1] != entry:
+            self._enter_bin(entry)
+        return taken
 
     def free(self, entry: int) -> None:
         """Free a taken extent and merge it with free neighbours."""
