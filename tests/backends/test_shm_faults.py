@@ -22,8 +22,10 @@ from kvkeep.store.backends.shm import layout as at
 from kvkeep.testing.backend_hooks import block_id
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
+
+    from kvkeep.store.backends.shm.core import Hold
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shm:// needs Linux")
 UNIT = ALIGNMENT
@@ -141,6 +143,42 @@ def test_the_lease_of_a_dropped_record_is_none_of_the_next_one(
         used = other.used()
         lease.release()
         assert other.used() == used - UNIT, "its memory is free again"
+
+
+def test_a_block_that_goes_in_the_middle_of_a_lookup_ends_the_run(
+    backend: ShmBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Leases are of the leading blocks: those behind it must not take its place."""
+    for block in (A, B, C):
+        put(backend, block, block)
+    hold_all = backend.arena.hold_all
+
+    def late(blocks: Sequence[bytes]) -> list[Hold | None]:
+        backend.delete([B])
+        return hold_all(blocks)
+
+    monkeypatch.setattr(backend.arena, "hold_all", late)
+    leases = backend.lease_all([A, B, C])
+    assert [bytes(lease.view) for lease in leases] == [A]
+    backend.release_all(leases)
+    backend.delete([A, C])
+    assert backend.used() == 0, "the last one is not held"
+
+
+def test_the_end_of_a_demotion_of_a_dropped_record(backend: ShmBackend) -> None:
+    """It does not end that of the next record in its entry."""
+    put(backend, A, b"a")
+    ((_, dropped),) = backend.arena.evict(1, None, leave=True)
+    backend.arena.books.proof[dropped[0]] = 0
+    with backend.arena:
+        backend.arena._repair()
+    put(backend, B, b"b")
+    ((_, hold),) = backend.arena.evict(1, None, leave=True)
+    assert hold[0] == dropped[0], "the test wants the same entry"
+    assert not backend.arena.left(A, dropped)
+    assert backend.arena.leaving_bytes == UNIT
+    assert backend.arena.left(B, hold)
+    assert (backend.used(), backend.arena.leaving_bytes) == (0, 0)
 
 
 # --- processes -------------------------------------------------------------------------------

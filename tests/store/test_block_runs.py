@@ -76,6 +76,53 @@ def test_some_blocks_of_a_prompt_are_there(store: BlockStore) -> None:
         store.remove(KEYS)
 
 
+def test_some_blocks_are_in_a_tier_only(front: str, tmp_path: Path) -> None:
+    """Neither those nor the blocks in memory are filled again."""
+    with BlockStore("runs", tiers=[front, f"file://{tmp_path}/disk?size=8MiB"]) as store:
+        chance = random.Random(3)
+        known = [key for key in KEYS if chance.random() < 0.5]
+        assert put(store, known) == len(known)
+        assert store.flush()
+        below = [store._space + key for key in known if chance.random() < 0.5]
+        store._tiered.memory.remove(below)
+        filled = []
+
+        def fill(at: int, raw: memoryview) -> None:
+            filled.append(KEYS[at])
+            raw[:] = content(KEYS[at])
+
+        assert store.write(KEYS, [SIZE] * 200, fill) == 200
+        assert filled == [key for key in KEYS if key not in set(known)]
+        assert store.flush()
+        assert store.stats()[1].blocks == 200
+        names: list[str] = []
+        levels = store._tiered.locate([store._space + key for key in KEYS])
+        assert levels == [int(store._space + key in set(below)) for key in KEYS]
+        count = store._tiered.read(
+            [store._space + key for key in KEYS], [SIZE] * 200,
+            lambda at, raw: names.append(str(bytes(raw) == content(KEYS[at]))),
+        )  # fmt: skip
+        assert (count, set(names)) == (200, {"True"})
+        assert held(store) == 0
+
+
+def test_a_read_that_cannot_begin_leaves_no_lease(
+    front: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with BlockStore("runs", tiers=[front, f"file://{tmp_path}/disk?size=8MiB"]) as store:
+        put(store, KEYS[:8])
+        assert store.flush()
+        store._tiered.memory.remove([store._space + key for key in KEYS[4:8]])
+
+        def failing(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(store._tiered._reader, "start", failing)
+        with pytest.raises(KeyboardInterrupt):
+            read(store, KEYS[:8])
+        assert held(store) == 0
+
+
 def test_blocks_of_other_sizes(store: BlockStore) -> None:
     chance = random.Random(1)
     sizes = [chance.choice((1, 100, 5000, 70_000, 200_000)) for _ in range(30)]
@@ -92,14 +139,17 @@ def test_blocks_of_other_sizes(store: BlockStore) -> None:
 def test_fill_raises_in_the_middle(front: str, tmp_path: Path, at_block: int) -> None:
     """The blocks before it are stored, also in the tier; it and those behind it are not."""
     with BlockStore("runs", tiers=[front, f"file://{tmp_path}/disk?size=8MiB"]) as store:
+        filled: list[int] = []
 
         def fill(at: int, raw: memoryview) -> None:
+            filled.append(at)
             if at == at_block:
                 raise KeyError("the caller's mistake")
             raw[:] = content(KEYS[at])
 
         with pytest.raises(KeyError, match="the caller's mistake"):
             store.write(KEYS[:50], [SIZE] * 50, fill)
+        assert filled == list(range(at_block + 1))
         assert store.knows(KEYS) == at_block
         assert store.unknown(KEYS) == list(range(at_block, 200))
         assert store.flush()
