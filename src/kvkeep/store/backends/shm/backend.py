@@ -43,7 +43,8 @@ class ShmBackend(InPlaceBackend):
     process.
 
     Thread safety: all methods. Cost: about 10 µs for a lease with its release, or a draft with its
-    commit, while no other process holds the lock. A forked process cannot use it: open it again.
+    commit, while no other process holds the lock; about 2 and 4 µs for each of many at once
+    (`lease_all`, `reserve_all`). A forked process cannot use it: open it again.
     """
 
     scheme = "shm"
