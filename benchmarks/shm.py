@@ -70,8 +70,8 @@ def measured(  # noqa: PLR0917 - the arguments of a process
     """Open the store in this fresh process; put or get ``keys``, beside one copy; send seconds."""
     with BlockStore("benchmark", tiers=[url]) as store:
         backend = store._tiered.memory.backend
-        if isinstance(backend, ShmBackend):
-            backend.warmed()
+        assert isinstance(backend, ShmBackend)
+        backend.warmed()
         source = np.full(len(keys) * block, 7, np.uint8)
         target = np.full_like(source, 1)
         sizes = [block] * len(keys)
