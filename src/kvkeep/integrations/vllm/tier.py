@@ -139,6 +139,7 @@ class KVKeepTier(SecondaryTierManager):
             news=self._news,
         )  # fmt: skip
         self._live: dict[str, TierRequest] = {}
+        self._held = 0  # steps in which nothing may be loaded
         _LOG.info(
             "kvkeep stores chunks of up to %d bytes in %s", offloading_spec.kv_bytes_per_chunk,
             ", ".join(tier.place for tier in store.stats()[1:]),
@@ -186,14 +187,15 @@ class KVKeepTier(SecondaryTierManager):
             return LookupResult.MISS
         if not request.kept and not self._known(request, req_context.req_id):
             return LookupResult.MISS
-        return self._lookups.find(request, key, req_context)
+        found = self._lookups.find(request, key, req_context)
+        return LookupResult.RETRY if self._held and found is LookupResult.HIT else found
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Begin to store rows."""
         context = job_metadata.req_context
         request = TierRequests.of(context).get(self)
         if request is not None and request.options.store and self._known(request, context.req_id):
-            self._jobs.save(job_metadata, request)
+            self._jobs.save(job_metadata, request, self._whole if request.reset else None)
         else:
             self._jobs.skip(job_metadata)
 
@@ -234,6 +236,7 @@ class KVKeepTier(SecondaryTierManager):
                 request.computed = True
                 if request.kept is None:
                     self._known(request, request_id)
+        self._held = max(0, self._held - 1)
         self._jobs.delete_expired()
         self._lookups.next_step()
         live = self._live.values()
@@ -245,8 +248,17 @@ class KVKeepTier(SecondaryTierManager):
     # --- the end ---------------------------------------------------------------------------------
 
     def drain_jobs(self) -> None:
-        """Wait until no job reads or writes vLLM's memory. What is stored stays."""
+        """Wait until no job reads or writes vLLM's memory. What is stored stays.
+
+        vLLM is about to give all rows away. Loads wait until its workers write none of them for
+        earlier jobs; and what it then stores for requests that go on must be of their own pages.
+        """
         self._jobs.drain()
+        if self._engine is not None:
+            self._held = max(self._held, self._engine.unsettled_steps)
+        if self._engine is None or not self._engine.forget_stored_pages():
+            for request in self._live.values():
+                request.reset = True
 
     def shutdown(self) -> None:
         """End all jobs, and let the store write queued chunks, for at most ``flush_timeout``."""

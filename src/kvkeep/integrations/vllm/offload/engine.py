@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_offload.base import OffloadingManager
 
 from kvkeep.core.errors import InvalidValue
 
@@ -79,6 +80,44 @@ class OffloadEngine:
                 "parts of chunks there, and loads them as whole ones, which gives wrong tokens. "
                 "Leave blocks_per_chunk and block_size out of kv_connector_extra_config"
             )
+
+    @property
+    def unsettled_steps(self) -> int:
+        """In how many of the next steps rows may still be written for jobs of before a reset.
+
+        vLLM gives all rows away at a reset. Its workers end their copies, and make those that are
+        due, in the next step; but a tier fills rows in the scheduler, as soon as that step is
+        planned. vLLM 0.33 holds loads of tiers back until then, earlier versions do not.
+        """
+        if hasattr(OffloadingManager, "on_reset_flushed"):
+            return 0
+        scheduler = getattr(self.connector, "connector_scheduler", None)
+        if not getattr(scheduler, "_jobs", True):
+            return 0  # no copy was on its way
+        batches: int = self.config.max_concurrent_batches
+        return batches
+
+    def forget_stored_pages(self) -> bool:
+        """Forget which pages held what requests have offloaded; return whether this vLLM does.
+
+        After a reset vLLM (0.30 to 0.33) offloads anew all that its requests have computed, from
+        the pages that it noted when they got them. Pages that have left a window since then may be
+        those of other requests: their KV would be stored under wrong keys.
+        """
+        scheduler = getattr(self.connector, "connector_scheduler", None)
+        try:
+            config, requests = scheduler.config, scheduler._req_status  # type: ignore[union-attr]
+            for status in requests.values():
+                for group, state in zip(config.kv_group_configs, status.group_states, strict=True):
+                    if group.sliding_window_size_in_chunks is None:
+                        continue
+                    pages = state.block_ids
+                    stored = min(state.next_stored_chunk_idx * config.blocks_per_chunk, len(pages))
+                    pages[:stored] = [0] * stored  # vLLM's mark of a page that is not needed
+        except (AttributeError, TypeError) as error:
+            _LOG.warning("kvkeep does not know this version of vLLM after a reset: %s", error)
+            return False
+        return True
 
     def request(self, request_id: str) -> Request | None:
         """Return a request that the connector follows; None if this vLLM does not tell."""

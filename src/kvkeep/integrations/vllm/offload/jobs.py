@@ -46,7 +46,8 @@ _LOADERS = 4
 class FinishedJob:
     """A job that has ended: the keys of the chunks that were moved, and of those that were not.
 
-    ``cancelled``: it was told to end early, so what it has not moved may well be there.
+    ``cancelled``: it was told to end early, so what it has not moved may well be there. ``groups``:
+    those whose chunks are moved; None: all.
     """
 
     job: TransferJob
@@ -56,6 +57,7 @@ class FinishedJob:
     seconds: float = 0.0
     failed: list[OffloadKey] = field(default_factory=list)
     cancelled: bool = False
+    groups: frozenset[int] | None = None
 
     def result(self) -> JobResult:
         """Return what vLLM is told."""
@@ -117,9 +119,11 @@ class TierJobs:
         self._counts.add(hit_tokens=self._tokens(job.keys))
         self._run(self._loaders, FinishedJob(job, request), until)
 
-    def save(self, job: TransferJob, request: TierRequest) -> None:
-        """Begin to store the rows of ``job``."""
-        self._run(self._saver, FinishedJob(job, request), 0.0)
+    def save(
+        self, job: TransferJob, request: TierRequest, groups: frozenset[int] | None = None
+    ) -> None:
+        """Begin to store the rows of ``job``; of ``groups`` only, if they are given."""
+        self._run(self._saver, FinishedJob(job, request, groups=groups), 0.0)
 
     def skip(self, job: TransferJob) -> None:
         """End ``job`` at once: its rows are not to be stored."""
@@ -202,6 +206,8 @@ class TierJobs:
                 places.setdefault(group_of(key), []).append((end, key, int(row)))
         parts = []
         for group, found in places.items():
+            if ended.groups is not None and group not in ended.groups:
+                continue
             found.sort()
             keys = [key for _, key, _ in found]
             rows = [row for _, _, row in found]

@@ -61,6 +61,7 @@ class TierRequest:
         loads: number of its loads that have not ended.
         computed: whether vLLM has begun to compute it.
         over: whether vLLM has finished it.
+        reset: whether vLLM may offload pages for it that are not its own, in groups with a window.
     """
 
     options: RequestOptions
@@ -76,6 +77,7 @@ class TierRequest:
     loads: int = 0
     computed: bool = False
     over: bool = False
+    reset: bool = False
     _keys: dict[int, list[OffloadKey]] = field(default_factory=dict)
     _seen: int = 0
 
