@@ -68,14 +68,14 @@ def refuse_unknown(given: Iterable[object], known: Sequence[str], has: str, ther
 def truth_of(name: str, value: object) -> bool:
     """Return ``value``, which must be true or false."""
     if not isinstance(value, bool):
-        raise InvalidValue(f"{name} is {value!r}; true or false is needed")
+        raise InvalidValue(f"{name} is {told(value)}; true or false is needed")
     return value
 
 
 def text_of(name: str, value: object) -> str:
     """Return ``value``, which must be text."""
     if not isinstance(value, str):
-        raise InvalidValue(f"{name} is {value!r}; text is needed")
+        raise InvalidValue(f"{name} is {told(value)}; text is needed")
     return value
 
 

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvkeep.core.errors import InvalidValue
+from kvkeep.core.errors import InvalidValue, told
 from kvkeep.integrations.options import (
     EngineOptions,
     checked,
@@ -112,7 +112,7 @@ class RequestOptions:
         if given is None:
             return cls()
         if not isinstance(given, dict):
-            raise InvalidValue(f"kvkeep is {given!r}; an object is needed")
+            raise InvalidValue(f"kvkeep is {told(given)}; an object is needed")
         options = checked(cls, given, "kvkeep has", "there are")
         if options.pop("pin", False):
             options["pin"] = options.pop("ttl", None) or _DEFAULT_PIN_S

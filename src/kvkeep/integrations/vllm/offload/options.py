@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvkeep.core.errors import InvalidValue
+from kvkeep.core.errors import InvalidValue, told
 from kvkeep.core.geometry.units import parse_bytes
 from kvkeep.integrations.options import EngineOptions, option, tiers_of
 
@@ -29,10 +29,10 @@ def _tiers_below(name: str, value: object) -> tuple[str, ...]:
 
 def _bytes_of(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int | str):
-        raise InvalidValue(f'{name} is {value!r}; a size is needed, as "256MiB"')
+        raise InvalidValue(f'{name} is {told(value)}; a size is needed, as "256MiB"')
     size = parse_bytes(value)
     if size < _LEAST_BUFFER:
-        raise InvalidValue(f"{name} is {value!r}; at least 1MiB is needed")
+        raise InvalidValue(f"{name} is {told(value)}; at least 1MiB is needed")
     return size
 
 

@@ -1,0 +1,103 @@
+"""A reset of vLLM's caches while requests run: no KV of another request is stored or loaded."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from engines import engine, prompt, same
+from hybrids import each
+from models import make_gpt_oss
+from tiered import TieredEngine, tiered
+from vllm import SamplingParams
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+from kvkeep.integrations.vllm.offload.engine import OffloadEngine
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from vllm.v1.kv_offload.tiering.base import TransferJob
+
+LONG, SHORT = prompt(201, seed=61), prompt(9, seed=60)
+OTHERS = [prompt(length, seed=63) for length in (160, 170, 180)]
+FEW = {"num_gpu_blocks_override": 30, "max_model_len": 416, "max_num_batched_tokens": 416}
+
+
+def begin(one: TieredEngine, name: str, tokens: list[int], most: int, **wishes: object) -> None:
+    said = {"kv_transfer_params": {"kvkeep": wishes}} if wishes else None
+    sampling = SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True, extra_args=said)
+    one.llm.llm_engine.add_request(name, {"prompt_token_ids": tokens}, sampling)
+
+
+def until_ended(one: TieredEngine, *names: str) -> None:
+    waiting, until = set(names), time.monotonic() + 60
+    while waiting:
+        waiting -= {said.request_id for said in one.llm.llm_engine.step() if said.finished}
+        assert time.monotonic() < until
+
+
+def reset(one: TieredEngine) -> None:
+    """Empty vLLM's memory although requests run, as its server does when it is told to."""
+    assert not one.core.scheduler.reset_prefix_cache(reset_connector=True)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_pages_that_left_a_window_are_not_stored_for_their_last_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    path, disk = make_gpt_oss(tmp_path / "gpt_oss"), f"file://{tmp_path}/kv?size=64MiB"
+    with engine(path) as vllm:
+        cold = each(vllm, [LONG])
+    if not known:  # in a vLLM of another build: then at least what kvkeep has is right
+        monkeypatch.setattr(OffloadEngine, "forget_stored_pages", lambda _: False)
+    with tiered(path, disk, **FEW) as one:
+        begin(one, "goes on", LONG, 190)
+        for _ in range(80):  # the end of its prompt leaves the window
+            one.llm.llm_engine.step()
+        for at, other in enumerate(OTHERS):
+            begin(one, f"other {at}", other, 1, store=False)
+            until_ended(one, f"other {at}")
+        one.store.clear()
+        reset(one)
+        until_ended(one, "goes on")
+        if known:
+            assert one.core.scheduler.reset_prefix_cache()
+            same(cold, each(one, [LONG]))
+        one.forget_all()
+        (again,) = each(one, [LONG])
+        same(cold, [again])
+        one.ask([SHORT])
+        one.forget_all()
+        (warm,) = each(one, [LONG])
+        same(cold, [warm])
+        assert warm.cached == 192, "it is stored anew by a request that computes it"
+
+
+def test_no_row_is_filled_while_workers_may_write_it(tmp_path: Path, llama: str) -> None:
+    disk = f"file://{tmp_path}/kv?size=64MiB"
+    with tiered(llama, disk) as one:
+        cold = each(one, [LONG])
+        one.forget_all()
+        worker = get_kv_transfer_group().connector_worker
+        load, written = one.tier.submit_load, []
+        before: set[int] = set()
+
+        def watched(job: TransferJob) -> None:
+            due = {number for number, *_ in worker._unsubmitted_store_jobs}
+            written.append((due | worker.worker._saving.keys()) & before)
+            load(job)
+
+        one.tier.submit_load = watched  # type: ignore[method-assign, assignment]
+        begin(one, "goes on", OTHERS[0], 40)
+        while not worker._unsubmitted_store_jobs:  # its prompt is copied in the next step
+            one.llm.llm_engine.step()
+        before = {number for number, *_ in worker._unsubmitted_store_jobs}
+        reset(one)
+        begin(one, "loads", LONG, 6)
+        until_ended(one, "loads", "goes on")
+        assert written == [set()]
+        assert one["loaded_tokens"] == 192
+        assert one.core.scheduler.reset_prefix_cache()
+        same(cold, each(one, [LONG]))
