@@ -42,6 +42,12 @@ class PendingLookup:
     covered: int | None = None
     result: BlockReach | None = None
 
+    def drop(self) -> None:
+        """Forget the thread's answer; if no thread has begun, none will."""
+        if self.future is not None:
+            self.future.cancel()
+            self.future = None
+
 
 class BlockLookups:
     """Finds how far requests are stored.
@@ -94,6 +100,7 @@ class BlockLookups:
         if time.monotonic() - lookup.since < self._timeout:
             return None
         self._counts.add(late_lookups=1)
+        lookup.drop()
         lookup.result = BlockReach(first, first)
         if self._shared is not None:
             hashes = followed.hashes(0, limit)
@@ -166,6 +173,7 @@ class BlockLookups:
         """Ignore later results of a lookup."""
         self._pending.pop(lookup.number, None)
         self._found.pop(lookup.number, None)
+        lookup.drop()
 
     def close(self) -> None:
         """Cancel the lookups that have not begun."""

@@ -164,6 +164,7 @@ class KVKeepTier(SecondaryTierManager):
         request = self._live.pop(req_context.req_id, None)
         if request is not None:
             request.over = True
+            self._lookups.forget(request)
             if request.options.pin is not None and request.kept:
                 self._jobs.pin(request, self._whole)
 

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -15,6 +16,7 @@ from kvkeep.core.errors import KVKeepError
 from kvkeep.integrations.vllm.device import DeviceCopies
 from kvkeep.integrations.vllm.groups import BlockReach
 from kvkeep.integrations.vllm.kept import log_fault
+from kvkeep.integrations.vllm.loaders import Loaders
 from kvkeep.integrations.vllm.messages import BlockSpan, LookupResults, Save
 from kvkeep.integrations.vllm.naming import machine_of, namespace_of, warn_of_seeds
 from kvkeep.integrations.vllm.outer import require_own_engine
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["WorkerSide"]
 
 _LOG = logging.getLogger("kvkeep.vllm")
-_LOADERS = 4
+_LOOKUPS = 4  # at a time
 # While no request can be computed vLLM runs idle steps in a loop, which takes the interpreter lock
 # from the loading threads. So an idle step waits this long for a load or a lookup to end; a new
 # request is delayed by as much at most.
@@ -74,7 +76,8 @@ class WorkerSide:
         self._kv_cache_config = kv_cache_config
         self._options = options
         self._groups = groups
-        self._pool = ThreadPoolExecutor(_LOADERS, "kvkeep load")
+        self._loaders = Loaders()
+        self._lookers = ThreadPoolExecutor(_LOOKUPS, "kvkeep lookup")
         self._loading: dict[str, _Loading] = {}
         self._running: set[Future[None]] = set()  # the threads of loads
         self._done: deque[_Loading] = deque()
@@ -134,14 +137,19 @@ class WorkerSide:
         for load in plan.loads:
             loading = _Loading(load, time.monotonic() + self._options.load_timeout)
             self._loading[load.request] = loading
-            running = self._pool.submit(self._load, loading, begun)
+            running = self._loaders.submit(
+                partial(self._load, loading, begun), until=loading.until,
+                cancelled=partial(getattr, loading, "cancelled"),
+            )  # fmt: skip
             self._running.add(running)
             running.add_done_callback(self._running.discard)
             running.add_done_callback(log_fault)
         for lookup in plan.lookups:
-            self._pool.submit(self._look_up, lookup).add_done_callback(log_fault)
+            self._lookers.submit(self._look_up, lookup).add_done_callback(log_fault)
 
-    def _load(self, loading: _Loading, begun: torch.cuda.Event | None) -> None:
+    def _load(
+        self, loading: _Loading, begun: torch.cuda.Event | None, went_on: Callable[[], None]
+    ) -> None:
         """In a thread: fill pages in order, up to the first block that does not arrive."""
         shared = self._open()
         started = time.monotonic()
@@ -150,6 +158,8 @@ class WorkerSide:
         filled = 0
         try:
             for span in spans:
+                if loading.cancelled:
+                    break
                 if self._device is None or begun is None:
                     sink = self._pages[span.group].sinker(span.pages)
                 else:
@@ -157,7 +167,7 @@ class WorkerSide:
                 there = shared.store.read(
                     span.keys,
                     [shared.sizes[span.group]] * len(span.keys),
-                    sink,
+                    _telling(sink, went_on),
                     deadline=max(0.0, loading.until - time.monotonic()),
                     cancelled=lambda: loading.cancelled,
                 )
@@ -289,6 +299,7 @@ class WorkerSide:
         """
         for loading in self._loading.values():
             loading.cancelled = True
+        self._loaders.wake()
         wait(list(self._running))
         if self._device is not None:
             self._device.drain()
@@ -297,7 +308,8 @@ class WorkerSide:
         """Cancel loads, and let the store write queued blocks."""
         for loading in self._loading.values():
             loading.cancelled = True
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._loaders.close(wait=False)
+        self._lookers.shutdown(wait=False, cancel_futures=True)
         if self._device is not None:
             self._device.close()
         if self.shared is not None:
@@ -306,3 +318,15 @@ class WorkerSide:
     def _open(self) -> SharedStore:
         assert self.shared is not None, "vLLM did not register its caches"
         return self.shared
+
+
+def _telling(
+    sink: Callable[[int, memoryview], None], went_on: Callable[[], None]
+) -> Callable[[int, memoryview], None]:
+    """Return ``sink``, followed by ``went_on``."""
+
+    def both(at: int, raw: memoryview) -> None:
+        sink(at, raw)
+        went_on()
+
+    return both

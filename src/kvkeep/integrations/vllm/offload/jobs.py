@@ -12,6 +12,7 @@ import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,11 +21,12 @@ from vllm.v1.kv_offload.tiering.base import JobResult
 from kvkeep.core.errors import KVKeepError
 from kvkeep.integrations.records import gather, scatter
 from kvkeep.integrations.vllm.kept import log_fault
+from kvkeep.integrations.vllm.loaders import Loaders
 from kvkeep.integrations.vllm.offload.requests import group_of
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from concurrent.futures import Future
 
     from vllm.v1.kv_offload.base import OffloadKey
@@ -39,7 +41,6 @@ if TYPE_CHECKING:
 __all__ = ["FinishedJob", "TierJobs"]
 
 _LOG = logging.getLogger("kvkeep.vllm")
-_LOADERS = 4
 
 
 @dataclass(slots=True)
@@ -47,7 +48,7 @@ class FinishedJob:
     """A job that has ended: the keys of the chunks that were moved, and of those that were not.
 
     ``cancelled``: it was told to end early, so what it has not moved may well be there. ``groups``:
-    those whose chunks are moved; None: all.
+    those whose chunks are moved; None: all. ``until``: when a load ends, in monotonic seconds.
     """
 
     job: TransferJob
@@ -58,6 +59,7 @@ class FinishedJob:
     failed: list[OffloadKey] = field(default_factory=list)
     cancelled: bool = False
     groups: frozenset[int] | None = None
+    until: float = 0.0
 
     def result(self) -> JobResult:
         """Return what vLLM is told."""
@@ -78,7 +80,7 @@ class _Part:
 
 
 class TierJobs:
-    """Runs the jobs of a tier: loads in four threads, saves in one, in order.
+    """Runs the jobs of a tier: loads in threads, four at a time, and saves in one, in order.
 
     ``view`` is vLLM's memory, int8 [chunks, row bytes]. ``counted`` has the tokens of a chunk of
     the group that is counted. ``news`` is set when a load has ended.
@@ -106,7 +108,7 @@ class TierJobs:
         self._counted = counted
         self._load_timeout = load_timeout
         self._news = news
-        self._loaders = ThreadPoolExecutor(_LOADERS, "kvkeep load")
+        self._loaders = Loaders()
         self._saver = ThreadPoolExecutor(1, "kvkeep save")
         self._running: dict[int, Future[None]] = {}
         self._done: deque[FinishedJob] = deque()
@@ -117,13 +119,19 @@ class TierJobs:
         until = time.monotonic() + self._load_timeout
         request.loads += 1
         self._counts.add(hit_tokens=self._tokens(job.keys))
-        self._run(self._loaders, FinishedJob(job, request), until)
+        ended = FinishedJob(job, request, until=until)
+        cancelled = partial(self._is_cancelled, ended)
+        self._begun(
+            ended,
+            self._loaders.submit(partial(self._move, ended), until=until, cancelled=cancelled),
+        )
 
     def save(
         self, job: TransferJob, request: TierRequest, groups: frozenset[int] | None = None
     ) -> None:
         """Begin to store the rows of ``job``; of ``groups`` only, if they are given."""
-        self._run(self._saver, FinishedJob(job, request, groups=groups), 0.0)
+        ended = FinishedJob(job, request, groups=groups)
+        self._begun(ended, self._saver.submit(self._move, ended))
 
     def skip(self, job: TransferJob) -> None:
         """End ``job`` at once: its rows are not to be stored."""
@@ -145,8 +153,7 @@ class TierJobs:
         if self._store.has_expired:
             self._saver.submit(self._store.delete_expired).add_done_callback(log_fault)
 
-    def _run(self, pool: ThreadPoolExecutor, ended: FinishedJob, until: float) -> None:
-        future = pool.submit(self._move, ended, until)
+    def _begun(self, ended: FinishedJob, future: Future[None]) -> None:
         future.add_done_callback(log_fault)
         self._running[ended.job.job_id] = future
 
@@ -168,14 +175,15 @@ class TierJobs:
 
     # --- in threads ------------------------------------------------------------------------------
 
-    def _move(self, ended: FinishedJob, until: float) -> None:
+    def _move(self, ended: FinishedJob, went_on: Callable[[], None] | None = None) -> None:
+        """Move the chunks of a job; ``went_on`` is called after each that is loaded."""
         job, began = ended.job, time.monotonic()
         parts: list[_Part] = []
         try:
             parts = self._parts(ended)
             for part in parts:
-                if job.is_promotion:
-                    count = self._load(part, ended, until)
+                if went_on is not None:
+                    count = self._load(part, ended, went_on)
                 else:
                     count = self._save(part, ended)
                 ended.moved += part.keys[:count]
@@ -187,7 +195,7 @@ class TierJobs:
             wanted = job.keys if job.is_promotion else [key for part in parts for key in part.keys]
             ended.failed = [key for key in wanted if key not in moved]
             ended.seconds = time.monotonic() - began
-            self._count(ended, until)
+            self._count(ended)
             self._done.append(ended)
             self._news.set()
 
@@ -214,25 +222,28 @@ class TierJobs:
             parts.append(_Part(group, keys, rows, request.names(keys, group)))
         return parts
 
-    def _load(self, part: _Part, ended: FinishedJob, until: float) -> int:
+    def _is_cancelled(self, ended: FinishedJob) -> bool:
+        """Return whether a load is to end now; from then on it is, whoever asks."""
+        assert ended.request is not None
+        ended.cancelled = ended.cancelled or ended.request.over or self._draining
+        return ended.cancelled
+
+    def _load(self, part: _Part, ended: FinishedJob, went_on: Callable[[], None]) -> int:
         runs, view = self._rows.of(part.group), self._view
-        request = ended.request
-        assert request is not None
 
         def sink(at: int, raw: memoryview) -> None:
             row = view[part.rows[at]]
             scatter(raw, (row[offset : offset + size] for offset, size in runs))
+            went_on()
 
-        def cancelled() -> bool:
-            ended.cancelled = ended.cancelled or request.over or self._draining
-            return ended.cancelled
-
+        if self._is_cancelled(ended):
+            return 0
         return self._store.store.read(
             part.names,
             [self._rows.size(part.group)] * len(part.keys),
             sink,
-            deadline=max(0.0, until - time.monotonic()),
-            cancelled=cancelled,
+            deadline=max(0.0, ended.until - time.monotonic()),
+            cancelled=partial(self._is_cancelled, ended),
         )
 
     def _save(self, part: _Part, ended: FinishedJob) -> int:
@@ -250,12 +261,12 @@ class TierJobs:
             self._store.expire(part.names[:count], request.options.ttl)
         return count
 
-    def _count(self, ended: FinishedJob, until: float) -> None:
+    def _count(self, ended: FinishedJob) -> None:
         moved, failed = self._tokens(ended.moved), self._tokens(ended.failed)
         if not ended.job.is_promotion:
             self._counts.add(saved_tokens=moved, dropped_tokens=failed, save_seconds=ended.seconds)
             return
-        late = failed if time.monotonic() >= until else 0
+        late = failed if time.monotonic() >= ended.until else 0
         self._counts.add(
             loaded_tokens=moved, failed_tokens=failed, late_tokens=late,
             load_seconds=ended.seconds,
@@ -271,6 +282,7 @@ class TierJobs:
     def drain(self) -> None:
         """Wait until all jobs have ended; loads end with the chunk that they are at."""
         self._draining = True
+        self._loaders.wake()
         try:
             wait(list(self._running.values()))
         finally:
@@ -279,6 +291,6 @@ class TierJobs:
     def close(self) -> None:
         """Drain, and release vLLM's memory."""
         self.drain()
-        self._loaders.shutdown(wait=True)
+        self._loaders.close(wait=True)
         self._saver.shutdown(wait=True)
         self._view = np.zeros((0, 0), np.uint8)

@@ -163,8 +163,15 @@ class ChunkLookups:
             elif time.monotonic() - query.since < self._timeout:
                 waiting.append(query)
             else:
+                query.future.cancel()  # if no thread has begun it
                 self._counts.add(late_lookups=1)
         request.queries = waiting
+
+    def forget(self, request: TierRequest) -> None:
+        """Cancel the queries of a request that has ended, unless they have begun."""
+        for query in request.queries:
+            query.future.cancel()
+        request.queries = []
 
     def close(self) -> None:
         """Cancel the queries that have not begun."""
