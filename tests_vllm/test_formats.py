@@ -229,3 +229,22 @@ def test_amx_is_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda has=has: {"amx_tile": has})
         said.append(naming.machine_of(config, [], torch.device("cpu")))
     assert ["/AMX" in each for each in said] == [False, True]
+
+
+def test_the_same_backends_for_other_layers_are_another_machine() -> None:
+    """As where layers with a window have one backend, and the others another one."""
+
+    def said(*backends: str) -> str:
+        layers = {
+            f"layer {at}": SimpleNamespace(
+                get_attn_backend=lambda name=name: SimpleNamespace(get_name=lambda: name)
+            )
+            for at, name in enumerate(backends)
+        }
+        config: Any = SimpleNamespace(
+            compilation_config=SimpleNamespace(static_forward_context=layers)
+        )
+        return naming.machine_of(config, layers, torch.device("cpu"))
+
+    assert said("ONE", "TWO") != said("TWO", "ONE")
+    assert said("ONE", "ONE").endswith(" ONE"), "as the proofs name it"

@@ -136,6 +136,8 @@ def test_variables_of_the_environment_decide(
         ("VLLM_LOGGING_LEVEL", "DEBUG", False),
         ("VLLM_API_KEY", "secret", False),
         ("VLLM_DP_RANK", "0", False),
+        ("VLLM_NIXL_SIDE_CHANNEL_PORT", "5601", False),  # each replica has another one
+        ("VLLM_BUILD_COMMIT", "0123abc", False),
     ):
         with monkeypatch.context() as patched:
             patched.setenv(name, value)

@@ -116,7 +116,10 @@ def machine_of(vllm_config: VllmConfig, names: Iterable[str], device: torch.devi
     ``names`` are those of the layers. Only a worker knows their backends.
     """
     layers = vllm_config.compilation_config.static_forward_context
-    backends = sorted({layers[name].get_attn_backend().get_name() for name in names})
+    backend_of = {name: layers[name].get_attn_backend().get_name() for name in names}
+    backends = sorted(set(backend_of.values()))
+    if len(backends) > 1:  # two engines may have the same ones, each for the other's layers
+        backends.append(_digest(backend_of))
     machine = platform.machine()
     if device.type == "cpu":
         machine += f"/{torch.backends.cpu.get_cpu_capability()}"
