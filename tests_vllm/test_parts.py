@@ -376,3 +376,16 @@ def test_a_request_with_many_unknown_options_names_a_few() -> None:
     with pytest.raises(InvalidValue, match="and others; there are store, answers") as told:
         RequestOptions.parse(given)
     assert len(str(told.value)) < 500
+
+
+@pytest.mark.parametrize("name", [None, "store", "ttl", "pin"])
+def test_params_that_are_too_deep_to_be_written_are_ignored(name: str | None) -> None:
+    deep: Any = []
+    for _ in range(5000):
+        deep = [deep]
+    counts = Counts()
+    params = {"kvkeep": deep if name is None else {name: deep}}
+    assert RequestOptions.of_request("deep", params, counts) == RequestOptions()
+    taken = counts.take()
+    assert taken is not None
+    assert taken.data == {"ignored_params": 1}

@@ -10,6 +10,7 @@ from engines import engine, prompt, same
 from hybrids import each
 from models import make_gpt_oss
 from tiered import TieredEngine, tiered
+from versions import VERSION
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -97,7 +98,9 @@ def test_no_row_is_filled_while_workers_may_write_it(tmp_path: Path, llama: str)
         reset(one)
         begin(one, "loads", LONG, 6)
         until_ended(one, "loads", "goes on")
-        assert written == [set()]
-        assert one["loaded_tokens"] == 192
+        if VERSION < (0, 33):  # which itself holds back what a reset interrupts, as a miss
+            assert written == [set()]
+            assert one["loaded_tokens"] == 192
+        assert not any(written)
         assert one.core.scheduler.reset_prefix_cache()
         same(cold, each(one, [LONG]))

@@ -100,7 +100,7 @@ class OffloadEngine:
     def forget_stored_pages(self) -> bool:
         """Forget which pages held what requests have offloaded; return whether this vLLM does.
 
-        After a reset vLLM (0.30 to 0.33) offloads anew all that its requests have computed, from
+        After a reset vLLM (0.31 to 0.33) offloads anew all that its requests have computed, from
         the pages that it noted when they got them. Pages that have left a window since then may be
         those of other requests: their KV would be stored under wrong keys.
         """
