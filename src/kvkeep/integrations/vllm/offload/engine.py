@@ -106,7 +106,8 @@ class OffloadEngine:
         """
         scheduler = getattr(self.connector, "connector_scheduler", None)
         try:
-            config, requests = scheduler.config, scheduler._req_status  # type: ignore[union-attr]
+            config = scheduler.config  # type: ignore[union-attr]
+            requests: Any = getattr(scheduler, "_req_status", None)
             for status in requests.values():
                 for group, state in zip(config.kv_group_configs, status.group_states, strict=True):
                     if group.sliding_window_size_in_chunks is None:
