@@ -176,3 +176,20 @@ def test_a_hung_tier_does_not_take_the_one_above_it_along(bench: Bench) -> None:
         assert get(store, [number]) == 1
     assert tiers[0].counters.demotions_dropped > 0
     lower.heal()
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_a_tier_that_hangs_when_it_is_asked_leaves_time_to_ask_the_next(
+    bench: Bench, each: bool
+) -> None:
+    """Both may hold what another process has written; one caller's time is for both."""
+    writer = bench.store(16, bench.disk())
+    slow, good = bench.memory(64), bench.disk()
+    slow.shared = True
+    store = bench.store(16, bench.spec(slow, pause=LONG), good)
+    put(writer, range(4))
+    settle(writer)
+    slow.hang("sizes")
+    blocks = [name(number) for number in range(4)]
+    ask = store.locate_each if each else store.locate
+    assert list(ask(blocks, time.monotonic() + 4 * SHORT)) == [2] * 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,14 @@ __all__ = ["Levels"]
 
 _PROBES = (1, 16, 64, 256)  # blocks per query: few at first, because most prompts are missing
 _NEVER = Loss("", "never", None, "")
+
+
+def _share(until: float | None, tiers: int) -> float | None:
+    """Return when the first of ``tiers`` must have answered, so that the others can be asked."""
+    if until is None:
+        return None
+    now = time.monotonic()
+    return now + (until - now) / tiers
 
 
 class Levels:
@@ -89,24 +98,26 @@ class Levels:
         Each tier is queried once, about all blocks that it may hold and faster ones lack.
         """
         found = [self.level_of(block) for block in blocks]
-        for level, tier in self._levels:
+        asked = [(level, tier) for level, tier in self._levels if tier.queried]
+        for number, (level, tier) in enumerate(asked):
             missing = [at for at, known in enumerate(found) if known is None]
-            if missing and tier.queried:
-                here = tier.probe([blocks[at] for at in missing], until)
-                for at in missing:
-                    if blocks[at] in here:
-                        found[at] = level
+            if not missing:
+                break
+            here = tier.probe([blocks[at] for at in missing], _share(until, len(asked) - number))
+            for at in missing:
+                if blocks[at] in here:
+                    found[at] = level
         return found
 
     def _probe(self, blocks: Sequence[bytes], at: int, until: float | None) -> dict[int, int]:
         """Query the tiers, fastest first, each about the blocks that faster ones lack."""
         found: dict[int, int] = {}
-        for level, tier in self._levels:
-            if tier.queried:
-                rest = blocks[len(found) :]
-                here = tier.probe(rest, until)
-                for _ in takewhile(here.__contains__, rest):
-                    found[at + len(found)] = level
+        asked = [(level, tier) for level, tier in self._levels if tier.queried]
+        for number, (level, tier) in enumerate(asked):
+            rest = blocks[len(found) :]
+            here = tier.probe(rest, _share(until, len(asked) - number))
+            for _ in takewhile(here.__contains__, rest):
+                found[at + len(found)] = level
             if len(found) == len(blocks):
                 break
         return found
