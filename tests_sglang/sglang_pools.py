@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from sglang.srt import runtime_context
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
@@ -24,11 +25,14 @@ from sglang.srt.mem_cache.pool_host.mha import get_mha_host_pool_cls
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 from sglang.srt.runtime_context import get_parallel
+from sglang.srt.server_args import ServerArgs
+from transformers import LlamaConfig
 
 from kvkeep.integrations import loaded
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
 
     from kvkeep.integrations.sglang import KVKeepStorage
 
@@ -174,8 +178,13 @@ class Pages:
 
 
 @contextmanager
-def controller(pools: Pools, tiers: list[str], **more: Any) -> Iterator[HiCacheController]:
-    """SGLang's controller with its three storage threads, attached to a storage."""
+def controller(
+    pools: Pools, tiers: list[str], ranks: tuple[int, int] = (0, 1), **more: Any
+) -> Iterator[HiCacheController]:
+    """SGLang's controller with its three storage threads, attached to a storage.
+
+    ``ranks``: which rank of how many it says to be; there is no other.
+    """
     with ExitStack() as stack:
         if not dist.is_initialized():
             file = stack.enter_context(tempfile.NamedTemporaryFile())
@@ -185,7 +194,12 @@ def controller(pools: Pools, tiers: list[str], **more: Any) -> Iterator[HiCacheC
             stack.callback(dist.destroy_process_group)
         stack.enter_context(
             get_parallel().override(
-                tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_dcp_size=1, attn_dcp_rank=0
+                tp_rank=ranks[0],
+                tp_size=ranks[1],
+                pp_rank=0,
+                pp_size=1,
+                attn_dcp_size=1,
+                attn_dcp_rank=0,
             )
         )
         made = HiCacheController(
@@ -201,6 +215,24 @@ def controller(pools: Pools, tiers: list[str], **more: Any) -> Iterator[HiCacheC
         )
         stack.callback(made.detach_storage_backend)
         yield made
+
+
+@contextmanager
+def server(
+    model: Path, *, config: Mapping[str, Any] | None = None, **settings: Any
+) -> Iterator[None]:
+    """Settings as a process of SGLang's server has them; its model's weights are elsewhere.
+
+    ``config``: of the model, which has Llama's architecture.
+    """
+    made = LlamaConfig(architectures=["LlamaForCausalLM"], **(config or {}))
+    made.save_pretrained(model)
+    arguments = ServerArgs(model_path=str(model), device="cpu", **settings)
+    runtime_context.publish(arguments, role="scheduler")
+    try:
+        yield
+    finally:
+        runtime_context.reset_context()
 
 
 def allocator(pools: Pools) -> PagedTokenToKVPoolAllocator:

@@ -169,7 +169,7 @@ def test_eight_threads_at_once(tmp_path: Path) -> None:
                 case 1:
                     storage.batch_exists(some)
                 case 2 if rng.random() < 0.05:
-                    storage._transport.store.remove(storage._keys("kv", some[:1]))
+                    storage._transport.store.remove(storage._pools["kv"].keys(some[:1]))
                 case _:
                     came = storage.batch_get_v1(some, spans(host, mine, len(some)))
                     loaded[thread] += sum(came)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import time
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +13,12 @@ import pytest
 import torch
 from sglang.srt import runtime_context
 from sglang.srt.mem_cache.hicache_storage import PoolTransfer
-from sglang.srt.server_args import ServerArgs
-from sglang_pools import config_of, hashes, pools, spans, states, storage_of
-from transformers import LlamaConfig
+from sglang_pools import config_of, hashes, pools, server, spans, states, storage_of
 
-from kvkeep.integrations.sglang.naming import pool_digest
+from kvkeep.integrations.sglang.naming import pool_digests
 from kvkeep.integrations.sglang.settings import settings_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from kvkeep.integrations.sglang import KVKeepStorage
@@ -113,7 +109,10 @@ def test_states_belong_to_a_rank_beside_latent_kv_too(tmp_path: Path) -> None:
 def test_pools_of_one_server_have_keys_of_their_own() -> None:
     hosts = [pools("mha", "page_first").host, pools("mha", "layer_first").host, states()]
     digests = {
-        pool_digest(config_of(), name, host, 1) for name in ("kv", "swa", "draft") for host in hosts
+        digest
+        for name in ("kv", "swa", "draft")
+        for host in hosts
+        for digest in pool_digests(config_of(), name, host, 1)
     }
     assert len(digests) == 9
 
@@ -311,7 +310,7 @@ def test_both_kinds_of_fp8_are_bytes_to_a_pool_and_two_things_to_us(tmp_path: Pa
         with server(tmp_path, kv_cache_dtype=dtype):
             host = pools("mha", "page_first", "fp8").host
             assert host.dtype == torch.uint8
-            digests.add(pool_digest(config_of(), "kv", host, 1))
+            digests.update(pool_digests(config_of(), "kv", host, 1))
     assert len(digests) == 2
 
 
@@ -328,15 +327,3 @@ def test_the_server_says_which_commit(tmp_path: Path) -> None:
             kept.batch_set_v1(hashes(2), spans(kept.mem_pool_host, 0, 2))
             kept.close()
     assert found == {"a" * 40: 2, "b" * 40: 0}
-
-
-@contextmanager
-def server(model: Path, **settings: str) -> Iterator[None]:
-    """Settings as a process of SGLang's server has them; its model's weights are elsewhere."""
-    LlamaConfig(architectures=["LlamaForCausalLM"]).save_pretrained(model)
-    arguments = ServerArgs(model_path=str(model), device="cpu", **settings)
-    runtime_context.publish(arguments, role="scheduler")
-    try:
-        yield
-    finally:
-        runtime_context.reset_context()

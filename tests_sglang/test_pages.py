@@ -100,7 +100,7 @@ def test_a_page_that_vanishes_between_the_question_and_the_load() -> None:
     names = hashes(6)
     assert pages.set(names, spans(made.host, 0, 6))
     assert storage.batch_exists(names) == 6
-    storage._transport.store.remove(storage._keys("kv", names[4:5]))
+    storage._transport.store.remove(storage._pools["kv"].keys(names[4:5]))
     assert pages.get(names, spans(made.host, 8, 6)) == 4
     storage.close()
 

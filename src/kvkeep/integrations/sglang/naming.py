@@ -7,6 +7,9 @@ and adapter names too. Everything else on which the bytes of a page depend is na
                 layout, page size and geometry of the pool of KV; the rank
     key         SHA-256( the pool's digest + the hash )
     digest      the pool's name, dtype, layout, page size, geometry; its rank; a draft's weights
+
+Where pages are stored by heads (heads.py), the namespace has the number of all heads and no
+tensor-parallel rank, and there is a digest for each of the rank's parts, with its heads.
 """
 
 from __future__ import annotations
@@ -25,11 +28,14 @@ from kvkeep.integrations.loaded import SAFETENSORS_FORMATS, loaded_identity
 from kvkeep.integrations.sglang.settings import server_setting, settings_digest
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
+    from kvkeep.integrations.sglang.heads import HeadParts
     from kvkeep.integrations.sglang.options import StorageOptions
 
-__all__ = ["is_replicated", "namespace_of", "page_keys", "pool_digest"]
+__all__ = ["is_replicated", "namespace_of", "page_keys", "pool_digests"]
 
 _LOG = logging.getLogger("kvkeep.sglang")
 _FORMAT = 1  # version of our records: a page in its pool's own layout
@@ -40,36 +46,61 @@ _SAFETENSORS = SAFETENSORS_FORMATS | {"layered", "bitsandbytes"}
 
 
 def namespace_of(
-    config: HiCacheStorageConfig, options: StorageOptions, pool: Any, page_bytes: int
+    config: HiCacheStorageConfig,
+    options: StorageOptions,
+    pool: Any,
+    record_bytes: int,
+    heads: HeadParts | None = None,
 ) -> Namespace:
-    """Return the namespace of this rank's pages; ``pool`` is the pool of KV."""
+    """Return the namespace of this rank's pages; ``pool`` is the pool of KV.
+
+    With ``heads``, all ranks of any number of them have the same one.
+    """
     path = str(server_setting("model_path") or config.model_name or "model")
+    replicated = is_replicated(config, "kv", pool)
+    shared = config.tp_size > 1 and (config.is_mla_model or heads is not None)
+    geometry = _geometry(pool, record_bytes, heads.heads if heads else None)
     return Namespace(
         tenant=options.tenant,
         model=Path(path).name,
-        revision=options.revision or _revision(config, path),
-        lora=_adapters(config),
+        revision=options.revision or _revision(path, shared=shared),
+        lora=_adapters(shared=shared),
         dtype=_dtype(pool),
         layout=_layout(pool),
-        geometry=f"{_geometry(pool, page_bytes)}/{settings_digest()}/{_configuration(path)}",
-        rank=_rank(config, replicated=is_replicated(config, "kv", pool)),
+        geometry=f"{geometry}/{settings_digest()}/{_configuration(path)}",
+        rank=_rank(config, replicated=replicated or heads is not None),
     )
 
 
-def pool_digest(config: HiCacheStorageConfig, name: str, pool: Any, page_bytes: int) -> bytes:
-    """Return a digest (32 bytes) that separates the keys of one pool from those of others."""
-    parts = [name, _dtype(pool), _layout(pool), _geometry(pool, page_bytes)]
-    parts.append(_rank(config, replicated=is_replicated(config, name, pool)))
+def pool_digests(
+    config: HiCacheStorageConfig,
+    name: str,
+    pool: Any,
+    record_bytes: int,
+    heads: HeadParts | None = None,
+) -> list[bytes]:
+    """Return a digest (32 bytes) for each record of a page: it separates the keys from all others.
+
+    A page is one record, or with ``heads`` one for each of its parts.
+    """
+    replicated = is_replicated(config, name, pool) or heads is not None
+    parts = [name, _dtype(pool), _layout(pool)]
+    parts.append(_geometry(pool, record_bytes, heads.width if heads else None))
+    parts.append(_rank(config, replicated=replicated))
     drafted = getattr(pool, "layer_num", 0) > getattr(pool, "target_layer_num", 1 << 30)
     if name.startswith("draft") or drafted:
         parts.append(_draft())
-    return hashlib.sha256("\n".join(map(repr, parts)).encode()).digest()
+    records = [[*parts, part] for part in heads.names] if heads else [parts]
+    return [hashlib.sha256("\n".join(map(repr, record)).encode()).digest() for record in records]
 
 
-def page_keys(digest: bytes, hashes: list[str]) -> list[bytes]:
-    """Return the store's keys of pages. Cost: 0.6 µs each."""
+def page_keys(digests: Sequence[bytes], hashes: list[str]) -> list[bytes]:
+    """Return the store's keys of pages, one for each digest, page after page.
+
+    Cost: 0.6 µs each.
+    """
     sha256 = hashlib.sha256
-    return [sha256(digest + name.encode()).digest() for name in hashes]
+    return [sha256(digest + name.encode()).digest() for name in hashes for digest in digests]
 
 
 def is_replicated(config: HiCacheStorageConfig, name: str, pool: Any) -> bool:
@@ -98,12 +129,16 @@ def _layout(pool: Any) -> str:
     return f"sglang {version('sglang')} {_FORMAT} {pool.layout}/{pool.page_size}"
 
 
-def _geometry(pool: Any, page_bytes: int) -> str:
-    shape = [f"{name}={getattr(pool, name)}" for name in _SHAPE if hasattr(pool, name)]
-    return f"{type(pool).__name__}({','.join(shape)})/{page_bytes}"
+def _geometry(pool: Any, record_bytes: int, heads: int | None = None) -> str:
+    """Return the shape of a pool, with this number of heads in place of its own."""
+    found = {name: getattr(pool, name) for name in _SHAPE if hasattr(pool, name)}
+    if heads is not None:
+        found["head_num"] = heads
+    shape = ",".join(f"{name}={value}" for name, value in found.items())
+    return f"{type(pool).__name__}({shape})/{record_bytes}"
 
 
-def _revision(config: HiCacheStorageConfig, path: str) -> str:
+def _revision(path: str, *, shared: bool) -> str:
     """Return the identity of the weights; if unknown, a name that only this start has."""
     load_format = str(server_setting("load_format") or "auto")
     if load_format == "dummy":
@@ -122,7 +157,7 @@ def _revision(config: HiCacheStorageConfig, path: str) -> str:
         path,
         why,
     )
-    return _this_start(config)
+    return _this_start(shared=shared)
 
 
 def _loaded(path: str, revision: str) -> str:
@@ -143,7 +178,7 @@ def _configuration(path: str) -> str:
     return hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
 
 
-def _adapters(config: HiCacheStorageConfig) -> str:
+def _adapters(*, shared: bool) -> str:
     """Return a digest of the adapters that the server starts with; empty without any.
 
     SGLang names such an adapter by its name and path, equally in every start, and passes only
@@ -161,14 +196,14 @@ def _adapters(config: HiCacheStorageConfig) -> str:
                 "The weights of LoRA %s cannot be identified (%s), so no other start of this "
                 "server will find their KV", name, error,
             )  # fmt: skip
-            identity = _this_start(config)
+            identity = _this_start(shared=shared)
         digest.update(repr((name, path, identity)).encode())
     return digest.hexdigest()[:32]
 
 
-def _this_start(config: HiCacheStorageConfig) -> str:
-    """Return a name for this start of the server; ranks with the same KV share it."""
-    if config.is_mla_model and config.tp_size > 1:
+def _this_start(*, shared: bool) -> str:
+    """Return a name for this start of the server; ``shared``: ranks have it in common."""
+    if shared:
         stat = Path(f"/proc/{os.getppid()}/stat")  # the ranks of one machine have one parent
         if stat.exists():
             started = stat.read_text().rpartition(")")[2].split()[19]

@@ -1,7 +1,8 @@
 """Pages of SGLang's host pools as bytes: from a pool into a record, and back.
 
-A record is a page in its pool's own layout: the flattened result of ``get_data_page``. SGLang names
-a page by the index of its first token. Copies release the interpreter lock.
+A record is a page in its pool's own layout: the flattened result of ``get_data_page``; or K, then
+V, of some of its heads (heads.py). SGLang names a page by the index of its first token. Copies
+release the interpreter lock.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from kvkeep.integrations.records import gather, scatter
 
 if TYPE_CHECKING:
     from kvkeep.integrations.records import Bytes
+    from kvkeep.integrations.sglang.heads import HeadParts
 
 __all__ = ["HostPages", "bytes_of", "first_tokens", "pages_of"]
 
@@ -26,25 +28,32 @@ class HostPages(ABC):
     """The pages of one pool.
 
     Attributes:
-        size: bytes of a page.
+        size: bytes of a record.
+        records: records of a page; 1 unless pages are stored by heads.
         tokens: entries of ``host_indices`` for each page.
 
     Thread safety: any, on different pages.
     """
 
     size: int
+    records: int = 1
 
     def __init__(self, pool: Any) -> None:
         self.pool = pool
         self.tokens = int(pool.page_size)
 
     @abstractmethod
-    def save(self, index: int, raw: memoryview) -> None:
-        """Copy page ``index`` into the record ``raw``, which has `size` bytes."""
+    def save(self, index: int, raw: memoryview, record: int = 0) -> None:
+        """Copy a record of page ``index`` into ``raw``, which has `size` bytes."""
 
     @abstractmethod
-    def load(self, index: int, raw: memoryview) -> None:
-        """Copy the record ``raw`` into page ``index``."""
+    def load(self, index: int, raw: memoryview, record: int = 0) -> None:
+        """Copy ``raw`` into page ``index``, as its record of this number."""
+
+    def part(self, page: Bytes, record: int) -> Bytes:
+        """Return the memory of a record in a flattened page; what it is a view of is shared."""
+        assert not record
+        return page
 
 
 class _Views(HostPages):
@@ -54,13 +63,37 @@ class _Views(HostPages):
         super().__init__(pool)
         self.size = _view(pool, 0).size
 
-    def save(self, index: int, raw: memoryview) -> None:
+    def save(self, index: int, raw: memoryview, record: int = 0) -> None:
         page = _view(self.pool, index)
         np.copyto(np.frombuffer(raw, np.uint8).reshape(page.shape), page)
 
-    def load(self, index: int, raw: memoryview) -> None:
+    def load(self, index: int, raw: memoryview, record: int = 0) -> None:
         page = _view(self.pool, index)
         np.copyto(page, np.frombuffer(raw, np.uint8).reshape(page.shape))
+
+
+class _Heads(HostPages):
+    """Pages whose heads are apart, stored by parts of so many heads: K of the part, then V."""
+
+    def __init__(self, pool: Any, records: int) -> None:
+        super().__init__(pool)
+        self.records = records
+        page = _view(pool, 0)
+        assert page.shape[:3] == (2, 1, pool.head_num), page.shape
+        self.size = page.size // records
+        assert np.shares_memory(self.part(page, 0), page), page.strides
+
+    def save(self, index: int, raw: memoryview, record: int = 0) -> None:
+        part = self.part(_view(self.pool, index), record)
+        np.copyto(np.frombuffer(raw, np.uint8).reshape(part.shape), part)
+
+    def load(self, index: int, raw: memoryview, record: int = 0) -> None:
+        part = self.part(_view(self.pool, index), record)
+        np.copyto(part, np.frombuffer(raw, np.uint8).reshape(part.shape))
+
+    def part(self, page: Bytes, record: int) -> Bytes:
+        heads: Bytes = page.reshape(2, self.records, -1)  # of one axis, or of a pool's
+        return heads[:, record]
 
 
 class _Joined(HostPages):
@@ -72,11 +105,11 @@ class _Joined(HostPages):
         self.size = page.numel() * page.element_size()
         self._dtype = page.dtype
 
-    def save(self, index: int, raw: memoryview) -> None:
+    def save(self, index: int, raw: memoryview, record: int = 0) -> None:
         page = bytes_of(self.pool.get_data_page(index).contiguous())
         np.copyto(np.frombuffer(raw, np.uint8), page)
 
-    def load(self, index: int, raw: memoryview) -> None:
+    def load(self, index: int, raw: memoryview, record: int = 0) -> None:
         page = torch.empty(self.size, dtype=torch.uint8)
         np.copyto(page.numpy(), np.frombuffer(raw, np.uint8))
         self.pool.set_from_flat_data_page(index, page.view(self._dtype))
@@ -89,10 +122,10 @@ class _Spans(HostPages):
         super().__init__(pool)
         self.size = sum(map(len, self._spans(0)))
 
-    def save(self, index: int, raw: memoryview) -> None:
+    def save(self, index: int, raw: memoryview, record: int = 0) -> None:
         gather(self._spans(index), raw)
 
-    def load(self, index: int, raw: memoryview) -> None:
+    def load(self, index: int, raw: memoryview, record: int = 0) -> None:
         scatter(raw, self._spans(index))
 
     def _spans(self, index: int) -> list[Bytes]:
@@ -110,19 +143,21 @@ class _Marks(HostPages):
 
     size = 1
 
-    def save(self, index: int, raw: memoryview) -> None:
+    def save(self, index: int, raw: memoryview, record: int = 0) -> None:
         raw[:] = b"\x01"
 
-    def load(self, index: int, raw: memoryview) -> None:
+    def load(self, index: int, raw: memoryview, record: int = 0) -> None:
         pass
 
 
-def pages_of(pool: Any) -> HostPages:
-    """Return the pages of ``pool``, a host pool of SGLang in any layout.
+def pages_of(pool: Any, heads: HeadParts | None = None) -> HostPages:
+    """Return the pages of ``pool``, a host pool of SGLang in any layout; by parts of ``heads``.
 
     Raises:
         UnsupportedModel: the pool gives no access to its pages.
     """
+    if heads is not None:
+        return _Heads(pool, heads.count)
     try:
         first, again = _page(pool, 0), _page(pool, 0)
         if not first.numel():

@@ -12,7 +12,7 @@ import os
 import re
 from typing import Any, Final
 
-__all__ = ["server_setting", "settings_digest"]
+__all__ = ["one_node", "resolved_model", "server_setting", "settings_digest"]
 
 _GROUPS: Final = {
     "model": {
@@ -80,6 +80,27 @@ def settings_digest() -> str:
 def server_setting(name: str, group: str = "model") -> object:
     """Return a setting of the server in this process; None without a server."""
     return _group(group).get(name)
+
+
+def resolved_model() -> Any | None:
+    """Return SGLang's ``ModelConfig`` of the served model; None without a server."""
+    from sglang.srt import runtime_context  # noqa: PLC0415 - as below
+
+    try:
+        runtime_context.get_server_args()
+    except ValueError:
+        return None
+    return runtime_context.process_model_config()
+
+
+def one_node() -> bool:
+    """Whether all ranks of the server are on one machine; False without a server."""
+    from sglang.srt import runtime_context  # noqa: PLC0415 - as below
+
+    try:
+        return bool(runtime_context.get_server_args().nnodes == 1)
+    except ValueError:
+        return False
 
 
 def _group(path: str) -> dict[str, object]:

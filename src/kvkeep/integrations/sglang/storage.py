@@ -6,17 +6,18 @@ import atexit
 import functools
 import logging
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-import numpy as np
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
 
 from kvkeep.core.errors import KVKeepError
-from kvkeep.integrations.sglang.naming import is_replicated, namespace_of, page_keys, pool_digest
+from kvkeep.integrations.sglang.heads import head_parts
+from kvkeep.integrations.sglang.naming import is_replicated, namespace_of, pool_digests
 from kvkeep.integrations.sglang.options import StorageOptions
-from kvkeep.integrations.sglang.pages import HostPages, bytes_of, first_tokens, pages_of
+from kvkeep.integrations.sglang.pages import pages_of
+from kvkeep.integrations.sglang.settings import one_node
 from kvkeep.integrations.sglang.sidecars import restorable_prefixes
+from kvkeep.integrations.sglang.stored_pool import StoredPool
 from kvkeep.integrations.sglang.transport import Transport
 from kvkeep.store import BlockStore
 
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
     )
     from sglang.srt.observability.metrics_collector import StorageMetrics
 
-    from kvkeep.integrations.records import Bytes
+    from kvkeep.integrations.sglang.heads import HeadParts
+    from kvkeep.integrations.sglang.pages import HostPages
     from kvkeep.store.tiers import TierStats
 
 __all__ = ["KVKeepStorage"]
@@ -62,15 +64,6 @@ def _at_worst(answer: Callable[..., R]) -> Callable[[Callable[P, R]], Callable[P
     return wrap
 
 
-@dataclass(frozen=True, slots=True)
-class _Pool:
-    """A host pool's pages, and the digest that separates their keys from those of other pools."""
-
-    pages: HostPages
-    digest: bytes
-    written_here: bool  # of ranks with the same pages, only one writes
-
-
 class KVKeepStorage(HiCacheStorage):  # type: ignore[misc]  # Any where SGLang is not installed
     """The third level of SGLang's hierarchical cache, over tiers of kvkeep.
 
@@ -93,7 +86,7 @@ class KVKeepStorage(HiCacheStorage):  # type: ignore[misc]  # Any where SGLang i
         self._config = storage_config
         self._options = StorageOptions.parse(storage_config.extra_config)
         self._transport: Transport | None = None
-        self._pools: dict[str, _Pool] = {}
+        self._pools: dict[str, StoredPool] = {}
         self.registered_pools: dict[str, Any] = {}
 
     # --- host pools ------------------------------------------------------------------------------
@@ -107,14 +100,15 @@ class KVKeepStorage(HiCacheStorage):  # type: ignore[misc]  # Any where SGLang i
         """
         self.close()
         self.mem_pool_host = mem_pool_host
-        pages = pages_of(mem_pool_host)
-        namespace = namespace_of(self._config, self._options, mem_pool_host, pages.size)
+        heads = head_parts(self._config, mem_pool_host)
+        pages = pages_of(mem_pool_host, heads)
+        namespace = namespace_of(self._config, self._options, mem_pool_host, pages.size, heads)
         store = BlockStore(namespace, tiers=self._options.tiers)
         self._transport = Transport(store, self._options)
         self._transport.counting = bool(self._config.enable_storage_metrics)
-        self._pools = {_KV: self._pool(_KV, mem_pool_host, pages)}
+        self._pools = {_KV: self._pool(_KV, pages, heads)}
         atexit.register(self.close)
-        _LOG.info("Pages of %d bytes are stored in %r as %s", pages.size, store, namespace)
+        _LOG.info("Records of %d bytes are stored in %r as %s", pages.size, store, namespace)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
         """Store pages of another pool beside those of KV.
@@ -126,12 +120,19 @@ class KVKeepStorage(HiCacheStorage):  # type: ignore[misc]  # Any where SGLang i
         self.registered_pools[host_pool_name] = host_pool
         known = self._pools.get(name)
         if known is None or known.pages.pool is not host_pool:
-            self._pools[name] = self._pool(name, host_pool, pages_of(host_pool))
+            self._pools[name] = self._pool(name, pages_of(host_pool))
 
-    def _pool(self, name: str, pool: Any, pages: HostPages) -> _Pool:
-        digest = pool_digest(self._config, name, pool, pages.size)
-        same = is_replicated(self._config, name, pool)
-        return _Pool(pages, digest, not same or bool(self._config.is_storage_writer))
+    def _pool(self, name: str, pages: HostPages, heads: HeadParts | None = None) -> StoredPool:
+        assert self._transport is not None, "SGLang registers the pool of KV first"
+        config, pool = self._config, pages.pool
+        digests = pool_digests(config, name, pool, pages.size, heads)
+        if heads is not None:
+            # A rank that might not see what another one writes, writes it too.
+            seen = self._transport.store.must_ask and one_node()
+            writes = not heads.copy or not seen
+        else:
+            writes = not is_replicated(config, name, pool) or bool(config.is_storage_writer)
+        return StoredPool(self._transport, pages, digests, writes=writes)
 
     # --- one page of KV, as a tensor -------------------------------------------------------------
 
@@ -167,22 +168,14 @@ class KVKeepStorage(HiCacheStorage):  # type: ignore[misc]  # Any where SGLang i
         nothing: list[torch.Tensor | None] = [None] * len(keys)
         if self._transport is None:
             return nothing
-        pages = self._pools[_KV].pages
         new_page = self.mem_pool_host.get_dummy_flat_data_page
         targets = [
             new_page() if target is None else target
             for target in (nothing if target_locations is None else target_locations)
         ]
-        arrays = [self._page_bytes(target, pages) for target in targets]
-        if len(arrays) != len(keys) or any(array is None for array in arrays):
+        if len(targets) != len(keys):
             return nothing
-
-        def sink(at: int, raw: memoryview) -> None:
-            array = arrays[at]
-            assert array is not None
-            np.copyto(array, np.frombuffer(raw, np.uint8))
-
-        came = self._transport.load(self._keys(_KV, keys), pages.size, sink)
+        came = self._pools[_KV].load_into(keys, targets)
         return [target if here else None for target, here in zip(targets, came, strict=True)]
 
     @_at_worst(lambda *_args, **_kwargs: False)
@@ -196,22 +189,7 @@ class KVKeepStorage(HiCacheStorage):  # type: ignore[misc]  # Any where SGLang i
         """Store ``values`` as pages; return whether all of them are stored."""
         if self._transport is None or values is None:
             return False
-        pages = self._pools[_KV].pages
-        arrays = [
-            self._page_bytes(None if value is None else value.contiguous(), pages)
-            for value in values
-        ]
-        if len(arrays) != len(keys) or any(array is None for array in arrays):
-            return False
-        if not self._pools[_KV].written_here:
-            return True
-
-        def fill(at: int, raw: memoryview) -> None:
-            array = arrays[at]
-            assert array is not None
-            np.copyto(np.frombuffer(raw, np.uint8), array)
-
-        return all(self._transport.save(self._keys(_KV, keys), pages.size, fill))
+        return all(self._pools[_KV].save_from(keys, values))
 
     @_at_worst(lambda *_args, **_kwargs: 0)
     def batch_exists(
@@ -220,7 +198,7 @@ class KVKeepStorage(HiCacheStorage):  # type: ignore[misc]  # Any where SGLang i
         """Return how many leading ``keys`` are stored."""
         if self._transport is None:
             return 0
-        return self._transport.lookup(self._keys(_KV, keys))
+        return self._pools[_KV].lookup(keys)
 
     # --- pages of KV, between the store and the pool ---------------------------------------------
 
@@ -247,22 +225,14 @@ class KVKeepStorage(HiCacheStorage):  # type: ignore[misc]  # Any where SGLang i
         pool = self._pools.get(name)
         if self._transport is None or pool is None or not keys:
             return [False] * len(keys)
-        starts, pages = first_tokens(host_indices, len(keys), pool.pages), pool.pages
-        return self._transport.load(
-            self._keys(name, keys), pages.size, lambda at, raw: pages.load(starts[at], raw)
-        )
+        return pool.load(keys, host_indices)
 
     @_at_worst(lambda _self, _name, keys, *_args: [False] * len(keys))
     def _save(self, name: str, keys: list[str], host_indices: torch.Tensor | None) -> list[bool]:
         pool = self._pools.get(name)
         if self._transport is None or pool is None or not keys:
             return [False] * len(keys)
-        starts, pages = first_tokens(host_indices, len(keys), pool.pages), pool.pages
-        if not pool.written_here:
-            return [True] * len(keys)
-        return self._transport.save(
-            self._keys(name, keys), pages.size, lambda at, raw: pages.save(starts[at], raw)
-        )
+        return pool.save(keys, host_indices)
 
     # --- pages of several pools ------------------------------------------------------------------
 
@@ -304,13 +274,14 @@ class KVKeepStorage(HiCacheStorage):  # type: ignore[misc]  # Any where SGLang i
         if self._transport is None:
             return PoolTransferResult.empty()
         until = time.monotonic() + self._options.lookup_timeout
-        pages = self._transport.lookup(self._keys(_KV, keys), until)
+        pages = self._pools[_KV].lookup(keys, until)
         hits: dict[str, int] = {_KV: pages} if pages else {}
         restorable = set(range(1, pages + 1))
         for transfer in pool_transfers or []:
             if not restorable:
                 break
-            named = self._keys(str(transfer.name), keys[:pages])
+            pool = self._pools.get(str(transfer.name))
+            named = pool.keys(keys[:pages]) if pool else []
             found = restorable_prefixes(self._transport, transfer, named, until)
             if found is None:
                 continue
@@ -362,15 +333,3 @@ class KVKeepStorage(HiCacheStorage):  # type: ignore[misc]  # Any where SGLang i
             prefetch_bandwidth=[batch.bandwidth for batch in loaded],
             backup_bandwidth=[batch.bandwidth for batch in saved],
         )
-
-    def _keys(self, name: str, hashes: list[str]) -> list[bytes]:
-        """Return the keys of pages; none for a pool that is not registered."""
-        return page_keys(self._pools[name].digest, hashes) if name in self._pools else []
-
-    @staticmethod
-    def _page_bytes(tensor: torch.Tensor | None, pages: HostPages) -> Bytes | None:
-        """Return a page's memory, or None if the tensor has not the size of this pool's pages."""
-        if tensor is None or not tensor.is_contiguous() or tensor.device.type != "cpu":
-            return None
-        array = bytes_of(tensor)
-        return array if array.size == pages.size else None

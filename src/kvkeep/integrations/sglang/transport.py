@@ -42,6 +42,9 @@ class Transfer:
 class Transport:
     """Moves pages between a caller's memory and a store, in slices side by side.
 
+    A page is one record, or ``records`` of them, whose keys and numbers follow one another. It is
+    stored if all of them are.
+
     Thread safety: all methods. After `close` everything is a miss and nothing is stored.
 
     Attributes:
@@ -60,36 +63,40 @@ class Transport:
         self._closed = False
         self.counting = False
 
-    def lookup(self, keys: Sequence[bytes], until: float | None = None) -> int:
-        """Return how many leading ``keys`` are stored; shared tiers are queried until ``until``."""
+    def lookup(self, keys: Sequence[bytes], until: float | None = None, records: int = 1) -> int:
+        """Return how many leading pages are stored; shared tiers are queried until ``until``."""
         left = self._options.lookup_timeout
         if until is not None:
             left = min(left, max(0.0, until - time.monotonic()))
         try:
-            return self.store.lookup(keys, deadline=left)
+            return self.store.lookup(keys, deadline=left) // records
         except IllegalStep:
             return 0
 
-    def load(self, keys: Sequence[bytes], size: int, sink: Copy) -> list[bool]:
-        """Hand each page to ``sink(i, raw)``; return which of them came within ``load_timeout``."""
+    def load(self, keys: Sequence[bytes], size: int, sink: Copy, records: int = 1) -> list[bool]:
+        """Hand each record, of ``size`` bytes, to ``sink(i, raw)``.
+
+        Returns which pages came within ``load_timeout``. Parts of other pages may have come.
+        """
         began = time.monotonic()
         until = began + self._options.load_timeout
 
         def move(start: int, stop: int) -> list[bool]:
             def take(at: int, raw: memoryview) -> None:
-                sink(start + at, raw)
+                sink(start * records + at, raw)
 
-            part = keys[start:stop]
+            part = keys[start * records : stop * records]
             left = max(0.0, until - time.monotonic())
             got = self.store.read(part, [size] * len(part), take, deadline=left)
-            return [at < got for at in range(len(part))]
+            return [at < got // records for at in range(stop - start)]
 
-        came = self._sliced(self._loading, move, len(keys), size, self._readable(size))
-        self._count(self._loaded, came, size, began)
+        pages, page_bytes = len(keys) // records, size * records
+        came = self._sliced(self._loading, move, pages, page_bytes, self._readable(size))
+        self._count(self._loaded, came, page_bytes, began)
         return came
 
-    def save(self, keys: Sequence[bytes], size: int, fill: Copy) -> list[bool]:
-        """Store pages that ``fill(i, raw)`` writes; return which of them are stored.
+    def save(self, keys: Sequence[bytes], size: int, fill: Copy, records: int = 1) -> list[bool]:
+        """Store records, of ``size`` bytes, that ``fill(i, raw)`` writes; return which pages are.
 
         Returns when memory has them. If memory is nearly full of pages that still have to be
         written, returns when the slower tiers have them, or after ``save_timeout``.
@@ -99,14 +106,15 @@ class Transport:
 
         def move(start: int, stop: int) -> list[bool]:
             def give(at: int, raw: memoryview) -> None:
-                fill(start + at, raw)
+                fill(start * records + at, raw)
 
-            part = keys[start:stop]
+            part = keys[start * records : stop * records]
             kept = self.store.write(part, [size] * len(part), give, wait=wait_s)
-            return [at < kept for at in range(len(part))]
+            return [at < kept // records for at in range(stop - start)]
 
-        kept = self._sliced(self._saving, move, len(keys), size, self._options.threads)
-        self._count(self._saved, kept, size, began)
+        pages, page_bytes = len(keys) // records, size * records
+        kept = self._sliced(self._saving, move, pages, page_bytes, self._options.threads)
+        self._count(self._saved, kept, page_bytes, began)
         return kept
 
     def batches(self) -> tuple[list[Transfer], list[Transfer]]:
