@@ -28,6 +28,7 @@ from sglang_pools import (
     storage_of,
 )
 
+from kvkeep.integrations.sglang import transport
 from kvkeep.integrations.sglang.heads import head_parts
 
 if TYPE_CHECKING:
@@ -157,6 +158,19 @@ def test_all_ranks_read_what_any_number_of_ranks_wrote(  # noqa: PLR0917 - param
                     assert not rank.matches(wanted, 9)
                     assert rank.save(v1=not v1)  # nothing new
         assert stored_bytes(tmp_path) == size
+
+
+def test_several_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "_SLICE_BYTES", 1)
+    wanted = truth(4)
+    with gpu_server(tmp_path, 4):
+        for _ in range(2):
+            with engine(shared(tmp_path), 2, 4, threads=3) as ranks:
+                for rank in ranks:
+                    rank.fill(wanted)
+                    assert rank.save()
+                    assert rank.load(8) == PAGES
+                    assert rank.matches(wanted, 8)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
