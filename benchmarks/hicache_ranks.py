@@ -1,6 +1,6 @@
 """KV below HiCache that servers with another ``--tp`` wrote: rates of reads and of saves.
 
-Host pages have the shape of Llama 3.1 8B in pages of 16 tokens (2 MiB each, 256 KiB a head), in the
+Host pages have the shape of Llama 3.1 8B in pages of 64 tokens (8 MiB each, 1 MiB a head), in the
 layout ``page_head``; no model runs. A read is SGLang's page function over all pages and all ranks,
 one rank after another, from files in the page cache to SGLang's host pools, by storages that were
 just opened. In each round every server reads what every server has written by heads, and what it
@@ -9,7 +9,7 @@ is their median.
 
     .venv-sglang/bin/python benchmarks/hicache_ranks.py           # two minutes
     .venv-sglang/bin/python benchmarks/hicache_ranks.py --quick   # 5 rounds
-    .venv-sglang/bin/python benchmarks/hicache_ranks.py --json
+    .venv-sglang/bin/python benchmarks/hicache_ranks.py --page-size 16 --json
 """
 
 from __future__ import annotations
@@ -45,11 +45,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 RANKS = (1, 2, 4)
-PAGES = 32
-PAGE = 16
+TOKENS = 512
 HEADS, LAYERS, DIM = 8, 32, 128
-SIZE = PAGES * PAGE * HEADS * LAYERS * DIM * 2 * 2
-NAMES = hashes(PAGES)
+SIZE = TOKENS * HEADS * LAYERS * DIM * 2 * 2
 
 Read = tuple[str, int, int]
 """By heads or ranks, ranks of the reader, ranks of the writer."""
@@ -58,11 +56,12 @@ Read = tuple[str, int, int]
 class Servers:
     """The host pools of all servers, and what opens their storages."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, page: int) -> None:
         self._directory = directory
+        self.names = hashes(TOKENS // page)
         self._pools = {
             ranks: [
-                pools("mha", "page_head", page=PAGE, tokens=PAGES * PAGE, heads=HEADS // ranks,
+                pools("mha", "page_head", page=page, tokens=TOKENS, heads=HEADS // ranks,
                       dim=DIM, layers=LAYERS)
                 for _ in range(ranks)
             ]
@@ -90,15 +89,17 @@ class Servers:
     def check(self, ranks: int) -> None:
         """Both halves of every pool are equal: what was saved, and what was loaded."""
         for made in self._pools[ranks]:
-            for page in range(PAGES):
-                assert page_bytes(made.host, page) == page_bytes(made.host, PAGES + page), page
+            count = len(self.names)
+            for page in range(count):
+                assert page_bytes(made.host, page) == page_bytes(made.host, count + page), page
 
 
 def measure(
-    directory: Path, rounds: int
+    directory: Path, page: int, rounds: int
 ) -> tuple[dict[Read, list[float]], dict[tuple[str, int], list[float]]]:
     """Return seconds of reads, and of saves into memory, one for each round."""
-    servers = Servers(directory)
+    servers = Servers(directory, page)
+    names, count = servers.names, len(servers.names)
     reads: dict[Read, list[float]] = {}
     saves: dict[tuple[str, int], list[float]] = {}
     wanted = [
@@ -116,7 +117,7 @@ def measure(
                     with servers.opened(way, ranks, place) as storages:
                         began = perf_counter()
                         for pages in storages:
-                            assert pages.set(NAMES, spans(pages.host, 0, PAGES))
+                            assert pages.set(names, spans(pages.host, 0, count))
                         took = perf_counter() - began
                     if turn >= 0:
                         saves.setdefault((way, ranks), []).append(took)
@@ -128,7 +129,7 @@ def measure(
                 with servers.opened(way, reader, f"{way}{writer}") as storages:
                     began = perf_counter()
                     for pages in storages:
-                        assert pages.get(NAMES, spans(pages.host, PAGES, PAGES)) == PAGES
+                        assert pages.get(names, spans(pages.host, count, count)) == count
                     took = perf_counter() - began
                 if turn < 0:
                     if reader == writer:  # pools of other servers have other bytes
@@ -172,14 +173,15 @@ def _beside(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--quick", action="store_true", help="5 rounds instead of 25")
+    parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        lines = figures(*measure(Path(directory), 5 if given.quick else 25))
+        lines = figures(*measure(Path(directory), given.page_size, 5 if given.quick else 25))
     if given.json:
         print(json.dumps([asdict(line) for line in lines]))
         return
-    print(f"{PAGES} pages of 2 MiB, storages and host pools of all ranks in one process")
+    print(f"{SIZE >> 20} MiB in pages of {given.page_size} tokens; all ranks in one process")
     for line in lines:
         print(line.line())
 

@@ -8,13 +8,15 @@ Below HiCache, pages that leave its host memory are stored, also across restarts
         "module_path": "kvkeep.integrations.sglang", "class_name": "KVKeepStorage",
         "tiers": ["memory://8GiB", "file:///var/lib/kvkeep?size=500GiB"]}'
 
-    storage.py    KVKeepStorage: the three interfaces that SGLang calls
-    transport.py  loads and saves of many pages, by several threads, and their statistics
-    sidecars.py   pools beside that of KV: which prefixes they let SGLang restore
-    pages.py      pages of a host pool as bytes
-    naming.py     the namespace, and the keys of pages
-    settings.py   settings of the server that decide the numbers of KV
-    options.py    options
+    storage.py      KVKeepStorage: the three interfaces that SGLang calls
+    stored_pool.py  one host pool in the store: hashes and indices to records, and back
+    transport.py    loads and saves of many pages, by several threads, and their statistics
+    sidecars.py     pools beside that of KV: which prefixes they let SGLang restore
+    pages.py        pages of a host pool as bytes
+    heads.py        pages by heads, for servers with other numbers of ranks
+    naming.py       the namespace, and the keys of pages
+    settings.py     settings of the server that decide the numbers of KV
+    options.py      options
 
 In place of its tree, ``--radix-cache-backend kvkeep`` or ``kvkeep:adaptive``:
 
