@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 RANKS = (1, 2, 4)
 TOKENS = 512
+POOL = 1024  # on the device, twice as many on the host: SGLang needs a page for each layer
 HEADS, LAYERS, DIM = 8, 32, 128
 SIZE = TOKENS * HEADS * LAYERS * DIM * 2 * 2
 
@@ -61,7 +62,7 @@ class Servers:
         self.names = hashes(TOKENS // page)
         self._pools = {
             ranks: [
-                pools("mha", "page_head", page=page, tokens=TOKENS, heads=HEADS // ranks,
+                pools("mha", "page_head", page=page, tokens=POOL, heads=HEADS // ranks,
                       dim=DIM, layers=LAYERS)
                 for _ in range(ranks)
             ]

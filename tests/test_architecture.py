@@ -84,6 +84,7 @@ ROOMS: dict[str, set[str]] = {
         "core.cache", "core.prefix", "core.eviction", "core.pages",
         "store", "store.kv", "store.blocks", "store.identity", "store.tiers", "store.backends",
         "bench.traces",  # to capture one
+        "observe.explain",  # why prompts missed a tree inside an engine
     },
     "testing": {
         "core.cache", "core.prefix", "core.eviction", "core.pages",

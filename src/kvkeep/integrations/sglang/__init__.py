@@ -26,6 +26,7 @@ In place of its tree, ``--radix-cache-backend kvkeep`` or ``kvkeep:adaptive``:
     handles.py      what the scheduler keeps of a match
     symbols.py      the index, over SGLang's tokens and pairs of tokens
     tree_events.py  SGLang's events of blocks · tree_hooks.py: kvkeep's own
+    tree_explain.py why prompts missed
     tree_pins.py    prefixes that requests ask to keep
 
 Import it only where SGLang is installed. The store is opened when SGLang registers its host pool.

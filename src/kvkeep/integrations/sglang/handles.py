@@ -26,10 +26,12 @@ class PathHandle:
         evictions: how often the tree had evicted by then.
         hold: its protection from eviction while ``locks`` is not zero.
         known: leading pages that had been requested before; -1: its request is not counted yet.
+        number: of the sequence for which it was locked; 0 if requests are not explained.
     """
 
     __slots__ = (
-        "evictions", "hold", "known", "locks", "namespace", "node", "pages", "tokens", "tree",
+        "evictions", "hold", "known", "locks", "namespace", "node", "number", "pages", "tokens",
+        "tree",
     )  # fmt: skip
 
     def __init__(
@@ -49,6 +51,7 @@ class PathHandle:
         self.hold: Node | None = None
         self.locks = 0
         self.known = -1
+        self.number = 0
 
     def end(self) -> Node | None:
         """Return the node in which the prefix ends now; None if it has to be matched again.

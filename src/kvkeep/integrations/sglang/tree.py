@@ -18,12 +18,13 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     TreeLock,
 )
 
-from kvkeep.core.errors import IllegalStep
+from kvkeep.core.errors import IllegalStep, UnsupportedModel
 from kvkeep.core.keys import chain_keys, root_key
 from kvkeep.integrations.sglang.handles import PathHandle
 from kvkeep.integrations.sglang.slot_tree import GivenPages, SlotTree
 from kvkeep.integrations.sglang.symbols import SlotIndex, namespace_of
 from kvkeep.integrations.sglang.tree_events import Placements, Space
+from kvkeep.integrations.sglang.tree_explain import EXPLAIN_LOG
 from kvkeep.integrations.sglang.tree_hooks import TreeHooks
 from kvkeep.integrations.sglang.tree_pins import TreePins
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from kvkeep.core.pages.table import PageArray
     from kvkeep.core.prefix.node import Node, Root
     from kvkeep.integrations.sglang.slot_tree import StoredPages
+    from kvkeep.observe.explain import Explainer
 
 __all__ = ["KVKeepTree"]
 
@@ -96,6 +98,8 @@ class KVKeepTree(BasePrefixCache):  # type: ignore[misc]  # Any where SGLang is 
         self.kv_events.record_all_cleared()
         if params.enable_metrics:
             self.init_metrics_collector()
+        if EXPLAIN_LOG.isEnabledFor(logging.DEBUG) and not self.is_eagle:
+            self.explain()
 
     def _begin(self) -> None:
         """Start with an empty tree."""
@@ -109,6 +113,7 @@ class KVKeepTree(BasePrefixCache):  # type: ignore[misc]  # Any where SGLang is 
     def reset(self) -> None:
         """Forget everything, also what is locked and pinned; SGLang clears its memory itself."""
         self._hooks.evicted(self._tree.pages(), "cleared")
+        self._hooks.reset()
         self._begin()
         self.kv_events.record_all_cleared()
 
@@ -158,7 +163,9 @@ class KVKeepTree(BasePrefixCache):  # type: ignore[misc]  # Any where SGLang is 
         Raises:
             IllegalStep: it was evicted before this first lock.
         """
-        return IncLockRefResult(delta=-self._tree.lock(node) * self.page_size)
+        delta = -self._tree.lock(node) * self.page_size
+        self._hooks.locked(node, self.page_size)
+        return IncLockRefResult(delta=delta)
 
     def dec_lock_ref(
         self, node: PathHandle, params: DecLockRefParams | None = None
@@ -170,7 +177,9 @@ class KVKeepTree(BasePrefixCache):  # type: ignore[misc]  # Any where SGLang is 
         """
         if node.tree is not self._tree:
             return DecLockRefResult(delta=0)
-        return DecLockRefResult(delta=self._tree.unlock(node) * self.page_size)
+        delta = self._tree.unlock(node) * self.page_size
+        self._hooks.unlocked(node)
+        return DecLockRefResult(delta=delta)
 
     # --- storing ---------------------------------------------------------------------------------
 
@@ -229,6 +238,7 @@ class KVKeepTree(BasePrefixCache):  # type: ignore[misc]  # Any where SGLang is 
             self.unlock(req.lock)
         handle = PathHandle(tree, namespace, tokens, stop)
         handle.known = known
+        handle.number = self._hooks.number_of(req.rid)
         tree.attach(handle, stored.hold)
         req.kv.cache_protected_len = stop * size
         req.kv.cache_inserted_len = max(req.kv.cache_inserted_len, stop * size)
@@ -236,7 +246,7 @@ class KVKeepTree(BasePrefixCache):  # type: ignore[misc]  # Any where SGLang is 
         req.lock = TreeLock(handle, DecLockRefParams())
         if req.finished():
             self._pins.ended(req, stored.hold)
-            self._hooks.closed(req.rid, up_to, stop)
+            self._hooks.closed(req.rid, up_to, stop, len(req.output_ids))
 
     def _own(self, req: Req, namespace: Namespace) -> PathHandle | None:
         """Return the handle that a request has locked in this tree and namespace."""
@@ -252,7 +262,7 @@ class KVKeepTree(BasePrefixCache):  # type: ignore[misc]  # Any where SGLang is 
             return old.known
         found = 0 if old is None else old.pages
         self._hooks.opened(
-            req.rid, namespace, len(req.full_untruncated_fill_ids), found * self.page_size
+            req.rid, namespace, req.full_untruncated_fill_ids, found * self.page_size, old
         )
         index = self._tree.index
         if old is not None and old.hold is not None and found:
@@ -333,6 +343,18 @@ class KVKeepTree(BasePrefixCache):  # type: ignore[misc]  # Any where SGLang is 
     def subscribe(self, hook: Hook) -> Callable[[], None]:
         """Call ``hook`` with kvkeep's events (`kvkeep.core.events`); return what ends that."""
         return self._hooks.subscribe(hook)
+
+    def explain(self) -> Explainer:
+        """Explain requests from now on: why their tokens were computed and not reused.
+
+        The tree calls this itself if the log ``kvkeep.sglang.explain`` is enabled for DEBUG.
+
+        Raises:
+            UnsupportedModel: the tree compares pairs of tokens.
+        """
+        if self.is_eagle:
+            raise UnsupportedModel("requests with pairs of tokens (EAGLE) are not explained")
+        return self._hooks.explain(self.page_size, self.policy.name)
 
     def root_node_handle(self, extra_key: str | None = None) -> PathHandle:
         """Return a handle of the empty prefix."""

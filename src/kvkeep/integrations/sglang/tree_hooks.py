@@ -6,10 +6,11 @@ import logging
 from typing import TYPE_CHECKING
 
 from kvkeep.core.events import Closed, Evicted, Opened, Stored, frozen
-from kvkeep.core.tokens import TOKEN_DTYPE
+from kvkeep.integrations.sglang.symbols import reported, row_of
+from kvkeep.integrations.sglang.tree_explain import TreeExplainer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import numpy as np
     import numpy.typing as npt
@@ -17,18 +18,19 @@ if TYPE_CHECKING:
     from kvkeep.core.events import Event, Hook
     from kvkeep.core.keys import Namespace
     from kvkeep.core.pages.table import PageArray
+    from kvkeep.integrations.sglang.handles import PathHandle
+    from kvkeep.observe.explain import Explainer
 
 __all__ = ["TreeHooks"]
 
 _LOG = logging.getLogger("kvkeep.sglang")
-_IDS = 2**31 - 1
 
 
 class TreeHooks:
     """Reports to hooks what `KVKeepTree` does; costs nothing without one.
 
-    A request is a sequence, numbered in the order of first checkpoints. Token ids of images, which
-    may exceed 31 bits, are reported modulo 2³¹.
+    A request is a sequence; its number is new at its first checkpoint, or at the lock before it if
+    requests are explained. Token ids are `reported`.
 
     Thread safety: none.
     """
@@ -37,6 +39,7 @@ class TreeHooks:
         self._hooks: list[Hook] = []
         self._numbers: dict[str, int] = {}
         self._opened = 0
+        self._explained: TreeExplainer | None = None
         self.failures = 0
         """Exceptions that hooks raised; each is logged."""
 
@@ -55,12 +58,55 @@ class TreeHooks:
 
         return end
 
-    def opened(self, rid: str, namespace: Namespace, tokens: int, cached: int) -> None:
-        """Report that the first tokens of a request are computed."""
+    def explain(self, page_size: int, policy: str) -> Explainer:
+        """Explain requests from now on, with pages of so many tokens; once."""
+        if self._explained is None:
+            self._explained = TreeExplainer(self._number, page_size, policy)
+            self.subscribe(self._explained.see)
+        return self._explained.explainer
+
+    def locked(self, handle: PathHandle, page_size: int) -> None:
+        """Number the request for which a prefix was locked, if requests are explained."""
+        if self._explained is not None and handle.locks == 1:
+            cached = handle.pages * page_size
+            handle.number = self._explained.locked(handle.namespace, len(handle.tokens), cached)
+
+    def unlocked(self, handle: PathHandle) -> None:
+        """End the explained request of a prefix that is not locked any more; no other one."""
+        if self._explained is not None and not handle.locks:
+            self._numbers.pop(self._explained.ended(handle.number), None)
+
+    def reset(self) -> None:
+        """End all explained requests."""
+        if self._explained is not None:
+            self._explained.reset()
+            self._numbers.clear()
+
+    def number_of(self, rid: str) -> int:
+        """Return the number of a request; 0 if it has none."""
+        return self._numbers.get(rid, 0)
+
+    def _number(self) -> int:
+        self._opened += 1
+        return self._opened
+
+    def opened(
+        self,
+        rid: str,
+        namespace: Namespace,
+        tokens: Sequence[int],
+        cached: int,
+        lock: PathHandle | None,
+    ) -> None:
+        """Report that the first of a request's tokens are computed; ``lock`` is of its prefix."""
         if self._hooks:
-            self._opened += 1
-            self._numbers[rid] = self._opened
-            self._emit(Opened(self._opened, namespace, tokens, cached))
+            number = lock.number if lock is not None else 0
+            if self._explained is not None:
+                number = number or self._explained.locked(namespace, len(tokens), cached)
+                row = reported(row_of(tokens))
+                self._explained.opened(rid, row, namespace, cached=cached, number=number)
+            self._numbers[rid] = number = number or self._number()
+            self._emit(Opened(number, namespace, len(tokens), cached))
 
     def stored(
         self,
@@ -73,18 +119,19 @@ class TreeHooks:
         """Report pages that became reusable, behind page ``parent``."""
         if self._hooks and len(pages):
             number = self._numbers.get(rid, 0) if rid is not None else 0
-            row = (tokens & _IDS).astype(TOKEN_DTYPE)
-            self._emit(Stored(number, namespace, parent, frozen(pages), row))
+            self._emit(Stored(number, namespace, parent, frozen(pages), reported(tokens)))
 
     def evicted(self, pages: PageArray, reason: str) -> None:
         """Report pages that are gone."""
         if self._hooks and len(pages):
             self._emit(Evicted(frozen(pages), reason))
 
-    def closed(self, rid: str, tokens: int, stored_pages: int) -> None:
+    def closed(self, rid: str, tokens: int, stored_pages: int, generated: int) -> None:
         """Report the end of a request."""
         if self._hooks and (number := self._numbers.pop(rid, None)) is not None:
             self._emit(Closed(number, tokens, stored_pages))
+            if self._explained is not None:
+                self._explained.ended(number, generated, "done")
 
     def _emit(self, event: Event) -> None:
         for hook in tuple(self._hooks):
