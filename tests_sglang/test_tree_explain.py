@@ -124,6 +124,18 @@ def test_flushed_tokens_say_so() -> None:
         assert said.spans[0].evidence["cause"] == "cleared"
 
 
+def test_a_reset_gives_up_what_runs() -> None:
+    with explained() as (one, explainer):
+        req = one.admit(row(0, 40), chunk=8)
+        assert req is not None
+        one.cache.reset()
+        assert not one.cache._hooks._numbers
+        one.cache.unlock(req.lock)
+        said = explainer.explain("r1")
+        assert said is not None
+        assert said.outcome == "given_up"
+
+
 @pytest.mark.parametrize("page", [1, 4])
 @pytest.mark.parametrize("seed", range(4))
 def test_random_schedules_are_explained_to_the_token(page: int, seed: int) -> None:
