@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 import pytest
 from engines import PROMPTS, Answer, engine
 from models import make_llama
+from versions import NO_TIERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,6 +46,9 @@ SLOW_FILES = ["test_serve.py", "test_models.py", "test_router_vllm.py", "test_sc
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     by_name = {name: at for at, name in enumerate(SLOW_FILES)}
     items.sort(key=lambda item: by_name.get(item.path.name, len(by_name)))
+    for item in items:
+        if NO_TIERS and item.path.name.startswith(("test_tier", "test_rank")):
+            item.add_marker(pytest.mark.skip(reason=NO_TIERS))
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 from engines import BLOCK, prompt
 from serving import served
+from versions import VERSION
 
 if TYPE_CHECKING:
     from serving import Served
@@ -92,7 +93,8 @@ def test_the_command_line_of_the_documentation(llama: str, tmp_path: Path) -> No
         one.stop()
     # Right after its last answer; all was written.
     log = (tmp_path / "first").read_text()
-    assert "there are store, answers, load, ttl, pin; did you mean 'store'?" in log
+    if VERSION > (0, 30):  # its server imports a package that turns warnings of others off
+        assert "there are store, answers, load, ttl, pin; did you mean 'store'?" in log
     assert "did not write all" not in log
     assert "kill" not in log.lower()
 

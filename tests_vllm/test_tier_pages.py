@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from tiered import kvkeep_tier
+from versions import VERSION
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
@@ -146,6 +147,11 @@ class Driver:
         while self.manager.has_pending_work():
             self.end_step()
 
+    def reset(self) -> None:
+        self.manager.reset_cache()
+        if VERSION >= (0, 33):  # all workers have told that their copies have ended
+            self.manager.on_reset_flushed()
+
     def close(self) -> None:
         self.rows = np.zeros((0, ROW), np.uint8)
         self.manager.shutdown()
@@ -217,7 +223,7 @@ def test_loads_under_random_faults_have_no_wrong_byte(
             driver.manager.on_request_finished(live.pop(rng.randrange(len(live))).ctx)
         driver.end_step()
         if rng.random() < 0.002:
-            driver.manager.reset_cache()
+            driver.reset()
     for asked in live:
         driver.finish(asked)
     driver.settle()
@@ -237,7 +243,7 @@ def test_failed_chunks_are_misses_at_once(
     driver.settle()
     store = driver.tier._store.store
     assert store.flush(30)
-    driver.manager.reset_cache()
+    driver.reset()
     store._tiered.memory.remove([one.block for one in store._tiered.memory.backend.list()])
     ended = threading.Event()
 
@@ -269,7 +275,7 @@ def test_one_result_for_each_job_and_drain_leaves_the_rows_alone(
     driver.settle()
     store = driver.tier._store.store
     assert store.flush(30)
-    driver.manager.reset_cache()
+    driver.reset()
     store._tiered.memory.remove([one.block for one in store._tiered.memory.backend.list()])
     go_on, get = threading.Event(), DiskBackend.get
 
@@ -303,7 +309,7 @@ def test_recency_survives_a_restart(tmp_path: Path, same_space: None) -> None:
         one.finish(one.begin(prompt, 2))
         one.settle()
         assert one.tier._store.store.flush(30)
-    one.manager.reset_cache()
+    one.reset()
     one.finish(one.begin(0, 2))  # used again
     one.settle()
     one.close()
@@ -311,7 +317,7 @@ def test_recency_survives_a_restart(tmp_path: Path, same_space: None) -> None:
     two.finish(two.begin(9, 2))
     two.settle()
     assert two.tier._store.store.flush(30)
-    two.manager.reset_cache()
+    two.reset()
     before = two.hits
     two.finish(two.begin(0, 2))
     assert two.hits - before == 4
@@ -329,6 +335,6 @@ def test_loads_may_be_expedited(driver: Driver) -> None:
     driver.tier.submit_load = expedited
     driver.finish(driver.begin(5, 2))
     driver.settle()
-    driver.manager.reset_cache()
+    driver.reset()
     driver.finish(driver.begin(5, 2))
     assert driver.hits == 4

@@ -37,6 +37,7 @@ from kvkeep.integrations.vllm.offload.rows import ChunkRows
 from kvkeep.integrations.vllm.offload.spec import KVKeepSpec
 from kvkeep.integrations.vllm.options import RequestOptions
 from kvkeep.integrations.vllm.stats import Counts
+from kvkeep.integrations.vllm.versions import require_tiers
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.blocks.store import BlockStore
 from kvkeep.store.tiers import PassThrough
@@ -82,6 +83,7 @@ class KVKeepTier(SecondaryTierManager):
 
     Raises:
         InvalidValue: an option is wrong.
+        UnsupportedModel: this vLLM is older than 0.31.
 
     Notes
     -----
@@ -100,6 +102,7 @@ class KVKeepTier(SecondaryTierManager):
         locality: str | None = None,
         **options: Any,
     ) -> None:
+        require_tiers()
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self._options = OffloadOptions.parse(options)
         self.locality = None if locality is None else Locality(locality)

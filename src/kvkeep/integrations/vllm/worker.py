@@ -127,12 +127,14 @@ class WorkerSide:
     # --- loads -----------------------------------------------------------------------------------
 
     def start(self, plan: StepPlan) -> None:
-        """Start the loads and lookups of a step; return at once."""
+        """Start the loads and lookups of a step, and pin; return at once."""
         shared = self._open()
         if plan.clear != self._cleared:
             self._cleared = plan.clear
             shared.clear()
         shared.delete_expired()
+        for keys, seconds in plan.pins:  # not in `save`: vLLM 0.30 saves nothing in an idle step
+            shared.pin(keys, seconds)
         begun = None if self._device is None else self._device.mark()
         for load in plan.loads:
             loading = _Loading(load, time.monotonic() + self._options.load_timeout)
@@ -267,8 +269,6 @@ class WorkerSide:
                 for span in spans:
                     self._write(span, self._pages[span.group].filler(span.pages), save.ttl)
             self.counts.add(save_seconds=time.monotonic() - started)
-        for keys, seconds in plan.pins:
-            self._open().pin(keys, seconds)
 
     def _write(
         self, span: BlockSpan, fill: Callable[[int, memoryview], None], ttl: float | None

@@ -14,6 +14,7 @@ from kvkeep.integrations.vllm.offload.engine import OffloadEngine
 from kvkeep.integrations.vllm.offload.layout import canonical_of, is_portable
 from kvkeep.integrations.vllm.offload.mover import CPUMover
 from kvkeep.integrations.vllm.offload.notes import WorkerNote, leave_note, take_notes
+from kvkeep.integrations.vllm.versions import require_tiers
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingWorker
@@ -36,12 +37,14 @@ class KVKeepSpec(TieringOffloadingSpec):
 
     Raises:
         InvalidValue: chunks of several blocks, in a model with windows or states.
+        UnsupportedModel: this vLLM is older than 0.31.
 
     Attributes:
         notes: what all workers have told of their pages, in the scheduler; None: not known.
     """
 
     def __init__(self, config: OffloadingConfig) -> None:
+        require_tiers()
         self._engine = OffloadEngine.of_caller()
         if self._engine is not None:
             self._engine.require_whole_chunks(config)
