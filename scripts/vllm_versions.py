@@ -1,10 +1,12 @@
-"""Run the tests of the vLLM connector beside every version, and write the table of the page.
+"""Run the tests beside every version of vLLM, and write the table of the page.
 
     python scripts/vllm_versions.py 0.30 0.31 0.32 0.33 [--tests test_multi.py …]
 
 runs ``tests_vllm`` in the environments ``.venv-vllm-VERSION`` (``make test-versions`` makes them),
 then upgrades: KV that one version stored, found by another. It writes ``tests_vllm/versions.json``
-and the table in ``docs/vllm.md``. With ``--table`` it only writes the table from that file.
+and the table in ``docs/vllm.md``. Beside all versions but one, tests that say nothing of the
+version are left out. With ``--tests`` the counts of these files are replaced, and others stay; with
+``--table`` only the table is written, from the record.
 """
 
 from __future__ import annotations
@@ -25,31 +27,51 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 HOME = Path(__file__).parents[1]
-RECORD = HOME / "tests_vllm" / "versions.json"
+TESTS = HOME / "tests_vllm"
+RECORD = TESTS / "versions.json"
 PAGE = HOME / "docs" / "vllm.md"
 BEGIN, END = "<!-- versions: begin -->", "<!-- versions: end -->"
 NEWEST = "0.32"  # of the CPU builds: its environment is .venv-vllm
+# Run beside the newest alone: what places do when they fail, and kvkeep's own parts and servers.
+ONCE = {
+    "test_capture.py", "test_one_memory.py", "test_parts.py", "test_router_vllm.py",
+    "test_tier_faults.py", "test_tier_faults_restart.py", "test_tier_faults_servers.py",
+    "test_tier_kill.py", "test_tier_table.py",
+}  # fmt: skip
 
 
 def main() -> int:
     """Run what the arguments say; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("versions", nargs="*")
-    parser.add_argument("--tests", nargs="+", default=[""], help="files; default: all of them")
+    parser.add_argument("--tests", nargs="*", help="files; default: all that a version needs")
     parser.add_argument("--table", action="store_true", help="write the table, run nothing")
     args = parser.parse_args()
-    if args.table:
-        write_table(json.loads(RECORD.read_text()))
-        return 0
-    record: dict[str, Any] = {"versions": {}, "upgrades": {}}
-    for version in args.versions:
-        print(f"== beside vLLM {version}", flush=True)
-        record["versions"][version] = tested(version, args.tests)
-    record["upgrades"] = upgrades(args.versions)
-    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    record: dict[str, Any] = json.loads(RECORD.read_text())
+    if not args.table:
+        for version in args.versions:
+            print(f"== beside vLLM {version}", flush=True)
+            before = record["versions"].get(version) if args.tests is not None else None
+            names = files_of(version) if args.tests is None else args.tests
+            record["versions"][version] = tested(version, names, before)
+            write(record)
+        record["upgrades"] |= upgrades(args.versions)
+        write(record)
     write_table(record)
-    failed = sum(each["failed"] for each in record["versions"].values())
-    return 1 if failed else 0
+    return 1 if sum(totals(each)[1] for each in record["versions"].values()) else 0
+
+
+def files_of(version: str) -> list[str]:
+    """Return the files of tests that are run beside a version."""
+    every = sorted(file.name for file in TESTS.glob("test_*.py"))
+    return [name for name in every if version == NEWEST or name not in ONCE]
+
+
+def write(record: dict[str, Any]) -> None:
+    """Write the record."""
+    for part, found in record.items():
+        record[part] = {name: found[name] for name in sorted(found)}
+    RECORD.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
 
 
 def python(version: str) -> str:
@@ -58,33 +80,53 @@ def python(version: str) -> str:
     return str(HOME / name / "bin" / "python")
 
 
-def tested(version: str, tests: list[str]) -> dict[str, Any]:
-    """Run tests beside a version; return its full number, and counts."""
-    with tempfile.TemporaryDirectory() as directory:
-        report = Path(directory) / "report.xml"
-        files = [str(Path("tests_vllm", name)) for name in tests]
-        subprocess.run(
-            [python(version), "-m", "pytest", *files, "-q", "-n", "2", "--dist", "loadfile",
-             "--no-loadscope-reorder", f"--junitxml={report}"],
-            cwd=HOME, env=environment(), check=False,
-        )  # fmt: skip
-        counts = counted(ET.parse(report).getroot())
+def tested(version: str, names: list[str], before: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Run files of tests beside a version; return its full number, and counts for each file.
+
+    Counts of other files are those of ``before``.
+    """
+    files = dict(before["files"]) if before else {}
+    if names:
+        with tempfile.TemporaryDirectory() as directory:
+            report = Path(directory) / "report.xml"
+            subprocess.run(
+                [python(version), "-m", "pytest", *(f"tests_vllm/{name}" for name in names), "-q",
+                 "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder",
+                 f"--junitxml={report}"],
+                cwd=HOME, env=environment(), check=False,
+            )  # fmt: skip
+            files |= counted(ET.parse(report).getroot())
     full = ran(version, "import vllm, torch; print(vllm.__version__, torch.__version__)").split()
-    return {"vllm": full[0], "torch": full[1], "operators": operators(version), **counts}
+    return {
+        "vllm": full[0], "torch": full[1], "operators": operators(version),
+        "files": {name: files[name] for name in sorted(files)},
+    }  # fmt: skip
 
 
 def counted(report: ET.Element) -> dict[str, Any]:
-    """Return how many tests passed and failed, and why others were skipped."""
-    cases = list(report.iter("testcase"))
-    failed = [case for case in cases if {"failure", "error"} & {part.tag for part in case}]
-    skipped = [part for case in cases for part in case if part.tag == "skipped"]
-    modules = {case.get("classname", "").rpartition(".")[2] for case in cases}
-    return {
-        "files": sorted(modules),
-        "passed": len(cases) - len(failed) - len(skipped),
-        "failed": len(failed),
-        "skipped": sorted({part.get("message", "") for part in skipped}),
-    }
+    """Return for each file how many tests passed and failed, and why others were skipped."""
+    found: dict[str, Any] = {}
+    for case in report.iter("testcase"):
+        module = case.get("classname", "").rpartition(".")[2]
+        counts = found.setdefault(module, {"passed": 0, "failed": 0, "skipped": []})
+        skipped = [part.get("message", "") for part in case if part.tag == "skipped"]
+        if {"failure", "error"} & {part.tag for part in case}:
+            counts["failed"] += 1
+        elif skipped:
+            counts["skipped"] = sorted({*counts["skipped"], *skipped})
+        else:
+            counts["passed"] += 1
+    return found
+
+
+def totals(version: Mapping[str, Any]) -> tuple[int, int, list[str]]:
+    """Return how many tests of a version passed, how many failed, and why others were skipped."""
+    counts = version["files"].values()
+    return (
+        sum(each["passed"] for each in counts),
+        sum(each["failed"] for each in counts),
+        sorted({reason for each in counts for reason in each["skipped"]}),
+    )
 
 
 def operators(version: str) -> str:
@@ -94,15 +136,20 @@ def operators(version: str) -> str:
     return f"those of {NEWEST}" if any(linked) else "its own"
 
 
-def upgrades(versions: list[str]) -> dict[str, str]:
+def upgrades(versions: list[str]) -> dict[str, dict[str, str]]:
     """Store with one version, and ask the next one; return "warm", or why it is cold."""
     found = {}
     for older, newer in pairwise(versions):
-        with tempfile.TemporaryDirectory() as directory:
-            model, disk = f"{directory}/model", f"file://{directory}/kv?size=64MiB"
-            said = [ran(each, UPGRADE, model, disk) for each in (older, newer)]
-        found[f"{older} → {newer}"] = said[1]
-        print(f"== {older} to {newer}: {said[1]}", flush=True)
+        said = {}
+        for below in ("connector", "tier"):
+            with tempfile.TemporaryDirectory() as directory:
+                model, disk = f"{directory}/model", f"file://{directory}/kv?size=64MiB"
+                for each in (older, newer):
+                    said[below] = ran(each, UPGRADE, below, model, disk)
+                    if said[below].startswith("none"):
+                        break
+        found[f"{older} → {newer}"] = said
+        print(f"== {older} to {newer}: {said}", flush=True)
     return found
 
 
@@ -111,7 +158,12 @@ import conftest, logging, sys
 from pathlib import Path
 from engines import engine, prompt
 from models import make_llama
-model, tier = sys.argv[1:]
+from tiered import tiered
+from versions import NO_TIERS
+below, model, disk = sys.argv[1:]
+if below == "tier" and NO_TIERS:
+    print("none: " + NO_TIERS)
+    sys.exit()
 cold = not Path(model).exists()
 if cold:
     make_llama(Path(model))
@@ -122,7 +174,11 @@ class Said(logging.Handler):
             said.append(text.partition("is cold after an upgrade: ")[2])
 said = []
 log = logging.getLogger("kvkeep.vllm"); log.addHandler(Said()); log.setLevel("INFO")
-with engine(model, ["memory://16MiB", tier], dtype="bfloat16") as one:
+def make():
+    if below == "tier":
+        return tiered(model, disk, dtype="bfloat16")
+    return engine(model, ["memory://16MiB", disk], dtype="bfloat16")
+with make() as one:
     (answer,) = one.ask([prompt(300)])
     if cold:
         Path(model + ".said").write_text(str(answer.tokens))
@@ -154,13 +210,14 @@ def table(record: Mapping[str, Any]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for each in record["versions"].values():
-        skipped = "; ".join(each["skipped"]) or "none"
+        passed, failed, skipped = totals(each)
         lines.append(
             f"| {each['vllm']} | {each['operators']} | {each['torch']} | "
-            f"{len(each['files'])} | {each['passed']} | {each['failed']} | {skipped} |"
+            f"{len(each['files'])} | {passed} | {failed} | {'; '.join(skipped) or 'none'} |"
         )
-    lines += ["", "| upgrade | KV of the older version |", "|---|---|"]
-    lines += [f"| {name} | {said} |" for name, said in record["upgrades"].items()]
+    lines += ["", "| upgrade | KV of the connector | KV of the tier |", "|---|---|---|"]
+    for name, said in record["upgrades"].items():
+        lines.append(f"| {name} | {said['connector']} | {said['tier']} |")
     return "\n".join(lines)
 
 

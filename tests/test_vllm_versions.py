@@ -29,7 +29,11 @@ def test_the_table_is_of_the_last_run() -> None:
     versions = re.search(r"^VLLM_VERSIONS := (.*)$", (HOME / "Makefile").read_text(), re.MULTILINE)
     assert versions is not None
     assert list(record["versions"]) == versions[1].split()
-    assert all(each["failed"] == 0 for each in record["versions"].values())
+    assert all(run.totals(each)[1] == 0 for each in record["versions"].values())
+    for version in record["versions"]:
+        assert [f"{name}.py" for name in record["versions"][version]["files"]] == sorted(
+            run.files_of(version)
+        )
 
 
 def test_counts_of_a_report() -> None:
@@ -40,9 +44,19 @@ def test_counts_of_a_report() -> None:
         '<testcase classname="tests_vllm.test_b"><error/></testcase>'
         '<testcase classname="tests_vllm.test_b"><skipped message="no"/></testcase></testsuite>'
     )
-    assert run.counted(report) == {
-        "files": ["test_a", "test_b"], "passed": 1, "failed": 2, "skipped": ["no"],
-    }  # fmt: skip
+    counts = run.counted(report)
+    assert counts == {
+        "test_a": {"passed": 1, "failed": 1, "skipped": []},
+        "test_b": {"passed": 0, "failed": 1, "skipped": ["no"]},
+    }
+    assert run.totals({"files": counts}) == (1, 2, ["no"])
+
+
+def test_versions_run_what_depends_on_them() -> None:
+    run = script()
+    every = {file.name for file in run.TESTS.glob("test_*.py")}
+    assert set(run.files_of(run.NEWEST)) == every
+    assert every - set(run.files_of("0.31")) == run.ONCE
 
 
 def test_the_table_has_a_row_for_each_version_and_upgrade(monkeypatch: Any, tmp_path: Path) -> None:
@@ -50,12 +64,14 @@ def test_the_table_has_a_row_for_each_version_and_upgrade(monkeypatch: Any, tmp_
     page = tmp_path / "page.md"
     page.write_text(f"before\n{run.BEGIN}\nstale\n{run.END}\nafter\n")
     monkeypatch.setattr(run, "PAGE", page)
-    row = {"vllm": "1.2.0", "torch": "2", "operators": "its own", "files": ["a"], "passed": 3,
-           "failed": 0, "skipped": []}  # fmt: skip
-    run.write_table({"versions": {"1.2": row}, "upgrades": {"1.1 → 1.2": "warm"}})
+    files = {"a": {"passed": 1, "failed": 0, "skipped": []},
+             "b": {"passed": 2, "failed": 0, "skipped": []}}  # fmt: skip
+    row = {"vllm": "1.2.0", "torch": "2", "operators": "its own", "files": files}
+    said = {"connector": "warm", "tier": "cold: as told"}
+    run.write_table({"versions": {"1.2": row}, "upgrades": {"1.1 → 1.2": said}})
     text = page.read_text()
-    assert "| 1.2.0 | its own | 2 | 1 | 3 | 0 | none |" in text
-    assert "| 1.1 → 1.2 | warm |" in text
+    assert "| 1.2.0 | its own | 2 | 2 | 3 | 0 | none |" in text
+    assert "| 1.1 → 1.2 | warm | cold: as told |" in text
     assert "stale" not in text
     assert text.startswith("before")
     assert text.endswith("after\n")

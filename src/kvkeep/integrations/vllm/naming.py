@@ -21,7 +21,7 @@ import vllm
 from vllm.platforms import current_platform
 
 from kvkeep.core.keys import Namespace
-from kvkeep.integrations.vllm.formats import CONFIGURATION, packings_of, page_format
+from kvkeep.integrations.vllm.formats import CONFIGURATION, PageFormat, packings_of, page_format
 from kvkeep.integrations.vllm.numbers import numbers_of, plain
 from kvkeep.integrations.vllm.weights import revision_of
 
@@ -35,11 +35,12 @@ if TYPE_CHECKING:
     from kvkeep.integrations.vllm.options import ConnectorOptions
 
 __all__ = [
+    "computed_by",
+    "dtype_of",
     "engine_namespace",
     "machine_of",
     "namespace_of",
     "ranks_of",
-    "settings_of",
     "warn_of_seeds",
 ]
 
@@ -90,7 +91,7 @@ def engine_namespace(
         options: of the adapter.
         layout: describes the records, in JSON's types or what
             `kvkeep.integrations.vllm.numbers.plain` converts.
-        computed: names what computes the pages, see `settings_of`.
+        computed: names what computes the pages, see `computed_by`.
         rank: whose records they are, see `ranks_of`.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
@@ -141,6 +142,11 @@ def _computed(vllm_config: VllmConfig, groups: Groups) -> str:
     numbers = numbers_of(vllm_config)
     machine = machine_of(vllm_config, groups.layers, torch.device(current_platform.device_type))
     found = page_format(numbers, dtype_of(vllm_config), packings_of(vllm_config, groups), machine)
+    return computed_by(found, numbers)
+
+
+def computed_by(found: PageFormat, numbers: Mapping[str, object]) -> str:
+    """Return what names a format and the model's configuration; log what an upgrade will find."""
     if found.versions:
         _LOG.info("kvkeep shares pages with vLLM %s: proven equal", ", ".join(found.versions))
     else:
@@ -149,14 +155,6 @@ def _computed(vllm_config: VllmConfig, groups: Groups) -> str:
             vllm.__version__, found.reason,
         )  # fmt: skip
     return f"{found.name}; configuration {_digest([numbers[name] for name in CONFIGURATION])}"
-
-
-def settings_of(vllm_config: VllmConfig, *, any_ranks: bool = False) -> str:
-    """Return a digest of all settings and versions that decide numbers.
-
-    ``any_ranks``: settings that only concern the sums of ranks are neutral.
-    """
-    return _digest(numbers_of(vllm_config, any_ranks=any_ranks))
 
 
 def ranks_of(vllm_config: VllmConfig, rank: int | str) -> str:

@@ -3,7 +3,8 @@
 vLLM's key of a chunk is a block's hash and the number of a group: the same for other weights, other
 settings, another number of ranks. A row is opaque bytes besides, in the order in which this
 engine's workers put their pages. The namespace names all that; where rows are the same for every
-number of ranks (layout.py), it names vLLM's format of such rows instead of the ranks.
+number of ranks (layout.py), it names vLLM's format of such rows instead of the ranks, and where
+several versions of vLLM are proven to write equal rows (../formats.py), it names the proof.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping i
 from vllm.platforms import current_platform
 
 from kvkeep.core.keys import Namespace
+from kvkeep.integrations.vllm.formats import packing_of, page_format
 from kvkeep.integrations.vllm.naming import (
+    computed_by,
+    dtype_of,
     engine_namespace,
     ranks_of,
-    settings_of,
     warn_of_seeds,
 )
-from kvkeep.integrations.vllm.numbers import plain
+from kvkeep.integrations.vllm.numbers import numbers_of, plain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -82,31 +85,66 @@ def namespace_of_rows(
             for group in config.groups
         ]
     )
+    numbers = numbers_of(engine.config, any_ranks=any_ranks)
+    machine = notes[0].machine if notes else "an unknown backend"
+    packings = _packings(engine, spec) if any_ranks else None
+    found = page_format(numbers, dtype_of(engine.config), packings, machine, "rows")
+    computed = computed_by(found, numbers)
     layout: dict[str, object] = {
         "format": _FORMAT,
         "chunk": [config.cache.tokens_per_hash, config.cache.blocks_per_chunk],
         "shared": _shared(engine.caches),
+        "groups": _plainly(engine, spec) if found.versions else groups,
     }
     if any_ranks:
         assert notes is not None
         assert all(note == notes[0] for note in notes), "rows are the same for all ranks"
         assert config.kv_cache_layout is not None, "vLLM has placed the pages"
         layout |= {
-            "groups": _of_all_ranks(groups),
+            "groups": _of_all_ranks(layout["groups"]),
             "layout": canonical_format_id(config.kv_cache_layout),
             "workers": plain(notes[0]),
         }
-        computed = settings_of(engine.config, any_ranks=True)
         return engine_namespace(engine.config, options, layout, computed=computed, rank="")
     layout |= {
         "row": [spec.kv_bytes_per_chunk, spec.cpu_page_size_per_worker],
-        "groups": groups,
         "layout": [config.kv_cache_layout, config.canonical_layout, spec.replicated_layout],
         "workers": _selecting(engine) if notes is None else plain(list(notes)),
     }
     ranks = ranks_of(engine.config, "all")
-    computed = settings_of(engine.config)
     return engine_namespace(engine.config, options, layout, computed=computed, rank=ranks)
+
+
+def _packings(engine: OffloadEngine, spec: TieringOffloadingSpec) -> list[str] | None:
+    """Return how pages in rows are packed; None: in a way that no fixture shows."""
+    config, parallel = spec.config, engine.config.parallel_config
+    if config.cache.blocks_per_chunk > 1 or parallel.world_size != parallel.tensor_parallel_size:
+        return None
+    if parallel.decode_context_parallel_size > 1:  # over the same ranks
+        return None
+    found = [
+        packing_of(
+            engine.caches.kv_cache_groups[group.group_id].kv_cache_spec, group.tokens_per_block
+        )
+        for group in config.groups
+    ]
+    packings = sorted({packing for packing in found if packing is not None})
+    return packings if None not in found else None
+
+
+def _plainly(engine: OffloadEngine, spec: TieringOffloadingSpec) -> list[list[object]]:
+    """Return the groups in words that no version changes; packings are in the proof."""
+    return [
+        [
+            group.group_id,
+            group.tokens_per_block,
+            getattr(
+                engine.caches.kv_cache_groups[group.group_id].kv_cache_spec, "sliding_window", None
+            ),
+            *group.layer_names,
+        ]
+        for group in spec.config.groups
+    ]
 
 
 def _of_all_ranks(groups: object) -> object:
