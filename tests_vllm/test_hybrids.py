@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from engines import prompt
 from hybrids import STATES, Hybrid, counters, each, exactly, loads_checked, make_hybrid, zeroed
-from versions import OLD
+from versions import OLD, VERSION
 from vllm import SamplingParams
 from vllm.distributed.parallel_state import destroy_model_parallel
 
@@ -40,6 +40,8 @@ def prompts(hybrid: Hybrid) -> list[list[int]]:
                5 * size + 20]  # fmt: skip
     if OLD:  # the first pass of a prompt that ends with a block leaves no state, the second does
         lengths = [length for length in lengths if length % size or length == size]
+    if VERSION < (0, 31):  # it says other things to one token each time, with Qwen3-Next, by itself
+        lengths.remove(1)
     return [prompt(length, seed=30) for length in lengths]
 
 
