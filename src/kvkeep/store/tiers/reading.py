@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["BlockPrefetch", "Reader"]
 
 _READ_AHEAD = 16  # blocks, at most
-_LEASED = 64  # blocks in memory that are leased at once, at most
+_LEASED = 64  # blocks in memory that are leased at once, at most …
+_LEASED_SHARE = 16  # … and this part of memory: what is leased cannot make room for others
 _SPARE_BYTES = 64 << 20  # buffers that are kept for the next reads
 _REPLACED_KEPT = 64  # replacements remembered for reads that began before them
 
@@ -299,7 +300,7 @@ class ReadRequest(ReadMoves):
         self._mark = self._reader.replacements
         try:
             while count < len(levels) and not self._ends(blocks):
-                limit = self._limit(self._raw_bytes[count], _READ_AHEAD)
+                limit = self._limit(self._raw_bytes[count])
                 if not ahead:
                     run = self._lease_run(blocks, levels, count)
                 for at in range(count + len(run) + len(ahead), min(count + limit, len(levels))):
@@ -311,7 +312,7 @@ class ReadRequest(ReadMoves):
                         break
                     continue
                 lease = self._await(ahead[0])
-                if lease is None:
+                if lease is None or self._replaced(blocks):
                     break
                 payload = lease.payload
                 if len(payload) != self._raw_bytes[count]:
@@ -329,11 +330,15 @@ class ReadRequest(ReadMoves):
         return count
 
     def _ends(self, blocks: Sequence[bytes]) -> bool:
-        """Whether to deliver no more: it was cancelled, or blocks were replaced.
+        """Whether to deliver no more: it was cancelled, or blocks were replaced."""
+        return self._replaced(blocks) or self._cancelled()
 
-        After a replacement, later blocks are new and do not match those delivered.
+    def _replaced(self, blocks: Sequence[bytes]) -> bool:
+        """Whether blocks were replaced: the new ones do not match those delivered.
+
+        Ask behind the lease of a block. Before it, a replacement in between would be missed.
         """
-        return self._reader.replaced_since(self._mark, blocks) or self._cancelled()
+        return self._reader.replaced_since(self._mark, blocks)
 
     def _lease_run(
         self, blocks: Sequence[bytes], levels: Sequence[int], at: int
@@ -341,9 +346,13 @@ class ReadRequest(ReadMoves):
         """Lease the blocks from ``at`` on that are in memory, several at once."""
         if levels[at]:
             return ()
-        end = min(len(levels), at + self._limit(self._raw_bytes[at], _LEASED))
-        lower = next((below for below in range(at, end) if levels[below]), end)
-        return self._levels.memory.lease_all(blocks[at:lower])
+        room, end = self._levels.memory.capacity // _LEASED_SHARE, at
+        for level, size in zip(levels[at : at + _LEASED], self._raw_bytes[at:], strict=False):
+            room -= size + HEADER_BYTES
+            if level or (room < 0 and end > at):
+                break
+            end += 1
+        return self._levels.memory.lease_all(blocks[at:end])
 
     def _deliver_run(self, blocks: Sequence[bytes], run: Sequence[MemoryLease], at: int) -> int:
         """Deliver blocks from ``at`` on out of memory, and release them.
@@ -351,28 +360,29 @@ class ReadRequest(ReadMoves):
         Return the position of the first that was not delivered. Little is done between two copies:
         these take the caches, so anything else is slow there.
         """
-        memory, sink, ends = self._levels.memory, self._sink, self._ends
+        memory, sink, ends = self._levels.memory, self._sink, self._replaced
         payloads = [lease.payload for lease in run]
         first, sources, name = at, self._sources, memory.name
         try:
             for payload, size in zip(payloads, self._raw_bytes[at:], strict=False):
                 # else it was stored with another length
-                if len(payload) != size or (at > first and ends(blocks)):
+                if len(payload) != size or ends(blocks):
                     break
                 sources.append(name)
                 sink(at, payload)
                 at += 1
+                ends = self._ends  # of the first block, `fetch` has asked
         finally:
             memory.release_all(run)
-        payloads = payloads[: at - first]
-        read = sum(map(len, payloads)) + HEADER_BYTES * len(payloads)
-        memory.counters.count(hits=len(payloads), read_bytes=read)
+            payloads = payloads[: at - first]
+            read = sum(map(len, payloads)) + HEADER_BYTES * len(payloads)
+            memory.counters.count(hits=len(payloads), read_bytes=read)
         return at
 
-    def _limit(self, raw_bytes: int, most: int) -> int:
+    def _limit(self, raw_bytes: int) -> int:
         """Return how many blocks to read ahead, leaving half of memory to other requests."""
         fit = self._levels.memory.capacity // 2 // (raw_bytes + HEADER_BYTES)
-        return max(2, min(most, fit))
+        return max(2, min(_READ_AHEAD, fit))
 
     def _await(self, started: SharedRead | MemoryLease) -> MemoryLease | None:
         if isinstance(started, SharedRead):
