@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["Reserving"]
 
 _TRIES: Final = 8  # attempts before a thread gets priority
+_RUNS: Final = 8  # that threads may reserve before any of them counts to its namespace's quota
 _THREADS: Final = 64  # at most, at a time: callers that put, and readers of tiers
 
 
@@ -74,10 +75,11 @@ class Reserving:
     ) -> list[Draft]:
         """`reserve` leading ``blocks`` of one namespace; empty if there is no room for the first.
 
-        They are reserved together where no quota is near, else one.
+        They are reserved together where no quota is near, else one: a draft counts to the quota
+        when it is committed, and other threads may reserve as many meanwhile.
         """
         sizes = [HEADER_BYTES + one for one in raw_bytes]
-        if len(blocks) == 1 or self._over_quota(blocks[0][:SPACE_BYTES], sum(sizes)):
+        if len(blocks) == 1 or self._over_quota(blocks[0][:SPACE_BYTES], _RUNS * sum(sizes)):
             draft = self.reserve(blocks[0], raw_bytes[0], evict)
             return [] if draft is None else [draft]
 
