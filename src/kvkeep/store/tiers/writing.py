@@ -75,14 +75,17 @@ class StoreRequest(StoreMoves):
         self._holds = PromptHolds(levels, ())
 
     def store(self, blocks: Sequence[bytes]) -> None:
-        super().store(blocks)
         losses, memory = self._levels.losses, self._levels.memory
-        for name, refused in self._refused.items():
-            losses.note(refused, name, "refused", "admission")
-        kept, already = len(self.written.kept), len(self.written.already)
+        try:
+            super().store(blocks)
+        finally:  # also of what was stored before ``fill`` raised
+            for name, refused in self._refused.items():
+                losses.note(refused, name, "refused", "admission")
+            kept, already = len(self.written.kept), len(self.written.already)
+            memory.counters.count(writes=kept, already=already)
         dropped = blocks[kept + already :]
         losses.note(dropped, memory.name, "dropped", "no room")
-        memory.counters.count(writes=kept, already=already, drops=len(dropped))
+        memory.counters.count(drops=len(dropped))
 
     @contextmanager
     def holding(self, blocks: Sequence[bytes]) -> Iterator[None]:
