@@ -284,6 +284,27 @@ def test_a_quota_holds_for_runs_at_once(store: BlockStore) -> None:
     assert read(store, KEYS[:15]) == {key: content(key) for key in KEYS[:15]}
 
 
+def test_two_requests_put_the_same_block(store: BlockStore) -> None:
+    """The end of the first does not end what the second holds: the record that replaced its own."""
+    assert put(store, KEYS[:1]) == 1
+    memory, block = store._tiered.memory, store._space + KEYS[0]
+    assert memory.catalogue.holds.hold(block)
+    draft = memory.reserve(block, SIZE)
+    assert draft is not None
+    draft.view[-SIZE:] = content(KEYS[0])
+    lease = memory.commit(draft, block)
+    assert lease is not None
+    lease.release()
+    assert memory.catalogue.holds.hold(block)
+    memory.catalogue.holds.free(block)
+    assert put(store, KEYS[1:]) == 199
+    assert store.put([bytes(31) + b"x"], [bytes(4_150_000)]) == 1
+    assert read(store, KEYS[:1]) == {KEYS[0]: content(KEYS[0])}
+    memory.catalogue.holds.free(block)
+    assert store.put([bytes(31) + b"y"], [bytes(4_190_000)]) == 1  # all of memory
+    assert store.knows(KEYS[:1]) == 0
+
+
 @LINUX
 def test_a_run_takes_the_lock_of_the_node_once_a_step(tmp_path: Path) -> None:
     """The cost of a block of a prompt is its copy, not the lock."""

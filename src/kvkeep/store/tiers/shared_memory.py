@@ -161,7 +161,8 @@ class SharedMemoryTier:
             self._left(block, hold)
         if old:
             self.losses.note([block for block, _ in old], self.name, "removed", "ttl")
-            chosen = [one for one in chosen if one not in set(old)]
+            expired = set(old)
+            chosen = [one for one in chosen if one not in expired]
         with self._lock:
             for block, hold in chosen:
                 self._leaving.setdefault(block, []).append(hold)

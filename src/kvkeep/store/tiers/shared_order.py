@@ -94,7 +94,7 @@ class SharedHolds:
             for block in blocks:
                 holds = self._held.get(block)
                 if holds:
-                    ended.append(holds.pop())
+                    ended.append(holds.pop(0))  # of a replaced record first
                     if not holds:
                         del self._held[block]
         if ended:
