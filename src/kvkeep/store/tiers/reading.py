@@ -29,7 +29,7 @@ __all__ = ["BlockPrefetch", "Reader"]
 
 _READ_AHEAD = 16  # blocks, at most
 _LEASED = 64  # blocks in memory that are leased at once, at most …
-_LEASED_SHARE = 16  # … and this part of memory: what is leased cannot make room for others
+_LEASED_SHARE = 4  # … and this part of memory: what is leased cannot make room for others
 _SPARE_BYTES = 64 << 20  # buffers that are kept for the next reads
 _REPLACED_KEPT = 64  # replacements remembered for reads that began before them
 
