@@ -74,7 +74,7 @@ def test_a_damaged_file(tmp_path):
 
 
 def test_a_tier_that_hangs(faulty):
-    with storing("memory://1MiB", faulty, load_timeout=0.3) as server:
+    with storing("memory://1MiB", faulty, load_timeout=0.2) as server:
         prompt = tokens_of(4, LONG)
         ask(server, prompt)
         forget_pool(server, prompt)
