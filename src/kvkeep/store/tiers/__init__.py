@@ -7,7 +7,8 @@ levels.py        lookups over all levels: where a block is, or why it is missing
 tiering.py       policies that decide which tiers hold a block; adaptive.py chooses among them
 planner.py       decides the moves of blocks by a policy
 prompt_moves.py  order of moves to read or store a prompt, shared with the replay of traces
-reading.py       reads prompts; shared_read.py: one read of a block for several requests
+reading.py       reads prompts; shared_read.py: one read of a block for several requests;
+                 block_prefetch.py: the handle of a read in the background
 writing.py       stores prompts; write_queue.py: pending writes and deletions of each tier
 demoting.py      moves evicted blocks to a lower tier
 removing.py      deletes blocks by request
@@ -31,12 +32,12 @@ opening.py       opens tiers from URLs
 from __future__ import annotations
 
 from kvkeep.store.tiers.adaptive import AdaptiveTiering
+from kvkeep.store.tiers.block_prefetch import BlockPrefetch
 from kvkeep.store.tiers.counters import TierCounters, TierStats
 from kvkeep.store.tiers.loss_log import Loss, LossKind, LossLog, Miss
 from kvkeep.store.tiers.memory import MemorySpec, MemoryTier
 from kvkeep.store.tiers.notes import note_of
 from kvkeep.store.tiers.opening import TIER_OPTIONS, TIERINGS, open_backend, open_tiers, tiering
-from kvkeep.store.tiers.reading import BlockPrefetch
 from kvkeep.store.tiers.removing import Removed
 from kvkeep.store.tiers.tier import Tier, TierOptions, TierSpec
 from kvkeep.store.tiers.tiered import TieredStore

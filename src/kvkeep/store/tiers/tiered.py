@@ -16,7 +16,7 @@ from kvkeep.store.tiers.level_pins import LevelPins
 from kvkeep.store.tiers.levels import Levels
 from kvkeep.store.tiers.loss_log import LossLog
 from kvkeep.store.tiers.planner import Demote, Planner
-from kvkeep.store.tiers.reading import BlockPrefetch, Reader, ReadRequest
+from kvkeep.store.tiers.reading import Reader, ReadRequest
 from kvkeep.store.tiers.removing import Removed, Remover
 from kvkeep.store.tiers.tier import Tier
 from kvkeep.store.tiers.tiering import Inclusive, TieringPolicy
@@ -26,6 +26,7 @@ from kvkeep.store.tiers.writing import StoreRequest, Written
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from kvkeep.store.tiers.block_prefetch import BlockPrefetch
     from kvkeep.store.tiers.counters import TierStats
     from kvkeep.store.tiers.loss_log import Loss
     from kvkeep.store.tiers.memory import MemorySpec
