@@ -107,8 +107,8 @@ def loads_checked(one: Engine) -> Iterator[list[int]]:
     counted = [0] * len(worker._pages)
     load = worker._load
 
-    def checked(loading: Any, begun: Any) -> None:
-        load(loading, begun)
+    def checked(loading: Any, *more: Any) -> None:
+        load(loading, *more)
         for span in loading.load.spans:
             pages, size = worker._pages[span.group], worker.shared.sizes[span.group]
             for at, key in enumerate(span.keys):
