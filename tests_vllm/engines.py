@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from models import VOCABULARY
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.v1.executor import multiproc_executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
@@ -150,6 +151,7 @@ def engine(model: str, tiers: Sequence[str] | None = None, **more: Any) -> Itera
         running = Engine(LLM(model, **(settings | more)))
     except BaseException:
         ensure_kv_transfer_shutdown()  # vLLM would give what is left of it to the next engine
+        cleanup_dist_env_and_memory()  # and its groups of ranks, of which a model may need more
         raise
     try:
         yield running
