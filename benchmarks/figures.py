@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-__all__ = ["Figure", "no_collection", "print_lines", "show"]
+__all__ = ["Figure", "Read", "no_collection", "print_lines", "reads_of", "show"]
 
 Line = TypeVar("Line")
 
@@ -64,6 +64,21 @@ def no_collection() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+Read = tuple[str, int, int]
+"""A layout, how many ranks read, and how many ranks wrote what they read."""
+
+
+def reads_of(ranks: Sequence[int], shared: str, own: str) -> list[Read]:
+    """Return all reads: in the layout ``shared`` of what any wrote, in ``own`` of one's own."""
+    return [
+        (layout, reader, writer)
+        for reader in ranks
+        for layout in (shared, own)
+        for writer in ranks
+        if layout == shared or reader == writer
+    ]
 
 
 def show(figures: Sequence[Figure], title: str, *, as_json: bool) -> int:

@@ -16,11 +16,10 @@ one round, and the figure is their median.
 from __future__ import annotations
 
 import argparse
-import json
+import random
 import sys
 import tempfile
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from time import process_time
@@ -40,7 +39,7 @@ from sglang_pools import (  # type: ignore[import-not-found]
     storage_of,
 )
 
-from figures import Figure, no_collection
+from figures import Figure, Read, no_collection, reads_of, show
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,9 +49,6 @@ TOKENS = 512
 POOL = 1024  # on the device, twice as many on the host: SGLang needs a page for each layer
 HEADS, LAYERS, DIM = 8, 32, 128
 SIZE = TOKENS * HEADS * LAYERS * DIM * 2 * 2
-
-Read = tuple[str, int, int]
-"""By heads or ranks, ranks of the reader, ranks of the writer."""
 
 
 class Servers:
@@ -104,13 +100,7 @@ def measure(
     names, count = servers.names, len(servers.names)
     reads: dict[Read, list[float]] = {}
     saves: dict[tuple[str, int], list[float]] = {}
-    wanted = [
-        (way, reader, writer)
-        for reader in RANKS
-        for way in ("heads", "ranks")
-        for writer in RANKS
-        if way == "heads" or reader == writer
-    ]
+    wanted, chance = reads_of(RANKS, "heads", "ranks"), random.Random(0)
     with no_collection():
         for turn in range(-1, rounds):  # the first one writes, and warms up
             for way in ("heads", "ranks"):
@@ -127,8 +117,8 @@ def measure(
                         for file in (directory / place).rglob("*"):
                             if file.is_file():
                                 file.unlink()
-            at = turn % len(wanted)
-            for way, reader, writer in wanted[at:] + wanted[:at]:
+            chance.shuffle(wanted)  # a reader's pools are in a cache after its last read
+            for way, reader, writer in wanted:
                 with servers.opened(way, reader, f"{way}{writer}") as storages:
                     began = process_time()
                     for pages in storages:
@@ -147,10 +137,11 @@ def figures(
 ) -> list[Figure]:
     """Return rates, beside those of reads by the writer itself, and of whole pages."""
     lines = []
-    for (way, reader, writer), seconds in reads.items():
-        rate = SIZE / median(seconds) / 1e9
+    for way, reader, writer in reads_of(RANKS, "heads", "ranks"):
         if way == "ranks":
             continue
+        seconds = reads[way, reader, writer]
+        rate = SIZE / median(seconds) / 1e9
         name = f"--tp {reader} reads what --tp {writer} wrote"
         lines.append(_beside(name, rate, reads["heads", reader, reader], seconds, "its own")
                      if reader != writer else
@@ -181,14 +172,10 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         lines = figures(*measure(Path(directory), given.page_size, 5 if given.quick else 25))
-    if given.json:
-        print(json.dumps([asdict(line) for line in lines]))
-        return
-    print(
+    title = (
         f"{SIZE >> 20} MiB in pages of {given.page_size} tokens; all ranks in one process, CPU time"
     )
-    for line in lines:
-        print(line.line())
+    show(lines, title, as_json=given.json)
 
 
 if __name__ == "__main__":

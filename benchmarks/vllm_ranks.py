@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests_vllm"))
 
 from rank_pages import Shape, Workers
 
-from figures import Figure, no_collection, show
+from figures import Figure, Read, no_collection, reads_of, show
 from kvkeep.store import BlockStore
 from kvkeep.store.tiers import PassThrough
 
@@ -40,9 +40,6 @@ BLOCKS = 8
 LLAMA_8B = Shape(heads=8, layers=32, block=16, head=64, blocks=BLOCKS)
 KEYS = [hashlib.sha256(bytes([at])).digest() for at in range(BLOCKS)]
 ROWS = list(range(BLOCKS))
-
-Read = tuple[str, int, int]
-"""Layout, ranks of the reader, ranks of the writer."""
 
 
 def measure(directory: Path, rounds: int) -> tuple[dict[Read, list[float]], dict[str, list[float]]]:
@@ -65,13 +62,7 @@ def measure(directory: Path, rounds: int) -> tuple[dict[Read, list[float]], dict
                 workers.to_rows(ROWS)
                 workers.save(store, KEYS, ROWS)
                 assert store.flush()
-        wanted = [
-            (layout, reader, writer)
-            for reader in RANKS
-            for layout in ("canonical", "direct")
-            for writer in RANKS
-            if layout == "canonical" or reader == writer
-        ]
+        wanted = reads_of(RANKS, "canonical", "direct")
         chance = random.Random(0)
         for turn in range(-1, rounds):  # the first one warms up
             chance.shuffle(wanted)  # a reader's pages are in a cache after its last read
@@ -100,7 +91,7 @@ def figures(reads: dict[Read, list[float]], saves: dict[str, list[float]]) -> li
     """Return rates, beside those of reads by the writer itself."""
     size = LLAMA_8B.truth().nbytes
     lines = []
-    for layout, reader, writer in sorted(reads, key=lambda read: (read[1], read[0], read[2])):
+    for layout, reader, writer in reads_of(RANKS, "canonical", "direct"):
         seconds = reads[layout, reader, writer]
         own = reads["canonical" if layout == "direct" else layout, reader, reader]
         name = f"{reader} ranks read what {writer} wrote"

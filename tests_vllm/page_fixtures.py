@@ -56,6 +56,12 @@ if TYPE_CHECKING:
     from engines import Engine
 
 FILE = Path(formats.__file__).with_name("formats.json")
+PROOFS: list[dict[str, Any]] = json.loads(FILE.read_text())["proofs"]
+MINE = [
+    proof
+    for proof in PROOFS
+    if (proof["vllm"], proof["torch"]) == (vllm.__version__, str(torch.__version__))
+]
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
           "high_freq_factor": 4.0, "original_max_position_embeddings": 512}  # fmt: skip
 WINDOWS = {"num_hidden_layers": 6, "sliding_window": 48, "sliding_window_pattern": 6}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from copy import deepcopy
 from types import SimpleNamespace
@@ -14,36 +13,13 @@ import torch
 import vllm
 from engines import LENGTHS, PROMPTS, Answer, engine, same
 from engines import found as length_found
-from page_fixtures import MODELS
+from page_fixtures import MODELS, PROOFS
 
-from kvkeep.integrations.vllm import formats, naming
+from kvkeep.integrations.vllm import naming
 from kvkeep.integrations.vllm.formats import PageFormat, page_format
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
-
-PROOFS: list[dict[str, Any]] = json.loads(page_fixtures.FILE.read_text())["proofs"]
-MINE = [
-    proof
-    for proof in PROOFS
-    if (proof["vllm"], proof["torch"]) == (vllm.__version__, str(torch.__version__))
-]
-
-
-@pytest.fixture
-def proof() -> dict[str, Any]:
-    if not MINE:
-        pytest.skip(f"there is no proof for vLLM {vllm.__version__}")
-    return deepcopy(MINE[0])
-
-
-@pytest.fixture
-def proofs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
-    """Proofs in place of those that are shipped."""
-    mine: list[dict[str, Any]] = []
-    monkeypatch.setattr(formats, "_proofs", lambda: mine)
-    return mine
 
 
 def numbers_of(proof: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:

@@ -11,32 +11,16 @@ import page_fixtures
 import pytest
 import vllm
 from engines import BLOCK, LENGTHS, PROMPTS, Answer, same
-from test_formats import MINE, PROOFS, numbers_of
+from page_fixtures import PROOFS
+from test_formats import numbers_of
 from test_rank_names import named
 from tiered import tiered
 
-from kvkeep.integrations.vllm import formats
 from kvkeep.integrations.vllm.formats import PageFormat, page_format
 from kvkeep.integrations.vllm.offload import identity, spec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
-
-
-@pytest.fixture
-def proof() -> dict[str, Any]:
-    if not MINE:
-        pytest.skip(f"there is no proof for vLLM {vllm.__version__}")
-    return deepcopy(MINE[0])
-
-
-@pytest.fixture
-def proofs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
-    """Proofs in place of those that are shipped."""
-    mine: list[dict[str, Any]] = []
-    monkeypatch.setattr(formats, "_proofs", lambda: mine)
-    return mine
 
 
 def asked(proof: dict[str, Any], packings: list[str] | None = None, **other: Any) -> PageFormat:

@@ -64,15 +64,15 @@ class _Views(HostPages):
         self.size = _view(pool, 0).size
 
     def save(self, index: int, raw: memoryview, record: int = 0) -> None:
-        page = _view(self.pool, index)
-        np.copyto(np.frombuffer(raw, np.uint8).reshape(page.shape), page)
+        part = self.part(_view(self.pool, index), record)
+        np.copyto(np.frombuffer(raw, np.uint8).reshape(part.shape), part)
 
     def load(self, index: int, raw: memoryview, record: int = 0) -> None:
-        page = _view(self.pool, index)
-        np.copyto(page, np.frombuffer(raw, np.uint8).reshape(page.shape))
+        part = self.part(_view(self.pool, index), record)
+        np.copyto(part, np.frombuffer(raw, np.uint8).reshape(part.shape))
 
 
-class _Heads(HostPages):
+class _Heads(_Views):
     """Pages whose heads are apart, stored by parts of so many heads: K of the part, then V."""
 
     def __init__(self, pool: Any, records: int) -> None:
@@ -82,14 +82,6 @@ class _Heads(HostPages):
         assert page.shape[:3] == (2, 1, pool.head_num), page.shape
         self.size = page.size // records
         assert np.shares_memory(self.part(page, 0), page), page.strides
-
-    def save(self, index: int, raw: memoryview, record: int = 0) -> None:
-        part = self.part(_view(self.pool, index), record)
-        np.copyto(np.frombuffer(raw, np.uint8).reshape(part.shape), part)
-
-    def load(self, index: int, raw: memoryview, record: int = 0) -> None:
-        part = self.part(_view(self.pool, index), record)
-        np.copyto(part, np.frombuffer(raw, np.uint8).reshape(part.shape))
 
     def part(self, page: Bytes, record: int) -> Bytes:
         heads: Bytes = page.reshape(2, self.records, -1)  # of one axis, or of a pool's

@@ -84,23 +84,27 @@ def server_setting(name: str, group: str = "model") -> object:
 
 def resolved_model() -> Any | None:
     """Return SGLang's ``ModelConfig`` of the served model; None without a server."""
+    if _server_args() is None:
+        return None
     from sglang.srt import runtime_context  # noqa: PLC0415 - as below
 
-    try:
-        runtime_context.get_server_args()
-    except ValueError:
-        return None
     return runtime_context.process_model_config()
 
 
 def one_node() -> bool:
     """Whether all ranks of the server are on one machine; False without a server."""
+    arguments = _server_args()
+    return arguments is not None and arguments.nnodes == 1
+
+
+def _server_args() -> Any | None:
+    """Return SGLang's ``ServerArgs``; None without a server in this process."""
     from sglang.srt import runtime_context  # noqa: PLC0415 - as below
 
     try:
-        return bool(runtime_context.get_server_args().nnodes == 1)
+        return runtime_context.get_server_args()
     except ValueError:
-        return False
+        return None
 
 
 def _group(path: str) -> dict[str, object]:

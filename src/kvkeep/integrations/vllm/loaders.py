@@ -89,4 +89,5 @@ class Loaders:
 
     def close(self, *, wait: bool) -> None:
         """Take no more loads; ``wait`` until all have ended, or drop those that have no thread."""
+        self.wake()
         self._threads.shutdown(wait=wait, cancel_futures=not wait)

@@ -10,7 +10,7 @@ from kvkeep.store.tiers.loss_log import Loss
 from kvkeep.store.tiers.record import HEADER_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Sequence
+    from collections.abc import Container, Iterator, Sequence
 
     from kvkeep.store.tiers.front import FrontMemory, FrontOrder
     from kvkeep.store.tiers.loss_log import LossLog
@@ -21,14 +21,6 @@ __all__ = ["Levels"]
 
 _PROBES = (1, 16, 64, 256)  # blocks per query: few at first, because most prompts are missing
 _NEVER = Loss("", "never", None, "")
-
-
-def _share(until: float | None, tiers: int) -> float | None:
-    """Return when the first of ``tiers`` must have answered, so that the others can be asked."""
-    if until is None:
-        return None
-    now = time.monotonic()
-    return now + (until - now) / tiers
 
 
 class Levels:
@@ -98,12 +90,11 @@ class Levels:
         Each tier is queried once, about all blocks that it may hold and faster ones lack.
         """
         found = [self.level_of(block) for block in blocks]
-        asked = [(level, tier) for level, tier in self._levels if tier.queried]
-        for number, (level, tier) in enumerate(asked):
+        for level, tier, until_here in self._to_query(until):
             missing = [at for at, known in enumerate(found) if known is None]
             if not missing:
                 break
-            here = tier.probe([blocks[at] for at in missing], _share(until, len(asked) - number))
+            here = tier.probe([blocks[at] for at in missing], until_here)
             for at in missing:
                 if blocks[at] in here:
                     found[at] = level
@@ -112,15 +103,22 @@ class Levels:
     def _probe(self, blocks: Sequence[bytes], at: int, until: float | None) -> dict[int, int]:
         """Query the tiers, fastest first, each about the blocks that faster ones lack."""
         found: dict[int, int] = {}
-        asked = [(level, tier) for level, tier in self._levels if tier.queried]
-        for number, (level, tier) in enumerate(asked):
+        for level, tier, until_here in self._to_query(until):
             rest = blocks[len(found) :]
-            here = tier.probe(rest, _share(until, len(asked) - number))
+            here = tier.probe(rest, until_here)
             for _ in takewhile(here.__contains__, rest):
                 found[at + len(found)] = level
             if len(found) == len(blocks):
                 break
         return found
+
+    def _to_query(self, until: float | None) -> Iterator[tuple[int, Tier, float | None]]:
+        """Yield the tiers to query, and until when: each leaves time for those behind it."""
+        tiers = [(level, tier) for level, tier in self._levels if tier.queried]
+        for number, (level, tier) in enumerate(tiers):
+            now = time.monotonic()
+            share = None if until is None else now + (until - now) / (len(tiers) - number)
+            yield level, tier, share
 
     def losses_of(self, blocks: Sequence[bytes], since: float | None) -> list[Loss | None]:
         """Return what happened to each block, None where it can be read; see `TieredStore`."""

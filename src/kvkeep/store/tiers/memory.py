@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from kvkeep.core.errors import BackendFailed
 from kvkeep.core.eviction import LRU
 from kvkeep.store.backends.arena import Arena
 from kvkeep.store.tiers.catalogue import Catalogue
@@ -119,25 +119,18 @@ class MemoryTier:
 
     def lease(self, block: bytes) -> MemoryLease | None:
         """Return access to the record of ``block``, None if it is not here."""
-        if self._expired(block):
-            return None
-        lease = self.backend.lease(block)
-        return None if lease is None else MemoryLease(lease.place, lease)
+        leases = self.lease_all([block])
+        return leases[0] if leases else None
 
     def lease_all(self, blocks: Sequence[bytes]) -> list[MemoryLease]:
         """`lease` leading ``blocks``, up to the first that is not here."""
-        leases: list[MemoryLease] = []
-        for block in blocks:
-            lease = self.lease(block)
-            if lease is None:
-                break
-            leases.append(lease)
-        return leases
+        if self.catalogue.ttl is not None:
+            blocks = list(takewhile(lambda block: not self._expired(block), blocks))
+        return [MemoryLease(one.place, one) for one in self.backend.lease_all(blocks)]
 
     def release_all(self, leases: Sequence[MemoryLease]) -> None:
         """Release ``leases``."""
-        for lease in leases:
-            lease.release()
+        self.backend.release_all([one.lease for one in leases if one.lease is not None])
 
     def absent(self, blocks: Sequence[bytes]) -> int:
         """Return how many leading ``blocks`` are not here."""
@@ -157,15 +150,12 @@ class MemoryTier:
         Raises:
             BackendFailed: the memory was closed.
         """
-        leases: list[MemoryLease] = []
-        try:
-            leases.extend(self.commit(draft, draft.block) for draft in drafts)
-        except BackendFailed:
-            self.release_all(leases)
-            for draft in drafts:
-                draft.discard()
-            raise
-        return leases
+        with self._lock:
+            leases = self.backend.commit_all(drafts)
+            for draft, lease in zip(drafts, leases, strict=True):
+                self.catalogue.add(draft.block, len(lease.view))
+                self._stay(draft.block)
+        return [MemoryLease(lease.place, lease) for lease in leases]
 
     def commit(self, draft: Draft, block: bytes) -> MemoryLease:
         """Make the record of ``draft`` findable and return access to it.
@@ -173,12 +163,8 @@ class MemoryTier:
         Raises:
             BackendFailed: the memory was closed.
         """
-        with self._lock:
-            lease = draft.commit(lease=True)
-            assert lease is not None
-            self.catalogue.add(block, len(lease.view))
-            self._stay(block)
-        return MemoryLease(lease.place, lease)
+        assert draft.block == block
+        return self.commit_all([draft])[0]
 
     def leave(self, needed: int) -> list[bytes]:
         """Return blocks to demote, to free ``needed`` bytes; call `left` for each afterwards.

@@ -52,23 +52,8 @@ class Reserving:
 
     def reserve(self, block: bytes, raw_bytes: int, evict: Evict) -> Draft | None:
         """Return memory for a record, evicting others by ``evict``; None if too few can be."""
-        size = HEADER_BYTES + raw_bytes
-        space = block[:SPACE_BYTES]
-        over = self._over_quota(space, size)
-        if over > 0:
-            evict(over, space)
-            over = self._over_quota(space, size)
-        if over:
-            return None
-
-        def attempt() -> Draft | Again | None:
-            try:
-                return self._backend.reserve(block, size)
-            except OutOfRoom as short:
-                possible = short.needed <= self._capacity and evict(short.needed)
-                return AGAIN if possible else None
-
-        return self._turns.take(attempt)
+        drafts = self.reserve_all([block], [raw_bytes], evict)
+        return drafts[0] if drafts else None
 
     def reserve_all(
         self, blocks: Sequence[bytes], raw_bytes: Sequence[int], evict: Evict
@@ -78,10 +63,16 @@ class Reserving:
         They are reserved together where no quota is near, else one: a draft counts to the quota
         when it is committed, and other threads may reserve as many meanwhile.
         """
-        sizes = [HEADER_BYTES + one for one in raw_bytes]
-        if len(blocks) == 1 or self._over_quota(blocks[0][:SPACE_BYTES], _RUNS * sum(sizes)):
-            draft = self.reserve(blocks[0], raw_bytes[0], evict)
-            return [] if draft is None else [draft]
+        sizes, space = [HEADER_BYTES + one for one in raw_bytes], blocks[0][:SPACE_BYTES]
+        if len(blocks) > 1 and self._over_quota(space, _RUNS * sum(sizes)):
+            blocks, sizes = blocks[:1], sizes[:1]
+        if len(blocks) == 1:
+            over = self._over_quota(space, sizes[0])
+            if over > 0:
+                evict(over, space)
+                over = self._over_quota(space, sizes[0])
+            if over:
+                return []
 
         def attempt() -> list[Draft] | Again:
             try:

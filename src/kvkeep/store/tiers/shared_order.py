@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from kvkeep.store.backends.shm import ShmBackend
+    from kvkeep.store.backends.shm.core import Hold
     from kvkeep.store.tiers.counters import TierCounters
 
 __all__ = ["ArenaFaults", "SharedHolds", "SharedOrder"]
@@ -63,7 +64,7 @@ class SharedHolds:
         self._arena = backend.arena
         self._faults = faults
         self._lock = threading.Lock()
-        self._held: dict[bytes, list[tuple[int, int]]] = {}
+        self._held: dict[bytes, list[Hold]] = {}
 
     def hold(self, block: bytes) -> bool:
         """Keep ``block`` from eviction until `free` was called as often; False if it is unknown."""
@@ -74,7 +75,7 @@ class SharedHolds:
     def hold_all(self, blocks: Iterable[bytes], held: list[bytes]) -> None:
         """`hold` each of ``blocks``; those that are known are appended to ``held``."""
         wanted = list(blocks)
-        holds: list[tuple[int, int] | None] = []
+        holds: list[Hold | None] = []
         with self._faults:
             holds = self._arena.hold_all(wanted)
         with self._lock:
@@ -89,7 +90,7 @@ class SharedHolds:
 
     def free_all(self, blocks: Iterable[bytes]) -> None:
         """`free` each of ``blocks``."""
-        ended: list[tuple[int, int]] = []
+        ended: list[Hold] = []
         with self._lock:
             for block in blocks:
                 holds = self._held.get(block)
