@@ -40,6 +40,33 @@ def test_info(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (found["skipped"], found["format"], found["reusable_share"]) == (1, "mooncake", 0.25)
 
 
+def test_pauses_by_how_answers_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "m.jsonl"
+    asked = [(0, "a", "tool_use", 2), (9000, "a", "[/x]\x1b", 1), (12_000, "b", "", 0)]
+    path.write_text(
+        "".join(
+            json.dumps(
+                {"timestamp": at, "input_length": 1, "output_length": 1, "hash_ids": [number],
+                 "session_id": session, "stop_reason": stop, "api_time": took}
+            ) + "\n"
+            for number, (at, session, stop, took) in enumerate(asked)
+        )
+    )  # fmt: skip
+    assert main(["trace", "info", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line.split() for line in lines if line.startswith((" tool_use", " [/x]", " unknown"))]
+    assert rows == [
+        ["tool_use", "1", "7.0", "s", "7.0", "s", "0.0%"],
+        ["[/x]␛", "1", "100.0%"],
+        ["unknown", "1", "100.0%"],
+    ]
+    assert main(["trace", "info", str(path), "--json"]) == 0
+    stops = json.loads(capsys.readouterr().out)["stops"]
+    assert stops["tool_use"] == {
+        "requests": 1, "pause_p50_s": 7.0, "pause_p90_s": 7.0, "never": 0.0
+    }  # fmt: skip
+
+
 def test_generate_and_convert(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

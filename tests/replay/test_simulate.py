@@ -23,7 +23,7 @@ from kvkeep.bench.replay import (
     infinite,
     simulate,
 )
-from kvkeep.bench.traces import generate, open_trace
+from kvkeep.bench.traces import Served, generate, open_trace
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.eviction import POLICIES
 
@@ -187,6 +187,25 @@ def test_a_digest_names_a_workload():
     other = generate("agent", seed=2, requests=50)
     assert Workload.read(trace).digest == Workload.read(trace).digest
     assert Workload.read(trace).digest != Workload.read(other).digest
+
+
+def test_a_workload_tells_how_answers_ended():
+    told = [
+        {"stop": "tool_use", "took_s": 2.5},
+        {},
+        {"stop": "end_turn", "served": Served(0, seconds=1.5)},
+        {"stop": "tool_use", "served": Served(0, seconds=1.5), "took_s": 0.0},
+    ]
+    listed = [request(second, [second], **more) for second, more in enumerate(told)]
+    work = Workload.read(Listed(listed, 4))
+    assert work.stops == ("tool_use", "end_turn")
+    assert work.stop.tolist() == [0, -1, 1, 0]
+    assert np.array_equal(work.took_s, [2.5, np.nan, 1.5, 0.0], equal_nan=True)
+    digests = {work.digest}
+    for more in ({"stop": "end_turn", "took_s": 2.5}, {"stop": "tool_use"}, {"took_s": 2.5}):
+        changed = [request(0, [0], **more), *listed[1:]]
+        digests.add(Workload.read(Listed(changed, 4)).digest)
+    assert len(digests) == 4
 
 
 def test_an_empty_trace_is_refused():

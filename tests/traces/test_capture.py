@@ -40,7 +40,7 @@ def test_ids_share_what_prompts_share(tmp_path: Path) -> None:
         tmp_path / "t",
         seen(*range(10), answer=(50, 51, 52, 53, 54, 55, 56)),
         seen(*range(10), 50, 51, 52, 53, 54, 55, 99, tenant="b"),
-        seen(*range(8), store=False, served=Served(4)),
+        seen(*range(8), store=False, served=Served(4), stop="length"),
     )
     assert len(one.units) == 3
     # The prompt and all of the answer but its last token: what the next turn finds.
@@ -48,6 +48,7 @@ def test_ids_share_what_prompts_share(tmp_path: Path) -> None:
     assert len(one.answer) == 2
     assert third.units.tolist() == one.units[:2].tolist()
     assert (third.store, third.served, one.served) == (False, Served(4), None)
+    assert (third.stop, one.stop) == ("length", "")
     assert one.namespace == third.namespace != other.namespace
 
 

@@ -49,6 +49,18 @@ def test_mooncake(tmp_path: Path) -> None:
     assert first.answer is None
 
 
+def test_mooncake_with_the_ends_of_answers(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "m",
+        mooncake(0, stop_reason="tool_use", api_time=6.5),
+        mooncake(1, stop_reason="", api_time=0),
+        mooncake(2, stop_reason=None, api_time=None),
+        mooncake(3),
+    )
+    told = [(r.stop, r.took_s) for r in open_trace(path, strict=True)]
+    assert told == [("tool_use", 6.5), ("", None), ("", None), ("", None)]
+
+
 def test_a_last_unit_that_is_not_named_is_one_of_its_own(tmp_path: Path) -> None:
     lines = [mooncake(0, 1030, hash_ids=[1, 2]), mooncake(0, 1030, hash_ids=[1, 2])]
     trace = open_trace(write(tmp_path / "m", *lines), strict=True)
@@ -110,6 +122,8 @@ def test_prompts_as_token_ids_are_exact(tmp_path: Path) -> None:
             "namespace": "n",
             "session": "s",
             "turn": 2,
+            "stop": "length",
+            "took_s": 3,
         },
         {"prompt": [1, 2, 3, 9], "kind": "k", "cache_salt": "salt"},
         {"tokens": [2, 3]},
@@ -120,6 +134,7 @@ def test_prompts_as_token_ids_are_exact(tmp_path: Path) -> None:
     assert (common(first, second), common(first, third)) == (3, 0)
     assert (first.tokens, first.output_tokens, first.namespace, first.turn) == (5, 4, "n", 2)
     assert (second.kind, second.namespace, second.output_tokens) == ("k", "salt", 0)
+    assert (first.stop, first.took_s, second.stop, second.took_s) == ("length", 3, "", None)
     assert [r.time for r in trace] == [0, 1, 2]
     coarse = list(open_trace(path, unit_tokens=2))
     assert [len(r.units) for r in coarse] == [3, 2, 1]
@@ -208,6 +223,9 @@ def test_azure_tells_of_lengths_alone(tmp_path: Path) -> None:
         ('{"input_length": 0, "output_length": 1, "timestamp": 1}', "hash_ids is missing"),
         (mooncake(session_id=["x"]), "session_id is ['x']; text or a whole number"),
         (mooncake(session_id="x" * 1000), "at most 512 characters"),
+        (mooncake(stop_reason=5.5), "stop_reason is 5.5; text or a whole number"),
+        (mooncake(api_time=-0.5), "api_time is -0.5; a number of at least 0"),
+        (mooncake(api_time="x"), "api_time is 'x'; a number is needed"),
         ("[" * 100_000, "nested too deeply"),
         ('{"a": ' * 100_000, "nested too deeply"),
         ("{} {}", "more follows at character 2"),

@@ -51,6 +51,8 @@ def requests(draw: st.DrawFn) -> TraceRequest:
         None if answer is None else np.array(answer, np.int64),
         draw(st.booleans()),
         draw(st.none() | st.just(served)),
+        draw(texts),
+        draw(st.none() | st.just(0.0) | st.just(2.5)),
     )
 
 
@@ -59,6 +61,7 @@ def facts(request: TraceRequest) -> tuple[object, ...]:
     return (
         request.units.tolist(), answer, request.tokens, request.output_tokens, request.namespace,
         request.session, request.parent, request.turn, request.kind, request.store, request.served,
+        request.stop, request.took_s,
     )  # fmt: skip
 
 
@@ -133,6 +136,8 @@ def line(**more: object) -> dict[str, object]:
         (line(cached_tokens=11), "cached_tokens is 11; a whole number in 0 … 10"),
         (line(cached_tokens=1, loaded_tokens=2), "loaded_tokens is 2"),
         (line(cached_tokens=1, seconds="x"), "seconds is 'x'"),
+        (line(took_s=-1), "took_s is -1; a number of at least 0"),
+        (line(stop=["x"]), "stop is ['x']; text"),
         ({"time": 0, "tokens": 1}, "output_tokens is missing"),
         ({**HEADER, "unit_tokens": 9}, "a second header"),
         ({"dropped": -1}, "dropped is -1"),
@@ -175,8 +180,9 @@ def test_units_of_another_size_are_not_made_of_it(tmp_path: Path) -> None:
 
 def test_the_format_is_what_the_documents_say(tmp_path: Path) -> None:
     request = TraceRequest(
-        1.25, np.array([10, 2**62]), 12, 5, "n", "s", None, 2, "k", np.array([255])
-    )
+        1.25, np.array([10, 2**62]), 12, 5, "n", "s", None, 2, "k", np.array([255]),
+        stop="tool_use", took_s=0.75,
+    )  # fmt: skip
     with TraceWriter(tmp_path / "t.gz", TraceHeader("x", 8)) as writer:
         writer.write(request)
         writer.note_dropped(3)
@@ -187,6 +193,7 @@ def test_the_format_is_what_the_documents_say(tmp_path: Path) -> None:
             "time": 1.25, "tokens": 12, "output_tokens": 5,
             "units": "000000000000000a4000000000000000", "answer": "00000000000000ff",
             "namespace": "n", "session": "s", "turn": 2, "kind": "k",
+            "stop": "tool_use", "took_s": 0.75,
         },
         {"dropped": 3},
     ]  # fmt: skip

@@ -46,6 +46,7 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         rich = require("rich.table", "cli")
         screen = require("rich.console", "cli").Console()
         box = require("rich.box", "cli").SIMPLE_HEAD
+        text = require("rich.text", "cli").Text  # a cell may come from a file: no markup
     except MissingExtra:
         widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
         for name, *cells in (head, *rows):
@@ -56,7 +57,7 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for place, name in enumerate(head):
         table.add_column(name, justify="right" if place else "left")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(text, row))
     screen.print(table)
 
 

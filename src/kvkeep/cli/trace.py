@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvkeep.bench.traces import FORMATS, KINDS, generate, open_trace, summarise, write_trace
 from kvkeep.cli.arguments import add_count, add_json, add_option, add_switch, count
 from kvkeep.cli.drawing import visible
-from kvkeep.cli.tables import print_facts
+from kvkeep.cli.tables import print_facts, print_table
 from kvkeep.core.errors import InvalidValue
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from kvkeep.cli.arguments import Commands
 
 __all__ = ["add_parser", "add_reading_arguments", "opened", "run"]
+
+_MOST_STOPS = 12  # rows of the table of how answers end
 
 
 def add_parser(commands: Commands) -> None:
@@ -143,6 +145,9 @@ def _info(args: argparse.Namespace) -> int:
         print(json.dumps({"file": str(args.file), "format": trace.format, **found.as_dict()}))
         return 0
     print_facts(f"{visible(str(args.file))} ({trace.format})", _rows(found))
+    if found.sessions:
+        names = ("requests", "pause (median)", "pause (90 %)", "never return")
+        print_table(["how answers end", *names], _stop_rows(found))
     for reason in found.reasons:
         print(f"skipped: {reason}")
     if found.unchained_units:
@@ -211,6 +216,18 @@ def _rows(found: TraceSummary) -> list[tuple[str, str]]:
         rows.append(("lines skipped", f"{found.skipped:,}"))
     if found.dropped:
         rows.append(("requests dropped by the capture", f"{found.dropped:,}"))
+    return rows
+
+
+def _stop_rows(found: TraceSummary) -> list[list[str]]:
+    rows = []
+    for stop, one in list(found.stops.items())[:_MOST_STOPS]:
+        pauses = [
+            "" if seconds is None else _duration(seconds)
+            for seconds in (one.pause_p50_s, one.pause_p90_s)
+        ]
+        never = "" if one.never is None else f"{one.never:.1%}"
+        rows.append([visible(stop) or "unknown", f"{one.requests:,}", *pauses, never])
     return rows
 
 

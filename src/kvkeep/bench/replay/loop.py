@@ -198,10 +198,9 @@ class _Loop:
     def _ended(self, number: int, now: float) -> None:
         sequence = self._running.pop(number)
         answered = self._answered.pop(number, None)
-        keep = bool(self._work.store[number])
-        if keep and answered is not None:
+        if answered is not None and self._work.store[number]:
             sequence.publish(answered)
-        sequence.close(keep=keep)
+        self._stage.close(number, sequence)
         self._stage.look()
         self._follow(number, now)
 

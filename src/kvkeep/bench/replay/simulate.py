@@ -104,7 +104,7 @@ def _serve(stage: Stage, number: int, sequence: Sequence) -> None:
             _write(stage, number, sequence, keep=keep)
         elif keep and len(stage.workload.answer(number)):
             sequence.publish(stage.append_answer(number, sequence))
-    sequence.close(keep=keep)
+    stage.close(number, sequence)
 
 
 def _write(stage: Stage, number: int, sequence: Sequence, *, keep: bool) -> None:
@@ -139,7 +139,9 @@ def _write_pages(stage: Stage, number: int, sequence: Sequence, *, keep: bool) -
 class Stage:
     """The cache of one replay, with the clock ``watch.now``, and the watch that counts.
 
-    The steps of a request are `open`, `publish`, `append_answer`, and those of its sequence.
+    A request begins with `open`, or is refused (`refuse`), and ends with `close`; only these two
+    tell the cache whose request it is. Between them are `compute_prompt`, `append_answer`, and the
+    steps of its sequence.
     """
 
     def __init__(
@@ -219,6 +221,10 @@ class Stage:
         self.watch.request(number, hit, blocks)
         sequence.copies()
         return sequence, hit
+
+    def close(self, number: int, sequence: Sequence) -> None:
+        """End a request: its answer is known, and how it ended."""
+        sequence.close(keep=bool(self.workload.store[number]))
 
     def _session(self, number: int) -> tuple[str | None, int | None]:
         session = int(self.workload.session[number])

@@ -35,9 +35,12 @@ class Workload:
     its prompt, then those that end in its answer. They number the pairs of namespace and unit from
     0, so that equal ids can be reused; ``content[id]`` numbers the units, whatever the namespace.
 
+    ``stop[i]`` is the index in ``stops`` of how its answer ended, -1 if unknown; ``took_s[i]`` are
+    the seconds that it took when the trace was recorded, NaN if unknown.
+
     ``digest`` identifies the workload: equal digests mean equal workloads.
 
-    Memory: 4 bytes per unit and about 60 per request.
+    Memory: 4 bytes per unit and about 70 per request.
     """
 
     name: str
@@ -56,6 +59,9 @@ class Workload:
     prompt_units: Ids
     ids: Ids
     content: Ids
+    stop: Ids
+    stops: tuple[str, ...]
+    took_s: Floats
     skipped: int = 0
 
     def __len__(self) -> int:
@@ -100,16 +106,21 @@ class Workload:
 class _Builder:
     def __init__(self) -> None:
         self.times: list[float] = []
-        self.numbers: list[tuple[int, int, int, int, int, bool, int, int]] = []
+        self.took_s: list[float] = []
+        self.numbers: list[tuple[int, int, int, int, int, bool, int, int, int]] = []
         self.units: list[npt.NDArray[np.int64]] = []
         self.spaces: dict[str, int] = {}
         self.sessions: dict[tuple[int, str], int] = {}
+        self.stops: dict[str, int] = {}
 
     def add(self, request: TraceRequest) -> None:
         space = self.spaces.setdefault(request.namespace, len(self.spaces))
         session = -1
         if request.session is not None:
             session = self.sessions.setdefault((space, request.session), len(self.sessions))
+        stop = self.stops.setdefault(request.stop, len(self.stops)) if request.stop else -1
+        duration = request.duration_s
+        self.took_s.append(np.nan if duration is None else duration)
         answer = 0
         self.units.append(request.units)
         if request.answer is not None and len(request.answer):
@@ -118,7 +129,7 @@ class _Builder:
         self.times.append(request.time)
         self.numbers.append((
             request.tokens, request.output_tokens, space, session, request.turn or 0,
-            request.store, len(request.units), answer,
+            request.store, len(request.units), answer, stop,
         ))  # fmt: skip
 
     def build(self, trace: Trace) -> Workload:
@@ -134,11 +145,12 @@ class _Builder:
                 "replayed"
             )
         digest = hashlib.blake2b(digest_size=16)
-        digest.update(f"{trace.unit_tokens} {list(self.spaces)}".encode())
-        for part in (np.array(self.times), table, units):
+        digest.update(f"{trace.unit_tokens} {list(self.spaces)} {list(self.stops)}".encode())
+        took_s = np.array(self.took_s)
+        for part in (np.array(self.times), table, took_s, units):
             digest.update(np.ascontiguousarray(part).tobytes())
-        columns = [np.ascontiguousarray(table[:, at], np.int32) for at in (0, 1, 2, 3, 4, 6)]
-        tokens, output_tokens, namespace, session, turn, prompt_units = columns
+        columns = [np.ascontiguousarray(table[:, at], np.int32) for at in (0, 1, 2, 3, 4, 6, 8)]
+        tokens, output_tokens, namespace, session, turn, prompt_units, stop = columns
         return Workload(
             name=trace.name,
             unit_tokens=trace.unit_tokens,
@@ -156,6 +168,9 @@ class _Builder:
             prompt_units=prompt_units,
             ids=ids,
             content=content,
+            stop=stop,
+            stops=tuple(self.stops),
+            took_s=took_s,
             skipped=getattr(trace, "skipped", 0),
         )
 

@@ -39,8 +39,8 @@ _FLUSH_S = 1.0
 class Seen:
     """A request that a server has served. ``arrived`` is a time of `time.perf_counter`.
 
-    ``answer`` has the tokens of its first answer. ``served`` is None for a request that failed or
-    whose client disconnected.
+    ``answer`` has the tokens of its first answer, and ``stop`` says how that ended. ``served`` is
+    None for a request that failed or whose client disconnected.
     """
 
     arrived: float
@@ -52,6 +52,7 @@ class Seen:
     turn: int | None = None
     kind: str = ""
     served: Served | None = None
+    stop: str = ""
 
     @property
     def size(self) -> int:
@@ -240,4 +241,5 @@ class Capture:
             full[tokens // unit :],
             seen.store,
             seen.served,
+            seen.stop,
         )

@@ -17,10 +17,19 @@ if TYPE_CHECKING:
 
     from kvkeep.bench.traces.request import UnitArray
 
-__all__ = ["Fresh", "count", "json_object", "number", "optional_text", "shown", "unit_ids"]
+__all__ = [
+    "Fresh",
+    "count",
+    "json_object",
+    "number",
+    "optional_seconds",
+    "optional_text",
+    "shown",
+    "unit_ids",
+]
 
 _SHOWN = 60  # characters of a value in a message
-_MOST_TEXT = 512  # characters of a session, a namespace, a kind
+_MOST_TEXT = 512  # characters of a session, a namespace, a kind, a stop reason
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -83,6 +92,16 @@ def number(found: dict[str, Any], key: str) -> float:
     if not math.isfinite(finite):
         raise BadLine(f"{key} is {shown(value)}; a finite number is needed")
     return finite
+
+
+def optional_seconds(found: dict[str, Any], key: str) -> float | None:
+    """Return the seconds at ``key``, or None if they are missing."""
+    if found.get(key) is None:
+        return None
+    seconds = number(found, key)
+    if seconds < 0:
+        raise BadLine(f"{key} is {shown(found[key])}; a number of at least 0 is needed")
+    return seconds
 
 
 def optional_text(found: dict[str, Any], key: str) -> str | None:

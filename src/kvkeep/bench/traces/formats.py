@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvkeep.bench.traces.fields import Fresh, count, json_object, number, optional_text, unit_ids
+from kvkeep.bench.traces.fields import (
+    Fresh,
+    count,
+    json_object,
+    number,
+    optional_seconds,
+    optional_text,
+    unit_ids,
+)
 from kvkeep.bench.traces.files import BadLine
 from kvkeep.bench.traces.request import MAX_TOKENS, MAX_UNIT_TOKENS, TraceRequest, units_of
 from kvkeep.core.errors import InvalidValue, whole
@@ -85,10 +93,11 @@ class _IdLines:
 
 
 class Mooncake(_IdLines):
-    """``timestamp`` (ms), ``input_length``, ``output_length``, ``hash_ids``, ``session_id``.
+    """``timestamp`` (ms), ``input_length``, ``output_length``, ``hash_ids``.
 
-    Released with Mooncake (FAST'25): ids are chained and stand for 512 tokens. ``session_id`` is
-    optional.
+    Released with Mooncake (FAST'25): ids are chained and stand for 512 tokens. Optional:
+    ``session_id``, ``stop_reason``, and ``api_time``, the seconds that the request took (0:
+    unknown).
     """
 
     def __init__(self, options: ReadOptions) -> None:
@@ -102,6 +111,8 @@ class Mooncake(_IdLines):
             *self._prompt(found),
             count(found, "output_length"),
             session=optional_text(found, "session_id"),
+            stop=optional_text(found, "stop_reason") or "",
+            took_s=optional_seconds(found, "api_time") or None,
         )
 
 

@@ -19,7 +19,14 @@ from typing import IO, TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 
-from kvkeep.bench.traces.fields import count, json_object, number, optional_text, shown
+from kvkeep.bench.traces.fields import (
+    count,
+    json_object,
+    number,
+    optional_seconds,
+    optional_text,
+    shown,
+)
 from kvkeep.bench.traces.files import BadLine
 from kvkeep.bench.traces.request import MAX_UNIT_TOKENS, Served, TraceRequest, units_of
 from kvkeep.core.errors import InvalidValue
@@ -106,6 +113,8 @@ class Native:
             self._answer(found, tokens, output),
             store,
             _served(found, tokens),
+            optional_text(found, "stop") or "",
+            optional_seconds(found, "took_s"),
         )
 
     def _answer(self, found: dict[str, Any], tokens: int, output: int) -> UnitArray | None:
@@ -182,6 +191,8 @@ class TraceWriter:
             "turn": request.turn,
             "kind": request.kind or None,
             "store": None if request.store else False,
+            "stop": request.stop or None,
+            "took_s": None if request.took_s is None else round(request.took_s, 6),
         }
         if (served := request.served) is not None:
             fields |= {

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvkeep.bench.traces.chain import chain_tokens
-from kvkeep.bench.traces.fields import count, json_object, number, optional_text, shown
+from kvkeep.bench.traces.fields import (
+    count,
+    json_object,
+    number,
+    optional_seconds,
+    optional_text,
+    shown,
+)
 from kvkeep.bench.traces.files import BadLine
 from kvkeep.bench.traces.request import TraceRequest
 from kvkeep.core.errors import InvalidValue
@@ -35,7 +42,7 @@ class PromptReader:
 
     Optional: ``time`` or ``timestamp`` (s; otherwise requests are a second apart),
     ``output_tokens``, ``namespace`` (or ``cache_salt``), ``session``, ``parent``, ``turn``,
-    ``kind``. Ids are made here, by default one per token, which is exact.
+    ``kind``, ``stop``, ``took_s``. Ids are made here, by default one per token, which is exact.
     """
 
     def __init__(self, options: ReadOptions) -> None:
@@ -62,6 +69,8 @@ class PromptReader:
             parent=optional_text(found, "parent"),
             turn=turn,
             kind=optional_text(found, "kind") or "",
+            stop=optional_text(found, "stop") or "",
+            took_s=optional_seconds(found, "took_s"),
         )
 
     def _time(self, found: dict[str, Any]) -> float:

@@ -60,6 +60,9 @@ class TraceRequest:
     ``units[: tokens // unit_tokens]`` and then these afterwards; None if the trace lacks them. They
     exclude the last token of the answer, whose KV is never computed. ``store`` is False for a
     request that reused KV but stored none. ``served`` says how it was served when captured.
+
+    ``stop`` says how the answer ended ("tool_use", "end_turn"); "" if unknown. ``took_s`` are the
+    seconds from the arrival to the end of the answer when the trace was recorded; None if unknown.
     """
 
     time: float
@@ -74,6 +77,15 @@ class TraceRequest:
     answer: UnitArray | None = None
     store: bool = True
     served: Served | None = None
+    stop: str = ""
+    took_s: float | None = None
+
+    @property
+    def duration_s(self) -> float | None:
+        """``took_s``, or else the seconds of ``served``; None if neither is known."""
+        if self.took_s is None and self.served is not None and self.served.seconds > 0:
+            return self.served.seconds
+        return self.took_s
 
 
 @runtime_checkable

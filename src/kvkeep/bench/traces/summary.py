@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from kvkeep.bench.traces.pauses import Pauses, StopSummary
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -26,6 +28,7 @@ class TraceSummary:
     then ids are not prefix-chained, and all of these figures are wrong.
 
     ``single_turn`` is the share of requests alone in their session (None without sessions).
+    ``stops`` has a summary for each way in which answers ended ("": unknown).
     ``cached_tokens`` of ``served_tokens`` were reused when the trace was captured.
     """
 
@@ -48,6 +51,7 @@ class TraceSummary:
     sessions: int = 0
     single_turn: float | None = None
     kinds: dict[str, int] = field(default_factory=dict)
+    stops: dict[str, StopSummary] = field(default_factory=dict)
     served_tokens: int = 0
     cached_tokens: int = 0
     skipped: int = 0
@@ -75,7 +79,9 @@ def summarise(trace: Trace) -> TraceSummary:
     sessions: Counter[str] = Counter()
     kinds: Counter[str] = Counter()
     lengths: Counter[int] = Counter()
+    pauses = Pauses()
     for request in trace:
+        pauses.add(request)
         found.requests += 1
         found.tokens += request.tokens
         found.output_tokens += request.output_tokens
@@ -96,6 +102,7 @@ def summarise(trace: Trace) -> TraceSummary:
         alone = sum(count == 1 for count in sessions.values())
         found.single_turn = alone / sessions.total()
     found.kinds = {kind: count for kind, count in kinds.most_common() if kind}
+    found.stops = pauses.summaries()
     found.skipped = getattr(trace, "skipped", 0)
     found.reasons = tuple(getattr(trace, "reasons", ()))
     found.dropped = getattr(trace, "dropped", 0)

@@ -64,6 +64,7 @@ class PromptSegments:
             turn,
             session.kind,
             computed.full(tokens // computed.unit_tokens),
+            took_s=round(FIRST_TOKEN_S + TOKEN_S * output_tokens, 6),
         )
 
 
