@@ -53,6 +53,7 @@ def requests(draw: st.DrawFn) -> TraceRequest:
         draw(st.none() | st.just(served)),
         draw(texts),
         draw(st.none() | st.just(0.0) | st.just(2.5)),
+        draw(st.none() | texts),
     )
 
 
@@ -61,7 +62,7 @@ def facts(request: TraceRequest) -> tuple[object, ...]:
     return (
         request.units.tolist(), answer, request.tokens, request.output_tokens, request.namespace,
         request.session, request.parent, request.turn, request.kind, request.store, request.served,
-        request.stop, request.took_s,
+        request.stop, request.took_s, request.caller,
     )  # fmt: skip
 
 

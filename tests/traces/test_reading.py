@@ -216,7 +216,8 @@ _FIELDS = (
     "timestamp", "input_length", "output_length", "hash_ids", "chat_id", "parent_chat_id", "turn",
     "type", "session_id", "prompt", "tokens", "messages", "time", "namespace", "kvkeep_trace",
     "unit_tokens", "units", "answer", "store", "cached_tokens", "seconds", "dropped", "name",
-    "stop", "took_s", "stop_reason", "api_time",
+    "stop", "took_s", "stop_reason", "api_time", "caller", "requests", "block_size", "t", "in",
+    "out", "hash_id_scope", "id",
 )  # fmt: skip
 
 

@@ -93,7 +93,8 @@ def add_reading_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(
         reading,
         "--unit TOKENS",
-        "tokens per id (default: mooncake 512, bailian 16, prompts 1, azure 512)",
+        "tokens per id (default: mooncake 512, bailian 16, prompts 1, azure 512; kv-cache-tester: "
+        "block_size, of which a multiple is possible)",
         type=count,
     )
     add_switch(
@@ -107,6 +108,14 @@ def add_reading_arguments(parser: argparse.ArgumentParser) -> None:
         "how text is split into tokens: words, bytes, or a model directory, for its tokenizer",
         default="words",
     )
+    add_option(
+        reading,
+        "--spread SECONDS",
+        "with kv-cache-tester, whose times begin at 0 in each session: seconds over which the "
+        "sessions begin",
+        type=float,
+        default=0.0,
+    )
     add_switch(reading, "--strict", "fail at an invalid line (default: skip it and count it)")
 
 
@@ -119,6 +128,7 @@ def opened(args: argparse.Namespace, path: Path) -> FileTrace:
         unit_tokens=args.unit,
         chained=False if args.unchained else None,
         text=_text(args.text),
+        spread_s=args.spread,
     )
 
 

@@ -36,11 +36,12 @@ class Workload:
     0, so that equal ids can be reused; ``content[id]`` numbers the units, whatever the namespace.
 
     ``stop[i]`` is the index in ``stops`` of how its answer ended, -1 if unknown; ``took_s[i]`` are
-    the seconds that it took when the trace was recorded, NaN if unknown.
+    the seconds that it took when the trace was recorded, NaN if unknown. ``caller[i]`` is the
+    session that called the session of the request, a sub-agent's; -1 for others.
 
     ``digest`` identifies the workload: equal digests mean equal workloads.
 
-    Memory: 4 bytes per unit and about 70 per request.
+    Memory: 4 bytes per unit and about 80 per request.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Workload:
     stop: Ids
     stops: tuple[str, ...]
     took_s: Floats
+    caller: Ids
     skipped: int = 0
 
     def __len__(self) -> int:
@@ -112,6 +114,7 @@ class _Builder:
         self.spaces: dict[str, int] = {}
         self.sessions: dict[tuple[int, str], int] = {}
         self.stops: dict[str, int] = {}
+        self.callers: list[tuple[int, str] | None] = []
 
     def add(self, request: TraceRequest) -> None:
         space = self.spaces.setdefault(request.namespace, len(self.spaces))
@@ -119,6 +122,7 @@ class _Builder:
         if request.session is not None:
             session = self.sessions.setdefault((space, request.session), len(self.sessions))
         stop = self.stops.setdefault(request.stop, len(self.stops)) if request.stop else -1
+        self.callers.append(None if request.caller is None else (space, request.caller))
         duration = request.duration_s
         self.took_s.append(np.nan if duration is None else duration)
         answer = 0
@@ -147,7 +151,10 @@ class _Builder:
         digest = hashlib.blake2b(digest_size=16)
         digest.update(f"{trace.unit_tokens} {list(self.spaces)} {list(self.stops)}".encode())
         took_s = np.array(self.took_s)
-        for part in (np.array(self.times), table, took_s, units):
+        # A caller may have no requests of its own in the trace.
+        callers = [-1 if one is None else self.sessions.get(one, -1) for one in self.callers]
+        caller = np.array(callers, np.int32)
+        for part in (np.array(self.times), table, took_s, caller, units):
             digest.update(np.ascontiguousarray(part).tobytes())
         columns = [np.ascontiguousarray(table[:, at], np.int32) for at in (0, 1, 2, 3, 4, 6, 8)]
         tokens, output_tokens, namespace, session, turn, prompt_units, stop = columns
@@ -171,6 +178,7 @@ class _Builder:
             stop=stop,
             stops=tuple(self.stops),
             took_s=took_s,
+            caller=caller,
             skipped=getattr(trace, "skipped", 0),
         )
 

@@ -29,7 +29,8 @@ __all__ = [
 ]
 
 _SHOWN = 60  # characters of a value in a message
-_MOST_TEXT = 512  # characters of a session, a namespace, a kind, a stop reason
+MOST_TEXT = 512
+"""Most characters of a session, a namespace, a kind, a stop reason."""
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -115,8 +116,8 @@ def optional_text(found: dict[str, Any], key: str) -> str | None:
         text = str(value)
     except ValueError as error:  # digits beyond Python's limit
         raise BadLine(f"{key} is too long a number") from error
-    if len(text) > _MOST_TEXT:
-        raise BadLine(f"{key} has at most {_MOST_TEXT} characters, got {len(text)}")
+    if len(text) > MOST_TEXT:
+        raise BadLine(f"{key} has at most {MOST_TEXT} characters, got {len(text)}")
     return text
 
 
@@ -128,7 +129,7 @@ def unit_ids(
     There must be one for each unit, but for the last unit if it is not full: it then gets an id of
     its own. ``chained``: the ids are chained already, so none may occur twice.
     """
-    ids = _whole_numbers(found, key)
+    ids = whole_numbers(found, key)
     wanted = units_of(tokens, unit_tokens)
     if len(ids) != wanted and len(ids) != tokens // unit_tokens:
         raise BadLine(
@@ -143,7 +144,8 @@ def unit_ids(
     return ids
 
 
-def _whole_numbers(found: dict[str, Any], key: str) -> UnitArray:
+def whole_numbers(found: dict[str, Any], key: str) -> UnitArray:
+    """Return the list of ids at ``key``."""
     values = found.get(key)
     if type(values) is not list:
         if key not in found:

@@ -72,6 +72,8 @@ def opened(path: Path) -> Iterator[Lines]:
 class _Readable(Protocol):
     def readline(self, size: int, /) -> bytes: ...
 
+    def read(self, size: int, /) -> bytes: ...
+
 
 class Lines:
     """Iterates ``(number, line)`` from 1, without blank lines; a line is bytes or a `BadLine`.
@@ -90,11 +92,8 @@ class Lines:
         while True:
             try:
                 line = self._next()
-            except (EOFError, zlib.error, gzip.BadGzipFile, OSError) as error:
-                yield self._number + 1, BadLine(f"the file cannot be read further: {error}")
-                return
             except Exception as error:
-                if type(error).__module__.partition(".")[0] != "zstandard":
+                if not _is_damage(error):
                     raise
                 yield self._number + 1, BadLine(f"the file cannot be read further: {error}")
                 return
@@ -103,6 +102,21 @@ class Lines:
             self._number += 1
             if isinstance(line, BadLine) or not line.isspace():
                 yield self._number, line
+
+    def pieces(self) -> Iterator[bytes | BadLine]:
+        """Yield all bytes, 256 KiB at a time; at the end a `BadLine` if the file is truncated."""
+        while True:
+            try:
+                piece = self._file.read(_BUFFER_BYTES)
+            except Exception as error:
+                if not _is_damage(error):
+                    raise
+                yield BadLine(f"the file cannot be read further: {error}")
+                return
+            if not piece:
+                return
+            self._count(len(piece))
+            yield piece
 
     def _next(self) -> bytes | BadLine | None:
         line = self._file.readline(LINE_BYTES + 1)
@@ -125,3 +139,9 @@ class Lines:
                 f"the file grows to more than {_MOST_TIMES} times its size when decompressed; "
                 "decompress it yourself if it really is a trace"
             )
+
+
+def _is_damage(error: Exception) -> bool:
+    """Return whether reading failed because the file is damaged."""
+    damage = isinstance(error, EOFError | zlib.error | OSError)
+    return damage or type(error).__module__.partition(".")[0] == "zstandard"

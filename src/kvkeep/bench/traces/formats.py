@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["Azure", "Bailian", "Format", "Mooncake", "ReadOptions"]
 
 _MOST_SESSIONS = 1_000_000  # chats whose session is remembered
+_MOST_SPREAD_S = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +44,20 @@ class ReadOptions:
     ``unit_tokens``: tokens per id where the file does not say (Mooncake 512, Bailian 16), or of ids
     that are made here (prompts 1, Azure 512). ``chained``: whether ids in the file are
     prefix-chained; None: as usual in the format (Mooncake: yes, Bailian: no). ``text``: what a
-    token of a text is: "words", "bytes" (of UTF-8), or a tokenizer's function.
+    token of a text is: "words", "bytes" (of UTF-8), or a tokenizer's function. ``spread_s``:
+    seconds over which sessions begin, in a format that does not say when they did.
     """
 
     unit_tokens: int | None = None
     chained: bool | None = None
     text: str | Tokenize = "words"
+    spread_s: float = 0.0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.spread_s <= _MOST_SPREAD_S:
+            raise InvalidValue(
+                f"spread_s is {self.spread_s!r}; seconds in 0 … {_MOST_SPREAD_S:g} are needed"
+            )
         if self.unit_tokens is not None:
             whole("unit_tokens", self.unit_tokens, 1, MAX_UNIT_TOKENS)
         if isinstance(self.text, str) and self.text not in {"words", "bytes"}:

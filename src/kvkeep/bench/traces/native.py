@@ -115,6 +115,7 @@ class Native:
             _served(found, tokens),
             optional_text(found, "stop") or "",
             optional_seconds(found, "took_s"),
+            optional_text(found, "caller"),
         )
 
     def _answer(self, found: dict[str, Any], tokens: int, output: int) -> UnitArray | None:
@@ -193,6 +194,7 @@ class TraceWriter:
             "store": None if request.store else False,
             "stop": request.stop or None,
             "took_s": None if request.took_s is None else round(request.took_s, 6),
+            "caller": request.caller,
         }
         if (served := request.served) is not None:
             fields |= {

@@ -5,13 +5,14 @@ from __future__ import annotations
 import heapq
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kvkeep.bench.traces.fields import json_object
 from kvkeep.bench.traces.files import BadLine, opened
 from kvkeep.bench.traces.formats import Azure, Bailian, Mooncake, ReadOptions
 from kvkeep.bench.traces.native import Native, TraceHeader
 from kvkeep.bench.traces.prompts import PromptReader
+from kvkeep.bench.traces.sessions import BLOCK_TOKENS, SessionReader, files_of, first_block_size
 from kvkeep.core.errors import InvalidValue
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMATS", "FileTrace", "open_trace"]
 
-FORMATS = ("kvkeep", "mooncake", "bailian", "prompts", "azure")
+SESSIONS = "kv-cache-tester"
+FORMATS = ("kvkeep", "mooncake", "bailian", "prompts", "azure", SESSIONS)
 """Names of the formats that `open_trace` reads."""
 
 _KINDS: dict[str, Callable[[ReadOptions], Format]] = {
@@ -46,8 +48,9 @@ def open_trace(
     unit_tokens: int | None = None,
     chained: bool | None = None,
     text: str | Tokenize = "words",
+    spread_s: float = 0.0,
 ) -> FileTrace:
-    """Open a trace file, which may be compressed with gzip or zstd.
+    """Open a trace file, which may be compressed with gzip or zstd, or a directory of sessions.
 
     ``format`` is one of `FORMATS`; None detects it. An invalid line is skipped and counted
     (`FileTrace.skipped`), or with ``strict`` raises `InvalidValue` with its number and the reason.
@@ -57,34 +60,55 @@ def open_trace(
     path = Path(path)
     if format is not None and format not in FORMATS:
         raise InvalidValue(f"a format is one of {', '.join(FORMATS)}; got {format!r}")
-    options = ReadOptions(unit_tokens, chained, text)
+    options = ReadOptions(unit_tokens, chained, text, spread_s)
+    sessions = _sessions(path, format, options)
+    if sessions is not None:
+        return FileTrace(path, SESSIONS, sessions, strict=strict)
+    if spread_s:
+        raise InvalidValue(f"spread_s is for {SESSIONS}; {path} has the times of all requests")
     found, header = _look(path, format)
     if found != "kvkeep":
-        return FileTrace(path, found, lambda: _KINDS[found](options), strict=strict)
+        return FileTrace(path, found, lambda: _Lines(path, _KINDS[found](options)), strict=strict)
     assert header is not None
     if unit_tokens is not None and unit_tokens != header.unit_tokens:
         raise InvalidValue(
             f"{path} was written with units of {header.unit_tokens} tokens, not {unit_tokens}"
         )
-    return FileTrace(path, found, lambda: Native(header), header=header, strict=strict)
+    return FileTrace(
+        path, found, lambda: _Lines(path, Native(header)), header=header, strict=strict
+    )
+
+
+class _Source(Protocol):
+    """Reads the requests of one pass."""
+
+    unit_tokens: int
+
+    @property
+    def dropped(self) -> int:
+        """Requests that a capture dropped, as far as the pass has come."""
+
+    def requests(self, noted: Callable[[str], object]) -> Iterator[TraceRequest]:
+        """Yield requests by time; ``noted`` is called with the reason of each that is invalid."""
 
 
 class FileTrace:
-    """A trace in a file, read again in each pass; a `Trace`.
+    """A trace in a file, or in the files of a directory, read again in each pass; a `Trace`.
 
     ``header`` is that of a file in kvkeep's own format. ``skipped`` (invalid lines), ``reasons``
     (for the first few) and ``dropped`` (requests that a capture dropped) are of the latest pass.
 
     Yields requests in the order of their times, the first at 0. Lines may be out of order by up to
     8,192 requests; a line that comes later is invalid. Memory: those requests, however long the
-    file is. Raises `InvalidValue` at the end if no line was a request.
+    file is; of kv-cache-tester's format, all sessions, with the ids that each request does not
+    share with the one before it. Raises `InvalidValue` at the end if no line was a request.
     """
 
     def __init__(
         self,
         path: Path,
         format: str,
-        make: Callable[[], Format],
+        make: Callable[[], _Source],
         *,
         header: TraceHeader | None = None,
         strict: bool = False,
@@ -120,7 +144,7 @@ class FileTrace:
     @property
     def dropped(self) -> int:
         """Requests that the capture dropped."""
-        return getattr(self._pass.format, "dropped", 0)
+        return self._pass.source.dropped
 
     def __iter__(self) -> Iterator[TraceRequest]:
         self._pass = _Pass(self, self._make())
@@ -131,18 +155,18 @@ class FileTrace:
 
 
 class _Pass:
-    """One pass over a file."""
+    """One pass: its requests, with times from 0, and what it left out."""
 
-    def __init__(self, trace: FileTrace, format: Format) -> None:
+    def __init__(self, trace: FileTrace, source: _Source) -> None:
         self._trace = trace
-        self.format = format
+        self.source = source
         self.skipped = 0
         self.reasons: list[str] = []
 
     def requests(self) -> Iterator[TraceRequest]:
         """Yield requests in order, with times from 0."""
         begin: float | None = None
-        for request in self._in_order():
+        for request in self.source.requests(self._bad):
             if begin is None:
                 begin = request.time
             yield replace(request, time=request.time - begin) if begin else request
@@ -152,15 +176,34 @@ class _Pass:
                 f"{self._trace.format}; {self.reasons[0]}"
             )
 
-    def _in_order(self) -> Iterator[TraceRequest]:
+    def _bad(self, reason: str) -> None:
+        if self._trace.strict:
+            raise InvalidValue(f"{self._trace.path}, {reason}")
+        self.skipped += 1
+        if len(self.reasons) < _REASONS:
+            self.reasons.append(reason)
+
+
+class _Lines:
+    """A file with a request in each line, nearly in the order of their times."""
+
+    def __init__(self, path: Path, format: Format) -> None:
+        self._path = path
+        self._format = format
+        self.unit_tokens = format.unit_tokens
+
+    @property
+    def dropped(self) -> int:
+        return getattr(self._format, "dropped", 0)
+
+    def requests(self, noted: Callable[[str], object]) -> Iterator[TraceRequest]:
         waiting: list[tuple[float, int, TraceRequest]] = []
         units, last = 0, -float("inf")
-        for number, request in self._read():
+        for number, request in self._read(noted):
             if request.time < last:
-                self._bad(
-                    number,
-                    f"its time is {last - request.time:.3f} s before that of a request more than "
-                    f"{len(waiting):,} lines earlier; sort the file by time",
+                noted(
+                    f"line {number}: its time is {last - request.time:.3f} s before that of a "
+                    f"request more than {len(waiting):,} lines earlier; sort the file by time"
                 )
                 continue
             heapq.heappush(waiting, (request.time, number, request))
@@ -172,28 +215,41 @@ class _Pass:
         while waiting:
             yield heapq.heappop(waiting)[2]
 
-    def _read(self) -> Iterator[tuple[int, TraceRequest]]:
-        read = self.format.read
-        with opened(self._trace.path) as lines:
+    def _read(self, noted: Callable[[str], object]) -> Iterator[tuple[int, TraceRequest]]:
+        read = self._format.read
+        with opened(self._path) as lines:
             for number, line in lines:
                 try:
                     if isinstance(line, BadLine):
                         raise line
                     request = read(line)
                 except BadLine as error:
-                    self._bad(number, str(error))
+                    noted(f"line {number}: {error}")
                 except RecursionError:
-                    self._bad(number, "nested too deeply")
+                    noted(f"line {number}: nested too deeply")
                 else:
                     if request is not None:
                         yield number, request
 
-    def _bad(self, number: int, reason: str) -> None:
-        if self._trace.strict:
-            raise InvalidValue(f"{self._trace.path}, line {number}: {reason}")
-        self.skipped += 1
-        if len(self.reasons) < _REASONS:
-            self.reasons.append(f"line {number}: {reason}")
+
+def _sessions(
+    path: Path, format: str | None, options: ReadOptions
+) -> Callable[[], SessionReader] | None:
+    """Return what reads a file or a directory of sessions; None if it is of another format."""
+    if format not in {None, SESSIONS}:
+        return None
+    files = files_of(path)
+    sizes = (first_block_size(file) for file in files)
+    block = next((size for size in sizes if size is not None), None)
+    if path.is_dir() and block is None:
+        raise InvalidValue(
+            f"cannot read {path}: Is a directory without sessions, as {SESSIONS} has them in "
+            ".json files"
+        )
+    if block is None and format is None:
+        return None
+    unit = options.unit(block or BLOCK_TOKENS)
+    return lambda: SessionReader(files, unit, options.spread_s)
 
 
 def _look(path: Path, format: str | None) -> tuple[str, TraceHeader | None]:

@@ -63,6 +63,7 @@ class TraceRequest:
 
     ``stop`` says how the answer ended ("tool_use", "end_turn"); "" if unknown. ``took_s`` are the
     seconds from the arrival to the end of the answer when the trace was recorded; None if unknown.
+    ``caller`` names the session that called this one, a sub-agent's; None for other sessions.
     """
 
     time: float
@@ -79,6 +80,7 @@ class TraceRequest:
     served: Served | None = None
     stop: str = ""
     took_s: float | None = None
+    caller: str | None = None
 
     @property
     def duration_s(self) -> float | None:
