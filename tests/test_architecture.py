@@ -39,11 +39,15 @@ ROOMS: dict[str, set[str]] = {
     "core": set(),
     "core.pages": set(),  # does not know that prefixes exist
     "core.slots": set(),  # contiguous caches: nothing of theirs is a page
-    "core.eviction": set(),
+    "core.returns": set(),  # sees ends of requests and seconds; no pages, no tokens
+    "core.eviction": {"core.returns"},
     "core.miss_ratio": set(),  # sees keys, tokens and page ids of prompts, not the cache
-    "core.prefix": {"core.eviction"},  # its nodes are what a policy orders
+    "core.prefix": {"core.eviction", "core.returns"},  # its nodes are what a policy orders
     "core.groups": {"core.pages", "core.prefix"},  # what hybrid models keep beside base pages
-    "core.cache": {"core.pages", "core.prefix", "core.eviction", "core.miss_ratio", "core.groups"},
+    "core.cache": {
+        "core.pages", "core.prefix", "core.eviction", "core.returns", "core.miss_ratio",
+        "core.groups",
+    },
     "store": {"store.kv", "store.blocks", "store.identity", "store.tiers"},
     "store.codecs": set(),
     "store.backends": set(),  # see keys and bytes, no tokens and no tensors
@@ -60,7 +64,10 @@ ROOMS: dict[str, set[str]] = {
     "observe.telemetry": {"observe.usage"},
     "bench": set(),
     "bench.traces": set(),  # requests with their times; what replays them is another room
-    "bench.replay": {"core.cache", "core.eviction", "core.groups", "store.tiers", "bench.traces"},
+    "bench.replay": {
+        "core.cache", "core.eviction", "core.returns", "core.groups", "store.tiers",
+        "bench.traces",
+    },
     "serve": set(),
     "serve.models": set(),
     "serve.engine": {

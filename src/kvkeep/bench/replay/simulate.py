@@ -16,6 +16,7 @@ from kvkeep.core.cache import PagedCache
 from kvkeep.core.cache.paged import BLOCK_TOKENS
 from kvkeep.core.errors import OutOfPages, whole
 from kvkeep.core.eviction import policy as named_policy
+from kvkeep.core.returns import Ended
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -224,7 +225,10 @@ class Stage:
 
     def close(self, number: int, sequence: Sequence) -> None:
         """End a request: its answer is known, and how it ended."""
-        sequence.close(keep=bool(self.workload.store[number]))
+        work = self.workload
+        stop, answer = int(work.stop[number]), int(work.output_tokens[number])
+        ended = Ended(work.stops[stop] if stop >= 0 else None, max(0, answer))
+        sequence.close(keep=bool(work.store[number]), ended=ended)
 
     def _session(self, number: int) -> tuple[str | None, int | None]:
         session = int(self.workload.session[number])

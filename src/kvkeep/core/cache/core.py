@@ -14,6 +14,7 @@ import numpy as np
 from kvkeep.core.cache.ages import Ages
 from kvkeep.core.cache.forks import Forks
 from kvkeep.core.cache.pins import PinBoard
+from kvkeep.core.cache.returning import ReturnBoard
 from kvkeep.core.cache.sessions import SessionBoard
 from kvkeep.core.cache.stats import CacheCounters
 from kvkeep.core.errors import InvalidValue, OutOfPages, told
@@ -110,6 +111,8 @@ class Core:
         self.ages = Ages(clock)
         self.sessions = SessionBoard(index, pool.num_pages, clock)
         self.observers: tuple[CacheObserver, ...] = ()
+        if index.policy.awaits and reuse:
+            self.observe(ReturnBoard(index, clock))
         self.history_tokens = history_tokens
         """Tokens of a block in the history of a policy that has one; whole pages."""
         self.groups: GroupBoard | None = None

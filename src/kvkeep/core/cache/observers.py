@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kvkeep.core.cache.sequence import Sequence
     from kvkeep.core.miss_ratio import PromptWatch
     from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.returns import Ended
 
 __all__ = ["CacheObserver", "MissRatioObserver"]
 
@@ -33,8 +34,8 @@ class CacheObserver:
     def forked(self, sequence: Sequence, fork: Sequence) -> None:
         """``fork`` was made from ``sequence``."""
 
-    def closed(self, sequence: Sequence, *, keep: bool) -> None:
-        """``sequence`` is closed and still has its pages; `Sequence.close` explains ``keep``."""
+    def closed(self, sequence: Sequence, *, keep: bool, ended: Ended | None) -> None:
+        """``sequence`` is closed and still has its pages; `Sequence.close` explains the others."""
 
     def evicting(self) -> None:
         """Pages are about to be evicted: bring the order of eviction up to date."""
@@ -69,7 +70,7 @@ class MissRatioObserver(CacheObserver):
         """Report nothing: the tokens of a fork were reported."""
         self._reported[fork.id] = self._reported[sequence.id]
 
-    def closed(self, sequence: Sequence, *, keep: bool) -> None:
+    def closed(self, sequence: Sequence, *, keep: bool, ended: Ended | None) -> None:
         """Report the full pages that were published since `opened`."""
         reported = self._reported.pop(sequence.id)
         pages = sequence.published_pages

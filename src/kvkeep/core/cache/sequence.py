@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvkeep.core.pages.table import PageArray
     from kvkeep.core.prefix.base import Encoder
     from kvkeep.core.prefix.owners import Owner
+    from kvkeep.core.returns import Ended
     from kvkeep.core.tokens import TokenArray, TokensLike
 
 __all__ = ["Sequence"]
@@ -50,9 +51,8 @@ class Sequence:
     """
 
     __slots__ = (
-        "_core", "_encoder", "_hold", "_opened_pages", "_pending", "_shared", "_table",
-        "_tokens", "groups", "id", "known_pages", "namespace", "num_cached", "owner", "priority",
-        "turn",
+        "_core", "_hold", "_opened_pages", "_pending", "_shared", "_table", "_tokens", "encoder",
+        "groups", "id", "known_pages", "namespace", "num_cached", "owner", "priority", "turn",
     )  # fmt: skip
 
     def __init__(
@@ -84,7 +84,7 @@ class Sequence:
         self.groups: SequenceGroups | None = None
         """Rows and states, of a cache that has groups of layers; else None."""
         self._core = core
-        self._encoder = encoder
+        self.encoder = encoder
         self._tokens = tokens
         self._table: GrowingArray
         self._hold = hold
@@ -254,7 +254,7 @@ class Sequence:
             gone = self._table.values[pages:].copy()
             self._table.cut(pages)
             self._tokens.cut(length)
-            self._encoder.cut(length // size)
+            self.encoder.cut(length // size)
             self._pending.drop_needless(self._table.values[self._shared :])
             core.pool.release(gone)
             if self.groups is not None:
@@ -275,7 +275,7 @@ class Sequence:
             table = self._table.values
             core.pool.retain(table)
             other = Sequence(
-                core, self.namespace, self._encoder.fork(), self._tokens.fork(),
+                core, self.namespace, self.encoder.fork(), self._tokens.fork(),
                 hold=hold, priority=self.priority,
             )  # fmt: skip
             other.adopt(table, self._shared)
@@ -324,7 +324,7 @@ class Sequence:
     def _publish(self, start: int, stop: int, *, known: bool) -> None:
         core = self._core
         own = self._table.values[start:stop].copy()
-        symbols = self._encoder.pages(self._tokens.values, start, stop)
+        symbols = self.encoder.pages(self._tokens.values, start, stop)
         inserted = core.index.insert(
             self._hold, symbols, own, self.priority, known=known, owner=self.owner
         )
@@ -384,11 +384,11 @@ class Sequence:
             self._core.pool.retain(existing[differ])
             self._core.pool.release(own[: len(existing)][differ])
 
-    def close(self, *, keep: bool = True) -> None:
+    def close(self, *, keep: bool = True, ended: Ended | None = None) -> None:
         """End the sequence: published pages stay in the cache, all others are freed.
 
         ``keep=False`` also drops the pages that this sequence published first, unless others use
-        them.
+        them. ``ended`` says how the request ended, for policies that predict its conversation.
         """
         core = self._core
         with core:
@@ -397,7 +397,7 @@ class Sequence:
             del core.sequences[self.id]
             self._leave_forks()
             for observer in core.observers:
-                observer.closed(self, keep=keep)
+                observer.closed(self, keep=keep, ended=ended)
             stored = self._shared
             core.pool.release(self._table.values)
             if keep:

@@ -13,6 +13,7 @@ from kvkeep.core.eviction.gdsf import GDSF
 from kvkeep.core.eviction.lfu import LFU
 from kvkeep.core.eviction.lru import LRU
 from kvkeep.core.eviction.priority import Priority
+from kvkeep.core.eviction.returns import ReturnAware
 from kvkeep.core.eviction.reuse import Reuse
 from kvkeep.core.eviction.s3fifo import S3FIFO
 from kvkeep.core.eviction.slru import SLRU
@@ -36,6 +37,7 @@ __all__ = [
     "Entry",
     "EvictionPolicy",
     "Priority",
+    "ReturnAware",
     "Reuse",
     "TwoQ",
     "policy",
@@ -53,6 +55,7 @@ POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     "gdsf": GDSF,
     "tlru": TLRU,
     "reuse": Reuse,
+    "returns": ReturnAware,
     "adaptive": Adaptive,
 }
 """Every policy by its name. A policy of your own that you add here can be named everywhere."""

@@ -6,7 +6,9 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from kvkeep.core.returns import Returns, Wait
 
 __all__ = ["Entry", "EvictionPolicy"]
 
@@ -18,7 +20,8 @@ class Entry:
     """
 
     __slots__ = (
-        "depth", "died", "due", "hits", "last_used", "priority", "size", "state", "stored",
+        "depth", "died", "due", "followers", "hits", "last_used", "priority", "size", "state",
+        "stored", "wait",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -32,6 +35,9 @@ class Entry:
         # Hints, which `kvkeep.core.eviction.hints` orders by:
         self.died = 0  # the number of its death, from 1 on; 0 while it lives
         self.due: float | None = None  # when its owner expects to reuse it, by any clock
+        # For policies that know when conversations return:
+        self.wait: Wait | None = None  # of the conversation whose last request ended here
+        self.followers = 0  # waiting conversations whose runs behind this one were evicted
 
 
 class EvictionPolicy(ABC):
@@ -67,6 +73,9 @@ class EvictionPolicy(ABC):
     """Whether `kvkeep plan` tries it, because it does well without settings and priorities."""
     needs_priorities = False
     """Whether it orders by the priorities that callers give, which traces do not have."""
+    awaits = False
+    """Whether it orders by `Entry.wait`. The cache then follows the ends of requests, and calls
+    `attend`."""
     taken = False
     """Whether an index uses it already. A policy orders the entries of one index only."""
 
@@ -75,6 +84,9 @@ class EvictionPolicy(ABC):
 
     def fit(self, size: int, block: int) -> None:  # noqa: B027 - most policies do not need it
         """Receive the size of the memory and of a block, in the unit of `Entry.size`."""
+
+    def attend(self, returns: Returns, clock: Callable[[], float]) -> None:  # noqa: B027 - as above
+        """Receive what learns when conversations return, and the clock of waits, in seconds."""
 
     def requested(self, keys: Sequence[bytes]) -> int:
         """Record a prompt of these blocks; return how many leading ones were requested before.

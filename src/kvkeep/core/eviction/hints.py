@@ -8,7 +8,9 @@ from kvkeep.core.eviction.base import Entry, EvictionPolicy
 from kvkeep.core.eviction.queues import AgeQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from kvkeep.core.returns import Returns
 
 __all__ = ["Hinted"]
 
@@ -34,6 +36,7 @@ class Hinted(EvictionPolicy):
         self.remembers = inner.remembers
         self.portions = inner.portions
         self.sized = inner.sized
+        self.awaits = inner.awaits
         self._dead = AgeQueue[float]()
         self._awaited = AgeQueue[tuple[float, int]]()
         self._deaths = 0
@@ -51,6 +54,9 @@ class Hinted(EvictionPolicy):
 
     def fit(self, size: int, block: int) -> None:
         self.inner.fit(size, block)
+
+    def attend(self, returns: Returns, clock: Callable[[], float]) -> None:
+        self.inner.attend(returns, clock)
 
     def requested(self, keys: Sequence[bytes]) -> int:
         return self.inner.requested(keys)

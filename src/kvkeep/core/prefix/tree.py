@@ -29,6 +29,7 @@ from kvkeep.core.prefix.node import Node, Root
 from kvkeep.core.prefix.owners import Owners
 from kvkeep.core.prefix.pinned import Pins
 from kvkeep.core.prefix.results import joined
+from kvkeep.core.prefix.waits import Waits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from kvkeep.core.pages.table import PageArray
     from kvkeep.core.prefix.listener import TreeListener
     from kvkeep.core.prefix.owners import Owner
+    from kvkeep.core.returns import Returns
 
 __all__ = ["RunTree"]
 
@@ -67,6 +69,8 @@ class RunTree:
         """Pages of nodes without holders."""
         self.pins = Pins()
         self.owners: Owners | None = None
+        self.waits: Waits | None = None
+        """Where conversations wait; None if the policy does not order by that."""
         self.pinned_leaves = AgeQueue[float]()
         """Leaves without holders that have soft pins: evicted after all that the policy orders."""
         self.ordered = ordered
@@ -80,6 +84,13 @@ class RunTree:
                 self.policy = Hinted(self.policy)
             self.owners = Owners(self.policy)
         return self.owners
+
+    def keep_waits(self, returns: Returns, clock: Callable[[], float]) -> Waits:
+        """Start to record where conversations wait, by a clock in seconds."""
+        if self.waits is None:
+            self.waits = Waits(self, returns, clock)
+            self.policy.attend(returns, clock)
+        return self.waits
 
     def root(self, namespace: Namespace) -> Root:
         """Return the root of a namespace, made if there is none."""
@@ -239,6 +250,8 @@ class RunTree:
             or upper.last_used > lower.last_used
             or upper.priority > lower.priority
             or upper.owner is not lower.owner
+            or upper.wait is not None
+            or upper.gone is not None
             or (upper.died, upper.due) != (lower.died, lower.due)
             or upper.size + lower.size > _GROW_PAGES
         ):
@@ -345,6 +358,8 @@ class RunTree:
             self.pins.trimmed(leaf, count)
         if self.listener is not None:
             self.listener.trimming(leaf, leaf.size - count)
+        if self.waits is not None:
+            self.waits.trimming(leaf)
         return leaf.trim(count, self.unit)
 
     def _unlink(self, leaf: Node) -> None:
@@ -360,6 +375,8 @@ class RunTree:
             self.pins.pass_on(leaf, parent)  # before the parent is queued: pins choose its queue
         del parent.children[leaf.key]
         self.policy.inherit(parent, leaf)
+        if self.waits is not None:
+            self.waits.evicted(leaf, parent)
         parent.uses += leaf.uses
         if parent.children:
             return

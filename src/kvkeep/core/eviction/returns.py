@@ -1,0 +1,150 @@
+"""ReturnAware: evict what is least worth keeping until its conversation returns."""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING, Final
+
+from kvkeep.core.eviction.base import Entry, EvictionPolicy
+from kvkeep.core.eviction.queues import AgeQueue
+from kvkeep.core.returns import AGES, BUCKETS, Returns, Wait, bucket_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["ReturnAware"]
+
+_LEFT: Final = (-1, 0, 0)
+_MOST_SHARED: Final = 3  # octaves: a run that eight conversations may need is not worth more
+
+Place = tuple[int, int, int]
+"""Class of the wait, octaves above what the class is worth, bucket of its age."""
+
+
+class ReturnAware(EvictionPolicy):
+    """Evicts the run that is worth least until the next request of its conversation comes.
+
+    The worth is learned online, by class and age of the wait (`kvkeep.core.returns.Returns`). Runs
+    that a conversation has left behind go first, oldest first. A run that several conversations
+    wait behind is worth as much as all of them, up to eight. Runs of equal worth go in the order of
+    their last use; a run that no wait is known of counts as one of the most general class.
+
+    Entries wait in one queue per class, factor and age bucket, oldest first. They move to the next
+    queue as they age.
+
+    Cost: O(log n) an entry, for each half octave of its age, and O(queues) after each time that
+    something was learned. A hit costs nothing.
+    """
+
+    name = "returns"
+    awaits = True
+    advised = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._returns = Returns()
+        self._clock: Callable[[], float] = lambda: self._time
+        self._version = -1
+        self._queues: dict[Place, AgeQueue[float]] = {}
+        self._order: list[tuple[float, Place]] = []  # a heap of worths; each queue is in it once
+        self._aged = 0.0
+        self._length = 0
+        self._popped = _LEFT
+
+    def attend(self, returns: Returns, clock: Callable[[], float]) -> None:
+        self._returns, self._clock = returns, clock
+
+    # --- queues ------------------------------------------------------------------------------
+
+    def add(self, entry: Entry) -> None:
+        wait = entry.wait
+        if wait is None:
+            wait = entry.wait = Wait(0, self._clock(), 0, (), None)
+        self._push(entry, wait, self._place(entry, wait))
+        self._length += 1
+
+    def discard(self, entry: Entry) -> None:
+        assert isinstance(entry.state, tuple)
+        self._queues[entry.state].remove(entry)
+        self._length -= 1
+
+    def pop(self) -> Entry | None:
+        """Remove the oldest entry of the queue that is worth least."""
+        if not self._length:
+            return None
+        now = self._clock()
+        if abs(now - self._aged) >= AGES[1]:
+            self._age(now)
+        if self._returns.due:
+            self._returns.learn(now)
+        if self._version != self._returns.version:
+            self._rank()
+        while True:
+            place = self._order[0][1]
+            entry = self._queues[place].pop()
+            if entry is not None:
+                self._length -= 1
+                self._popped = place
+                return entry
+            heapq.heappop(self._order)
+            del self._queues[place]
+
+    def put_back(self, entry: Entry) -> None:
+        """Make the entry just popped the next victim of its queue."""
+        assert entry.wait is not None
+        queue = self._queues[self._popped]  # it was not removed: the entry came from it
+        queue.put_back(entry, entry.wait.since)
+        entry.state = self._popped
+        self._length += 1
+
+    def __len__(self) -> int:
+        return self._length
+
+    def _place(self, entry: Entry, wait: Wait) -> Place:
+        if wait.over:
+            return _LEFT
+        octaves = self._returns.octaves(wait.tenant)
+        if entry.followers > 1:
+            octaves += min(_MOST_SHARED, entry.followers.bit_length() - 1)
+        return wait.kind, octaves, bucket_of(self._clock() - wait.since)
+
+    def _push(self, entry: Entry, wait: Wait, place: Place) -> None:
+        queue = self._queues.get(place)
+        if queue is None:
+            queue = self._queues[place] = AgeQueue[float]()
+            heapq.heappush(self._order, (self._worth(place), place))
+        queue.push(entry, wait.since)
+        entry.state = place
+
+    def _worth(self, place: Place) -> float:
+        kind, octaves, bucket = place
+        return -1.0 if place == _LEFT else self._returns.worth(kind, bucket) * 2.0**octaves
+
+    def _rank(self) -> None:
+        """Order the queues by what was learned."""
+        self._version = self._returns.version
+        self._order = [(self._worth(place), place) for place in self._queues]
+        heapq.heapify(self._order)
+
+    def _age(self, now: float) -> None:
+        """Move entries that grew older: once per bucket that an entry lives to see."""
+        self._aged = now
+        for place, queue in list(self._queues.items()):
+            kind, octaves, bucket = place
+            if place == _LEFT or bucket == BUCKETS - 1:
+                continue
+            until = now - AGES[bucket + 1]
+            while (oldest := queue.oldest) is not None and oldest <= until:
+                entry = queue.pop()
+                assert entry is not None
+                assert entry.wait is not None
+                self._push(entry, entry.wait, (kind, octaves, bucket_of(now - oldest)))
+
+    def describe(self, entry: Entry) -> str:
+        wait = entry.wait
+        if wait is None:
+            return super().describe(entry)
+        if wait.over:
+            return "left behind by its conversation"
+        age = self._clock() - wait.since
+        return f"waits for {age:.3g} s, worth {self._worth(self._place(entry, wait)):.3g} returns/s"

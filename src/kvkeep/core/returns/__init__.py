@@ -1,0 +1,8 @@
+"""When conversations return: learned from the ends of requests, per class, without any settings."""
+
+from __future__ import annotations
+
+from kvkeep.core.returns.learner import Ended, Returns, Wait
+from kvkeep.core.returns.times import AGES, BUCKETS, ReturnTimes, bucket_of
+
+__all__ = ["AGES", "BUCKETS", "Ended", "ReturnTimes", "Returns", "Wait", "bucket_of"]
