@@ -106,6 +106,13 @@ def _add_loop(loop: argparse._ArgumentGroup) -> None:
         "request (default: requests arrive at their times in the trace)",
         type=count,
     )
+    add_switch(
+        loop,
+        "--closed-loop",
+        "with --cost: only sessions begin at their times; each further request of a session comes "
+        "its pause in the trace after the end of the answer before it, so a slow answer delays all "
+        "that follows",
+    )
     add_option(
         loop,
         "--bandwidth LIST",
@@ -176,7 +183,7 @@ def _planned_runs(
                 continue
             run = replace(
                 run, page_tokens=args.page, prefix=args.prefix, cost=cost, users=args.users,
-                groups=groups,
+                closed_loop=args.closed_loop, groups=groups,
             )  # fmt: skip
             if below:
                 tierings = _parts("--tiering", args.tiering)
@@ -240,6 +247,26 @@ def _print(workload: Workload, runs: Sequence[ReplayRun], outcomes: Sequence[Out
                 for one in timed
             ],
         )
+        _print_jobs([one for one in timed if one.latency.get("jobs")])
+
+
+def _print_jobs(outcomes: Sequence[Outcome]) -> None:
+    """Print how long sessions take; nothing for traces without sessions."""
+    if not outcomes:
+        return
+    names = ("mean", "p50", "p90", "p99")
+    rows = []
+    for one in outcomes:
+        served = one.latency["job_served_s"]
+        rows.append(
+            [
+                f"{one.policy}, {amount(one.capacity_tokens)}",
+                *(_long(one.latency["job_s"].get(name)) for name in names),
+                *(_long(served.get(name)) for name in ("mean", "p90")),
+            ]
+        )
+    head = ["seconds of a job", *names, "served, mean", "served, p90"]
+    print_table(head, rows)
 
 
 def _print_groups(outcomes: Sequence[Outcome]) -> None:
@@ -273,6 +300,10 @@ _LABELS = {BELADY: "best possible", INFINITE: "endless memory"}
 
 def _share(outcome: Outcome | None) -> str:
     return "" if outcome is None else f"{100 * outcome.hit_rate:.1f} %"
+
+
+def _long(found: float | None) -> str:
+    return "" if found is None else f"{found:,.1f}"
 
 
 def _seconds(found: float | None) -> str:

@@ -11,7 +11,17 @@ from kvkeep.bench.replay.report.words import shown
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["bar", "details", "escaped", "glossary", "key", "paragraphs", "scrolling", "table"]
+__all__ = [
+    "bar",
+    "details",
+    "escaped",
+    "glossary",
+    "key",
+    "paragraphs",
+    "scrolling",
+    "section",
+    "table",
+]
 
 
 _LONGEST = 4000
@@ -32,6 +42,14 @@ def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], name
         f"<table><caption>{escaped(caption)}</caption><thead><tr>{top}</tr></thead>"
         f"<tbody>{body}</tbody></table>",
         caption,
+    )
+
+
+def section(name: str, title: str, *content: str) -> str:
+    """Return a section of the page, with the id ``name``; ``content`` is HTML."""
+    return (
+        f'<section id="{name}" aria-labelledby="{name}-title"><h2 id="{name}-title">'
+        f"{escaped(title)}</h2>{''.join(content)}</section>"
     )
 
 

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvkeep.bench.replay.outcome import GROUP_REASONS, REASONS, reasons_of
 from kvkeep.bench.replay.report.charts import PERCENTILES
-from kvkeep.bench.replay.report.markup import bar, details, escaped, key, table
+from kvkeep.bench.replay.report.jobs import jobs_section
+from kvkeep.bench.replay.report.markup import bar, details, escaped, key, section, table
 from kvkeep.bench.replay.report.prices import FORMULA
 from kvkeep.bench.replay.report.words import count, duration, money, number, share, shown, tokens
 
@@ -34,19 +35,14 @@ def sections(found: Arranged, prices: Prices | None, span_s: float) -> Iterator[
     yield _closer(found)
     if any(outcome.latency for _, outcome in found.each()):
         yield _latency(found)
+    if any(outcome.latency.get("jobs") for _, outcome in found.each()):
+        yield jobs_section(found)
     if any(outcome.tiers for _, outcome in found.each()):
         yield _tiers(found)
     if prices is not None and span_s > 0 and found.policies:
         yield _costs(found, prices, span_s)
     if any(len(outcome.namespaces) > 1 for _, outcome in found.each()):
         yield _namespaces(found)
-
-
-def _section(name: str, title: str, *content: str) -> str:
-    return (
-        f'<section id="{name}" aria-labelledby="{name}-title"><h2 id="{name}-title">'
-        f"{escaped(title)}</h2>{''.join(content)}</section>"
-    )
 
 
 def _chart(name: str, title: str, note: str, behind: str = "") -> str:
@@ -90,7 +86,7 @@ def _rates(found: Arranged) -> str:
         else "More memory reuses more blocks."
     )
     chart = _chart("rates", "Hit rate against capacity", note, details("The figures", behind))
-    return _section("hit-rate", "How much is reused", chart)
+    return section("hit-rate", "How much is reused", chart)
 
 
 def _result(outcome: Outcome, name: str, *, bound: bool) -> list[str]:
@@ -131,7 +127,7 @@ def _misses(found: Arranged) -> str:
         + [count(outcome.misses.get(reason, 0)) for reason in reasons]
         for line, outcome in found.each()
     )
-    return _section(
+    return section(
         "misses",
         "What became of every prompt token",
         "<p>A token is reused, or computed for one reason. These are shares of tokens; hit rates "
@@ -175,7 +171,7 @@ def _closer(found: Arranged) -> str:
     if any(outcome.latency.get("rows") for _, outcome in found.each()):
         charts.append(_chart("wait", "Times to first token",
                              "Requests, by their time to first token.", behind))  # fmt: skip
-    return _section("closer", "One capacity in detail", chosen, *charts)
+    return section("closer", "One capacity in detail", chosen, *charts)
 
 
 def _latency(found: Arranged) -> str:
@@ -188,7 +184,7 @@ def _latency(found: Arranged) -> str:
     behind = details("The figures", table("Time to first token", head, rows))
     chart = _chart("ttft", "Time to first token against capacity",
                    "Reuse saves computing and waiting.", behind)  # fmt: skip
-    return _section("latency", "How long until the first token", chosen, chart)
+    return section("latency", "How long until the first token", chosen, chart)
 
 
 def _times(line: PolicyCurve, outcome: Outcome) -> list[str]:
@@ -223,7 +219,7 @@ def _groups(found: Arranged) -> str:
     behind = table("Rows of windows, and checkpoints", head, body)
     if len(rows) > _FEW:
         behind = details("The figures", behind)
-    return _section(
+    return section(
         "groups",
         "Windows and states",
         "<p>A prompt resumes where all layers agree. Pages are those of the pool, which all layers "
@@ -248,7 +244,7 @@ def _tiers(found: Arranged) -> str:
     behind = table("Requests to each tier, and writes", head, body, names=2)
     if len(rows) > _FEW:
         behind = details("The figures", behind)
-    return _section("tiers", "Tiers below", behind)
+    return section("tiers", "Tiers below", behind)
 
 
 def _cell(value: Any) -> str:
@@ -285,7 +281,7 @@ def _costs(found: Arranged, prices: Prices, span_s: float) -> str:
         details("The figures", table("Cost of a month", head, rows)),
     )
     formula = FORMULA[0].upper() + FORMULA[1:]
-    return _section(
+    return section(
         "cost", "What it costs", chart, f"<p>{escaped(given)}</p><p>{escaped(formula)}</p>"
     )
 
@@ -310,7 +306,7 @@ def _namespaces(found: Arranged) -> str:
         tables += [
             _other_memory(capacity, outcome) for _, outcome in there if outcome.what_if_namespaces
         ]
-    return _section("namespaces", "Reuse by namespace", "<p>Namespaces share nothing.</p>", *tables)
+    return section("namespaces", "Reuse by namespace", "<p>Namespaces share nothing.</p>", *tables)
 
 
 def _other_memory(capacity: int, outcome: Outcome) -> str:
