@@ -265,7 +265,7 @@ def _print_jobs(outcomes: Sequence[Outcome]) -> None:
                 *(_long(served.get(name)) for name in ("mean", "p90")),
             ]
         )
-    head = ["seconds of a job", *names, "served, mean", "served, p90"]
+    head = ["seconds of a job", *names, "served mean", "served p90"]
     print_table(head, rows)
 
 
@@ -303,7 +303,7 @@ def _share(outcome: Outcome | None) -> str:
 
 
 def _long(found: float | None) -> str:
-    return "" if found is None else f"{found:,.1f}"
+    return "" if found is None else f"{found:,.{1 if found < 100 else 0}f}"
 
 
 def _seconds(found: float | None) -> str:

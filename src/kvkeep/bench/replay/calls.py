@@ -36,7 +36,7 @@ def calls_of(
             raise InvalidValue("sessions begin at their times or when users are free, not both")
         if not (workload.session >= 0).any():
             raise InvalidValue(f"a closed loop needs sessions; {workload.name} has none")
-        return Closed(workload, speed)
+        return ClosedLoop(workload, speed)
     if users is not None:
         return Users(workload, whole("users", users, 1), speed)
     return Open(workload, speed)
@@ -79,7 +79,7 @@ class _Answered:
         return arrivals
 
 
-class Closed(_Answered):
+class ClosedLoop(_Answered):
     """Sessions that begin at their times in the trace (a closed loop)."""
 
     def __init__(self, workload: Workload, speed: float) -> None:
@@ -116,5 +116,5 @@ class Users(_Answered):
         return ((now, self._waiting.popleft()),)
 
 
-Calls = Open | Closed | Users
+Calls = Open | ClosedLoop | Users
 """Arrivals of any kind."""
