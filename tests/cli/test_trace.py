@@ -80,6 +80,12 @@ def test_generate_and_convert(
     assert "sessions" in shown
     assert main(made) == 2
     assert "exists already" in capsys.readouterr().err
+    flooded = ["trace", "generate", "tenants", "--requests", "50", "--set", "flood=9", "--set"]
+    assert main([*flooded, "tenants=2", "--out", str(tmp_path / "f.gz")]) == 0
+    assert main([*flooded, "tenants", "--out", str(tmp_path / "g.gz")]) == 2
+    assert "--set needs NAME=NUMBER, such as flood=4; got 'tenants'" in capsys.readouterr().err
+    assert main(["trace", "info", str(tmp_path / "f.gz"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["namespaces"] <= 3
     converted = tmp_path / "c.jsonl"
     assert main(["trace", "convert", str(trace), str(converted)]) == 0
     assert "2 requests" in capsys.readouterr().out
