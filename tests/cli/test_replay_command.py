@@ -198,10 +198,14 @@ def test_jobs_in_a_closed_loop(tmp_path, capsys):
     out = tmp_path / "report.html"
     assert main(["replay", trace, *words, "--out", str(out)]) == 0
     shown = capsys.readouterr().out
+    assert "best possible" in shown
     assert "seconds of a job" in shown
     assert "How long a job takes" in out.read_text()
     assert main(["replay", trace, *words, "--closed-loop", "--out", str(out)]) == 0
-    assert capsys.readouterr().out != shown  # the log of the open loop is not taken for it
+    other = capsys.readouterr().out
+    assert other.split("seconds of a job")[1] != shown.split("seconds of a job")[1]
+    assert "best possible" not in other  # its order of requests is another one
+    assert "endless memory" in other
     for more, message in (
         (["--users", "3"], "not both"),
         (["--capacity", "20k+500k", "--bandwidth", "1GB"], "kv_bytes_per_token"),

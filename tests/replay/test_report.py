@@ -101,6 +101,7 @@ def test_times_of_jobs_are_in_all_files(tmp_path):
     assert page.faults == []
     assert "jobs" in [given["id"] for tag, given in page.elements if tag == "section"]
     cells = page.texts["td"]
+    assert "half of the jobs wait for answers for at most 12.5\u00a0s in all" in page.text
     assert {"1,234", "12.5\u00a0s", "11.7\u00a0min", "5.75\u00a0min"} <= set(cells)
 
 

@@ -46,7 +46,8 @@ def add_parser(commands: Commands) -> None:
     add_switch(
         parser,
         "--no-bounds",
-        "leave out the upper bounds (--json has them only if --policy names them)",
+        "leave out the upper bounds (--json has them only if --policy names them, and closed loops "
+        "have none that knows the future)",
     )
     replaying.add_report_arguments(parser)
     add_json(parser, "print one JSON object per replay instead of text")
@@ -157,7 +158,9 @@ def _planned_runs(
         )
     policies = _parts("--policy", args.policy)
     if bounds:
-        policies += [bound for bound in BOUNDS if bound not in policies]
+        # In a closed loop the policy changes the order of requests, which Belady's bound is of.
+        known = [INFINITE] if args.closed_loop or args.users is not None else BOUNDS
+        policies += [bound for bound in known if bound not in policies]
     cost = None
     if args.cost is not None:
         from kvkeep.bench.replay.costs import PrefillCost  # noqa: PLC0415 - only needed with --cost
