@@ -100,7 +100,9 @@ def test_jobs_of_agents_have_their_sub_agents() -> None:
 
 
 def test_prompts_share_tools_and_instructions_and_go_back() -> None:
-    trace = GeneratedTrace(CodingAgents(agents=1), seed=3, requests=900, unit_tokens=64)
+    trace = GeneratedTrace(
+        CodingAgents(agents=1, context=60_000), seed=3, requests=900, unit_tokens=64
+    )
     sessions = by_session(trace)
     mains = [one for one in sessions.values() if one[0].caller is None]
     others = [one for one in sessions.values() if one[0].caller is not None]
@@ -124,7 +126,7 @@ def test_prompts_share_tools_and_instructions_and_go_back() -> None:
                 back += 1
                 assert common(one, later) * 64 >= shared
     assert 0 < back < on / 10
-    assert max(one.tokens for requests in mains for one in requests) < 180_000 + 40_000
+    assert max(one.tokens for requests in mains for one in requests) < 60_000 + 40_000
 
 
 # --- reasoning ------------------------------------------------------------------------------------

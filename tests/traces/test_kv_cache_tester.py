@@ -91,7 +91,12 @@ def test_times_of_a_sub_agent_may_count_from_its_call(tmp_path: Path) -> None:
 def test_sub_agents_of_sub_agents(tmp_path: Path) -> None:
     inner = agent(2, asked(2, [1, 2]), agent(3, asked(3, [1, 2, 3])), agent(4, asked(4, [1])))
     path = write(tmp_path / "a.json", session("s", asked(0, [1]), inner))
-    found = [(r.session, r.caller) for r in open_trace(path, strict=True)]
+    trace = open_trace(path, strict=True)
+    units = [r.units.tolist() for r in trace]
+    assert [len(row) for row in units] == [1, 2, 3, 1]
+    assert units[2][:2] == units[1]
+    assert units[1][:1] == units[0] == units[3]
+    found = [(r.session, r.caller) for r in trace]
     assert found == [
         ("s", None),
         ("s/agent_1", "s"),
@@ -299,7 +304,7 @@ def test_what_is_hostile_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyP
     path.write_text(many)
     wide = {
         "id": "s",
-        "requests": [{**asked(1, [2]), "model": ["x" * 30] * (1 << 16)}, asked(2, [1])],
+        "requests": [{**asked(1, [2]), "model": ["x" * 3000] * 4000}, asked(2, [1])],
     }
     other = write(tmp_path / "b.json", wide)
     tracemalloc.start()
@@ -331,10 +336,31 @@ def test_the_ids_of_a_long_session_take_the_memory_of_its_longest_prompt(tmp_pat
     try:
         made = reader.requests(lambda reason: None)
         next(made)
-        held = tracemalloc.get_traced_memory()[0]
+        held, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert held < 1 << 20  # 300 prompts of 2,500 ids are 6 MB
+    assert most < 3 << 20
+
+
+def test_requests_may_be_out_of_order_and_bad_ones_among_them(tmp_path: Path) -> None:
+    """Ids are kept as differences to the request before, in the file and then by time."""
+    ids = [[1, 2, 3], [1, 2, 3, 4], [1, 9], [1, 2, 3, 4, 5], [1, 9, 8], [7]]
+    times = [0, 30, 20, 10, 40, 5]
+    requests = [asked(t, one) for t, one in zip(times, ids, strict=True)]
+    requests[1]["in"] = 64  # it has too many ids, and is left out
+    trace = open_trace(write(tmp_path / "a.json", session("s", *requests)))
+    plain = open_trace(
+        write(tmp_path / "b.json", session("s", *sorted(requests, key=lambda r: r["t"])))
+    )
+    shown = [(r.time, r.turn, r.units.tolist()) for r in trace]
+    assert shown == [(r.time, r.turn, r.units.tolist()) for r in plain]
+    assert [(time, turn, len(units)) for time, turn, units in shown] == [
+        (0, 1, 3), (5, 2, 1), (10, 3, 5), (20, 4, 2), (40, 5, 3),
+    ]  # fmt: skip
+    assert trace.skipped == plain.skipped == 1
+    every = list(trace)
+    assert [common(every[0], one) for one in every] == [3, 0, 3, 1, 1]
 
 
 # --- splitting ------------------------------------------------------------------------------------

@@ -109,8 +109,6 @@ class Documents:
         rest = data[at:]
         if not self._in_list:
             self._stack[-1].add(rest)
-            # A key may be followed by spaces before its list begins.
-            self._stack[-1].keyed &= not rest.strip(_SPACE + b":")
         else:
             self._check_between(rest)
         self._rest = b""

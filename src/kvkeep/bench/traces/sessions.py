@@ -16,7 +16,7 @@ import hashlib
 import heapq
 import math
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,6 +35,7 @@ from kvkeep.bench.traces.fields import (
 )
 from kvkeep.bench.traces.files import BadLine, opened
 from kvkeep.bench.traces.request import MAX_UNIT_TOKENS, NO_UNITS, TraceRequest, units_of
+from kvkeep.core.errors import InvalidValue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -57,11 +58,18 @@ _TAIL = 1 << 63  # no id has this bit
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return the files of a directory that may have sessions, by name; a file alone as it is."""
+    """Return the files of a directory that may have sessions, by name; a file alone as it is.
+
+    Raises `InvalidValue` for a directory that cannot be listed.
+    """
     if not path.is_dir():
         return [path]
+    try:
+        listed = sorted(path.iterdir())
+    except OSError as error:
+        raise InvalidValue(f"cannot read {path}: {error.strerror}") from error
     found = []
-    for one in sorted(path.iterdir()):
+    for one in listed:
         name = one.name.lower()
         for suffix in _PACKED:
             name = name.removesuffix(suffix)
@@ -111,6 +119,38 @@ class _Recorded:
     stop: str
     took_s: float | None
 
+    @property
+    def count(self) -> int:
+        """Number of its ids."""
+        return self.shared + len(self.more)
+
+
+def _shared(before: UnitArray, ids: UnitArray) -> int:
+    """Return the number of leading ids that two prompts share."""
+    most = min(len(before), len(ids))
+    differ = np.flatnonzero(before[:most] != ids[:most])
+    return int(differ[0]) if len(differ) else most
+
+
+def _expanded(requests: Iterable[_Recorded]) -> Iterator[tuple[_Recorded, UnitArray]]:
+    """Yield requests with all of their ids."""
+    ids = NO_UNITS
+    for one in requests:
+        ids = np.concatenate((ids[: one.shared], one.more))
+        yield one, ids
+
+
+def _by_time(requests: list[_Recorded]) -> list[_Recorded]:
+    """Return requests in the order of their times; they nearly always are."""
+    if all(one.t <= later.t for one, later in pairwise(requests)):
+        return requests
+    kept, before = [], NO_UNITS
+    for one, ids in sorted(_expanded(requests), key=lambda pair: pair[0].t):
+        shared = _shared(before, ids)
+        kept.append(replace(one, shared=shared, more=ids[shared:].copy()))
+        before = ids
+    return kept
+
 
 @dataclass(slots=True)
 class _Agent:
@@ -138,6 +178,7 @@ class _Maker:
 
     def __init__(self) -> None:
         self.requests = self.ids = 0
+        self._before: dict[int, UnitArray] = {}  # ids of the request before, by depth
 
     def made(
         self, found: dict[str, Any], requests: list[Any] | None, depth: int
@@ -148,60 +189,41 @@ class _Maker:
         if requests is None:
             if not depth:
                 raise BadLine("a session has a list of requests")
-            return self._recorded(found)
+            return self._recorded(found, depth)
+        self._before.pop(depth + 1, None)
         own = [one for one in requests if isinstance(one, _Recorded)]
         return _Agent(found, own, [one for one in requests if isinstance(one, _Agent)])
 
-    def _recorded(self, found: dict[str, Any]) -> _Recorded:
+    def _recorded(self, found: dict[str, Any], depth: int) -> _Recorded:
         t = number(found, "t")
         if not 0 <= t <= _LONGEST_S:
             raise BadLine(f"t is {shown(found['t'])}; seconds in 0 … {_LONGEST_S:g} are needed")
         ids = whole_numbers(found, "hash_ids") if found.get("hash_ids") is not None else NO_UNITS
+        shared = _shared(self._before.get(depth, NO_UNITS), ids)
         recorded = _Recorded(
             t,
             count(found, "in"),
             count(found, "out"),
-            0,
-            ids,
+            shared,
+            ids[shared:].copy(),
             optional_text(found, "stop") or "",
             optional_seconds(found, "api_time") or None,
         )
-        if self.requests >= _MOST_REQUESTS or self.ids + len(ids) > _MOST_IDS:
+        if self.requests >= _MOST_REQUESTS or self.ids + len(ids) - shared > _MOST_IDS:
             raise BadLine(
-                f"a session has at most {_MOST_REQUESTS:,} requests with {_MOST_IDS:,} ids in all"
+                f"a session has at most {_MOST_REQUESTS:,} requests, with {_MOST_IDS:,} ids that "
+                "they do not share with the request before"
             )
         self.requests += 1
-        self.ids += len(ids)
+        self.ids += len(ids) - shared
+        self._before[depth] = ids
         return recorded
 
 
-def _matching(
-    requests: list[_Recorded], block_tokens: int, bad: Callable[[object], object]
-) -> Iterator[_Recorded]:
-    """Yield the requests that have an id for each block, at least for each full one, or none."""
-    for one in requests:
-        blocks = units_of(one.tokens, block_tokens)
-        if len(one.more) in {0, one.tokens // block_tokens, blocks}:
-            yield one
-        else:
-            bad(
-                f"the request at {one.t} s: hash_ids has {len(one.more)} ids; {one.tokens} tokens "
-                f"are {blocks} blocks of {block_tokens}"
-            )
-
-
-def _in_order(requests: Iterable[_Recorded]) -> list[_Recorded]:
-    """Return requests by time, each without the ids that it shares with the one before it."""
-    kept = []
-    before = NO_UNITS
-    for one in sorted(requests, key=lambda one: one.t):
-        ids = one.more
-        most = min(len(before), len(ids))
-        differ = np.flatnonzero(before[:most] != ids[:most])
-        shared = int(differ[0]) if len(differ) else most
-        kept.append(replace(one, shared=shared, more=ids[shared:].copy()))
-        before = ids
-    return kept
+def _fits(one: _Recorded, block_tokens: int) -> bool:
+    """Return whether a request has an id for each block, at least for each full one, or none."""
+    full, blocks = one.tokens // block_tokens, units_of(one.tokens, block_tokens)
+    return one.count in {0, full, blocks}
 
 
 # --- a pass over the files ------------------------------------------------------------------------
@@ -270,8 +292,14 @@ class SessionReader:
         waiting: list[tuple[_Agent, str, str, str | None]] = [(agent, name, "", None)]
         while waiting:
             one, name, kind, caller = waiting.pop()
-            requests = _in_order(_matching(one.requests, block, bad))
-            stream = _Stream(name, kind, caller, seed, block, requests)
+            for request in one.requests:
+                if not _fits(request, block):
+                    bad(
+                        f"the request at {request.t} s: hash_ids has {request.count} ids; "
+                        f"{request.tokens} tokens are {units_of(request.tokens, block)} blocks of "
+                        f"{block}"
+                    )
+            stream = _Stream(name, kind, caller, seed, block, _by_time(one.requests))
             yield begin, stream
             for place, called in enumerate(one.agents, 1):
                 agent_id = optional_text(called.found, "agent_id") or str(place)
@@ -290,9 +318,9 @@ class SessionReader:
 
     def _made(self, begin: float, stream: _Stream) -> Iterator[TraceRequest]:
         """Yield the requests of a session that begins at ``begin``."""
-        ids = NO_UNITS
-        for turn, one in enumerate(stream.requests, 1):
-            ids = np.concatenate((ids[: one.shared], one.more))
+        found = _expanded(stream.requests)
+        fitting = ((one, ids) for one, ids in found if _fits(one, stream.block_tokens))
+        for turn, (one, ids) in enumerate(fitting, 1):
             yield TraceRequest(
                 begin + one.t,
                 self._units(stream, one, ids),
