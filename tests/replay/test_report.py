@@ -120,11 +120,11 @@ def test_the_page_is_whole(found, tmp_path):
             assert given.get(pointing) is None or given[pointing] in names, tag
     sections = [given["id"] for tag, given in page.elements if tag == "section"]
     assert sections == [
-        "findings", "advice", "hit-rate", "misses", "closer", "latency", "tiers", "cost",
+        "findings", "advice", "hit-rate", "misses", "closer", "latency", "jobs", "tiers", "cost",
         "namespaces", "words", "trace", "made",
     ]  # fmt: skip
     charts = [given["data-chart"] for _, given in page.elements if "data-chart" in given]
-    assert charts == ["rates", "time", "gap", "life", "ago", "wait", "ttft", "cost"]
+    assert charts == ["rates", "time", "gap", "life", "ago", "wait", "ttft", "jobs", "cost"]
 
 
 def test_what_there_is_nothing_of_is_left_out(tmp_path):

@@ -263,7 +263,7 @@ def _print_jobs(outcomes: Sequence[Outcome]) -> None:
         served = one.latency["job_served_s"]
         rows.append(
             [
-                f"{one.policy}, {amount(one.capacity_tokens)}",
+                f"{one.policy}, {amount(one.capacity_tokens).removesuffix(' tokens')}",
                 *(_long(one.latency["job_s"].get(name)) for name in names),
                 *(_long(served.get(name)) for name in ("mean", "p90")),
             ]

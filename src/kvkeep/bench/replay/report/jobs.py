@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.bench.replay.report.charts import PERCENTILES
-from kvkeep.bench.replay.report.markup import details, section, table
+from kvkeep.bench.replay.report.markup import chart, choice, details, section, table
 from kvkeep.bench.replay.report.words import count, duration
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ __all__ = ["jobs_section"]
 
 
 def jobs_section(found: Arranged) -> str:
-    """Return a table of how long jobs take, for replays that have times of jobs."""
+    """Return the chart and the table of how long jobs take."""
     head = [
         "policy", "capacity, tokens", "jobs", *(f"whole job {one}" for one in PERCENTILES),
         *(f"served {one}" for one in PERCENTILES),
@@ -39,7 +39,13 @@ def jobs_section(found: Arranged) -> str:
         "<p>A job is a session with the sub-agents that it called, from its first request to its "
         "last answer. It is served while one of its requests waits or is computed; the rest are "
         "pauses of tools and people.</p>",
-        details("The figures", table("Times of jobs", head, rows)),
+        choice("job-percentile", "Percentile", [(one, one) for one in PERCENTILES]),
+        chart(
+            "jobs",
+            "Time for which jobs are served, against capacity",
+            "Reuse shortens each answer of a job, and the waiting of all others.",
+            details("The figures", table("Times of jobs", head, rows)),
+        ),
     )
 
 

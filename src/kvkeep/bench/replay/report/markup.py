@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "bar",
+    "chart",
+    "choice",
     "details",
     "escaped",
     "glossary",
@@ -51,6 +53,26 @@ def section(name: str, title: str, *content: str) -> str:
         f'<section id="{name}" aria-labelledby="{name}-title"><h2 id="{name}-title">'
         f"{escaped(title)}</h2>{''.join(content)}</section>"
     )
+
+
+def chart(name: str, title: str, note: str, behind: str = "") -> str:
+    """Return the place where the page's script draws; ``behind`` is its text alternative."""
+    return (
+        f'<figure class="chart" data-chart="{name}"><figcaption><h3 id="{name}-chart">'
+        f'{escaped(title)}</h3><p>{escaped(note)}</p></figcaption><div class="plot" tabindex="0" '
+        f'role="img" aria-labelledby="{name}-chart" aria-describedby="keys"></div>'
+        f'<div class="legend"></div><p class="said" aria-live="polite"></p>{behind}</figure>'
+    )
+
+
+def choice(name: str, label: str, options: Sequence[tuple[str, str]], first: int = 0) -> str:
+    """Return a menu for the charts below it, with the entry ``first`` selected."""
+    inside = "".join(
+        f'<option value="{escaped(value)}"{" selected" * (at == first)}>{escaped(text)}</option>'
+        for at, (value, text) in enumerate(options)
+    )
+    chosen = f'<select id="{name}">{inside}</select>'
+    return f'<p class="choice"><label>{escaped(label)} {chosen}</label></p>'
 
 
 def scrolling(content: str, label: str) -> str:
