@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 from writing import mooncake, write
 
 from kvkeep.bench.replay import Workload
-from kvkeep.bench.traces import TraceRequest, documents, files, open_trace, sessions, summarise
+from kvkeep.bench.traces import (
+    TraceRequest,
+    documents,
+    files,
+    open_trace,
+    recorded,
+    sessions,
+    summarise,
+)
 from kvkeep.bench.traces.documents import Documents
 from kvkeep.bench.traces.files import BadLine
 from kvkeep.core.errors import InvalidValue
@@ -215,6 +223,35 @@ def test_sessions_can_begin_at_different_times(tmp_path: Path) -> None:
         open_trace(line, spread_s=1)
 
 
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.booleans()), min_size=1, max_size=12),
+    st.sampled_from([1, 5, 20, 1000]),
+)
+@settings(max_examples=50, deadline=None, suppress_health_check=QUIET)
+def test_long_times_without_requests_can_be_shortened(
+    tmp_path: Path, given: list[tuple[int, bool]], longest: int
+) -> None:
+    times, expected, now, then = [], [], 0, 0
+    for gap, _ in given:
+        now, then = now + gap, then + min(gap, longest)
+        times.append(now)
+        expected.append(then)
+    called = [asked(t, [1]) for t, (_, inner) in zip(times, given, strict=True) if inner]
+    own = [asked(t, [1, 2]) for t, (_, inner) in zip(times, given, strict=True) if not inner]
+    path = write(tmp_path / "a.json", session("s", *own, agent(0, *called)))
+    read = [r.time for r in open_trace(path, strict=True, longest_gap_s=longest)]
+    assert read == pytest.approx([time - expected[0] for time in expected])
+
+
+def test_gaps_are_of_sessions_only(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.json", session("s", asked(0, [1])))
+    for gap in (0, -1, float("nan")):
+        with pytest.raises(InvalidValue, match="longest_gap_s is"):
+            open_trace(path, longest_gap_s=gap)
+    with pytest.raises(InvalidValue, match="longest_gap_s is for kv-cache-tester"):
+        open_trace(write(tmp_path / "m", mooncake()), longest_gap_s=5)
+
+
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
@@ -319,7 +356,7 @@ def test_what_is_hostile_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert tracemalloc.get_traced_memory()[1] < 8 << 20
     finally:
         tracemalloc.stop()
-    monkeypatch.setattr(sessions, "_MOST_REQUESTS", 2)
+    monkeypatch.setattr(recorded, "_MOST_REQUESTS", 2)
     many_requests = session("s", *(asked(t, [1]) for t in range(5)))
     trace = open_trace(write(tmp_path / "c.jsonl", many_requests, many_requests))
     assert len(list(trace)) == 4  # two of each session

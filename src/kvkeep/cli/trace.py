@@ -124,6 +124,13 @@ def add_reading_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
     )
+    add_option(
+        reading,
+        "--longest-gap SECONDS",
+        "with kv-cache-tester, whose sessions may be left for days: shorten longer times without "
+        "requests in a session",
+        type=float,
+    )
     add_switch(reading, "--strict", "fail at an invalid line (default: skip it and count it)")
 
 
@@ -137,6 +144,7 @@ def opened(args: argparse.Namespace, path: Path) -> FileTrace:
         chained=False if args.unchained else None,
         text=_text(args.text),
         spread_s=args.spread,
+        longest_gap_s=args.longest_gap,
     )
 
 

@@ -16,7 +16,7 @@ import hashlib
 import heapq
 import math
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,17 +28,24 @@ from kvkeep.bench.traces.fields import (
     Fresh,
     count,
     number,
-    optional_seconds,
     optional_text,
     shown,
-    whole_numbers,
 )
 from kvkeep.bench.traces.files import BadLine, opened
-from kvkeep.bench.traces.request import MAX_UNIT_TOKENS, NO_UNITS, TraceRequest, units_of
+from kvkeep.bench.traces.recorded import (
+    Agent,
+    Recorded,
+    SessionMaker,
+    by_time,
+    expanded,
+    fits,
+    moved_closer,
+)
+from kvkeep.bench.traces.request import MAX_UNIT_TOKENS, TraceRequest, units_of
 from kvkeep.core.errors import InvalidValue
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from kvkeep.bench.traces.request import UnitArray
@@ -50,9 +57,6 @@ BLOCK_TOKENS = 64
 _FIRST_PIECES = 4  # of 256 KiB, in which the format is detected
 _SUFFIXES = (".json", ".jsonl")
 _PACKED = (".gz", ".zst")
-_MOST_REQUESTS = 1_000_000  # of a session
-_MOST_IDS = 1 << 27  # of a session, without those that a request shares with the one before it
-_LONGEST_S = 1e9
 _EARLY_S = 1e-6
 _TAIL = 1 << 63  # no id has this bit
 
@@ -104,63 +108,6 @@ def _block_size(found: dict[str, Any]) -> int:
     return count(found, "block_size", 1, MAX_UNIT_TOKENS)
 
 
-# --- what is kept of a file -----------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Recorded:
-    """A request. Its ids are the first ``shared`` of the request before it, and then ``more``."""
-
-    t: float
-    tokens: int
-    output_tokens: int
-    shared: int
-    more: UnitArray
-    stop: str
-    took_s: float | None
-
-    @property
-    def count(self) -> int:
-        """Number of its ids."""
-        return self.shared + len(self.more)
-
-
-def _shared(before: UnitArray, ids: UnitArray) -> int:
-    """Return the number of leading ids that two prompts share."""
-    most = min(len(before), len(ids))
-    differ = np.flatnonzero(before[:most] != ids[:most])
-    return int(differ[0]) if len(differ) else most
-
-
-def _expanded(requests: Iterable[_Recorded]) -> Iterator[tuple[_Recorded, UnitArray]]:
-    """Yield requests with all of their ids."""
-    ids = NO_UNITS
-    for one in requests:
-        ids = np.concatenate((ids[: one.shared], one.more))
-        yield one, ids
-
-
-def _by_time(requests: list[_Recorded]) -> list[_Recorded]:
-    """Return requests in the order of their times; they nearly always are."""
-    if all(one.t <= later.t for one, later in pairwise(requests)):
-        return requests
-    kept, before = [], NO_UNITS
-    for one, ids in sorted(_expanded(requests), key=lambda pair: pair[0].t):
-        shared = _shared(before, ids)
-        kept.append(replace(one, shared=shared, more=ids[shared:].copy()))
-        before = ids
-    return kept
-
-
-@dataclass(slots=True)
-class _Agent:
-    """A session or a sub-agent: its fields, its requests, and the agents that it called."""
-
-    found: dict[str, Any]
-    requests: list[_Recorded]
-    agents: list[_Agent]
-
-
 @dataclass(frozen=True, slots=True)
 class _Stream:
     """The requests of a session or a sub-agent, in the order of their times."""
@@ -170,79 +117,31 @@ class _Stream:
     caller: str | None
     seed: int  # of its ids
     block_tokens: int
-    requests: list[_Recorded]
-
-
-class _Maker:
-    """Makes requests and agents of the objects of a file, with limits for each session."""
-
-    def __init__(self) -> None:
-        self.requests = self.ids = 0
-        self._before: dict[int, UnitArray] = {}  # ids of the request before, by depth
-
-    def made(
-        self, found: dict[str, Any], requests: list[Any] | None, depth: int
-    ) -> _Recorded | _Agent:
-        """Return what an object stands for. Raises `BadLine`."""
-        if not depth:
-            self.requests = self.ids = 0
-        if requests is None:
-            if not depth:
-                raise BadLine("a session has a list of requests")
-            return self._recorded(found, depth)
-        self._before.pop(depth + 1, None)
-        own = [one for one in requests if isinstance(one, _Recorded)]
-        return _Agent(found, own, [one for one in requests if isinstance(one, _Agent)])
-
-    def _recorded(self, found: dict[str, Any], depth: int) -> _Recorded:
-        t = number(found, "t")
-        if not 0 <= t <= _LONGEST_S:
-            raise BadLine(f"t is {shown(found['t'])}; seconds in 0 … {_LONGEST_S:g} are needed")
-        ids = whole_numbers(found, "hash_ids") if found.get("hash_ids") is not None else NO_UNITS
-        shared = _shared(self._before.get(depth, NO_UNITS), ids)
-        recorded = _Recorded(
-            t,
-            count(found, "in"),
-            count(found, "out"),
-            shared,
-            ids[shared:].copy(),
-            optional_text(found, "stop") or "",
-            optional_seconds(found, "api_time") or None,
-        )
-        if self.requests >= _MOST_REQUESTS or self.ids + len(ids) - shared > _MOST_IDS:
-            raise BadLine(
-                f"a session has at most {_MOST_REQUESTS:,} requests, with {_MOST_IDS:,} ids that "
-                "they do not share with the request before"
-            )
-        self.requests += 1
-        self.ids += len(ids) - shared
-        self._before[depth] = ids
-        return recorded
-
-
-def _fits(one: _Recorded, block_tokens: int) -> bool:
-    """Return whether a request has an id for each block, at least for each full one, or none."""
-    full, blocks = one.tokens // block_tokens, units_of(one.tokens, block_tokens)
-    return one.count in {0, full, blocks}
-
-
-# --- a pass over the files ------------------------------------------------------------------------
+    requests: list[Recorded]
 
 
 class SessionReader:
     """One pass over files of sessions.
 
     A request has one id for ``unit_tokens``, a multiple of the ``block_size`` of each file.
-    Sessions begin over ``spread_s`` seconds, each at a time that its name decides. Memory: all
+    Sessions begin over ``spread_s`` seconds, each at a time that its name decides; times between
+    their requests are at most ``longest_gap_s`` (None: as in the file). Memory: all
     sessions, with the ids that each request does not share with the one before it.
     """
 
     dropped = 0
 
-    def __init__(self, files: Sequence[Path], unit_tokens: int, spread_s: float) -> None:
+    def __init__(
+        self,
+        files: Sequence[Path],
+        unit_tokens: int,
+        spread_s: float = 0.0,
+        longest_gap_s: float | None = None,
+    ) -> None:
         self._files = files
         self.unit_tokens = unit_tokens
         self._spread_s = spread_s
+        self._longest_gap_s = longest_gap_s
         self._names: dict[str, int] = {}
         self._fresh = Fresh()
 
@@ -256,24 +155,32 @@ class SessionReader:
 
             for agent in self._agents(file, bad):
                 try:
-                    streams += list(self._streams(agent, file, bad))
+                    own = list(self._streams(agent, file, bad))
                 except BadLine as error:
                     bad(error)
+                    continue
+                if self._longest_gap_s is not None:
+                    moved = moved_closer([one.requests for _, one in own], self._longest_gap_s)
+                    own = [
+                        (begin, replace(one, requests=requests))
+                        for (begin, one), requests in zip(own, moved, strict=True)
+                    ]
+                streams += own
         made = [self._made(begin, stream) for begin, stream in streams]
         return heapq.merge(*made, key=lambda request: request.time)
 
     @staticmethod
-    def _agents(file: Path, bad: Callable[[object], object]) -> Iterator[_Agent]:
+    def _agents(file: Path, bad: Callable[[object], object]) -> Iterator[Agent]:
         with opened(file) as lines:
-            for found in Documents(_Maker().made).read(lines.pieces()):
+            for found in Documents(SessionMaker().made).read(lines.pieces()):
                 if isinstance(found, BadLine):
                     bad(found)
                 else:
-                    assert isinstance(found, _Agent), "a document that is no session"
+                    assert isinstance(found, Agent), "a document that is no session"
                     yield found
 
     def _streams(
-        self, agent: _Agent, file: Path, bad: Callable[[object], object]
+        self, agent: Agent, file: Path, bad: Callable[[object], object]
     ) -> Iterator[tuple[float, _Stream]]:
         """Yield the session and its sub-agents, with the time at which the session begins."""
         found = agent.found
@@ -289,17 +196,17 @@ class SessionReader:
         name = self._named(optional_text(found, "id") or file.name.partition(".")[0])
         begin = self._spread_s * _word("begin", name) / 2**64
         seed = 0 if scope == "global" else _word("ids", name)
-        waiting: list[tuple[_Agent, str, str, str | None]] = [(agent, name, "", None)]
+        waiting: list[tuple[Agent, str, str, str | None]] = [(agent, name, "", None)]
         while waiting:
             one, name, kind, caller = waiting.pop()
             for request in one.requests:
-                if not _fits(request, block):
+                if not fits(request, block):
                     bad(
                         f"the request at {request.t} s: hash_ids has {request.count} ids; "
                         f"{request.tokens} tokens are {units_of(request.tokens, block)} blocks of "
                         f"{block}"
                     )
-            stream = _Stream(name, kind, caller, seed, block, _by_time(one.requests))
+            stream = _Stream(name, kind, caller, seed, block, by_time(one.requests))
             yield begin, stream
             for place, called in enumerate(one.agents, 1):
                 agent_id = optional_text(called.found, "agent_id") or str(place)
@@ -318,8 +225,8 @@ class SessionReader:
 
     def _made(self, begin: float, stream: _Stream) -> Iterator[TraceRequest]:
         """Yield the requests of a session that begins at ``begin``."""
-        found = _expanded(stream.requests)
-        fitting = ((one, ids) for one, ids in found if _fits(one, stream.block_tokens))
+        found = expanded(stream.requests)
+        fitting = ((one, ids) for one, ids in found if fits(one, stream.block_tokens))
         for turn, (one, ids) in enumerate(fitting, 1):
             yield TraceRequest(
                 begin + one.t,
@@ -334,7 +241,7 @@ class SessionReader:
                 caller=stream.caller,
             )
 
-    def _units(self, stream: _Stream, one: _Recorded, ids: UnitArray) -> UnitArray:
+    def _units(self, stream: _Stream, one: Recorded, ids: UnitArray) -> UnitArray:
         """Return the chained ids of a prompt's units.
 
         They depend on the session unless ids are global. Tokens behind the last id of the file get
@@ -355,7 +262,7 @@ class SessionReader:
         return np.concatenate((units, chained[-1:])) if blocks % step else units
 
 
-def _absolute(agent: _Agent) -> _Agent:
+def _absolute(agent: Agent) -> Agent:
     """Return a sub-agent whose times count from the beginning of the session around it."""
     if agent.found.get("t") is None or not agent.requests:
         return agent
