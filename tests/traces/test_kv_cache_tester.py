@@ -361,6 +361,13 @@ def test_what_is_hostile_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyP
     trace = open_trace(write(tmp_path / "c.jsonl", many_requests, many_requests))
     assert len(list(trace)) == 4  # two of each session
     assert "at most 2 requests" in trace.reasons[0]
+    monkeypatch.setattr(recorded, "_MOST_REQUESTS", 9)
+    monkeypatch.setattr(recorded, "_MOST_IDS", 5)
+    ids = [1, 2, 3]
+    growing = session("s", asked(0, ids), asked(1, [*ids, 4]), asked(2, ids), asked(3, [7, 8]))
+    trace = open_trace(write(tmp_path / "d.json", growing))
+    assert [r.time for r in trace] == [0, 1, 2]  # of four ids; two more are one too many
+    assert "with 5 ids" in trace.reasons[0]
 
 
 def test_the_ids_of_a_long_session_take_the_memory_of_its_longest_prompt(tmp_path: Path) -> None:
