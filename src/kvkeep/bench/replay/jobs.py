@@ -1,4 +1,4 @@
-"""`Jobs`: which requests of a workload wait for which, and what belongs together.
+"""`Jobs`: the order in which the requests of a workload wait for each other.
 
 A job is a session with all sub-agents that it calls, or a request without a session.
 """
@@ -28,15 +28,15 @@ class Jobs:
     A request waits for the request before it in its session. The first request of a sub-agent waits
     for the latest request of its caller; a request of the caller also waits for the sub-agents that
     had ended when it arrived, and that no earlier one waited for. The pause of a request is the
-    time from the end of what it waited for to its arrival when the trace was recorded, at least 0:
-    a request whose duration the trace lacks ends when it arrives.
+    time from the last end of these to its arrival when the trace was recorded, at least 0; a
+    request whose duration the trace lacks ends when it arrives.
 
     Attributes:
         of: the job of each request, numbered in the order of their first requests.
         first: the first request of each job.
         waits: the number of requests that each request waits for.
-        followers: the requests that wait for a request.
-        pauses: seconds between the last of what a request waits for and its arrival.
+        followers: the requests that wait for each request.
+        pauses: seconds from the last end of these requests to the arrival.
 
     Memory: about 300 bytes per request.
     """

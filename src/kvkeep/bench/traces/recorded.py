@@ -1,4 +1,4 @@
-"""Recorded requests of a session: made of its objects, and kept without what prompts share."""
+"""Recorded requests of a session, without the ids that each shares with the one before it."""
 
 from __future__ import annotations
 
