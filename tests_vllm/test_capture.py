@@ -42,6 +42,7 @@ def test_captured_and_replayed(llama: str, tmp_path: Path) -> None:
     assert not requests[7].store
     assert requests[8].served is not None
     assert requests[8].served.cached_tokens == requests[8].served.loaded_tokens == loaded > 0
+    assert {one.stop for one in requests} == {"length"}
     assert all(one.served.seconds >= one.served.ttft_s > 0 for one in requests if one.served)
     # Nothing was evicted: a cache with room for all finds what vLLM's pool and the store found.
     found = simulate(work, 10_000, prefix="chain", page_tokens=BLOCK)

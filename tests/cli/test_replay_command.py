@@ -185,6 +185,37 @@ def test_time_to_the_first_token(trace, tmp_path, capsys):
     assert "seconds to the first token" in capsys.readouterr().out
 
 
+def test_jobs_in_a_closed_loop(tmp_path, capsys):
+    trace, cost = str(tmp_path / "agent.jsonl.gz"), tmp_path / "cost.json"
+    write_trace(generate("agent", seed=1, requests=200), trace)
+    PrefillCost(seconds_per_token=1e-3, decode_seconds_per_token=0.02).write(cost)
+    words = ["--capacity", "20k,500k", "--policy", "lru", "--jobs", "1", "--cost", str(cost)]
+    assert main(["replay", trace, *words, "--closed-loop", "--json"]) == 0
+    closed = [json.loads(line)["latency"] for line in capsys.readouterr().out.splitlines()]
+    assert closed[0]["jobs"] == closed[1]["jobs"] > 10
+    assert closed[0]["job_s"]["p90"] > closed[1]["job_s"]["p90"]
+    assert closed[0]["job_s"]["p90"] > closed[0]["job_served_s"]["p90"]
+    out = tmp_path / "report.html"
+    assert main(["replay", trace, *words, "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "best possible" in shown
+    assert "seconds of a job" in shown
+    assert "How long a job takes" in out.read_text()
+    assert main(["replay", trace, *words, "--closed-loop", "--out", str(out)]) == 0
+    other = capsys.readouterr().out
+    assert other.split("seconds of a job")[1] != shown.split("seconds of a job")[1]
+    assert "best possible" not in other  # its order of requests is another one
+    assert "endless memory" in other
+    for more, message in (
+        (["--users", "3"], "not both"),
+        (["--capacity", "20k+500k", "--bandwidth", "1GB"], "kv_bytes_per_token"),
+    ):
+        assert main(["replay", trace, *words, "--closed-loop", *more]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["replay", trace, *words[:-2], "--closed-loop"]) == 2
+    assert "that needs their cost" in capsys.readouterr().err
+
+
 def test_nobody_is_served_in_time_where_nobody_fits(trace, tmp_path, capsys):
     cost = tmp_path / "cost.json"
     PrefillCost(seconds_per_token=1e-4).write(cost)

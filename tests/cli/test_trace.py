@@ -67,6 +67,49 @@ def test_pauses_by_how_answers_end(tmp_path: Path, capsys: pytest.CaptureFixture
     }  # fmt: skip
 
 
+def test_a_directory_of_sessions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = tmp_path / "traces"
+    place.mkdir()
+    for name in ("one", "two", "three"):
+        asked = [
+            {"t": 9 * turn, "in": 640 * turn + 640, "out": 3, "hash_ids": [*range(10 * turn + 10)],
+             "stop": "tool_use" if turn < 4 else "end_turn", "api_time": 2}
+            for turn in range(5)
+        ]  # fmt: skip
+        called = {"t": 20, "type": "subagent", "agent_id": "x", "requests": [asked[0] | {"t": 21}]}
+        found = {"id": name, "block_size": 64, "requests": [*asked[:3], called, *asked[3:]]}
+        (place / f"{name}.json").write_text(json.dumps(found, indent=1))
+    words = ["--spread", "60", "--unit", "128"]
+    assert main(["trace", "info", str(place), *words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["requests"], found["sessions"], found["unit_tokens"]) == (18, 6, 128)
+    assert found["format"] == "kv-cache-tester"
+    assert found["span_s"] > 36
+    assert found["stops"]["end_turn"]["requests"] == 3
+    out = tmp_path / "native.jsonl.gz"
+    assert main(["trace", "convert", str(place), str(out), *words]) == 0
+    cost = tmp_path / "cost.json"
+    cost.write_text('{"kvkeep_cost": 1, "seconds_per_token": 0.001, "kv_bytes_per_token": 100}')
+    capsys.readouterr()
+    shown = []
+    for trace in ([str(place), *words], [str(out)]):
+        for capacity in ("2560", "1280+2560"):
+            replay = ["replay", *trace, "--capacity", capacity, "--policy", "lru", "--jobs", "1"]
+            more = ["--tiering", "exclusive", "--cost", str(cost), "--closed-loop", "--json"]
+            assert main([*replay, *more]) == 0
+            latency = json.loads(capsys.readouterr().out)["latency"]
+            assert latency["jobs"] == 3
+            shown.append(latency)
+    # The converted trace says the same, sub-agents and times included.
+    for one, other in zip(shown[:2], shown[2:], strict=True):
+        assert one["job_s"] == pytest.approx(other["job_s"])
+        assert one["job_served_s"] == pytest.approx(other["job_served_s"])
+    assert main(["trace", "info", str(tmp_path)]) == 2
+    assert "Is a directory without sessions" in capsys.readouterr().err
+    assert main(["trace", "info", str(out), "--spread", "5"]) == 2
+    assert "spread_s is for kv-cache-tester" in capsys.readouterr().err
+
+
 def test_generate_and_convert(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -80,6 +123,12 @@ def test_generate_and_convert(
     assert "sessions" in shown
     assert main(made) == 2
     assert "exists already" in capsys.readouterr().err
+    flooded = ["trace", "generate", "tenants", "--requests", "50", "--set", "flood=9", "--set"]
+    assert main([*flooded, "tenants=2", "--out", str(tmp_path / "f.gz")]) == 0
+    assert main([*flooded, "tenants", "--out", str(tmp_path / "g.gz")]) == 2
+    assert "--set needs NAME=NUMBER, such as flood=4; got 'tenants'" in capsys.readouterr().err
+    assert main(["trace", "info", str(tmp_path / "f.gz"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["namespaces"] <= 3
     converted = tmp_path / "c.jsonl"
     assert main(["trace", "convert", str(trace), str(converted)]) == 0
     assert "2 requests" in capsys.readouterr().out

@@ -35,12 +35,15 @@ class Asked:
     tokens: int
     output: int
     session: int | None = None
+    took: float | None = None
 
 
 def alone(number: int, asked: Asked) -> TraceRequest:
     units = np.arange(-(-asked.tokens // UNIT)) + 1000 * number
     session = None if asked.session is None else str(asked.session)
-    return TraceRequest(asked.time, units, asked.tokens, asked.output, session=session)
+    return TraceRequest(
+        asked.time, units, asked.tokens, asked.output, session=session, took_s=asked.took
+    )
 
 
 ASKED = st.lists(
@@ -49,18 +52,19 @@ ASKED = st.lists(
         st.integers(1, 40),
         st.integers(0, 30),
         st.one_of(st.none(), st.integers(0, 3)),
+        st.one_of(st.none(), st.integers(0, 9)),  # seconds that it took
     ),
     min_size=1,
     max_size=14,
 )
 
 
-def listed(rows: list[tuple[int, int, int, int | None]]) -> list[Asked]:
+def listed(rows: list[tuple[int, int, int, int | None, int | None]]) -> list[Asked]:
     """At times that are like no sum of others."""
     asked, now = [], 0.0
-    for number, (pause, tokens, output, session) in enumerate(rows):
+    for number, (pause, tokens, output, session, took) in enumerate(rows):
         now += pause + math.sqrt(2 + number) / 100
-        asked.append(Asked(now, tokens, output, session))
+        asked.append(Asked(now, tokens, output, session, took))
     return asked
 
 
@@ -76,12 +80,14 @@ def sessions(asked):
     return following, firsts
 
 
-def worked_out(asked, pages, page, max_running, users):
+def worked_out(asked, pages, max_running, users, *, closed_loop):
     """Times until admission, first token and end, of each request that is not refused."""
     following, firsts = {}, []
     order = [(one.time, number) for number, one in enumerate(asked)]
-    if users is not None:
+    if users is not None or closed_loop:
         order, (following, firsts) = [], sessions(asked)
+    if closed_loop:
+        order, firsts = [(asked[number].time, number) for number in firsts], []
     idle = [asked[0].time] * (users or 0)
     ended, found, free = [], {}, -math.inf
     while order or (idle and firsts):
@@ -92,8 +98,8 @@ def worked_out(asked, pages, page, max_running, users):
         came, number = min(order)
         order.remove((came, number))
         one = asked[number]
-        prompt = -(-one.tokens // page)
-        taken = min(pages, -(-(one.tokens + max(0, one.output - 1)) // page))
+        prompt = -(-one.tokens // UNIT)
+        taken = min(pages, -(-(one.tokens + max(0, one.output - 1)) // UNIT))
         fits = prompt <= pages
         for at in sorted({came, free, *(end for end, _ in ended)}):
             beside = [other for end, other in ended if end > at]
@@ -108,12 +114,12 @@ def worked_out(asked, pages, page, max_running, users):
             last = free + COST.decode_s(one.output)
             ended.append((last, taken))
             found[number] = (at - came, free - came, last - came)
-        if users is not None:
-            if number in following:
-                other = following[number]
-                order.append((last + asked[other].time - one.time, other))
-            else:
-                idle.append(last)
+        if number in following:
+            other = following[number]
+            pause = max(0, asked[other].time - one.time - (one.took or 0))
+            order.append((last + pause, other))
+        elif users is not None:
+            idle.append(last)
     return found
 
 
@@ -122,11 +128,13 @@ def worked_out(asked, pages, page, max_running, users):
     ASKED,
     st.one_of(st.integers(3, 20), st.just(500)),
     st.integers(1, 4),
-    st.one_of(st.none(), st.integers(1, 4)),
+    st.sampled_from([None, 1, 2, 3, 4, "closed", "closed"]),
     st.booleans(),
 )
-def test_times_are_those_that_are_worked_out(rows, pages, max_running, users, by_units):
+def test_times_are_those_that_are_worked_out(rows, pages, max_running, how, by_units):
     asked = listed(rows)
+    closed = how == "closed" and any(one.session is not None for one in asked)
+    users = None if isinstance(how, str) else how
     work = Workload.read(Listed([alone(number, one) for number, one in enumerate(asked)], UNIT))
     outcome = simulate_loop(
         work,
@@ -135,8 +143,9 @@ def test_times_are_those_that_are_worked_out(rows, pages, max_running, users, by
         page_tokens=None if by_units else UNIT,
         max_running=max_running,
         users=users,
+        closed_loop=closed,
     )
-    found = worked_out(asked, pages, UNIT, max_running, users)
+    found = worked_out(asked, pages, max_running, users, closed_loop=closed)
     assert (outcome.requests, outcome.refused) == (len(asked), len(asked) - len(found))
     assert outcome.hit_tokens == 0
     times = np.array(list(found.values())).reshape(-1, 3).T
@@ -206,7 +215,7 @@ PAGES = st.sampled_from([None, UNIT, 2, 3])
     PAGES,
     st.fixed_dictionaries({
         "max_running": st.integers(1, 4),
-        "users": st.one_of(st.none(), st.integers(1, 4)),
+        "arrivals": st.sampled_from([{}, {"users": 1}, {"users": 3}, {"closed_loop": True}]),
         "policy": st.sampled_from(["lru", "2q"]),
         "prefix": st.sampled_from(["radix", "chain"]),
         "cost": st.sampled_from([
@@ -218,7 +227,10 @@ def test_every_request_ends(requests, pool, page, how):
     """`simulate_loop` itself asserts that nobody waits or runs when nothing happens any more."""
     work = Workload.read(Listed(requests, UNIT))
     capacity, cost = pool * UNIT, how["cost"]
-    outcome = simulate_loop(work, capacity, page_tokens=page, **how)
+    arrivals = how.pop("arrivals")
+    if "closed_loop" in arrivals and not (work.session >= 0).any():
+        arrivals = {}
+    outcome = simulate_loop(work, capacity, page_tokens=page, **how, **arrivals)
     assert outcome.requests == len(requests)
     assert outcome.tokens == work.tokens.sum()
     size = page or UNIT
@@ -340,7 +352,8 @@ def test_it_says_how_far_it_is():
 @pytest.mark.parametrize(
     "how",
     [{"max_running": 0}, {"users": 0}, {"speed": 0.0}, {"speed": math.nan}, {"speed": 1e9},
-     {"page_tokens": 0}, {"capacity": 0}],
+     {"page_tokens": 0}, {"capacity": 0}, {"closed_loop": True},
+     {"closed_loop": True, "users": 2}],
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused(how):
     with pytest.raises(InvalidValue):

@@ -87,6 +87,22 @@ def test_csv_has_times_where_there_are_any(tmp_path):
     first, second = csv.DictReader(files[2].read_text().splitlines())
     assert (first["ttft_p50_s"], first["ttft_p90_s"], first["ttft_p99_s"]) == ("0.25", "", "3.0")
     assert second["ttft_p50_s"] == ""
+    assert "job_p50_s" not in first
+
+
+def test_times_of_jobs_are_in_all_files(tmp_path):
+    job = {"p50": 12.5, "p90": 99.0, "p99": 700.0, "mean": 30.0}
+    latency = {"ttft_s": {}, "jobs": 1234, "job_s": job, "job_served_s": {**job, "p99": 345.0}}
+    files, text = report(({}, [made(latency=latency), made("2q")]), tmp_path)
+    first, second = csv.DictReader(files[2].read_text().splitlines())
+    assert (first["job_p50_s"], first["job_served_p99_s"]) == ("12.5", "345.0")
+    assert second["job_p50_s"] == ""
+    page = Taken(text)
+    assert page.faults == []
+    assert "jobs" in [given["id"] for tag, given in page.elements if tag == "section"]
+    cells = page.texts["td"]
+    assert "half of the jobs wait for answers for at most 12.5\u00a0s in all" in page.text
+    assert {"1,234", "12.5\u00a0s", "11.7\u00a0min", "5.75\u00a0min"} <= set(cells)
 
 
 def test_the_page_is_whole(found, tmp_path):
@@ -104,11 +120,11 @@ def test_the_page_is_whole(found, tmp_path):
             assert given.get(pointing) is None or given[pointing] in names, tag
     sections = [given["id"] for tag, given in page.elements if tag == "section"]
     assert sections == [
-        "findings", "advice", "hit-rate", "misses", "closer", "latency", "tiers", "cost",
+        "findings", "advice", "hit-rate", "misses", "closer", "latency", "jobs", "tiers", "cost",
         "namespaces", "words", "trace", "made",
     ]  # fmt: skip
     charts = [given["data-chart"] for _, given in page.elements if "data-chart" in given]
-    assert charts == ["rates", "time", "gap", "life", "ago", "wait", "ttft", "cost"]
+    assert charts == ["rates", "time", "gap", "life", "ago", "wait", "ttft", "jobs", "cost"]
 
 
 def test_what_there_is_nothing_of_is_left_out(tmp_path):

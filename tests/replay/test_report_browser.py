@@ -11,7 +11,7 @@ from reporting import CAPACITIES, HOSTILE, PRICES, sample, with_more
 from kvkeep.bench.replay.report import write_report
 from kvkeep.bench.replay.report.words import duration, money, share, tokens
 
-CHARTS = ["rates", "time", "gap", "life", "ago", "wait", "ttft", "cost"]
+CHARTS = ["rates", "time", "gap", "life", "ago", "wait", "ttft", "jobs", "cost"]
 # Of each chart's canvas: pixels that are drawn at all, and those that are neither grey nor clear.
 DRAWN = """() => Object.fromEntries([...document.querySelectorAll("[data-chart]")].map((figure) => {
   const canvas = figure.querySelector("canvas");
@@ -171,6 +171,13 @@ def test_pointing_at_a_chart_reads_it(opened, report, outcomes):
         page.locator("#percentile").select_option("p99")
         page.mouse.move(box["x"] + box["width"] - 4, box["y"] + 20)
         assert plain(legend.locator(".value").first.inner_text()) == "4 s"
+        over = figure(page, "jobs").locator(".u-over")
+        over.scroll_into_view_if_needed()
+        box = over.bounding_box()
+        page.locator("#job-percentile").select_option("p90")
+        page.mouse.move(box["x"] + box["width"] - 2, box["y"] + 20)
+        legend = figure(page, "jobs").locator(".legend")
+        assert plain(legend.locator(".value").first.inner_text()) == "5 min"
 
 
 def test_lines_are_switched(opened, report):

@@ -54,7 +54,8 @@ def test_what_was_asked_for_is_in_the_file(server: Running, capture: Capture) ->
     prompt = list(range(100, 100 + 3 * page + 5))
     ask(server, prompt)
     again = ask(server, [*prompt[: 2 * page], *range(7, 7 + page)])
-    ask(server, prompt, cache_salt="somebody else")
+    named = {"session": "plum", "turn": 3}
+    ask(server, prompt, cache_salt="somebody else", kvkeep=named)
     assert capture.close()
 
     trace = open_trace(capture.path, strict=True)
@@ -71,6 +72,9 @@ def test_what_was_asked_for_is_in_the_file(server: Running, capture: Capture) ->
     assert first.namespace == second.namespace != third.namespace
     assert first.time <= second.time <= third.time
     assert [request.kind for request in trace] == ["completions"] * 3
+    assert (first.session, second.session, third.turn) == (None, None, 3)
+    assert third.session not in {None, "plum"}
+    assert [request.stop for request in trace] == ["length"] * 3
     # And what came of them.
     cached = [request.served.cached_tokens for request in trace if request.served]
     assert cached == [0, again["usage"]["prompt_tokens_details"]["cached_tokens"], 0]

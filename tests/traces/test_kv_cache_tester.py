@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 from writing import mooncake, write
 
 from kvkeep.bench.replay import Workload
-from kvkeep.bench.traces import TraceRequest, documents, files, open_trace, sessions, summarise
+from kvkeep.bench.traces import (
+    TraceRequest,
+    documents,
+    files,
+    open_trace,
+    recorded,
+    sessions,
+    summarise,
+)
 from kvkeep.bench.traces.documents import Documents
 from kvkeep.bench.traces.files import BadLine
 from kvkeep.core.errors import InvalidValue
@@ -91,7 +99,12 @@ def test_times_of_a_sub_agent_may_count_from_its_call(tmp_path: Path) -> None:
 def test_sub_agents_of_sub_agents(tmp_path: Path) -> None:
     inner = agent(2, asked(2, [1, 2]), agent(3, asked(3, [1, 2, 3])), agent(4, asked(4, [1])))
     path = write(tmp_path / "a.json", session("s", asked(0, [1]), inner))
-    found = [(r.session, r.caller) for r in open_trace(path, strict=True)]
+    trace = open_trace(path, strict=True)
+    units = [r.units.tolist() for r in trace]
+    assert [len(row) for row in units] == [1, 2, 3, 1]
+    assert units[2][:2] == units[1]
+    assert units[1][:1] == units[0] == units[3]
+    found = [(r.session, r.caller) for r in trace]
     assert found == [
         ("s", None),
         ("s/agent_1", "s"),
@@ -210,6 +223,35 @@ def test_sessions_can_begin_at_different_times(tmp_path: Path) -> None:
         open_trace(line, spread_s=1)
 
 
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.booleans()), min_size=1, max_size=12),
+    st.sampled_from([1, 5, 20, 1000]),
+)
+@settings(max_examples=50, deadline=None, suppress_health_check=QUIET)
+def test_long_times_without_requests_can_be_shortened(
+    tmp_path: Path, given: list[tuple[int, bool]], longest: int
+) -> None:
+    times, expected, now, then = [], [], 0, 0
+    for gap, _ in given:
+        now, then = now + gap, then + min(gap, longest)
+        times.append(now)
+        expected.append(then)
+    called = [asked(t, [1]) for t, (_, inner) in zip(times, given, strict=True) if inner]
+    own = [asked(t, [1, 2]) for t, (_, inner) in zip(times, given, strict=True) if not inner]
+    path = write(tmp_path / "a.json", session("s", *own, agent(0, *called)))
+    read = [r.time for r in open_trace(path, strict=True, longest_gap_s=longest)]
+    assert read == pytest.approx([time - expected[0] for time in expected])
+
+
+def test_gaps_are_of_sessions_only(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.json", session("s", asked(0, [1])))
+    for gap in (0, -1, float("nan")):
+        with pytest.raises(InvalidValue, match="longest_gap_s is"):
+            open_trace(path, longest_gap_s=gap)
+    with pytest.raises(InvalidValue, match="longest_gap_s is for kv-cache-tester"):
+        open_trace(write(tmp_path / "m", mooncake()), longest_gap_s=5)
+
+
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
@@ -290,32 +332,42 @@ def test_damaged_files_are_read_as_far_as_they_go(cut: Any, reason: str, tmp_pat
 def test_what_is_hostile_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "LINE_BYTES", 1 << 20)
     monkeypatch.setattr(files, "_BUFFER_BYTES", 16 << 10)
-    long = session("s", asked(0, [1]), {**asked(1, [2]), "model": "x" * (3 << 20)}, asked(2, [1]))
+    long = session("s", asked(0, [1]), {**asked(1, [2]), "model": "x" * (2 << 20)}, asked(2, [1]))
     path = write(tmp_path / "a.json", long)
     trace = open_trace(path)
     with pytest.raises(InvalidValue, match="a string has more than 1 MiB"):
         list(open_trace(path, strict=True))
-    many = json.dumps(session("s", asked(0, [1]))).replace("[{", "[" + "[]," * 60_000 + "{")
+    many = json.dumps(session("s", asked(0, [1]))).replace("[{", "[" + "[]," * 20_000 + "{")
     path.write_text(many)
-    wide = {"id": "s", "requests": [{**asked(1, [2]), "model": ["x"] * (1 << 19)}, asked(2, [1])]}
+    wide = {
+        "id": "s",
+        "requests": [{**asked(1, [2]), "model": ["x" * 3000] * 4000}, asked(2, [1])],
+    }
     other = write(tmp_path / "b.json", wide)
     tracemalloc.start()
     try:
         trace = open_trace(path)
         assert len(list(trace)) == 1
-        assert trace.skipped == 60_000
-        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+        assert trace.skipped == 20_000
+        assert tracemalloc.get_traced_memory()[1] < 3 << 20
         trace = open_trace(other)
         assert len(list(trace)) == 1
         assert "more than 1 MiB" in trace.reasons[0]
         assert tracemalloc.get_traced_memory()[1] < 8 << 20
     finally:
         tracemalloc.stop()
-    monkeypatch.setattr(sessions, "_MOST_REQUESTS", 2)
+    monkeypatch.setattr(recorded, "_MOST_REQUESTS", 2)
     many_requests = session("s", *(asked(t, [1]) for t in range(5)))
     trace = open_trace(write(tmp_path / "c.jsonl", many_requests, many_requests))
     assert len(list(trace)) == 4  # two of each session
     assert "at most 2 requests" in trace.reasons[0]
+    monkeypatch.setattr(recorded, "_MOST_REQUESTS", 9)
+    monkeypatch.setattr(recorded, "_MOST_IDS", 5)
+    ids = [1, 2, 3]
+    growing = session("s", asked(0, ids), asked(1, [*ids, 4]), asked(2, ids), asked(3, [7, 8]))
+    trace = open_trace(write(tmp_path / "d.json", growing))
+    assert [r.time for r in trace] == [0, 1, 2]  # of four ids; two more are one too many
+    assert "with 5 ids" in trace.reasons[0]
 
 
 def test_the_ids_of_a_long_session_take_the_memory_of_its_longest_prompt(tmp_path: Path) -> None:
@@ -328,10 +380,31 @@ def test_the_ids_of_a_long_session_take_the_memory_of_its_longest_prompt(tmp_pat
     try:
         made = reader.requests(lambda reason: None)
         next(made)
-        held = tracemalloc.get_traced_memory()[0]
+        held, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert held < 1 << 20  # 300 prompts of 2,500 ids are 6 MB
+    assert most < 3 << 20
+
+
+def test_requests_may_be_out_of_order_and_bad_ones_among_them(tmp_path: Path) -> None:
+    """Ids are kept as differences to the request before, in the file and then by time."""
+    ids = [[1, 2, 3], [1, 2, 3, 4], [1, 9], [1, 2, 3, 4, 5], [1, 9, 8], [7]]
+    times = [0, 30, 20, 10, 40, 5]
+    requests = [asked(t, one) for t, one in zip(times, ids, strict=True)]
+    requests[1]["in"] = 64  # it has too many ids, and is left out
+    trace = open_trace(write(tmp_path / "a.json", session("s", *requests)))
+    plain = open_trace(
+        write(tmp_path / "b.json", session("s", *sorted(requests, key=lambda r: r["t"])))
+    )
+    shown = [(r.time, r.turn, r.units.tolist()) for r in trace]
+    assert shown == [(r.time, r.turn, r.units.tolist()) for r in plain]
+    assert [(time, turn, len(units)) for time, turn, units in shown] == [
+        (0, 1, 3), (5, 2, 1), (10, 3, 5), (20, 4, 2), (40, 5, 3),
+    ]  # fmt: skip
+    assert trace.skipped == plain.skipped == 1
+    every = list(trace)
+    assert [common(every[0], one) for one in every] == [3, 0, 3, 1, 1]
 
 
 # --- splitting ------------------------------------------------------------------------------------

@@ -46,7 +46,8 @@ def add_parser(commands: Commands) -> None:
     add_switch(
         parser,
         "--no-bounds",
-        "leave out the upper bounds (--json has them only if --policy names them)",
+        "leave out the upper bounds (--json has them only if --policy names them, and closed loops "
+        "have none that knows the future)",
     )
     replaying.add_report_arguments(parser)
     add_json(parser, "print one JSON object per replay instead of text")
@@ -106,6 +107,13 @@ def _add_loop(loop: argparse._ArgumentGroup) -> None:
         "request (default: requests arrive at their times in the trace)",
         type=count,
     )
+    add_switch(
+        loop,
+        "--closed-loop",
+        "with --cost: only sessions begin at their times; each further request of a session comes "
+        "its pause in the trace after the end of the answer before it, so a slow answer delays all "
+        "that follows",
+    )
     add_option(
         loop,
         "--bandwidth LIST",
@@ -150,7 +158,9 @@ def _planned_runs(
         )
     policies = _parts("--policy", args.policy)
     if bounds:
-        policies += [bound for bound in BOUNDS if bound not in policies]
+        # In a closed loop the policy changes the order of requests, which Belady's bound is of.
+        known = [INFINITE] if args.closed_loop or args.users is not None else BOUNDS
+        policies += [bound for bound in known if bound not in policies]
     cost = None
     if args.cost is not None:
         from kvkeep.bench.replay.costs import PrefillCost  # noqa: PLC0415 - only needed with --cost
@@ -176,7 +186,7 @@ def _planned_runs(
                 continue
             run = replace(
                 run, page_tokens=args.page, prefix=args.prefix, cost=cost, users=args.users,
-                groups=groups,
+                closed_loop=args.closed_loop, groups=groups,
             )  # fmt: skip
             if below:
                 tierings = _parts("--tiering", args.tiering)
@@ -240,6 +250,26 @@ def _print(workload: Workload, runs: Sequence[ReplayRun], outcomes: Sequence[Out
                 for one in timed
             ],
         )
+        _print_jobs([one for one in timed if one.latency.get("jobs")])
+
+
+def _print_jobs(outcomes: Sequence[Outcome]) -> None:
+    """Print how long sessions take; nothing for traces without sessions."""
+    if not outcomes:
+        return
+    names = ("mean", "p50", "p90", "p99")
+    rows = []
+    for one in outcomes:
+        served = one.latency["job_served_s"]
+        rows.append(
+            [
+                f"{one.policy}, {amount(one.capacity_tokens).removesuffix(' tokens')}",
+                *(_long(one.latency["job_s"].get(name)) for name in names),
+                *(_long(served.get(name)) for name in ("mean", "p90")),
+            ]
+        )
+    head = ["seconds of a job", *names, "served mean", "served p90"]
+    print_table(head, rows)
 
 
 def _print_groups(outcomes: Sequence[Outcome]) -> None:
@@ -273,6 +303,10 @@ _LABELS = {BELADY: "best possible", INFINITE: "endless memory"}
 
 def _share(outcome: Outcome | None) -> str:
     return "" if outcome is None else f"{100 * outcome.hit_rate:.1f} %"
+
+
+def _long(found: float | None) -> str:
+    return "" if found is None else f"{found:,.{1 if found < 100 else 0}f}"
 
 
 def _seconds(found: float | None) -> str:

@@ -62,6 +62,14 @@ def add_parser(commands: Commands) -> None:
         "sessions that begin per second (default: depends on the kind)",
         type=float,
     )
+    made.add_argument(
+        "--set",
+        metavar="NAME=NUMBER",
+        action="append",
+        default=[],
+        help="change a number of the kind: flood=4 for tenants, reasons=0.5 for reasoning "
+        "(may be given several times; docs/traces.md names them)",
+    )
     _add_out(made, "--out", required=True)
     made.set_defaults(run=run, action=_generate)
 
@@ -116,6 +124,13 @@ def add_reading_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
     )
+    add_option(
+        reading,
+        "--longest-gap SECONDS",
+        "with kv-cache-tester, whose sessions may be left for days: shorten longer times without "
+        "requests in a session",
+        type=float,
+    )
     add_switch(reading, "--strict", "fail at an invalid line (default: skip it and count it)")
 
 
@@ -129,6 +144,7 @@ def opened(args: argparse.Namespace, path: Path) -> FileTrace:
         chained=False if args.unchained else None,
         text=_text(args.text),
         spread_s=args.spread,
+        longest_gap_s=args.longest_gap,
     )
 
 
@@ -176,9 +192,19 @@ def _generate(args: argparse.Namespace) -> int:
         requests=args.requests,
         unit_tokens=args.unit,
         sessions_per_second=args.rate,
+        changed=dict(map(_number, args.set)),
     )
     print(f"{write_trace(trace, args.out):,} requests in {args.out}")
     return 0
+
+
+def _number(text: str) -> tuple[str, float]:
+    name, _, value = text.partition("=")
+    try:
+        number = float(value)
+    except ValueError:
+        raise InvalidValue(f"--set needs NAME=NUMBER, such as flood=4; got {text!r}") from None
+    return name, int(number) if number.is_integer() else number
 
 
 def _convert(args: argparse.Namespace) -> int:

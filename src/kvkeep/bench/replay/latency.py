@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvkeep.bench.replay.jobs import Jobs
 from kvkeep.bench.replay.outcome import Spans
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kvkeep.bench.replay.costs import PrefillCost
+    from kvkeep.bench.replay.workload import Workload
 
     Floats = npt.NDArray[np.float64]
 
@@ -53,7 +55,7 @@ class RequestTimes:
         """Record the totals of prompt blocks and hit blocks at ``now``."""
         self._seen.append((now, blocks, hit_blocks))
 
-    def latency(self) -> dict[str, Any]:
+    def latency(self, workload: Workload) -> dict[str, Any]:
         """Return `Outcome.latency`; see `simulate_loop`."""
         served = ~np.isnan(self.first)
         came, first = self.came[served], self.first[served]
@@ -61,6 +63,14 @@ class RequestTimes:
         waits.add(first - came, np.ones(len(came), np.int64))
         span = float(np.nanmax(self.last) - np.nanmin(self.came))
         prefill = float(self.prefill.sum())
+        jobs: dict[str, Any] = {}
+        if (workload.session >= 0).any():
+            whole, served_s = Jobs(workload).spans(self.came, self.last)
+            jobs = {
+                "jobs": len(whole),
+                "job_s": _summary(whole),
+                "job_served_s": _summary(served_s),
+            }
         return {
             "ttft_s": _summary(first - came),
             "queue_s": _summary(self.began[served] - came),
@@ -71,6 +81,7 @@ class RequestTimes:
             "span_s": span,
             "utilisation": prefill / span if span else 0.0,
             "rows": waits.as_rows(),
+            **jobs,
         }
 
     def timeline(self) -> list[list[float]]:

@@ -45,6 +45,7 @@ def simulate_loop(
     sessions: bool = False,
     max_running: int = 32,
     users: int | None = None,
+    closed_loop: bool = False,
     groups: GroupLayout | None = None,
     speed: float = 1.0,
     progress: Callable[[int], None] | None = None,
@@ -58,22 +59,26 @@ def simulate_loop(
     is generated beside others at ``cost``'s rate. The request holds its pages until it ends. A
     prompt larger than the pool is refused; an answer is cut at the end of the pool.
 
-    With ``users``, requests do not arrive at their times: each of the users goes through one
-    session of the trace after the other. The next request of a session arrives after the end of
-    the last, with the pause of the trace (divided by ``speed``); a request without a session is a
-    session of its own.
+    With ``closed_loop``, only sessions begin at their times. The next request of a session arrives
+    after the end of the last, with the pause of the trace (divided by ``speed``), so that a slow
+    answer delays all that follows; `Jobs` says what sub-agents and their callers wait for. A
+    request without a session is a session of its own. With ``users`` sessions do not begin at
+    their times either: each of the users goes through one session of the trace after the other.
 
     ``latency`` of the outcome has seconds of the requests that were not refused: ``ttft_s`` (from
     arrival to the first token), ``queue_s`` (to admission) and ``total_s`` (to the last token),
     each with mean, p50, p90 and p99; ``prefill_s``, the time of computing prompts, and
     ``saved_s``, the time that hits saved; ``span_s`` from the first arrival to the last end;
-    ``utilisation``, the share of it spent on prompts; ``rows``, a histogram of ``ttft_s``. All
-    other times of the outcome are of this clock. All else is as in `simulate`.
+    ``utilisation``, the share of it spent on prompts; ``rows``, a histogram of ``ttft_s``. With
+    sessions it also has ``jobs``, the number of jobs (a session with the sub-agents that it
+    called), and for these, refused requests included, ``job_s``, from the first arrival to the
+    last token, and ``job_served_s``, the part of it in which a request of the job waited or ran.
+    All other times of the outcome are of this clock. All else is as in `simulate`.
 
     Cost: about 50 µs per request more than `simulate`.
     """
     whole("max_running", max_running, 1)
-    calls = calls_of(workload, users, speed)
+    calls = calls_of(workload, users, speed, closed_loop=closed_loop)
     begun = time.perf_counter()
     stage = Stage(
         workload,
@@ -134,7 +139,7 @@ class _Loop:
         assert not self._queue, "a request waits, but no event is left"
         assert not self._running, "a request runs, but no event is left"
         outcome = self._stage.done()
-        outcome.latency = self._times.latency()
+        outcome.latency = self._times.latency(self._work)
         outcome.timeline = self._times.timeline()
         return outcome
 
@@ -205,10 +210,8 @@ class _Loop:
         self._follow(number, now)
 
     def _follow(self, number: int, now: float) -> None:
-        """End request ``number``, and let the request that waits for its answer arrive."""
+        """End request ``number``, and let the requests that wait for its answer arrive."""
         self._over += 1
         self._times.last[number] = now
-        following = self._calls.after(number, now)
-        if following is not None:
-            when, other = following
+        for when, other in self._calls.after(number, now):
             heapq.heappush(self._events, (when, _ARRIVES, other))

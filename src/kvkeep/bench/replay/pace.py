@@ -56,8 +56,7 @@ class Pace:
             self.now = max(self.now, came)
             yield number
             # A request that this answer causes arrives after all that have arrived so far.
-            following = self._calls.after(number, float(self._times.last[number]))
-            if following is not None:
+            for following in self._calls.after(number, float(self._times.last[number])):
                 heapq.heappush(events, following)
 
     def served(self, number: int, found: Sequence[int], hit_tokens: int, outcome: Outcome) -> None:
@@ -80,5 +79,5 @@ class Pace:
 
     def finish(self, outcome: Outcome) -> None:
         """Set the latency and the timeline of ``outcome``."""
-        outcome.latency = self._times.latency()
+        outcome.latency = self._times.latency(self._work)
         outcome.timeline = self._times.timeline()

@@ -37,7 +37,7 @@ BOUNDS = (BELADY, INFINITE)
 
 _CURVE_OF = "lru"
 _SAMPLED_BLOCKS = 0.1  # share of the blocks that the what-if curve samples
-_VERSION = 5  # of replays: outcomes in a log of another version are not reused
+_VERSION = 6  # of replays: outcomes in a log of another version are not reused
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,10 @@ class ReplayRun:
     A policy is one of `kvkeep.core.eviction.POLICIES`, with or without ``+sessions``. ``below`` are
     the tokens of tiers below the first one of ``capacity_tokens``, and ``tiering`` the policy that
     moves blocks between them (`kvkeep.store.tiers.tiering`). With ``cost`` computing takes time,
-    and ``users`` may send requests in turn (`simulate_loop`); tiers, the first included, are then
-    read at ``bandwidths`` (`simulate_tiers`). ``groups`` are those of a model with windows or
-    states, with pages of their size. Raises `InvalidValue` for invalid values.
+    and ``users`` may send requests in turn, or sessions wait for their answers in a
+    ``closed_loop`` (`simulate_loop`); tiers, the first included, are then read at ``bandwidths``
+    (`simulate_tiers`). ``groups`` are those of a model with windows or states, with pages of their
+    size. Raises `InvalidValue` for invalid values.
     """
 
     policy: str
@@ -60,6 +61,7 @@ class ReplayRun:
     tiering: str = "inclusive"
     cost: PrefillCost | None = None
     users: int | None = None
+    closed_loop: bool = False
     bandwidths: tuple[float | None, ...] = ()
     groups: GroupLayout | None = None
 
@@ -79,6 +81,10 @@ class ReplayRun:
             self._check_groups(self.groups)
         if self.users is not None and self.cost is None:
             raise InvalidValue("users wait for answers: that needs the cost of prompts")
+        if self.closed_loop and self.cost is None:
+            raise InvalidValue("in a closed loop answers are waited for: that needs their cost")
+        if self.closed_loop and self.users is not None:
+            raise InvalidValue("sessions begin at their times or when users are free, not both")
         if self.bandwidths and not (self.below and self.cost):
             raise InvalidValue("bandwidths need tiers and the cost of prompts")
         for speed in self.bandwidths:
@@ -129,8 +135,10 @@ class ReplayRun:
             page = None if self.policy in BOUNDS else self.page_tokens
             for capacity in (self.capacity_tokens, *self.below):
                 Paging(workload.unit_tokens, page, self.groups).pages(capacity)
-        if self.policy.endswith(SESSIONS) and not (workload.session >= 0).any():
-            raise InvalidValue(f"{self.policy} needs sessions; {workload.name} has none")
+        named = self.policy.endswith(SESSIONS)
+        if (named or self.closed_loop) and not (workload.session >= 0).any():
+            what = self.policy if named else "a closed loop"
+            raise InvalidValue(f"{what} needs sessions; {workload.name} has none")
 
     def on(self, workload: Workload, progress: Callable[[int], None] | None = None) -> Outcome:
         """Run the replay. Raises `InvalidValue` as `check` does."""
@@ -148,6 +156,7 @@ class ReplayRun:
                 cost=self.cost,
                 bandwidths=self.bandwidths,
                 users=self.users,
+                closed_loop=self.closed_loop,
                 progress=progress,
             )
         if self.cost is not None:
@@ -157,6 +166,7 @@ class ReplayRun:
                 self.eviction,
                 cost=self.cost,
                 users=self.users,
+                closed_loop=self.closed_loop,
                 sessions=self.policy.endswith(SESSIONS),
                 page_tokens=self.page_tokens,
                 prefix=self.prefix,

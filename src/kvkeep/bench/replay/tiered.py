@@ -35,6 +35,7 @@ def simulate_tiers(
     cost: PrefillCost | None = None,
     bandwidths: Sequence[float | None] = (),
     users: int | None = None,
+    closed_loop: bool = False,
     speed: float = 1.0,
     progress: Callable[[int], None] | None = None,
 ) -> Outcome:
@@ -46,10 +47,10 @@ def simulate_tiers(
     like "lru/inclusive".
 
     With ``cost`` requests wait in line, and the outcome has a ``latency``, as from `simulate_loop`,
-    which explains ``users`` and ``speed``. Blocks found below the first tier are read at
-    ``bandwidths``, in bytes per second of each tier (at once where None or not given), one request
-    at a time from each tier, while the prompt before is computed; ``loaded_s`` is the sum of these
-    times. The memory of running requests is not subtracted from the first tier.
+    which explains ``users``, ``closed_loop`` and ``speed``. Blocks found below the first tier are
+    read at ``bandwidths``, in bytes per second of each tier (at once where None or not given), one
+    request at a time from each tier, while the prompt before is computed; ``loaded_s`` is the sum
+    of these times. The memory of running requests is not subtracted from the first tier.
 
     Cost: 5 to 10 µs a block.
     """
@@ -58,8 +59,9 @@ def simulate_tiers(
     pace = None
     if cost is not None:
         speeds = [*bandwidths, *(None for _ in capacities_tokens)][: len(capacities_tokens)]
-        pace = Pace(workload, calls_of(workload, users, speed), cost, speeds)
-    elif bandwidths or users is not None:
+        calls = calls_of(workload, users, speed, closed_loop=closed_loop)
+        pace = Pace(workload, calls, cost, speeds)
+    elif bandwidths or users is not None or closed_loop:
         raise InvalidValue("how long tiers and users take matters where prompts cost something")
     begun = time.perf_counter()
     paging = Paging(workload.unit_tokens)

@@ -30,7 +30,7 @@ _KEY = b'"requests"'
 
 @dataclass(slots=True)
 class _Open:
-    """An object whose end is not read yet: its own text, and what became of its requests."""
+    """An object whose end is not read yet: its own text, and the results for its requests."""
 
     text: bytearray
     size: int = 0
@@ -49,10 +49,11 @@ class _Open:
 class Documents:
     """Splits bytes into documents. Not thread-safe.
 
-    ``made`` turns the fields of an object, the list of what its requests became (None: it has no
-    such list), and the number of objects around it, into what stands for it. An element for which
-    it raises `BadLine`, or that is no object, is left out, and the reason is yielded. Memory: what
-    ``made`` returns, and the text of one object without its requests, at most `LINE_BYTES`.
+    ``made`` is called for each object, inner ones first, with its fields, the results for its
+    requests (None if it has no list of requests), and the number of objects around it. An element
+    for which it raises `BadLine`, or that is no object, is left out, and the reason is yielded.
+    Memory: the results of a document, and the text of one object without its requests, at most
+    `LINE_BYTES`.
     """
 
     def __init__(self, made: Callable[[dict[str, Any], list[Any] | None, int], object]) -> None:
@@ -64,7 +65,7 @@ class Documents:
         self._read = 0
 
     def read(self, pieces: Iterable[bytes | BadLine]) -> Iterator[object]:
-        """Yield what each document became, and before it a `BadLine` for each bad element."""
+        """Yield the result of each document, and before it a `BadLine` for each bad element."""
         for piece in pieces:
             if isinstance(piece, BadLine):
                 yield piece
@@ -109,8 +110,6 @@ class Documents:
         rest = data[at:]
         if not self._in_list:
             self._stack[-1].add(rest)
-            # A key may be followed by spaces before its list begins.
-            self._stack[-1].keyed &= not rest.strip(_SPACE + b":")
         else:
             self._check_between(rest)
         self._rest = b""

@@ -44,19 +44,26 @@ class ReadOptions:
     ``unit_tokens``: tokens per id where the file does not say (Mooncake 512, Bailian 16), or of ids
     that are made here (prompts 1, Azure 512). ``chained``: whether ids in the file are
     prefix-chained; None: as usual in the format (Mooncake: yes, Bailian: no). ``text``: what a
-    token of a text is: "words", "bytes" (of UTF-8), or a tokenizer's function. ``spread_s``:
-    seconds over which sessions begin, in a format that does not say when they did.
+    token of a text is: "words", "bytes" (of UTF-8), or a tokenizer's function. In formats
+    that do not say when sessions begin, ``spread_s`` are the seconds over which they do, and times
+    without requests in a session are shortened to ``longest_gap_s``.
     """
 
     unit_tokens: int | None = None
     chained: bool | None = None
     text: str | Tokenize = "words"
     spread_s: float = 0.0
+    longest_gap_s: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.spread_s <= _MOST_SPREAD_S:
             raise InvalidValue(
                 f"spread_s is {self.spread_s!r}; seconds in 0 … {_MOST_SPREAD_S:g} are needed"
+            )
+        gap = self.longest_gap_s
+        if gap is not None and not 0 < gap <= _MOST_SPREAD_S:
+            raise InvalidValue(
+                f"longest_gap_s is {gap!r}; seconds above 0, at most {_MOST_SPREAD_S:g}, are needed"
             )
         if self.unit_tokens is not None:
             whole("unit_tokens", self.unit_tokens, 1, MAX_UNIT_TOKENS)

@@ -16,9 +16,9 @@ __all__ = ["Pauses", "StopSummary"]
 
 @dataclass(frozen=True, slots=True)
 class StopSummary:
-    """What follows the answers that ended in one way.
+    """Figures of the requests whose answers ended in one way.
 
-    ``requests`` had such an answer. A pause is the time from the end of the answer (or from the
+    ``requests`` is their number. A pause is the time from the end of the answer (or from the
     arrival of the request, if the trace lacks its duration) to the next request of the session, at
     least 0; ``pause_p50_s`` and ``pause_p90_s`` are quantiles of the pauses that ended, None if
     none did. ``never`` is the share of those in a session that have no next request, None without

@@ -49,6 +49,7 @@ def open_trace(
     chained: bool | None = None,
     text: str | Tokenize = "words",
     spread_s: float = 0.0,
+    longest_gap_s: float | None = None,
 ) -> FileTrace:
     """Open a trace file, which may be compressed with gzip or zstd, or a directory of sessions.
 
@@ -60,12 +61,13 @@ def open_trace(
     path = Path(path)
     if format is not None and format not in FORMATS:
         raise InvalidValue(f"a format is one of {', '.join(FORMATS)}; got {format!r}")
-    options = ReadOptions(unit_tokens, chained, text, spread_s)
+    options = ReadOptions(unit_tokens, chained, text, spread_s, longest_gap_s)
     sessions = _sessions(path, format, options)
     if sessions is not None:
         return FileTrace(path, SESSIONS, sessions, strict=strict)
-    if spread_s:
-        raise InvalidValue(f"spread_s is for {SESSIONS}; {path} has the times of all requests")
+    if spread_s or longest_gap_s is not None:
+        name = "spread_s" if spread_s else "longest_gap_s"
+        raise InvalidValue(f"{name} is for {SESSIONS}; {path} has the times of all requests")
     found, header = _look(path, format)
     if found != "kvkeep":
         return FileTrace(path, found, lambda: _Lines(path, _KINDS[found](options)), strict=strict)
@@ -249,7 +251,7 @@ def _sessions(
     if block is None and format is None:
         return None
     unit = options.unit(block or BLOCK_TOKENS)
-    return lambda: SessionReader(files, unit, options.spread_s)
+    return lambda: SessionReader(files, unit, options.spread_s, options.longest_gap_s)
 
 
 def _look(path: Path, format: str | None) -> tuple[str, TraceHeader | None]:

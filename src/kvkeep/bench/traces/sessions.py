@@ -28,16 +28,24 @@ from kvkeep.bench.traces.fields import (
     Fresh,
     count,
     number,
-    optional_seconds,
     optional_text,
     shown,
-    whole_numbers,
 )
 from kvkeep.bench.traces.files import BadLine, opened
-from kvkeep.bench.traces.request import MAX_UNIT_TOKENS, NO_UNITS, TraceRequest, units_of
+from kvkeep.bench.traces.recorded import (
+    Agent,
+    Recorded,
+    SessionMaker,
+    by_time,
+    expanded,
+    fits,
+    moved_closer,
+)
+from kvkeep.bench.traces.request import MAX_UNIT_TOKENS, TraceRequest, units_of
+from kvkeep.core.errors import InvalidValue
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from kvkeep.bench.traces.request import UnitArray
@@ -49,19 +57,23 @@ BLOCK_TOKENS = 64
 _FIRST_PIECES = 4  # of 256 KiB, in which the format is detected
 _SUFFIXES = (".json", ".jsonl")
 _PACKED = (".gz", ".zst")
-_MOST_REQUESTS = 1_000_000  # of a session
-_MOST_IDS = 1 << 27  # of a session, without those that a request shares with the one before it
-_LONGEST_S = 1e9
 _EARLY_S = 1e-6
 _TAIL = 1 << 63  # no id has this bit
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return the files of a directory that may have sessions, by name; a file alone as it is."""
+    """Return the files of a directory that may have sessions, by name; a file alone as it is.
+
+    Raises `InvalidValue` for a directory that cannot be listed.
+    """
     if not path.is_dir():
         return [path]
+    try:
+        listed = sorted(path.iterdir())
+    except OSError as error:
+        raise InvalidValue(f"cannot read {path}: {error.strerror}") from error
     found = []
-    for one in sorted(path.iterdir()):
+    for one in listed:
         name = one.name.lower()
         for suffix in _PACKED:
             name = name.removesuffix(suffix)
@@ -96,31 +108,6 @@ def _block_size(found: dict[str, Any]) -> int:
     return count(found, "block_size", 1, MAX_UNIT_TOKENS)
 
 
-# --- what is kept of a file -----------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Recorded:
-    """A request. Its ids are the first ``shared`` of the request before it, and then ``more``."""
-
-    t: float
-    tokens: int
-    output_tokens: int
-    shared: int
-    more: UnitArray
-    stop: str
-    took_s: float | None
-
-
-@dataclass(slots=True)
-class _Agent:
-    """A session or a sub-agent: its fields, its requests, and the agents that it called."""
-
-    found: dict[str, Any]
-    requests: list[_Recorded]
-    agents: list[_Agent]
-
-
 @dataclass(frozen=True, slots=True)
 class _Stream:
     """The requests of a session or a sub-agent, in the order of their times."""
@@ -130,97 +117,31 @@ class _Stream:
     caller: str | None
     seed: int  # of its ids
     block_tokens: int
-    requests: list[_Recorded]
-
-
-class _Maker:
-    """Makes requests and agents of the objects of a file, with limits for each session."""
-
-    def __init__(self) -> None:
-        self.requests = self.ids = 0
-
-    def made(
-        self, found: dict[str, Any], requests: list[Any] | None, depth: int
-    ) -> _Recorded | _Agent:
-        """Return what an object stands for. Raises `BadLine`."""
-        if not depth:
-            self.requests = self.ids = 0
-        if requests is None:
-            if not depth:
-                raise BadLine("a session has a list of requests")
-            return self._recorded(found)
-        own = [one for one in requests if isinstance(one, _Recorded)]
-        return _Agent(found, own, [one for one in requests if isinstance(one, _Agent)])
-
-    def _recorded(self, found: dict[str, Any]) -> _Recorded:
-        t = number(found, "t")
-        if not 0 <= t <= _LONGEST_S:
-            raise BadLine(f"t is {shown(found['t'])}; seconds in 0 … {_LONGEST_S:g} are needed")
-        ids = whole_numbers(found, "hash_ids") if found.get("hash_ids") is not None else NO_UNITS
-        recorded = _Recorded(
-            t,
-            count(found, "in"),
-            count(found, "out"),
-            0,
-            ids,
-            optional_text(found, "stop") or "",
-            optional_seconds(found, "api_time") or None,
-        )
-        if self.requests >= _MOST_REQUESTS or self.ids + len(ids) > _MOST_IDS:
-            raise BadLine(
-                f"a session has at most {_MOST_REQUESTS:,} requests with {_MOST_IDS:,} ids in all"
-            )
-        self.requests += 1
-        self.ids += len(ids)
-        return recorded
-
-
-def _matching(
-    requests: list[_Recorded], block_tokens: int, bad: Callable[[object], object]
-) -> Iterator[_Recorded]:
-    """Yield the requests that have an id for each block, at least for each full one, or none."""
-    for one in requests:
-        blocks = units_of(one.tokens, block_tokens)
-        if len(one.more) in {0, one.tokens // block_tokens, blocks}:
-            yield one
-        else:
-            bad(
-                f"the request at {one.t} s: hash_ids has {len(one.more)} ids; {one.tokens} tokens "
-                f"are {blocks} blocks of {block_tokens}"
-            )
-
-
-def _in_order(requests: Iterable[_Recorded]) -> list[_Recorded]:
-    """Return requests by time, each without the ids that it shares with the one before it."""
-    kept = []
-    before = NO_UNITS
-    for one in sorted(requests, key=lambda one: one.t):
-        ids = one.more
-        most = min(len(before), len(ids))
-        differ = np.flatnonzero(before[:most] != ids[:most])
-        shared = int(differ[0]) if len(differ) else most
-        kept.append(replace(one, shared=shared, more=ids[shared:].copy()))
-        before = ids
-    return kept
-
-
-# --- a pass over the files ------------------------------------------------------------------------
+    requests: list[Recorded]
 
 
 class SessionReader:
     """One pass over files of sessions.
 
     A request has one id for ``unit_tokens``, a multiple of the ``block_size`` of each file.
-    Sessions begin over ``spread_s`` seconds, each at a time that its name decides. Memory: all
+    Sessions begin over ``spread_s`` seconds, each at a time that its name decides; times between
+    their requests are at most ``longest_gap_s`` (None: as in the file). Memory: all
     sessions, with the ids that each request does not share with the one before it.
     """
 
     dropped = 0
 
-    def __init__(self, files: Sequence[Path], unit_tokens: int, spread_s: float) -> None:
+    def __init__(
+        self,
+        files: Sequence[Path],
+        unit_tokens: int,
+        spread_s: float = 0.0,
+        longest_gap_s: float | None = None,
+    ) -> None:
         self._files = files
         self.unit_tokens = unit_tokens
         self._spread_s = spread_s
+        self._longest_gap_s = longest_gap_s
         self._names: dict[str, int] = {}
         self._fresh = Fresh()
 
@@ -234,24 +155,32 @@ class SessionReader:
 
             for agent in self._agents(file, bad):
                 try:
-                    streams += list(self._streams(agent, file, bad))
+                    own = list(self._streams(agent, file, bad))
                 except BadLine as error:
                     bad(error)
+                    continue
+                if self._longest_gap_s is not None:
+                    moved = moved_closer([one.requests for _, one in own], self._longest_gap_s)
+                    own = [
+                        (begin, replace(one, requests=requests))
+                        for (begin, one), requests in zip(own, moved, strict=True)
+                    ]
+                streams += own
         made = [self._made(begin, stream) for begin, stream in streams]
         return heapq.merge(*made, key=lambda request: request.time)
 
     @staticmethod
-    def _agents(file: Path, bad: Callable[[object], object]) -> Iterator[_Agent]:
+    def _agents(file: Path, bad: Callable[[object], object]) -> Iterator[Agent]:
         with opened(file) as lines:
-            for found in Documents(_Maker().made).read(lines.pieces()):
+            for found in Documents(SessionMaker().made).read(lines.pieces()):
                 if isinstance(found, BadLine):
                     bad(found)
                 else:
-                    assert isinstance(found, _Agent), "a document that is no session"
+                    assert isinstance(found, Agent), "a document that is no session"
                     yield found
 
     def _streams(
-        self, agent: _Agent, file: Path, bad: Callable[[object], object]
+        self, agent: Agent, file: Path, bad: Callable[[object], object]
     ) -> Iterator[tuple[float, _Stream]]:
         """Yield the session and its sub-agents, with the time at which the session begins."""
         found = agent.found
@@ -267,11 +196,17 @@ class SessionReader:
         name = self._named(optional_text(found, "id") or file.name.partition(".")[0])
         begin = self._spread_s * _word("begin", name) / 2**64
         seed = 0 if scope == "global" else _word("ids", name)
-        waiting: list[tuple[_Agent, str, str, str | None]] = [(agent, name, "", None)]
+        waiting: list[tuple[Agent, str, str, str | None]] = [(agent, name, "", None)]
         while waiting:
             one, name, kind, caller = waiting.pop()
-            requests = _in_order(_matching(one.requests, block, bad))
-            stream = _Stream(name, kind, caller, seed, block, requests)
+            for request in one.requests:
+                if not fits(request, block):
+                    bad(
+                        f"the request at {request.t} s: hash_ids has {request.count} ids; "
+                        f"{request.tokens} tokens are {units_of(request.tokens, block)} blocks of "
+                        f"{block}"
+                    )
+            stream = _Stream(name, kind, caller, seed, block, by_time(one.requests))
             yield begin, stream
             for place, called in enumerate(one.agents, 1):
                 agent_id = optional_text(called.found, "agent_id") or str(place)
@@ -290,9 +225,9 @@ class SessionReader:
 
     def _made(self, begin: float, stream: _Stream) -> Iterator[TraceRequest]:
         """Yield the requests of a session that begins at ``begin``."""
-        ids = NO_UNITS
-        for turn, one in enumerate(stream.requests, 1):
-            ids = np.concatenate((ids[: one.shared], one.more))
+        found = expanded(stream.requests)
+        fitting = ((one, ids) for one, ids in found if fits(one, stream.block_tokens))
+        for turn, (one, ids) in enumerate(fitting, 1):
             yield TraceRequest(
                 begin + one.t,
                 self._units(stream, one, ids),
@@ -306,7 +241,7 @@ class SessionReader:
                 caller=stream.caller,
             )
 
-    def _units(self, stream: _Stream, one: _Recorded, ids: UnitArray) -> UnitArray:
+    def _units(self, stream: _Stream, one: Recorded, ids: UnitArray) -> UnitArray:
         """Return the chained ids of a prompt's units.
 
         They depend on the session unless ids are global. Tokens behind the last id of the file get
@@ -327,7 +262,7 @@ class SessionReader:
         return np.concatenate((units, chained[-1:])) if blocks % step else units
 
 
-def _absolute(agent: _Agent) -> _Agent:
+def _absolute(agent: Agent) -> Agent:
     """Return a sub-agent whose times count from the beginning of the session around it."""
     if agent.found.get("t") is None or not agent.requests:
         return agent

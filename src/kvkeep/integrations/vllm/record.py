@@ -57,6 +57,7 @@ class Recorder:
         if request.status.name in _SUCCEEDED and first is not None:
             since = request.arrival_time
             served = Served(cached, loaded, max(0.0, first - since), max(0.0, now - since))
+        reason = request.get_finished_reason()
         self._capture.note(
             Seen(
                 arrived=arrived,
@@ -65,6 +66,7 @@ class Recorder:
                 answer=list(request.output_token_ids),
                 store=store,
                 served=served,
+                stop="" if reason is None else str(reason),
             )
         )
 

@@ -37,7 +37,8 @@ class JobRecorder:
     def end(self, number: int, done: Completion) -> None:
         """Capture job ``number``, which is complete."""
         served = Served(done.cached_tokens, done.loaded_tokens, done.ttft_s, done.seconds)
-        self._note(self._jobs.pop(number), done.choices[0].tokens, served)
+        first = done.choices[0]
+        self._note(self._jobs.pop(number), first.tokens, served, first.finish_reason)
 
     def close(self) -> None:
         """Capture the jobs that were not completed."""
@@ -45,7 +46,7 @@ class JobRecorder:
             self._note(job, (), None)
         self._jobs.clear()
 
-    def _note(self, job: Job, answer: Sequence[int], served: Served | None) -> None:
+    def _note(self, job: Job, answer: Sequence[int], served: Served | None, stop: str = "") -> None:
         self._capture.note(
             Seen(
                 arrived=self._arrived,
@@ -53,7 +54,10 @@ class JobRecorder:
                 namespace=job.namespace,
                 answer=answer,
                 store=job.store,
+                session=job.session,
+                turn=job.turn,
                 kind=self._kind,
                 served=served,
+                stop=stop,
             )
         )

@@ -57,6 +57,9 @@ def _point(outcome: Outcome, prices: Prices | None, span_s: float) -> dict[str, 
     times = outcome.latency.get("ttft_s")
     if isinstance(times, dict):
         point["ttft"] = {name: _figure(times[name]) for name in PERCENTILES if name in times}
+    served = outcome.latency.get("job_served_s")
+    if isinstance(served, dict):
+        point["jobs"] = {name: _figure(served[name]) for name in PERCENTILES if name in served}
     return point
 
 

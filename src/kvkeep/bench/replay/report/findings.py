@@ -81,7 +81,7 @@ def findings(found: Arranged, prices: Prices | None, span_s: float) -> list[str]
         capacities = [one.capacity_tokens for one in usual.outcomes]
         said += [_capacity(found, usual, one) for one in _some(capacities)]
         said += _why(usual)
-        said += _waits(usual)
+        said += [*_waits(usual), *_jobs(usual)]
     elif found.belady is not None:
         said += [
             f"With {tokens(one.capacity_tokens)} tokens, no policy can reuse more than "
@@ -171,6 +171,26 @@ def _waits(usual: PolicyCurve) -> Iterator[str]:
     if len(timed) > 1:
         capacity, half, most = timed[-1]
         said += f"; with {tokens(capacity)} within {duration(half)} and {duration(most)}"
+    yield f"{said}."
+
+
+def _jobs(usual: PolicyCurve) -> Iterator[str]:
+    """Return a sentence on how long jobs are served with the least and the most memory."""
+    timed = [
+        (outcome.capacity_tokens, times["p50"], times["p90"])
+        for outcome in usual.outcomes
+        if {"p50", "p90"} <= set(times := outcome.latency.get("job_served_s") or {})
+    ]
+    if not timed:
+        return
+    capacity, half, most = timed[0]
+    said = (
+        f"With {tokens(capacity)} tokens and {usual.name}, half of the jobs wait for answers for "
+        f"at most {duration(half)} in all, and 9 of 10 for at most {duration(most)}"
+    )
+    if len(timed) > 1:
+        capacity, half, most = timed[-1]
+        said += f"; with {tokens(capacity)} for {duration(half)} and {duration(most)}"
     yield f"{said}."
 
 

@@ -11,7 +11,19 @@ from kvkeep.bench.replay.report.words import shown
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["bar", "details", "escaped", "glossary", "key", "paragraphs", "scrolling", "table"]
+__all__ = [
+    "bar",
+    "chart",
+    "choice",
+    "details",
+    "escaped",
+    "glossary",
+    "key",
+    "paragraphs",
+    "scrolling",
+    "section",
+    "table",
+]
 
 
 _LONGEST = 4000
@@ -33,6 +45,34 @@ def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], name
         f"<tbody>{body}</tbody></table>",
         caption,
     )
+
+
+def section(name: str, title: str, *content: str) -> str:
+    """Return a section of the page, with the id ``name``; ``content`` is HTML."""
+    return (
+        f'<section id="{name}" aria-labelledby="{name}-title"><h2 id="{name}-title">'
+        f"{escaped(title)}</h2>{''.join(content)}</section>"
+    )
+
+
+def chart(name: str, title: str, note: str, behind: str = "") -> str:
+    """Return the place where the page's script draws; ``behind`` is its text alternative."""
+    return (
+        f'<figure class="chart" data-chart="{name}"><figcaption><h3 id="{name}-chart">'
+        f'{escaped(title)}</h3><p>{escaped(note)}</p></figcaption><div class="plot" tabindex="0" '
+        f'role="img" aria-labelledby="{name}-chart" aria-describedby="keys"></div>'
+        f'<div class="legend"></div><p class="said" aria-live="polite"></p>{behind}</figure>'
+    )
+
+
+def choice(name: str, label: str, options: Sequence[tuple[str, str]], first: int = 0) -> str:
+    """Return a menu for the charts below it, with the entry ``first`` selected."""
+    inside = "".join(
+        f'<option value="{escaped(value)}"{" selected" * (at == first)}>{escaped(text)}</option>'
+        for at, (value, text) in enumerate(options)
+    )
+    chosen = f'<select id="{name}">{inside}</select>'
+    return f'<p class="choice"><label>{escaped(label)} {chosen}</label></p>'
 
 
 def scrolling(content: str, label: str) -> str:

@@ -6,7 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 from kvkeep.bench.replay.outcome import GROUP_REASONS, REASONS, reasons_of
 from kvkeep.bench.replay.report.charts import PERCENTILES
-from kvkeep.bench.replay.report.markup import bar, details, escaped, key, table
+from kvkeep.bench.replay.report.jobs import jobs_section
+from kvkeep.bench.replay.report.markup import (
+    bar,
+    chart,
+    choice,
+    details,
+    escaped,
+    key,
+    section,
+    table,
+)
 from kvkeep.bench.replay.report.prices import FORMULA
 from kvkeep.bench.replay.report.words import count, duration, money, number, share, shown, tokens
 
@@ -34,39 +44,14 @@ def sections(found: Arranged, prices: Prices | None, span_s: float) -> Iterator[
     yield _closer(found)
     if any(outcome.latency for _, outcome in found.each()):
         yield _latency(found)
+    if any(outcome.latency.get("jobs") for _, outcome in found.each()):
+        yield jobs_section(found)
     if any(outcome.tiers for _, outcome in found.each()):
         yield _tiers(found)
     if prices is not None and span_s > 0 and found.policies:
         yield _costs(found, prices, span_s)
     if any(len(outcome.namespaces) > 1 for _, outcome in found.each()):
         yield _namespaces(found)
-
-
-def _section(name: str, title: str, *content: str) -> str:
-    return (
-        f'<section id="{name}" aria-labelledby="{name}-title"><h2 id="{name}-title">'
-        f"{escaped(title)}</h2>{''.join(content)}</section>"
-    )
-
-
-def _chart(name: str, title: str, note: str, behind: str = "") -> str:
-    """Return the place where the page's script draws; ``behind`` is its text alternative."""
-    return (
-        f'<figure class="chart" data-chart="{name}"><figcaption><h3 id="{name}-chart">'
-        f'{escaped(title)}</h3><p>{escaped(note)}</p></figcaption><div class="plot" tabindex="0" '
-        f'role="img" aria-labelledby="{name}-chart" aria-describedby="keys"></div>'
-        f'<div class="legend"></div><p class="said" aria-live="polite"></p>{behind}</figure>'
-    )
-
-
-def _choice(name: str, label: str, options: Sequence[tuple[str, str]], first: int = 0) -> str:
-    """Return a menu for the charts below it, with the entry ``first`` selected."""
-    inside = "".join(
-        f'<option value="{escaped(value)}"{" selected" * (at == first)}>{escaped(text)}</option>'
-        for at, (value, text) in enumerate(options)
-    )
-    chosen = f'<select id="{name}">{inside}</select>'
-    return f'<p class="choice"><label>{escaped(label)} {chosen}</label></p>'
 
 
 def _rates(found: Arranged) -> str:
@@ -89,8 +74,8 @@ def _rates(found: Arranged) -> str:
         if found.belady is not None and found.policies
         else "More memory reuses more blocks."
     )
-    chart = _chart("rates", "Hit rate against capacity", note, details("The figures", behind))
-    return _section("hit-rate", "How much is reused", chart)
+    drawn = chart("rates", "Hit rate against capacity", note, details("The figures", behind))
+    return section("hit-rate", "How much is reused", drawn)
 
 
 def _result(outcome: Outcome, name: str, *, bound: bool) -> list[str]:
@@ -131,7 +116,7 @@ def _misses(found: Arranged) -> str:
         + [count(outcome.misses.get(reason, 0)) for reason in reasons]
         for line, outcome in found.each()
     )
-    return _section(
+    return section(
         "misses",
         "What became of every prompt token",
         "<p>A token is reused, or computed for one reason. These are shares of tokens; hit rates "
@@ -158,37 +143,37 @@ def _bar(name: str, outcome: Outcome, reasons: Sequence[str]) -> str:
 
 def _closer(found: Arranged) -> str:
     options = [(str(one), f"{tokens(one)} tokens") for one in found.capacities]
-    chosen = _choice("capacity", "Capacity", options, first=(len(options) - 1) // 2)
+    chosen = choice("capacity", "Capacity", options, first=(len(options) - 1) // 2)
     behind = details("The figures", '<div class="filled"></div>')
     charts = [
-        _chart("time", "Hit rate over time",
+        chart("time", "Hit rate over time",
                "In hundredths of the trace's duration. The cache begins empty.", behind),
-        _chart("gap", "Reuse gaps: the time between two uses of a block",
+        chart("gap", "Reuse gaps: the time between two uses of a block",
                "Reused blocks, by the time since their last use. The grey area is all possible "
                "reuse; where a line falls below it, blocks were evicted too early.", behind),
-        _chart("life", "Lifetimes: the time from storing a block to its eviction",
+        chart("life", "Lifetimes: the time from storing a block to its eviction",
                "Evicted blocks, by their time in the cache.", behind),
-        _chart("ago", "Evicted too early: the time since missing tokens were evicted",
+        chart("ago", "Evicted too early: the time since missing tokens were evicted",
                "Tokens computed again, by the time since their eviction. Those on the left were "
                "nearly kept.", behind),
     ]  # fmt: skip
     if any(outcome.latency.get("rows") for _, outcome in found.each()):
-        charts.append(_chart("wait", "Times to first token",
+        charts.append(chart("wait", "Times to first token",
                              "Requests, by their time to first token.", behind))  # fmt: skip
-    return _section("closer", "One capacity in detail", chosen, *charts)
+    return section("closer", "One capacity in detail", chosen, *charts)
 
 
 def _latency(found: Arranged) -> str:
-    chosen = _choice("percentile", "Percentile", [(one, one) for one in PERCENTILES])
+    chosen = choice("percentile", "Percentile", [(one, one) for one in PERCENTILES])
     head = [
         "policy", "capacity, tokens", *(f"TTFT {one}" for one in PERCENTILES),
         "queueing p50", "queueing p99", "whole answer p50", "computing", "saved", "busy",
     ]  # fmt: skip
     rows = (_times(line, outcome) for line, outcome in found.each() if outcome.latency)
     behind = details("The figures", table("Time to first token", head, rows))
-    chart = _chart("ttft", "Time to first token against capacity",
+    drawn = chart("ttft", "Time to first token against capacity",
                    "Reuse saves computing and waiting.", behind)  # fmt: skip
-    return _section("latency", "How long until the first token", chosen, chart)
+    return section("latency", "How long until the first token", chosen, drawn)
 
 
 def _times(line: PolicyCurve, outcome: Outcome) -> list[str]:
@@ -223,7 +208,7 @@ def _groups(found: Arranged) -> str:
     behind = table("Rows of windows, and checkpoints", head, body)
     if len(rows) > _FEW:
         behind = details("The figures", behind)
-    return _section(
+    return section(
         "groups",
         "Windows and states",
         "<p>A prompt resumes where all layers agree. Pages are those of the pool, which all layers "
@@ -248,7 +233,7 @@ def _tiers(found: Arranged) -> str:
     behind = table("Requests to each tier, and writes", head, body, names=2)
     if len(rows) > _FEW:
         behind = details("The figures", behind)
-    return _section("tiers", "Tiers below", behind)
+    return section("tiers", "Tiers below", behind)
 
 
 def _cell(value: Any) -> str:
@@ -278,15 +263,15 @@ def _costs(found: Arranged, prices: Prices, span_s: float) -> str:
         f"{count(prices.kv_bytes_per_token)} bytes of KV a token. The trace covers "
         f"{duration(span_s)}; a month is taken to consist of such spans."
     )
-    chart = _chart(
+    drawn = chart(
         "cost",
         "Cost of a month against hit rate",
         "Each point is a policy with a capacity; lower is cheaper, further right reuses more.",
         details("The figures", table("Cost of a month", head, rows)),
     )
     formula = FORMULA[0].upper() + FORMULA[1:]
-    return _section(
-        "cost", "What it costs", chart, f"<p>{escaped(given)}</p><p>{escaped(formula)}</p>"
+    return section(
+        "cost", "What it costs", drawn, f"<p>{escaped(given)}</p><p>{escaped(formula)}</p>"
     )
 
 
@@ -310,7 +295,7 @@ def _namespaces(found: Arranged) -> str:
         tables += [
             _other_memory(capacity, outcome) for _, outcome in there if outcome.what_if_namespaces
         ]
-    return _section("namespaces", "Reuse by namespace", "<p>Namespaces share nothing.</p>", *tables)
+    return section("namespaces", "Reuse by namespace", "<p>Namespaces share nothing.</p>", *tables)
 
 
 def _other_memory(capacity: int, outcome: Outcome) -> str:

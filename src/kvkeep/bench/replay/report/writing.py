@@ -111,19 +111,22 @@ def _plain(value: Any) -> Any:
 
 
 def _csv(outcomes: Sequence[Outcome]) -> bytes:
-    """Return a line per outcome, with columns for reasons and for percentiles of TTFT."""
+    """Return a line per outcome, with columns for reasons and for percentiles of times."""
     reasons = reasons_of(outcomes)
     timed = any(outcome.latency for outcome in outcomes)
     text = io.StringIO(newline="")
     lines = csv.writer(text, lineterminator="\n")
-    times = [f"ttft_{one}_s" for one in PERCENTILES] if timed else []
+    kinds = ["ttft"] if timed else []
+    if any(outcome.latency.get("jobs") for outcome in outcomes):
+        kinds += ["job", "job_served"]
+    times = [f"{kind}_{one}_s" for kind in kinds for one in PERCENTILES]
     lines.writerow([*_COLUMNS, *(_column(one) for one in reasons), *times])
     for outcome in outcomes:
-        ttft = outcome.latency.get("ttft_s") or {}
+        found = [outcome.latency.get(f"{kind}_s") or {} for kind in kinds]
         lines.writerow([
             *(getattr(outcome, name) for name in _COLUMNS),
             *(outcome.misses.get(one, 0) for one in reasons),
-            *(ttft.get(one, "") for one in (PERCENTILES if timed else ())),
+            *(times_of.get(one, "") for times_of in found for one in PERCENTILES),
         ])  # fmt: skip
     return text.getvalue().encode("utf-8", "backslashreplace")
 

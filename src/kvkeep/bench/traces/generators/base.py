@@ -13,7 +13,7 @@ from kvkeep.bench.traces.request import MAX_UNIT_TOKENS, TraceRequest
 from kvkeep.core.errors import InvalidValue, whole
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from kvkeep.bench.traces.chain import Words
 
@@ -43,28 +43,41 @@ class PromptSegments:
         self._growing.append(_segment(tokens, *name))
         return self
 
-    def request(
-        self, session: SessionScript, turn: int, time: float, output_tokens: int
-    ) -> TraceRequest:
-        """Return the prompt as a request, and append the answer to the prompt."""
+    def fork(self) -> PromptSegments:
+        """Return another prompt that begins like this one."""
+        other = PromptSegments(self._growing.unit_tokens)
+        other._growing = self._growing.fork()
+        return other
+
+    @property
+    def tokens(self) -> int:
+        """Its length."""
+        return self._growing.length
+
+    def request(self, session: SessionScript, number: int, time: float, turn: Turn) -> TraceRequest:
+        """Return the prompt as a request, and append the answer, without reasoning, to it."""
         units, tokens = self._growing.units(), self._growing.length
-        answer = "answer", session.name, turn
-        # Without the answer's last token, whose KV is never computed.
+        said = turn.output_tokens - turn.reasoning_tokens
+        answer = "answer", session.name, number
         computed = self._growing.fork()
-        computed.append(_segment(output_tokens - 1, *answer))
-        self.add(output_tokens, *answer)
+        computed.append(_segment(turn.reasoning_tokens, "reasoning", session.name, number))
+        # Without the answer's last token, whose KV is never computed.
+        computed.append(_segment(said - 1, *answer))
+        self.add(said, *answer)
         return TraceRequest(
             time,
             units,
             tokens,
-            output_tokens,
+            turn.output_tokens,
             session.namespace,
             session.name,
             None,
-            turn,
+            number,
             session.kind,
             computed.full(tokens // computed.unit_tokens),
-            took_s=round(FIRST_TOKEN_S + TOKEN_S * output_tokens, 6),
+            stop=turn.stop,
+            took_s=round(turn.took_s, 6),
+            caller=session.caller,
         )
 
 
@@ -77,22 +90,37 @@ def _segment(tokens: int, *name: object) -> Words:
 class Turn:
     """The next request of a session, ``gap_s`` seconds after the end of the last answer.
 
-    ``prompt`` becomes a request at its time; the answer is then appended to it.
+    ``prompt`` becomes a request at its time; the answer is then appended to it, but for its first
+    ``reasoning_tokens``, of which there are fewer than ``output_tokens``. ``stop`` says how the
+    answer ends. ``calls`` are sub-agents that begin when it ends; the next turn then comes
+    ``gap_s`` after the end of the last of them.
     """
 
     gap_s: float
     prompt: PromptSegments
     output_tokens: int
+    stop: str = ""
+    reasoning_tokens: int = 0
+    calls: Sequence[SessionScript] = ()
+
+    @property
+    def took_s(self) -> float:
+        """Assumed seconds from the request to the end of the answer."""
+        return FIRST_TOKEN_S + TOKEN_S * self.output_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class SessionScript:
-    """A session: its turns, each after the answer to the one before."""
+    """A session: its turns, each after the answer to the one before.
+
+    ``caller`` names the session that calls it, if it is a sub-agent's.
+    """
 
     name: str
     kind: str
     turns: Iterator[Turn]
     namespace: str = ""
+    caller: str | None = None
 
 
 class TrafficModel(Protocol):
@@ -117,6 +145,9 @@ class _Running:
     session: SessionScript = field(compare=False)
     turn: Turn = field(compare=False)
     turns: int = field(compare=False, default=1)
+    caller: _Running | None = field(compare=False, default=None)
+    calls: int = field(compare=False, default=0)  # sub-agents that have not ended
+    ended: float = field(compare=False, default=0.0)
 
 
 class GeneratedTrace:
@@ -169,21 +200,33 @@ class GeneratedTrace:
         session = self.workload.session(str(number), chance, self.unit_tokens)
         heapq.heappush(running, _Running(time, number, session, next(session.turns)))
 
-    @staticmethod
-    def _next(running: list[_Running]) -> TraceRequest:
-        """Return the earliest turn as a request, and schedule the session's next one."""
+    @classmethod
+    def _next(cls, running: list[_Running]) -> TraceRequest:
+        """Return the earliest turn as a request, and schedule what follows its answer."""
         one = heapq.heappop(running)
         turn = one.turn
-        request = turn.prompt.request(
-            one.session, one.turns, round(one.time, 6), turn.output_tokens
-        )
+        request = turn.prompt.request(one.session, one.turns, round(one.time, 6), turn)
+        one.ended = one.time + turn.took_s
+        for session in turn.calls:
+            first = next(session.turns, None)
+            if first is not None:
+                begin = one.ended + first.gap_s
+                heapq.heappush(running, _Running(begin, one.number, session, first, caller=one))
+                one.calls += 1
+        if not one.calls:
+            cls._follow(running, one)
+        return request
+
+    @classmethod
+    def _follow(cls, running: list[_Running], one: _Running) -> None:
+        """Schedule the next turn of a session, or end it and let its caller go on."""
         following = next(one.session.turns, None)
         if following is not None:
-            ended = one.time + FIRST_TOKEN_S + TOKEN_S * turn.output_tokens
-            heapq.heappush(
-                running,
-                _Running(
-                    ended + following.gap_s, one.number, one.session, following, one.turns + 1
-                ),
-            )
-        return request
+            one.turn, one.turns = following, one.turns + 1
+            one.time = one.ended + following.gap_s
+            heapq.heappush(running, one)
+        elif one.caller is not None:
+            one.caller.calls -= 1
+            one.caller.ended = max(one.caller.ended, one.ended)
+            if not one.caller.calls:
+                cls._follow(running, one.caller)

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
     from kvkeep.bench.traces.generators.chance import Table
 
-__all__ = ["API", "RAG", "Agents", "Chat", "Tenants"]
+__all__ = ["API", "RAG", "Agents", "Chat", "SingleKind", "Tenants"]
 
 
-class _SingleKind:
+class SingleKind:
     """A workload whose sessions are all made by `_turns`."""
 
     __slots__ = ()
@@ -35,7 +35,7 @@ class _SingleKind:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Agents(_SingleKind):
+class Agents(SingleKind):
     """Agents that call tools: each turn appends an answer and a tool's result to the prompt.
 
     11 turns on average. 86 % of the tools return within a second, 1 % take more than a minute.
@@ -60,14 +60,16 @@ class Agents(_SingleKind):
         prompt.add(Chance(*shared).whole(self.instructions), *shared)
         prompt.add(chance.whole(self.task), self.space, name, "task")
         gap = 0.0
-        for turn in range(chance.whole(self.turns)):
-            yield Turn(gap, prompt, chance.whole(self.output))
+        turns = chance.whole(self.turns)
+        for turn in range(turns):
+            stop = "tool_use" if turn < turns - 1 else "end_turn"
+            yield Turn(gap, prompt, chance.whole(self.output), stop)
             prompt.add(chance.whole(self.result), self.space, name, "result", turn)
             gap = chance.of(self.gap_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RAG(_SingleKind):
+class RAG(SingleKind):
     """Questions about passages that a search found, in the order of the search results.
 
     Popular ``passages`` recur often, but rarely after the same others: a prefix cache reuses the
@@ -97,11 +99,16 @@ class RAG(_SingleKind):
                 own = *shared, "passage", passage
                 prompt.add(Chance(*own).whole(self.passage), *own)
             prompt.add(chance.whole(self.question), self.space, name, "question", turn)
-            yield Turn(chance.of(self.gap_s) if turn else 0.0, prompt, chance.whole(self.output))
+            yield Turn(
+                chance.of(self.gap_s) if turn else 0.0,
+                prompt,
+                chance.whole(self.output),
+                "end_turn",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class API(_SingleKind):
+class API(SingleKind):
     """Programs that each fill in a template. 97 % of requests are alone in their session."""
 
     kind: str = "api"
@@ -124,11 +131,16 @@ class API(_SingleKind):
         turns = 1 if chance.happens(self.alone) else chance.whole(self.turns)
         for turn in range(turns):
             prompt.add(chance.whole(self.payload), self.space, name, "payload", turn)
-            yield Turn(chance.of(self.gap_s) if turn else 0.0, prompt, chance.whole(self.output))
+            yield Turn(
+                chance.of(self.gap_s) if turn else 0.0,
+                prompt,
+                chance.whole(self.output),
+                "end_turn",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chat(_SingleKind):
+class Chat(SingleKind):
     """Chats of people: 3.5 turns on average, 40 s between an answer and the next question.
 
     One session in five begins with a document.
@@ -154,7 +166,12 @@ class Chat(_SingleKind):
             prompt.add(chance.whole(self.document), self.space, name, "document")
         for turn in range(chance.whole(self.turns)):
             prompt.add(chance.whole(self.message), self.space, name, "message", turn)
-            yield Turn(chance.of(self.gap_s) if turn else 0.0, prompt, chance.whole(self.output))
+            yield Turn(
+                chance.of(self.gap_s) if turn else 0.0,
+                prompt,
+                chance.whole(self.output),
+                "end_turn",
+            )
 
 
 Kind = Agents | RAG | API | Chat
@@ -165,6 +182,15 @@ def _mix() -> tuple[tuple[float, Kind], ...]:
     return (0.45, Chat()), (0.3, API()), (0.15, RAG()), (0.1, Agents())
 
 
+def _flooding() -> Kind:
+    return API(
+        templates=1,
+        template=((0, 200), (1, 200)),
+        payload=((0, 2000), (0.5, 6000), (1, 16_000)),
+        alone=1.0,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenants:
     """Many tenants of different sizes, each with its own namespace and all kinds of sessions.
@@ -172,6 +198,9 @@ class Tenants:
     The n-th tenant begins 1 / n as many sessions as the first. A share ``common`` of the sessions
     uses the provider's instructions, the same text for all tenants, which a cache must not share
     between tenants.
+
+    With ``flood`` one more tenant, ``flooder``, begins ``flood`` times as many sessions as all
+    others together, each with a long prompt that is never seen again (``flooding``).
     """
 
     kind: str = "tenants"
@@ -181,9 +210,14 @@ class Tenants:
     common: float = 0.3
     mix: tuple[tuple[float, Kind], ...] = field(default_factory=_mix)
     """Workloads, each with its share of the sessions."""
+    flood: float = 0.0
+    flooding: Kind = field(default_factory=_flooding)
 
     def session(self, name: str, chance: Chance, unit_tokens: int) -> SessionScript:
         """Return a session of a random tenant and kind."""
+        if self.flood and chance.happens(self.flood / (1 + self.flood)):
+            made = replace(self.flooding, space="flooder").session(name, chance, unit_tokens)
+            return SessionScript(name, "flood", made.turns, "flooder")
         tenant = chance.pick(range(self.tenants), zipf(self.tenants, self.exponent))
         sums, total = [], 0.0
         for share, _ in self.mix:

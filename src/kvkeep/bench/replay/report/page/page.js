@@ -72,11 +72,11 @@ const rates = () => {
   return spec;
 };
 
-const ttft = () => {
-  const chosen = document.getElementById("percentile").value;
-  const spec = byCapacity((one) => one.ttft && one.ttft[chosen], seconds, []);
-  const times = spec.series.flatMap((one) => one.values).filter((value) => value !== null);
-  spec.yLog = Math.min(...times) > 0 && Math.max(...times) > 20 * Math.min(...times);
+const times = (name, choice) => () => {
+  const chosen = document.getElementById(choice).value;
+  const spec = byCapacity((one) => one[name] && one[name][chosen], seconds, []);
+  const found = spec.series.flatMap((one) => one.values).filter((value) => value !== null);
+  spec.yLog = Math.min(...found) > 0 && Math.max(...found) > 20 * Math.min(...found);
   if (spec.yLog) spec.yTick = (value) => (value < 1 ? `${short(1000 * value)} ms` : `${value} s`);
   return spec;
 };
@@ -162,7 +162,7 @@ const histogram = (field, xLabel, lowest, all) => () => {
 };
 
 const SPECS = {
-  rates, ttft, cost, time, gap: histogram("gap", "time since the last use", 2 ** -4, true),
+  rates, ttft: times("ttft", "percentile"), jobs: times("jobs", "job-percentile"), cost, time, gap: histogram("gap", "time since the last use", 2 ** -4, true),
   life: histogram("life", "time in the cache", 2 ** -4),
   ago: histogram("ago", "time since the eviction", 2 ** -4),
   wait: histogram("wait", "time to the first token", 2 ** -14),
@@ -183,7 +183,7 @@ button.addEventListener("click", () => {
   dressed();
 });
 systemDark.addEventListener("change", dressed);
-for (const name of ["capacity", "percentile"]) {
+for (const name of ["capacity", "percentile", "job-percentile"]) {
   const choice = document.getElementById(name);
   if (choice) choice.addEventListener("change", draw);
 }
