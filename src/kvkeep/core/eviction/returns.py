@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from typing import TYPE_CHECKING, Final
 
 from kvkeep.core.eviction.base import Entry, EvictionPolicy
@@ -42,8 +43,10 @@ class ReturnAware(EvictionPolicy):
 
     def __init__(self) -> None:
         super().__init__()
-        self._returns = Returns()
-        self._clock: Callable[[], float] = lambda: self._time
+        self.returns = Returns()
+        """What is learned; the cache's own once it is attended."""
+        self.clock: Callable[[], float] = lambda: self._time
+        """Seconds; without a cache, the number of events."""
         self._version = -1
         self._queues: dict[Place, AgeQueue[float]] = {}
         self._order: list[tuple[float, Place]] = []  # a heap of worths; each queue is in it once
@@ -52,15 +55,15 @@ class ReturnAware(EvictionPolicy):
         self._popped = _LEFT
 
     def attend(self, returns: Returns, clock: Callable[[], float]) -> None:
-        self._returns, self._clock = returns, clock
+        self.returns, self.clock = returns, clock
 
     # --- queues ------------------------------------------------------------------------------
 
     def add(self, entry: Entry) -> None:
         wait = entry.wait
         if wait is None:
-            wait = entry.wait = Wait(0, self._clock(), 0, (), None)
-        self._push(entry, wait, self._place(entry, wait))
+            wait = entry.wait = Wait(0, self.clock(), 0, (), self.returns.tenant(None))
+        self._push(entry, wait.since, self._place(entry, wait))
         self._length += 1
 
     def discard(self, entry: Entry) -> None:
@@ -72,12 +75,12 @@ class ReturnAware(EvictionPolicy):
         """Remove the oldest entry of the queue that is worth least."""
         if not self._length:
             return None
-        now = self._clock()
+        now = self.clock()
         if abs(now - self._aged) >= AGES[1]:
             self._age(now)
-        if self._returns.due:
-            self._returns.learn(now)
-        if self._version != self._returns.version:
+        if self.returns.due:
+            self.returns.learn(now)
+        if self._version != self.returns.version:
             self._rank()
         while True:
             place = self._order[0][1]
@@ -92,6 +95,9 @@ class ReturnAware(EvictionPolicy):
     def put_back(self, entry: Entry) -> None:
         """Make the entry just popped the next victim of its queue."""
         assert entry.wait is not None
+        if entry.wait.over != (self._popped == _LEFT):  # its tail took a wait along
+            self.add(entry)
+            return
         queue = self._queues[self._popped]  # it was not removed: the entry came from it
         queue.put_back(entry, entry.wait.since)
         entry.state = self._popped
@@ -103,42 +109,42 @@ class ReturnAware(EvictionPolicy):
     def _place(self, entry: Entry, wait: Wait) -> Place:
         if wait.over:
             return _LEFT
-        octaves = self._returns.octaves(wait.tenant)
+        octaves = wait.tenant.octaves
         if entry.followers > 1:
             octaves += min(_MOST_SHARED, entry.followers.bit_length() - 1)
-        return wait.kind, octaves, bucket_of(self._clock() - wait.since)
+        return wait.kind, octaves, bucket_of(self.clock() - wait.since)
 
-    def _push(self, entry: Entry, wait: Wait, place: Place) -> None:
+    def _push(self, entry: Entry, since: float, place: Place) -> None:
         queue = self._queues.get(place)
         if queue is None:
             queue = self._queues[place] = AgeQueue[float]()
             heapq.heappush(self._order, (self._worth(place), place))
-        queue.push(entry, wait.since)
+        queue.push(entry, since)
         entry.state = place
 
     def _worth(self, place: Place) -> float:
         kind, octaves, bucket = place
-        return -1.0 if place == _LEFT else self._returns.worth(kind, bucket) * 2.0**octaves
+        return -1.0 if place == _LEFT else self.returns.worth(kind, bucket) * 2.0**octaves
 
     def _rank(self) -> None:
         """Order the queues by what was learned."""
-        self._version = self._returns.version
+        self._version = self.returns.version
         self._order = [(self._worth(place), place) for place in self._queues]
         heapq.heapify(self._order)
 
     def _age(self, now: float) -> None:
         """Move entries that grew older: once per bucket that an entry lives to see."""
         self._aged = now
-        for place, queue in list(self._queues.items()):
+        for place in list(self._queues):
             kind, octaves, bucket = place
-            if place == _LEFT or bucket == BUCKETS - 1:
+            queue = self._queues[place]
+            if place == _LEFT or bucket == BUCKETS - 1 or not len(queue):
                 continue
-            until = now - AGES[bucket + 1]
-            while (oldest := queue.oldest) is not None and oldest <= until:
-                entry = queue.pop()
-                assert entry is not None
-                assert entry.wait is not None
-                self._push(entry, entry.wait, (kind, octaves, bucket_of(now - oldest)))
+            next_place = kind, octaves, bucket + 1
+            begin = -math.inf if bucket + 2 == BUCKETS else now - AGES[bucket + 2]
+            for entry, since in queue.pop_until(now - AGES[bucket + 1]):
+                older = next_place if since > begin else (kind, octaves, bucket_of(now - since))
+                self._push(entry, since, older)
 
     def describe(self, entry: Entry) -> str:
         wait = entry.wait
@@ -146,5 +152,5 @@ class ReturnAware(EvictionPolicy):
             return super().describe(entry)
         if wait.over:
             return "left behind by its conversation"
-        age = self._clock() - wait.since
+        age = self.clock() - wait.since
         return f"waits for {age:.3g} s, worth {self._worth(self._place(entry, wait)):.3g} returns/s"

@@ -90,15 +90,29 @@ class Waits:
         """
         self.returns.returned(wait, now)
         node = hold
-        for _ in range(_RUNS):
+        for _ in range(1 if wait.evicted else _RUNS):
             if node.wait is wait:
+                self._settle(node)
                 if not (node.children or node.holders or node.pins) and node.parent is not None:
                     self._tree.dequeue(node)
                     self._tree.enqueue(node)
                 return
             if len(node.children) != 1:
-                return
+                break
             (node,) = node.children.values()
+        self._settle(hold)
+
+    def _settle(self, node: Node) -> None:
+        """Give a run whose own wait is over the latest one behind it that is not."""
+        gone = self._gone(node)
+        while gone:
+            key = next(reversed(gone))
+            if not gone[key].over:
+                if self._at(node) is None:
+                    node.wait = gone[key]
+                break
+            del gone[key]
+        node.followers = len(gone or ())
 
     def _at(self, node: Node) -> Wait | None:
         """Return the wait at a run, if it is followed and not over."""

@@ -13,7 +13,7 @@ from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.returns.times import AGES, BUCKETS, ReturnTimes, bucket_of
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Hashable, Iterator
 
     from kvkeep.core.returns.times import Table
 
@@ -23,7 +23,7 @@ _LONGEST_STOP: Final = 64
 _MOST_STOPS: Final = 32  # kinds of ends that are told apart; all further ones count as one
 _MOST_TENANTS: Final = 4096
 _GAPS: Final = 5  # the latest pauses of a conversation, for their median
-# Learned anew after this many changes, or a quarter of what waits: that bounds the cost of each.
+# Learned anew after this many changes, or half of what waits: that bounds the cost of each.
 _LEARN: Final = 64
 # Half-life of what was counted, in ends of waits.
 _HALF_LIFE: Final = 20_000
@@ -56,6 +56,24 @@ class Ended:
             whole("tokens", tokens, 0)
 
 
+class Tenant:
+    """How often a tenant's conversations returned, and how often those of others would have."""
+
+    __slots__ = ("expected", "returns", "waiting")
+
+    def __init__(self) -> None:
+        self.returns = 0.0
+        self.expected = 0.0  # of waits that are over
+        self.waiting = 0.0  # returns expected so far of waits that are not over
+
+    @property
+    def octaves(self) -> int:
+        """How much more often than others its conversations return, as a power of two."""
+        expected = self.expected + self.waiting + _TENANT_WEIGHT
+        octaves = round(math.log2((self.returns + _TENANT_WEIGHT) / expected))
+        return min(_MOST_OCTAVES, max(-_MOST_OCTAVES, octaves))
+
+
 class Wait:
     """The time from the end of a conversation's request to the beginning of its next one.
 
@@ -67,7 +85,7 @@ class Wait:
     __slots__ = ("evicted", "gaps", "kind", "over", "place", "since", "tenant", "turns")
 
     def __init__(
-        self, kind: int, since: float, turns: int, gaps: tuple[float, ...], tenant: Hashable
+        self, kind: int, since: float, turns: int, gaps: tuple[float, ...], tenant: Tenant
     ) -> None:
         self.kind = kind
         self.since = since
@@ -110,7 +128,7 @@ class Returns:
         self._labels: list[tuple[Hashable, ...]] = [()]
         self._stops: set[str | None] = set()
         self._waits: OrderedDict[Wait, None] = OrderedDict()
-        self._tenants: OrderedDict[Hashable, list[float]] = OrderedDict()  # returns, expected
+        self._tenants: OrderedDict[Hashable, Tenant] = OrderedDict()
         self._changes = 0
         self.forgotten = 0
         """Waits that were dropped because there were too many."""
@@ -118,6 +136,10 @@ class Returns:
     def __len__(self) -> int:
         """Return the number of conversations that wait."""
         return len(self._waits)
+
+    def __iter__(self) -> Iterator[Wait]:
+        """Return the waits, the one that began first first."""
+        return iter(self._waits)
 
     def __contains__(self, wait: object) -> bool:
         return wait in self._waits
@@ -147,7 +169,7 @@ class Returns:
             else:
                 stop = "…"
         kind = self._kind((stop, min(turns.bit_length(), 4), usual, tokens.bit_length() // 2))
-        wait = Wait(kind, now, turns, gaps, tenant)
+        wait = Wait(kind, now, turns, gaps, self.tenant(tenant))
         self._waits[wait] = None
         self._changes += 1
         if len(self._waits) > self._most:
@@ -180,18 +202,19 @@ class Returns:
         wait.over = True
         del self._waits[wait]
         self.times.ended(wait.kind, bucket, returned=returned)
-        self._count_tenant(wait, bucket, returned=returned)
+        wait.tenant.returns += returned
+        wait.tenant.expected += self._passed[self._known(wait.kind), bucket]
         self._changes += 1
 
-    def _count_tenant(self, wait: Wait, bucket: int, *, returned: bool) -> None:
-        counts = self._tenants.get(wait.tenant)
-        if counts is None:
-            counts = self._tenants[wait.tenant] = [0.0, 0.0]
+    def tenant(self, name: Hashable) -> Tenant:
+        """Return the counts of a tenant, new ones if it is not among the latest 4,096."""
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            tenant = self._tenants[name] = Tenant()
             if len(self._tenants) > _MOST_TENANTS:
                 self._tenants.popitem(last=False)
-        self._tenants.move_to_end(wait.tenant)
-        counts[0] += returned
-        counts[1] += self._passed[self._known(wait.kind), bucket]
+        self._tenants.move_to_end(name)
+        return tenant
 
     def _known(self, kind: int) -> int:
         """Return the class, or its nearest parent, that was there when it was learned last."""
@@ -204,37 +227,33 @@ class Returns:
     @property
     def due(self) -> bool:
         """Whether enough has changed to learn anew."""
-        return self._changes >= _LEARN + len(self._waits) // 4
+        return self._changes >= _LEARN + len(self._waits) // 2
 
     def learn(self, now: float) -> None:
         """Rank all classes by what was counted so far."""
         fade = 0.5 ** (self._changes / _HALF_LIFE)
         self.times.fade(fade)
-        for counts in self._tenants.values():
-            counts[:] = [fade * count for count in counts]
-        self._changes = 0
+        for tenant in self._tenants.values():
+            tenant.returns *= fade
+            tenant.expected *= fade
+            tenant.waiting = 0.0
+        for wait in [wait for wait in self._waits if now - wait.since >= AGES[-1]]:
+            self.lost(wait, now)
+        kinds = np.array([wait.kind for wait in self._waits], np.intp)
+        since = np.array([wait.since for wait in self._waits], np.float64)
+        buckets = np.maximum(0, np.searchsorted(AGES, now - since, "right") - 1)
         waiting = np.zeros((len(self.times), BUCKETS))
-        for wait in list(self._waits):
-            age = now - wait.since
-            if age >= AGES[-1]:
-                self.lost(wait, now)
-            else:
-                waiting[wait.kind, bucket_of(age)] += 1
+        np.add.at(waiting, (kinds, buckets), 1)
         self._passed = np.cumsum(self.times.hazards(waiting), axis=1)
         self.worths = self.times.worths(waiting)
+        for wait, expected in zip(self._waits, self._passed[kinds, buckets].tolist(), strict=True):
+            wait.tenant.waiting += expected
+        self._changes = 0
         self.version += 1
 
     def worth(self, kind: int, bucket: int) -> float:
         """Return the worth of a wait of a class at an age: returns a second of keeping its KV."""
         return float(self.worths[self._known(kind), bucket])
-
-    def octaves(self, tenant: Hashable) -> int:
-        """Return how much more often than others a tenant's conversations return, in octaves."""
-        counts = self._tenants.get(tenant)
-        if counts is None:
-            return 0
-        factor = (counts[0] + _TENANT_WEIGHT) / (counts[1] + _TENANT_WEIGHT)
-        return round(min(_MOST_OCTAVES, max(-_MOST_OCTAVES, math.log2(factor))))
 
     def label(self, kind: int) -> tuple[Hashable, ...]:
         """Return the levels that define a class, from the first one on."""

@@ -1,0 +1,260 @@
+"""The policy `returns` in a cache: which conversation a prompt continues, and what is evicted."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvkeep import PagedCache
+from kvkeep.core.eviction import Entry, ReturnAware
+from kvkeep.core.returns import Ended, bucket_of
+
+if TYPE_CHECKING:
+    from kvkeep.core.returns import Returns
+
+PAGE = 4
+TOOL, PERSON = Ended("tool_use"), Ended("end_turn")
+
+
+class Talks:
+    """A cache with a clock, and conversations that go on in it."""
+
+    def __init__(
+        self, pages: int, policy: ReturnAware | None = None, prefix: str = "radix"
+    ) -> None:
+        self.now = 0.0
+        self.policy = ReturnAware() if policy is None else policy
+        self.cache = PagedCache(
+            pages, PAGE, eviction=self.policy, prefix=prefix, clock=lambda: self.now
+        )
+        self.tokens: dict[str, list[int]] = {}
+        self.next_token = 1
+
+    @property
+    def returns(self) -> Returns:
+        return self.policy.returns
+
+    def fresh(self, count: int) -> list[int]:
+        self.next_token += count
+        return list(range(self.next_token - count, self.next_token))
+
+    def turn(
+        self, talk: str, more: int, ended: Ended, *, answer: int = 0, strip: bool = False
+    ) -> int:
+        """The next request of a conversation; return its cached tokens."""
+        prompt = self.tokens.get(talk, []) + self.fresh(more)
+        with self.cache.open(
+            np.array(prompt, np.int32), talk.split("/", maxsplit=1)[0]
+        ) as sequence:
+            cached = sequence.num_cached
+            sequence.copies()
+            said = self.fresh(answer)
+            if said:
+                sequence.append(said)
+                sequence.copies()
+            sequence.publish()
+            sequence.close(ended=ended)
+        self.tokens[talk] = prompt if strip else prompt + said
+        self.cache.check()
+        return cached
+
+    def cached(self, talk: str) -> int:
+        tokens = np.array([*self.tokens[talk], 0], np.int32)
+        return self.cache.match(tokens, talk.split("/", maxsplit=1)[0]).num_tokens
+
+
+@pytest.mark.parametrize("prefix", ["radix", "chain"])
+def test_a_prompt_that_extends_a_request_is_its_return(prefix: str) -> None:
+    talks = Talks(200, prefix=prefix)
+    talks.turn("a", 20, TOOL)
+    for _ in range(5):
+        talks.now += 8.0
+        talks.turn("a", 8, TOOL)
+    (wait,) = talks.returns
+    assert wait.turns == 6
+    assert wait.gaps == (8.0,) * 5
+
+
+@pytest.mark.parametrize("prefix", ["radix", "chain"])
+def test_the_return_of_a_conversation_whose_pages_are_gone(prefix: str) -> None:
+    talks = Talks(200, prefix=prefix)
+    talks.turn("a/1", 20, TOOL)  # in one namespace with another one
+    talks.turn("a/2", 24, TOOL)
+    talks.now += 5.0
+    talks.cache.evict(200)
+    assert talks.turn("a/1", 8, TOOL) == 0
+    talks.now += 1.0
+    assert talks.turn("a/2", 8, TOOL) == 0
+    assert sorted((wait.turns, wait.gaps) for wait in talks.returns) == [(2, (5.0,)), (2, (6.0,))]
+
+
+def test_a_return_to_what_is_left_of_a_tail() -> None:
+    talks = Talks(200)
+    talks.turn("a", 80, TOOL)
+    for _ in range(6):
+        talks.now += 2.0
+        talks.cache.evict(5)
+        assert 0 < talks.turn("a", 4, TOOL) < len(talks.tokens["a"]) - 4
+    (wait,) = talks.returns
+    assert wait.turns == 7
+
+
+def test_an_answer_that_the_next_prompt_drops_is_left_behind_and_goes_first() -> None:
+    talks = Talks(200)
+    talks.turn("a", 40, TOOL, answer=20, strip=True)
+    talks.turn("b", 40, TOOL)
+    talks.now += 3.0
+    talks.turn("a", 8, TOOL)
+    (wait,) = [wait for wait in talks.returns if wait.turns == 2]
+    assert wait.gaps == (3.0,)
+    kept = talks.cached("a"), talks.cached("b")
+    talks.cache.evict(5)  # the pages of the dropped answer
+    assert (talks.cached("a"), talks.cached("b")) == kept
+
+
+def test_another_branch_is_no_return() -> None:
+    """A sub-agent begins with the same system prompt and goes elsewhere; the first one waits on."""
+    talks = Talks(200)
+    talks.tokens["a/system"] = talks.fresh(16)
+    for name in ("a/1", "a/2", "a/3"):
+        talks.tokens[name] = list(talks.tokens["a/system"])
+        talks.turn(name, 20, TOOL)
+        talks.now += 1.0
+    assert [wait.turns for wait in talks.returns] == [1, 1, 1]
+    talks.turn("a/2", 8, TOOL)
+    assert sorted(wait.turns for wait in talks.returns) == [1, 1, 2]
+
+
+def test_conversations_behind_one_system_prompt_are_told_apart_when_evicted() -> None:
+    talks = Talks(400)
+    talks.tokens["a/system"] = talks.fresh(16)
+    names = [f"a/{number}" for number in range(12)]
+    for name in names:
+        talks.tokens[name] = list(talks.tokens["a/system"])
+        talks.turn(name, 20, TOOL)
+        talks.now += 1.0
+    talks.turn("a/system", 4, PERSON)
+    talks.cache.evict(60)
+    for name in names:
+        talks.turn(name, 8, TOOL)
+    assert sum(wait.turns == 2 for wait in talks.returns) == 12
+
+
+def test_what_returns_soon_is_kept() -> None:
+    """Tools are back after 8 s, people after 300: with room for half, tools keep theirs."""
+    talks = Talks(60)
+    chance = random.Random(2)
+    due: dict[str, float] = {}
+    for at in range(4):
+        due[f"tool{at}"], due[f"person{at}"] = 8.0 + at, 300.0 * chance.random()
+    hits = {"tool": 0, "person": 0}
+    asked = {"tool": 0, "person": 0}
+    for step in range(1500):
+        talk = min(due, key=lambda name: due[name])
+        talks.now = due[talk]
+        kind = talk.rstrip("0123456789")
+        if len(talks.tokens.get(talk, ())) > 60:
+            del talks.tokens[talk]  # it begins anew
+        known = talk in talks.tokens
+        found = talks.turn(talk, 12, TOOL if kind == "tool" else PERSON)
+        if known and step > 500:
+            asked[kind] += 1
+            hits[kind] += found > 0
+        pause = 8.0 if kind == "tool" else 300.0
+        due[talk] += pause * (0.8 + 0.4 * chance.random())
+    assert hits["tool"] > 0.95 * asked["tool"]
+
+
+class Checked(ReturnAware):
+    """It compares each victim with all that it could have been."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.here: dict[Entry, None] = {}
+        self.pops = 0
+
+    def add(self, entry: Entry) -> None:
+        assert entry not in self.here
+        super().add(entry)
+        self.here[entry] = None
+
+    def discard(self, entry: Entry) -> None:
+        super().discard(entry)
+        del self.here[entry]
+
+    def put_back(self, entry: Entry) -> None:
+        super().put_back(entry)
+        self.here[entry] = None
+
+    def pop(self) -> Entry | None:
+        entry = super().pop()
+        if entry is None:
+            assert not self.here
+            return None
+        rank = self.rank(entry)
+        for other in self.here:
+            assert rank <= self.rank(other), (rank, self.rank(other))
+        del self.here[entry]
+        self.pops += 1
+        return entry
+
+    def rank(self, entry: Entry) -> tuple[float, tuple[int, int, int], float]:
+        """Worth as defined, then what makes the order total."""
+        assert entry.wait is not None
+        assert isinstance(entry.state, tuple)
+        kind, octaves, placed = entry.state
+        since = entry.wait.since
+        if kind < 0:
+            assert entry.wait.over
+            return -1.0, entry.state, since
+        assert kind == entry.wait.kind
+        bucket = bucket_of(self.clock() - since)
+        assert bucket == placed, "it is not where its age belongs"
+        return self.returns.worth(kind, bucket) * 2.0**octaves, entry.state, since
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from(["radix", "chain"]), st.integers(12, 60))
+def test_every_victim_is_worth_least(seed: int, prefix: str, pages: int) -> None:
+    """Random conversations, with branches, dropped answers, evictions and pauses of all lengths."""
+    chance = random.Random(seed)
+    policy = Checked()
+    talks = Talks(pages, policy, prefix)
+    names = [f"{space}/{number}" for space in "ab" for number in range(4)]
+    for _ in range(120):
+        talks.now += chance.choice((1.0, 2.0, 4.0, 60.0, 900.0))
+        name = chance.choice(names)
+        tokens = talks.tokens.get(name, [])
+        if len(tokens) > PAGE * pages // 3 or chance.random() < 0.1:
+            other = talks.tokens.get(chance.choice([n for n in names if n[0] == name[0]]), [])
+            talks.tokens[name] = other[: chance.randrange(len(other) + 1) % (PAGE * pages // 4)]
+        ended = chance.choice((TOOL, PERSON, Ended()))
+        strip = chance.random() < 0.3
+        talks.turn(name, chance.randrange(1, 12), ended, answer=chance.randrange(8), strip=strip)
+        if chance.random() < 0.1:
+            talks.cache.evict(chance.randrange(pages))
+        assert len(policy) == len(policy.here)
+    talks.cache.clear()
+    assert not len(policy)
+    assert policy.pops or pages > 50
+
+
+def test_hints_stand_before_it() -> None:
+    """A session that was closed is evicted first, and a suspended one last."""
+    talks = Talks(60)
+    for name in ("over", "kept", "other"):
+        with talks.cache.open(np.array(talks.fresh(40), np.int32), session=name) as sequence:
+            sequence.copies()
+            sequence.publish()
+    talks.cache.session("over").close()
+    talks.cache.session("kept").suspend(60)
+    talks.cache.evict(10)
+    assert talks.cache.session("other").num_pages == 10
+    talks.cache.evict(10)
+    assert talks.cache.session("other").num_pages == 0
+    assert talks.cache.session("kept").num_pages == 10
