@@ -223,7 +223,7 @@ def test_breakpoints_divide_the_computed_tokens(create, server):
         ({"messages": []}, "messages"),
         (own(temperature=1.5), "temperature"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "none of"),
         ({"messages": [{"role": "user", "content": ""}]}, "at least one character"),
         ({"stop_sequences": [" "]}, "non-whitespace"),
         ({"tools": [{"name": "f", "input_schema": {"type": "object"}}]}, "no tools"),

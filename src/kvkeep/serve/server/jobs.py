@@ -83,14 +83,15 @@ def _job(
     space: Namespace,
 ) -> Job:
     extras = body.extras
+    session, turn = body.session
     return Job(
         prompt=prompt,
         params=params,
         namespace=space,
         store=extras.store,
         answers=extras.answers and service.settings.answers,
-        session=extras.session,
-        turn=extras.turn,
+        session=session,
+        turn=turn,
     )
 
 

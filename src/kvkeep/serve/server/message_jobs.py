@@ -15,6 +15,7 @@ from kvkeep.serve.server.jobs import (
     room_behind,
     that_fit,
 )
+from kvkeep.serve.server.retention import Keep
 from kvkeep.serve.server.schemas.base import Extras
 from kvkeep.serve.server.worker import Job
 
@@ -62,7 +63,7 @@ def message_jobs(service: Service, body: MessagesRequest, writer: MessageWriter)
         draft_tokens=default if extras.draft_tokens is None else extras.draft_tokens,
     )
     writer.call = call
-    writer.breakpoints = prompt.breakpoints
+    writer.keep = keep = Keep(prompt.breakpoints)
     return [
         Job(
             prompt=prompt.tokens,
@@ -72,6 +73,7 @@ def message_jobs(service: Service, body: MessagesRequest, writer: MessageWriter)
             answers=extras.answers and service.settings.answers,
             session=extras.session,
             turn=extras.turn,
+            keep=keep if keep.wanted else None,
         )
     ]
 

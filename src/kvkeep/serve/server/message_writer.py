@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kvkeep.serve.messages import MessageEvents, new_id, split_usage
 from kvkeep.serve.server.framing import MESSAGES
+from kvkeep.serve.server.retention import Keep
 from kvkeep.serve.server.schemas.messages import MessageEvent, MessageResponse
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ __all__ = ["MessageWriter"]
 class MessageWriter:
     """Builds one message.
 
-    ``breakpoints`` are (position in tokens, seconds to live), and ``call`` is the request: set both
+    ``keep`` has the breakpoints and what became of them, and ``call`` is the request: set both
     before the first delta. The first event waits for the first token, because it has the tokens
     that were read from the cache.
     """
@@ -32,7 +33,7 @@ class MessageWriter:
     def __init__(self, model: str) -> None:
         self.id = new_id()
         self.call: MessagesCall | None = None
-        self.breakpoints: Sequence[tuple[int, float]] = ()
+        self.keep = Keep(())
         self._events = MessageEvents(self.id, model)
         self._begun = False
 
@@ -45,7 +46,7 @@ class MessageWriter:
         if not self._begun:
             self._begun = True
             cached = delta.request.cached_tokens or 0
-            usage = split_usage(delta.request.prompt_tokens, cached, self.breakpoints)
+            usage = split_usage(delta.request.prompt_tokens, cached, self.keep.wanted)
             yield from _made(self._events.start(usage))
         if self._answers:
             yield from _made(self._events.text(delta.text))
@@ -81,13 +82,17 @@ class MessageWriter:
         return "max_tokens", None
 
     def _usage(self, completion: Completion) -> MessageUsage:
+        more = {"loaded_tokens": completion.loaded_tokens}
+        if self.keep.wanted:
+            more["pinned_tokens"] = self.keep.pinned_tokens
+            more["unpinned_tokens"] = self.keep.unpinned_tokens
         output = len(completion.choices[0].tokens) if self._answers else 0
         return split_usage(
             completion.prompt_tokens,
             completion.cached_tokens,
-            self.breakpoints,
+            self.keep.wanted,
             output=output,
-            more={"loaded_tokens": completion.loaded_tokens},
+            more=more,
         )
 
 
