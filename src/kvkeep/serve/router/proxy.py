@@ -18,8 +18,16 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from kvkeep.core.errors import InvalidValue
 from kvkeep.serve.http import BodyBudget, BodyGuard, BodyRefused, body_of, unless_disconnected
 from kvkeep.serve.router.health import InstanceHealth, Timeouts
+from kvkeep.serve.router.messages import (
+    COUNT_PATH,
+    MESSAGES_PATH,
+    MessageExchange,
+    read_exchange,
+    refusal,
+)
 from kvkeep.serve.router.metrics import RouterMetrics
 from kvkeep.serve.router.probes import Probes
 from kvkeep.serve.router.prompts import Prompt, PromptParser
@@ -41,6 +49,7 @@ __all__ = ["create_proxy"]
 log = logging.getLogger("kvkeep.router")
 
 _PLACED = ("/v1/completions", "/v1/chat/completions")
+_MESSAGES = (MESSAGES_PATH, COUNT_PATH)
 # Forwarded to the least loaded instance.
 _OTHERS = ("/v1/models", "/v1/models/{name:path}", "/v1/embeddings", "/tokenize", "/detokenize")
 # Statuses that count as a failure of the instance, and those worth a try at another one.
@@ -120,6 +129,7 @@ def create_proxy(
             Route("/health", proxy.health, methods=["GET"]),
             Route("/metrics", proxy.metrics, methods=["GET"]),
             *(Route(path, _Forward(proxy, placed=True), methods=["POST"]) for path in _PLACED),
+            *(Route(path, _Messages(proxy), methods=["POST"]) for path in _MESSAGES),
             *(Route(path, _Forward(proxy, placed=False)) for path in _OTHERS),
         ],
         middleware=guards,
@@ -165,6 +175,41 @@ class _Forward:
             await unless_disconnected(receive, forwarding)
 
 
+class _Messages:
+    """An endpoint of Anthropic's API, in front of instances that have OpenAI's alone."""
+
+    def __init__(self, proxy: _Proxy) -> None:
+        self._proxy = proxy
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request, path = Request(scope, receive), scope["path"]
+        try:
+            await (body := body_of(scope)).read()
+            given = body.take()
+            read = partial(read_exchange, given, send, count=path == COUNT_PATH)
+            exchange = await asyncio.to_thread(read)
+        except ClientDisconnect:
+            return
+        except BodyRefused as why:
+            answer = Response(refusal(why.status, str(why)), why.status, dict(why.headers))
+            answer.headers["content-type"] = "application/json"
+            await answer(scope, receive, send)
+            return
+        except InvalidValue as why:
+            answer = Response(refusal(400, str(why)), 400, media_type="application/json")
+            await answer(scope, receive, send)
+            return
+        with suppress(ClientDisconnect):
+            await unless_disconnected(receive, self._forward(request, given, exchange, path))
+
+    async def _forward(
+        self, request: Request, given: bytes, exchange: MessageExchange, path: str
+    ) -> None:
+        placed = path == MESSAGES_PATH
+        await self._proxy.forward(request, given, exchange.send, placed=placed, exchange=exchange)
+        await exchange.broken_off()
+
+
 class _Proxy:
     """The state and handlers shared by all endpoints."""
 
@@ -206,15 +251,26 @@ class _Proxy:
         text = self._metrics.exposition(self._router, self._upstreams, self._reader)
         return Response(text, headers={"content-type": self._metrics.content_type})
 
-    async def forward(self, request: Request, body: bytes, send: Send, *, placed: bool) -> None:
+    async def forward(
+        self,
+        request: Request,
+        body: bytes,
+        send: Send,
+        *,
+        placed: bool,
+        exchange: MessageExchange | None = None,
+    ) -> None:
         """Send the request to the best instance, or after a failure to the next best.
 
-        No other instance is tried once a response to the client has begun.
+        No other instance is tried once a response to the client has begun. ``exchange`` translates
+        a request for instances that do not know its API.
         """
         headers = end_to_end_headers(request.scope["headers"])
-        prompt = await self._prompts.read(body, headers) if placed else Prompt(None)
+        shown = body if exchange is None else exchange.body
+        known = headers if exchange is None else exchange.headers(headers)
+        prompt = await self._prompts.read(shown, known) if placed else Prompt(None)
         lora = prompt.model if self._router.is_adapter(prompt.model) else ""
-        forwarded = _ForwardedRequest(request, headers, body)
+        forwarded = _ForwardedRequest(request, headers, body, exchange)
         names = self._upstreams.names
         tried: set[str] = set()
         outcomes: list[_Outcome] = []
@@ -243,6 +299,8 @@ class _Proxy:
             if final:
                 break
             self._metrics.retries.labels(name).inc()
+        if exchange is not None:
+            exchange.translates = True
         await _no_response(outcomes)(request.scope, request.receive, send)
 
     def _next(self, prompt: Prompt, lora: str, tried: set[str]) -> Score:
@@ -310,9 +368,11 @@ class _Proxy:
     ) -> httpx.Response:
         """Return an instance's response head; ``stack`` closes the response."""
         name = score.place.instance
-        headers = self._headers(forwarded, score)
+        path, body, headers = forwarded.sent_to(native=self._upstreams.has_messages(name))
         response = await stack.enter_async_context(
-            self._upstreams.request(name, forwarded.method, forwarded.path, headers, forwarded.body)
+            self._upstreams.request(
+                name, forwarded.method, path, self._with_rank(headers, score), body
+            )
         )
         if response.status_code in _FAILED:
             self._health.failed(name)
@@ -359,16 +419,25 @@ class _Proxy:
         """Whether one of these instances answers requests or probes."""
         return any(self._health.state(name) is not InstanceHealth.SUSPECT for name in others)
 
-    def _headers(self, forwarded: _ForwardedRequest, score: Score) -> list[tuple[bytes, bytes]]:
+    def _with_rank(
+        self, headers: list[tuple[bytes, bytes]], score: Score
+    ) -> list[tuple[bytes, bytes]]:
         if self._router.num_ranks(score.place.instance) < 2:
-            return forwarded.headers
-        return [*forwarded.headers, (b"x-data-parallel-rank", b"%d" % score.place.rank)]
+            return headers
+        return [*headers, (b"x-data-parallel-rank", b"%d" % score.place.rank)]
 
 
 class _ForwardedRequest:
     """A client's request as it is forwarded."""
 
-    def __init__(self, request: Request, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+    def __init__(
+        self,
+        request: Request,
+        headers: list[tuple[bytes, bytes]],
+        body: bytes,
+        exchange: MessageExchange | None = None,
+    ) -> None:
+        self.exchange = exchange
         self.method = request.method
         path: bytes = request.scope.get("raw_path") or quote(request.scope["path"]).encode()
         query: bytes = request.scope["query_string"]
@@ -376,6 +445,15 @@ class _ForwardedRequest:
         self.log_path = quote(request.scope["path"][:100])  # quoted: no path can forge a log line
         self.headers = headers
         self.body = body
+
+    def sent_to(self, *, native: bool) -> tuple[str, bytes, list[tuple[bytes, bytes]]]:
+        """Return path, body and headers for an instance; ``native``: it has Anthropic's API."""
+        if self.exchange is not None:
+            self.exchange.translates = not native
+            if not native:
+                headers = self.exchange.headers(self.headers)
+                return self.exchange.path, self.exchange.body, headers
+        return self.path, self.body, self.headers
 
 
 def _refused(scope: Scope) -> Response | None:

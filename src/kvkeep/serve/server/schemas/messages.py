@@ -2,9 +2,10 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from kvkeep.serve.server.schemas.base import CacheSalt, Extras, RequestModel, ResponseModel
+from kvkeep.serve.server.schemas.chat import few_parts
 
 __all__ = [
     "CountTokensRequest", "CountTokensResponse", "MessageEvent", "MessageResponse",
@@ -87,7 +88,7 @@ class MessageParam(RequestModel):
     """One turn of a conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | Annotated[list[Block], Field(max_length=8192, fail_fast=True)]
+    content: str | Annotated[list[Block], Field(fail_fast=True)]
 
 
 class ToolParam(RequestModel):
@@ -162,8 +163,12 @@ class CountTokensRequest(RequestModel):
     )
 
     model: str = Field(description="The served model's name.")
-    messages: Annotated[list[MessageParam], Field(min_length=1, max_length=4096, fail_fast=True)]
-    system: str | Annotated[list[TextBlock], Field(max_length=8192, fail_fast=True)] | None = None
+    messages: Annotated[
+        list[MessageParam],
+        Field(min_length=1, max_length=4096, fail_fast=True),
+        BeforeValidator(few_parts),
+    ]
+    system: str | Annotated[list[TextBlock], Field(fail_fast=True)] | None = None
     tools: Annotated[list[ToolParam], Field(max_length=1024, fail_fast=True)] | None = Field(
         default=None, description="Needs a chat template with tools."
     )
