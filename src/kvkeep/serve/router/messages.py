@@ -124,7 +124,7 @@ class MessageExchange:
         self._headers = [pair for pair in headers if pair[0] in _KEPT]
         kind = next((value for name, value in headers if name == b"content-type"), b"")
         good = self._status < 400
-        self._streams = good and self._call.stream and kind.startswith(b"text/event-stream")
+        self._streams = good and self._call.stream and not kind.startswith(b"application/json")
         if self._streams:
             await self._begin(self._status, _EVENTS)
             await self._send(_part(_COMMENT, more=True))  # the head leaves with the first bytes
