@@ -20,6 +20,7 @@ from starlette.routing import Route
 
 from kvkeep.core.errors import InvalidValue
 from kvkeep.serve.http import BodyBudget, BodyGuard, BodyRefused, body_of, unless_disconnected
+from kvkeep.serve.router.affinity import with_key
 from kvkeep.serve.router.health import InstanceHealth, Timeouts
 from kvkeep.serve.router.messages import (
     COUNT_PATH,
@@ -311,8 +312,9 @@ class _Proxy:
             scores = self._router.least_loaded(among)
         else:
             scores = self._router.score(prompt.tokens, lora=lora, salt=prompt.salt, among=among)
+        chosen = with_key(scores, prompt.key)
         self._metrics.deciding.observe(time.perf_counter() - begun)
-        return scores[0]
+        return chosen
 
     async def _try(
         self,
