@@ -7,6 +7,16 @@ from typing import Any
 
 from kvkeep.core.errors import InvalidValue, told
 from kvkeep.serve.messages.calls import Breakpoint, MessagesCall, Part
+from kvkeep.serve.messages.checks import (
+    blocks_at,
+    flag_at,
+    kind_of_block,
+    list_at,
+    number_at,
+    object_at,
+    text_at,
+    whole_at,
+)
 
 __all__ = ["read_call"]
 
@@ -17,7 +27,6 @@ _MOST_BLOCKS = 8192
 _MOST_TOOLS = 1024
 _MOST_STOPS = 16
 _LONGEST_STOP = 256  # characters
-_INT32 = 2**31 - 1
 _NO_THINKING = "models here have no thinking that can be set; leave it out"
 # Fields that are understood and cannot be honoured, and the values that ask for nothing.
 _REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
@@ -35,7 +44,6 @@ _KNOWN = {
     "model", "max_tokens", "messages", "system", "tools", "tool_choice", "stop_sequences",
     "temperature", "top_p", "top_k", "stream", "cache_control", "metadata",
 }  # fmt: skip
-_ONLY_TEXT = "models here read and write text only"
 
 
 def read_call(body: object, *, more: frozenset[str] = frozenset()) -> MessagesCall:
@@ -67,17 +75,17 @@ def read_call(body: object, *, more: frozenset[str] = frozenset()) -> MessagesCa
             "message behind them"
         )
     return MessagesCall(
-        model=_text("model", body.get("model")),
-        max_tokens=_whole("max_tokens", body.get("max_tokens"), 0),
+        model=text_at("model", body.get("model")),
+        max_tokens=whole_at("max_tokens", body.get("max_tokens"), 0),
         messages=turns.messages,
         tools=tools,
         tool_choice=choice,
         parallel_tool_calls=parallel,
         stop=_stops(body.get("stop_sequences")),
-        temperature=_number("temperature", body.get("temperature"), 0, 1),
-        top_p=_number("top_p", body.get("top_p"), 0, 1),
-        top_k=None if body.get("top_k") is None else _whole("top_k", body["top_k"], 0),
-        stream=_flag("stream", body.get("stream")),
+        temperature=number_at("temperature", body.get("temperature"), 0, 1),
+        top_p=number_at("top_p", body.get("top_p"), 0, 1),
+        top_k=None if body.get("top_k") is None else whole_at("top_k", body["top_k"], 0),
+        stream=flag_at("stream", body.get("stream")),
         breakpoints=tuple(turns.breakpoints),
         continued=last["role"] == "assistant",
         last_is_breakpoint=turns.last_is_breakpoint,
@@ -169,20 +177,20 @@ class _Turns:
 
 def _tools(value: object, turns: _Turns) -> list[dict[str, Any]]:
     tools = []
-    for number, tool in enumerate(_list("tools", value, _MOST_TOOLS)):
+    for number, tool in enumerate(list_at("tools", value, _MOST_TOOLS)):
         place = f"tools.{number}"
-        fields = _object(place, tool)
+        fields = object_at(place, tool)
         if fields.get("type") not in {None, "custom"}:
             raise InvalidValue(
                 f"{place}.type: {told(fields['type'])} is a tool that Anthropic runs or defines; "
                 "only tools with a name and an input_schema can be used here"
             )
         function = {
-            "name": _text(f"{place}.name", fields.get("name")),
-            "parameters": _object(f"{place}.input_schema", fields.get("input_schema")),
+            "name": text_at(f"{place}.name", fields.get("name")),
+            "parameters": object_at(f"{place}.input_schema", fields.get("input_schema")),
         }
         if fields.get("description") is not None:
-            function["description"] = _text(f"{place}.description", fields["description"])
+            function["description"] = text_at(f"{place}.description", fields["description"])
         tools.append({"type": "function", "function": function})
         turns.tool(number)
         turns.mark(_ttl(f"{place}.cache_control", fields.get("cache_control")), place)
@@ -192,25 +200,25 @@ def _tools(value: object, turns: _Turns) -> list[dict[str, Any]]:
 def _system(value: object, turns: _Turns) -> None:
     if value is None or value == "":
         return
-    for place, block in _blocks("system", value):
-        _kind(place, block, {"text"})
+    for place, block in blocks_at("system", value):
+        kind_of_block(place, block, {"text"})
         _add_text(place, block, "system", turns)
 
 
 def _messages(value: object, turns: _Turns) -> None:
-    messages = _list("messages", value, _MOST_MESSAGES)
+    messages = list_at("messages", value, _MOST_MESSAGES)
     if not messages:
         raise InvalidValue("messages: at least one message is required")
     seen = 0
     for number, message in enumerate(messages):
         place = f"messages.{number}"
-        fields = _object(place, message)
+        fields = object_at(place, message)
         role = fields.get("role")
         if role not in {"user", "assistant", "system"}:
             raise InvalidValue(
                 f"{place}.role: should be 'user', 'assistant' or 'system', got {told(role)}"
             )
-        blocks = _blocks(f"{place}.content", fields.get("content"))
+        blocks = blocks_at(f"{place}.content", fields.get("content"))
         seen += len(blocks)
         if seen > _MOST_BLOCKS:
             raise InvalidValue(f"messages: have more than {_MOST_BLOCKS:,} blocks")
@@ -226,15 +234,15 @@ def _assistant(blocks: list[tuple[str, dict[str, Any]]], turns: _Turns) -> None:
     if turns.messages and turns.messages[-1]["role"] != "assistant":
         turns.calls = set()
     for place, block in blocks:
-        kind = _kind(place, block, {"text", "tool_use", "thinking", "redacted_thinking"})
+        kind = kind_of_block(place, block, {"text", "tool_use", "thinking", "redacted_thinking"})
         if kind == "text":
             _add_text(place, block, "assistant", turns)
         elif kind == "tool_use":
-            id = _text(f"{place}.id", block.get("id"))
+            id = text_at(f"{place}.id", block.get("id"))
             arguments = json.dumps(
-                _object(f"{place}.input", block.get("input")), ensure_ascii=False
+                object_at(f"{place}.input", block.get("input")), ensure_ascii=False
             )
-            turns.call(id, _text(f"{place}.name", block.get("name")), arguments)
+            turns.call(id, text_at(f"{place}.name", block.get("name")), arguments)
             turns.calls.add(id)
             turns.mark(_ttl(f"{place}.cache_control", block.get("cache_control")), place)
         # Thinking is not part of later prompts.
@@ -244,17 +252,17 @@ def _assistant(blocks: list[tuple[str, dict[str, Any]]], turns: _Turns) -> None:
 def _user(message: str, blocks: list[tuple[str, dict[str, Any]]], role: str, turns: _Turns) -> None:
     allowed = {"text", "tool_result"} if role == "user" else {"text"}
     for place, block in blocks:
-        if _kind(place, block, allowed) == "text":
+        if kind_of_block(place, block, allowed) == "text":
             _add_text(place, block, role, turns)
             continue
-        id = _text(f"{place}.tool_use_id", block.get("tool_use_id"))
+        id = text_at(f"{place}.tool_use_id", block.get("tool_use_id"))
         if id not in turns.calls:
             raise InvalidValue(
                 f"{place}: unexpected `tool_use_id` found in `tool_result` blocks: {told(id)}. "
                 "Each `tool_result` block must have a corresponding `tool_use` block in the "
                 "previous message."
             )
-        _flag(f"{place}.is_error", block.get("is_error"))
+        flag_at(f"{place}.is_error", block.get("is_error"))
         turns.answered.add(id)
         turns.result(id, _result(f"{place}.content", block.get("content")))
         turns.mark(_ttl(f"{place}.cache_control", block.get("cache_control")), place)
@@ -273,14 +281,14 @@ def _result(place: str, value: object) -> str:
     if value is None:
         return ""
     texts = []
-    for where, block in _blocks(place, value):
-        _kind(where, block, {"text"})
-        texts.append(_text(f"{where}.text", block.get("text"), empty=True))
+    for where, block in blocks_at(place, value):
+        kind_of_block(where, block, {"text"})
+        texts.append(text_at(f"{where}.text", block.get("text"), empty=True))
     return "\n".join(texts)
 
 
 def _add_text(place: str, block: dict[str, Any], role: str, turns: _Turns) -> None:
-    text = _text(f"{place}.text", block.get("text"), empty=True)
+    text = text_at(f"{place}.text", block.get("text"), empty=True)
     if not text:
         raise InvalidValue(f"{place}: text content blocks must be non-empty")
     turns.text(role, text)
@@ -293,9 +301,9 @@ def _tool_choice(
     """Return OpenAI's tool_choice, and whether several calls at once are allowed."""
     if value is None:
         return None, True
-    fields = _object("tool_choice", value)
+    fields = object_at("tool_choice", value)
     kind = fields.get("type")
-    one = _flag("tool_choice.disable_parallel_tool_use", fields.get("disable_parallel_tool_use"))
+    one = flag_at("tool_choice.disable_parallel_tool_use", fields.get("disable_parallel_tool_use"))
     if kind == "none":
         return "none", True
     if kind not in {"auto", "any", "tool"}:
@@ -306,16 +314,16 @@ def _tool_choice(
         raise InvalidValue("tool_choice: may only be specified while providing tools")
     if kind != "tool":
         return ("auto" if kind == "auto" else "required"), not one
-    name = _text("tool_choice.name", fields.get("name"))
+    name = text_at("tool_choice.name", fields.get("name"))
     if name not in {tool["function"]["name"] for tool in tools}:
         raise InvalidValue(f"tool_choice.name: {told(name)} is none of the tools")
     return {"type": "function", "function": {"name": name}}, not one
 
 
 def _stops(value: object) -> tuple[str, ...]:
-    stops = _list("stop_sequences", value, _MOST_STOPS)
+    stops = list_at("stop_sequences", value, _MOST_STOPS)
     for number, stop in enumerate(stops):
-        text = _text(f"stop_sequences.{number}", stop)
+        text = text_at(f"stop_sequences.{number}", stop)
         if not text.strip():
             raise InvalidValue("stop_sequences: each stop sequence must contain non-whitespace")
         if len(text) > _LONGEST_STOP:
@@ -329,7 +337,7 @@ def _ttl(place: str, value: object) -> int | None:
     """Return the seconds of a ``cache_control``; None for none."""
     if value is None:
         return None
-    fields = _object(place, value)
+    fields = object_at(place, value)
     if fields.get("type") != "ephemeral" or fields.keys() - {"type", "ttl"}:
         raise InvalidValue(
             f"{place}: should be {{'type': 'ephemeral'}}, with a ttl of '5m' or '1h' if any; got "
@@ -341,74 +349,3 @@ def _ttl(place: str, value: object) -> int | None:
     if not isinstance(ttl, str) or ttl not in _TTL_S:
         raise InvalidValue(f"{place}.ttl: should be '5m' or '1h', got {told(ttl)}")
     return _TTL_S[ttl]
-
-
-# --- kinds of values ---------------------------------------------------------------------------
-
-
-def _blocks(place: str, value: object) -> list[tuple[str, dict[str, Any]]]:
-    """Return the blocks of a content, each with its place; a text is one block."""
-    if isinstance(value, str):
-        if not value:
-            raise InvalidValue(f"{place}: should have at least one character")
-        return [(place, {"type": "text", "text": value})]
-    if not isinstance(value, list):
-        raise InvalidValue(f"{place}: should be a text or a list of blocks, got {told(value)}")
-    found = []
-    for number, block in enumerate(value):
-        where = f"{place}.{number}"
-        found.append((where, _object(where, block)))
-    return found
-
-
-def _kind(place: str, block: dict[str, Any], allowed: set[str]) -> str:
-    kind = block.get("type")
-    if not isinstance(kind, str) or kind not in allowed:
-        what = f"; {_ONLY_TEXT}" if kind in {"image", "document"} else ""
-        raise InvalidValue(
-            f"{place}.type: should be one of {', '.join(sorted(allowed))} here, got {told(kind)}"
-            f"{what}"
-        )
-    return kind
-
-
-def _object(place: str, value: object) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise InvalidValue(f"{place}: should be a JSON object, got {told(value)}")
-    return value
-
-
-def _list(place: str, value: object, most: int) -> list[Any]:
-    if value is None:
-        return []
-    if not isinstance(value, list):
-        raise InvalidValue(f"{place}: should be a list, got {told(value)}")
-    if len(value) > most:
-        raise InvalidValue(f"{place}: has {len(value):,} entries; at most {most:,}")
-    return value
-
-
-def _text(place: str, value: object, *, empty: bool = False) -> str:
-    if not isinstance(value, str) or not (value or empty):
-        raise InvalidValue(f"{place}: should be a text, got {told(value)}")
-    return value
-
-
-def _flag(place: str, value: object) -> bool:
-    if value is not None and not isinstance(value, bool):
-        raise InvalidValue(f"{place}: should be true or false, got {told(value)}")
-    return bool(value)
-
-
-def _whole(place: str, value: object, low: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= _INT32:
-        raise InvalidValue(f"{place}: should be a whole number, {low} or more, got {told(value)}")
-    return value
-
-
-def _number(place: str, value: object, low: float, high: float) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise InvalidValue(f"{place}: should be in {low} … {high}, got {told(value)}")
-    return float(value)

@@ -18,17 +18,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from kvkeep.core.errors import InvalidValue
 from kvkeep.serve.http import BodyBudget, BodyGuard, BodyRefused, body_of, unless_disconnected
 from kvkeep.serve.router.affinity import with_key
 from kvkeep.serve.router.health import InstanceHealth, Timeouts
-from kvkeep.serve.router.messages import (
-    COUNT_PATH,
-    MESSAGES_PATH,
-    MessageExchange,
-    read_exchange,
-    refusal,
-)
+from kvkeep.serve.router.message_endpoint import MessagesEndpoint
+from kvkeep.serve.router.messages import COUNT_PATH, MESSAGES_PATH
 from kvkeep.serve.router.metrics import RouterMetrics
 from kvkeep.serve.router.probes import Probes
 from kvkeep.serve.router.prompts import Prompt, PromptParser
@@ -41,6 +35,7 @@ if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope, Send
 
     from kvkeep.serve.kv_events import EventReader
+    from kvkeep.serve.router.messages import MessageExchange
     from kvkeep.serve.router.prompts import Tokenize
     from kvkeep.serve.router.router import PrefixRouter, RouteTicket, Score
     from kvkeep.serve.router.upstreams import Upstreams
@@ -130,7 +125,7 @@ def create_proxy(
             Route("/health", proxy.health, methods=["GET"]),
             Route("/metrics", proxy.metrics, methods=["GET"]),
             *(Route(path, _Forward(proxy, placed=True), methods=["POST"]) for path in _PLACED),
-            *(Route(path, _Messages(proxy), methods=["POST"]) for path in _MESSAGES),
+            *(Route(path, MessagesEndpoint(proxy.forward), methods=["POST"]) for path in _MESSAGES),
             *(Route(path, _Forward(proxy, placed=False)) for path in _OTHERS),
         ],
         middleware=guards,
@@ -174,41 +169,6 @@ class _Forward:
         forwarding = self._proxy.forward(request, body.take(), send, placed=self._placed)
         with suppress(ClientDisconnect):
             await unless_disconnected(receive, forwarding)
-
-
-class _Messages:
-    """An endpoint of Anthropic's API, in front of instances that have OpenAI's alone."""
-
-    def __init__(self, proxy: _Proxy) -> None:
-        self._proxy = proxy
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request, path = Request(scope, receive), scope["path"]
-        try:
-            await (body := body_of(scope)).read()
-            given = body.take()
-            read = partial(read_exchange, given, send, count=path == COUNT_PATH)
-            exchange = await asyncio.to_thread(read)
-        except ClientDisconnect:
-            return
-        except BodyRefused as why:
-            answer = Response(refusal(why.status, str(why)), why.status, dict(why.headers))
-            answer.headers["content-type"] = "application/json"
-            await answer(scope, receive, send)
-            return
-        except InvalidValue as why:
-            answer = Response(refusal(400, str(why)), 400, media_type="application/json")
-            await answer(scope, receive, send)
-            return
-        with suppress(ClientDisconnect):
-            await unless_disconnected(receive, self._forward(request, given, exchange, path))
-
-    async def _forward(
-        self, request: Request, given: bytes, exchange: MessageExchange, path: str
-    ) -> None:
-        placed = path == MESSAGES_PATH
-        await self._proxy.forward(request, given, exchange.send, placed=placed, exchange=exchange)
-        await exchange.broken_off()
 
 
 class _Proxy:
