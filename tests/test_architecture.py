@@ -76,7 +76,8 @@ ROOMS: dict[str, set[str]] = {
     },
     "serve.http": set(),  # holds against hostile clients: of requests it knows bytes alone
     "serve.kv_events": set(),  # on the wire; of a cache it knows the hook
-    "serve.router": {"serve.kv_events", "serve.http"},
+    "serve.messages": set(),  # one API in terms of another: JSON values alone
+    "serve.router": {"serve.kv_events", "serve.http", "serve.messages"},
     "serve.server": {
         "core.cache",
         "core.prefix",  # to draw it
@@ -86,6 +87,7 @@ ROOMS: dict[str, set[str]] = {
         "observe.usage",
         "serve.engine",
         "serve.http",
+        "serve.messages",
     },
     "integrations": {
         "core.cache", "core.prefix", "core.eviction", "core.pages",

@@ -39,6 +39,19 @@ FULL = {
         "messages": [{"role": "system", "content": "Be brief.", "name": "me"},
                      {"role": "user", "content": [{"type": "text", "text": "What?"}]}],
     },
+    "/v1/messages": {
+        "model": "kvkeep-tiny", "max_tokens": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 5,
+        "stop_sequences": ["x"], "stream": False, "cache_salt": "salt",
+        "metadata": {"user_id": "u"}, "kvkeep": {"store": True},
+        "cache_control": {"type": "ephemeral", "ttl": "5m"},
+        "system": [{"type": "text", "text": "Be brief.",
+                    "cache_control": {"type": "ephemeral", "ttl": "1h"}}],
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "What?"}]},
+                     {"role": "assistant",
+                      "content": [{"type": "thinking", "thinking": "a", "signature": "b"},
+                                  {"type": "text", "text": "That."}]},
+                     {"role": "user", "content": "And?"}],
+    },
     "/tokenize": {"model": "kvkeep-tiny", "messages": [{"role": "user", "content": "What?"}]},
     "/detokenize": {"model": "kvkeep-tiny", "tokens": [5, 6]},
     "/kv/clear": {"cache_salt": "salt"},
@@ -86,11 +99,14 @@ def _others_notice_nothing(server):
 def assert_refused_or_right(answer):
     if answer.status_code == 200:
         is_stream = answer.headers["content-type"].startswith("text/event-stream")
-        assert answer.text.endswith("data: [DONE]\n\n") if is_stream else answer.json()
+        ends = ("data: [DONE]\n\n", 'data: {"type":"message_stop"}\n\n')
+        assert answer.text.endswith(ends) if is_stream else answer.json()
         return
     assert 400 <= answer.status_code < 500, (answer.status_code, answer.text[:300])
-    error = answer.json()["error"]
-    assert error.keys() == {"message", "type", "param", "code"}
+    body = answer.json()
+    anthropic = body.get("type") == "error"
+    fields = {"message", "type"} if anthropic else {"message", "type", "param", "code"}
+    assert body["error"].keys() == fields
     assert len(answer.content) < 2000
 
 

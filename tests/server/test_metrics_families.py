@@ -16,6 +16,7 @@ from kvkeep.serve.engine.stats import EngineStats
 from kvkeep.serve.http import BodyBudget, ConnectionLimits, Connections
 from kvkeep.serve.server import families
 from kvkeep.serve.server.metrics import ServerMetrics
+from kvkeep.serve.server.retention import Retention
 from kvkeep.store.blocks.stats import StoreStats
 from kvkeep.store.tiers.counters import TierCounters, TierStats
 from request_events import Requests
@@ -78,6 +79,7 @@ def all_of_it():
     metrics.events = lambda: dict.fromkeys(
         ("batches", "events", "dropped", "resyncs", "replays", "snapshots", "refused"), 1
     )
+    metrics.retention = Retention(cache, 0.1)
     metrics.connections, metrics.bodies = Connections(ConnectionLimits()), BodyBudget()
     found = told(metrics, cache, store=store(), namespaces={"": 4})
     names = {family.name for family in found}

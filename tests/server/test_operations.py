@@ -168,6 +168,7 @@ def test_clearing_one_tenant_leaves_the_others(planted):
 def test_the_document_describes_what_there_is(server):
     document = server.http.get("/openapi.json").json()
     assert set(document["paths"]) == {
+        "/v1/messages", "/v1/messages/count_tokens",
         "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}",
         "/tokenize", "/detokenize", "/health", "/metrics", "/kv/stats", "/kv/clear", "/kv/remove",
         "/kv/sessions/{session}", "/kv/explain", "/kv/explain/{id}", "/kv/requests", "/kv/summary",
@@ -180,7 +181,7 @@ def test_the_document_describes_what_there_is(server):
         for operation in path.values():
             assert "422" not in operation["responses"]
             refused = operation["responses"]["default"]["content"]["application/json"]
-            assert refused["schema"]["$ref"].endswith("/ErrorResponse")
+            assert refused["schema"]["$ref"].endswith(("/ErrorResponse", "/MessagesErrorResponse"))
     prompt = document["components"]["schemas"]["CompletionRequest"]["properties"]["prompt"]
     assert len(prompt["anyOf"]) == 4
 

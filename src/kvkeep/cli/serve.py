@@ -204,6 +204,7 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
         text=not args.no_text,
         explain=not args.no_explain,
         answers=not args.no_answers,
+        pin_share=args.pin_share,
     )
 
 

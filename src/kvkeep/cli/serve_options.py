@@ -110,6 +110,14 @@ def _add_limits(limits: argparse._ArgumentGroup) -> None:
     add_option(
         limits, "--max-prompt-tokens N", "tokens of a prompt (default: as many as fit)", type=count
     )
+    add_option(
+        limits,
+        "--pin-share X",
+        "share of the pool that pins of clients (cache_control) cover for each cache_salt; for all "
+        "together it is half (default: 0.1)",
+        type=float,
+        default=0.1,
+    )
     add_connection_limits(limits, share="what")
     add_seconds(limits, "--request-timeout", 600.0, "time for a whole request")
     add_seconds(limits, "--drain-timeout", 30.0, "time for running requests to end on SIGTERM")

@@ -237,6 +237,7 @@ class Answer:
             tokens=tuple(self.generated),
             finish_reason=self.finish_reason,
             logprobs=self._shown_logprobs(),
+            stop=None if self._text is None else self._text.stopped_by,
         )
 
     def _shown_logprobs(self, start: int = 0) -> tuple[TokenLogprob, ...]:

@@ -20,8 +20,9 @@ class Choice:
 
     ``tokens`` are all generated ids, including an end token or a stop text's tokens; ``text``
     excludes both, and is empty without a tokenizer. ``finish_reason`` is "stop" (end token or stop
-    text) or "length" (``max_tokens``, or the longest sequence of pool or model). ``logprobs`` has
-    one entry a token if the request asked for them.
+    text) or "length" (``max_tokens``, or the longest sequence of pool or model). ``stop`` is the
+    stop text that ended it, None if none did. ``logprobs`` has one entry a token if the request
+    asked for them.
     """
 
     index: int
@@ -29,6 +30,7 @@ class Choice:
     tokens: tuple[int, ...]
     finish_reason: FinishReason
     logprobs: tuple[TokenLogprob, ...] = ()
+    stop: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from kvkeep.core.errors import InvalidValue, UnsupportedModel, require
+from kvkeep.core.tokens import common_length
 
 if TYPE_CHECKING:
     import os
@@ -60,22 +61,57 @@ class Tokenizer:
         """Return the token ids of ``text``, with the model's start token if it has one."""
         return self._encoded(text, special_tokens=True)
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> npt.NDArray[np.int32]:
+    @property
+    def knows_tools(self) -> bool:
+        """Whether the chat template has a place for tools."""
+        return self.has_chat_template and "tools" in str(self._tokenizer.chat_template)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> npt.NDArray[np.int32]:
         """Return the token ids of a conversation, ready for the model's answer.
 
         Each message has a ``role`` (system, user, assistant) and a ``content``. Raises
         `InvalidValue` for a conversation that the model's template refuses.
         """
+        return self._encoded(self.rendered(messages), special_tokens=False)
+
+    def rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        continued: bool = False,
+    ) -> str:
+        """Return the text of a conversation for `encode_rendered`; see `chat`.
+
+        ``tools`` are definitions in OpenAI's form. With ``continued`` the last message is left
+        open, and the answer continues it.
+        """
         if not self.has_chat_template:
             raise InvalidValue("this model has no chat template; give it plain text")
         template_error = require("jinja2", "transformers").TemplateError
         try:
-            text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            text: str = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=not continued,
+                continue_final_message=continued,
             )
         except (template_error, ValueError, TypeError, KeyError) as error:
             raise InvalidValue(f"the model's chat template refuses this: {error}") from error
-        return self._encoded(text, special_tokens=False)
+        return text
+
+    def encode_rendered(
+        self, text: str, ends: Sequence[int] = ()
+    ) -> tuple[npt.NDArray[np.int32], list[int]]:
+        """Return the token ids of a rendered conversation, and a position for each of ``ends``.
+
+        ``ends`` are numbers of characters; the position of one is the number of tokens that lie
+        before it entirely.
+        """
+        tokens = self._encoded(text, special_tokens=False)
+        parts = (self._encoded(text[:end], special_tokens=False) for end in ends)
+        return tokens, [common_length(tokens, part) for part in parts]
 
     def _encoded(self, text: str, *, special_tokens: bool) -> npt.NDArray[np.int32]:
         try:
@@ -275,7 +311,12 @@ class GrowingText:
         self._stop = stop
         self._shown: list[str] = []
         self._held = ""  # may begin a stop text
-        self.stopped = False
+        self.stopped_by: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop text has ended the text."""
+        return self.stopped_by is not None
 
     @property
     def text(self) -> str:
@@ -296,10 +337,10 @@ class GrowingText:
         if not more:
             return ""
         self._held += more  # no stop text begins before the held text
-        ends = [end for stop in self._stop if (end := self._held.find(stop)) >= 0]
+        ends = [(end, stop) for stop in self._stop if (end := self._held.find(stop)) >= 0]
         if ends:
-            self._held = self._held[: min(ends)]
-            self.stopped = True
+            end, self.stopped_by = min(ends)
+            self._held = self._held[:end]
             return self._show(len(self._held))
         return self._show(len(self._held) - max(map(self._beginning, self._stop), default=0))
 

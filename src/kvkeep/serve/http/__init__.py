@@ -17,6 +17,7 @@ from kvkeep.serve.http.connections import ConnectionLimits, Connections  # noqa:
 from kvkeep.serve.http.disconnects import unless_disconnected  # noqa: E402
 from kvkeep.serve.http.files import connections_for, raise_file_limit  # noqa: E402
 from kvkeep.serve.http.listening import GuardedServer, bind, url_of  # noqa: E402
+from kvkeep.serve.http.values import check_values  # noqa: E402
 
 __all__ = [
     "BodyBudget",
@@ -28,6 +29,7 @@ __all__ = [
     "RequestBody",
     "bind",
     "body_of",
+    "check_values",
     "connections_for",
     "raise_file_limit",
     "unless_disconnected",

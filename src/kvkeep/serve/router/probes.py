@@ -73,6 +73,7 @@ class Probes:
                 asyncio.timeout(self._timeouts.probe_s),
                 self._upstreams.request(name, "GET", "/health", _HEADERS, b"") as response,
             ):
+                self._upstreams.note_health(name, response)
                 return response.status_code < 500
         except (UpstreamFailed, TimeoutError):
             return False

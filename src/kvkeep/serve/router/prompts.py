@@ -28,6 +28,7 @@ __all__ = ["Prompt", "PromptParser", "TokenizeOutcome"]
 
 _MOST_BYTES = 32 << 20  # of a /tokenize response; 8 MiB of text has no more tokens than that
 _MOST_NAME = 4096  # bytes of a model's name or a salt, as JSON
+_SESSION_HEADER = b"x-session-id"
 _MOST_TRIES = 2  # instances that may get one text for /tokenize
 # Fields of a chat request that /tokenize takes as well.
 _CHAT = ("model", "messages", "tools", "chat_template", "chat_template_kwargs")
@@ -44,6 +45,7 @@ class _Body(msgspec.Struct, gc=False):
 
     model: msgspec.Raw = _NOTHING
     cache_salt: msgspec.Raw = _NOTHING
+    prompt_cache_key: msgspec.Raw = _NOTHING
     prompt: msgspec.Raw = _NOTHING
     messages: msgspec.Raw = _NOTHING
     tools: msgspec.Raw = _NOTHING
@@ -77,11 +79,15 @@ class TokenizeOutcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A request's prompt, model and ``cache_salt``. ``tokens`` is None if they are unknown."""
+    """A request's prompt, model and ``cache_salt``. ``tokens`` is None if they are unknown.
+
+    ``key`` names the conversation or application: its prompts should go to one instance.
+    """
 
     tokens: TokenArray | None
     model: str = ""
     salt: str = ""
+    key: str = ""
 
 
 class PromptParser:
@@ -117,7 +123,8 @@ class PromptParser:
             tokens = await self._tokens(fields, headers)
         except (InvalidValue, *_UNREADABLE):
             tokens = None
-        return Prompt(tokens, _name(fields.model), _name(fields.cache_salt))
+        key = _name(fields.prompt_cache_key) or _session_of(headers)
+        return Prompt(tokens, _name(fields.model), _name(fields.cache_salt), key)
 
     async def _tokens(self, fields: _Body, headers: list[tuple[bytes, bytes]]) -> TokenArray | None:
         prompt = bytes(fields.prompt)
@@ -185,6 +192,14 @@ class PromptParser:
             return as_tokens(tokens) if tokens else None
         except (InvalidValue, *_UNREADABLE):
             return None
+
+
+def _session_of(headers: list[tuple[bytes, bytes]]) -> str:
+    """Return the session that a client names in a header; "" without one."""
+    for name, value in headers:
+        if name == _SESSION_HEADER:
+            return value[:_MOST_NAME].decode("latin-1")
+    return ""
 
 
 def _name(written: msgspec.Raw) -> str:

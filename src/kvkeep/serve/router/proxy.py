@@ -19,7 +19,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvkeep.serve.http import BodyBudget, BodyGuard, BodyRefused, body_of, unless_disconnected
+from kvkeep.serve.router.affinity import with_key
 from kvkeep.serve.router.health import InstanceHealth, Timeouts
+from kvkeep.serve.router.message_endpoint import MessagesEndpoint
+from kvkeep.serve.router.messages import COUNT_PATH, MESSAGES_PATH
 from kvkeep.serve.router.metrics import RouterMetrics
 from kvkeep.serve.router.probes import Probes
 from kvkeep.serve.router.prompts import Prompt, PromptParser
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope, Send
 
     from kvkeep.serve.kv_events import EventReader
+    from kvkeep.serve.router.messages import MessageExchange
     from kvkeep.serve.router.prompts import Tokenize
     from kvkeep.serve.router.router import PrefixRouter, RouteTicket, Score
     from kvkeep.serve.router.upstreams import Upstreams
@@ -41,6 +45,7 @@ __all__ = ["create_proxy"]
 log = logging.getLogger("kvkeep.router")
 
 _PLACED = ("/v1/completions", "/v1/chat/completions")
+_MESSAGES = (MESSAGES_PATH, COUNT_PATH)
 # Forwarded to the least loaded instance.
 _OTHERS = ("/v1/models", "/v1/models/{name:path}", "/v1/embeddings", "/tokenize", "/detokenize")
 # Statuses that count as a failure of the instance, and those worth a try at another one.
@@ -120,6 +125,7 @@ def create_proxy(
             Route("/health", proxy.health, methods=["GET"]),
             Route("/metrics", proxy.metrics, methods=["GET"]),
             *(Route(path, _Forward(proxy, placed=True), methods=["POST"]) for path in _PLACED),
+            *(Route(path, MessagesEndpoint(proxy.forward), methods=["POST"]) for path in _MESSAGES),
             *(Route(path, _Forward(proxy, placed=False)) for path in _OTHERS),
         ],
         middleware=guards,
@@ -206,15 +212,26 @@ class _Proxy:
         text = self._metrics.exposition(self._router, self._upstreams, self._reader)
         return Response(text, headers={"content-type": self._metrics.content_type})
 
-    async def forward(self, request: Request, body: bytes, send: Send, *, placed: bool) -> None:
+    async def forward(
+        self,
+        request: Request,
+        body: bytes,
+        send: Send,
+        *,
+        placed: bool,
+        exchange: MessageExchange | None = None,
+    ) -> None:
         """Send the request to the best instance, or after a failure to the next best.
 
-        No other instance is tried once a response to the client has begun.
+        No other instance is tried once a response to the client has begun. ``exchange`` translates
+        a request for instances that do not know its API.
         """
         headers = end_to_end_headers(request.scope["headers"])
-        prompt = await self._prompts.read(body, headers) if placed else Prompt(None)
+        shown = body if exchange is None else exchange.body
+        known = headers if exchange is None else exchange.headers(headers)
+        prompt = await self._prompts.read(shown, known) if placed else Prompt(None)
         lora = prompt.model if self._router.is_adapter(prompt.model) else ""
-        forwarded = _ForwardedRequest(request, headers, body)
+        forwarded = _ForwardedRequest(request, headers, body, exchange)
         names = self._upstreams.names
         tried: set[str] = set()
         outcomes: list[_Outcome] = []
@@ -243,6 +260,8 @@ class _Proxy:
             if final:
                 break
             self._metrics.retries.labels(name).inc()
+        if exchange is not None:
+            exchange.translates = True
         await _no_response(outcomes)(request.scope, request.receive, send)
 
     def _next(self, prompt: Prompt, lora: str, tried: set[str]) -> Score:
@@ -253,8 +272,9 @@ class _Proxy:
             scores = self._router.least_loaded(among)
         else:
             scores = self._router.score(prompt.tokens, lora=lora, salt=prompt.salt, among=among)
+        chosen = with_key(scores, prompt.key)
         self._metrics.deciding.observe(time.perf_counter() - begun)
-        return scores[0]
+        return chosen
 
     async def _try(
         self,
@@ -310,9 +330,11 @@ class _Proxy:
     ) -> httpx.Response:
         """Return an instance's response head; ``stack`` closes the response."""
         name = score.place.instance
-        headers = self._headers(forwarded, score)
+        path, body, headers = forwarded.sent_to(native=self._upstreams.has_messages(name))
         response = await stack.enter_async_context(
-            self._upstreams.request(name, forwarded.method, forwarded.path, headers, forwarded.body)
+            self._upstreams.request(
+                name, forwarded.method, path, self._with_rank(headers, score), body
+            )
         )
         if response.status_code in _FAILED:
             self._health.failed(name)
@@ -359,16 +381,25 @@ class _Proxy:
         """Whether one of these instances answers requests or probes."""
         return any(self._health.state(name) is not InstanceHealth.SUSPECT for name in others)
 
-    def _headers(self, forwarded: _ForwardedRequest, score: Score) -> list[tuple[bytes, bytes]]:
+    def _with_rank(
+        self, headers: list[tuple[bytes, bytes]], score: Score
+    ) -> list[tuple[bytes, bytes]]:
         if self._router.num_ranks(score.place.instance) < 2:
-            return forwarded.headers
-        return [*forwarded.headers, (b"x-data-parallel-rank", b"%d" % score.place.rank)]
+            return headers
+        return [*headers, (b"x-data-parallel-rank", b"%d" % score.place.rank)]
 
 
 class _ForwardedRequest:
     """A client's request as it is forwarded."""
 
-    def __init__(self, request: Request, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+    def __init__(
+        self,
+        request: Request,
+        headers: list[tuple[bytes, bytes]],
+        body: bytes,
+        exchange: MessageExchange | None = None,
+    ) -> None:
+        self.exchange = exchange
         self.method = request.method
         path: bytes = request.scope.get("raw_path") or quote(request.scope["path"]).encode()
         query: bytes = request.scope["query_string"]
@@ -376,6 +407,15 @@ class _ForwardedRequest:
         self.log_path = quote(request.scope["path"][:100])  # quoted: no path can forge a log line
         self.headers = headers
         self.body = body
+
+    def sent_to(self, *, native: bool) -> tuple[str, bytes, list[tuple[bytes, bytes]]]:
+        """Return path, body and headers for an instance; ``native``: it has Anthropic's API."""
+        if self.exchange is not None:
+            self.exchange.translates = not native
+            if not native:
+                headers = self.exchange.headers(self.headers)
+                return self.exchange.path, self.exchange.body, headers
+        return self.path, self.body, self.headers
 
 
 def _refused(scope: Scope) -> Response | None:

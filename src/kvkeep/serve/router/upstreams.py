@@ -23,6 +23,9 @@ _OWN_HEADERS = frozenset(
     b"transfer-encoding upgrade host content-length expect x-data-parallel-rank".split()
 )
 
+MESSAGES_HEADER = "x-kvkeep-messages"
+"""In answers to GET /health: this server has Anthropic's API."""
+
 
 class UpstreamFailed(Exception):
     """An instance did not respond, or broke off. ``reached``: it may have got the request."""
@@ -60,11 +63,23 @@ class Upstreams:
         if not self.names:
             raise InvalidValue("a router needs at least one instance, got none")
         self.health = Health(self.names, clock=clock)
+        self._with_messages: set[str] = set()
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=connect_s),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
             trust_env=False,  # no proxy from the environment
         )
+
+    def has_messages(self, name: str) -> bool:
+        """Whether the instance has Anthropic's API as kvkeep serves it, with pins."""
+        return name in self._with_messages
+
+    def note_health(self, name: str, response: httpx.Response) -> None:
+        """Note what an answered probe says of the instance."""
+        if response.headers.get(MESSAGES_HEADER) is not None:
+            self._with_messages.add(name)
+        else:
+            self._with_messages.discard(name)
 
     @asynccontextmanager
     async def request(

@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect
 
 from kvkeep.core.errors import InvalidValue, OutOfPages, QueueFull
 from kvkeep.serve.http import BodyRefused
+from kvkeep.serve.messages import error_body, new_id
 from kvkeep.serve.server.worker import EngineStopped
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ __all__ = ["ApiError", "as_api_error", "install", "outcome_of"]
 
 log = logging.getLogger("kvkeep.server")
 
+_ANTHROPIC = "/v1/messages"
 INVALID = "invalid_request_error"
 SERVER = "server_error"
 _KINDS = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error"}
@@ -67,9 +69,13 @@ class ApiError(HTTPException):
         error = {"message": self.detail, "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
 
-    def response(self) -> JSONResponse:
-        """The HTTP response."""
-        return JSONResponse(self.body(), self.status_code, self.headers)
+    def response(self, path: str = "") -> JSONResponse:
+        """The HTTP response, in the form of the API to which ``path`` belongs."""
+        if not path.startswith(_ANTHROPIC):
+            return JSONResponse(self.body(), self.status_code, self.headers)
+        id = new_id("req")
+        body = error_body(self.status_code, str(self.detail), request_id=id)
+        return JSONResponse(body, self.status_code, {**(self.headers or {}), "request-id": id})
 
 
 def as_api_error(error: Exception, *, retry_after_s: int = 1) -> ApiError:
@@ -110,14 +116,14 @@ def install(app: FastAPI) -> None:
     """Let every error of ``app`` take this form."""
 
     async def known(request: Request, error: Exception) -> JSONResponse:
-        return as_api_error(error).response()
+        return as_api_error(error).response(request.url.path)
 
     async def unknown(request: Request, error: Exception) -> JSONResponse:
-        return ApiError(500, "internal error; see the server's log").response()
+        return ApiError(500, "internal error; see the server's log").response(request.url.path)
 
     async def invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return _of_fields(error.errors()).response()
+        return _of_fields(error.errors()).response(request.url.path)
 
     app.add_exception_handler(HTTPException, known)
     app.add_exception_handler(InvalidValue, known)
@@ -154,6 +160,8 @@ def _what(error: Mapping[str, Any]) -> str:
     if error["type"] == "wrong_field":
         what: str = error["ctx"]["what"]
         return what
+    if error["type"] == "union_tag_invalid":  # pydantic's message repeats the whole value
+        return f"has a type that is none of {error['ctx']['expected_tags']}"
     return _WORDS.get(error["type"]) or _SUBJECT.sub("", error["msg"])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from contextlib import AsyncExitStack, suppress
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from kvkeep.serve.engine import Completion, Delta
+    from kvkeep.serve.server.framing import Frames
     from kvkeep.serve.server.schemas.base import ResponseModel
     from kvkeep.serve.server.service import ServedRequest, Service
     from kvkeep.serve.server.worker import Job
@@ -44,6 +44,10 @@ class Writer(Protocol):
     @property
     def id(self) -> str:
         """The response's id."""
+
+    @property
+    def frames(self) -> Frames:
+        """The form in which its events are sent."""
 
     def begin(self) -> Iterable[ResponseModel]:
         """Yield the events before any token."""
@@ -107,6 +111,7 @@ class EventStream(Response):
         self._service = service
         self._ticket = ticket
         self._writer = writer
+        self._frames = writer.frames
         self._stack = stack
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -127,21 +132,23 @@ class EventStream(Response):
             self._ticket.outcome = outcome_of(known)
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LAST_WORDS_S):
-                    await send(_body(json.dumps(known.body()).encode(), more=False))
+                    await send(_body(self._frames.error(known), more=False))
 
     async def _write_all(self, send: Send) -> None:
         completions: dict[int, Completion] = {}
-        await send(_body(*map(_json, self._writer.begin())))
+        frame = self._frames.event
+        if begin := [*map(frame, self._writer.begin())]:
+            await send(_body(*begin))
         async for arrived in self._ticket.deltas():
             events: list[bytes] = []
             for number, delta in arrived:
-                events += map(_json, self._writer.more(number, delta))
+                events += map(frame, self._writer.more(number, delta))
                 if delta.completion is not None:
                     completions[number] = delta.completion
             if events:
                 await send(_body(*events))
-        last = map(_json, self._writer.end(_in_order(completions)))
-        await send(_body(*last, b"[DONE]", more=False))
+        last = map(frame, self._writer.end(_in_order(completions)))
+        await send(_body(*last, self._frames.last, more=False))
 
 
 async def _submitted(
@@ -173,10 +180,5 @@ async def _in_time(ticket: ServedRequest, work: Coroutine[Any, Any, Result]) -> 
         raise ApiError(408, message, code="timeout") from error
 
 
-def _json(event: ResponseModel) -> bytes:
-    return event.model_dump_json().encode()
-
-
 def _body(*events: bytes, more: bool = True) -> dict[str, Any]:
-    data = b"".join(b"data: %s\n\n" % event for event in events)
-    return {"type": "http.response.body", "body": data, "more_body": more}
+    return {"type": "http.response.body", "body": b"".join(events), "more_body": more}

@@ -64,13 +64,16 @@ class HostGuard:
                     param="Host",
                     code="unknown_host",
                 )
-                await error.response()(scope, receive, send)
+                await error.response(scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
 
 class KeyGuard:
-    """Refuses requests without ``Authorization: Bearer KEY``. Compares in constant time."""
+    """Refuses requests without ``Authorization: Bearer KEY``. Compares in constant time.
+
+    Anthropic's clients send ``x-api-key: KEY`` instead.
+    """
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app
@@ -78,19 +81,23 @@ class KeyGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on or refuse."""
-        if scope["type"] == "http" and not _is_open(scope["path"]):
-            header = Headers(scope=scope).get("authorization", "").encode("latin-1")
-            scheme, _, given = header.partition(b" ")
-            if scheme.lower() != b"bearer" or not hmac.compare_digest(given, self._expected):
-                error = ApiError(
-                    401,
-                    "this server needs an API key: send it as Authorization: Bearer KEY",
-                    code="invalid_api_key",
-                    headers={"WWW-Authenticate": "Bearer"},
-                )
-                await error.response()(scope, receive, send)
-                return
+        is_guarded = scope["type"] == "http" and not _is_open(scope["path"])
+        if is_guarded and not self._is_right(Headers(scope=scope)):
+            error = ApiError(
+                401,
+                "this server needs an API key: send it as Authorization: Bearer KEY",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+            await error.response(scope["path"])(scope, receive, send)
+            return
         await self._app(scope, receive, send)
+
+    def _is_right(self, headers: Headers) -> bool:
+        scheme, _, given = headers.get("authorization", "").encode("latin-1").partition(b" ")
+        bearer = hmac.compare_digest(given, self._expected) and scheme.lower() == b"bearer"
+        plain = headers.get("x-api-key", "").encode("latin-1")
+        return hmac.compare_digest(plain, self._expected) or bearer
 
 
 class AccessLog:

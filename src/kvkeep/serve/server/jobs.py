@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "chat_jobs", "chat_tokens", "completion_jobs", "conversation_tokens", "echoes",
-    "prompt_tokens", "refuse_far_too_long", "request_tokens",
+    "prompt_tokens", "refuse_far_too_long", "refuse_without_template", "request_tokens",
+    "room_behind", "that_fit",
 ]  # fmt: skip
 
 # OpenAI's default.
@@ -43,7 +44,7 @@ def chat_jobs(service: Service, body: ChatRequest) -> list[Job]:
     """Return the one job of a conversation."""
     body.check_bias(service.engine.runner.vocabulary)
     prompt = conversation_tokens(service, body.messages)
-    room = _room(service, prompt)
+    room = room_behind(service, prompt)
     params = body.sampling(
         max_tokens=min(body.limit or room, room),
         draft_tokens=service.settings.draft_tokens,
@@ -62,7 +63,7 @@ def completion_jobs(service: Service, body: CompletionRequest) -> list[Job]:
     jobs = []
     for prompt in body.prompt:
         tokens = prompt_tokens(service, prompt)
-        room = _room(service, tokens)
+        room = room_behind(service, tokens)
         params = body.sampling(
             max_tokens=min(body.max_tokens or _COMPLETION_TOKENS, room),
             draft_tokens=service.settings.draft_tokens,
@@ -82,19 +83,29 @@ def _job(
     space: Namespace,
 ) -> Job:
     extras = body.extras
+    session, turn = body.session
     return Job(
         prompt=prompt,
         params=params,
         namespace=space,
         store=extras.store,
         answers=extras.answers and service.settings.answers,
-        session=extras.session,
-        turn=extras.turn,
+        session=session,
+        turn=turn,
     )
 
 
 def chat_tokens(tokenizer: Tokenizer, messages: Sequence[Message]) -> TokenArray:
     """Return the tokens of a conversation, up to where the model's turn begins."""
+    refuse_without_template(tokenizer)
+    try:
+        return tokenizer.chat([message.as_turn() for message in messages])
+    except InvalidValue as error:
+        raise ApiError(400, str(error), param="messages") from error
+
+
+def refuse_without_template(tokenizer: Tokenizer) -> None:
+    """Raise `ApiError` for a model without a chat template."""
     if not tokenizer.has_chat_template:
         raise ApiError(
             400,
@@ -103,10 +114,6 @@ def chat_tokens(tokenizer: Tokenizer, messages: Sequence[Message]) -> TokenArray
             param="messages",
             code="no_chat_template",
         )
-    try:
-        return tokenizer.chat([message.as_turn() for message in messages])
-    except InvalidValue as error:
-        raise ApiError(400, str(error), param="messages") from error
 
 
 def echoes(service: Service, body: CompletionRequest) -> list[str]:
@@ -124,19 +131,19 @@ def prompt_tokens(service: Service, prompt: Prompt | Sequence[int]) -> TokenArra
         tokens = service.tokenizer.encode(prompt)
         if not len(tokens):
             raise ApiError(400, "prompt has no tokens; give it at least one", param="prompt")
-        return _that_fit(service, "prompt", tokens)
+        return that_fit(service, "prompt", tokens)
     tokens = as_tokens(prompt)
     known = service.engine.runner.vocabulary
     if (largest := np.maximum.reduce(tokens)) >= known:
         message = f"prompt has token {largest}; the model knows 0 … {known - 1}"
         raise ApiError(400, message, param="prompt")
-    return _that_fit(service, "prompt", tokens)
+    return that_fit(service, "prompt", tokens)
 
 
 def conversation_tokens(service: Service, messages: Sequence[Message]) -> TokenArray:
     """Return the tokens of a conversation; `ApiError` if this server refuses them."""
     refuse_far_too_long(service, "messages", *(turn.text for turn in messages))
-    return _that_fit(service, "messages", chat_tokens(service.tokenizer, messages))
+    return that_fit(service, "messages", chat_tokens(service.tokenizer, messages))
 
 
 def request_tokens(service: Service, body: PromptRequest) -> TokenArray:
@@ -146,13 +153,14 @@ def request_tokens(service: Service, body: PromptRequest) -> TokenArray:
     return prompt_tokens(service, body.prompt or "")
 
 
-def _that_fit(service: Service, field: str, prompt: TokenArray) -> TokenArray:
+def that_fit(service: Service, field: str, prompt: TokenArray) -> TokenArray:
+    """Return ``prompt``; `ApiError` if it is longer than this server accepts."""
     if len(prompt) > service.longest_prompt:
         raise _too_long(service, field, f"{len(prompt)} tokens")
     return prompt
 
 
-def _room(service: Service, prompt: TokenArray) -> int:
+def room_behind(service: Service, prompt: TokenArray) -> int:
     """Return how many tokens fit behind ``prompt``, at least one."""
     return service.engine.runner.max_tokens - len(prompt)
 

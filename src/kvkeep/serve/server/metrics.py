@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from kvkeep.core.cache import CacheStats, PagedCache
     from kvkeep.serve.http import BodyBudget, Connections
+    from kvkeep.serve.server.retention import Retention
 
 __all__ = ["ServerMetrics"]
 
@@ -34,7 +35,8 @@ class ServerMetrics:
 
     ``usage`` counts requests by namespace. The attributes set later add families: ``events``
     returns a publisher's figures (`PublisherStats.as_dict`), ``reasons`` the computed tokens by
-    reason since the start (an explainer's), ``connections`` and ``bodies`` are the HTTP server's.
+    reason since the start (an explainer's), ``retention`` pins prefixes, ``connections`` and
+    ``bodies`` are the HTTP server's.
 
     Thread safety: all methods.
     """
@@ -50,6 +52,7 @@ class ServerMetrics:
         self.usage = UsageTable() if usage is None else usage
         self.events: Callable[[], Mapping[str, int]] | None = None
         self.reasons: Callable[[], Mapping[str, int]] | None = None
+        self.retention: Retention | None = None
         self.connections: Connections | None = None
         self.bodies: BodyBudget | None = None
         self.requests = Counter(
@@ -146,6 +149,8 @@ class ServerMetrics:
                 found += families.of_events(self.events())
             if store is not None:
                 found += families.of_store(engine, store)
+            if self.retention is not None:
+                found += families.of_retention(self.retention)
             found += http_metrics.families(self.connections, self.bodies)
             self._state.families = found
             return generate_latest(self._registry)

@@ -15,6 +15,7 @@ from kvkeep.serve.server.errors import ApiError, outcome_of
 from kvkeep.serve.server.live import Live
 from kvkeep.serve.server.metrics import ServerMetrics
 from kvkeep.serve.server.record import JobRecorder
+from kvkeep.serve.server.retention import Retention
 from kvkeep.serve.server.thread_pools import ThreadPools
 from kvkeep.serve.server.watching import Watching
 from kvkeep.serve.server.worker import EngineStopped, Generation, Worker
@@ -62,6 +63,8 @@ class Service:
         self._observers = observers
         if settings.explain:
             self.metrics.reasons = self.watching.computed_tokens
+        self.retention = Retention(engine.cache, settings.pin_share)
+        self.metrics.retention = self.retention
         self.live = Live(self)
         self.worker = Worker(engine, flush_timeout_s=settings.flush_timeout_s)
         self.began = int(time.time())
@@ -202,6 +205,7 @@ class ServedRequest:
         self._begun = time.perf_counter()
         self._last: dict[tuple[int, int], float] = {}  # time of each answer's last token
         self._generation: Generation | None = None
+        self._kept: set[int] = set()  # jobs whose prompts were pinned
         self._failed: ApiError | None = None
         self._record = (
             None if service.capture is None else JobRecorder(service.capture, call.endpoint)
@@ -243,7 +247,18 @@ class ServedRequest:
             now = time.perf_counter()
             for number, delta in arrived:
                 self._note(number, delta, now)
+                await self._keep(number, delta)
             yield arrived
+
+    async def _keep(self, number: int, delta: Delta) -> None:
+        """Pin what the job wants to be kept, once: its prompt is computed with the first token."""
+        job = self._generation.jobs[number] if self._generation is not None else None
+        if job is None or job.keep is None or number in self._kept or not delta.tokens:
+            return
+        self._kept.add(number)
+        # In a thread: hashing a long prompt takes milliseconds.
+        keep = self._service.retention.keep
+        await asyncio.to_thread(keep, job.prompt, job.namespace, job.keep)
 
     def _note(self, number: int, delta: Delta, now: float) -> None:
         metrics = self._service.metrics

@@ -27,6 +27,9 @@ class ServerSettings:
     ``hosts`` are the accepted names in the Host header (None: all). On a loopback address only its
     own names should be, or a web page could reach the server under its own name (DNS rebinding).
 
+    Pins that clients ask for (``cache_control``) cover at most ``pin_share`` of the pool for each
+    ``cache_salt``, and half of it in all.
+
     Without ``text``, no response under /kv contains text or tokens of prompts. Without ``explain``,
     no prompts are remembered to explain their reuse. Without ``answers``, the store keeps only the
     KV of prompts, even if a request sets otherwise.
@@ -46,6 +49,7 @@ class ServerSettings:
     text: bool = True
     explain: bool = True
     answers: bool = True
+    pin_share: float = 0.1
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -59,6 +63,8 @@ class ServerSettings:
         whole("draft_tokens", self.draft_tokens, 0)
         if self.max_prompt_tokens is not None:
             whole("max_prompt_tokens", self.max_prompt_tokens, 1)
+        if not 0 <= self.pin_share <= 1:
+            raise InvalidValue(f"pin_share must be a share, 0 … 1; got {self.pin_share}")
         for name in ("request_timeout_s", "drain_timeout_s", "flush_timeout_s"):
             seconds = getattr(self, name)
             if not 0 <= seconds < math.inf:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvkeep.core.keys import Namespace
     from kvkeep.core.tokens import TokenArray
     from kvkeep.serve.engine import Delta, Engine, Request, SamplingParams
+    from kvkeep.serve.server.retention import Keep
 
 __all__ = ["Call", "EngineStopped", "Generation", "Job", "Worker"]
 
@@ -42,6 +43,7 @@ class Job:
     answers: bool = True
     session: str | None = None
     turn: int | None = None
+    keep: Keep | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from typing import TYPE_CHECKING, ClassVar
 
+from kvkeep.serve.server.framing import OPENAI
 from kvkeep.serve.server.schemas.responses import (
     AssistantMessage,
     ChatChoice,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from kvkeep.serve.engine import Choice, Completion, Delta, Tokenizer, TokenLogprob
+    from kvkeep.serve.server.framing import Frames
     from kvkeep.serve.server.schemas.responses import ChatLogprobs, CompletionLogprobs
 
 __all__ = ["ChatWriter", "CompletionWriter", "usage_of"]
@@ -35,6 +37,7 @@ class _Writer:
     """The common part: id, time and options of one response."""
 
     PREFIX: ClassVar[str]
+    frames: ClassVar[Frames] = OPENAI
 
     def __init__(
         self, model: str, tokenizer: Tokenizer, *, n: int, logprobs: bool, usage: bool

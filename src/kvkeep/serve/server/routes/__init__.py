@@ -3,12 +3,13 @@
 Modules here have no ``from __future__ import annotations``: FastAPI reads annotations at run time.
 """
 
-from kvkeep.serve.server.routes import kv, map, openai, operations, see, tokens, ui
+from kvkeep.serve.server.routes import kv, map, messages, openai, operations, see, tokens, ui
 
 __all__ = ["ROUTERS"]
 
 ROUTERS = (
     openai.router,
+    messages.router,
     tokens.router,
     kv.router,
     see.router,

@@ -194,7 +194,11 @@ class SamplingRequest(RequestModel):
         default=None, description="Ignored."
     )
     safety_identifier: str | None = Field(default=None, description="Ignored.")
-    prompt_cache_key: str | None = Field(default=None, description="Ignored: the cache needs none.")
+    prompt_cache_key: str | None = Field(
+        default=None,
+        max_length=256,
+        description="The session, unless kvkeep.session names one; its requests are siblings.",
+    )
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> "SamplingRequest":
@@ -206,6 +210,17 @@ class SamplingRequest(RequestModel):
     def extras(self) -> Extras:
         """The ``kvkeep`` object, or its defaults."""
         return self.kvkeep or Extras()
+
+    @property
+    def session(self) -> tuple[str | None, int | None]:
+        """The session and turn. Requests of one ``prompt_cache_key`` replace none of each other.
+
+        Several conversations may have one key, so all its requests are of one turn.
+        """
+        extras = self.extras
+        if extras.session is None and self.prompt_cache_key:
+            return self.prompt_cache_key, 0
+        return extras.session, extras.turn
 
     @property
     def wants_usage(self) -> bool:

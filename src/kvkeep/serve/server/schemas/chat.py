@@ -7,7 +7,15 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from kvkeep.serve.server.schemas.base import RequestModel, SamplingRequest, field_error
 
-__all__ = ["ChatRequest", "Message", "Messages", "TextFormat", "TextPart", "characters"]
+__all__ = [
+    "ChatRequest",
+    "Message",
+    "Messages",
+    "TextFormat",
+    "TextPart",
+    "characters",
+    "few_parts",
+]
 
 _NO_TOOLS = "this server does not support tools"
 _TEXT_ONLY = "models here read and write text only"
@@ -52,7 +60,7 @@ class Message(RequestModel):
         return turn if self.name is None else {**turn, "name": self.name}
 
 
-def _few_parts(messages: object) -> object:
+def few_parts(messages: object) -> object:
     """Refuse too many parts before they are parsed: each takes forty times its bytes."""
     if isinstance(messages, list):
         contents = (turn.get("content") for turn in messages if isinstance(turn, dict))
@@ -65,7 +73,7 @@ def _few_parts(messages: object) -> object:
 Messages = Annotated[
     list[Message],
     Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True),
-    BeforeValidator(_few_parts),
+    BeforeValidator(few_parts),
 ]
 
 

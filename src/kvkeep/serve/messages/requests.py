@@ -1,0 +1,351 @@
+"""`read_call`: checks a request of the Messages API and translates it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from kvkeep.core.errors import InvalidValue, told
+from kvkeep.serve.messages.calls import Breakpoint, MessagesCall, Part
+from kvkeep.serve.messages.checks import (
+    blocks_at,
+    flag_at,
+    kind_of_block,
+    list_at,
+    number_at,
+    object_at,
+    text_at,
+    whole_at,
+)
+
+__all__ = ["read_call"]
+
+MOST_BREAKPOINTS = 4
+_TTL_S = {"5m": 300, "1h": 3600}
+_MOST_MESSAGES = 4096
+_MOST_BLOCKS = 8192
+_MOST_TOOLS = 1024
+_MOST_STOPS = 16
+_LONGEST_STOP = 256  # characters
+_NO_THINKING = "models here have no thinking that can be set; leave it out"
+# Fields that are understood and cannot be honoured, and the values that ask for nothing.
+_REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "container": ("this server runs no code", ()),
+    "mcp_servers": ("this server calls no tools by itself", ([],)),
+    "context_management": ("this server edits no conversation", ()),
+    "output_config": ("answers have no other format", ({},)),
+    "service_tier": ("this server treats all requests alike", ("auto", "standard_only")),
+    "speed": ("this server has one speed", ("standard",)),
+    "inference_geo": ("this server is where it is", ()),
+    "diagnostics": ("ask /kv/explain instead", ()),
+    "thinking": (_NO_THINKING, ({"type": "disabled"}, {"type": "adaptive"})),
+}
+_KNOWN = {
+    "model", "max_tokens", "messages", "system", "tools", "tool_choice", "stop_sequences",
+    "temperature", "top_p", "top_k", "stream", "cache_control", "metadata",
+}  # fmt: skip
+
+
+def read_call(body: object, *, more: frozenset[str] = frozenset()) -> MessagesCall:
+    """Return the request in a JSON value. ``more`` are the caller's own fields, left alone here.
+
+    Raises `InvalidValue`, whose message begins with the place of the wrong value, as Anthropic's
+    do: ``messages.0.content: …``.
+    """
+    if not isinstance(body, dict):
+        raise InvalidValue(f"the body should be a JSON object, got {told(body)}")
+    for name, value in body.items():
+        if name in _REFUSED:
+            why, harmless = _REFUSED[name]
+            if value is not None and value not in harmless:
+                raise InvalidValue(f"{name}: cannot be honoured: {why}")
+        elif name not in _KNOWN and name not in more:
+            raise InvalidValue(f"{told(name)}: is no field of this request; leave it out")
+    turns = _Turns()
+    tools = _tools(body.get("tools"), turns)
+    _system(body.get("system"), turns)
+    _messages(body.get("messages"), turns)
+    turns.mark_last(_ttl("cache_control", body.get("cache_control")))
+    turns.check_breakpoints()
+    choice, parallel = _tool_choice(body.get("tool_choice"), tools)
+    last = turns.messages[-1]
+    if last.get("tool_calls"):
+        raise InvalidValue(
+            "messages: `tool_use` blocks at the end need their `tool_result` blocks in a user "
+            "message behind them"
+        )
+    return MessagesCall(
+        model=text_at("model", body.get("model")),
+        max_tokens=whole_at("max_tokens", body.get("max_tokens"), 0),
+        messages=turns.messages,
+        tools=tools,
+        tool_choice=choice,
+        parallel_tool_calls=parallel,
+        stop=_stops(body.get("stop_sequences")),
+        temperature=number_at("temperature", body.get("temperature"), 0, 1),
+        top_p=number_at("top_p", body.get("top_p"), 0, 1),
+        top_k=None if body.get("top_k") is None else whole_at("top_k", body["top_k"], 0),
+        stream=flag_at("stream", body.get("stream")),
+        breakpoints=tuple(turns.breakpoints),
+        continued=last["role"] == "assistant",
+        last_is_breakpoint=turns.last_is_breakpoint,
+    )
+
+
+class _Turns:
+    """The conversation as it is translated, and its breakpoints."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.breakpoints: list[Breakpoint] = []
+        self.places: list[str] = []
+        self.calls: set[str] = set()  # ids of the tool calls of the last turn of the assistant
+        self.answered: set[str] = set()
+        self._end: tuple[Part, int, int] | None = None  # of the last block
+
+    def text(self, role: str, text: str) -> None:
+        """Add text of a role; consecutive texts of a role are one turn, in lines of their own."""
+        last = self.messages[-1] if self.messages else None
+        if last is None or last["role"] != role:
+            last = {"role": role, "content": text}
+            self.messages.append(last)
+        elif last["content"] is None:
+            last["content"] = text
+        else:
+            last["content"] += "\n" + text
+        self._end = ("text", len(self.messages) - 1, len(last["content"]))
+
+    def call(self, id: str, name: str, arguments: str) -> None:
+        """Add a tool call of the assistant."""
+        last = self.messages[-1] if self.messages else None
+        if last is None or last["role"] != "assistant":
+            last = {"role": "assistant", "content": None}
+            self.messages.append(last)
+        calls = last.setdefault("tool_calls", [])
+        function = {"name": name, "arguments": arguments}
+        calls.append({"id": id, "type": "function", "function": function})
+        self._end = ("call", len(self.messages) - 1, len(calls) - 1)
+
+    def result(self, id: str, text: str) -> None:
+        """Add the result of a tool call."""
+        self.messages.append({"role": "tool", "tool_call_id": id, "content": text})
+        self._end = ("text", len(self.messages) - 1, len(text))
+
+    def tool(self, number: int) -> None:
+        """Note the definition of a tool."""
+        self._end = ("tool", number, 0)
+
+    def mark(self, ttl_s: int | None, place: str) -> None:
+        """Set a breakpoint at the end of the last block, if it has a time to live."""
+        if ttl_s is not None and self._end is not None:
+            part, index, offset = self._end
+            self.breakpoints.append(Breakpoint(ttl_s, part, index, offset))
+            self.places.append(place)
+
+    @property
+    def last_is_breakpoint(self) -> bool:
+        """Whether the last breakpoint ends the last block."""
+        if not self.breakpoints:
+            return False
+        last = self.breakpoints[-1]
+        return (last.part, last.index, last.offset) == self._end
+
+    def mark_last(self, ttl_s: int | None) -> None:
+        """Set the breakpoint that a request asks for at its end, unless the last block has one."""
+        if not self.last_is_breakpoint:
+            self.mark(ttl_s, "cache_control")
+
+    def check_breakpoints(self) -> None:
+        """Refuse too many breakpoints, and a long time to live behind a short one."""
+        if len(self.breakpoints) > MOST_BREAKPOINTS:
+            raise InvalidValue(
+                f"A maximum of {MOST_BREAKPOINTS} blocks with cache_control may be provided. "
+                f"Found {len(self.breakpoints)}."
+            )
+        shortest = max(_TTL_S.values())
+        for one, place in zip(self.breakpoints, self.places, strict=True):
+            if one.ttl_s > shortest:
+                raise InvalidValue(
+                    f"{place}.ttl: a ttl='1h' cache_control block must not come after a ttl='5m' "
+                    "cache_control block; blocks are processed in the order tools, system, messages"
+                )
+            shortest = min(shortest, one.ttl_s)
+
+
+# --- parts of the body -------------------------------------------------------------------------
+
+
+def _tools(value: object, turns: _Turns) -> list[dict[str, Any]]:
+    tools = []
+    for number, tool in enumerate(list_at("tools", value, _MOST_TOOLS)):
+        place = f"tools.{number}"
+        fields = object_at(place, tool)
+        if fields.get("type") not in {None, "custom"}:
+            raise InvalidValue(
+                f"{place}.type: {told(fields['type'])} is a tool that Anthropic runs or defines; "
+                "only tools with a name and an input_schema can be used here"
+            )
+        function = {
+            "name": text_at(f"{place}.name", fields.get("name")),
+            "parameters": object_at(f"{place}.input_schema", fields.get("input_schema")),
+        }
+        if fields.get("description") is not None:
+            function["description"] = text_at(f"{place}.description", fields["description"])
+        tools.append({"type": "function", "function": function})
+        turns.tool(number)
+        turns.mark(_ttl(f"{place}.cache_control", fields.get("cache_control")), place)
+    return tools
+
+
+def _system(value: object, turns: _Turns) -> None:
+    if value is None or value == "":
+        return
+    for place, block in blocks_at("system", value):
+        kind_of_block(place, block, {"text"})
+        _add_text(place, block, "system", turns)
+
+
+def _messages(value: object, turns: _Turns) -> None:
+    messages = list_at("messages", value, _MOST_MESSAGES)
+    if not messages:
+        raise InvalidValue("messages: at least one message is required")
+    seen = 0
+    for number, message in enumerate(messages):
+        place = f"messages.{number}"
+        fields = object_at(place, message)
+        role = fields.get("role")
+        if role not in {"user", "assistant", "system"}:
+            raise InvalidValue(
+                f"{place}.role: should be 'user', 'assistant' or 'system', got {told(role)}"
+            )
+        blocks = blocks_at(f"{place}.content", fields.get("content"))
+        seen += len(blocks)
+        if seen > _MOST_BLOCKS:
+            raise InvalidValue(f"messages: have more than {_MOST_BLOCKS:,} blocks")
+        if role == "assistant":
+            _assistant(blocks, turns)
+        else:
+            _user(place, blocks, role, turns)
+    if not turns.messages or all(turn["role"] == "system" for turn in turns.messages):
+        raise InvalidValue("messages: at least one message with content is required")
+
+
+def _assistant(blocks: list[tuple[str, dict[str, Any]]], turns: _Turns) -> None:
+    if turns.messages and turns.messages[-1]["role"] != "assistant":
+        turns.calls = set()
+    for place, block in blocks:
+        kind = kind_of_block(place, block, {"text", "tool_use", "thinking", "redacted_thinking"})
+        if kind == "text":
+            _add_text(place, block, "assistant", turns)
+        elif kind == "tool_use":
+            id = text_at(f"{place}.id", block.get("id"))
+            arguments = json.dumps(
+                object_at(f"{place}.input", block.get("input")), ensure_ascii=False
+            )
+            turns.call(id, text_at(f"{place}.name", block.get("name")), arguments)
+            turns.calls.add(id)
+            turns.mark(_ttl(f"{place}.cache_control", block.get("cache_control")), place)
+        # Thinking is not part of later prompts.
+    turns.answered = set()
+
+
+def _user(message: str, blocks: list[tuple[str, dict[str, Any]]], role: str, turns: _Turns) -> None:
+    allowed = {"text", "tool_result"} if role == "user" else {"text"}
+    for place, block in blocks:
+        if kind_of_block(place, block, allowed) == "text":
+            _add_text(place, block, role, turns)
+            continue
+        id = text_at(f"{place}.tool_use_id", block.get("tool_use_id"))
+        if id not in turns.calls:
+            raise InvalidValue(
+                f"{place}: unexpected `tool_use_id` found in `tool_result` blocks: {told(id)}. "
+                "Each `tool_result` block must have a corresponding `tool_use` block in the "
+                "previous message."
+            )
+        flag_at(f"{place}.is_error", block.get("is_error"))
+        turns.answered.add(id)
+        turns.result(id, _result(f"{place}.content", block.get("content")))
+        turns.mark(_ttl(f"{place}.cache_control", block.get("cache_control")), place)
+    if role == "user" and turns.calls - turns.answered:
+        missing = ", ".join(sorted(turns.calls - turns.answered))
+        raise InvalidValue(
+            f"{message}: `tool_use` ids were found without `tool_result` blocks immediately "
+            f"after: {missing}. Each `tool_use` block must have a corresponding `tool_result` "
+            "block in the next message."
+        )
+    if role == "user":
+        turns.calls = set()
+
+
+def _result(place: str, value: object) -> str:
+    if value is None:
+        return ""
+    texts = []
+    for where, block in blocks_at(place, value):
+        kind_of_block(where, block, {"text"})
+        texts.append(text_at(f"{where}.text", block.get("text"), empty=True))
+    return "\n".join(texts)
+
+
+def _add_text(place: str, block: dict[str, Any], role: str, turns: _Turns) -> None:
+    text = text_at(f"{place}.text", block.get("text"), empty=True)
+    if not text:
+        raise InvalidValue(f"{place}: text content blocks must be non-empty")
+    turns.text(role, text)
+    turns.mark(_ttl(f"{place}.cache_control", block.get("cache_control")), place)
+
+
+def _tool_choice(
+    value: object, tools: list[dict[str, Any]]
+) -> tuple[str | dict[str, Any] | None, bool]:
+    """Return OpenAI's tool_choice, and whether several calls at once are allowed."""
+    if value is None:
+        return None, True
+    fields = object_at("tool_choice", value)
+    kind = fields.get("type")
+    one = flag_at("tool_choice.disable_parallel_tool_use", fields.get("disable_parallel_tool_use"))
+    if kind == "none":
+        return "none", True
+    if kind not in {"auto", "any", "tool"}:
+        raise InvalidValue(
+            f"tool_choice.type: should be 'auto', 'any', 'tool' or 'none', got {told(kind)}"
+        )
+    if not tools:
+        raise InvalidValue("tool_choice: may only be specified while providing tools")
+    if kind != "tool":
+        return ("auto" if kind == "auto" else "required"), not one
+    name = text_at("tool_choice.name", fields.get("name"))
+    if name not in {tool["function"]["name"] for tool in tools}:
+        raise InvalidValue(f"tool_choice.name: {told(name)} is none of the tools")
+    return {"type": "function", "function": {"name": name}}, not one
+
+
+def _stops(value: object) -> tuple[str, ...]:
+    stops = list_at("stop_sequences", value, _MOST_STOPS)
+    for number, stop in enumerate(stops):
+        text = text_at(f"stop_sequences.{number}", stop)
+        if not text.strip():
+            raise InvalidValue("stop_sequences: each stop sequence must contain non-whitespace")
+        if len(text) > _LONGEST_STOP:
+            raise InvalidValue(
+                f"stop_sequences.{number}: has {len(text)} characters; at most {_LONGEST_STOP}"
+            )
+    return tuple(stops)
+
+
+def _ttl(place: str, value: object) -> int | None:
+    """Return the seconds of a ``cache_control``; None for none."""
+    if value is None:
+        return None
+    fields = object_at(place, value)
+    if fields.get("type") != "ephemeral" or fields.keys() - {"type", "ttl"}:
+        raise InvalidValue(
+            f"{place}: should be {{'type': 'ephemeral'}}, with a ttl of '5m' or '1h' if any; got "
+            f"{told(value)}"
+        )
+    ttl = fields.get("ttl")
+    if ttl is None:
+        return _TTL_S["5m"]
+    if not isinstance(ttl, str) or ttl not in _TTL_S:
+        raise InvalidValue(f"{place}.ttl: should be '5m' or '1h', got {told(ttl)}")
+    return _TTL_S[ttl]
