@@ -12,6 +12,7 @@ from kvkeep.core.errors import whole
 from kvkeep.core.events import Closed, Opened, Stored, frozen
 from kvkeep.core.extras import as_extras
 from kvkeep.core.pages import GrowingArray, PageCopy
+from kvkeep.core.public import public_namespace
 from kvkeep.core.tokens import TOKEN_DTYPE, as_tokens, common_length, single_token
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ class Sequence:
 
     __slots__ = (
         "_core", "_hold", "_opened_pages", "_pending", "_shared", "_table", "_tokens", "encoder",
-        "groups", "id", "known_pages", "namespace", "num_cached", "owner", "priority", "turn",
+        "groups", "id", "known_pages", "namespace", "num_cached", "owner", "priority",
+        "public_pages", "turn",
     )  # fmt: skip
 
     def __init__(
@@ -81,6 +83,8 @@ class Sequence:
         """The turn of its session, counted from 0; None without a session."""
         self.owner: Owner | None = None
         """The session that owns what this sequence publishes."""
+        self.public_pages: int | None = None
+        """Leading pages that all tenants share; None if the prompt has no public prefix."""
         self.groups: SequenceGroups | None = None
         """Rows and states, of a cache that has groups of layers; else None."""
         self._core = core
@@ -119,6 +123,12 @@ class Sequence:
     def num_published(self) -> int:
         """Leading tokens in full pages that later prompts can reuse."""
         return min(self._shared * self._core.page_size, len(self._tokens))
+
+    @property
+    def space(self) -> Namespace:
+        """The namespace in whose tree it lies: its own, or the public one."""
+        public = self.public_pages is not None
+        return public_namespace(self.namespace) if public else self.namespace
 
     @property
     def pages(self) -> PageArray:
@@ -254,6 +264,8 @@ class Sequence:
             gone = self._table.values[pages:].copy()
             self._table.cut(pages)
             self._tokens.cut(length)
+            if self.public_pages is not None:
+                self.public_pages = min(self.public_pages, length // size)
             self.encoder.cut(length // size)
             self._pending.drop_needless(self._table.values[self._shared :])
             core.pool.release(gone)
@@ -280,6 +292,7 @@ class Sequence:
             )  # fmt: skip
             other.adopt(table, self._shared)
             other.known_pages = self.known_pages
+            other.public_pages = self.public_pages
             other.num_cached = max(self.num_cached, self.num_published)
             self._pending.share_with(other._pending)
             other.groups = None if groups is None else groups.of(other._tokens)
@@ -313,20 +326,24 @@ class Sequence:
             if not core.reuse:
                 return 0
             stop = computed // core.page_size
-            if self._shared < self.known_pages < stop:
-                self._publish(self._shared, self.known_pages, known=True)
-            if stop > self._shared:
-                self._publish(self._shared, stop, known=stop <= self.known_pages)
+            for end in (self.known_pages, stop):
+                # No run has public and private pages, or known and unknown ones.
+                public = self.public_pages
+                if public is not None and self._shared < public < end <= stop:
+                    self._publish(self._shared, public, known=public <= self.known_pages)
+                if self._shared < end <= stop:
+                    self._publish(self._shared, end, known=end <= self.known_pages)
             if self.groups is not None and stop:
                 self.groups.published(self._hold, min(stop, self._shared), self.id)
             return self.num_published
 
     def _publish(self, start: int, stop: int, *, known: bool) -> None:
         core = self._core
+        space, owner = self._whose(start)
         own = self._table.values[start:stop].copy()
         symbols = self.encoder.pages(self._tokens.values, start, stop)
         inserted = core.index.insert(
-            self._hold, symbols, own, self.priority, known=known, owner=self.owner
+            self._hold, symbols, own, self.priority, known=known, owner=owner, namespace=space
         )
         existing = inserted.existing
         forks = core.forks.take(int(own[0])) if core.forks else ()
@@ -347,7 +364,8 @@ class Sequence:
             self._exchange(start, own, existing)
         for other in forks:
             if other is not self:
-                sharing = other._sharing(start, own)
+                assert other._shared == start
+                sharing = _sharing(other._table.values[start : start + len(own)], own)
                 other._hold = core.index.move(other._hold, self._hold, start + sharing)
                 other._shared = other._opened_pages = start + sharing
                 other._exchange(start, own[:sharing], existing[:sharing])
@@ -357,17 +375,14 @@ class Sequence:
         if core.hooks and len(new):
             at = stop - len(new)
             parent = int(self._table.values[at - 1]) if at else -1
-            tokens, extras = self._tokens.plain(row)
-            stored = Stored(self.id, self.namespace, parent, frozen(new), frozen(tokens), extras)
-            core.emit(stored)
+            plain = self._tokens.plain(row)
+            core.emit(_stored(self.id, space or self.namespace, parent, new, plain))
 
-    def _sharing(self, start: int, own: PageArray) -> int:
-        """Return how many of the pages ``own`` this fork has at the same index; at least one."""
-        assert self._shared == start
-        mine = self._table.values[start : start + len(own)]
-        sharing = common_length(mine, own)
-        assert sharing
-        return sharing
+    def _whose(self, start: int) -> tuple[Namespace | None, Owner | None]:
+        """Return namespace and owner of pages from ``start`` on; no session owns public ones."""
+        if self.public_pages is None or start >= self.public_pages:
+            return None if self.public_pages is None else self.namespace, self.owner
+        return self.space, None
 
     def _leave_forks(self) -> None:
         """Leave the group of forks before the first unpublished page leaves the table."""
@@ -441,6 +456,24 @@ class Sequence:
             f"<Sequence {self.id}, {self._pending.state.name.lower()}, {self.num_tokens} tokens, "
             f"{len(self._table)} pages, {self._shared} of them published>"
         )
+
+
+def _sharing(mine: PageArray, own: PageArray) -> int:
+    """Return how many of the pages ``own`` a fork has at the same index; at least one."""
+    sharing = common_length(mine, own)
+    assert sharing
+    return sharing
+
+
+def _stored(
+    sequence: int,
+    space: Namespace,
+    parent: int,
+    pages: PageArray,
+    plain: tuple[TokenArray, Extras],
+) -> Stored:
+    tokens, extras = plain
+    return Stored(sequence, space, parent, frozen(pages), frozen(tokens), extras)
 
 
 def check_table(table: PageArray, shared: int, stored: PageArray) -> None:

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 
     from kvkeep.core.returns import Returns, Wait
 
+    from kvkeep.core.keys import Namespace
+
 __all__ = ["Entry", "EvictionPolicy"]
 
 
@@ -20,8 +22,8 @@ class Entry:
     """
 
     __slots__ = (
-        "depth", "died", "due", "followers", "hits", "last_used", "priority", "size", "state",
-        "stored", "wait",
+        "depth", "died", "due", "followers", "hits", "last_used", "namespace", "priority", "size",
+        "state", "stored", "wait",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -31,6 +33,7 @@ class Entry:
         self.last_used = 0  # likewise
         self.hits = 0  # requests that reused it
         self.priority = 0  # given by its caller
+        self.namespace: Namespace | None = None  # whose KV it is; None if the index does not tell
         self.state: object = None  # for the policy's own use
         # Hints, which `kvkeep.core.eviction.hints` orders by:
         self.died = 0  # the number of its death, from 1 on; 0 while it lives

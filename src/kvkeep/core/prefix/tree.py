@@ -30,6 +30,7 @@ from kvkeep.core.prefix.owners import Owners
 from kvkeep.core.prefix.pinned import Pins
 from kvkeep.core.prefix.results import joined
 from kvkeep.core.prefix.waits import Waits
+from kvkeep.core.public import public_namespace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -100,6 +101,26 @@ class RunTree:
             root = self.roots[namespace] = Root(namespace, self._serial)
         return root
 
+    def tops(self, namespace: Namespace) -> list[Node]:
+        """Return the nodes in which the paths of ``namespace`` begin: its root, if there is one.
+
+        Also its private runs behind public prefixes. Cost: the public runs, and as many private
+        ones as follow them directly.
+        """
+        root = self.roots.get(namespace)
+        tops: list[Node] = [] if root is None else [root]
+        public = self.roots.get(public_namespace(namespace))
+        if public is None or public is root:
+            return tops
+        ahead: list[Node] = [public]
+        while ahead:
+            for child in ahead.pop().children.values():
+                if child.namespace.scope:
+                    ahead.append(child)
+                elif child.namespace == namespace:
+                    tops.append(child)
+        return tops
+
     def remove_if_empty(self, root: Node) -> None:
         """Remove a root without children and holders."""
         assert isinstance(root, Root)
@@ -160,10 +181,12 @@ class RunTree:
         known: bool,
         owner: Owner | None,
         publisher: Node,
+        namespace: Namespace | None = None,
     ) -> Node:
         """Store pages behind ``node`` and return the node in which they end.
 
         They extend ``node`` itself if only the ``publisher``'s hold protects it and it is short.
+        ``namespace`` is whose they are, by default that of ``node``.
         """
         self.num_pages += len(pages)
         if (
@@ -175,6 +198,7 @@ class RunTree:
             and node.size < _GROW_PAGES
             and node.owner is owner
             and (known == bool(node.hits) or not self.policy.remembers)
+            and (namespace is None or namespace == node.namespace)
         ):
             node.grow(symbols, pages)
             if self.owners is not None:
@@ -187,6 +211,8 @@ class RunTree:
             self.dequeue(node)
         self._serial += 1
         leaf = Node(node, symbols, pages.copy(), self.unit, self._serial)
+        if namespace is not None:
+            leaf.namespace = namespace
         self._attach(node, leaf)
         self.policy.stored(leaf, priority, known=known)
         self.num_evictable += leaf.size
@@ -219,6 +245,7 @@ class RunTree:
         self._serial += 1
         front = bytes(node.run[: at * self.unit])
         upper = Node(parent, front, node.pages[:at].copy(), self.unit, self._serial)
+        upper.namespace = node.namespace
         self.policy.split(upper, node)
         if node.covered:
             self.pins.split(upper, node)
@@ -253,6 +280,7 @@ class RunTree:
             or upper.wait is not None
             or upper.gone is not None
             or (upper.died, upper.due) != (lower.died, lower.due)
+            or (upper.namespace is not lower.namespace and upper.namespace != lower.namespace)
             or upper.size + lower.size > _GROW_PAGES
         ):
             return
