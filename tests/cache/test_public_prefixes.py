@@ -130,7 +130,7 @@ def test_a_declaration_while_requests_run() -> None:
 
 
 def test_a_cut_within_the_public_part_leaves_no_private_token_there() -> None:
-    for length, prefix in product(range(0, 42), ("radix", "chain")):
+    for length, prefix in product(range(42), ("radix", "chain")):
         cache = cache_with(prefix)
         with cache.open([*SYSTEM, 1, 2], "a") as sequence:
             sequence.copies()
@@ -143,6 +143,8 @@ def test_a_cut_within_the_public_part_leaves_no_private_token_there() -> None:
                 one.publish()
                 one.append(8)
                 assert one.tokens.tolist() == [*SYSTEM, 1, 2][:length] + [7] * 7 + [8]
+                salted = (min(length // PAGE * PAGE, 40), salt_of(Namespace(tenant="a")))
+                assert one.extras == (salted,)
             fork.close()
             cache.check()
         public = public_namespace(Namespace())
