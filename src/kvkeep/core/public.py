@@ -34,8 +34,10 @@ if TYPE_CHECKING:
     from kvkeep.core.extras import Extras
     from kvkeep.core.tokens import TokenArray, TokensLike
 
-__all__ = ["SCOPE", "Placed", "PublicPrefixes", "public_namespace", "salt_of"]
+__all__ = ["FOLDED", "SCOPE", "Placed", "PublicPrefixes", "public_namespace", "salt_of"]
 
+FOLDED = "namespace "
+"""A tenant that begins so stands for further fields, such as another model: it shares nothing."""
 SCOPE = "public"
 """`Namespace.scope` of the KV that all tenants share."""
 _MOST_ROWS = 4096
@@ -135,7 +137,7 @@ class PublicPrefixes:
     ) -> Placed:
         """Return where a prompt of ``namespace`` lies, in units of ``unit`` tokens."""
         public = self.length(tokens, unit, extras)
-        if not public:
+        if not public or namespace.tenant.startswith(FOLDED):
             return Placed(namespace, 0, extras)
         if public < len(tokens):
             salt = Extra(public, salt_of(namespace))  # no extra is before it

@@ -22,12 +22,13 @@ class Entry:
     """
 
     __slots__ = (
-        "depth", "died", "due", "followers", "hits", "last_used", "namespace", "priority", "size",
-        "state", "stored", "wait",
+        "counted", "depth", "died", "due", "followers", "hits", "last_used", "namespace", "priority",
+        "size", "state", "stored", "wait",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.size = 0  # its pages
+        self.counted = 0  # those that `kvkeep.core.eviction.shares` has counted for its namespace
         self.depth = 0  # pages before it
         self.stored = 0  # when it was stored, in events of the policy: larger is later
         self.last_used = 0  # likewise
@@ -174,6 +175,10 @@ class EvictionPolicy(ABC):
     def moment(self) -> int:
         """The number of events so far, the clock of `Entry.last_used` and `Entry.stored`."""
         return self._time
+
+    def begin_at(self, moment: int) -> None:
+        """Set the clock: policies that order parts of one memory count the same events."""
+        self._time = moment
 
     def describe(self, entry: Entry) -> str:
         """Return what ``entry`` is ranked by, in a few words."""

@@ -151,6 +151,7 @@ class Node(Entry):
         self.key = upper.key
         self.pages = np.concatenate((upper.pages, self.pages))
         self.size += upper.size
+        self.counted += upper.counted
         self.depth = upper.depth
         self.parent = parent
         parent.children[self.key] = self

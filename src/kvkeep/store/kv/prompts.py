@@ -48,7 +48,7 @@ class PromptStore(Store):
         self.block_tokens = config.block_tokens
         self.namespace = config.namespace
         self._binding = ModelBinding(self.namespace.model, self.namespace.revision)
-        self._names = TenantNames(self.namespace, self.block_tokens)
+        self._names = TenantNames(self.namespace, self.block_tokens, config.public)
         self._kept = kept
         limits = {
             self._names_of(name).space: parse_bytes(limit) for name, limit in config.quotas.items()
@@ -223,6 +223,7 @@ class PromptStore(Store):
         `Removed.complete` says whether all tiers deleted their blocks; `Removed.failed` names the
         others. Memory of other processes, and their pending writes to shared tiers, are not
         reached. A concurrent `put` of the prompt comes before or after, as a whole or in part.
+        The blocks of a public prefix stay.
         ``extra`` as in `put`.
 
         Cost: about 1 µs a token, and one delete of as many names in each shared tier.
@@ -232,8 +233,9 @@ class PromptStore(Store):
             IllegalStep: the store is closed.
         """
         prompt = self._prompt(tokens, start, tenant, extra)
+        public = prompt.names.num_public * self.block_tokens  # not this tenant's to delete
         with closed_is_illegal():
-            return self._kept.remove(self._tiered, prompt)
+            return self._kept.remove(self._tiered, prompt._replace(start=max(start, public)))
 
     def clear(self, *, tenant: str | None = None) -> Removed:
         """Delete all blocks of a tenant in this store's namespace; see `Removed` for failures.
@@ -256,7 +258,5 @@ class PromptStore(Store):
         """Check the arguments that name a prompt."""
         row = as_tokens(tokens)
         whole("start", start, 0, len(row))
-        names = self._names_of(tenant)
-        if extra is not None:
-            names = names.having(as_extras(extra, len(row)))
-        return PromptBlocks(row, start, names)
+        extras = () if extra is None else as_extras(extra, len(row))
+        return PromptBlocks(row, start, self._names.of_prompt(tenant, row, extras))

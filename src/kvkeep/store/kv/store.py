@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from kvkeep.core.extras import ExtraLike
     from kvkeep.core.geometry import KVGeometry
+    from kvkeep.core.public import PublicPrefixes
     from kvkeep.core.tokens import TokensLike
     from kvkeep.store.backends import Backend
     from kvkeep.store.blocks.stats import Put
@@ -87,11 +88,12 @@ class KVStore(PromptStore):
         policy: TieringPolicy | None = None,
         quotas: Mapping[str, int | str] | None = None,
         snapshots: bool | None = None,
+        public: PublicPrefixes | None = None,
     ) -> None:
         config = StoreConfig.of(
             geometry, model=model, revision=revision, tiers=tiers, layout=layout,
             block_tokens=block_tokens, tenant=tenant, lora=lora, rank=rank, policy=policy,
-            quotas=quotas, snapshots=snapshots,
+            quotas=quotas, snapshots=snapshots, public=public,
         )  # fmt: skip
         followers = Followers()
         self._form = config.form
