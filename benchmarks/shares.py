@@ -1,6 +1,6 @@
 """Fair shares: the generated `tenants` trace with one flooder, with and without `Shares`.
 
-    python benchmarks/shares.py --requests 12000 --capacity 2000000 4000000 8000000
+    python benchmarks/shares.py
 
 40 tenants have the sessions of the `tenants` trace; one more, the flooder, sends documents that are
 never read again. For each memory the table has the hit rate of all tokens, of all tokens but the
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvkeep.bench.replay.bounds import belady
 from kvkeep.bench.replay.workload import Workload
 from kvkeep.bench.traces.generators import GeneratedTrace, Tenants
 from kvkeep.bench.traces.generators.base import PromptSegments, SessionScript, Turn
@@ -92,6 +93,7 @@ def main() -> None:
     parser.add_argument("--policy", nargs="+", default=["lru"])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--weights", choices=["size", "equal"], default="size")
+    parser.add_argument("--guaranteed", type=float, nargs="+", default=[0.8, 0.9, 1.0])
     args = parser.parse_args()
     trace = GeneratedTrace(Flooded(), seed=args.seed, requests=args.requests, unit_tokens=64)
     work = Workload.read(trace)
@@ -106,6 +108,8 @@ def main() -> None:
     print("| memory | policy | all | without the flooder | worst tenant | median | seconds |")
     print("|---|---|---|---|---|---|---|")
     for capacity in args.capacity:
+        best = belady(work, capacity)
+        print(f"| {capacity:,} | Belady | {best.token_hit_rate:.1%} | | | | |", flush=True)
         for name in args.policy:
             total_weight = sum(weights.values())
             alone = {
@@ -113,7 +117,8 @@ def main() -> None:
                 for space, weight in weights.items()
             }
             by_name = {str(space): weight for space, weight in weights.items()}
-            for policy in (name, Shares(POLICIES[name], by_name)):
+            some = [Shares(POLICIES[name], by_name, guaranteed=one) for one in args.guaranteed]
+            for policy in (name, *some):
                 began = perf_counter()
                 hits, tokens = replay(work, capacity, policy)
                 took = perf_counter() - began
@@ -124,7 +129,9 @@ def main() -> None:
                     if alone[space] and tokens[space] >= LEAST_SHARE * total and space != flooder
                 ]
                 rest = total - tokens[flooder]
-                said = policy if isinstance(policy, str) else policy.name
+                said = policy
+                if isinstance(policy, Shares):
+                    said = f"{policy.name}, {policy.guaranteed:.0%} guaranteed"
                 print(
                     f"| {capacity:,} | {said} | {sum(hits.values()) / total:.1%} | "
                     f"{(sum(hits.values()) - hits[flooder]) / rest:.1%} | {min(ratios):.0%} | "

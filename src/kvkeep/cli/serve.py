@@ -14,6 +14,7 @@ from kvkeep.cli.listening import allowed_hosts
 from kvkeep.cli.model import choose_threads, load
 from kvkeep.cli.serve_options import add_options
 from kvkeep.cli.server import KEY_VARIABLE, api_key
+from kvkeep.cli.tenants import eviction_of, public_rows
 from kvkeep.cli.tiers import open_default_store, open_store
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.geometry.units import format_bytes
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from kvkeep.bench.traces import Capture
     from kvkeep.cli.arguments import Commands
     from kvkeep.core.cache import PagedCache
+    from kvkeep.core.public import PublicPrefixes
     from kvkeep.observe.telemetry.tracing import Tracing
     from kvkeep.serve.engine import Engine, Runner
     from kvkeep.serve.kv_events import EventPublisher
@@ -65,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
         stall_s=max(1.0, args.request_timeout),
     )
     settings = _settings(args)
+    eviction = eviction_of(args)
     if args.events_replay is not None and args.events is None:
         raise InvalidValue(
             "--events-replay needs --events: without it there are no events to resend"
@@ -81,13 +84,15 @@ def run(args: argparse.Namespace) -> int:
     with bind(args.host, args.port) as bound:
         runner, tokenizer = load(args, dtype=args.dtype)
         cache = runner.cache(
-            eviction=args.eviction,
+            eviction=eviction,
             what_if=_SAMPLED_BLOCKS if args.what_if else None,
             reuse=not args.no_reuse,
         )
+        if args.public_prefixes is not None:
+            cache.public.declare(*public_rows(args.public_prefixes, tokenizer))
         with (
             _publisher(args, cache) as publisher,
-            _store(args, runner, settings.name) or nullcontext() as store,
+            _store(args, runner, settings.name, cache.public) or nullcontext() as store,
             _capture(args, cache, settings.name) as capture,
             _tracing(args) as tracing,
         ):
@@ -160,12 +165,14 @@ def _tracing(args: argparse.Namespace) -> Iterator[Tracing | None]:
             tracing.close()
 
 
-def _store(args: argparse.Namespace, runner: Runner, name: str) -> KVStore | None:
+def _store(
+    args: argparse.Namespace, runner: Runner, name: str, public: PublicPrefixes
+) -> KVStore | None:
     if args.no_store or args.no_reuse:
         return None
     if args.tier:
-        return open_store(args, runner, name=name, tiers=args.tier)
-    return open_default_store(args, runner, name=name)
+        return open_store(args, runner, name=name, tiers=args.tier, public=public)
+    return open_default_store(args, runner, name=name, public=public)
 
 
 def _listen(listener: Listener, bound: socket.socket) -> int:
