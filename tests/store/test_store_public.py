@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from store_kv import GQA, MODEL, given, numbers
 
-from kvkeep.core.public import FOLDED, PublicPrefixes
+from kvkeep.core.public import FOLDED
 from kvkeep.store import KVStore
 
 SYSTEM = list(range(100, 140))  # two blocks of 16, and half a block
@@ -14,8 +14,9 @@ BLOCK = 16
 
 
 def store_with(*rows: list[int]) -> KVStore:
-    public = PublicPrefixes(rows)
-    return KVStore(GQA, model=MODEL, block_tokens=BLOCK, tiers=["memory://64MiB"], public=public)
+    store = KVStore(GQA, model=MODEL, block_tokens=BLOCK, tiers=["memory://64MiB"])
+    store.public.declare(*rows)
+    return store
 
 
 def put(store: KVStore, tokens: list[int], tenant: str, *, tail: bool = True) -> int:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from kvkeep.bench.traces import Capture
     from kvkeep.cli.arguments import Commands
     from kvkeep.core.cache import PagedCache
-    from kvkeep.core.public import PublicPrefixes
     from kvkeep.observe.telemetry.tracing import Tracing
     from kvkeep.serve.engine import Engine, Runner
     from kvkeep.serve.kv_events import EventPublisher
@@ -88,14 +87,16 @@ def run(args: argparse.Namespace) -> int:
             what_if=_SAMPLED_BLOCKS if args.what_if else None,
             reuse=not args.no_reuse,
         )
-        if args.public_prefixes is not None:
-            cache.public.declare(*public_rows(args.public_prefixes, tokenizer))
+        public = public_rows(args.public_prefixes, tokenizer)
+        cache.public.declare(*public)
         with (
             _publisher(args, cache) as publisher,
-            _store(args, runner, settings.name, cache.public) or nullcontext() as store,
+            _store(args, runner, settings.name) or nullcontext() as store,
             _capture(args, cache, settings.name) as capture,
             _tracing(args) as tracing,
         ):
+            if store is not None:
+                store.public.declare(*public)
             engine = Engine(
                 runner,
                 cache,
@@ -165,14 +166,12 @@ def _tracing(args: argparse.Namespace) -> Iterator[Tracing | None]:
             tracing.close()
 
 
-def _store(
-    args: argparse.Namespace, runner: Runner, name: str, public: PublicPrefixes
-) -> KVStore | None:
+def _store(args: argparse.Namespace, runner: Runner, name: str) -> KVStore | None:
     if args.no_store or args.no_reuse:
         return None
     if args.tier:
-        return open_store(args, runner, name=name, tiers=args.tier, public=public)
-    return open_default_store(args, runner, name=name, public=public)
+        return open_store(args, runner, name=name, tiers=args.tier)
+    return open_default_store(args, runner, name=name)
 
 
 def _listen(listener: Listener, bound: socket.socket) -> int:

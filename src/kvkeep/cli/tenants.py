@@ -59,12 +59,14 @@ def eviction_of(args: argparse.Namespace) -> str | EvictionPolicy:
     return Shares(lambda: policy(name), check_weights(weights))
 
 
-def public_rows(file: Path, tokenizer: Tokenizer | None) -> list[TokensLike]:
+def public_rows(file: Path | None, tokenizer: Tokenizer | None) -> list[TokensLike]:
     """Return the prefixes in a file as tokens; `InvalidValue` names the line that is wrong.
 
     Of messages, all tokens that the chat template puts before the text of a user's message which
     follows them.
     """
+    if file is None:
+        return []
     try:
         with file.open("rb") as opened:
             raw = opened.read(_MOST_BYTES + 1)

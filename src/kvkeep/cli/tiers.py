@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from kvkeep.core.public import PublicPrefixes
     from kvkeep.serve.engine import Runner
     from kvkeep.store import KVStore
 
@@ -58,12 +57,7 @@ def add_store_arguments(parser: argparse.ArgumentParser, *, default: str) -> Non
 
 
 def open_store(
-    args: argparse.Namespace,
-    runner: Runner,
-    *,
-    name: str,
-    tiers: Sequence[str],
-    public: PublicPrefixes | None = None,
+    args: argparse.Namespace, runner: Runner, *, name: str, tiers: Sequence[str]
 ) -> KVStore:
     """Open the store of the model in ``args`` over ``tiers``. Raises `InvalidValue`."""
     from kvkeep.store import KVStore  # noqa: PLC0415 - torch
@@ -84,13 +78,10 @@ def open_store(
         policy=tiering(args.tiering),
         block_tokens=block,
         snapshots=runner.layout is not None,
-        public=public,
     )
 
 
-def open_default_store(
-    args: argparse.Namespace, runner: Runner, *, name: str, public: PublicPrefixes | None = None
-) -> KVStore | None:
+def open_default_store(args: argparse.Namespace, runner: Runner, *, name: str) -> KVStore | None:
     """Open the store used without ``--tier``: memory, and a capped folder in the user's cache.
 
     If a tier cannot be opened, a warning is printed and the server starts without it.
@@ -100,13 +91,13 @@ def open_default_store(
     tiering(args.tiering)  # a wrong name is an error, not a missing tier
     memory = f"memory://{_MEMORY_BYTES}"
     try:
-        return open_store(args, runner, name=name, tiers=[memory, _disk_tier()], public=public)
+        return open_store(args, runner, name=name, tiers=[memory, _disk_tier()])
     except (KVKeepError, OSError) as error:
         if args.block_tokens is not None and isinstance(error, InvalidValue):
             raise
         _warn(f"KV is not stored on disk: {error}")
     try:
-        return open_store(args, runner, name=name, tiers=[memory], public=public)
+        return open_store(args, runner, name=name, tiers=[memory])
     except KVKeepError as error:
         _warn(f"KV is not stored outside the pool: {error}")
         return None

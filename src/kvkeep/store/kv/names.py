@@ -226,9 +226,7 @@ class TenantNames:
     Thread safety: all methods; two threads may make the same names, which are equal.
     """
 
-    def __init__(
-        self, namespace: Namespace, block_tokens: int, public: PublicPrefixes | None = None
-    ) -> None:
+    def __init__(self, namespace: Namespace, block_tokens: int, public: PublicPrefixes) -> None:
         self._namespace = namespace
         self._public = public
         self._shared: Names | None = None  # of what all tenants share
@@ -262,7 +260,7 @@ class TenantNames:
     def of_prompt(self, tenant: str | None, tokens: TokenArray, extras: Extras) -> Names:
         """Return the names of one prompt of a tenant: its first blocks may be public."""
         names, public = self.of(tenant), self._public
-        if public is None or not len(public):
+        if not len(public):
             return names.having(extras)
         tenant = self._namespace.tenant if tenant is None else tenant
         namespace = replace(self._namespace, tenant=tenant)

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import torch
 
     from kvkeep.core.keys import Namespace
-    from kvkeep.core.public import PublicPrefixes
     from kvkeep.store.backends import Backend
     from kvkeep.store.kv.forms import Layout
 
@@ -40,7 +39,6 @@ class StoreOptions(TypedDict, total=False):
     policy: TieringPolicy | None
     quotas: Mapping[str, int | str] | None
     snapshots: bool | None
-    public: PublicPrefixes | None
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,6 @@ class StoreConfig:
     tiers: Sequence[str | Backend]
     policy: TieringPolicy | None
     quotas: Mapping[str, int | str]
-    public: PublicPrefixes | None = None
 
     @classmethod
     def of(
@@ -80,7 +77,6 @@ class StoreConfig:
         policy: TieringPolicy | None = None,
         quotas: Mapping[str, int | str] | None = None,
         snapshots: bool | None = None,
-        public: PublicPrefixes | None = None,
     ) -> StoreConfig:
         """Check the arguments of a `KVStore`; a loaded ``model`` is read for its identity.
 
@@ -103,8 +99,7 @@ class StoreConfig:
             model=model, revision=revision, tenant=tenant, lora=lora, rank=rank,
             snapshots=bool(snapshots),
         )  # fmt: skip
-        quotas = quotas or {}
-        return cls(geometry, layout, form, block_tokens, namespace, tiers, policy, quotas, public)
+        return cls(geometry, layout, form, block_tokens, namespace, tiers, policy, quotas or {})
 
     def compared(self) -> dict[str, object]:
         """Return the values that two users of one shared store must agree on, by name."""
@@ -117,5 +112,4 @@ class StoreConfig:
             "tiers": places_of(self.tiers),
             "policy": repr(self.policy or Inclusive()),
             "quotas": dict(self.quotas),
-            "public": self.public,
         }

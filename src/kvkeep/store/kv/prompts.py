@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from kvkeep.core.errors import whole
 from kvkeep.core.extras import as_extras
 from kvkeep.core.geometry import parse_bytes
+from kvkeep.core.public import PublicPrefixes
 from kvkeep.core.tokens import as_tokens
 from kvkeep.store.blocks.base import Store
 from kvkeep.store.blocks.stats import closed_is_illegal, seconds_of
@@ -39,6 +40,7 @@ class PromptStore(Store):
         geometry: of the model.
         namespace: everything on which the bytes of the KV depend.
         block_tokens: tokens of a block.
+        public: the prefixes that all tenants share.
     """
 
     def __init__(self, config: StoreConfig, kept: KeptPrompts) -> None:
@@ -48,7 +50,8 @@ class PromptStore(Store):
         self.block_tokens = config.block_tokens
         self.namespace = config.namespace
         self._binding = ModelBinding(self.namespace.model, self.namespace.revision)
-        self._names = TenantNames(self.namespace, self.block_tokens, config.public)
+        self.public = PublicPrefixes()
+        self._names = TenantNames(self.namespace, self.block_tokens, self.public)
         self._kept = kept
         limits = {
             self._names_of(name).space: parse_bytes(limit) for name, limit in config.quotas.items()

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from kvkeep.core.extras import ExtraLike
     from kvkeep.core.geometry import KVGeometry
-    from kvkeep.core.public import PublicPrefixes
     from kvkeep.core.tokens import TokensLike
     from kvkeep.store.backends import Backend
     from kvkeep.store.blocks.stats import Put
@@ -42,6 +41,8 @@ class KVStore(PromptStore):
 
     A tier that fails, hangs or returns wrong bytes makes no call fail: `get` returns less, `put`
     drops blocks, and `stats` counts both. Exceptions report mistakes of the caller.
+
+    Whole blocks of prefixes in ``public`` (`kvkeep.core.public`) are stored once for all tenants.
 
     Args:
         geometry: KV shape of the model, or of one rank.
@@ -88,12 +89,11 @@ class KVStore(PromptStore):
         policy: TieringPolicy | None = None,
         quotas: Mapping[str, int | str] | None = None,
         snapshots: bool | None = None,
-        public: PublicPrefixes | None = None,
     ) -> None:
         config = StoreConfig.of(
             geometry, model=model, revision=revision, tiers=tiers, layout=layout,
             block_tokens=block_tokens, tenant=tenant, lora=lora, rank=rank, policy=policy,
-            quotas=quotas, snapshots=snapshots, public=public,
+            quotas=quotas, snapshots=snapshots,
         )  # fmt: skip
         followers = Followers()
         self._form = config.form
