@@ -167,6 +167,26 @@ def test_clear_and_remove_leave_the_public_part() -> None:
     assert cache.clear() == 10
 
 
+def test_a_tenants_map_and_search_have_its_private_runs_alone() -> None:
+    cache = cache_with()
+    for prompt, tenant in (
+        ([*SYSTEM, 1, 2, 3, 4], "a"), ([*SYSTEM, *[9] * 8], "a"), ([5] * 8, "a"),
+        ([*SYSTEM, *[8] * 8], "b"),
+    ):  # fmt: skip
+        serve(cache, prompt, tenant)
+    for tenant, heads in (("a", [[1, 2], [5, 5], [9, 9]]), ("b", [[8, 8]])):
+        for nodes in (1, 2, 400):
+            shown = cache.map(tenant, nodes=nodes)
+            assert shown.pages == sum(node.pages for node in shown.nodes)
+            assert all(node.parent is None for node in shown.nodes)
+        found = [node.head[:2].tolist() for node in shown.nodes if node.head is not None]
+        assert sorted(found) == heads
+    assert len(cache.search([[9, 9]], "a")) == 1
+    assert not cache.search([[9, 9]], "b")
+    shown = cache.map()
+    assert shown.pages == sum(node.pages for node in shown.nodes) == 10 + 1 + 2 + 2 + 2
+
+
 def test_other_models_and_adapters_have_a_copy_of_their_own() -> None:
     cache = cache_with()
     for lora in ("", "sql"):
