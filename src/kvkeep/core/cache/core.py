@@ -20,6 +20,7 @@ from kvkeep.core.cache.stats import CacheCounters
 from kvkeep.core.errors import InvalidValue, OutOfPages, told
 from kvkeep.core.events import Evicted, PagesShort, frozen
 from kvkeep.core.prefix.results import EMPTY_PAGES, joined
+from kvkeep.core.prefix.tree import tops
 from kvkeep.core.public import PublicPrefixes
 
 if TYPE_CHECKING:
@@ -105,8 +106,7 @@ class Core:
         self.pool = pool
         self.index = index
         self.marks = index.marks
-        self.public = PublicPrefixes()
-        """The prefixes that all tenants share."""
+        self.public = PublicPrefixes()  # what all tenants share
         self.page_size = index.page_size
         self.reuse = reuse
         self.counters = CacheCounters()
@@ -341,7 +341,7 @@ class Core:
         before = self.pool.num_free
         if self.groups is not None:
             tree = self.index.tree
-            for top in tree.roots.values() if namespace is None else tree.tops(namespace):
+            for top in tree.roots.values() if namespace is None else tops(tree.roots, namespace):
                 self.groups.drop_idle(top)
         self.forget(self.index.clear(namespace), "cleared")
         return self.pool.num_free - before

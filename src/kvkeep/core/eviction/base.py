@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvkeep.core.returns import Returns, Wait
-
     from kvkeep.core.keys import Namespace
+    from kvkeep.core.returns import Returns, Wait
 
 __all__ = ["Entry", "EvictionPolicy"]
 
@@ -22,8 +21,8 @@ class Entry:
     """
 
     __slots__ = (
-        "counted", "depth", "died", "due", "followers", "hits", "last_used", "namespace", "priority",
-        "size", "state", "stored", "wait",
+        "counted", "depth", "died", "due", "followers", "hits", "last_used", "namespace",
+        "priority", "size", "state", "stored", "wait",
     )  # fmt: skip
 
     def __init__(self) -> None:

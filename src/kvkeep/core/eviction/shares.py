@@ -91,10 +91,10 @@ class Shares(EvictionPolicy):
         self._make = make
         self.weights = check_weights(weights or {})
         first = make()
-        if first.remembers:
+        if first.remembers or first.awaits:
             raise InvalidValue(
                 f"{first.name} has a history of all prompts, which is not kept by tenant; shares "
-                "go with fifo, gdsf, lfu, lru, priority, s3fifo, slru and tlru"
+                "go with fifo, gdsf, lfu, lru, priority, slru and tlru"
             )
         self.name = f"{first.name}+shares"
         self._size, self._block = 1, 1

@@ -18,7 +18,7 @@ from kvkeep.core.prefix.results import (
     PrefixRun,
     joined,
 )
-from kvkeep.core.prefix.tree import RunTree
+from kvkeep.core.prefix.tree import RunTree, tops
 from kvkeep.core.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
@@ -319,7 +319,7 @@ class PrefixIndex(ABC):
         """Remove all pages without holds, pinned or not, of one namespace or of all."""
         if namespace is None:
             return self.evict(self.num_evictable)
-        return joined([self.evict_below(top) for top in self.tree.tops(namespace)])
+        return joined([self.evict_below(top) for top in tops(self._roots, namespace)])
 
     def evict_below(self, node: Node) -> PageArray:
         """Remove a run and all its descendants, pinned or not, except those that are held."""
@@ -377,7 +377,9 @@ class PrefixIndex(ABC):
 
         if isinstance(top, Node):
             return TreeWalk([top], *columns)
-        return TreeWalk([*self._roots.values()] if top is None else self.tree.tops(top), *columns)
+        return TreeWalk(
+            [*self._roots.values()] if top is None else tops(self._roots, top), *columns
+        )
 
     def details(self, node: Node) -> NodeDetails:
         """Describe a node that is in the tree."""

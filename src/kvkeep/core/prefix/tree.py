@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from kvkeep.core.prefix.owners import Owner
     from kvkeep.core.returns import Returns
 
-__all__ = ["RunTree"]
+__all__ = ["RunTree", "tops"]
 
 _GROW_PAGES = 128
 """A leaf shorter than this grows in place when its only holder publishes more. So a conversation or
@@ -100,26 +100,6 @@ class RunTree:
             self._serial += 1
             root = self.roots[namespace] = Root(namespace, self._serial)
         return root
-
-    def tops(self, namespace: Namespace) -> list[Node]:
-        """Return the nodes in which the paths of ``namespace`` begin: its root, if there is one.
-
-        Also its private runs behind public prefixes. Cost: the public runs, and as many private
-        ones as follow them directly.
-        """
-        root = self.roots.get(namespace)
-        tops: list[Node] = [] if root is None else [root]
-        public = self.roots.get(public_namespace(namespace))
-        if public is None or public is root:
-            return tops
-        ahead: list[Node] = [public]
-        while ahead:
-            for child in ahead.pop().children.values():
-                if child.namespace.scope:
-                    ahead.append(child)
-                elif child.namespace == namespace:
-                    tops.append(child)
-        return tops
 
     def remove_if_empty(self, root: Node) -> None:
         """Remove a root without children and holders."""
@@ -413,3 +393,24 @@ class RunTree:
             self.remove_if_empty(parent)
         elif not parent.holders:
             self.enqueue(parent)
+
+
+def tops(roots: dict[Namespace, Root], namespace: Namespace) -> list[Node]:
+    """Return the nodes in which the paths of ``namespace`` begin: its root, if there is one.
+
+    Also its private runs behind public prefixes. Cost: the public runs, and as many private
+    ones as follow them directly.
+    """
+    root = roots.get(namespace)
+    found: list[Node] = [] if root is None else [root]
+    public = roots.get(public_namespace(namespace))
+    if public is None or public is root:
+        return found
+    ahead: list[Node] = [public]
+    while ahead:
+        for child in ahead.pop().children.values():
+            if child.namespace.scope:
+                ahead.append(child)
+            elif child.namespace == namespace:
+                found.append(child)
+    return found
