@@ -121,6 +121,7 @@ def open_sequence(core: Core, query: CacheQuery, *, priority: int, reserve: int)
     hold, source = core.hold(match, space)
     row = _row(core, query)
     sequence = Sequence(core, query.namespace, encoder, row, hold=hold, priority=priority)
+    sequence.space = space
     sequence.public_pages = query.public // core.page_size if query.public else None
     shared = EMPTY_PAGES if match is None else match.pages
     if query.session is not None:

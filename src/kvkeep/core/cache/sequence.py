@@ -12,7 +12,6 @@ from kvkeep.core.errors import whole
 from kvkeep.core.events import Closed, Opened, Stored, frozen
 from kvkeep.core.extras import as_extras
 from kvkeep.core.pages import GrowingArray, PageCopy
-from kvkeep.core.public import public_namespace
 from kvkeep.core.tokens import TOKEN_DTYPE, as_tokens, common_length, single_token
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ class Sequence:
     __slots__ = (
         "_core", "_hold", "_opened_pages", "_pending", "_shared", "_table", "_tokens", "encoder",
         "groups", "id", "known_pages", "namespace", "num_cached", "owner", "priority",
-        "public_pages", "turn",
+        "public_pages", "space", "turn",
     )  # fmt: skip
 
     def __init__(
@@ -83,8 +82,8 @@ class Sequence:
         """The turn of its session, counted from 0; None without a session."""
         self.owner: Owner | None = None
         """The session that owns what this sequence publishes."""
-        self.public_pages: int | None = None
-        """Leading pages that all tenants share; None if the prompt has no public prefix."""
+        self.space = namespace  # that of its first page
+        self.public_pages: int | None = None  # None: its prompt has no public prefix
         self.groups: SequenceGroups | None = None
         """Rows and states, of a cache that has groups of layers; else None."""
         self._core = core
@@ -123,12 +122,6 @@ class Sequence:
     def num_published(self) -> int:
         """Leading tokens in full pages that later prompts can reuse."""
         return min(self._shared * self._core.page_size, len(self._tokens))
-
-    @property
-    def space(self) -> Namespace:
-        """The namespace in whose tree it lies: its own, or the public one."""
-        public = self.public_pages is not None
-        return public_namespace(self.namespace) if public else self.namespace
 
     @property
     def pages(self) -> PageArray:
@@ -292,7 +285,7 @@ class Sequence:
             )  # fmt: skip
             other.adopt(table, self._shared)
             other.known_pages = self.known_pages
-            other.public_pages = self.public_pages
+            other.space, other.public_pages = self.space, self.public_pages
             other.num_cached = max(self.num_cached, self.num_published)
             self._pending.share_with(other._pending)
             other.groups = None if groups is None else groups.of(other._tokens)
@@ -326,11 +319,9 @@ class Sequence:
             if not core.reuse:
                 return 0
             stop = computed // core.page_size
-            for end in (self.known_pages, stop):
-                # No run has public and private pages, or known and unknown ones.
-                public = self.public_pages
-                if public is not None and self._shared < public < end <= stop:
-                    self._publish(self._shared, public, known=public <= self.known_pages)
+            # No run has public and private pages, or known and unknown ones.
+            public, known = self.public_pages, self.known_pages
+            for end in sorted({public, known, stop}) if public else (known, stop):
                 if self._shared < end <= stop:
                     self._publish(self._shared, end, known=end <= self.known_pages)
             if self.groups is not None and stop:
@@ -339,7 +330,7 @@ class Sequence:
 
     def _publish(self, start: int, stop: int, *, known: bool) -> None:
         core = self._core
-        space, owner = self._whose(start)
+        space, owner = _whose(self, start)
         own = self._table.values[start:stop].copy()
         symbols = self.encoder.pages(self._tokens.values, start, stop)
         inserted = core.index.insert(
@@ -377,12 +368,6 @@ class Sequence:
             parent = int(self._table.values[at - 1]) if at else -1
             plain = self._tokens.plain(row)
             core.emit(_stored(self.id, space or self.namespace, parent, new, plain))
-
-    def _whose(self, start: int) -> tuple[Namespace | None, Owner | None]:
-        """Return namespace and owner of pages from ``start`` on; no session owns public ones."""
-        if self.public_pages is None or start >= self.public_pages:
-            return None if self.public_pages is None else self.namespace, self.owner
-        return self.space, None
 
     def _leave_forks(self) -> None:
         """Leave the group of forks before the first unpublished page leaves the table."""
@@ -456,6 +441,14 @@ class Sequence:
             f"<Sequence {self.id}, {self._pending.state.name.lower()}, {self.num_tokens} tokens, "
             f"{len(self._table)} pages, {self._shared} of them published>"
         )
+
+
+def _whose(sequence: Sequence, start: int) -> tuple[Namespace | None, Owner | None]:
+    """Return namespace and owner of pages from ``start`` on; no session owns public ones."""
+    public = sequence.public_pages
+    if public is None:
+        return None, sequence.owner
+    return (sequence.namespace, sequence.owner) if start >= public else (sequence.space, None)
 
 
 def _sharing(mine: PageArray, own: PageArray) -> int:

@@ -324,13 +324,8 @@ class PrefixIndex(ABC):
     def evict_below(self, node: Node) -> PageArray:
         """Remove a run and all its descendants, pinned or not, except those that are held."""
         children_first = [below for below, _ in descend(node)][::-1]
-        return joined(
-            [
-                self.tree.remove(below, below.size)
-                for below in children_first
-                if not below.holders and below.parent is not None
-            ]
-        )
+        free = [one for one in children_first if not one.holders and one.parent is not None]
+        return joined([self.tree.remove(below, below.size) for below in free])
 
     # --- pins and owners ---------------------------------------------------------------------
 
@@ -377,9 +372,8 @@ class PrefixIndex(ABC):
 
         if isinstance(top, Node):
             return TreeWalk([top], *columns)
-        return TreeWalk(
-            [*self._roots.values()] if top is None else tops(self._roots, top), *columns
-        )
+        found = [*self._roots.values()] if top is None else tops(self._roots, top)
+        return TreeWalk([*found], *columns)
 
     def details(self, node: Node) -> NodeDetails:
         """Describe a node that is in the tree."""
