@@ -50,6 +50,7 @@ def test_it_imports_nothing_heavy_and_no_room_that_needs_an_extra() -> None:
         "keys",
         "pages",
         "prefix",
+        "public",
         "slots",
         "tokens",
     }

@@ -133,6 +133,8 @@ def test_hostile_names_are_shown_not_obeyed(served: Served) -> None:
 
 def test_every_field_of_a_namespace_can_be_the_one_that_differs(served: Served) -> None:
     for field in fields(Namespace):
+        if field.name == "scope":
+            continue  # no prompt has one
         served.cache.clear()
         served.run(f"a-{field.name}", A, Namespace(**{field.name: "theirs"}))
         found = served.run(f"b-{field.name}", A, Namespace(**{field.name: "ours"}))

@@ -14,6 +14,7 @@ from kvkeep.cli.listening import allowed_hosts
 from kvkeep.cli.model import choose_threads, load
 from kvkeep.cli.serve_options import add_options
 from kvkeep.cli.server import KEY_VARIABLE, api_key
+from kvkeep.cli.tenants import eviction_of, public_rows
 from kvkeep.cli.tiers import open_default_store, open_store
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.geometry.units import format_bytes
@@ -65,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
         stall_s=max(1.0, args.request_timeout),
     )
     settings = _settings(args)
+    eviction = eviction_of(args)
     if args.events_replay is not None and args.events is None:
         raise InvalidValue(
             "--events-replay needs --events: without it there are no events to resend"
@@ -81,16 +83,20 @@ def run(args: argparse.Namespace) -> int:
     with bind(args.host, args.port) as bound:
         runner, tokenizer = load(args, dtype=args.dtype)
         cache = runner.cache(
-            eviction=args.eviction,
+            eviction=eviction,
             what_if=_SAMPLED_BLOCKS if args.what_if else None,
             reuse=not args.no_reuse,
         )
+        public = public_rows(args.public_prefixes, tokenizer)
+        cache.public.declare(*public)
         with (
             _publisher(args, cache) as publisher,
             _store(args, runner, settings.name) or nullcontext() as store,
             _capture(args, cache, settings.name) as capture,
             _tracing(args) as tracing,
         ):
+            if store is not None:
+                store.public.declare(*public)
             engine = Engine(
                 runner,
                 cache,

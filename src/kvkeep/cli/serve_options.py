@@ -8,6 +8,7 @@ from kvkeep.cli.arguments import add_count, add_option, add_path, add_seconds, a
 from kvkeep.cli.listening import add_address, add_connection_limits, add_log_level
 from kvkeep.cli.model import add_dtype, add_model_arguments
 from kvkeep.cli.server import KEY_VARIABLE
+from kvkeep.cli.tenants import add_tenant_options
 from kvkeep.cli.tiers import add_store_arguments
 from kvkeep.core.eviction import POLICIES
 
@@ -48,6 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="sample a tenth of all blocks to estimate the hit rate with other amounts of memory, "
         "for /kv/stats and /metrics (default: on)",
     )
+    add_tenant_options(parser.add_argument_group("tenants, told apart by cache_salt"))
     add_switch(parser, "--no-text", "show no text and no tokens of prompts in answers of /kv")
     add_switch(
         parser,

@@ -7,5 +7,5 @@ pages/       the pool of pages, page tables, and their tensors (torch)
 slots/       SlotCache, for engines whose caches are contiguous
 geometry/    bytes per token, from a model's configuration
 miss_ratio/  sampled miss-ratio curves
-keys.py · tokens.py · extras.py · events.py · errors.py   used by all rooms
+keys.py · public.py · tokens.py · extras.py · events.py · errors.py   used by all rooms
 """

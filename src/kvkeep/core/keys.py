@@ -52,7 +52,8 @@ class Namespace:
 
     Every field is part of every key; an empty field is a value like any other. ``tenant`` separates
     users who must not learn of each other's prompts, ``lora`` names an adapter with its version,
-    ``rank`` a tensor- or pipeline-parallel shard ("tp0/2").
+    ``rank`` a tensor- or pipeline-parallel shard ("tp0/2"). ``scope`` is empty, except for the KV
+    that all tenants share (`kvkeep.core.public`).
     """
 
     tenant: str = ""
@@ -63,6 +64,7 @@ class Namespace:
     geometry: str = ""
     lora: str = ""
     rank: str = ""
+    scope: str = ""
 
     def __post_init__(self) -> None:
         for field in fields(self):

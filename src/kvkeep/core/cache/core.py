@@ -20,6 +20,8 @@ from kvkeep.core.cache.stats import CacheCounters
 from kvkeep.core.errors import InvalidValue, OutOfPages, told
 from kvkeep.core.events import Evicted, PagesShort, frozen
 from kvkeep.core.prefix.results import EMPTY_PAGES, joined
+from kvkeep.core.prefix.tree import tops
+from kvkeep.core.public import PublicPrefixes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -104,6 +106,7 @@ class Core:
         self.pool = pool
         self.index = index
         self.marks = index.marks
+        self.public = PublicPrefixes()  # what all tenants share
         self.page_size = index.page_size
         self.reuse = reuse
         self.counters = CacheCounters()
@@ -337,9 +340,9 @@ class Core:
         """Drop all that is not in use, of one namespace or of all; return the pages freed."""
         before = self.pool.num_free
         if self.groups is not None:
-            for space, root in self.index.tree.roots.items():
-                if namespace is None or space == namespace:
-                    self.groups.drop_idle(root)
+            tree = self.index.tree
+            for top in tree.roots.values() if namespace is None else tops(tree.roots, namespace):
+                self.groups.drop_idle(top)
         self.forget(self.index.clear(namespace), "cleared")
         return self.pool.num_free - before
 

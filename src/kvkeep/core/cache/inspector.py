@@ -131,7 +131,7 @@ class Inspector:
             raise _unknown(root)
         core = self._core
         bare = root is None and space is not None  # leave out the top node: the namespace is known
-        rows = survey.largest(nodes + bare)
+        rows = survey.largest(nodes + (bare and bool((survey.ids < 0).any())))
         with core:
             notes = core.ages.notes()
         ages = notes.seconds(survey.below_last)

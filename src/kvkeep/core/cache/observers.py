@@ -64,7 +64,7 @@ class MissRatioObserver(CacheObserver):
     def opened(self, sequence: Sequence, query: CacheQuery, cached: PageArray) -> None:
         """Report the prompt without its last token, which is never looked up."""
         tokens = signed(query.tokens, query.extras)[:-1].tobytes()
-        self._reported[sequence.id] = self.watch.opened(tokens, cached, query.namespace)
+        self._reported[sequence.id] = self.watch.opened(tokens, cached, query.space)
 
     def forked(self, sequence: Sequence, fork: Sequence) -> None:
         """Report nothing: the tokens of a fork were reported."""
@@ -76,7 +76,7 @@ class MissRatioObserver(CacheObserver):
         pages = sequence.published_pages
         if keep and len(pages) > reported:  # later prompts find these pages, like those of a prompt
             row = signed(sequence.tokens, sequence.extras)[: sequence.num_published]
-            self.watch.stored(row.tobytes(), pages, sequence.namespace)
+            self.watch.stored(row.tobytes(), pages, sequence.space)
 
     def evicted(self, pages: PageArray) -> None:
         """Let the watch drop the hashes that it kept for these pages."""

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvkeep.core.cache.row import TokenRow
+from kvkeep.core.cache.row import Border, SaltedRow, TokenRow
 from kvkeep.core.cache.sequence import Sequence
 from kvkeep.core.cache.sessions import check_session
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.events import Opened
 from kvkeep.core.extras import as_extras
-from kvkeep.core.keys import as_namespace, chain_keys, root_key
+from kvkeep.core.keys import Namespace, as_namespace, chain_keys, root_key
 from kvkeep.core.pages import PageCopy
 from kvkeep.core.prefix.results import EMPTY_PAGES
+from kvkeep.core.public import salt_of
 from kvkeep.core.tokens import TOKEN_BYTES, as_row, check_range
 
 if TYPE_CHECKING:
     from kvkeep.core.cache.core import Core
     from kvkeep.core.extras import ExtraLike, Extras
     from kvkeep.core.groups import GroupBoard, SequenceGroups
-    from kvkeep.core.keys import Namespace, NamespaceLike
+    from kvkeep.core.keys import NamespaceLike
     from kvkeep.core.prefix import PrefixMatch
     from kvkeep.core.tokens import TokenArray, TokensLike
 
@@ -31,20 +32,28 @@ __all__ = ["CacheQuery", "find", "matched_tokens", "open_sequence"]
 
 @dataclass(slots=True)
 class CacheQuery:
-    """A prompt to look up or to open, in canonical form."""
+    """A prompt to look up or to open, in canonical form.
+
+    ``namespace`` is whose prompt it is, ``space`` the one in whose tree it lies: the public one if
+    its first ``public`` tokens are public (`kvkeep.core.public`). ``extras`` include the salt.
+    """
 
     tokens: TokenArray
     namespace: Namespace
     extras: Extras
     session: str | None = None
     turn: int | None = None
+    space: Namespace = field(default_factory=Namespace)
+    public: int = 0
 
     @classmethod
     def of(
         cls,
+        core: Core,
         tokens: TokensLike,
         namespace: NamespaceLike,
         extra: ExtraLike | None,
+        *,
         session: str | None = None,
         turn: int | None = None,
     ) -> CacheQuery:
@@ -54,7 +63,14 @@ class CacheQuery:
         extras = () if extra is None else as_extras(extra, len(row))
         if session is not None or turn is not None:
             session, turn = check_session(session, turn)
-        return cls(row, space, extras, session, turn)
+        if space.scope:
+            raise InvalidValue(
+                f"{space} is for declared public prefixes; a prompt has a namespace without scope"
+            )
+        if not len(core.public):
+            return cls(row, space, extras, session, turn, space)
+        placed = core.public.place(row, space, core.page_size, extras)
+        return cls(row, space, placed.extras, session, turn, placed.space, placed.tokens)
 
 
 def find(core: Core, query: CacheQuery) -> PrefixMatch | None:
@@ -62,7 +78,7 @@ def find(core: Core, query: CacheQuery) -> PrefixMatch | None:
     match = None
     if core.reuse:
         row = core.marks.known(query.tokens, query.extras) if query.extras else query.tokens
-        match = core.index.match(core.index.encoder(query.namespace).lookup(row), query.namespace)
+        match = core.index.match(core.index.encoder(query.space).lookup(row), query.space)
     _check_ids(core, query.tokens, match)
     return match
 
@@ -83,14 +99,14 @@ def _check_ids(core: Core, tokens: TokenArray, match: PrefixMatch | None) -> Non
 
 def open_sequence(core: Core, query: CacheQuery, *, priority: int, reserve: int) -> Sequence:
     """Open a sequence; see `PagedCache.open`. The caller has the lock."""
-    tokens, namespace, extras = query.tokens, query.namespace, query.extras
+    tokens, space, extras = query.tokens, query.space, query.extras
     if not len(tokens):
         raise InvalidValue("a prompt has at least one token, got none")
     index = core.index
-    encoder = index.encoder(namespace)
+    encoder = index.encoder(space)
     # The last token is never looked up: its logits are needed, so it is computed in any case.
     wanted = core.marks.known(tokens[:-1], extras) if extras else tokens[:-1]
-    match = index.match(encoder.lookup(wanted), namespace) if core.reuse else None
+    match = index.match(encoder.lookup(wanted), space) if core.reuse else None
     _check_ids(core, tokens, match)
     total = -(-len(tokens) // core.page_size)
     groups, state_pages, found, stored = None, 0, 0, 0
@@ -102,9 +118,11 @@ def open_sequence(core: Core, query: CacheQuery, *, priority: int, reserve: int)
             found, stored = len(match.pages), matched_tokens(core, match)
         groups, match = _resume(core, core.groups, match, total + state_pages + reserve)
         needed = total + state_pages - (0 if match is None else len(match.pages))
-    hold, source = core.hold(match, namespace)
-    row = TokenRow(core.marks, tokens, extras)
-    sequence = Sequence(core, namespace, encoder, row, hold=hold, priority=priority)
+    hold, source = core.hold(match, space)
+    row = _row(core, query)
+    sequence = Sequence(core, query.namespace, encoder, row, hold=hold, priority=priority)
+    sequence.space = space
+    sequence.public_pages = query.public // core.page_size if query.public else None
     shared = EMPTY_PAGES if match is None else match.pages
     if query.session is not None:
         core.observe(core.sessions)
@@ -129,6 +147,13 @@ def open_sequence(core: Core, query: CacheQuery, *, priority: int, reserve: int)
         sequence.known_pages = _known_pages(core, query)
     _count(core, sequence, found, stored)
     return sequence
+
+
+def _row(core: Core, query: CacheQuery) -> TokenRow:
+    if not query.public:
+        return TokenRow(core.marks, query.tokens, query.extras)
+    border = Border(query.public, core.page_size, salt_of(query.namespace))
+    return SaltedRow(core.marks, query.tokens, query.extras, border)
 
 
 def _count(core: Core, sequence: Sequence, found: int, stored: int) -> None:
@@ -201,5 +226,5 @@ def _affordable(
 def _known_pages(core: Core, query: CacheQuery) -> int:
     """Report the prompt to a policy with a history; return the leading pages in that history."""
     size = core.history_tokens * TOKEN_BYTES
-    keys = chain_keys(root_key(query.namespace), query.tokens.tobytes(), size, query.extras)
+    keys = chain_keys(root_key(query.space), query.tokens.tobytes(), size, query.extras)
     return core.index.policy.requested(keys) * core.history_tokens // core.page_size

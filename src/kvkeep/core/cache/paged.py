@@ -69,7 +69,7 @@ class PagedCache:
 
     The cache decides; the memory is `kvkeep.core.pages.tensors.PagedTensors` or the engine's own.
     Tokens are a list, a tuple or an integer array. Namespaces (text, or a `Namespace`) share
-    nothing.
+    nothing but the prefixes that were declared: ``cache.public.declare(tokens)``.
 
     Thread safety: every method takes the cache's one lock. Hooks run under it.
 
@@ -121,6 +121,7 @@ class PagedCache:
             pool, index, hard_pin_pages, clock,
             reuse=self.reuse, history_tokens=block_tokens, groups=self.groups,
         )  # fmt: skip
+        self.public = self._core.public
         self._inspector_made: Inspector | None = None
         self._watch: PromptWatch | None = None
         if what_if is not None:
@@ -180,7 +181,7 @@ class PagedCache:
         Raises `InvalidValue` for invalid tokens, `OutOfPages` with nothing changed.
         Cost: O(tokens) at memory speed; see `benchmarks/core.py`.
         """
-        query = CacheQuery.of(tokens, namespace, extra, session, turn)
+        query = CacheQuery.of(self._core, tokens, namespace, extra, session=session, turn=turn)
         priority = whole("priority", priority)
         reserve = whole("reserve", reserve, 0)
         with self._core as core:
@@ -195,9 +196,8 @@ class PagedCache:
     ) -> CachedPrefix:
         """Return the longest cached prefix of a prompt. Changes nothing, not even recency.
 
-        ``extra`` as in `open`.
-        """
-        query = CacheQuery.of(tokens, namespace, extra)
+        ``extra`` as in `open`."""
+        query = CacheQuery.of(self._core, tokens, namespace, extra)
         with self._core as core:
             return _cached(core, find(core, query))
 
@@ -236,14 +236,14 @@ class PagedCache:
         too, since their pages are behind it. What a running sequence publishes later is cached
         again. A prompt shorter than a page has no cached pages. ``extra`` as in `open`.
 
-        Cost: that of `match`, and all runs behind the first page.
+        Cost: that of `match`, and all runs behind the first page. Public pages stay.
         """
-        query = CacheQuery.of(tokens, namespace, extra)
+        query = CacheQuery.of(self._core, tokens, namespace, extra)
         with self._core as core:
             core.pins.expire()
             core.before_eviction()
             match = find(core, query)
-            top = None if match is None else match.first_node()
+            top = None if match is None else match.first_node(query.public // self.page_size)
             if top is None:
                 return RemovedPages(0, 0)
             return RemovedPages(*self._inspector.evict_family(top))
@@ -266,7 +266,7 @@ class PagedCache:
         Raises `NotCached` if not one full page is cached, `InvalidValue` beyond the budget or the
         number of pins. Cost: that of `match`, and O(runs on the path).
         """
-        query = CacheQuery.of(tokens, namespace, extra)
+        query = CacheQuery.of(self._core, tokens, namespace, extra)
         if ttl is not None and not ttl > 0:
             raise InvalidValue(f"a pin lasts some seconds, got ttl={ttl}")
         with self._core as core:
@@ -277,7 +277,7 @@ class PagedCache:
                     f"not one full page of these {len(query.tokens)} tokens is cached in "
                     f"{query.namespace}; publish them first"
                 )
-            hold, _ = core.index.hold(match.without_partial(), query.namespace, used=False)
+            hold, _ = core.index.hold(match.without_partial(), query.space, used=False)
             try:
                 pin = core.pins.add(hold, ttl, hard=hard)
             except InvalidValue:

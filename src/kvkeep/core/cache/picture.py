@@ -36,7 +36,7 @@ def shown_nodes(
     bare: bool,
     size: int,
 ) -> list[MapNode]:
-    """Return a node for each of ``rows``; with ``bare``, the top node is left out.
+    """Return a node for each of ``rows``; with ``bare``, the namespace's own is left out.
 
     ``size`` is that of a page.
     With each row, ``rows`` has the row above it. Rows without parent are tops.
@@ -54,13 +54,13 @@ def shown_nodes(
     numbers = zip(*(column.tolist() for column in columns), strict=True)
     each = zip(numbers, heads, blocks, strict=True)
     for (row, own, parent, place, *counts), (head, key), ended in each:
-        if bare and place < 0:
+        if bare and own < 0:
             continue
         pages, below_pages, below_runs, holders, pins, hits, age, beside, below_beside = counts
         nodes.append(
             MapNode(
                 id=own,
-                parent=None if place < (1 if bare else 0) else parent,
+                parent=None if place < 0 or (bare and parent < 0) else parent,
                 pages=pages,
                 below_pages=below_pages,
                 below_runs=below_runs,
@@ -103,7 +103,7 @@ def hidden_nodes(survey: Survey, rows: Numbers, ages: Seconds, *, bare: bool) ->
     return [
         MapNode(
             id=-_HIDDEN - (abs(int(ids[place])) if place >= 0 else 0),
-            parent=None if place < (1 if bare else 0) else int(ids[place]),
+            parent=None if place < 0 or (bare and ids[place] < 0) else int(ids[place]),
             pages=pages[i],
             below_pages=pages[i],
             below_runs=runs[i],

@@ -52,7 +52,8 @@ class Sequence:
 
     __slots__ = (
         "_core", "_hold", "_opened_pages", "_pending", "_shared", "_table", "_tokens", "encoder",
-        "groups", "id", "known_pages", "namespace", "num_cached", "owner", "priority", "turn",
+        "groups", "id", "known_pages", "namespace", "num_cached", "owner", "priority",
+        "public_pages", "space", "turn",
     )  # fmt: skip
 
     def __init__(
@@ -81,6 +82,8 @@ class Sequence:
         """The turn of its session, counted from 0; None without a session."""
         self.owner: Owner | None = None
         """The session that owns what this sequence publishes."""
+        self.space = namespace  # that of its first page
+        self.public_pages: int | None = None  # None: its prompt has no public prefix
         self.groups: SequenceGroups | None = None
         """Rows and states, of a cache that has groups of layers; else None."""
         self._core = core
@@ -254,6 +257,8 @@ class Sequence:
             gone = self._table.values[pages:].copy()
             self._table.cut(pages)
             self._tokens.cut(length)
+            if self.public_pages is not None:
+                self.public_pages = min(self.public_pages, length // size)
             self.encoder.cut(length // size)
             self._pending.drop_needless(self._table.values[self._shared :])
             core.pool.release(gone)
@@ -280,6 +285,7 @@ class Sequence:
             )  # fmt: skip
             other.adopt(table, self._shared)
             other.known_pages = self.known_pages
+            other.space, other.public_pages = self.space, self.public_pages
             other.num_cached = max(self.num_cached, self.num_published)
             self._pending.share_with(other._pending)
             other.groups = None if groups is None else groups.of(other._tokens)
@@ -313,20 +319,22 @@ class Sequence:
             if not core.reuse:
                 return 0
             stop = computed // core.page_size
-            if self._shared < self.known_pages < stop:
-                self._publish(self._shared, self.known_pages, known=True)
-            if stop > self._shared:
-                self._publish(self._shared, stop, known=stop <= self.known_pages)
+            # No run has public and private pages, or known and unknown ones.
+            public, known = self.public_pages, self.known_pages
+            for end in sorted({public, known, stop}) if public else (known, stop):
+                if self._shared < end <= stop:
+                    self._publish(self._shared, end, known=end <= self.known_pages)
             if self.groups is not None and stop:
                 self.groups.published(self._hold, min(stop, self._shared), self.id)
             return self.num_published
 
     def _publish(self, start: int, stop: int, *, known: bool) -> None:
         core = self._core
+        space, owner = _whose(self, start)
         own = self._table.values[start:stop].copy()
         symbols = self.encoder.pages(self._tokens.values, start, stop)
         inserted = core.index.insert(
-            self._hold, symbols, own, self.priority, known=known, owner=self.owner
+            self._hold, symbols, own, self.priority, known=known, owner=owner, namespace=space
         )
         existing = inserted.existing
         forks = core.forks.take(int(own[0])) if core.forks else ()
@@ -347,7 +355,8 @@ class Sequence:
             self._exchange(start, own, existing)
         for other in forks:
             if other is not self:
-                sharing = other._sharing(start, own)
+                assert other._shared == start
+                sharing = _sharing(other._table.values[start : start + len(own)], own)
                 other._hold = core.index.move(other._hold, self._hold, start + sharing)
                 other._shared = other._opened_pages = start + sharing
                 other._exchange(start, own[:sharing], existing[:sharing])
@@ -357,17 +366,8 @@ class Sequence:
         if core.hooks and len(new):
             at = stop - len(new)
             parent = int(self._table.values[at - 1]) if at else -1
-            tokens, extras = self._tokens.plain(row)
-            stored = Stored(self.id, self.namespace, parent, frozen(new), frozen(tokens), extras)
-            core.emit(stored)
-
-    def _sharing(self, start: int, own: PageArray) -> int:
-        """Return how many of the pages ``own`` this fork has at the same index; at least one."""
-        assert self._shared == start
-        mine = self._table.values[start : start + len(own)]
-        sharing = common_length(mine, own)
-        assert sharing
-        return sharing
+            plain = self._tokens.plain(row)
+            core.emit(_stored(self.id, space or self.namespace, parent, new, plain))
 
     def _leave_forks(self) -> None:
         """Leave the group of forks before the first unpublished page leaves the table."""
@@ -441,6 +441,32 @@ class Sequence:
             f"<Sequence {self.id}, {self._pending.state.name.lower()}, {self.num_tokens} tokens, "
             f"{len(self._table)} pages, {self._shared} of them published>"
         )
+
+
+def _whose(sequence: Sequence, start: int) -> tuple[Namespace | None, Owner | None]:
+    """Return namespace and owner of pages from ``start`` on; no session owns public ones."""
+    public = sequence.public_pages
+    if public is None:
+        return None, sequence.owner
+    return (sequence.namespace, sequence.owner) if start >= public else (sequence.space, None)
+
+
+def _sharing(mine: PageArray, own: PageArray) -> int:
+    """Return how many of the pages ``own`` a fork has at the same index; at least one."""
+    sharing = common_length(mine, own)
+    assert sharing
+    return sharing
+
+
+def _stored(
+    sequence: int,
+    space: Namespace,
+    parent: int,
+    pages: PageArray,
+    plain: tuple[TokenArray, Extras],
+) -> Stored:
+    tokens, extras = plain
+    return Stored(sequence, space, parent, frozen(pages), frozen(tokens), extras)
 
 
 def check_table(table: PageArray, shared: int, stored: PageArray) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from kvkeep.core.keys import Namespace
     from kvkeep.core.returns import Returns, Wait
 
 __all__ = ["Entry", "EvictionPolicy"]
@@ -20,17 +21,19 @@ class Entry:
     """
 
     __slots__ = (
-        "depth", "died", "due", "followers", "hits", "last_used", "priority", "size", "state",
-        "stored", "wait",
+        "counted", "depth", "died", "due", "followers", "hits", "last_used", "namespace",
+        "priority", "size", "state", "stored", "wait",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.size = 0  # its pages
+        self.counted = 0  # those that `kvkeep.core.eviction.shares` has counted for its namespace
         self.depth = 0  # pages before it
         self.stored = 0  # when it was stored, in events of the policy: larger is later
         self.last_used = 0  # likewise
         self.hits = 0  # requests that reused it
         self.priority = 0  # given by its caller
+        self.namespace: Namespace | None = None  # whose KV it is; None if the index does not tell
         self.state: object = None  # for the policy's own use
         # Hints, which `kvkeep.core.eviction.hints` orders by:
         self.died = 0  # the number of its death, from 1 on; 0 while it lives
@@ -171,6 +174,10 @@ class EvictionPolicy(ABC):
     def moment(self) -> int:
         """The number of events so far, the clock of `Entry.last_used` and `Entry.stored`."""
         return self._time
+
+    def begin_at(self, moment: int) -> None:
+        """Set the clock: policies that order parts of one memory count the same events."""
+        self._time = moment
 
     def describe(self, entry: Entry) -> str:
         """Return what ``entry`` is ranked by, in a few words."""

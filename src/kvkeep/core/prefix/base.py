@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from kvkeep.core.prefix.check import check_tree
@@ -10,14 +12,13 @@ from kvkeep.core.prefix.heads import common_bytes
 from kvkeep.core.prefix.marks import Marks
 from kvkeep.core.prefix.node import Node, descend
 from kvkeep.core.prefix.results import (
-    EMPTY_PAGES,
     Inserted,
     NodeDetails,
     PrefixMatch,
     PrefixRun,
     joined,
 )
-from kvkeep.core.prefix.tree import RunTree
+from kvkeep.core.prefix.tree import RunTree, tops
 from kvkeep.core.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
@@ -262,11 +263,12 @@ class PrefixIndex(ABC):
         *,
         known: bool = False,
         owner: Owner | None = None,
+        namespace: Namespace | None = None,
     ) -> Inserted:
         """Store ``pages`` after the path of ``hold`` and move the hold to their end.
 
         ``known`` tells the policy that the pages had been requested before. ``owner`` is the user
-        they are stored for, None for an unnamed one.
+        they are stored for, None for an unnamed one; ``namespace`` is theirs, if not the path's.
         """
         assert len(symbols) == len(pages) * self.unit
         tree, unit = self.tree, self.unit
@@ -290,6 +292,7 @@ class PrefixIndex(ABC):
                 known=known,
                 owner=owner,
                 publisher=hold,
+                namespace=namespace,
             )
         self._moved(hold, node)
         node.priority = max(node.priority, priority)  # it is held, so in no queue by priority
@@ -316,19 +319,13 @@ class PrefixIndex(ABC):
         """Remove all pages without holds, pinned or not, of one namespace or of all."""
         if namespace is None:
             return self.evict(self.num_evictable)
-        root = self._roots.get(namespace)
-        return EMPTY_PAGES if root is None else self.evict_below(root)
+        return joined([self.evict_below(top) for top in tops(self._roots, namespace)])
 
     def evict_below(self, node: Node) -> PageArray:
         """Remove a run and all its descendants, pinned or not, except those that are held."""
         children_first = [below for below, _ in descend(node)][::-1]
-        return joined(
-            [
-                self.tree.remove(below, below.size)
-                for below in children_first
-                if not below.holders and below.parent is not None
-            ]
-        )
+        free = [one for one in children_first if not one.holders and one.parent is not None]
+        return joined([self.tree.remove(below, below.size) for below in free])
 
     # --- pins and owners ---------------------------------------------------------------------
 
@@ -375,8 +372,8 @@ class PrefixIndex(ABC):
 
         if isinstance(top, Node):
             return TreeWalk([top], *columns)
-        tops = [*self._roots.values()] if top is None else [self._roots.get(top)]
-        return TreeWalk([root for root in tops if root is not None], *columns)
+        found = [*self._roots.values()] if top is None else tops(self._roots, top)
+        return TreeWalk([*found], *columns)
 
     def details(self, node: Node) -> NodeDetails:
         """Describe a node that is in the tree."""
@@ -389,13 +386,13 @@ class PrefixIndex(ABC):
 
     def namespaces(self) -> dict[Namespace, int]:
         """Return the pages stored per namespace. Cost: all nodes."""
-        return {
-            namespace: sum(node.size for node, _ in descend(root))
-            for namespace, root in self._roots.items()
-        }
+        pages = Counter(dict.fromkeys(self._roots, 0))
+        for node, _ in chain.from_iterable(map(descend, self._roots.values())):
+            pages[node.namespace] += node.size
+        return pages
 
     def runs(self, namespace: Namespace) -> Iterator[PrefixRun]:
-        """Yield the stored runs depth first, most recently used branches first."""
+        """Yield the runs behind a root depth first, most recently used branches first."""
         root = self._roots.get(namespace)
         marks = self.marks if self.exact else None
         for node, depth in () if root is None else descend(root):

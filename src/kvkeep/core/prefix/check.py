@@ -61,3 +61,7 @@ def _check_run(tree: RunTree, node: Node) -> None:
     assert len(node.run) == node.size * tree.unit
     assert node.end == node.parent.end + node.size
     assert node.depth == node.parent.end
+    above = node.parent.namespace
+    assert node.namespace == above or (above.scope and not node.namespace.scope), (
+        "a public run behind a private one, or a run of one tenant behind another's"
+    )

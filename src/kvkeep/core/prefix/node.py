@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvkeep.core.eviction.base import Entry
+from kvkeep.core.keys import Namespace
 from kvkeep.core.prefix.results import EMPTY_PAGES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvkeep.core.keys import Namespace
     from kvkeep.core.pages.table import PageArray
     from kvkeep.core.prefix.heads import Heads
     from kvkeep.core.prefix.owners import Owner
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from kvkeep.core.returns import Wait
 
 __all__ = ["Node", "Root", "descend"]
+
+_NONE = Namespace()
 
 
 class Node(Entry):
@@ -29,6 +31,8 @@ class Node(Entry):
     stays when the run grows, loses its tail, or is cut, where the new front gets a new serial.
     ``uses`` counts the requests whose reuse ended here or in an evicted descendant; the requests
     that reused a run are its own uses and those of all its descendants, so a cut changes nothing.
+    ``namespace`` is that of the root, except for private runs behind a public prefix
+    (`kvkeep.core.public`): theirs is the tenant's.
     """
 
     __slots__ = (
@@ -45,6 +49,7 @@ class Node(Entry):
         serial: int,
     ) -> None:
         super().__init__()
+        self.namespace: Namespace = _NONE if parent is None else parent.namespace
         self.parent = parent
         self.run = run  # symbols of all pages
         self.key = bytes(run[:unit])  # symbols of the first page
@@ -92,7 +97,7 @@ class Node(Entry):
         return () if self.extra is None else self.extra.points
 
     def before(self) -> tuple[Namespace, bytes]:
-        """Return its namespace and the symbols of all runs before it."""
+        """Return the namespace of its root, and the symbols of all runs before it."""
         runs: list[bytes | memoryview] = []
         node = self
         while node.parent is not None:
@@ -146,6 +151,7 @@ class Node(Entry):
         self.key = upper.key
         self.pages = np.concatenate((upper.pages, self.pages))
         self.size += upper.size
+        self.counted += upper.counted
         self.depth = upper.depth
         self.parent = parent
         parent.children[self.key] = self
@@ -158,7 +164,7 @@ class Node(Entry):
 class Root(Node):
     """The start of all paths of one namespace: no pages, removed when it is empty."""
 
-    __slots__ = ("namespace",)
+    __slots__ = ()
 
     def __init__(self, namespace: Namespace, serial: int) -> None:
         super().__init__(None, b"", EMPTY_PAGES, 0, serial)

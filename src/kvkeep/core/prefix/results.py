@@ -64,14 +64,12 @@ class PrefixMatch:
         node = self.node_at(pages)
         return PrefixMatch(self.pages[:pages], node, pages - node.depth)
 
-    def first_node(self) -> Node | None:
-        """Return the node in which the path begins; None for a match without a full page."""
-        if not len(self.pages):
-            return None
-        node = self.end
-        while node.parent is not None and node.parent.parent is not None:
-            node = node.parent
-        return node
+    def first_node(self, page: int = 0) -> Node | None:
+        """Return the node in which the path goes on behind page ``page``, where a run ends.
+
+        None if no full page behind it matches.
+        """
+        return self.node_at(page + 1) if len(self.pages) > page else None
 
 
 class Inserted(NamedTuple):
@@ -152,7 +150,7 @@ class NodeDetails(NamedTuple):
             path.append(above.id)
             above = above.parent
         return cls(
-            namespace=node.before()[0],
+            namespace=node.namespace,
             path=tuple(reversed(path)),
             start=node.depth,
             pages=node.pages.copy(),

@@ -30,6 +30,7 @@ from kvkeep.core.prefix.owners import Owners
 from kvkeep.core.prefix.pinned import Pins
 from kvkeep.core.prefix.results import joined
 from kvkeep.core.prefix.waits import Waits
+from kvkeep.core.public import public_namespace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from kvkeep.core.prefix.owners import Owner
     from kvkeep.core.returns import Returns
 
-__all__ = ["RunTree"]
+__all__ = ["RunTree", "tops"]
 
 _GROW_PAGES = 128
 """A leaf shorter than this grows in place when its only holder publishes more. So a conversation or
@@ -160,10 +161,12 @@ class RunTree:
         known: bool,
         owner: Owner | None,
         publisher: Node,
+        namespace: Namespace | None = None,
     ) -> Node:
         """Store pages behind ``node`` and return the node in which they end.
 
         They extend ``node`` itself if only the ``publisher``'s hold protects it and it is short.
+        ``namespace`` is whose they are, by default that of ``node``.
         """
         self.num_pages += len(pages)
         if (
@@ -175,6 +178,7 @@ class RunTree:
             and node.size < _GROW_PAGES
             and node.owner is owner
             and (known == bool(node.hits) or not self.policy.remembers)
+            and (namespace is None or namespace == node.namespace)
         ):
             node.grow(symbols, pages)
             if self.owners is not None:
@@ -187,6 +191,8 @@ class RunTree:
             self.dequeue(node)
         self._serial += 1
         leaf = Node(node, symbols, pages.copy(), self.unit, self._serial)
+        if namespace is not None:
+            leaf.namespace = namespace
         self._attach(node, leaf)
         self.policy.stored(leaf, priority, known=known)
         self.num_evictable += leaf.size
@@ -219,6 +225,7 @@ class RunTree:
         self._serial += 1
         front = bytes(node.run[: at * self.unit])
         upper = Node(parent, front, node.pages[:at].copy(), self.unit, self._serial)
+        upper.namespace = node.namespace
         self.policy.split(upper, node)
         if node.covered:
             self.pins.split(upper, node)
@@ -253,6 +260,7 @@ class RunTree:
             or upper.wait is not None
             or upper.gone is not None
             or (upper.died, upper.due) != (lower.died, lower.due)
+            or (upper.namespace is not lower.namespace and upper.namespace != lower.namespace)
             or upper.size + lower.size > _GROW_PAGES
         ):
             return
@@ -385,3 +393,24 @@ class RunTree:
             self.remove_if_empty(parent)
         elif not parent.holders:
             self.enqueue(parent)
+
+
+def tops(roots: dict[Namespace, Root], namespace: Namespace) -> list[Node]:
+    """Return the nodes in which the paths of ``namespace`` begin: its root, if there is one.
+
+    Also its private runs behind public prefixes. Cost: the public runs, and as many private
+    ones as follow them directly.
+    """
+    root = roots.get(namespace)
+    found: list[Node] = [] if root is None else [root]
+    public = roots.get(public_namespace(namespace))
+    if public is None or public is root:
+        return found
+    ahead: list[Node] = [public]
+    while ahead:
+        for child in ahead.pop().children.values():
+            if child.namespace.scope:
+                ahead.append(child)
+            elif child.namespace == namespace:
+                found.append(child)
+    return found

@@ -153,7 +153,7 @@ class CacheMirror:
         self, namespace: Namespace, parent: int, pages: Sequence[int], tokens: bytes, extras: Extras
     ) -> list[KVEvent]:
         above = self._pages.get(parent)
-        if parent >= 0 and (above is None or above.namespace != namespace):
+        if parent >= 0 and (above is None or _unrelated(above.namespace, namespace)):
             self.orphans += len(pages)
             return []
         size = self.page_size * TOKEN_BYTES
@@ -279,6 +279,11 @@ class CacheMirror:
             lora_name=namespace.lora or None,
             extra_keys=extra if any(extra) else None,
         )
+
+
+def _unrelated(above: Namespace, namespace: Namespace) -> bool:
+    """Whether no page of ``namespace`` follows one of ``above``; private follow public ones."""
+    return above != namespace and not above.scope
 
 
 def _wire_hash(key: bytes) -> int:

@@ -19,6 +19,7 @@ from kvkeep.store.tiers import note_of
 if TYPE_CHECKING:
     from kvkeep.core.extras import Extras
     from kvkeep.core.geometry import KVGeometry
+    from kvkeep.core.public import PublicPrefixes
     from kvkeep.core.tokens import TokenArray
     from kvkeep.store.kv.forms import Layout
 
@@ -131,12 +132,15 @@ class Names:
         space: the first bytes of every block id, which stand for the namespace.
         root_key: the key before the first block.
         extras: extras of the prompt; positions count from its first token.
+        public: the space of the first ``num_public`` blocks, which all tenants share.
     """
 
     space: bytes
     root_key: bytes
     block_tokens: int
     extras: Extras = ()
+    public: bytes = b""
+    num_public: int = 0
 
     @classmethod
     def of(cls, namespace: Namespace, block_tokens: int) -> Names:
@@ -147,6 +151,20 @@ class Names:
         """Return the names of a prompt with these extras."""
         return replace(self, extras=extras) if extras else self
 
+    def behind(self, public: Names, blocks: int, extras: Extras) -> Names:
+        """Return the names of a prompt whose first ``blocks`` blocks are ``public``'s.
+
+        The first private block is chained to the public key before it and to the salt, which is
+        among the ``extras``, and has this tenant's space.
+        """
+        return replace(
+            self,
+            root_key=public.root_key,
+            extras=extras,
+            public=public.space,
+            num_public=blocks,
+        )
+
     @property
     def root(self) -> bytes:
         """The block id before the first block: `space` and `root_key`."""
@@ -154,10 +172,10 @@ class Names:
 
     def full(self, tokens: TokenArray) -> list[bytes]:
         """Return the ids of a prompt's full blocks. Cost: about 1 µs a block of 256 tokens."""
-        space, size = self.space, self.block_tokens * TOKEN_BYTES
-        return [
-            space + key for key in chain_keys(self.root_key, tokens.tobytes(), size, self.extras)
-        ]
+        size = self.block_tokens * TOKEN_BYTES
+        keys = chain_keys(self.root_key, tokens.tobytes(), size, self.extras)
+        shared = [self.public + key for key in keys[: self.num_public]]
+        return shared + [self.space + key for key in keys[self.num_public :]]
 
     def tails(
         self, blocks: list[bytes], tokens: TokenArray, *, start: int | None = None
@@ -208,8 +226,10 @@ class TenantNames:
     Thread safety: all methods; two threads may make the same names, which are equal.
     """
 
-    def __init__(self, namespace: Namespace, block_tokens: int) -> None:
+    def __init__(self, namespace: Namespace, block_tokens: int, public: PublicPrefixes) -> None:
         self._namespace = namespace
+        self._public = public
+        self._shared: Names | None = None  # of what all tenants share
         self._block_tokens = block_tokens
         self._names: dict[str, Names] = {}
         self.notes: dict[bytes, bytes] = {}
@@ -229,8 +249,24 @@ class TenantNames:
             if len(self._names) > _MOST_TENANTS:  # bounded: a server may take names from clients
                 self._names.clear()
                 self.notes.clear()
-            namespace = replace(self._namespace, tenant=tenant)
-            names = Names.of(namespace, self._block_tokens)
-            self.notes[names.space] = note_of(namespace)
-            self._names[tenant] = names
+            names = self._names[tenant] = self._make(replace(self._namespace, tenant=tenant))
         return names
+
+    def _make(self, namespace: Namespace) -> Names:
+        names = Names.of(namespace, self._block_tokens)
+        self.notes[names.space] = note_of(namespace)
+        return names
+
+    def of_prompt(self, tenant: str | None, tokens: TokenArray, extras: Extras) -> Names:
+        """Return the names of one prompt of a tenant: its first blocks may be public."""
+        names, public = self.of(tenant), self._public
+        if not len(public):
+            return names.having(extras)
+        tenant = self._namespace.tenant if tenant is None else tenant
+        namespace = replace(self._namespace, tenant=tenant)
+        placed = public.place(tokens, namespace, self._block_tokens, extras)
+        if not placed.tokens:
+            return names.having(extras)
+        if self._shared is None:
+            self._shared = self._make(placed.space)
+        return names.behind(self._shared, placed.tokens // self._block_tokens, placed.extras)

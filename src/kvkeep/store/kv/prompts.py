@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from kvkeep.core.errors import whole
 from kvkeep.core.extras import as_extras
 from kvkeep.core.geometry import parse_bytes
+from kvkeep.core.public import PublicPrefixes
 from kvkeep.core.tokens import as_tokens
 from kvkeep.store.blocks.base import Store
 from kvkeep.store.blocks.stats import closed_is_illegal, seconds_of
@@ -39,6 +40,7 @@ class PromptStore(Store):
         geometry: of the model.
         namespace: everything on which the bytes of the KV depend.
         block_tokens: tokens of a block.
+        public: the prefixes that all tenants share.
     """
 
     def __init__(self, config: StoreConfig, kept: KeptPrompts) -> None:
@@ -48,7 +50,8 @@ class PromptStore(Store):
         self.block_tokens = config.block_tokens
         self.namespace = config.namespace
         self._binding = ModelBinding(self.namespace.model, self.namespace.revision)
-        self._names = TenantNames(self.namespace, self.block_tokens)
+        self.public = PublicPrefixes()
+        self._names = TenantNames(self.namespace, self.block_tokens, self.public)
         self._kept = kept
         limits = {
             self._names_of(name).space: parse_bytes(limit) for name, limit in config.quotas.items()
@@ -223,6 +226,7 @@ class PromptStore(Store):
         `Removed.complete` says whether all tiers deleted their blocks; `Removed.failed` names the
         others. Memory of other processes, and their pending writes to shared tiers, are not
         reached. A concurrent `put` of the prompt comes before or after, as a whole or in part.
+        The blocks of a public prefix stay.
         ``extra`` as in `put`.
 
         Cost: about 1 µs a token, and one delete of as many names in each shared tier.
@@ -232,8 +236,9 @@ class PromptStore(Store):
             IllegalStep: the store is closed.
         """
         prompt = self._prompt(tokens, start, tenant, extra)
+        public = prompt.names.num_public * self.block_tokens  # not this tenant's to delete
         with closed_is_illegal():
-            return self._kept.remove(self._tiered, prompt)
+            return self._kept.remove(self._tiered, prompt._replace(start=max(start, public)))
 
     def clear(self, *, tenant: str | None = None) -> Removed:
         """Delete all blocks of a tenant in this store's namespace; see `Removed` for failures.
@@ -256,7 +261,5 @@ class PromptStore(Store):
         """Check the arguments that name a prompt."""
         row = as_tokens(tokens)
         whole("start", start, 0, len(row))
-        names = self._names_of(tenant)
-        if extra is not None:
-            names = names.having(as_extras(extra, len(row)))
-        return PromptBlocks(row, start, names)
+        extras = () if extra is None else as_extras(extra, len(row))
+        return PromptBlocks(row, start, self._names.of_prompt(tenant, row, extras))

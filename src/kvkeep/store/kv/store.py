@@ -42,6 +42,8 @@ class KVStore(PromptStore):
     A tier that fails, hangs or returns wrong bytes makes no call fail: `get` returns less, `put`
     drops blocks, and `stats` counts both. Exceptions report mistakes of the caller.
 
+    Whole blocks of prefixes in ``public`` (`kvkeep.core.public`) are stored once for all tenants.
+
     Args:
         geometry: KV shape of the model, or of one rank.
         model: a loaded ``torch.nn.Module`` or a model directory, whose

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import IllegalStep, InvalidValue
 from kvkeep.core.keys import Namespace
+from kvkeep.core.public import FOLDED
 from kvkeep.observe.usage import LoadReport, Notifier, PromptStored, RequestLoaded
 from kvkeep.serve.engine.offload.evidence import Evidence
 from kvkeep.serve.engine.offload.load import Load
@@ -42,7 +43,6 @@ _AHEAD = 8
 _PAUSE_S = 0.002
 # Seconds for queued writes to reach the store before it is cleared.
 _CLEAR_S = 5.0
-_FOLDED = "namespace "
 # Namespaces remembered, for clearing all of them: the oldest are forgotten.
 _MOST_TENANTS = 65_536
 
@@ -120,9 +120,9 @@ class Offload:
             and getattr(namespace, field.name) == getattr(ours, field.name)
         }
         rest = replace(namespace, **known)
-        if rest == Namespace(tenant=rest.tenant) and not rest.tenant.startswith(_FOLDED):
+        if rest == Namespace(tenant=rest.tenant) and not rest.tenant.startswith(FOLDED):
             return rest.tenant
-        return _FOLDED + hashlib.sha256(rest.canonical()).hexdigest()
+        return FOLDED + hashlib.sha256(rest.canonical()).hexdigest()
 
     # --- before admission --------------------------------------------------------------------
 

@@ -1,0 +1,168 @@
+"""Public prefixes: the beginnings of prompts that all tenants share, and where each prompt's end.
+
+The operator declares rows of tokens, such as a system prompt. The KV of such a row is kept once, in
+a namespace that no tenant can name, and every tenant's prompt that begins with it reuses it. From
+the first private token on, a *salt* made from the tenant's namespace belongs to the prompt, as the
+bytes of an image belong to a token (`kvkeep.core.extras`):
+
+    public namespace ── system prompt ─┬─ salt of A + A's question ── A's follow-up
+                                       └─ salt of B + B's question
+
+So the first private page, or block, is compared and named with the tenant and with all public
+tokens before it. Two tenants share no page behind the salt, and none in part.
+
+A prompt has a public part only if it begins with all whole pages (blocks) of a declared row. So the
+public part holds KV of declared tokens alone, whatever tenants send, and what is stored there tells
+nothing of a prompt but that it began with a declared row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvkeep.core.errors import InvalidValue
+from kvkeep.core.extras import Extra
+from kvkeep.core.keys import Namespace, root_key
+from kvkeep.core.tokens import TOKEN_BYTES, as_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvkeep.core.extras import Extras
+    from kvkeep.core.tokens import TokenArray, TokensLike
+
+__all__ = ["FOLDED", "SCOPE", "Placed", "PublicPrefixes", "public_namespace", "salt_of"]
+
+FOLDED = "namespace "
+"""A tenant that begins so stands for further fields, such as another model: it shares nothing."""
+SCOPE = "public"
+"""`Namespace.scope` of the KV that all tenants share."""
+_MOST_ROWS = 4096
+_MOST_TOKENS = 1 << 24
+_PERSON = b"kvkeep tenant 1\n"
+
+
+class Placed(NamedTuple):
+    """Where a prompt lies: ``space`` is the namespace of its first page.
+
+    The first ``tokens`` tokens are public, whole pages or blocks; 0 if none are. ``extras`` are the
+    prompt's, with the salt at the first private token.
+    """
+
+    space: Namespace
+    tokens: int
+    extras: Extras
+
+
+class PublicPrefixes:
+    """The declared rows. One object serves a cache and a store, and more of both.
+
+    Declared rows count for every namespace, each with a copy of its own: "all tenants" are those of
+    one model, revision, dtype, layout, adapter and rank. A later declaration counts for prompts
+    opened from then on; private copies made before are not shared, and age.
+
+    Thread safety: all methods. Memory: the tokens, and once more for each unit that `place` is
+    called with. Cost: nothing until a row is declared; then 0.5 µs a prompt, and one memcmp for
+    each declared row that begins with the same unit.
+    """
+
+    def __init__(self, rows: Iterable[TokensLike] = ()) -> None:
+        self._rows: tuple[bytes, ...] = ()
+        # By tokens of a unit: first unit → the rows that begin with it, cut to whole units, longest
+        # first. Replaced as a whole, so that readers need no lock.
+        self._tables: dict[int, dict[bytes, list[bytes]]] = {}
+        self.declare(*rows)
+
+    def declare(self, *rows: TokensLike) -> None:
+        """Declare rows of tokens public; a row that was declared before changes nothing.
+
+        The tokens behind a row's last whole page (or block) stay private. Raises `InvalidValue`
+        for an empty row, and beyond 4,096 rows or 16 million tokens in all; nothing is changed.
+        """
+        known = dict.fromkeys(self._rows)
+        for row in rows:
+            tokens = as_tokens(row)
+            if not len(tokens):
+                raise InvalidValue("a public prefix has at least one token, got none")
+            known[tokens.tobytes()] = None
+        if len(known) > _MOST_ROWS or sum(map(len, known)) > _MOST_TOKENS * TOKEN_BYTES:
+            raise InvalidValue(
+                f"public prefixes are at most {_MOST_ROWS} rows with {_MOST_TOKENS} tokens in all, "
+                f"got {len(known)} rows with {sum(map(len, known)) // TOKEN_BYTES}"
+            )
+        self._rows = tuple(known)
+        self._tables = {}
+
+    def __len__(self) -> int:
+        """Return the number of declared rows."""
+        return len(self._rows)
+
+    def length(self, tokens: TokenArray, unit: int, extras: Extras = ()) -> int:
+        """Return how many leading tokens of a prompt are public: whole units of ``unit`` tokens.
+
+        They are all whole units of a declared row, the longest that the prompt begins with. Tokens
+        from the first of ``extras`` on are private, as no declared row has any.
+        """
+        if not self._rows:
+            return 0
+        table = self._tables.get(unit)
+        if table is None:
+            table = self._table(unit)
+        rows = table.get(tokens[:unit].tobytes())
+        if rows is None:
+            return 0
+        stop = len(rows[0]) // TOKEN_BYTES
+        if extras:
+            stop = min(stop, extras[0].position)
+        raw = tokens[:stop].tobytes()
+        return next((len(row) // TOKEN_BYTES for row in rows if raw.startswith(row)), 0)
+
+    def _table(self, unit: int) -> dict[bytes, list[bytes]]:
+        tables, size = self._tables, unit * TOKEN_BYTES
+        rows = {row[: len(row) // size * size] for row in self._rows}
+        table: dict[bytes, list[bytes]] = {}
+        for row in sorted(rows, key=len, reverse=True):
+            if row:
+                table.setdefault(row[:size], []).append(row)
+        tables[unit] = (
+            table  # of the rows read before: `declare` replaced `_tables` if they changed
+        )
+        return table
+
+    def place(
+        self, tokens: TokenArray, namespace: Namespace, unit: int, extras: Extras = ()
+    ) -> Placed:
+        """Return where a prompt of ``namespace`` lies, in units of ``unit`` tokens."""
+        public = self.length(tokens, unit, extras)
+        if not public or namespace.tenant.startswith(FOLDED):
+            return Placed(namespace, 0, extras)
+        if public < len(tokens):
+            salt = Extra(public, salt_of(namespace))  # no extra is before it
+            extras = (salt, *extras)
+        return Placed(public_namespace(namespace), public, extras)
+
+    def __repr__(self) -> str:
+        tokens = sum(map(len, self._rows)) // TOKEN_BYTES
+        return f"<PublicPrefixes, {len(self)} rows with {tokens} tokens>"
+
+
+@lru_cache(maxsize=1024)
+def public_namespace(namespace: Namespace) -> Namespace:
+    """Return the namespace of the KV that ``namespace`` shares with other tenants.
+
+    No tenant can name it: it differs from all of theirs in `Namespace.scope`.
+    """
+    return replace(namespace, tenant="", scope=SCOPE)
+
+
+@lru_cache(maxsize=1024)
+def salt_of(namespace: Namespace) -> bytes:
+    """Return the salt of the private tokens of ``namespace``: 32 bytes.
+
+    BLAKE2b and not SHA-256, which hashes the bytes of extras: so no bytes that a tenant sends have
+    the digest that is another tenant's salt.
+    """
+    return hashlib.blake2b(root_key(namespace), digest_size=32, person=_PERSON).digest()
