@@ -51,6 +51,7 @@ def test_it_imports_nothing_heavy_and_no_room_that_needs_an_extra() -> None:
         "pages",
         "prefix",
         "public",
+        "returns",
         "slots",
         "tokens",
     }
