@@ -72,7 +72,8 @@ ROOMS: dict[str, set[str]] = {
     "serve": set(),
     "serve.models": set(),
     "serve.engine": {
-        "core.cache", "core.pages", "core.groups", "store", "store.identity", "serve.models",
+        "core.cache", "core.pages", "core.groups", "core.returns", "store", "store.identity",
+        "serve.models",
         "observe.usage",  # the events that it emits
     },
     "serve.http": set(),  # holds against hostile clients: of requests it knows bytes alone

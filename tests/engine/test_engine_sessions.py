@@ -7,6 +7,7 @@ import pytest
 
 from kvkeep.core.cache import PagedCache
 from kvkeep.core.errors import InvalidValue
+from kvkeep.core.eviction import ReturnAware
 from kvkeep.serve.engine import Engine, Limits, SamplingParams
 
 pytestmark = pytest.mark.model
@@ -66,3 +67,19 @@ def test_mistakes_are_told_at_once(bench):
         with pytest.raises(InvalidValue):
             engine.add(PROMPT, **told)
     assert not engine.has_work
+
+
+def test_the_engine_says_how_answers_end(bench, monkeypatch):
+    """Conversations are told apart by the token that ended their answers, without a parser."""
+    policy = ReturnAware()
+    engine = Engine(bench.runner, PagedCache(32, PAGE, eviction=policy))
+    _, (answer,) = run(engine, PROMPT)
+    _, (other,) = run(engine, [*PROMPT, *answer, 1], max_tokens=5)
+    (wait,) = policy.returns
+    assert policy.returns.label(wait.kind)[0] == "length"
+    assert wait.turns == 2
+    end = int(other[2])
+    monkeypatch.setattr(bench.runner, "end_tokens", frozenset({end}))
+    run(Engine(bench.runner, engine.cache), [*PROMPT, *answer, 1], max_tokens=5)
+    ends = {policy.returns.label(wait.kind)[0] for wait in policy.returns}
+    assert f"stop {end}" in ends

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvkeep.core.returns import Ended
 from kvkeep.serve.engine.drafts import PromptLookup
 from kvkeep.serve.engine.offload.writes import Trail
 from kvkeep.serve.engine.results import Choice, Delta
@@ -207,6 +208,19 @@ class Answer:
             assert self._lookup is not None
             self._lookup.accepted(accepted, len(self.drafts))
             self.drafts = []
+
+    @property
+    def ended(self) -> Ended:
+        """How the answer ended, for policies that learn when conversations return.
+
+        Models end a tool call and a final answer with different end tokens, so the token is part of
+        it: no parser is needed.
+        """
+        reason: str = self.finish_reason or "unfinished"
+        if reason == "stop":
+            text = self._text is not None and self._text.stopped_by is not None
+            reason = "stop text" if text or not self.generated else f"stop {self.generated[-1]}"
+        return Ended(reason, len(self.generated))
 
     # --- results -----------------------------------------------------------------------------
 

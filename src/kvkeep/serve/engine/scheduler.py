@@ -115,7 +115,7 @@ class Scheduler:
             self.waiting.remove(answer)
             return
         self.running.remove(answer)
-        answer.sequence.close()
+        answer.sequence.close(ended=answer.ended)
         answer.sequence = None
         self._blocked = 0
 
