@@ -12,8 +12,8 @@ __all__ = ["AGES", "BUCKETS", "ReturnTimes", "bucket_of"]
 
 Table = npt.NDArray[np.float64]
 
-AGES: Final[tuple[float, ...]] = (0.0, *(2 ** (step / 2) for step in range(27)))
-"""Seconds at which the buckets of ages begin: one second, then half powers of two."""
+AGES: Final[tuple[float, ...]] = (0.0, 2.0, 4.0, *(2 ** (step / 2) for step in range(6, 27)))
+"""Seconds at which the buckets of ages begin: powers of two, from 8 s on half ones."""
 BUCKETS: Final = len(AGES)
 _BEGINS: Final = list(AGES[1:])
 _LONGEST: Final = AGES[-1] * 2**0.5
