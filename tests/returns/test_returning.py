@@ -258,3 +258,24 @@ def test_hints_stand_before_it() -> None:
     talks.cache.evict(10)
     assert talks.cache.session("other").num_pages == 0
     assert talks.cache.session("kept").num_pages == 10
+
+
+def test_a_turn_on_another_branch_of_its_session_drops_nothing() -> None:
+    """The main conversation waits while its sub-agent, of the same session, takes turns."""
+    talks = Talks(200)
+    main, agent = talks.fresh(40), talks.fresh(20)
+
+    def turn(tokens: list[int]) -> int:
+        tokens += talks.fresh(4)
+        with talks.cache.open(np.array(tokens, np.int32), session="s") as sequence:
+            sequence.copies()
+            sequence.publish()
+            return sequence.num_cached
+
+    turn(main)
+    for _ in range(3):
+        turn(agent)
+        talks.now += 2.0
+    assert talks.cache.stats().pages_dead == 0
+    assert turn(main) == 44
+    assert talks.cache.session("s").supersede() > 0

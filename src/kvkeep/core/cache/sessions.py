@@ -175,7 +175,8 @@ class SessionBoard(CacheObserver):
 
         With a new turn, the pages that only this session has used and that are not on this path
         die; ``turn`` None is the next turn. Requests of the present turn run side by side, and one
-        of an earlier turn is late: neither kills pages.
+        of an earlier turn is late: neither kills pages. Nor does a turn in a cache whose policy
+        knows where conversations wait: it sees what a turn drops, and tells it from a branch.
         """
         state = self.states.get(key)
         if state is None:
@@ -188,7 +189,8 @@ class SessionBoard(CacheObserver):
             turn = state.turn + 1
         if turn > state.turn:
             state.turn = turn
-            owners.kill(state, hold)
+            if not self._index.policy.awaits:
+                owners.kill(state, hold)
         return state, turn
 
     def _begin(self, key: Key) -> SessionState:
