@@ -155,6 +155,13 @@ SERVE = {
     "--load-timeout": Option("--load-timeout 7", "Engine.load_timeout", 7.0),
     "--draft-tokens": Option("--draft-tokens 7", "create_app.settings.draft_tokens", 7),
     "--eviction": Option("--eviction lfu", "PagedCache.eviction", "lfu"),
+    "--share": Option(
+        "--share a=3 --share b=0.5", "PagedCache.eviction.weights", {"a": 3, "b": 0.5}
+    ),
+    "--pin-share": Option("--pin-share 0.25", "create_app.settings.pin_share", 0.25),
+    "--public-prefixes": Option(
+        "--public-prefixes {tmp}/public", "pool.rows store.rows", ([[7]],) * 2
+    ),
     "--no-what-if": Option("--no-what-if", "PagedCache.what_if", None),
     "--no-text": Option("--no-text", "create_app.settings.text", False),
     "--no-explain": Option("--no-explain", "create_app.settings.explain", False),
@@ -197,6 +204,7 @@ def made(monkeypatch, tmp_path) -> Iterator[Made]:
     """What both commands make."""
     monkeypatch.delenv("KVKEEP_API_KEY", raising=False)
     (tmp_path / "key").write_text("filed\n")
+    (tmp_path / "public").write_text("[7]\n")
     one = Made()
     with socket.create_server(("127.0.0.1", 0)) as bound:
         one.replace(monkeypatch, "kvkeep.serve.http.bind", nullcontext(bound))
@@ -228,16 +236,24 @@ def serve(made, monkeypatch) -> Callable[..., Made]:
     def cache(**options: object) -> object:
         return kvkeep.core.cache.PagedCache(8, 16, **options)
 
+    def public(where: str) -> SimpleNamespace:
+        def declare(*rows: object) -> None:
+            setattr(made, where, SimpleNamespace(rows=list(rows)))
+
+        return SimpleNamespace(declare=declare)
+
     runner = SimpleNamespace(
         num_pages=8, page_size=16, geometry=None, identity=None, layout=None, cache=cache
     )
+    pool = SimpleNamespace(**vars(runner), public=public("pool"))
+    store = SimpleNamespace(public=public("store"))
     publisher = SimpleNamespace(stats=SimpleNamespace(as_dict="stats"), close=lambda: None)
     capture = SimpleNamespace(
         made="Capture", stats=lambda: SimpleNamespace(written=0, dropped=0), close=lambda: None
     )
     made.replace(monkeypatch, "kvkeep.serve.engine.Runner.load", runner)
-    made.replace(monkeypatch, "kvkeep.core.cache.PagedCache", runner)
-    made.replace(monkeypatch, "kvkeep.store.KVStore", nullcontext("store"))
+    made.replace(monkeypatch, "kvkeep.core.cache.PagedCache", pool)
+    made.replace(monkeypatch, "kvkeep.store.KVStore", nullcontext(store))
     made.replace(monkeypatch, "kvkeep.serve.engine.Engine", None)
     made.replace(monkeypatch, "kvkeep.serve.kv_events.EventPublisher", publisher)
     made.replace(monkeypatch, "kvkeep.bench.traces.Capture", capture)

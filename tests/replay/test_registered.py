@@ -72,7 +72,17 @@ def test_shipped_policies_by_recency_are_these() -> None:
 
 def test_a_plan_tries_it_if_it_is_advised(work: Workload) -> None:
     tried = {run.policy for run in PlannedMemory(1024).runs(work)}
-    assert tried == {"lru", "2q", "s3fifo", "arc", "adaptive", "mru", "belady", "infinite"}
+    assert tried == {
+        "lru",
+        "2q",
+        "s3fifo",
+        "arc",
+        "returns",
+        "adaptive",
+        "mru",
+        "belady",
+        "infinite",
+    }
 
 
 def test_an_engine_without_prompts_refuses_a_policy_that_remembers() -> None:

@@ -118,8 +118,9 @@ class PrefixCache:
         self, device: torch.device | str, page_size: int, *, policy: str | EvictionPolicy = "lru"
     ) -> None:
         chosen = named_policy(policy)
-        if chosen.remembers:
-            others = [name for name in POLICIES if not named_policy(name).remembers]
+        if chosen.remembers or chosen.awaits:
+            known = {name: named_policy(name) for name in POLICIES}
+            others = [name for name, one in known.items() if not (one.remembers or one.awaits)]
             raise InvalidValue(
                 f"{chosen.name} decides by the history of requests, which mini-sglang does not "
                 f"report; these policies do without: {', '.join(others)}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import InvalidValue, whole
-from kvkeep.core.eviction import POLICIES
+from kvkeep.core.eviction import POLICIES, without_waits
 from kvkeep.store.tiers.catalogue import Catalogue
 from kvkeep.store.tiers.planner import Copy, Drop, Planner
 from kvkeep.store.tiers.prompt_moves import Placement, ReadMoves, StoreMoves
@@ -32,9 +32,10 @@ class Level:
 
     def __post_init__(self) -> None:
         whole(f"blocks of {self.name}", self.blocks, 1)
-        if self.eviction not in POLICIES:
+        known = without_waits()
+        if self.eviction not in known:
             raise InvalidValue(
-                f"no eviction policy {self.eviction!r}; there are {', '.join(POLICIES)}"
+                f"no eviction policy {self.eviction!r} for tiers; there are {', '.join(known)}"
             )
 
 

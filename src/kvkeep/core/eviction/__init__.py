@@ -41,6 +41,7 @@ __all__ = [
     "Reuse",
     "TwoQ",
     "policy",
+    "without_waits",
 ]
 
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
@@ -68,3 +69,8 @@ def policy(name: str | EvictionPolicy) -> EvictionPolicy:
     if name not in POLICIES:
         raise InvalidValue(f"no eviction policy {name!r}; there are {', '.join(POLICIES)}")
     return POLICIES[name]()
+
+
+def without_waits() -> list[str]:
+    """Return the names of policies for what does not see when requests end, as a tier."""
+    return [name for name, make in POLICIES.items() if not make().awaits]

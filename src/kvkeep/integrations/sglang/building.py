@@ -6,8 +6,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.core.errors import InvalidValue, UnsupportedModel
-from kvkeep.core.eviction import POLICIES
 from kvkeep.core.eviction import policy as named_policy
+from kvkeep.core.eviction import without_waits
 from kvkeep.integrations.sglang.settings import server_setting
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ BACKEND = "kvkeep"
 
 def backend_names() -> dict[str, str | None]:
     """Return the names to register, and the eviction policy of each; None: the server's."""
-    return {BACKEND: None, **{f"{BACKEND}:{name}": name for name in POLICIES}}
+    return {BACKEND: None, **{f"{BACKEND}:{name}": name for name in without_waits()}}
 
 
 def build_tree(context: TreeCacheBuildContext, policy: str | None = None) -> BasePrefixCache:
@@ -59,9 +59,10 @@ def _policy(params: CacheInitParams, asked: str | None) -> str:
             f"{BACKEND} take no settings"
         )
     name = params.eviction_policy.lower() if asked is None else asked
-    if name not in POLICIES:
+    known = without_waits()
+    if name not in known:
         raise InvalidValue(
-            f"{BACKEND} has no eviction policy {name!r}; there are {', '.join(POLICIES)}. Name one "
+            f"{BACKEND} has no eviction policy {name!r}; there are {', '.join(known)}. Name one "
             f"with --radix-cache-backend {BACKEND}:NAME"
         )
     return name
