@@ -18,7 +18,7 @@ from sglang.srt.server_args import ServerArgs, set_global_server_args_for_schedu
 from tree_scheduler import memory
 
 from kvkeep.core.errors import InvalidValue, UnsupportedModel
-from kvkeep.core.eviction import POLICIES
+from kvkeep.core.eviction import without_waits
 from kvkeep.integrations.sglang.plugin import register
 from kvkeep.integrations.sglang.tree import KVKeepTree
 
@@ -49,7 +49,7 @@ def test_the_entry_point_registers_every_policy(monkeypatch: pytest.MonkeyPatch)
     points = PROJECT["project"]["entry-points"]["sglang.srt.plugins"]
     for name, value in points.items():
         EntryPoint(name, value, "sglang.srt.plugins").load()()
-    names = {"kvkeep", *(f"kvkeep:{name}" for name in POLICIES)}
+    names = {"kvkeep", *(f"kvkeep:{name}" for name in without_waits())}
     assert set(registry.registered_radix_cache_backends()) == names
     register()  # SGLang may load plug-ins again
     assert set(registry.registered_radix_cache_backends()) == names
@@ -63,7 +63,7 @@ def test_sglang_builds_it() -> None:
     assert isinstance(create_tree_cache(context(None)), UnifiedRadixCache)
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("policy", sorted(without_waits()))
 def test_the_name_chooses_the_policy(policy: str) -> None:
     cache = create_tree_cache(context(f"kvkeep:{policy}"))
     assert isinstance(cache, KVKeepTree)

@@ -12,7 +12,7 @@ import pytest
 
 from faults import CountingBackend
 from kvkeep.core.errors import InvalidValue
-from kvkeep.core.eviction import without_waits
+from kvkeep.core.eviction import POLICIES, without_waits
 from kvkeep.store.backends.disk import DiskBackend
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.tiers import TIER_OPTIONS, TieredStore, open_tiers
@@ -48,13 +48,13 @@ def test_a_tier_without_options_has_the_documented_ones(place: str) -> None:
         None,
         None,
     )
-    assert options.policy is without_waits()["lru"]
+    assert options.policy is POLICIES["lru"]
     assert tier.backend.capacity == 1 << 20
 
 
 OPTIONS: dict[str, tuple[str, Any]] = {
     "codec=lossless": ("codec.name", "lossless"),
-    "policy=slru": ("options.policy", without_waits()["slru"]),
+    "policy=slru": ("options.policy", POLICIES["slru"]),
     "ttl=10m": ("options.ttl", 600.0),
     "timeout=250ms": ("backend.timeout", 0.25),
     "queue=128KiB": ("options.queue_bytes", 128 << 10),
@@ -88,7 +88,7 @@ def test_encrypt_names_a_key_file(place: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("policy", without_waits())
 def test_every_policy_has_a_name(policy: str, place: str) -> None:
-    assert one(f"{place}&policy={policy}").options.policy is without_waits()[policy]
+    assert one(f"{place}&policy={policy}").options.policy is POLICIES[policy]
 
 
 def test_a_queue_is_as_long_as_memory_allows_and_no_longer(place: str) -> None:
@@ -189,7 +189,7 @@ def test_a_buffer_is_put_in_front_of_what_is_no_memory(place: str) -> None:
 def test_memory_in_front_takes_its_options() -> None:
     memory, below = open_tiers(["memory://64KiB?policy=lfu&ttl=2h&touch=yes"])
     assert (memory.name, memory.backend.arena.size, below) == ("memory", 64 << 10, [])
-    assert (memory.ttl, memory.policy) == (7200, without_waits()["lfu"])
+    assert (memory.ttl, memory.policy) == (7200, POLICIES["lfu"])
     memory.backend.close()
 
 
