@@ -38,6 +38,7 @@ class ReturnAware(EvictionPolicy):
     """
 
     name = "returns"
+    sized = False
     awaits = True
     advised = True
 
