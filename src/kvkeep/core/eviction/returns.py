@@ -54,6 +54,7 @@ class ReturnAware(EvictionPolicy):
         self._aged = 0.0
         self._length = 0
         self._popped = _LEFT
+        self._popped_wait: Wait | None = None
 
     def attend(self, returns: Returns, clock: Callable[[], float]) -> None:
         self.returns, self.clock = returns, clock
@@ -88,7 +89,7 @@ class ReturnAware(EvictionPolicy):
             entry = self._queues[place].pop()
             if entry is not None:
                 self._length -= 1
-                self._popped = place
+                self._popped, self._popped_wait = place, entry.wait
                 return entry
             heapq.heappop(self._order)
             del self._queues[place]
@@ -96,7 +97,8 @@ class ReturnAware(EvictionPolicy):
     def put_back(self, entry: Entry) -> None:
         """Make the entry just popped the next victim of its queue."""
         assert entry.wait is not None
-        if entry.wait.over != (self._popped == _LEFT):  # its tail took a wait along
+        if entry.wait is not self._popped_wait or entry.wait.over != (self._popped == _LEFT):
+            # Its tail took a wait along.
             self.add(entry)
             return
         queue = self._queues[self._popped]  # it was not removed: the entry came from it
