@@ -279,3 +279,17 @@ def test_a_turn_on_another_branch_of_its_session_drops_nothing() -> None:
     assert talks.cache.stats().pages_dead == 0
     assert turn(main) == 44
     assert talks.cache.session("s").supersede() > 0
+
+
+def test_conversations_that_are_over_leave_nothing_behind() -> None:
+    """1,000 tenants come twice, and their pages are gone each time."""
+    talks = Talks(40)
+    for number in range(1000):
+        for _ in range(2):
+            talks.turn(f"tenant{number}", 8, TOOL)
+            talks.cache.evict(40)
+            talks.now += 2.0
+        wait = next(iter(talks.returns))
+        talks.returns.lost(wait, talks.now)
+    assert len(talks.returns) == 0
+    assert len(talks.cache._core.index.tree.waits._at_roots) <= 16

@@ -220,10 +220,7 @@ class Shares(EvictionPolicy):
         lane = self._lane(entry)
         self._count(entry, lane)
         lane.policy.add(entry)
-        lane.ages.push(entry, entry.last_used)
-        self._length += 1
-        if not lane.item:
-            self._rank(entry.namespace, lane)
+        self._added(entry, lane)
 
     def discard(self, entry: Entry) -> None:
         lane = self._lane(entry)
@@ -277,6 +274,10 @@ class Shares(EvictionPolicy):
         lane = self._lane(entry)
         self._count(entry, lane)
         lane.policy.put_back(entry)
+        self._added(entry, lane)
+
+    def _added(self, entry: Entry, lane: _Lane) -> None:
+        """Note that the policy of ``lane`` has one more candidate."""
         lane.ages.push(entry, entry.last_used)
         self._length += 1
         if not lane.item:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvkeep.core.prefix.heads import Heads
     from kvkeep.core.prefix.owners import Owner
     from kvkeep.core.prefix.pinned import Spot
-    from kvkeep.core.returns import Wait
+    from kvkeep.core.prefix.waits import EvictedWaits
 
 __all__ = ["Node", "Root", "descend"]
 
@@ -68,7 +68,7 @@ class Node(Entry):
         self.serial = serial
         self.uses = 0
         self.suspended = 0  # 1 if its owner is suspended, and 1 for each child with a count
-        self.gone: dict[bytes, Wait] | None = None  # of evicted runs behind it, see `Waits`
+        self.gone: EvictedWaits | None = None  # of evicted runs behind it, see `Waits`
         self.extra: Any = None  # what the tree's listener keeps beside the pages
 
     @property

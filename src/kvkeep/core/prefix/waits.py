@@ -12,14 +12,13 @@ page, so a conversation whose KV is gone is recognised when it returns.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvkeep.core.prefix.node import Root
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvkeep.core.keys import Namespace
     from kvkeep.core.prefix.node import Node
     from kvkeep.core.prefix.tree import RunTree
     from kvkeep.core.returns import Returns, Wait
@@ -31,23 +30,41 @@ _RUNS: Final = 8
 _SLACK: Final = 1
 """Pages at the end of a prompt that may differ in the conversation's next one."""
 
-Gone = dict[bytes, "Wait"]
-"""Waits whose runs were evicted, by the symbols of the first evicted page."""
+
+class EvictedWaits(dict[Any, "Wait"]):
+    """Waits whose runs were evicted, by the symbols of the first evicted page.
+
+    Those that are over are dropped when they may be half of all.
+    """
+
+    __slots__ = ("_most",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._most = 16
+
+    def keep(self, key: object, wait: Wait) -> None:
+        """Set the wait of ``key``. Cost: O(1), amortised."""
+        self[key] = wait
+        if len(self) > self._most:
+            for old in [old for old, other in self.items() if other.over]:
+                del self[old]
+            self._most = 2 * len(self) + 16
 
 
 class Waits:
     """Attaches waits to the runs of a tree, and finds the one that a prompt ends.
 
-    Memory: a dictionary entry for each wait whose run was evicted. Thread safety: none; under the
-    cache's lock.
+    Memory: two dictionary entries at most for each wait whose run was evicted. Thread safety: none;
+    under the cache's lock.
     """
 
     def __init__(self, tree: RunTree, returns: Returns, clock: Callable[[], float]) -> None:
         self._tree = tree
         self.returns = returns
         self.clock = clock
-        self._at_roots: dict[Namespace, Gone] = {}
-        """For empty prefixes: roots are removed when nothing is stored."""
+        self._at_roots = EvictedWaits()
+        """For empty prefixes, by namespace, too: roots are removed when nothing is stored."""
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -57,9 +74,9 @@ class Waits:
         ``following`` returns the symbols of the prompt's next page. None: no conversation is known
         to wait there. Cost: O(1), 0.3 µs where nothing was evicted.
         """
-        gone = self._gone(hold)
+        gone = self._at_roots if isinstance(hold, Root) else hold.gone
         if gone:
-            wait = gone.get(following())
+            wait = gone.get(_key(hold, following()))
             if wait is not None and not wait.over:
                 return wait
         wait = self._at(hold)
@@ -104,7 +121,7 @@ class Waits:
 
     def _settle(self, node: Node) -> None:
         """Give a run whose own wait is over the latest one behind it that is not."""
-        gone = self._gone(node)
+        gone = node.gone
         while gone:
             key = next(reversed(gone))
             if not gone[key].over:
@@ -119,11 +136,6 @@ class Waits:
         wait = node.wait
         return wait if wait is not None and not wait.over and wait in self.returns else None
 
-    def _gone(self, node: Node) -> Gone | None:
-        if isinstance(node, Root):
-            return self._at_roots.get(node.namespace)
-        return node.gone
-
     # --- events of the tree ------------------------------------------------------------------
 
     def evicted(self, leaf: Node, parent: Node) -> None:
@@ -133,20 +145,18 @@ class Waits:
             return
         latest.evicted = True
         if isinstance(parent, Root):
-            gone = self._at_roots.setdefault(parent.namespace, {})
+            gone = self._at_roots
         else:
-            gone = parent.gone = parent.gone or {}
+            gone = parent.gone = EvictedWaits() if parent.gone is None else parent.gone
             own = self._at(parent)
             if own is None or own.since < latest.since:
                 parent.wait = latest
-        other = gone.get(leaf.key)
+        key = _key(parent, leaf.key)
+        other = gone.get(key)
         if other is not None and other is not latest:
             self.returns.lost(other, self.clock())
-        gone[leaf.key] = latest
-        if len(gone) > 2 * parent.followers + 16:
-            for key in [key for key, wait in gone.items() if wait.over]:
-                del gone[key]
-        parent.followers = len(gone)
+        gone.keep(key, latest)
+        parent.followers = len(parent.gone or ())
 
     def trimming(self, leaf: Node) -> None:
         """Keep only the latest of what waits behind ``leaf``, whose tail is about to go.
@@ -168,3 +178,8 @@ class Waits:
                 self.returns.lost(wait, self.clock())
         leaf.gone, leaf.followers = None, 0
         return latest
+
+
+def _key(node: Node, symbols: bytes) -> object:
+    """Return the key in `EvictedWaits` of a page behind ``node``."""
+    return (node.namespace, symbols) if isinstance(node, Root) else symbols

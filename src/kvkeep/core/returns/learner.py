@@ -244,8 +244,9 @@ class Returns:
         buckets = np.maximum(0, np.searchsorted(AGES, now - since, "right") - 1)
         waiting = np.zeros((len(self.times), BUCKETS))
         np.add.at(waiting, (kinds, buckets), 1)
-        self._passed = np.cumsum(self.times.hazards(waiting), axis=1)
-        self.worths = self.times.worths(waiting)
+        hazards = self.times.hazards(waiting)
+        self._passed = np.cumsum(hazards, axis=1)
+        self.worths = self.times.worths_of(hazards)
         for wait, expected in zip(self._waits, self._passed[kinds, buckets].tolist(), strict=True):
             wait.tenant.waiting += expected
         self._changes = 0

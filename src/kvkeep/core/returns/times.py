@@ -99,7 +99,12 @@ class ReturnTimes:
 
     def worths(self, waiting: Table) -> Table:
         """Return the worth of a wait in each bucket, by class: returns a second of keeping."""
-        hazards = np.minimum(self.hazards(waiting), 0.999)
+        return self.worths_of(self.hazards(waiting))
+
+    @staticmethod
+    def worths_of(hazards: Table) -> Table:
+        """Return the `worths` that follow from `hazards`."""
+        hazards = np.minimum(hazards, 0.999)
         stays = np.cumprod(1 - hazards, axis=1)
         before = np.concatenate((np.ones((len(stays), 1)), stays[:, :-1]), axis=1)
         spent = np.cumsum(before * _WIDTHS * (1 - hazards / 2), axis=1)
