@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+from kvkeep.core.returns.answers import AnswerShares
 from kvkeep.core.returns.learner import Ended, Returns, Wait
 from kvkeep.core.returns.times import AGES, BUCKETS, ReturnTimes, bucket_of
 
-__all__ = ["AGES", "BUCKETS", "Ended", "ReturnTimes", "Returns", "Wait", "bucket_of"]
+__all__ = [
+    "AGES",
+    "BUCKETS",
+    "AnswerShares",
+    "Ended",
+    "ReturnTimes",
+    "Returns",
+    "Wait",
+    "bucket_of",
+]
