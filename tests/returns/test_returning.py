@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from kvkeep import PagedCache
 from kvkeep.core.eviction import Entry, ReturnAware
 from kvkeep.core.returns import Ended, bucket_of
+from kvkeep.core.tokens import common_length
 
 if TYPE_CHECKING:
-    from kvkeep.core.returns import Returns
+    from kvkeep.core.returns import Returns, Wait
 
 PAGE = 4
 TOOL, PERSON = Ended("tool_use"), Ended("end_turn")
@@ -33,6 +34,8 @@ class Talks:
             pages, PAGE, eviction=self.policy, prefix=prefix, clock=lambda: self.now
         )
         self.tokens: dict[str, list[int]] = {}
+        self.all_tokens: list[int] = []
+        """Of the last request, its answer included."""
         self.next_token = 1
 
     @property
@@ -60,6 +63,7 @@ class Talks:
             sequence.publish()
             sequence.close(ended=ended)
         self.tokens[talk] = prompt if strip else prompt + said
+        self.all_tokens = prompt + said
         self.cache.check()
         return cached
 
@@ -115,6 +119,70 @@ def test_an_answer_that_the_next_prompt_drops_is_left_behind_and_goes_first() ->
     kept = talks.cached("a"), talks.cached("b")
     talks.cache.evict(5)  # the pages of the dropped answer
     assert (talks.cached("a"), talks.cached("b")) == kept
+
+
+@pytest.mark.parametrize("prefix", ["radix", "chain"])
+def test_answers_that_no_prompt_contains_go_before_the_next_prompt_has_come(prefix: str) -> None:
+    talks = Talks(400, prefix=prefix)
+    for _ in range(12):
+        talks.turn("a/1", 8, TOOL, answer=40, strip=True)
+        talks.now += 3.0
+    talks.cache.clear()
+    talks.turn("a/2", 40, TOOL, answer=40, strip=True)
+    talks.turn("a/3", 40, TOOL, answer=40, strip=True)
+    said = talks.cache.stats().pages_cached
+    talks.cache.evict(20)  # two answers of ten pages
+    assert talks.cache.stats().pages_cached == said - 20
+    assert talks.cached("a/2") == talks.cached("a/3") == 40
+    talks.now += 3.0
+    for talk in ("a/2", "a/3"):
+        assert talks.turn(talk, 4, TOOL) == 40
+    assert {(wait.turns, wait.gaps) for wait in talks.returns if wait.turns == 2} == {(2, (3.0,))}
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from(["radix", "chain"]), st.sampled_from([30, 60, 400]))
+def test_what_is_learned_of_answers_is_what_prompts_repeat(
+    seed: int, prefix: str, pages: int
+) -> None:
+    """Whatever was evicted meanwhile: nothing is learned, or what is true."""
+    chance = random.Random(seed)
+    talks = Talks(pages, prefix=prefix)
+    waits = talks.cache._core.index.tree.waits
+    assert waits is not None
+    told: list[tuple[int, int, int]] = []
+    read_again = waits.read_again
+
+    def noted(wait: Wait, *rest: Any) -> int | None:
+        again = read_again(wait, *rest)
+        if again is not None:
+            told.append((wait.prompt, wait.answer, again))
+        return again
+
+    waits.read_again = noted  # type: ignore[method-assign, assignment]
+    said: dict[tuple[str, int, int], list[int]] = {}
+    names = ["a/1", "a/2", "b/1"]
+    for step in range(150):
+        talks.now += chance.choice((2.0, 60.0))
+        place = chance.randrange(3)
+        if len(talks.tokens.get(names[place], [])) > PAGE * min(pages, 60) // 2:
+            names[place] += f"/{step}"
+        name = names[place]
+        tokens = talks.tokens.get(name, [])
+        more, answer = chance.randrange(1, 9), chance.randrange(24)
+        strip = chance.random() > (0.1 if step < 80 else 0.9)
+        told.clear()
+        talks.turn(name, more, TOOL, answer=answer, strip=strip)
+        for prompt, length, again in told:
+            before = np.array(said[name, prompt, length])
+            same = common_length(np.array(talks.all_tokens), before)
+            if again == length:
+                assert same >= (len(before) - 1) // PAGE * PAGE
+            else:
+                assert again == max(0, same // PAGE * PAGE - prompt)
+        said[name, len(tokens) + more, answer] = talks.all_tokens
+        if chance.random() < 0.2:
+            talks.cache.evict(chance.randrange(pages))
 
 
 def test_another_branch_is_no_return() -> None:
@@ -226,6 +294,7 @@ def test_every_victim_is_worth_least(seed: int, prefix: str, pages: int) -> None
     policy = Checked()
     talks = Talks(pages, policy, prefix)
     names = [f"{space}/{number}" for space in "ab" for number in range(4)]
+    stripped = chance.choice((0.3, 0.9, 1.0))
     for _ in range(120):
         talks.now += chance.choice((2.0, 4.0, 60.0, 900.0))
         name = chance.choice(names)
@@ -234,8 +303,9 @@ def test_every_victim_is_worth_least(seed: int, prefix: str, pages: int) -> None
             other = talks.tokens.get(chance.choice([n for n in names if n[0] == name[0]]), [])
             talks.tokens[name] = other[: chance.randrange(len(other) + 1) % (PAGE * pages // 4)]
         ended = chance.choice((TOOL, PERSON, Ended()))
-        strip = chance.random() < 0.3
-        talks.turn(name, chance.randrange(1, 12), ended, answer=chance.randrange(8), strip=strip)
+        strip = chance.random() < stripped
+        said = chance.randrange(8) if stripped < 0.5 else chance.randrange(PAGE * pages // 4)
+        talks.turn(name, chance.randrange(1, 12), ended, answer=said, strip=strip)
         if chance.random() < 0.1:
             talks.cache.evict(chance.randrange(pages))
         assert len(policy) == len(policy.here)
@@ -292,4 +362,6 @@ def test_conversations_that_are_over_leave_nothing_behind() -> None:
         wait = next(iter(talks.returns))
         talks.returns.lost(wait, talks.now)
     assert len(talks.returns) == 0
-    assert len(talks.cache._core.index.tree.waits._at_roots) <= 16
+    waits = talks.cache._core.index.tree.waits
+    assert waits is not None
+    assert len(waits._at_roots) <= 16

@@ -86,10 +86,10 @@ class RunTree:
             self.owners = Owners(self.policy)
         return self.owners
 
-    def keep_waits(self, returns: Returns, clock: Callable[[], float]) -> Waits:
+    def keep_waits(self, returns: Returns, clock: Callable[[], float], page_size: int) -> Waits:
         """Start to record where conversations wait, by a clock in seconds."""
         if self.waits is None:
-            self.waits = Waits(self, returns, clock)
+            self.waits = Waits(self, returns, clock, page_size)
             self.policy.attend(returns, clock)
         return self.waits
 

@@ -6,6 +6,9 @@ run, or the end of its prompt, is the return of that conversation:
     root ── first prompt ─┬─ its answer, cut off by the chat template    (left behind)
                           └─ second prompt ── its answer                 (the wait)
 
+Where answers like it are known to be cut off, the wait is attached to the end of the prompt at
+once, and the answer counts as left behind before the next prompt has come.
+
 A wait whose run is evicted stays with the run before it, under the symbols of the first evicted
 page, so a conversation whose KV is gone is recognised when it returns.
 """
@@ -59,8 +62,11 @@ class Waits:
     under the cache's lock.
     """
 
-    def __init__(self, tree: RunTree, returns: Returns, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, tree: RunTree, returns: Returns, clock: Callable[[], float], page_size: int
+    ) -> None:
         self._tree = tree
+        self._page_size = page_size
         self.returns = returns
         self.clock = clock
         self._at_roots = EvictedWaits()
@@ -79,7 +85,7 @@ class Waits:
             wait = gone.get(_key(hold, following()))
             if wait is not None and not wait.over:
                 return wait
-        wait = self._at(hold)
+        wait = self._told(hold)
         if wait is not None and not (gone and wait.evicted):
             return wait
         node = hold
@@ -87,18 +93,70 @@ class Waits:
             if len(node.children) != 1:
                 break
             (node,) = node.children.values()
-            wait = self._at(node)
+            wait = self._told(node)
             if wait is not None:
                 return wait if wait.place <= hold.end else None
         return None
 
-    def begin(self, hold: Node, wait: Wait, prompt_pages: int) -> None:
-        """Attach a wait to the run where its request ended, which is held."""
+    def read_again(
+        self, wait: Wait, hold: Node, tokens: int, following: Callable[[], bytes]
+    ) -> int | None:
+        """Return how many tokens of the answer before ``wait`` a prompt contains that ends it.
+
+        The prompt matches ``tokens`` tokens, up to the end of ``hold``. Call it before `end`. None:
+        what was evicted meanwhile would tell.
+        """
+        size = self._page_size
+        if tokens >= (wait.prompt + wait.answer - 1) // size * size:
+            return wait.answer
+        if wait.evicted:
+            return None
+        if hold.wait is wait:
+            if wait.unread is None or tokens < wait.end * size:
+                return None
+            if wait.unread and wait.unread == following():
+                return wait.answer
+        elif following() in hold.children:
+            return None  # it goes on, but groups of layers resume here
+        elif hold.wait is not None and hold.wait.unread_of is wait and not hold.children:
+            return None  # its tail is gone
+        return min(wait.answer, max(0, tokens - wait.prompt))
+
+    def begin(self, hold: Node, wait: Wait, *, kept: int) -> None:
+        """Attach a wait to the run where its request ended, which is held.
+
+        The ``kept`` first tokens of its answer are expected to be in the next prompt.
+        """
+        size = self._page_size
+        wait.place = max(1, wait.prompt // size - _SLACK)
+        end = -(-(wait.prompt + kept) // size)
+        if kept < wait.answer and 0 < end < hold.end:
+            hold = self._leave(hold, end, wait)
         before = self._at(hold)
         if before is not None:
             self.returns.lost(before, self.clock())
         hold.wait = wait
-        wait.place = max(0, prompt_pages - _SLACK)
+        wait.end = hold.end
+
+    def _leave(self, hold: Node, end: int, wait: Wait) -> Node:
+        """Leave the answer behind: all runs of a request behind ``end`` pages; return its prompt's.
+
+        Runs behind which others go on keep their own waits.
+        """
+        wait.unread = b""
+        left = self.returns.left(wait)
+        node = hold
+        while True:
+            if self._at(node) is None:
+                node.wait = left
+            if node.depth <= end:
+                break
+            assert node.parent is not None
+            node = node.parent
+        if node.depth < end:
+            return self._tree.split(node, end - node.depth)
+        assert node.parent is not None
+        return node.parent
 
     def end(self, wait: Wait, hold: Node, now: float) -> None:
         """Record that a wait at or behind ``hold`` is over, as its conversation has returned.
@@ -136,10 +194,19 @@ class Waits:
         wait = node.wait
         return wait if wait is not None and not wait.over and wait in self.returns else None
 
+    def _told(self, node: Node) -> Wait | None:
+        """Return the wait at a run, or that of the conversation whose answer the run is."""
+        wait = node.wait
+        if wait is not None and wait.unread_of is not None:
+            wait = wait.unread_of
+        return wait if wait is not None and not wait.over and wait in self.returns else None
+
     # --- events of the tree ------------------------------------------------------------------
 
     def evicted(self, leaf: Node, parent: Node) -> None:
         """Keep what waits at ``leaf``, which was evicted, with ``parent``."""
+        if leaf.wait is not None and leaf.wait.unread_of is not None:
+            leaf.wait.unread_of.unread = leaf.key
         latest = self._latest(leaf)
         if latest is None:
             return

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from kvkeep.core.errors import InvalidValue, whole
+from kvkeep.core.returns.answers import AnswerShares
 from kvkeep.core.returns.times import AGES, BUCKETS, ReturnTimes, bucket_of
 
 if TYPE_CHECKING:
@@ -79,10 +80,13 @@ class Wait:
 
     ``kind`` is its class in `ReturnTimes`, ``since`` when it began, ``turns`` how many requests of
     the conversation are known, and ``gaps`` are the latest pauses between them, in seconds.
-    ``place`` and ``evicted`` belong to what keeps the wait.
+    The other attributes belong to what keeps the wait.
     """
 
-    __slots__ = ("evicted", "gaps", "kind", "over", "place", "since", "tenant", "turns")
+    __slots__ = (
+        "answer", "end", "evicted", "gaps", "kind", "over", "place", "prompt", "since", "stop",
+        "tenant", "turns", "unread", "unread_of",
+    )  # fmt: skip
 
     def __init__(
         self, kind: int, since: float, turns: int, gaps: tuple[float, ...], tenant: Tenant
@@ -94,8 +98,19 @@ class Wait:
         self.tenant = tenant
         self.over = False
         """The next request came, or the wait is not followed any longer."""
-        self.place = 0
+        self.place = self.end = 0
+        """Pages that the next prompt must share with this one, and those in front of the wait."""
         self.evicted = False
+        """Whether the run that it was attached to is gone."""
+        self.prompt = self.answer = 0
+        """Tokens of the request."""
+        self.stop: str | None = None
+        """Why its answer ended."""
+        self.unread: bytes | None = None
+        """Symbols of the first page of its answer that was not expected to be read, b"" while that
+        is cached; None if all was."""
+        self.unread_of: Wait | None = None
+        """The wait of the conversation, for what stands in its place at such an answer."""
 
     def __repr__(self) -> str:
         return f"<Wait of kind {self.kind} since {self.since:g}, {self.turns} turns>"
@@ -117,6 +132,8 @@ class Returns:
 
     def __init__(self, most: int = 65_536) -> None:
         self.times = ReturnTimes()
+        self.answers = AnswerShares()
+        """What is learned of answers that no prompt contains."""
         self.version = 0
         """Grows with each `learn`."""
         self.worths: Table = self.times.worths(np.zeros((1, BUCKETS)))
@@ -184,6 +201,14 @@ class Returns:
         gap = max(0.0, now - wait.since)
         wait.gaps = (*wait.gaps[1 - _GAPS :], gap)
         self._end(wait, bucket_of(gap), returned=True)
+
+    @staticmethod
+    def left(wait: Wait) -> Wait:
+        """Return what stands at KV that the conversation of ``wait`` is expected not to need."""
+        left = Wait(wait.kind, wait.since, wait.turns, (), wait.tenant)
+        left.over = True
+        left.unread_of = wait
+        return left
 
     def lost(self, wait: Wait, now: float) -> None:
         """Follow a wait no longer: that it came no sooner counts, and nothing else."""
