@@ -95,6 +95,7 @@ class PagedBase(RuleBasedStateMachine):
         for live in list(model.live):
             model.make_copies(live)
             model.begin(closing=live)
+            model.closing(live, live.table[: live.seq.num_published // model.page_size])
             live.seq.close()
             model.live.remove(live)
             model.end()

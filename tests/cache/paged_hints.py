@@ -7,7 +7,7 @@ only looks where it must.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -41,6 +41,8 @@ class NaiveLine:
     turn: int = -1
     due: float = 0.0
     left: bool = False
+    ends: dict[tuple[int, ...], int] = field(default_factory=dict)
+    """Pages of each request that was not continued, and how many of them a turn must share."""
 
 
 class HintedModel(PagedModel):
@@ -55,6 +57,7 @@ class HintedModel(PagedModel):
         self.owner: dict[int, NaiveLine | None] = {}
         self.dead: set[int] = set()
         self.line_of: dict[int, NaiveLine | None] = {}  # by family of sequences
+        self.prompt_pages: dict[int, int] = {}  # likewise
 
     # --- who uses what -----------------------------------------------------------------------
 
@@ -64,12 +67,31 @@ class HintedModel(PagedModel):
         self.line = None if session is None else self.enter((namespace, session))
         self.use(path, self.line)
         if self.line is not None:
-            turn = self.line.turn + 1 if turn is None else turn
-            if turn > self.line.turn:
-                self.line.turn = turn
+            self.go_on(self.line, tuple(path), drops=turn is None)
+            if turn is None:
+                turn = self.line.turn + 1
+            elif turn > self.line.turn:
                 self.dead.update(self.own(self.line) - set(path))
+                self.line.ends.clear()
+            self.line.turn = max(self.line.turn, turn)
         self.turn = turn
         self.kept_before = self.kept()
+
+    def go_on(self, line: NaiveLine, path: tuple[int, ...], *, drops: bool) -> None:
+        """What a prompt drops of the requests that it continues is dead, from their ends on."""
+        for end, least in list(line.ends.items()):
+            if path == end:
+                del line.ends[end]
+            elif drops and end[: len(path)] == path and len(path) >= least:
+                del line.ends[end]
+                for page in reversed(end[len(path) :]):
+                    if self.owner[page] is not line or self.followers(page) - self.dead:
+                        break
+                    self.dead.add(page)
+
+    def followers(self, page: int) -> set[int]:
+        """The pages stored directly behind a page."""
+        return {other for other in self.naive.pages if self.naive.path(other)[-2:-1] == [page]}
 
     def enter(self, key: tuple[str, str]) -> NaiveLine:
         line = self.lines.setdefault(key, NaiveLine())
@@ -82,6 +104,13 @@ class HintedModel(PagedModel):
     def opened(self, seq: Sequence) -> None:
         self.line_of[seq.id] = self.line
         assert seq.turn == self.turn
+        self.prompt_pages[seq.id] = seq.num_tokens // self.page_size
+
+    def closing(self, live: Live, path: list[int]) -> None:
+        line = self.line_of[live.family]
+        if line is not None and path and self.owner[path[-1]] is line:
+            line.ends.pop(tuple(path), None)
+            line.ends[tuple(path)] = max(1, self.prompt_pages[live.family] - 1)
 
     def use(self, path: list[int], line: NaiveLine | None) -> None:
         for page in path:
@@ -140,6 +169,7 @@ class HintedModel(PagedModel):
             self.settle()
             return len(own) if line in self.away else 0
         self.dead.update(own)
+        line.ends.clear()
         if what == "close":
             line.left = True
             del self.lines[key]
@@ -166,6 +196,11 @@ class HintedModel(PagedModel):
         super().end()
         self.owner = {page: who for page, who in self.owner.items() if page in self.naive.pages}
         self.dead &= self.naive.pages.keys()
+        gone = {page for e in self.events if isinstance(e, Evicted) for page in e.pages.tolist()}
+        for line in self.lines.values():
+            for end in list(line.ends):
+                if end[-1] in gone or self.owner.get(end[-1]) is not line:
+                    del line.ends[end]
         self.line_of = {live.family: self.line_of[live.family] for live in self.live}
         sessions = self.cache._core.sessions
         assert len(sessions.states) == len(self.lines)

@@ -188,6 +188,9 @@ class PagedModel:
     def published(self, live: Live, path: list[int], start: int, existing: int) -> None:
         """``live`` has published ``path`` from page ``start`` on; so many were there already."""
 
+    def closing(self, live: Live, path: list[int]) -> None:
+        """``live``, whose published pages are ``path``, is about to be closed and kept."""
+
     # --- steps -------------------------------------------------------------------------------
 
     def begin(self, *, closing: Live | None = None) -> None:

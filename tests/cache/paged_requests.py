@@ -250,6 +250,8 @@ class Requests(PagedBase):
         stored = [page for page in live.table if page in model.naive.pages]
         gone = [] if keep else model.forgotten(live, stored)
         model.begin(closing=live)
+        if keep:
+            model.closing(live, stored)
         live.seq.close(keep=keep)
         model.live.remove(live)
         model.closed.append(live)

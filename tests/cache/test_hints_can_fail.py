@@ -17,6 +17,7 @@ from kvkeep.core.cache.sequence import Sequence
 from kvkeep.core.cache.sessions import SessionBoard
 from kvkeep.core.eviction.hints import Hinted
 from kvkeep.core.eviction.queues import AgeQueue
+from kvkeep.core.prefix import owners
 from kvkeep.core.prefix.owners import Owners
 
 if TYPE_CHECKING:
@@ -112,6 +113,14 @@ def the_away_may_have_all(patch: Patch) -> None:
 def equal_turns_replace(patch: Patch) -> None:
     enter = SessionBoard.enter
     patch.setattr(SessionBoard, "enter", lambda self, key, hold, turn: enter(self, key, hold, None))
+
+
+def a_turn_drops_nothing(patch: Patch) -> None:
+    patch.setattr(Owners, "_kill_tail", lambda self, owner, end, hold: None)
+
+
+def a_turn_drops_other_branches(patch: Patch) -> None:
+    patch.setattr(owners, "_SLACK", 1_000)
 
 
 def hints_lose_what_may_go(patch: Patch) -> None:

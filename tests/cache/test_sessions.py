@@ -79,13 +79,37 @@ def test_what_others_use_does_not_die(cache: PagedCache) -> None:
     assert cache.stats().pages_dead == 3
 
 
-def test_a_turn_that_takes_another_way_leaves_the_old_one_dead(cache: PagedCache) -> None:
+def test_what_a_turn_drops_of_the_one_before_is_dead(cache: PagedCache) -> None:
     run(cache, [*A, 5, 6], "a")
     run(cache, [*A, 5, 6, 7], "a")
     assert cache.stats().pages_dead == 0, "it went on where it was"
+    with cache.open([*A, 5, 6, 7, SENTINEL], session="a") as sequence:  # with an answer
+        sequence.append([30, 31, 32])
+        sequence.publish()
+    run(cache, [*A, 5, 6, 7, SENTINEL, 8], "a")
+    assert cache.stats().pages_dead == 3, "its answer"
+    assert run(cache, [*A, 5, 6, 7, SENTINEL, 30, 31, 9], "a") == 10, "dead is not gone"
+    assert cache.stats().pages_dead == 1, "and what is used again lives: 32 does not"
+    cache.evict(1)
+    assert cached(cache, [*A, 5, 6, 7, SENTINEL, 30, 31, 9, 10]) == [11]
+
+
+def test_another_branch_of_a_session_stays(cache: PagedCache) -> None:
+    """An agent and one that it calls, in one session: either goes on while the other waits."""
+    run(cache, [*A, 5, 6], "a")
     run(cache, [*A, 8], "a")
+    run(cache, [*A, 8, 9], "a")
+    assert cache.stats().pages_dead == 0
+    assert run(cache, [*A, 5, 6, 7], "a") == 6
+
+
+def test_a_numbered_turn_that_takes_another_way_leaves_the_old_one_dead(cache: PagedCache) -> None:
+    run(cache, [*A, 5, 6], "a", turn=1)
+    run(cache, [*A, 5, 6, 7], "a", turn=2)
+    assert cache.stats().pages_dead == 0, "it went on where it was"
+    run(cache, [*A, 8], "a", turn=3)
     assert cache.stats().pages_dead == 3
-    assert run(cache, [*A, 5, 6, 9], "a") == 6, "dead is not gone"
+    assert run(cache, [*A, 5, 6, 9], "a", turn=4) == 6, "dead is not gone"
     assert cache.stats().pages_dead == 2, "and what is used again lives: 8 and 7 do not"
     cache.evict(2)
     assert cached(cache, [*A, 5, 6, 9], [*A, 8], [*A, 5, 6, 7]) == [7, 4, 6]
@@ -96,7 +120,7 @@ def test_requests_of_one_turn_stand_side_by_side(cache: PagedCache) -> None:
         run(cache, [*A, tail], "a", turn=3)
     run(cache, [*A, 8], "a", turn=1)
     assert cache.stats().pages_dead == 0
-    with cache.open([*A, 6, 9], session="a") as sequence:
+    with cache.open([*A, 6, 9], session="a", turn=4) as sequence:
         assert sequence.turn == 4
     assert cache.stats().pages_dead == 3
 

@@ -1,10 +1,10 @@
 """Sessions: hints about conversations, which order eviction and change nothing else.
 
-A session is one conversation: each of its requests (turns) continues the one before, or replaces
-it. Pages that only this session has used are dead once the session, or the branch that was
-replaced, is over: they are evicted first. Pages that a suspended session needs again are evicted
-last. What a prompt matches, which pages may be evicted, and whether a request can be opened are
-the same with and without hints.
+A session is one conversation: each of its requests (turns) continues one before, or begins anew.
+Pages that only this session has used are dead once the session is over, and so is what a request
+leaves out of the one that it continues: they are evicted first. Pages that a suspended session
+needs again are evicted last. What a prompt matches, which pages may be evicted, and whether a
+request can be opened are the same with and without hints.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvkeep.core.keys import Namespace
     from kvkeep.core.pages.table import PageArray
     from kvkeep.core.prefix import PrefixIndex
+    from kvkeep.core.returns import Ended
 
 __all__ = [
     "LONGEST_ETA_S",
@@ -155,6 +156,7 @@ class SessionBoard(CacheObserver):
         # A heap of (due, serial, state); an entry counts while its time is still the state's.
         self._returns: list[tuple[float, int, SessionState]] = []
         self._serial = 0
+        self._prompts: dict[int, int] = {}  # pages of the prompts of running sequences
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -166,17 +168,30 @@ class SessionBoard(CacheObserver):
             key = query.namespace, query.session
             sequence.owner, sequence.turn = self.enter(key, sequence.hold, query.turn)
 
+            self._prompts[sequence.id] = len(query.tokens) // self._index.page_size
+
     def forked(self, sequence: Sequence, fork: Sequence) -> None:
         """Let the fork publish on behalf of the same session."""
         fork.owner, fork.turn = sequence.owner, sequence.turn
+        if sequence.id in self._prompts:
+            self._prompts[fork.id] = self._prompts[sequence.id]
+
+    def closed(self, sequence: Sequence, *, keep: bool, ended: Ended | None) -> None:
+        """Note where the request ended, for the one that continues it."""
+        prompt = self._prompts.pop(sequence.id, None)
+        owner, hold = sequence.owner, sequence.hold
+        if prompt is not None and keep and owner is not None and hold.owner is owner:
+            self._index.keep_owners().ended(owner, hold, prompt)
 
     def enter(self, key: Key, hold: Any, turn: int | None) -> tuple[SessionState, int]:
         """Record that a request of a session uses the path of ``hold``.
 
-        With a new turn, the pages that only this session has used and that are not on this path
-        die; ``turn`` None is the next turn. Requests of the present turn run side by side, and one
-        of an earlier turn is late: neither kills pages. Nor does a turn in a cache whose policy
-        knows where conversations wait: it sees what a turn drops, and tells it from a branch.
+        A ``turn`` above all before replaces them: what only this session has used and is not on
+        this path dies. With ``turn`` None, the request is the next turn and goes on from an earlier
+        one: only what that one stored behind this path dies, since other branches of the session
+        may go on, too. Requests of the present turn run side by side, and one of an earlier turn is
+        late: neither kills pages. Nor does a turn in a cache whose policy knows where conversations
+        wait: it evicts what they left behind first.
         """
         state = self.states.get(key)
         if state is None:
@@ -185,12 +200,13 @@ class SessionBoard(CacheObserver):
         owners = self._index.keep_owners()
         self._wake(state)
         owners.used(hold, state)
+        kills = not self._index.policy.awaits
+        owners.drop(state, hold, kills=kills and turn is None)
         if turn is None:
             turn = state.turn + 1
-        if turn > state.turn:
-            state.turn = turn
-            if not self._index.policy.awaits:
-                owners.kill(state, hold)
+        elif kills and turn > state.turn:
+            owners.kill(state, hold)
+        state.turn = max(state.turn, turn)
         return state, turn
 
     def _begin(self, key: Key) -> SessionState:

@@ -361,7 +361,7 @@ class RunTree:
 
     def _trim(self, leaf: Node, count: int) -> PageArray:
         if self.owners is not None:
-            self.owners.resized(leaf, -count)
+            self.owners.trimmed(leaf, count)
         if leaf.covered:
             self.pins.trimmed(leaf, count)
         if self.listener is not None:
