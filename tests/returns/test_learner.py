@@ -130,3 +130,14 @@ def test_a_stop_reason_is_a_short_text(stop: object) -> None:
 def test_the_length_of_an_answer_is_a_number(tokens: object) -> None:
     with pytest.raises(InvalidValue, match="tokens"):
         Ended(None, tokens)  # type: ignore[arg-type]
+
+
+def test_classes_are_bounded() -> None:
+    returns = Returns()
+    for number in range(20_000):
+        ended = Ended(f"stop {number % 50}", None)
+        wait = returns.began(ended, 1 << number % 37, float(number))
+        returns.returned(wait, number + 4.0 ** (number % 11))
+        again = returns.began(ended, 1 << number % 31, float(number), before=wait)
+        assert returns.worth(again.kind, 0) >= 0
+    assert len(returns.times) <= 4096

@@ -118,12 +118,16 @@ class ReturnAware(EvictionPolicy):
         return wait.kind, octaves, bucket_of(self.clock() - wait.since)
 
     def _push(self, entry: Entry, since: float, place: Place) -> None:
+        (self._queues.get(place) or self._begun(place)).push(entry, since)
+        entry.state = place
+
+    def _begun(self, place: Place) -> AgeQueue[float]:
+        """Return the queue of ``place``, begun if there is none."""
         queue = self._queues.get(place)
         if queue is None:
             queue = self._queues[place] = AgeQueue[float]()
             heapq.heappush(self._order, (self._worth(place), place))
-        queue.push(entry, since)
-        entry.state = place
+        return queue
 
     def _worth(self, place: Place) -> float:
         kind, octaves, bucket = place
@@ -143,11 +147,17 @@ class ReturnAware(EvictionPolicy):
             queue = self._queues[place]
             if place == _LEFT or bucket == BUCKETS - 1 or not len(queue):
                 continue
-            next_place = kind, octaves, bucket + 1
+            older = queue.pop_until(now - AGES[bucket + 1])
             begin = -math.inf if bucket + 2 == BUCKETS else now - AGES[bucket + 2]
-            for entry, since in queue.pop_until(now - AGES[bucket + 1]):
-                older = next_place if since > begin else (kind, octaves, bucket_of(now - since))
-                self._push(entry, since, older)
+            if any(since <= begin for _, since in older):  # nothing was evicted for long
+                for entry, since in older:
+                    self._push(entry, since, (kind, octaves, bucket_of(now - since)))
+            elif older:
+                next_place = kind, octaves, bucket + 1
+                push = self._begun(next_place).push
+                for entry, since in older:
+                    push(entry, since)
+                    entry.state = next_place
 
     def describe(self, entry: Entry) -> str:
         wait = entry.wait

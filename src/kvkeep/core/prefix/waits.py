@@ -107,10 +107,10 @@ class Waits:
         what was evicted meanwhile would tell.
         """
         size = self._page_size
-        if tokens >= (wait.prompt + wait.answer - 1) // size * size:
-            return wait.answer
         if wait.evicted:
             return None
+        if tokens >= (wait.prompt + wait.answer - 1) // size * size:
+            return wait.answer
         if hold.wait is wait:
             if wait.unread is None or tokens < wait.end * size:
                 return None

@@ -22,6 +22,7 @@ __all__ = ["Ended", "Returns", "Wait"]
 
 _LONGEST_STOP: Final = 64
 _MOST_STOPS: Final = 32  # kinds of ends that are told apart; all further ones count as one
+_MOST_CLASSES: Final = 4096  # beyond, what would be a new class counts as the more general one
 _MOST_TENANTS: Final = 4096
 _GAPS: Final = 5  # the latest pauses of a conversation, for their median
 # Learned anew after this many changes, or half of what waits: that bounds the cost of each.
@@ -60,19 +61,20 @@ class Ended:
 class Tenant:
     """How often a tenant's conversations returned, and how often those of others would have."""
 
-    __slots__ = ("expected", "returns", "waiting")
+    __slots__ = ("expected", "octaves", "returns", "waiting")
 
     def __init__(self) -> None:
         self.returns = 0.0
         self.expected = 0.0  # of waits that are over
         self.waiting = 0.0  # returns expected so far of waits that are not over
-
-    @property
-    def octaves(self) -> int:
+        self.octaves = 0
         """How much more often than others its conversations return, as a power of two."""
+
+    def judge(self) -> None:
+        """Set `octaves` from the counts."""
         expected = self.expected + self.waiting + _TENANT_WEIGHT
         octaves = round(math.log2((self.returns + _TENANT_WEIGHT) / expected))
-        return min(_MOST_OCTAVES, max(-_MOST_OCTAVES, octaves))
+        self.octaves = min(_MOST_OCTAVES, max(-_MOST_OCTAVES, octaves))
 
 
 class Wait:
@@ -125,9 +127,9 @@ class Returns:
     conversations that never return count, too. A tenant whose conversations return more or less
     often than their classes do has a factor of its own, so no tenant can teach others' KV away.
 
-    Memory: 300 bytes a wait, at most ``most``, and 100 for each of 4,096 tenants. Cost: about 3 µs
-    a request, and 1 ms for learning after every 64 of them or more. Thread safety: none; under the
-    lock of its cache.
+    Memory: 300 bytes a wait, at most ``most``, 2 KB for each of 4,096 classes, and 100 bytes for
+    each of 4,096 tenants. Cost: about 3 µs a request, and 1 ms for learning after every 64 of them
+    or more. Thread safety: none; under the lock of its cache.
     """
 
     def __init__(self, most: int = 65_536) -> None:
@@ -219,6 +221,8 @@ class Returns:
         kind = self._kinds.get(path)
         if kind is None:
             parent = self._kind(path[:-1])
+            if len(self.times) >= _MOST_CLASSES:
+                return parent
             kind = self._kinds[path] = self.times.add(parent)
             self._labels.append(path)
         return kind
@@ -228,7 +232,8 @@ class Returns:
         del self._waits[wait]
         self.times.ended(wait.kind, bucket, returned=returned)
         wait.tenant.returns += returned
-        wait.tenant.expected += self._passed[self._known(wait.kind), bucket]
+        wait.tenant.expected += float(self._passed[self._known(wait.kind), bucket])
+        wait.tenant.judge()
         self._changes += 1
 
     def tenant(self, name: Hashable) -> Tenant:
@@ -274,6 +279,8 @@ class Returns:
         self.worths = self.times.worths_of(hazards)
         for wait, expected in zip(self._waits, self._passed[kinds, buckets].tolist(), strict=True):
             wait.tenant.waiting += expected
+        for tenant in self._tenants.values():
+            tenant.judge()
         self._changes = 0
         self.version += 1
 
