@@ -32,10 +32,15 @@ class Served:
     def __init__(self, pages: int = 64, size: int = SIZE, **options: Any) -> None:
         index = options.pop("prefix", "radix")
         self.now = 1000.0
-        self.cache = PagedCache(pages, size, prefix=index)
-        self.explainer = Explainer(size, clock=lambda: self.now, **options)
+        self.cache = PagedCache(
+            pages, size, prefix=index, eviction=options.pop("eviction", "lru"), clock=self._clock
+        )
+        self.explainer = Explainer(size, clock=self._clock, **options)
         self.cache.subscribe(self.explainer.see)
         self.ids: dict[int, str] = {}
+
+    def _clock(self) -> float:
+        return self.now
 
     def open(
         self, name: str, prompt: Any, space: str | Namespace = "", *, store: bool = True

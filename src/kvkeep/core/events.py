@@ -34,6 +34,7 @@ __all__ = [
     "Opened",
     "PagesShort",
     "ResumePoint",
+    "Returned",
     "Stored",
     "frozen",
 ]
@@ -46,12 +47,20 @@ class ResumePoint(NamedTuple):
     tokens: int
 
 
+class Returned(NamedTuple):
+    """A conversation of ``turns`` requests goes on, ``after_s`` seconds after the end of these."""
+
+    after_s: float
+    turns: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Opened:
     """A sequence was opened or forked.
 
     ``cached_tokens`` need no computing. The KV of ``stored_tokens`` is cached in the layers that
-    keep every token: more, if a window or a state was missing there. None: no more.
+    keep every token: more, if a window or a state was missing there. None: no more. ``returned`` is
+    set in a cache whose policy follows conversations, if the prompt continues one.
     """
 
     sequence: int
@@ -60,6 +69,7 @@ class Opened:
     cached_tokens: int
     forked_from: int | None = None
     stored_tokens: int | None = None
+    returned: Returned | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

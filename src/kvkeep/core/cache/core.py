@@ -113,9 +113,9 @@ class Core:
         self.pins = PinBoard(index, pins, max(LEAST_PINS, pool.num_pages), clock)
         self.ages = Ages(clock)
         self.sessions = SessionBoard(index, pool.num_pages, clock)
-        self.observers: tuple[CacheObserver, ...] = ()
-        if index.policy.awaits and reuse:
-            self.observe(ReturnBoard(index, clock))
+        follows = index.policy.awaits and reuse  # conversations
+        self.returning = ReturnBoard(index, clock) if follows else None
+        self.observers: tuple[CacheObserver, ...] = (self.returning,) if self.returning else ()
         self.history_tokens = history_tokens
         """Tokens of a block in the history of a policy that has one; whole pages."""
         self.groups: GroupBoard | None = None

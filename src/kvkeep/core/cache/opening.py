@@ -165,8 +165,16 @@ def _count(core: Core, sequence: Sequence, found: int, stored: int) -> None:
     if core.groups is not None:
         core.groups.counters.unresumed_tokens += found * core.page_size - cached
     if core.hooks:
-        kept = None if core.groups is None else stored
-        core.emit(Opened(sequence.id, sequence.namespace, prompt, cached, stored_tokens=kept))
+        core.emit(
+            Opened(
+                sequence.id,
+                sequence.namespace,
+                prompt,
+                cached,
+                stored_tokens=None if core.groups is None else stored,
+                returned=None if core.returning is None else core.returning.returned(sequence.id),
+            )
+        )
 
 
 def _resume(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvkeep.core.cache.observers import CacheObserver
+from kvkeep.core.events import Returned
 from kvkeep.core.returns import Ended, Returns
 
 if TYPE_CHECKING:
@@ -54,6 +55,11 @@ class ReturnBoard(CacheObserver):
                 self.returns.answers.returned(sequence.namespace, wait.stop, wait.answer, again)
             waits.end(wait, hold, waits.clock())
         self._running[sequence.id] = wait, len(query.tokens)
+
+    def returned(self, sequence: int) -> Returned | None:
+        """Return what the prompt of a running sequence continued, None for nothing known."""
+        wait, _ = self._running[sequence]
+        return None if wait is None else Returned(wait.gaps[-1], wait.turns)
 
     def forked(self, sequence: Sequence, fork: Sequence) -> None:
         """Let the fork continue the same conversation."""

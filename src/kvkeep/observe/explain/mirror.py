@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from kvkeep.observe.explain.reasons import QueriedPrompt, Reasons
 from kvkeep.observe.explain.units import UNKNOWN, Eviction, Requester
 
 if TYPE_CHECKING:
-    from kvkeep.core.events import Event
+    from kvkeep.core.events import Event, Returned
     from kvkeep.core.extras import Extras
     from kvkeep.core.keys import Namespace
     from kvkeep.core.pages.layout import GroupLayout
@@ -31,11 +32,13 @@ _MOST_OPEN = 10_000
 
 
 class _Opening(NamedTuple):
-    """An `Opened` event: its number, the eviction that made room, and the tokens that matched."""
+    """An `Opened` event: its number, the eviction that made room, the tokens that matched, and the
+    conversation that went on."""
 
     number: int | None = None
     made_room: Eviction | None = None
     stored: int | None = None
+    returned: Returned | None = None
 
 
 class Mirror:
@@ -81,7 +84,7 @@ class Mirror:
                     self._settle()
             case Opened():
                 self._opened[event.sequence] = _Opening(
-                    self._number, made_room, event.stored_tokens
+                    self._number, made_room, event.stored_tokens, event.returned
                 )
                 if len(self._opened) > _MOST_OPEN:
                     self._opened.popitem(last=False)
@@ -188,6 +191,8 @@ class Mirror:
         if len(wrong):
             self.ledger.gone(self.ledger.page[wrong], Eviction(at, UNKNOWN))
         spans = self._reasons.spans(query)
+        if opening.returned is not None:
+            spans = [_kept(span, opening.returned) for span in spans]
         forgotten = self.ledger.forgotten
         self._settle()
         found = rows if forgotten == self.ledger.forgotten else None
@@ -226,3 +231,10 @@ class Mirror:
         self.prompts.add(prompt, int(numbers[-1]) if len(numbers) else space.prompt)
         ledger.prompt[rows] = space.prompt = prompt.number
         ledger.forget()
+
+
+def _kept(span: Span, returned: Returned) -> Span:
+    """Say of tokens from the pool which return they were kept for."""
+    if span.source != "pool":
+        return span
+    return replace(span, evidence=dict(zip(("after_s", "turns"), returned, strict=True)))

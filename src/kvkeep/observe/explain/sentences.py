@@ -62,7 +62,25 @@ def _name(identity: str) -> str:
 
 
 def sentence_of(spans: Sequence[Span], tokens: int) -> str:
-    """Return one sentence for the main reason why tokens of a prompt were computed."""
+    """Return one sentence for the main reason why tokens of a prompt were computed.
+
+    It also says which tokens the pool had kept for the return of the conversation.
+    """
+    return _computed(spans, tokens) + _kept(spans)
+
+
+def _kept(spans: Sequence[Span]) -> str:
+    """Return what to add about tokens that were kept for the return of a conversation."""
+    kept = [span for span in spans if span.source == "pool" and "after_s" in span.evidence]
+    if not kept:
+        return ""
+    after = duration(kept[0].evidence["after_s"])
+    count = sum(span.tokens for span in kept)
+    return f"; {count:,} were kept for the return of this conversation, which took {after}"
+
+
+def _computed(spans: Sequence[Span], tokens: int) -> str:
+    """Return the main reason why tokens of a prompt were computed."""
     totals: dict[str, int] = {}
     first: dict[str, Span] = {}
     for span in spans:
