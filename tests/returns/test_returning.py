@@ -365,3 +365,35 @@ def test_conversations_that_are_over_leave_nothing_behind() -> None:
     waits = talks.cache._core.index.tree.waits
     assert waits is not None
     assert len(waits._at_roots) <= 16
+
+
+def test_conversations_by_expected_return() -> None:
+    talks = Talks(2000)
+    assert PagedCache(10, PAGE).conversations() is None
+    assert talks.cache.conversations() == []
+    for number in range(60):  # tools take 5 s; people 200 s, and half of them never return
+        for ended, pause in ((TOOL, 5.0), (PERSON, 200.0)):
+            talks.turn(f"a/{number}{ended.stop}", 8, ended, answer=2)
+            talks.now += pause
+            if ended is TOOL or number % 2:
+                talks.turn(f"a/{number}{ended.stop}", 8, ended, answer=2)
+                talks.now += 2000.0
+    talks.cache.evict(1)
+    talks.returns.learn(talks.now)
+    with talks.cache.open(np.array(talks.fresh(20), np.int32), "b", session="s") as sequence:
+        sequence.publish()
+        sequence.close(ended=TOOL)
+    talks.turn("a/last", 8, PERSON)
+    talks.now += 1.0
+    found = talks.cache.conversations(2)
+    assert found is not None
+    tool, person = found
+    assert (tool.namespace.tenant, tool.session, tool.stop) == ("b", "s", "tool_use")
+    assert (tool.turns, tool.paused_s, tool.tokens, tool.cached) == (1, 1.0, 20, True)
+    assert tool.chance > 0.8
+    assert 1 < tool.expected_s < 8
+    assert person.stop == "end_turn"
+    assert 0.35 < person.chance < 0.75
+    assert 100 < person.expected_s < 300
+    talks.cache.evict(2000)
+    assert not any(one.cached for one in talks.cache.conversations() or ())

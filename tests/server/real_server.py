@@ -89,6 +89,7 @@ def running(
     limits: Limits | None = None,
     reuse: bool = True,
     what_if: float | None = None,
+    eviction: str = "lru",
     connections: ConnectionLimits | None = None,
     **settings: Any,
 ) -> Iterator[Running]:
@@ -96,7 +97,7 @@ def running(
     runner = Runner.load(bundled_model(), num_pages=num_pages, page_size=page_size, device="cpu")
     engine = Engine(
         runner,
-        PagedCache(num_pages, page_size, what_if=what_if, reuse=reuse),
+        PagedCache(num_pages, page_size, eviction=eviction, what_if=what_if, reuse=reuse),
         Tokenizer.load(bundled_model()),
         limits=limits or Limits(max_running=16, max_waiting=64),
     )

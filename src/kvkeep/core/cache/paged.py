@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvkeep.core.cache.conversations import waiting
 from kvkeep.core.cache.core import Core
 from kvkeep.core.cache.opening import CacheQuery, find, matched_tokens, open_sequence
 from kvkeep.core.cache.sessions import Session, check_name
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from kvkeep.core.cache.blocks import BlockNames
+    from kvkeep.core.cache.conversations import Conversation
     from kvkeep.core.cache.inspector import Inspector
     from kvkeep.core.cache.pins import Pin
     from kvkeep.core.cache.sequence import Sequence
@@ -349,13 +351,9 @@ class PagedCache:
             return self._inspector_made
 
     def map(
-        self,
-        namespace: NamespaceLike | None = None,
-        *,
-        root: int | None = None,
-        nodes: int = 400,
+        self, namespace: NamespaceLike | None = None, *, root: int | None = None, nodes: int = 400,
         blocks: BlockNames | None = None,
-    ) -> CacheMap:
+    ) -> CacheMap:  # fmt: skip
         """Return the ``nodes`` largest subtrees of the index one by one, all others summed up.
 
         Of one namespace, of all (each namespace then is a top node), or of the run ``root`` and
@@ -374,12 +372,9 @@ class PagedCache:
         return self._inspector.node(node)
 
     def search(
-        self,
-        needles: Iterable[TokensLike],
-        namespace: NamespaceLike | None = None,
-        *,
+        self, needles: Iterable[TokensLike], namespace: NamespaceLike | None = None, *,
         most: int = 50,
-    ) -> list[Found]:
+    ) -> list[Found]:  # fmt: skip
         """Find rows of tokens anywhere in the cached prompts, in one namespace or in all.
 
         One place for each run in which a row ends, the first; shallow runs first, ``most`` at most.
@@ -387,6 +382,10 @@ class PagedCache:
         Cost: about 2 µs a run and 5 ns a token and row; the lock is held as by `map`.
         """
         return self._inspector.search(list(needles), namespace, most)
+
+    def conversations(self, most: int = 20) -> list[Conversation] | None:
+        """Return what waits for its next request; see `kvkeep.core.cache.conversations.waiting`."""
+        return waiting(self._core, most)
 
     def evict_below(self, node: int) -> int:
         """Drop a run of the `map` and all runs behind it that are not in use.

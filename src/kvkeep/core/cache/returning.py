@@ -37,8 +37,13 @@ class ReturnBoard(CacheObserver):
         self.returns = Returns()
         self._page_size = index.page_size
         self._waits = index.tree.keep_waits(self.returns, clock, index.page_size)
-        # By sequence: the wait that it ended, and the tokens of its prompt.
-        self._running: dict[int, tuple[Wait | None, int]] = {}
+        # By sequence: the wait that it ended, and the tokens of its prompt, and its session.
+        self._running: dict[int, tuple[Wait | None, int, str | None]] = {}
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """The clock of waits, in seconds."""
+        return self._waits.clock
 
     def opened(self, sequence: Sequence, query: CacheQuery, cached: PageArray) -> None:
         """End the wait of the conversation that continues."""
@@ -54,11 +59,11 @@ class ReturnBoard(CacheObserver):
             if again is not None:
                 self.returns.answers.returned(sequence.namespace, wait.stop, wait.answer, again)
             waits.end(wait, hold, waits.clock())
-        self._running[sequence.id] = wait, len(query.tokens)
+        self._running[sequence.id] = wait, len(query.tokens), query.session
 
     def returned(self, sequence: int) -> Returned | None:
         """Return what the prompt of a running sequence continued, None for nothing known."""
-        wait, _ = self._running[sequence]
+        wait = self._running[sequence][0]
         return None if wait is None else Returned(wait.gaps[-1], wait.turns)
 
     def forked(self, sequence: Sequence, fork: Sequence) -> None:
@@ -67,7 +72,7 @@ class ReturnBoard(CacheObserver):
 
     def closed(self, sequence: Sequence, *, keep: bool, ended: Ended | None) -> None:
         """Begin to wait for the next request of the conversation."""
-        before, prompt = self._running.pop(sequence.id)
+        before, prompt, session = self._running.pop(sequence.id)
         hold = sequence.hold
         if not keep or hold.parent is None:
             return
@@ -82,5 +87,6 @@ class ReturnBoard(CacheObserver):
             tenant=tenant,
         )
         wait.prompt, wait.answer, wait.stop = prompt, tokens, ended.stop
+        wait.namespace, wait.session = tenant, session
         kept = self.returns.answers.kept(tenant, ended.stop, tokens)
         self._waits.begin(hold, wait, kept=kept)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.returns.answers import AnswerShares
-from kvkeep.core.returns.times import AGES, BUCKETS, ReturnTimes, bucket_of
+from kvkeep.core.returns.times import AGES, BUCKETS, ENDS, ReturnTimes, bucket_of
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
@@ -86,8 +86,8 @@ class Wait:
     """
 
     __slots__ = (
-        "answer", "end", "evicted", "gaps", "kind", "over", "place", "prompt", "since", "stop",
-        "tenant", "turns", "unread", "unread_of",
+        "answer", "end", "evicted", "gaps", "kind", "namespace", "over", "place", "prompt",
+        "session", "since", "stop", "tenant", "turns", "unread", "unread_of",
     )  # fmt: skip
 
     def __init__(
@@ -108,6 +108,8 @@ class Wait:
         """Tokens of the request."""
         self.stop: str | None = None
         """Why its answer ended."""
+        self.namespace: Any = None
+        self.session: str | None = None
         self.unread: bytes | None = None
         """Symbols of the first page of its answer that was not expected to be read, b"" while that
         is cached; None if all was."""
@@ -140,6 +142,7 @@ class Returns:
         """Grows with each `learn`."""
         self.worths: Table = self.times.worths(np.zeros((1, BUCKETS)))
         """Worth of a wait by class and bucket of age, as learned last."""
+        self._hazards: Table = self.times.hazards(np.zeros((1, BUCKETS)))
         self._passed: Table = np.zeros((1, BUCKETS))
         """Returns expected before each bucket ends, by class."""
         self._most = most
@@ -159,6 +162,10 @@ class Returns:
     def __iter__(self) -> Iterator[Wait]:
         """Return the waits, the one that began first first."""
         return iter(self._waits)
+
+    def __reversed__(self) -> Iterator[Wait]:
+        """Return the waits, the one that began last first."""
+        return reversed(self._waits)
 
     def __contains__(self, wait: object) -> bool:
         return wait in self._waits
@@ -274,7 +281,7 @@ class Returns:
         buckets = np.maximum(0, np.searchsorted(AGES, now - since, "right") - 1)
         waiting = np.zeros((len(self.times), BUCKETS))
         np.add.at(waiting, (kinds, buckets), 1)
-        hazards = self.times.hazards(waiting)
+        hazards = self._hazards = self.times.hazards(waiting)
         self._passed = np.cumsum(hazards, axis=1)
         self.worths = self.times.worths_of(hazards)
         for wait, expected in zip(self._waits, self._passed[kinds, buckets].tolist(), strict=True):
@@ -287,6 +294,22 @@ class Returns:
     def worth(self, kind: int, bucket: int) -> float:
         """Return the worth of a wait of a class at an age: returns a second of keeping its KV."""
         return float(self.worths[self._known(kind), bucket])
+
+    def outlook(self, wait: Wait, now: float) -> tuple[float, float]:
+        """Return the chance that a conversation returns, and the seconds until it probably has.
+
+        Half of those that return do so within these seconds. Cost: 10 µs.
+        """
+        age = max(0.0, now - wait.since)
+        first = bucket_of(age)
+        hazards = self._hazards[self._known(wait.kind), first:]
+        returned = 1 - np.cumprod(1 - hazards)  # by the end of each bucket
+        chance = float(returned[-1])
+        at = int(np.searchsorted(returned, chance / 2))
+        before = float(returned[at - 1]) if at else 0.0
+        part = (chance / 2 - before) / (float(returned[at]) - before)
+        begin, end = max(age, AGES[first + at]), ENDS[first + at]
+        return chance, max(0.0, begin + part * (end - begin) - age)
 
     def label(self, kind: int) -> tuple[Hashable, ...]:
         """Return the levels that define a class, from the first one on."""

@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["AGES", "BUCKETS", "ReturnTimes", "bucket_of"]
+__all__ = ["AGES", "BUCKETS", "ENDS", "ReturnTimes", "bucket_of"]
 
 Table = npt.NDArray[np.float64]
 
@@ -16,8 +16,9 @@ AGES: Final[tuple[float, ...]] = (0.0, 2.0, 4.0, *(2 ** (step / 2) for step in r
 """Seconds at which the buckets of ages begin: powers of two, from 8 s on half ones."""
 BUCKETS: Final = len(AGES)
 _BEGINS: Final = list(AGES[1:])
-_LONGEST: Final = AGES[-1] * 2**0.5
-_WIDTHS: Final = np.diff(np.array([*AGES, _LONGEST]))
+ENDS: Final[tuple[float, ...]] = (*AGES[1:], AGES[-1] * 2**0.5)
+"""Seconds at which they end; the last one does not, and counts as a half octave."""
+_WIDTHS: Final = np.array(ENDS) - np.array(AGES)
 # A class counts as much as its parent once it has seen as many conversations as this.
 _WEIGHT: Final = 5.0
 # The share that returns in a bucket of ages, before anything was seen.

@@ -13,6 +13,7 @@ from kvkeep.serve.server.schemas.see import (
     LivePages,
     LivePoint,
     LiveResponse,
+    LiveReturn,
     LiveSession,
     LiveTenant,
     LiveTier,
@@ -113,6 +114,7 @@ class Live:
             or None,
             tenants=self._tenants(),
             sessions=self._sessions(),
+            returns=self._returns(),
         )
         return answer.model_dump_json().encode()
 
@@ -128,6 +130,27 @@ class Live:
             )
             for one in usage.namespaces(_MOST_SHOWN)
         ]
+
+    def _returns(self) -> list[LiveReturn] | None:
+        found = self._service.engine.cache.conversations(_MOST_SHOWN)
+        return (
+            None
+            if found is None
+            else [
+                LiveReturn(
+                    session=None if one.session is None else showable(one.session),
+                    cache_salt=showable(one.namespace.tenant),
+                    stop=None if one.stop is None else showable(one.stop),
+                    turns=one.turns,
+                    paused_s=one.paused_s,
+                    chance=one.chance,
+                    expected_s=one.expected_s,
+                    tokens=one.tokens,
+                    cached=one.cached,
+                )
+                for one in found
+            ]
+        )
 
     def _sessions(self) -> list[LiveSession]:
         return [

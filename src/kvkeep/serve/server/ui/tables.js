@@ -4,7 +4,7 @@ import {bar} from "./bars.js";
 import {now} from "./clock.js";
 import {byId, el, hide, keyed, say, shown, theirs} from "./dom.js";
 import {flow, speed} from "./live.js";
-import {ago, amount, bytes, share, tenantName, tokens, whole} from "./words.js";
+import {ago, amount, bytes, running, share, tenantName, tokens, whole} from "./words.js";
 
 // `columns`: [{head, text(item) or make() and update(node, item), number}]
 class Table {
@@ -104,6 +104,16 @@ const sessions = new Table(byId("sessions-table"), "Sessions", [
   reuse("reused"),
   {head: "last", number: true, text: (one) => ago(Math.max(0, now() - one.last_at))},
 ]);
+const returns = new Table(byId("returns-table"), "Expected returns", [
+  {head: "conversation", ...name((one) => one.session || `ended by ${one.stop || "unknown"}`,
+    (one) => one.cache_salt || "")},
+  {head: "expected in", number: true, text: (one) => running(one.expected_s)},
+  {head: "chance", number: true, text: (one) => rate(one.chance, 1)},
+  {head: "last", number: true, text: (one) => ago(one.paused_s)},
+  {head: "turns", number: true, text: (one) => whole(one.turns)},
+  {head: "tokens", number: true, text: (one) => amount(one.tokens)},
+  {head: "kept", text: (one) => (one.cached ? "yes" : "evicted")},
+]);
 const tenants = new Table(byId("tenants-table"), "Tenants", [
   {head: "tenant", ...name((one) => tenantName(one.cache_salt))},
   {head: "requests", number: true, text: (one) => amount(one.requests)},
@@ -120,6 +130,13 @@ export const drawTables = (live) => {
   say(byId("sessions-said"), live.sessions.length
     ? "The latest conversations that were named in requests." : "No request has named a session yet.");
   sessions.draw(live.sessions, (one) => `${one.cache_salt} ${one.session}`);
+  byId("returns").hidden = !live.returns;
+  if (live.returns) {
+    say(byId("returns-said"), live.returns.length
+      ? "Conversations that wait for their next request, learned from how earlier ones went on."
+      : "No conversation waits.");
+    returns.draw(live.returns.map((one, at) => ({...one, at})), (one) => one.at);
+  }
   say(byId("tenants-said"), live.tenants.length
     ? "Prompts of one cache_salt share nothing with those of others; "
       + `${tokens(live.totals.prompt_tokens)} in all.`
