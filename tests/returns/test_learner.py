@@ -141,3 +141,32 @@ def test_classes_are_bounded() -> None:
         again = returns.began(ended, 1 << number % 31, float(number), before=wait)
         assert returns.worth(again.kind, 0) >= 0
     assert len(returns.times) <= 4096
+
+
+def test_the_chance_of_a_return_is_that_of_the_waits_before() -> None:
+    rng = random.Random(3)
+    returns = Returns()
+    pauses = [rng.expovariate(1 / 20) if rng.random() < 0.7 else 1e5 for _ in range(4000)]
+    now = 1e6
+    for pause in pauses:
+        wait = returns.began(TOOL, 100, now - pause)
+        if pause < 1e5:
+            returns.returned(wait, now)
+        else:
+            returns.lost(wait, now)
+        if returns.due:
+            returns.learn(now)
+    young = returns.began(TOOL, 100, now)
+    old = returns.began(TOOL, 100, now - 30)
+    returns.learn(now)
+    came = [pause for pause in pauses if pause < 1e5]
+    for seconds in (5.0, 20.0, 60.0):
+        expected = sum(pause < seconds for pause in came) / len(pauses)
+        left = [pause for pause in pauses if pause >= 30]
+        later = sum(pause < 30 + seconds for pause in left) / len(left)
+        assert returns.within([young, old], now, seconds) == pytest.approx(
+            [expected, later], abs=0.06
+        )
+    returns.returned(old, now)
+    assert returns.within([old], now, 60.0) == [0.0]
+    assert returns.within([], now, 60.0) == []

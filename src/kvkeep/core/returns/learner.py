@@ -14,7 +14,7 @@ from kvkeep.core.returns.answers import AnswerShares
 from kvkeep.core.returns.times import AGES, BUCKETS, ENDS, ReturnTimes, bucket_of
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator
+    from collections.abc import Hashable, Iterator, Sequence
 
     from kvkeep.core.returns.times import Table
 
@@ -310,6 +310,19 @@ class Returns:
         part = (chance / 2 - before) / (float(returned[at]) - before)
         begin, end = max(age, AGES[first + at]), ENDS[first + at]
         return chance, max(0.0, begin + part * (end - begin) - age)
+
+    def within(self, waits: Sequence[Wait], now: float, seconds: float) -> list[float]:
+        """Return for each wait the chance that its next request comes within ``seconds``.
+
+        As learned last; 0 for a wait that is over. Cost: about 0.5 µs a wait.
+        """
+        kinds = np.array([self._known(wait.kind) for wait in waits], np.intp)
+        ages = np.maximum(0.0, now - np.array([wait.since for wait in waits], np.float64))
+        often = np.array([2.0**wait.tenant.octaves for wait in waits])
+        over = np.array([wait.over for wait in waits], np.bool_)
+        chances = self.times.chances(self._passed, kinds, ages, seconds, often)
+        found: list[float] = np.where(over, 0.0, chances).tolist()
+        return found
 
     def label(self, kind: int) -> tuple[Hashable, ...]:
         """Return the levels that define a class, from the first one on."""

@@ -11,6 +11,8 @@ import numpy.typing as npt
 __all__ = ["AGES", "BUCKETS", "ENDS", "ReturnTimes", "bucket_of"]
 
 Table = npt.NDArray[np.float64]
+Ages = npt.NDArray[np.float64]
+Kinds = npt.NDArray[np.intp]
 
 AGES: Final[tuple[float, ...]] = (0.0, 2.0, 4.0, *(2 ** (step / 2) for step in range(6, 27)))
 """Seconds at which the buckets of ages begin: powers of two, from 8 s on half ones."""
@@ -101,6 +103,27 @@ class ReturnTimes:
     def worths(self, waiting: Table) -> Table:
         """Return the worth of a wait in each bucket, by class: returns a second of keeping."""
         return self.worths_of(self.hazards(waiting))
+
+    @staticmethod
+    def chances(passed: Table, kinds: Kinds, ages: Ages, seconds: float, often: Ages) -> Ages:
+        """Return for waits of ``kinds`` and ``ages`` the chance of a return within ``seconds``.
+
+        ``passed`` are the returns expected before each bucket ends, by class: a sum of `hazards`.
+        ``often`` says how much more often than its class each wait returns. Hazards are spread
+        evenly over a bucket; behind the last one no return is expected.
+        """
+        hazards = np.minimum(np.diff(passed, axis=1, prepend=0.0), 0.999)
+        total = np.pad(np.cumsum(-np.log1p(-hazards), axis=1), ((0, 0), (1, 0)))
+
+        def until(ages: Ages) -> Ages:
+            buckets = np.maximum(0, np.searchsorted(AGES, ages, "right") - 1)
+            within = np.clip((ages - np.array(AGES)[buckets]) / _WIDTHS[buckets], 0, 1)
+            before = total[kinds, buckets]
+            spread: Ages = before + within * (total[kinds, buckets + 1] - before)
+            return spread
+
+        found: Ages = -np.expm1(often * (until(ages) - until(ages + seconds)))
+        return found
 
     @staticmethod
     def worths_of(hazards: Table) -> Table:

@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from kvkeep.core.tokens import TokenArray
     from kvkeep.serve.http import BodyBudget, Connections
     from kvkeep.serve.kv_events import EventReader
+    from kvkeep.serve.router.conversations import Conversations
     from kvkeep.serve.router.health import Doubt
     from kvkeep.serve.router.prompts import TokenizeOutcome
     from kvkeep.serve.router.router import PrefixRouter, Score
@@ -39,12 +41,19 @@ class RouterMetrics:
 
     content_type = CONTENT_TYPE_LATEST
 
-    def __init__(self, bodies: BodyBudget, tiers: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        bodies: BodyBudget,
+        tiers: Collection[str] = (),
+        conversations: Conversations | None = None,
+    ) -> None:
         self.connections: Connections | None = None
         self.bodies = bodies
         self._tiers = frozenset(tiers)
         own = self._registry = CollectorRegistry()
         own.register(_OfHTTP(self))
+        if conversations is not None:
+            own.register(_OfConversations(conversations))
         counter, gauge = partial(Counter, registry=own), partial(Gauge, registry=own)
         self.requests = counter(
             "kvkeep_router_requests", "Forwarded requests", ["instance", "outcome"]
@@ -137,3 +146,45 @@ class _OfHTTP(Collector):
 
     def collect(self) -> Iterator[Metric]:
         return http_metrics.families(self._metrics.connections, self._metrics.bodies)
+
+
+class _OfConversations(Collector):
+    """What the router knows about conversations."""
+
+    def __init__(self, table: Conversations) -> None:
+        self._table = table
+
+    def collect(self) -> Iterator[Metric]:
+        table = self._table
+        known = GaugeMetricFamily(
+            "kvkeep_router_conversations",
+            "Conversations: followed, waiting for their next request, expected within a minute",
+            labels=["what"],
+        )
+        expected = table.expected()
+        known.add_metric(["followed"], len(table))
+        known.add_metric(["waiting"], len(expected))
+        known.add_metric(["expected"], sum(chance for _, chance in expected))
+        yield known
+        yield CounterMetricFamily(
+            "kvkeep_router_conversations_forgotten",
+            "Conversations that were dropped because there were too many",
+            table.forgotten,
+        )
+        returned = CounterMetricFamily(
+            "kvkeep_router_returns",
+            "Requests that continue a conversation, by what it was recognised",
+            labels=["by"],
+        )
+        for by, count in table.returned.items():
+            returned.add_metric([by], count)
+        yield returned
+        ended = CounterMetricFamily(
+            "kvkeep_router_answers",
+            "Answers by how they ended, and those whose conversations returned",
+            labels=["stop", "what"],
+        )
+        for stop, counts in table.stops.items():
+            ended.add_metric([stop or "unknown", "ended"], counts.ended)
+            ended.add_metric([stop or "unknown", "returned"], counts.returned)
+        yield ended

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     Tokenize = Callable[[dict[str, Any]], TokenArray]
 
-__all__ = ["Prompt", "PromptParser", "TokenizeOutcome"]
+__all__ = ["Prompt", "PromptParser", "TokenizeOutcome", "credentials_of"]
 
 _MOST_BYTES = 32 << 20  # of a /tokenize response; 8 MiB of text has no more tokens than that
 _MOST_NAME = 4096  # bytes of a model's name or a salt, as JSON
@@ -82,12 +82,14 @@ class Prompt:
     """A request's prompt, model and ``cache_salt``. ``tokens`` is None if they are unknown.
 
     ``key`` names the conversation or application: its prompts should go to one instance.
+    ``session`` names the conversation alone.
     """
 
     tokens: TokenArray | None
     model: str = ""
     salt: str = ""
     key: str = ""
+    session: str = ""
 
 
 class PromptParser:
@@ -123,8 +125,9 @@ class PromptParser:
             tokens = await self._tokens(fields, headers)
         except (InvalidValue, *_UNREADABLE):
             tokens = None
-        key = _name(fields.prompt_cache_key) or _session_of(headers)
-        return Prompt(tokens, _name(fields.model), _name(fields.cache_salt), key)
+        session = _session_of(headers)
+        key = _name(fields.prompt_cache_key) or session
+        return Prompt(tokens, _name(fields.model), _name(fields.cache_salt), key, session)
 
     async def _tokens(self, fields: _Body, headers: list[tuple[bytes, bytes]]) -> TokenArray | None:
         prompt = bytes(fields.prompt)
@@ -200,6 +203,13 @@ def _session_of(headers: list[tuple[bytes, bytes]]) -> str:
         if name == _SESSION_HEADER:
             return value[:_MOST_NAME].decode("latin-1")
     return ""
+
+
+def credentials_of(headers: list[tuple[bytes, bytes]]) -> bytes:
+    """Return the API key of a request, in whichever header; empty without one."""
+    keys = {name: value for name, value in headers if name in {b"authorization", b"x-api-key"}}
+    scheme, _, bearer = keys.get(b"authorization", b"").partition(b" ")
+    return (bearer if scheme.lower() == b"bearer" else scheme) or keys.get(b"x-api-key", b"")
 
 
 def _name(written: msgspec.Raw) -> str:

@@ -18,14 +18,17 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from kvkeep.core.returns import Ended
 from kvkeep.serve.http import BodyBudget, BodyGuard, BodyRefused, body_of, unless_disconnected
 from kvkeep.serve.router.affinity import with_key
+from kvkeep.serve.router.answers import UNFINISHED, AnswerReader
+from kvkeep.serve.router.conversations import Conversations, figures_of
 from kvkeep.serve.router.health import InstanceHealth, Timeouts
 from kvkeep.serve.router.message_endpoint import MessagesEndpoint
 from kvkeep.serve.router.messages import COUNT_PATH, MESSAGES_PATH
 from kvkeep.serve.router.metrics import RouterMetrics
 from kvkeep.serve.router.probes import Probes
-from kvkeep.serve.router.prompts import Prompt, PromptParser
+from kvkeep.serve.router.prompts import Prompt, PromptParser, credentials_of
 from kvkeep.serve.router.upstreams import UpstreamFailed, end_to_end_headers
 
 if TYPE_CHECKING:
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope, Send
 
     from kvkeep.serve.kv_events import EventReader
+    from kvkeep.serve.router.conversations import Turn
     from kvkeep.serve.router.messages import MessageExchange
     from kvkeep.serve.router.prompts import Tokenize
     from kvkeep.serve.router.router import PrefixRouter, RouteTicket, Score
@@ -52,6 +56,7 @@ _OTHERS = ("/v1/models", "/v1/models/{name:path}", "/v1/embeddings", "/tokenize"
 _FAILED = frozenset({502, 503, 504})
 _ELSEWHERE = _FAILED | {429}
 _LONGEST_PATH = 32 << 10  # bytes, with its query
+_UNREAD = Ended()  # a compressed answer
 
 
 class _Outcome(Enum):
@@ -92,17 +97,26 @@ def create_proxy(
     hosts: Sequence[str] | None = ("localhost", "127.0.0.1", "[::1]"),
     timeouts: Timeouts | None = None,
     bodies: BodyBudget | None = None,
+    conversations: Conversations | None = None,
 ) -> Starlette:
     """Return an ASGI application in front of ``upstreams``, whose names are the router's instances.
 
     ``reader`` is used for /metrics only. ``hosts`` are the accepted names in the Host header (None:
     all). See `PromptParser` for ``tokenize``, `Timeouts` for time limits and tries, `BodyBudget`
-    for the memory of request bodies. API keys and bodies are forwarded unchanged and never logged.
+    for the memory of request bodies, and `Conversations` for what is learned of answers. API keys
+    and bodies are forwarded unchanged and never logged.
     """
     bodies = bodies or BodyBudget()
-    metrics = RouterMetrics(bodies, router.cost.tiers)
+    conversations = Conversations() if conversations is None else conversations
+    metrics = RouterMetrics(bodies, router.cost.tiers, conversations)
     proxy = _Proxy(
-        router, upstreams, reader, tokenize, timeouts=timeouts or Timeouts(), metrics=metrics
+        router,
+        upstreams,
+        reader,
+        tokenize,
+        timeouts=timeouts or Timeouts(),
+        metrics=metrics,
+        conversations=conversations,
     )
 
     @asynccontextmanager
@@ -124,6 +138,7 @@ def create_proxy(
         routes=[
             Route("/health", proxy.health, methods=["GET"]),
             Route("/metrics", proxy.metrics, methods=["GET"]),
+            Route("/kv/conversations", proxy.conversations, methods=["GET"]),
             *(Route(path, _Forward(proxy, placed=True), methods=["POST"]) for path in _PLACED),
             *(Route(path, MessagesEndpoint(proxy.forward), methods=["POST"]) for path in _MESSAGES),
             *(Route(path, _Forward(proxy, placed=False)) for path in _OTHERS),
@@ -183,8 +198,10 @@ class _Proxy:
         *,
         timeouts: Timeouts,
         metrics: RouterMetrics,
+        conversations: Conversations,
     ) -> None:
         self._router = router
+        self._conversations = conversations
         self._upstreams = upstreams
         self._health = upstreams.health
         self._reader = reader
@@ -212,6 +229,10 @@ class _Proxy:
         text = self._metrics.exposition(self._router, self._upstreams, self._reader)
         return Response(text, headers={"content-type": self._metrics.content_type})
 
+    async def conversations(self, request: Request) -> Response:
+        """Return how many conversations are followed, and how their answers end."""
+        return JSONResponse(figures_of(self._conversations, self._upstreams.names))
+
     async def forward(
         self,
         request: Request,
@@ -232,11 +253,13 @@ class _Proxy:
         prompt = await self._prompts.read(shown, known) if placed else Prompt(None)
         lora = prompt.model if self._router.is_adapter(prompt.model) else ""
         forwarded = _ForwardedRequest(request, headers, body, exchange)
+        if placed:
+            forwarded.turn = self._conversations.find(prompt, credentials_of(headers))
         names = self._upstreams.names
         tried: set[str] = set()
         outcomes: list[_Outcome] = []
         while len(tried) < len(names):
-            score = self._next(prompt, lora, tried)
+            score = self._next(prompt, lora, tried, forwarded.turn)
             name = score.place.instance
             if placed and not tried:
                 self._metrics.placed_at(score, prompt.tokens)
@@ -252,6 +275,9 @@ class _Proxy:
                 outcome = await self._try(forwarded, score, ticket, send, others)
             finally:
                 self._router.end(ticket)
+                if forwarded.turn is not None:
+                    ended = forwarded.ended(complete=outcome is _Outcome.ANSWERED)
+                    self._conversations.ended(forwarded.turn, name, ended)
                 self._metrics.requests.labels(name, outcome.value).inc()
             log.info("%s to %s: %s", forwarded.log_path, name, outcome.value)
             if outcome in _DONE:
@@ -264,7 +290,7 @@ class _Proxy:
             exchange.translates = True
         await _no_response(outcomes)(request.scope, request.receive, send)
 
-    def _next(self, prompt: Prompt, lora: str, tried: set[str]) -> Score:
+    def _next(self, prompt: Prompt, lora: str, tried: set[str], turn: Turn | None) -> Score:
         """Return the best instance not tried yet, preferring those that are up."""
         begun = time.perf_counter()
         among = self._health.best(tried)
@@ -272,7 +298,10 @@ class _Proxy:
             scores = self._router.least_loaded(among)
         else:
             scores = self._router.score(prompt.tokens, lora=lora, salt=prompt.salt, among=among)
-        chosen = with_key(scores, prompt.key)
+        home = "" if turn is None else turn.home
+        if home and self._router.blocks(home)[0]:
+            home = ""  # it announces its blocks, so the scores tell what it holds
+        chosen = with_key(scores, prompt.key, home)
         self._metrics.deciding.observe(time.perf_counter() - begun)
         return chosen
 
@@ -307,6 +336,9 @@ class _Proxy:
                 if response.status_code not in _FAILED:
                     self._health.worked(name)
                 begun = True
+                if forwarded.turn is not None and response.is_success:
+                    self._conversations.answered(forwarded.turn)
+                    send = forwarded.reading(response, send)
                 return await self._stream(name, response, first, pieces, send)
         except TimeoutError:
             if abandoned:  # by `Health`, which suspects the instance already
@@ -407,6 +439,28 @@ class _ForwardedRequest:
         self.log_path = quote(request.scope["path"][:100])  # quoted: no path can forge a log line
         self.headers = headers
         self.body = body
+        self.turn: Turn | None = None
+        self._reader: AnswerReader | None = None
+
+    def reading(self, response: httpx.Response, send: Send) -> Send:
+        """Return ``send``, which also reads what was sent; a compressed answer is not read."""
+        if response.headers.get("content-encoding", "identity").lower() != "identity":
+            return send
+        native = self.exchange is not None and not self.exchange.translates
+        reader = self._reader = AnswerReader(messages=native)
+
+        async def send_and_read(message: Message) -> None:
+            await send(message)
+            if message["type"] == "http.response.body":
+                reader.feed(message["body"])
+
+        return send_and_read
+
+    def ended(self, *, complete: bool) -> Ended:
+        """Return how the answer ended."""
+        if not complete:
+            return UNFINISHED
+        return _UNREAD if self._reader is None else self._reader.ended
 
     def sent_to(self, *, native: bool) -> tuple[str, bytes, list[tuple[bytes, bytes]]]:
         """Return path, body and headers for an instance; ``native``: it has Anthropic's API."""
