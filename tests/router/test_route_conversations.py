@@ -74,6 +74,18 @@ def test_answers_arrive_unchanged_and_say_why_they_ended() -> None:
         assert [metric(proxy, tools % what) for what in ("ended", "returned")] == [2, 2]
 
 
+def test_anthropics_api_says_the_same() -> None:
+    with routing("well") as (proxy, (one,)):
+        one.chunks = TOOL
+        said = "Call the tool, and then go on. " * 3
+        for turn in range(2):
+            messages = [{"role": "user", "content": said + "Go on. " * 3 * turn}]
+            body = {"model": "m", "max_tokens": 5, "messages": messages, "stream": True}
+            answer = httpx.post(f"{proxy.url}/v1/messages", json=body, timeout=20)
+            assert b'"stop_reason": "tool_use"' in answer.content
+        assert stops(proxy) == {"tool_calls": (2, 1)}
+
+
 def test_a_compressed_answer_is_passed_on_unread() -> None:
     class Packed(StandIn):
         async def _answer(self, path, body, reader, writer) -> None:

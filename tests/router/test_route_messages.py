@@ -320,6 +320,10 @@ def test_both_clients_through_the_proxy_of_ours(ours):
     assert first.kvkeep["pinned_tokens"] > 100, "the request was translated, the pin is lost"
     assert first.cache_read_input_tokens == 0
     assert second.cache_read_input_tokens >= first.kvkeep["pinned_tokens"]
+    followed = httpx.get(f"{ours}/kv/conversations").json()
+    assert sum(one["ended"] for one in followed["stops"].values()) == 2
+    assert followed["stops"].keys() <= {"stop", "length"}
+    assert followed["returned"]["prefix"] == 1
     for usage in (first, second):
         parts = usage.input_tokens, usage.cache_creation_input_tokens, usage.cache_read_input_tokens
         assert sum(parts) == counted
