@@ -8,7 +8,8 @@ Replay: the requests of a trace (``--trace``: one JSON object a line with ``time
 ``input_length``, ``output_length`` and ``hash_ids``, one for 512 tokens, as Mooncake's) on
 simulated nodes. A node is our `PagedCache` (LRU), of which the router knows what its events say; it
 computes 15,000 tokens a second, one prompt after the other. Beside it the same nodes with requests
-placed at random, and one node with the memory of all.
+placed at random, by load, and by load where a conversation stays at its node (both without events),
+and one node with the memory of all.
 
     python benchmarks/router.py                          # speed
     python benchmarks/router.py --trace conversation.jsonl.gz
@@ -34,15 +35,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvkeep import PagedCache
+from kvkeep.core.returns import Ended
 from kvkeep.serve.kv_events import BlockRemoved, BlockStored, CacheMirror
 from kvkeep.serve.kv_events.wire import Batch, decode, encode
 from kvkeep.serve.router import CostModel, PrefixRouter
+from kvkeep.serve.router.affinity import with_key
+from kvkeep.serve.router.answers import AnswerReader
+from kvkeep.serve.router.conversations import Conversations
+from kvkeep.serve.router.prompts import Prompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvkeep.core.events import Event
     from kvkeep.serve.router import RouteTicket
+    from kvkeep.serve.router.conversations import Turn
 
 BLOCK = 16
 RUN = 64
@@ -187,6 +194,45 @@ def memory(rng: np.random.Generator) -> Figure:
     return Figure("index: memory", "bytes/block", taken, taken, taken, 1)
 
 
+def following(rng: np.random.Generator, runs: int) -> list[Figure]:
+    """Measure a turn of one of 10,000 conversations, and reading an answer."""
+    now = 0.0
+    table = Conversations(clock=lambda: now)
+    ended = Ended("stop", 100)
+
+    def turns(length: int) -> float:
+        nonlocal now
+        prompts = [rng.integers(0, 128_000, length, np.int32) for _ in range(200)]
+        begun = time.process_time()
+        for prompt in prompts:
+            now += 1.0
+            turn = table.find(Prompt(prompt, "m"), b"key")
+            assert turn is not None
+            table.answered(turn)
+            table.ended(turn, "one", ended)
+        return (time.process_time() - begun) / len(prompts) * 1e6
+
+    for _ in range(10_000 // 200):
+        turns(100)
+    piece = b"data: " + json.dumps({
+        "id": "chatcmpl-123", "object": "chat.completion.chunk", "created": 1, "model": "m",
+        "choices": [{"index": 0, "delta": {"content": " word"}, "finish_reason": None}],
+    }).encode() + b"\n\n"  # fmt: skip
+
+    def read() -> float:
+        reader = AnswerReader()
+        begun = time.process_time()
+        for _ in range(2000):
+            reader.feed(piece)
+        return (time.process_time() - begun) / 2000 * 1e6
+
+    return [
+        timed("conversation: a turn of 100 tokens", "µs", lambda: turns(100), runs),
+        timed("conversation: a turn of 32,768 tokens", "µs", lambda: turns(PROMPT), runs),
+        timed("answer: a piece of a stream", "µs", read, runs),
+    ]
+
+
 # --- replay ----------------------------------------------------------------------------------
 
 
@@ -221,37 +267,58 @@ class Node:
         return hits
 
 
+def as_prompt(blocks: np.ndarray[Any, np.dtype[np.int32]]) -> Prompt:
+    """Return a prompt of as many tokens as the blocks have."""
+    each = np.arange(TRACE_BLOCK, dtype=np.int64) + blocks[:, None].astype(np.int64) * TRACE_BLOCK
+    return Prompt((each % LAST).astype(np.int32).ravel())
+
+
 def replay(
-    name: str, requests: list[dict[str, Any]], nodes: int, pages: int, *, routed: bool
+    name: str,
+    requests: list[dict[str, Any]],
+    nodes: int,
+    pages: int,
+    *,
+    routed: bool,
+    events: bool = True,
+    table: Conversations | None = None,
 ) -> Replay:
-    """Replay the trace over nodes of equal size."""
+    """Replay the trace over nodes of equal size; ``table`` keeps conversations at their nodes."""
     begun = time.perf_counter()
     now = 0.0
     cost = CostModel(token_s=TRACE_BLOCK / SPEED, square_s=1e-9 * TRACE_BLOCK**2)
     names = [f"n{number}" for number in range(nodes)]
     router = PrefixRouter(names, cost=cost, clock=lambda: now) if routed else None
-    made = {one: Node(one, pages, router) for one in names}
+    made = {one: Node(one, pages, router if events else None) for one in names}
     chance = random.Random(1)
-    ahead: list[tuple[float, int, bool, RouteTicket]] = []
+    ahead: list[tuple[float, int, bool, RouteTicket, Turn | None]] = []
     hits = total = 0
     for number, request in enumerate(requests):
         arrival = request["timestamp"] / 1000
         while router is not None and ahead and ahead[0][0] <= arrival:
-            now, _, ended, ticket = heapq.heappop(ahead)
+            now, _, ended, ticket, turn = heapq.heappop(ahead)
             (router.end if ended else router.first_token)(ticket)
+            if table is not None and turn is not None:
+                table.ended(turn, ticket.place.instance, Ended())
         now = arrival
         blocks = np.array(request["hash_ids"], np.int32)
         total += len(blocks)
         if router is None:
             hits += made[chance.choice(names)].serve(blocks, now)
             continue
-        best = router.score(blocks)[0]
+        scores, turn = router.score(blocks), None
+        if table is not None:
+            # The last block may stand for fewer tokens, and has another id when there are more.
+            turn = table.find(as_prompt(blocks[: request["input_length"] // TRACE_BLOCK]))
+            if turn is not None:
+                table.answered(turn)
+        best = with_key(scores, "", "" if turn is None else turn.home)
         ticket = router.begin(best)
         node = made[best.place.instance]
         hits += node.serve(blocks, now)
         done = node.free_at + request["output_length"] * ANSWER_S
-        heapq.heappush(ahead, (node.free_at, number * 2, False, ticket))
-        heapq.heappush(ahead, (done, number * 2 + 1, True, ticket))
+        heapq.heappush(ahead, (node.free_at, number * 2, False, ticket, None))
+        heapq.heappush(ahead, (done, number * 2 + 1, True, ticket, turn))
 
     def load(what: str) -> float:
         each: list[int] = [getattr(node, what) for node in made.values()]
@@ -271,6 +338,16 @@ def replays(path: Path, nodes: int, tokens: int) -> list[Replay]:
     pages = tokens // TRACE_BLOCK
     return [
         replay("random", requests, nodes, pages, routed=False),
+        replay("by load", requests, nodes, pages, routed=True, events=False),
+        replay(
+            "conversation",
+            requests,
+            nodes,
+            pages,
+            routed=True,
+            events=False,
+            table=Conversations(),
+        ),
         replay("by prefix", requests, nodes, pages, routed=True),
         replay("one pool", requests, 1, nodes * pages, routed=False),
     ]
@@ -287,7 +364,7 @@ def main() -> int:
     options = parser.parse_args()
     rng = np.random.default_rng(0)
     runs = 3 if options.quick else 9
-    figures = [*updates(rng, runs), *lookups(rng, runs), memory(rng)]
+    figures = [*updates(rng, runs), *lookups(rng, runs), *following(rng, runs), memory(rng)]
     replayed = (
         [] if options.trace is None else replays(options.trace, options.nodes, options.tokens)
     )
@@ -302,10 +379,10 @@ def main() -> int:
     if not replayed:
         print("no --trace: nothing replayed", file=sys.stderr)
         return 0
-    print(f"\n{'placed':10} {'nodes':>5} {'hits':>7}    most/mean: computed  tokens requests")
+    print(f"\n{'placed':12} {'nodes':>5} {'hits':>7}    most/mean: computed  tokens requests")
     for done in replayed:
         loads = f"{done.computed_load:20.2f} {done.token_load:7.2f} {done.request_load:8.2f}"
-        print(f"{done.name:10} {done.nodes:5} {done.hits:7.1%} {loads}")
+        print(f"{done.name:12} {done.nodes:5} {done.hits:7.1%} {loads}")
     return 0
 
 
