@@ -7,7 +7,7 @@ import json
 import re
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -23,7 +23,7 @@ from kvkeep.serve.router.proxy import create_proxy
 from kvkeep.serve.router.upstreams import Upstreams
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
 BLOCK = 32
@@ -49,21 +49,47 @@ class Instance(Served):
         arguments = [
             "--max-model-len", "1024", "--block-size", str(BLOCK),
             "--num-gpu-blocks-override", str(blocks), "--kv-events-config", json.dumps(config),
+            "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
         ]  # fmt: skip
         super().__init__(str(bundled_model()), arguments, directory / f"vllm{number}.log")
+
+
+class Recording(Upstreams):
+    """Keeps what instances answered, byte by byte."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__(names)
+        self.answers: list[tuple[str, str, bytearray]] = []
+
+    @asynccontextmanager
+    async def request(self, name: str, method: str, path: str, *rest: Any) -> AsyncIterator[Any]:
+        async with super().request(name, method, path, *rest) as response:
+            if path.startswith("/v1/"):
+                kept = bytearray()
+                self.answers.append((name, path, kept))
+                raw = response.aiter_raw
+
+                async def recorded() -> AsyncIterator[bytes]:
+                    async for piece in raw():
+                        kept.extend(piece)
+                        yield piece
+
+                response.aiter_raw = recorded  # type: ignore[method-assign]
+            yield response
 
 
 class Routing:
     """The router, the reader of events and the proxy, in this process."""
 
-    def __init__(self, instances: list[Instance]) -> None:
+    def __init__(self, instances: list[Instance], *, events: bool = True) -> None:
         self.names = [one.url for one in instances]
         self.router = PrefixRouter(self.names, cost=CostModel(token_s=1e-3))
-        sources = [Source(one.url, one.events, one.replay, "kv") for one in instances]
+        sources = [Source(one.url, one.events, one.replay, "kv") for one in instances if events]
         self.reader = EventReader(sources, self.router, check_s=1.0)
+        self.upstreams = Recording(self.names)
         self._socket = bind("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-        proxy = create_proxy(self.router, Upstreams(self.names), self.reader)
+        proxy = create_proxy(self.router, self.upstreams, self.reader)
         self._server = Server(proxy)
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._server.serve([self._socket]))
@@ -104,6 +130,14 @@ def instances(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Instanc
 @pytest.fixture
 def routing(instances: list[Instance]) -> Iterator[Routing]:
     made = Routing(instances)
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def unannounced(instances: list[Instance]) -> Iterator[Routing]:
+    """The router in front of the same servers, without their events."""
+    made = Routing(instances, events=False)
     yield made
     made.stop()
 
@@ -173,3 +207,64 @@ def test_who_comes_late_learns_what_was_before(instances: list[Instance], routin
         assert with_all.stats().orphans == 0
     finally:
         reader.close()
+
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+CALL = {"type": "function", "function": {"name": "look"}}
+END = 4  # the end token of the bundled model
+
+
+class Agent:
+    """A conversation that calls tools and then ends its turn; odd ones stream."""
+
+    def __init__(self, routing: Routing, number: int) -> None:
+        self.routing = routing
+        self.streams = bool(number % 2)
+        content = f"The {number}. agent looks at something. " * 6
+        self.messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
+        self.homes: set[str] = set()
+
+    def ask(self, **more: Any) -> None:
+        body = {
+            "model": "tiny", "messages": self.messages, "temperature": 0, "tools": [TOOL],
+            "max_tokens": 300, "stream": self.streams, **more,
+        }  # fmt: skip
+        answer = httpx.post(f"{self.routing.url}/v1/chat/completions", json=body, timeout=60)
+        assert answer.is_success, answer.text
+        name, path, sent = self.routing.upstreams.answers[-1]
+        assert path == "/v1/chat/completions"
+        assert answer.content == sent, "the router changed the answer"
+        self.homes.add(name)
+        self.messages.append({"role": "assistant", "content": ""})
+
+    def call(self) -> None:
+        """Be made to call the tool; its result is the next message."""
+        self.ask(tool_choice=CALL)
+        self.messages.append({"role": "tool", "content": "It is as it was. " * 3})
+
+    def end(self) -> None:
+        """Be made to say nothing but the end."""
+        self.ask(tool_choice="none", logit_bias={END: 100})
+        self.messages.append({"role": "user", "content": "And then? " * 3})
+
+
+def test_tool_calls_and_returns_are_seen(unannounced: Routing) -> None:
+    """Agents return after each tool call, and those that ended their turn do not."""
+    agents = [Agent(unannounced, number) for number in range(4)]
+    for _ in range(3):
+        for agent in agents:
+            agent.call()
+    for agent in agents:
+        agent.end()
+    agents[0].end()
+    agents[1].ask(tool_choice="none", max_tokens=3)
+    found = httpx.get(f"{unannounced.url}/kv/conversations").json()
+    stops = {name: (one["ended"], one["returned"]) for name, one in found["stops"].items()}
+    assert stops == {"tool_calls": (12, 12), "stop": (5, 2), "length": (1, 0)}
+    assert found["followed"] == found["waiting"] == 4
+    assert found["returned"] == {"session": 0, "prefix": 14, "key": 0}
+    assert found["stops"]["tool_calls"]["waiting"] == 0
+    # No client named anything, and the servers said nothing: each stayed where it began.
+    assert [len(agent.homes) for agent in agents] == [1] * 4
+    assert len(set.union(*(agent.homes for agent in agents))) == 2
+    assert sum(one["waiting"] for one in found["instances"].values()) == 4
