@@ -41,7 +41,7 @@ from kvkeep.serve.kv_events.wire import Batch, decode, encode
 from kvkeep.serve.router import CostModel, PrefixRouter
 from kvkeep.serve.router.affinity import with_key
 from kvkeep.serve.router.answers import AnswerReader
-from kvkeep.serve.router.conversations import Conversations
+from kvkeep.serve.router.conversations import ConversationTable
 from kvkeep.serve.router.prompts import Prompt
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     from kvkeep.core.events import Event
     from kvkeep.serve.router import RouteTicket
-    from kvkeep.serve.router.conversations import Turn
+    from kvkeep.serve.router.conversations import RoutedTurn
 
 BLOCK = 16
 RUN = 64
@@ -197,7 +197,7 @@ def memory(rng: np.random.Generator) -> Figure:
 def following(rng: np.random.Generator, runs: int) -> list[Figure]:
     """Measure a turn of one of 10,000 conversations, and reading an answer."""
     now = 0.0
-    table = Conversations(clock=lambda: now)
+    table = ConversationTable(clock=lambda: now)
     ended = Ended("stop", 100)
 
     def turns(length: int) -> float:
@@ -281,7 +281,7 @@ def replay(
     *,
     routed: bool,
     events: bool = True,
-    table: Conversations | None = None,
+    table: ConversationTable | None = None,
 ) -> Replay:
     """Replay the trace over nodes of equal size; ``table`` keeps conversations at their nodes."""
     begun = time.perf_counter()
@@ -291,7 +291,7 @@ def replay(
     router = PrefixRouter(names, cost=cost, clock=lambda: now) if routed else None
     made = {one: Node(one, pages, router if events else None) for one in names}
     chance = random.Random(1)
-    ahead: list[tuple[float, int, bool, RouteTicket, Turn | None]] = []
+    ahead: list[tuple[float, int, bool, RouteTicket, RoutedTurn | None]] = []
     hits = total = 0
     for number, request in enumerate(requests):
         arrival = request["timestamp"] / 1000
@@ -346,7 +346,7 @@ def replays(path: Path, nodes: int, tokens: int) -> list[Replay]:
             pages,
             routed=True,
             events=False,
-            table=Conversations(),
+            table=ConversationTable(),
         ),
         replay("by prefix", requests, nodes, pages, routed=True),
         replay("one pool", requests, 1, nodes * pages, routed=False),

@@ -93,7 +93,10 @@ def test_a_stream_in_any_pieces(stop: str, calls: bool, usage: int | None) -> No
      ("stop_sequence", "stop"), ("refusal", "content_filter"), ("pause_turn", "pause_turn")],
 )  # fmt: skip
 def test_anthropics_answers(stop: str, expected: str) -> None:
-    start = {"type": "message_start", "message": {"stop_reason": None, "usage": {"output_tokens": 1}}}
+    start = {
+        "type": "message_start",
+        "message": {"stop_reason": None, "usage": {"output_tokens": 1}},
+    }
     text = {"type": "content_block_delta", "delta": {"text": '"stop_reason": "tool_use"'}}
     end = {
         "type": "message_delta",

@@ -1,4 +1,4 @@
-"""`Conversations`: which request continues which, what is learned, and what a tenant can do."""
+"""`ConversationTable`: which request continues which, what is learned, and what a tenant can do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.returns import Ended
 from kvkeep.serve.router.answers import UNFINISHED
-from kvkeep.serve.router.conversations import Conversations, Turn, figures_of
+from kvkeep.serve.router.conversations import ConversationTable, RoutedTurn, figures_of
 from kvkeep.serve.router.prompts import Prompt
 
 TOOL, STOP = Ended("tool_calls", 50), Ended("stop", 200)
@@ -31,7 +31,7 @@ class Clock:
 class Client:
     """Sends prompts to a table, each answered in two seconds."""
 
-    def __init__(self, table: Conversations, clock: Clock, credentials: bytes = b"") -> None:
+    def __init__(self, table: ConversationTable, clock: Clock, credentials: bytes = b"") -> None:
         self.table = table
         self.clock = clock
         self.credentials = credentials
@@ -43,7 +43,7 @@ class Client:
         *,
         at: str = "one",
         **named: str,
-    ) -> Turn:
+    ) -> RoutedTurn:
         prompt = Prompt(None if tokens is None else np.array(tokens, np.int32), "m", **named)
         turn = self.table.find(prompt, self.credentials)
         assert turn is not None
@@ -59,12 +59,12 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def table(clock: Clock) -> Conversations:
-    return Conversations(clock=clock)
+def table(clock: Clock) -> ConversationTable:
+    return ConversationTable(clock=clock)
 
 
 @pytest.fixture
-def client(table: Conversations, clock: Clock) -> Client:
+def client(table: ConversationTable, clock: Clock) -> Client:
     return Client(table, clock)
 
 
@@ -83,7 +83,7 @@ def test_a_prompt_that_extends_another_continues_it(client: Client, length: int)
     assert later.conversation is first.conversation
     assert (later.by, later.conversation.wait.gaps) == ("prefix", (30.0,))
     assert client.table.returned == {"session": 0, "prefix": 1, "key": 0}
-    other = prompt[:-9] + [1001] + row(200, 2)
+    other = [*prompt[:-9], 1001, *row(200, 2)]
     assert client.ask(other).conversation is not first.conversation
     client.table.check()
 
@@ -115,7 +115,7 @@ def test_a_session_is_one_conversation_and_a_key_may_be_many(client: Client) -> 
     assert client.table.find(Prompt(np.arange(15, dtype=np.int32), "m")) is None
 
 
-def test_tenants_and_models_are_apart(table: Conversations, clock: Clock) -> None:
+def test_tenants_and_models_are_apart(table: ConversationTable, clock: Clock) -> None:
     mine, other = Client(table, clock, b"k1"), Client(table, clock, b"k2")
     first = mine.ask(row(100), session="s", key="k").conversation
     for asked in (
@@ -128,7 +128,7 @@ def test_tenants_and_models_are_apart(table: Conversations, clock: Clock) -> Non
     assert table.find(Prompt(np.array(row(100), np.int32), "m"), b"k1").conversation is first
 
 
-def test_requests_side_by_side_are_no_returns(table: Conversations, clock: Clock) -> None:
+def test_requests_side_by_side_are_no_returns(table: ConversationTable, clock: Clock) -> None:
     prompt = Prompt(np.array(row(100), np.int32), "m", session="s")
     turns = []
     for _ in range(3):
@@ -184,7 +184,7 @@ def test_classes_are_learned(client: Client) -> None:
 
 
 def test_the_largest_tenant_loses_its_oldest(clock: Clock) -> None:
-    table = Conversations(100, clock=clock)
+    table = ConversationTable(100, clock=clock)
     flood, small = Client(table, clock, b"flood"), Client(table, clock, b"small")
     mine = [small.ask(row(40, number)).conversation for number in range(20)]
     for number in range(500):
@@ -193,7 +193,7 @@ def test_the_largest_tenant_loses_its_oldest(clock: Clock) -> None:
     assert len(table) == 100
     assert table.forgotten == 420
     for number, own in enumerate(mine):
-        assert small.ask(row(40, number) + [1, 2, 3]).conversation is own
+        assert small.ask([*row(40, number), 1, 2, 3]).conversation is own
     assert len(table.returns) == 100
     # Many tenants with one conversation each: the tables of all stay as small.
     for number in range(300):
@@ -205,8 +205,8 @@ def test_the_largest_tenant_loses_its_oldest(clock: Clock) -> None:
 
 def test_a_bound_below_one_is_refused() -> None:
     with pytest.raises(InvalidValue, match="most"):
-        Conversations(0)
-    one = Conversations(1)
+        ConversationTable(0)
+    one = ConversationTable(1)
     client = Client(one, Clock())
     client.ask(None, key="a")
     client.ask(None, key="b")
@@ -222,8 +222,8 @@ class AgainstLists(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = Clock()
-        self.table = Conversations(self.MOST, clock=self.clock)
-        self.running: list[tuple[Turn, Any, tuple[Any, ...]]] = []
+        self.table = ConversationTable(self.MOST, clock=self.clock)
+        self.running: list[tuple[RoutedTurn, Any, tuple[Any, ...]]] = []
         self.prompts: list[list[int]] = [row(20, 1), row(70, 2)]
         # In the model a conversation is a number; these are its ends, its tenant, its wait.
         self.numbers: dict[Any, int] = {}

@@ -13,7 +13,7 @@ from standing_in import Routing, StandIn, eventually, routing
 
 from kvkeep.serve.kv_events import BlockStored
 from kvkeep.serve.router import CostModel
-from kvkeep.serve.router.conversations import Conversations
+from kvkeep.serve.router.conversations import ConversationTable
 
 CALL = {"index": 0, "id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
@@ -150,7 +150,7 @@ def test_a_conversation_stays_at_its_instance() -> None:
         # One that is down is left, and what it had is answered by the others.
         (gone,) = [one for one in made if one.url in homes[0]]
         gone.mood = "stopped"
-        assert ask(proxy, prompts[0] + [1, 2, 3]).is_success
+        assert ask(proxy, [*prompts[0], 1, 2, 3]).is_success
         gone.wake()
 
 
@@ -172,7 +172,7 @@ def test_where_blocks_are_announced_they_decide() -> None:
 
 def test_a_hostile_tenant_costs_itself_alone() -> None:
     """It names others' sessions, sends their prompts, and floods: theirs stay as they are."""
-    with routing("well", "well", conversations=Conversations(20)) as (proxy, made):
+    with routing("well", "well", conversations=ConversationTable(20)) as (proxy, made):
         for one in made:
             one.chunks = TOOL
         mine = {"authorization": "Bearer mine", "x-session-id": "s"}

@@ -1,4 +1,4 @@
-"""`Conversations`: which requests continue which conversations, and when they may be expected."""
+"""`ConversationTable`: which requests continue which conversations, and when they return."""
 
 from __future__ import annotations
 
@@ -21,7 +21,14 @@ if TYPE_CHECKING:
     from kvkeep.core.tokens import TokenArray
     from kvkeep.serve.router.prompts import Prompt
 
-__all__ = ["BY", "Conversation", "Conversations", "StopCounts", "Turn", "figures_of"]
+__all__ = [
+    "BY",
+    "ConversationTable",
+    "RoutedConversation",
+    "RoutedTurn",
+    "StopCounts",
+    "figures_of",
+]
 
 BY: Final = ("session", "prefix", "key")
 """By what a return is recognised: the client's session, its prompt, its ``prompt_cache_key``."""
@@ -40,11 +47,11 @@ class _Tenant:
     """The conversations of one tenant, the one used longest ago first."""
 
     name: bytes
-    own: OrderedDict[Conversation, None] = field(default_factory=OrderedDict)
+    own: OrderedDict[RoutedConversation, None] = field(default_factory=OrderedDict)
 
 
 @dataclass(slots=True, eq=False)
-class Conversation:
+class RoutedConversation:
     """A conversation whose requests have been answered.
 
     ``home`` is the instance that answered last, ``tokens`` the length of the prompt there (0:
@@ -61,7 +68,7 @@ class Conversation:
 
 
 @dataclass(slots=True, eq=False)
-class Turn:
+class RoutedTurn:
     """A request, and the ``conversation`` that it continues; None: it may begin one.
 
     ``by`` says how that was found, one of `BY`.
@@ -73,7 +80,7 @@ class Turn:
     name: bytes | None
     end: tuple[int, int] | None
     """Keys of the prompt without its last tokens: at a multiple of the step, and at its end."""
-    conversation: Conversation | None = None
+    conversation: RoutedConversation | None = None
     by: str = ""
     answered: bool = False
 
@@ -91,7 +98,7 @@ class StopCounts:
     returned: int = 0
 
 
-class Conversations:
+class ConversationTable:
     """Follows conversations through the requests of all clients, and learns when they return.
 
     A request continues a conversation of the same tenant whose session it names, or whose last
@@ -103,8 +110,8 @@ class Conversations:
     one that it used longest ago. What a client names or sends decides about conversations of its
     own tenant only.
 
-    Memory: about 1 KB a conversation, for any length of prompts and names. Cost: 20 µs a request,
-    and 6 ns a token of its prompt. Thread safety: none; for the event loop. Raises `InvalidValue`
+    Memory: about 2 KB a conversation, for any length of prompts and names. Cost: 20 µs a request,
+    and 2 ns a token of its prompt. Thread safety: none; for the event loop. Raises `InvalidValue`
     if ``most`` is below 1.
     """
 
@@ -124,8 +131,8 @@ class Conversations:
         self._sizes: list[tuple[int, int, _Tenant]] = []  # a heap, the largest tenant first
         self._pushed = 0
         self._followed = 0
-        self._names: dict[bytes, Conversation] = {}
-        self._ends: dict[int, Conversation] = {}
+        self._names: dict[bytes, RoutedConversation] = {}
+        self._ends: dict[int, RoutedConversation] = {}
         self._steps: dict[int, int] = {}  # ends behind each key at a multiple of the step
 
     def __len__(self) -> int:
@@ -134,7 +141,7 @@ class Conversations:
 
     # --- requests ----------------------------------------------------------------------------
 
-    def find(self, prompt: Prompt, credentials: bytes = b"") -> Turn | None:
+    def find(self, prompt: Prompt, credentials: bytes = b"") -> RoutedTurn | None:
         """Return the turn of a request; None if nothing identifies its conversation.
 
         ``credentials`` are those with which it asks an instance. Changes nothing.
@@ -150,7 +157,7 @@ class Conversations:
         if named:
             kind = b"session" if prompt.session else b"key"
             name = self._digest(tenant, kind, named.encode("utf-8", "surrogatepass"))
-        turn = Turn(tenant, self._clock(), 0 if tokens is None else len(tokens), name, None)
+        turn = RoutedTurn(tenant, self._clock(), 0 if tokens is None else len(tokens), name, None)
         if name is not None and (prompt.session or tokens is None):
             turn.conversation = self._names.get(name)
             turn.by = "session" if prompt.session else "key"
@@ -160,7 +167,9 @@ class Conversations:
                 turn.conversation, turn.by = found, "prefix"
         return turn
 
-    def _by_prefix(self, turn: Turn, tokens: TokenArray, model: str) -> Conversation | None:
+    def _by_prefix(
+        self, turn: RoutedTurn, tokens: TokenArray, model: str
+    ) -> RoutedConversation | None:
         """Set the ``end`` of a turn; return the conversation whose last prompt it extends."""
         tokens = tokens[:MAX_TOKENS]
         root = self._keys.root(turn.tenant.hex(), model)
@@ -184,7 +193,7 @@ class Conversations:
                 break
         return None
 
-    def answered(self, turn: Turn) -> None:
+    def answered(self, turn: RoutedTurn) -> None:
         """Record that an instance answers the request: its conversation has returned."""
         own = turn.conversation
         if own is not None and own not in own.tenant.own:
@@ -203,7 +212,7 @@ class Conversations:
             own.names.add(turn.name)
             self._names[turn.name] = own
 
-    def ended(self, turn: Turn, instance: str, ended: Ended) -> None:
+    def ended(self, turn: RoutedTurn, instance: str, ended: Ended) -> None:
         """Record the end of an answered request at ``instance``; nothing if it was not answered."""
         own = turn.conversation
         if not turn.answered or own is None:
@@ -231,13 +240,13 @@ class Conversations:
 
     # --- the table ---------------------------------------------------------------------------
 
-    def _add(self, name: bytes) -> Conversation:
+    def _add(self, name: bytes) -> RoutedConversation:
         if self._followed == self._most:
             self._forget(next(iter(self._largest().own)))
         tenant = self._tenants.get(name)
         if tenant is None:
             tenant = self._tenants[name] = _Tenant(name)
-        own = Conversation(tenant)
+        own = RoutedConversation(tenant)
         tenant.own[own] = None
         self._followed += 1
         self._push(tenant)
@@ -263,7 +272,7 @@ class Conversations:
             if tenant.own and -size > len(tenant.own):
                 self._push(tenant)
 
-    def _forget(self, own: Conversation) -> None:
+    def _forget(self, own: RoutedConversation) -> None:
         tenant = own.tenant
         del tenant.own[own]
         if not tenant.own:
@@ -278,7 +287,7 @@ class Conversations:
         if own.wait is not None:
             self.returns.lost(own.wait, self._clock())
 
-    def _keep_end(self, own: Conversation, end: tuple[int, int]) -> None:
+    def _keep_end(self, own: RoutedConversation, end: tuple[int, int]) -> None:
         if end in own.ends:
             own.ends.remove(end)
         else:
@@ -288,7 +297,7 @@ class Conversations:
         if len(own.ends) > _MOST_ENDS:
             self._drop_end(own)
 
-    def _drop_end(self, own: Conversation) -> None:
+    def _drop_end(self, own: RoutedConversation) -> None:
         step, key = own.ends.popleft()
         if self._ends.get(key) is own:
             del self._ends[key]
@@ -306,7 +315,7 @@ class Conversations:
     # --- figures -----------------------------------------------------------------------------
 
     @property
-    def waiting(self) -> list[Conversation]:
+    def waiting(self) -> list[RoutedConversation]:
         """The conversations that may return. Cost: O(conversations)."""
         return [
             own
@@ -315,7 +324,7 @@ class Conversations:
             if not own.running and own.wait is not None and not own.wait.over
         ]
 
-    def expected(self, seconds: float = _SOON_S) -> list[tuple[Conversation, float]]:
+    def expected(self, seconds: float = _SOON_S) -> list[tuple[RoutedConversation, float]]:
         """Return the conversations that wait, with the chance of a return within ``seconds``.
 
         As learned last, so nothing is expected before the first 64 answers. Cost: about 1 µs each.
@@ -340,7 +349,7 @@ class Conversations:
         assert steps == self._steps
 
 
-def figures_of(table: Conversations, instances: Iterable[str]) -> dict[str, Any]:
+def figures_of(table: ConversationTable, instances: Iterable[str]) -> dict[str, Any]:
     """Return sums as JSON: by the way in which answers ended, and by instance. No names.
 
     ``expected`` are returns within a minute. Cost: about 2 µs a conversation.

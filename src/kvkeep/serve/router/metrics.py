@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvkeep.core.tokens import TokenArray
     from kvkeep.serve.http import BodyBudget, Connections
     from kvkeep.serve.kv_events import EventReader
-    from kvkeep.serve.router.conversations import Conversations
+    from kvkeep.serve.router.conversations import ConversationTable
     from kvkeep.serve.router.health import Doubt
     from kvkeep.serve.router.prompts import TokenizeOutcome
     from kvkeep.serve.router.router import PrefixRouter, Score
@@ -45,7 +45,7 @@ class RouterMetrics:
         self,
         bodies: BodyBudget,
         tiers: Collection[str] = (),
-        conversations: Conversations | None = None,
+        conversations: ConversationTable | None = None,
     ) -> None:
         self.connections: Connections | None = None
         self.bodies = bodies
@@ -151,7 +151,7 @@ class _OfHTTP(Collector):
 class _OfConversations(Collector):
     """What the router knows about conversations."""
 
-    def __init__(self, table: Conversations) -> None:
+    def __init__(self, table: ConversationTable) -> None:
         self._table = table
 
     def collect(self) -> Iterator[Metric]:

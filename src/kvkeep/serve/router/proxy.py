@@ -22,7 +22,7 @@ from kvkeep.core.returns import Ended
 from kvkeep.serve.http import BodyBudget, BodyGuard, BodyRefused, body_of, unless_disconnected
 from kvkeep.serve.router.affinity import with_key
 from kvkeep.serve.router.answers import UNFINISHED, AnswerReader
-from kvkeep.serve.router.conversations import Conversations, figures_of
+from kvkeep.serve.router.conversations import ConversationTable, figures_of
 from kvkeep.serve.router.health import InstanceHealth, Timeouts
 from kvkeep.serve.router.message_endpoint import MessagesEndpoint
 from kvkeep.serve.router.messages import COUNT_PATH, MESSAGES_PATH
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope, Send
 
     from kvkeep.serve.kv_events import EventReader
-    from kvkeep.serve.router.conversations import Turn
+    from kvkeep.serve.router.conversations import RoutedTurn
     from kvkeep.serve.router.messages import MessageExchange
     from kvkeep.serve.router.prompts import Tokenize
     from kvkeep.serve.router.router import PrefixRouter, RouteTicket, Score
@@ -97,17 +97,17 @@ def create_proxy(
     hosts: Sequence[str] | None = ("localhost", "127.0.0.1", "[::1]"),
     timeouts: Timeouts | None = None,
     bodies: BodyBudget | None = None,
-    conversations: Conversations | None = None,
+    conversations: ConversationTable | None = None,
 ) -> Starlette:
     """Return an ASGI application in front of ``upstreams``, whose names are the router's instances.
 
     ``reader`` is used for /metrics only. ``hosts`` are the accepted names in the Host header (None:
     all). See `PromptParser` for ``tokenize``, `Timeouts` for time limits and tries, `BodyBudget`
-    for the memory of request bodies, and `Conversations` for what is learned of answers. API keys
-    and bodies are forwarded unchanged and never logged.
+    for the memory of request bodies, and `ConversationTable` for what is learned of answers. API
+    keys and bodies are forwarded unchanged and never logged.
     """
     bodies = bodies or BodyBudget()
-    conversations = Conversations() if conversations is None else conversations
+    conversations = ConversationTable() if conversations is None else conversations
     metrics = RouterMetrics(bodies, router.cost.tiers, conversations)
     proxy = _Proxy(
         router,
@@ -198,7 +198,7 @@ class _Proxy:
         *,
         timeouts: Timeouts,
         metrics: RouterMetrics,
-        conversations: Conversations,
+        conversations: ConversationTable,
     ) -> None:
         self._router = router
         self._conversations = conversations
@@ -290,7 +290,7 @@ class _Proxy:
             exchange.translates = True
         await _no_response(outcomes)(request.scope, request.receive, send)
 
-    def _next(self, prompt: Prompt, lora: str, tried: set[str], turn: Turn | None) -> Score:
+    def _next(self, prompt: Prompt, lora: str, tried: set[str], turn: RoutedTurn | None) -> Score:
         """Return the best instance not tried yet, preferring those that are up."""
         begun = time.perf_counter()
         among = self._health.best(tried)
@@ -439,7 +439,7 @@ class _ForwardedRequest:
         self.log_path = quote(request.scope["path"][:100])  # quoted: no path can forge a log line
         self.headers = headers
         self.body = body
-        self.turn: Turn | None = None
+        self.turn: RoutedTurn | None = None
         self._reader: AnswerReader | None = None
 
     def reading(self, response: httpx.Response, send: Send) -> Send:
