@@ -82,6 +82,7 @@ ROOMS: dict[str, set[str]] = {
     "serve.router": {"core.returns", "serve.kv_events", "serve.http", "serve.messages"},
     "serve.server": {
         "core.cache",
+        "core.returns",  # how answers ended, for a capture
         "core.prefix",  # to draw it
         "bench.traces",  # to capture one
         "observe.explain",  # why prompts missed
@@ -92,7 +93,7 @@ ROOMS: dict[str, set[str]] = {
         "serve.messages",
     },
     "integrations": {
-        "core.cache", "core.prefix", "core.eviction", "core.pages",
+        "core.cache", "core.prefix", "core.eviction", "core.pages", "core.returns",
         "store", "store.kv", "store.blocks", "store.identity", "store.tiers", "store.backends",
         "bench.traces",  # to capture one
         "observe.explain",  # why prompts missed a tree inside an engine

@@ -30,6 +30,10 @@ def test_captured_and_replayed(llama: str, tmp_path: Path) -> None:
         cached = [one.ask([tokens])[0].cached for tokens in asked]
         one.ask([start], salt="other")
         one.ask([asked[1]], kvkeep={"store": False})
+        # The end token alone; behind t0, the only token that was added by name; a length.
+        for tokens in (1, 3):
+            bias = {7: 100.0, 0: 90.0}
+            one.ask([asked[5]], stop_token_ids=[7], min_tokens=tokens - 1, logit_bias=bias)
         one.forget()
         loaded = one.ask([asked[3]])[0].cached
     work = Workload.read(trace := open_trace(file))
@@ -40,9 +44,11 @@ def test_captured_and_replayed(llama: str, tmp_path: Path) -> None:
     assert len({one.namespace for one in requests[:6]}) == 1
     assert requests[6].namespace != requests[0].namespace
     assert not requests[7].store
-    assert requests[8].served is not None
-    assert requests[8].served.cached_tokens == requests[8].served.loaded_tokens == loaded > 0
-    assert {one.stop for one in requests} == {"length"}
+    assert [one.stop for one in requests[8:10]] == ["stop 7", "stop 7 after 0"]
+    assert [one.output_tokens for one in requests[8:10]] == [1, 3]
+    assert requests[10].served is not None
+    assert requests[10].served.cached_tokens == requests[10].served.loaded_tokens == loaded > 0
+    assert {one.stop for one in [*requests[:8], requests[10]]} == {"length"}
     assert all(one.served.seconds >= one.served.ttft_s > 0 for one in requests if one.served)
     # Nothing was evicted: a cache with room for all finds what vLLM's pool and the store found.
     found = simulate(work, 10_000, prefix="chain", page_tokens=BLOCK)

@@ -8,7 +8,8 @@ import pytest
 from kvkeep.core.cache import PagedCache
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.eviction import ReturnAware
-from kvkeep.serve.engine import Engine, Limits, SamplingParams
+from kvkeep.serve.engine import Engine, Limits, SamplingParams, Tokenizer
+from kvkeep.serve.models import bundled_model
 
 pytestmark = pytest.mark.model
 
@@ -83,3 +84,23 @@ def test_the_engine_says_how_answers_end(bench, monkeypatch):
     run(Engine(bench.runner, engine.cache), [*PROMPT, *answer, 1], max_tokens=5)
     ends = {policy.returns.label(wait.kind)[0] for wait in policy.returns}
     assert f"stop {end}" in ends
+
+
+def test_marks_in_an_answer_tell_ends_apart(bench):
+    """Many models end tool calls and final answers alike; the tokens of a call have names."""
+    tokenizer = Tokenizer.load(bundled_model())
+    end, user, assistant = (
+        tokenizer.encode(f"<|{name}|>")[-1] for name in ("end", "user", "assistant")
+    )
+    for inside, expected in (
+        ([], f"stop {end}"),
+        ([user, assistant], f"stop {end} after {assistant}"),
+        ([assistant, user], f"stop {end} after {user}"),
+    ):
+        engine = Engine(bench.runner, PagedCache(32, PAGE), tokenizer)
+        request = engine.add(PROMPT, SamplingParams(max_tokens=30))
+        (answer,) = request.live
+        for token in [100, *map(int, inside), 101, 102, int(end)]:
+            answer.accept(token, None, ends=frozenset({int(end)}), longest=100)
+        assert (answer.ended.stop, answer.ended.tokens) == (expected, 4 + len(inside))
+        engine.abort(request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvkeep.core.returns.answers import AnswerShares
 from kvkeep.core.returns.learner import Ended, Returns, Wait
+from kvkeep.core.returns.stops import stop_after
 from kvkeep.core.returns.times import AGES, BUCKETS, ReturnTimes, bucket_of
 
 __all__ = [
@@ -15,4 +16,5 @@ __all__ = [
     "Returns",
     "Wait",
     "bucket_of",
+    "stop_after",
 ]

@@ -10,6 +10,7 @@ import numpy as np
 
 from kvkeep.bench.traces import Capture, Seen, Served
 from kvkeep.core.keys import Namespace
+from kvkeep.integrations.vllm.ends import AnswerEnds
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,6 +35,7 @@ class Recorder:
     """
 
     def __init__(self, path: str, vllm_config: VllmConfig, groups: Groups) -> None:
+        self._ends = AnswerEnds(vllm_config)
         parallel = vllm_config.parallel_config
         file = Path(path)
         if parallel.data_parallel_size > 1:  # each rank has a scheduler
@@ -57,7 +59,6 @@ class Recorder:
         if request.status.name in _SUCCEEDED and first is not None:
             since = request.arrival_time
             served = Served(cached, loaded, max(0.0, first - since), max(0.0, now - since))
-        reason = request.get_finished_reason()
         self._capture.note(
             Seen(
                 arrived=arrived,
@@ -66,7 +67,7 @@ class Recorder:
                 answer=list(request.output_token_ids),
                 store=store,
                 served=served,
-                stop="" if reason is None else str(reason),
+                stop=self._ends.of(request).stop or "",
             )
         )
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvkeep.core.returns import Ended
+from kvkeep.core.returns import Ended, stop_after
 from kvkeep.serve.engine.drafts import PromptLookup
 from kvkeep.serve.engine.offload.writes import Trail
 from kvkeep.serve.engine.results import Choice, Delta
@@ -213,13 +213,15 @@ class Answer:
     def ended(self) -> Ended:
         """How the answer ended, for policies that learn when conversations return.
 
-        Models end a tool call and a final answer with different end tokens, so the token is part of
-        it: no parser is needed.
+        `stop_after` tells tool calls from final answers by their tokens: no parser is needed.
         """
         reason: str = self.finish_reason or "unfinished"
         if reason == "stop":
-            text = self._text is not None and self._text.stopped_by is not None
-            reason = "stop text" if text or not self.generated else f"stop {self.generated[-1]}"
+            tokenizer = self.request.tokenizer
+            if not self.generated or (self._text is not None and self._text.stopped_by is not None):
+                reason = "stop text"
+            else:
+                reason = stop_after(self.generated, () if tokenizer is None else tokenizer.named)
         return Ended(reason, len(self.generated))
 
     # --- results -----------------------------------------------------------------------------

@@ -156,7 +156,7 @@ class Tokenizer:
         name: str | None = self._tokenizer.convert_ids_to_tokens(token)
         if name is None:
             return b""
-        if token in self._added:
+        if token in self.named:
             return name.encode()
         if self._is_byte_level and all(sign in _BYTES for sign in name):
             return bytes(_BYTES[sign] for sign in name)
@@ -180,8 +180,8 @@ class Tokenizer:
         return max(chain(sizes, map(len, added)), default=1)
 
     @cached_property
-    def _added(self) -> frozenset[int]:
-        """Tokens that were added by name, which stand for their names."""
+    def named(self) -> frozenset[int]:
+        """Tokens that were added by name, which stand for their names: special ones and others."""
         return frozenset(self._tokenizer.get_added_vocab().values())
 
     @cached_property

@@ -208,7 +208,9 @@ class ServedRequest:
         self._kept: set[int] = set()  # jobs whose prompts were pinned
         self._failed: ApiError | None = None
         self._record = (
-            None if service.capture is None else JobRecorder(service.capture, call.endpoint)
+            None
+            if service.capture is None
+            else JobRecorder(service.capture, call.endpoint, service.tokenizer.named)
         )
         self.deadline = asyncio.get_running_loop().time() + service.settings.request_timeout_s
         self.outcome = "gone"  # the client's disconnect sets none
