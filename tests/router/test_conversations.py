@@ -14,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.returns import Ended
 from kvkeep.serve.router.answers import UNFINISHED
-from kvkeep.serve.router.conversations import ConversationTable, RoutedTurn, figures_of
+from kvkeep.serve.router.conversations import ConversationTable, RoutedTurn
+from kvkeep.serve.router.expected import ExpectedReturns
 from kvkeep.serve.router.prompts import Prompt
 
 TOOL, STOP = Ended("tool_calls", 50), Ended("stop", 200)
@@ -170,7 +171,7 @@ def test_classes_are_learned(client: Client) -> None:
             clock.now += 300.0
             client.ask(prompt + row(30, number), STOP)
     table.returns.learn(clock.now)
-    figures = figures_of(table, ["one", "two"])
+    figures = ExpectedReturns(table).figures(["one", "two"])
     tools, people = figures["stops"]["tool_calls"], figures["stops"]["stop"]
     assert (tools["ended"], tools["returned"], tools["waiting"]) == (120, 120, 0)
     assert (people["ended"], people["returned"], people["waiting"]) == (60, 20, 40)
@@ -201,6 +202,22 @@ def test_the_largest_tenant_loses_its_oldest(clock: Clock) -> None:
         table.check()
     assert len(table) == len(table._tenants) == 100
     assert len(table._sizes) <= 4 * 100 + 66
+
+
+def test_sums_of_many_are_not_made_anew_at_once(clock: Clock) -> None:
+    table = ConversationTable(clock=clock)
+    expected = ExpectedReturns(table, clock=clock)
+    client = Client(table, clock)
+    for number in range(1000):
+        assert expected.total.waiting == number
+        client.ask(None, key=f"k{number}")
+    client.ask(None, key="one more")
+    assert expected.total.waiting == 1001
+    client.ask(None, key="and one")
+    clock.now -= 2.0  # as if it took no time
+    assert expected.total.waiting == 1001
+    clock.now += 2.0
+    assert expected.total.waiting == 1002
 
 
 def test_a_bound_below_one_is_refused() -> None:

@@ -8,14 +8,14 @@ import secrets
 import time
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from kvkeep.core.errors import whole
 from kvkeep.core.returns import Returns
 from kvkeep.serve.router.keys import MAX_TOKENS, PrefixKeys, length_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from kvkeep.core.returns import Ended, Wait
     from kvkeep.core.tokens import TokenArray
@@ -27,7 +27,6 @@ __all__ = [
     "RoutedConversation",
     "RoutedTurn",
     "StopCounts",
-    "figures_of",
 ]
 
 BY: Final = ("session", "prefix", "key")
@@ -39,7 +38,6 @@ _SLACK: Final = 8
 _LEAST: Final = 8  # tokens that two prompts have in common at least
 _MOST_ENDS: Final = 3  # latest prompts of a conversation by which it is recognised
 _MOST_PROBES: Final = 8  # places of a prompt that are compared token by token
-_SOON_S: Final = 60.0
 
 
 @dataclass(slots=True, eq=False)
@@ -324,7 +322,7 @@ class ConversationTable:
             if not own.running and own.wait is not None and not own.wait.over
         ]
 
-    def expected(self, seconds: float = _SOON_S) -> list[tuple[RoutedConversation, float]]:
+    def expected(self, seconds: float) -> list[tuple[RoutedConversation, float]]:
         """Return the conversations that wait, with the chance of a return within ``seconds``.
 
         As learned last, so nothing is expected before the first 64 answers. Cost: about 1 µs each.
@@ -347,36 +345,3 @@ class ConversationTable:
             for step, _ in own.ends:
                 steps[step] = steps.get(step, 0) + 1
         assert steps == self._steps
-
-
-def figures_of(table: ConversationTable, instances: Iterable[str]) -> dict[str, Any]:
-    """Return sums as JSON: by the way in which answers ended, and by instance. No names.
-
-    ``expected`` are returns within a minute. Cost: about 2 µs a conversation.
-    """
-    nothing = {"waiting": 0, "expected": 0.0, "tokens": 0}
-    homes = {name: dict(nothing) for name in instances}
-    stops: dict[str, dict[str, Any]] = {
-        name or "unknown": {"ended": counts.ended, "returned": counts.returned, **nothing}
-        for name, counts in table.stops.items()
-    }
-    waiting = 0
-    for own, chance in table.expected():
-        assert own.wait is not None, "it waits"
-        stop = table.returns.label(own.wait.kind)[0]
-        for sums in (stops["unknown" if stop is None else str(stop)], homes.get(own.home)):
-            if sums is not None:
-                sums["waiting"] += 1
-                sums["expected"] += chance
-                sums["tokens"] += own.tokens
-        waiting += 1
-    for sums in (*stops.values(), *homes.values()):
-        sums["expected"] = round(sums["expected"], 2)
-    return {
-        "followed": len(table),
-        "waiting": waiting,
-        "forgotten": table.forgotten,
-        "returned": dict(table.returned),
-        "stops": stops,
-        "instances": homes,
-    }

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvkeep.core.tokens import TokenArray
     from kvkeep.serve.http import BodyBudget, Connections
     from kvkeep.serve.kv_events import EventReader
-    from kvkeep.serve.router.conversations import ConversationTable
+    from kvkeep.serve.router.expected import ExpectedReturns
     from kvkeep.serve.router.health import Doubt
     from kvkeep.serve.router.prompts import TokenizeOutcome
     from kvkeep.serve.router.router import PrefixRouter, Score
@@ -45,7 +45,7 @@ class RouterMetrics:
         self,
         bodies: BodyBudget,
         tiers: Collection[str] = (),
-        conversations: ConversationTable | None = None,
+        conversations: ExpectedReturns | None = None,
     ) -> None:
         self.connections: Connections | None = None
         self.bodies = bodies
@@ -151,20 +151,19 @@ class _OfHTTP(Collector):
 class _OfConversations(Collector):
     """What the router knows about conversations."""
 
-    def __init__(self, table: ConversationTable) -> None:
-        self._table = table
+    def __init__(self, returns: ExpectedReturns) -> None:
+        self._returns = returns
 
     def collect(self) -> Iterator[Metric]:
-        table = self._table
+        table, total = self._returns.table, self._returns.total
         known = GaugeMetricFamily(
             "kvkeep_router_conversations",
             "Conversations: followed, waiting for their next request, expected within a minute",
             labels=["what"],
         )
-        expected = table.expected()
         known.add_metric(["followed"], len(table))
-        known.add_metric(["waiting"], len(expected))
-        known.add_metric(["expected"], sum(chance for _, chance in expected))
+        known.add_metric(["waiting"], total.waiting)
+        known.add_metric(["expected"], total.expected)
         yield known
         yield CounterMetricFamily(
             "kvkeep_router_conversations_forgotten",

@@ -22,7 +22,8 @@ from kvkeep.core.returns import Ended
 from kvkeep.serve.http import BodyBudget, BodyGuard, BodyRefused, body_of, unless_disconnected
 from kvkeep.serve.router.affinity import with_key
 from kvkeep.serve.router.answers import UNFINISHED, AnswerReader
-from kvkeep.serve.router.conversations import ConversationTable, figures_of
+from kvkeep.serve.router.conversations import ConversationTable
+from kvkeep.serve.router.expected import ExpectedReturns
 from kvkeep.serve.router.health import InstanceHealth, Timeouts
 from kvkeep.serve.router.message_endpoint import MessagesEndpoint
 from kvkeep.serve.router.messages import COUNT_PATH, MESSAGES_PATH
@@ -107,8 +108,8 @@ def create_proxy(
     keys and bodies are forwarded unchanged and never logged.
     """
     bodies = bodies or BodyBudget()
-    conversations = ConversationTable() if conversations is None else conversations
-    metrics = RouterMetrics(bodies, router.cost.tiers, conversations)
+    expected = ExpectedReturns(ConversationTable() if conversations is None else conversations)
+    metrics = RouterMetrics(bodies, router.cost.tiers, expected)
     proxy = _Proxy(
         router,
         upstreams,
@@ -116,7 +117,7 @@ def create_proxy(
         tokenize,
         timeouts=timeouts or Timeouts(),
         metrics=metrics,
-        conversations=conversations,
+        expected=expected,
     )
 
     @asynccontextmanager
@@ -198,10 +199,11 @@ class _Proxy:
         *,
         timeouts: Timeouts,
         metrics: RouterMetrics,
-        conversations: ConversationTable,
+        expected: ExpectedReturns,
     ) -> None:
         self._router = router
-        self._conversations = conversations
+        self._expected = expected
+        self._conversations = expected.table
         self._upstreams = upstreams
         self._health = upstreams.health
         self._reader = reader
@@ -231,7 +233,7 @@ class _Proxy:
 
     async def conversations(self, request: Request) -> Response:
         """Return how many conversations are followed, and how their answers end."""
-        return JSONResponse(figures_of(self._conversations, self._upstreams.names))
+        return JSONResponse(self._expected.figures(self._upstreams.names))
 
     async def forward(
         self,
