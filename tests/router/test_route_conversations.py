@@ -168,6 +168,13 @@ def test_where_blocks_are_announced_they_decide() -> None:
             proxy.router.apply(one.url, [event])
         ask(proxy, prompt)
         assert len(other.paths) == 1
+    # Both hold nothing of it: it goes to the one that has done less, not back to the first.
+    with routing("well", "well", cost=CostModel(balance=1.0)) as (proxy, made):
+        ask(proxy, prompt)
+        (home,) = [one for one in made if one.paths]
+        proxy.router.apply(home.url, [BlockStored([1], None, [7] * 16, 16, None, "GPU", None)])
+        ask(proxy, prompt)
+        assert [len(one.paths) for one in made] == [1, 1]
 
 
 def test_a_hostile_tenant_costs_itself_alone() -> None:

@@ -198,7 +198,7 @@ class ConversationTable:
             own = None  # it was forgotten meanwhile
         if own is None:
             own = turn.conversation = self._add(turn.tenant)
-        elif not own.running and own.wait is not None and not own.wait.over:
+        elif own.wait is not None and not own.wait.over:  # none of its requests runs
             stop = self.returns.label(own.wait.kind)[0]
             self.returns.returned(own.wait, turn.arrived)
             self.returned[turn.by] += 1

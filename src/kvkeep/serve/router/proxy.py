@@ -18,7 +18,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from kvkeep.core.returns import Ended
 from kvkeep.serve.http import BodyBudget, BodyGuard, BodyRefused, body_of, unless_disconnected
 from kvkeep.serve.router.affinity import with_key
 from kvkeep.serve.router.answers import UNFINISHED, AnswerReader
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     import httpx
     from starlette.types import Message, Receive, Scope, Send
 
+    from kvkeep.core.returns import Ended
     from kvkeep.serve.kv_events import EventReader
     from kvkeep.serve.router.conversations import RoutedTurn
     from kvkeep.serve.router.messages import MessageExchange
@@ -57,7 +57,6 @@ _OTHERS = ("/v1/models", "/v1/models/{name:path}", "/v1/embeddings", "/tokenize"
 _FAILED = frozenset({502, 503, 504})
 _ELSEWHERE = _FAILED | {429}
 _LONGEST_PATH = 32 << 10  # bytes, with its query
-_UNREAD = Ended()  # a compressed answer
 
 
 class _Outcome(Enum):
@@ -340,7 +339,7 @@ class _Proxy:
                 begun = True
                 if forwarded.turn is not None and response.is_success:
                     self._conversations.answered(forwarded.turn)
-                    send = forwarded.reading(response, send)
+                    send = forwarded.reading(send)
                 return await self._stream(name, response, first, pieces, send)
         except TimeoutError:
             if abandoned:  # by `Health`, which suspects the instance already
@@ -444,10 +443,8 @@ class _ForwardedRequest:
         self.turn: RoutedTurn | None = None
         self._reader: AnswerReader | None = None
 
-    def reading(self, response: httpx.Response, send: Send) -> Send:
-        """Return ``send``, which also reads what was sent; a compressed answer is not read."""
-        if response.headers.get("content-encoding", "identity").lower() != "identity":
-            return send
+    def reading(self, send: Send) -> Send:
+        """Return ``send``, which also reads what was sent; a compressed answer says nothing."""
         native = self.exchange is not None and not self.exchange.translates
         reader = self._reader = AnswerReader(messages=native)
 
@@ -460,9 +457,7 @@ class _ForwardedRequest:
 
     def ended(self, *, complete: bool) -> Ended:
         """Return how the answer ended."""
-        if not complete:
-            return UNFINISHED
-        return _UNREAD if self._reader is None else self._reader.ended
+        return self._reader.ended if complete and self._reader is not None else UNFINISHED
 
     def sent_to(self, *, native: bool) -> tuple[str, bytes, list[tuple[bytes, bytes]]]:
         """Return path, body and headers for an instance; ``native``: it has Anthropic's API."""
