@@ -134,7 +134,8 @@ def test_requests_side_by_side_are_no_returns(table: ConversationTable, clock: C
     turns = []
     for _ in range(3):
         turns.append(table.find(prompt))
-        table.answered(turns[-1])
+    for turn in turns:
+        table.answered(turn)
         clock.now += 1.0
     own = turns[0].conversation
     assert {turn.conversation for turn in turns} == {own}
@@ -202,6 +203,24 @@ def test_the_largest_tenant_loses_its_oldest(clock: Clock) -> None:
         table.check()
     assert len(table) == len(table._tenants) == 100
     assert len(table._sizes) <= 4 * 100 + 66
+
+
+def test_the_shipped_bound(client: Client) -> None:
+    """More conversations than are followed, each of its own session, prompt and pause."""
+    table, clock = client.table, client.clock
+    rng = np.random.default_rng(8)
+    for number in range(34_000):
+        prompt = Prompt(rng.integers(0, 1000, 80, np.int32), "m", session=f"s{number}")
+        turn = table.find(prompt, b"%d" % (number % 50))
+        assert turn is not None
+        table.answered(turn)
+        clock.now += 0.01
+        table.ended(turn, "one", TOOL)
+    table.check()
+    assert (len(table), table.forgotten) == (32_768, 34_000 - 32_768)
+    for held in (table._names, table._ends, table._steps, table.returns):
+        assert len(held) <= 32_768
+    assert {len(one.own) for one in table._tenants.values()} <= {655, 656}
 
 
 def test_sums_of_many_are_not_made_anew_at_once(clock: Clock) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvkeep.serve.router.health import Timeouts
-from kvkeep.serve.router.prompts import Prompt, PromptParser
+from kvkeep.serve.router.prompts import Prompt, PromptParser, credentials_of
 from kvkeep.serve.router.upstreams import Upstreams
 
 ROWS = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=9)
@@ -98,3 +98,19 @@ def test_what_is_not_needed_is_not_made_into_objects(body, tokens):
     assert seen == []
     assert (None if prompt.tokens is None else prompt.tokens.tolist()) == tokens
     assert prompt.model == ""
+
+
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        ([], b""),
+        ([(b"authorization", b"Bearer one")], b"one"),
+        ([(b"authorization", b"bearer one")], b"one"),
+        ([(b"x-api-key", b"one"), (b"accept", b"*/*")], b"one"),
+        ([(b"x-api-key", b"two"), (b"authorization", b"Bearer one")], b"one"),
+        ([(b"authorization", b"Basic b25l")], b"Basic b25l"),
+        ([(b"authorization", b"one")], b"one"),
+    ],
+)
+def test_the_key_of_a_request(headers, expected):
+    assert credentials_of(headers) == expected

@@ -208,8 +208,9 @@ def _session_of(headers: list[tuple[bytes, bytes]]) -> str:
 def credentials_of(headers: list[tuple[bytes, bytes]]) -> bytes:
     """Return the API key of a request, in whichever header; empty without one."""
     keys = {name: value for name, value in headers if name in {b"authorization", b"x-api-key"}}
-    scheme, _, bearer = keys.get(b"authorization", b"").partition(b" ")
-    return (bearer if scheme.lower() == b"bearer" else scheme) or keys.get(b"x-api-key", b"")
+    given = keys.get(b"authorization", b"")
+    scheme, _, bearer = given.partition(b" ")
+    return (bearer if scheme.lower() == b"bearer" else given) or keys.get(b"x-api-key", b"")
 
 
 def _name(written: msgspec.Raw) -> str:
