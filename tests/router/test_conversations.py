@@ -131,9 +131,7 @@ def test_tenants_and_models_are_apart(table: ConversationTable, clock: Clock) ->
 
 def test_requests_side_by_side_are_no_returns(table: ConversationTable, clock: Clock) -> None:
     prompt = Prompt(np.array(row(100), np.int32), "m", session="s")
-    turns = []
-    for _ in range(3):
-        turns.append(table.find(prompt))
+    turns = [table.find(prompt) for _ in range(3)]
     for turn in turns:
         table.answered(turn)
         clock.now += 1.0
