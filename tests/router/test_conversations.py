@@ -183,6 +183,20 @@ def test_classes_are_learned(client: Client) -> None:
     assert chances["one"] < 0.2
 
 
+def test_ways_to_end_are_bounded(client: Client) -> None:
+    """Whatever words an instance has for it, and however many classes there are already."""
+    for number in range(3000):
+        ended = Ended(f"word {number % 60}", 1 << number % 37)
+        client.ask(None, ended, key=f"k{number % 70}")
+        client.clock.now += 4.0 ** (number % 7)
+    client.table.check()
+    assert len(client.table.stops) == 33
+    assert client.table.stops["other"].ended > 100
+    assert sum(one.ended for one in client.table.stops.values()) == 3000
+    figures = ExpectedReturns(client.table).figures(["one"])
+    assert figures["stops"]["other"]["waiting"] > 0
+
+
 def test_the_largest_tenant_loses_its_oldest(clock: Clock) -> None:
     table = ConversationTable(100, clock=clock)
     flood, small = Client(table, clock, b"flood"), Client(table, clock, b"small")

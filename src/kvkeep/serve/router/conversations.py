@@ -37,6 +37,7 @@ _SLACK: Final = 8
 """Tokens at the end of a prompt that may differ in the next one, where the answer begins."""
 _LEAST: Final = 8  # tokens that two prompts have in common at least
 _MOST_ENDS: Final = 3  # latest prompts of a conversation by which it is recognised
+_MOST_STOPS: Final = 32
 _MOST_PROBES: Final = 8  # places of a prompt that are compared token by token
 
 
@@ -53,11 +54,12 @@ class RoutedConversation:
     """A conversation whose requests have been answered.
 
     ``home`` is the instance that answered last, ``tokens`` the length of the prompt there (0:
-    unknown), and ``wait`` began with the end of that answer.
+    unknown), and ``wait`` began with the end of that answer, as one of `ConversationTable.stops`.
     """
 
     tenant: _Tenant
     home: str = ""
+    stop: str = ""
     tokens: int = 0
     wait: Wait | None = None
     running: int = 0
@@ -121,7 +123,7 @@ class ConversationTable:
         self.returned = dict.fromkeys(BY, 0)
         """Returns, by what they were recognised."""
         self.stops: dict[str, StopCounts] = {}
-        """Answers by how they ended; "" if that is unknown. Returns tell at most 33 apart."""
+        """Answers by how they ended, "unknown" included; from the 33rd way on as "other"."""
         self._most = most
         self._clock = clock
         self._secret = secrets.token_bytes(32)
@@ -202,10 +204,9 @@ class ConversationTable:
         if own is None:
             own = turn.conversation = self._add(turn.tenant)
         elif own.wait is not None and not own.wait.over:  # none of its requests runs
-            stop = self.returns.label(own.wait.kind)[0]
             self.returns.returned(own.wait, turn.arrived)
             self.returned[turn.by] += 1
-            self._count(stop).returned += 1
+            self.stops[own.stop].returned += 1
         own.tenant.own.move_to_end(own)
         own.running += 1
         turn.answered = True
@@ -231,13 +232,18 @@ class ConversationTable:
             own.wait = self.returns.began(
                 ended, answer, now, before=own.wait, tenant=own.tenant.name
             )
-            self._count(self.returns.label(own.wait.kind)[0]).ended += 1
+            own.stop = self._stop(ended)
+            self.stops[own.stop].ended += 1
         if self.returns.due:
             self.returns.learn(now)
 
-    def _count(self, stop: object) -> StopCounts:
-        """Return the counts of a way to end, as the classes of `Returns` name it."""
-        return self.stops.setdefault("" if stop is None else str(stop), StopCounts())
+    def _stop(self, ended: Ended) -> str:
+        """Return the way to end as which this one counts, with its counts in `stops`."""
+        stop = ended.stop or "unknown"
+        if stop not in self.stops and len(self.stops) >= _MOST_STOPS:
+            stop = "other"
+        self.stops.setdefault(stop, StopCounts())
+        return stop
 
     # --- the table ---------------------------------------------------------------------------
 

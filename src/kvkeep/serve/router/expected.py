@@ -16,7 +16,6 @@ __all__ = ["ExpectedReturns", "WaitingSums"]
 _SOON_S: Final = 60.0
 _FEW: Final = 1000
 _PAUSE_S: Final = 1.0
-_UNKNOWN: Final = "unknown"
 
 
 @dataclass(slots=True)
@@ -73,11 +72,9 @@ class ExpectedReturns:
             return self._sums
         sums = _Sums()
         for own, chance in self.table.expected(_SOON_S):
-            assert own.wait is not None, "it waits"
-            stop = _name(self.table.returns.label(own.wait.kind)[0])
             for one in (
                 sums.total,
-                sums.stops.setdefault(stop, WaitingSums()),
+                sums.stops.setdefault(own.stop, WaitingSums()),
                 sums.homes.setdefault(own.home, WaitingSums()),
             ):
                 one.add(chance, own.tokens)
@@ -98,16 +95,12 @@ class ExpectedReturns:
             "forgotten": table.forgotten,
             "returned": dict(table.returned),
             "stops": {
-                _name(stop): {
+                stop: {
                     "ended": counts.ended,
                     "returned": counts.returned,
-                    **sums.stops.get(_name(stop), nothing).as_dict(),
+                    **sums.stops.get(stop, nothing).as_dict(),
                 }
                 for stop, counts in table.stops.items()
             },
             "instances": {name: sums.homes.get(name, nothing).as_dict() for name in instances},
         }
-
-
-def _name(stop: object) -> str:
-    return str(stop) if stop else _UNKNOWN

@@ -184,6 +184,6 @@ class _OfConversations(Collector):
             labels=["stop", "what"],
         )
         for stop, counts in table.stops.items():
-            ended.add_metric([stop or "unknown", "ended"], counts.ended)
-            ended.add_metric([stop or "unknown", "returned"], counts.returned)
+            ended.add_metric([stop, "ended"], counts.ended)
+            ended.add_metric([stop, "returned"], counts.returned)
         yield ended
