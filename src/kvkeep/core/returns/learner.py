@@ -320,7 +320,7 @@ class Returns:
         ages = np.maximum(0.0, now - np.array([wait.since for wait in waits], np.float64))
         often = np.array([2.0**wait.tenant.octaves for wait in waits])
         over = np.array([wait.over for wait in waits], np.bool_)
-        chances = self.times.chances(self._passed, kinds, ages, seconds, often)
+        chances = self.times.chances(self._hazards, kinds, ages, seconds, often)
         found: list[float] = np.where(over, 0.0, chances).tolist()
         return found
 

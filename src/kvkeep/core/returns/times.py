@@ -105,15 +105,14 @@ class ReturnTimes:
         return self.worths_of(self.hazards(waiting))
 
     @staticmethod
-    def chances(passed: Table, kinds: Kinds, ages: Ages, seconds: float, often: Ages) -> Ages:
+    def chances(hazards: Table, kinds: Kinds, ages: Ages, seconds: float, often: Ages) -> Ages:
         """Return for waits of ``kinds`` and ``ages`` the chance of a return within ``seconds``.
 
-        ``passed`` are the returns expected before each bucket ends, by class: a sum of `hazards`.
-        ``often`` says how much more often than its class each wait returns. Hazards are spread
+        ``often`` says how much more often than its class each wait returns. `hazards` are spread
         evenly over a bucket; behind the last one no return is expected.
         """
-        hazards = np.minimum(np.diff(passed, axis=1, prepend=0.0), 0.999)
-        total = np.pad(np.cumsum(-np.log1p(-hazards), axis=1), ((0, 0), (1, 0)))
+        total = np.cumsum(-np.log1p(-np.minimum(hazards, 0.999)), axis=1)
+        total = np.pad(total, ((0, 0), (1, 0)))
 
         def until(ages: Ages) -> Ages:
             buckets = np.maximum(0, np.searchsorted(AGES, ages, "right") - 1)

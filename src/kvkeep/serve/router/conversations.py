@@ -334,7 +334,7 @@ class ConversationTable:
     def expected(self, seconds: float) -> list[tuple[RoutedConversation, float]]:
         """Return the conversations that wait, with the chance of a return within ``seconds``.
 
-        As learned last, so nothing is expected before the first 64 answers. Cost: about 1 µs each.
+        As learned last; a guess before the first 64 answers. Cost: about 1 µs each.
         """
         waiting = self.waiting
         waits = [own.wait for own in waiting if own.wait is not None]
