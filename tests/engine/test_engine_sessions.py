@@ -42,7 +42,9 @@ def test_turns_continue_or_replace(bench):
     assert second.turn == 1
     assert cache.stats().pages_dead == 0
     stored = cache.stats().pages_cached
-    third, _ = run(engine, [*PROMPT, 2, 3], max_tokens=1, session="s")
+    run(engine, [*PROMPT, 2, 3], max_tokens=1, session="s", turn=1)
+    assert cache.stats().pages_dead == 0, "another branch of this turn"
+    third, _ = run(engine, [*PROMPT, 2, 3], max_tokens=1, session="s", turn=2)
     assert third.turn == 2
     assert cache.stats().pages_dead == stored - len(PROMPT) // PAGE
     cache.check()
