@@ -307,7 +307,8 @@ class Returns:
         chance = float(returned[-1])
         at = int(np.searchsorted(returned, chance / 2))
         before = float(returned[at - 1]) if at else 0.0
-        part = (chance / 2 - before) / (float(returned[at]) - before)
+        step = float(returned[at]) - before
+        part = (chance / 2 - before) / step if step else 1.0
         begin, end = max(age, AGES[first + at]), ENDS[first + at]
         return chance, max(0.0, begin + part * (end - begin) - age)
 

@@ -23,7 +23,7 @@ ENDS: Final[tuple[float, ...]] = (*AGES[1:], AGES[-1] * 2**0.5)
 _WIDTHS: Final = np.array(ENDS) - np.array(AGES)
 # A class counts as much as its parent once it has seen as many conversations as this.
 _WEIGHT: Final = 5.0
-# The share that returns in a bucket of ages, before anything was seen.
+# The share that returns in the first bucket of ages, before anything was seen.
 _UNSEEN: Final = 0.05
 
 
@@ -88,7 +88,10 @@ class ReturnTimes:
         unseen = np.array(self._gone) + self._summed(waiting)  # left in the bucket: half seen there
         reached = np.cumsum((came + unseen)[:, ::-1], axis=1)[:, ::-1] - unseen / 2
         hazards = np.empty_like(came)
-        hazards[0] = (came[0] + _WEIGHT * _UNSEEN) / (reached[0] + _WEIGHT)
+        hazard = _UNSEEN
+        for bucket in range(BUCKETS):  # of later ages than were seen, the last one is expected
+            hazard = (came[0, bucket] + _WEIGHT * hazard) / (reached[0, bucket] + _WEIGHT)
+            hazards[0, bucket] = hazard
         for kind, parent in enumerate(self.parents[1:], 1):
             hazards[kind] = (came[kind] + _WEIGHT * hazards[parent]) / (reached[kind] + _WEIGHT)
         return hazards
