@@ -207,10 +207,11 @@ class PromptStore(Store):
         """
         self._tiered.check_open()
         row, start, names = self._prompt(tokens, start, tenant, extra)
-        blocks = names.full(row)[-(-start // self.block_tokens) :]
         if unread:
-            self._unread(blocks, len(row) - start)
-        elif answer:
+            self._unread(names.full(row)[start // self.block_tokens :], len(row) - start)
+            return
+        blocks = names.full(row)[-(-start // self.block_tokens) :]
+        if answer:
             self._tiered.losses.note(blocks, "", "refused", "answer")
         else:
             self._tiered.losses.note(blocks, self._tiered.memory.name, "dropped", "queue full")
