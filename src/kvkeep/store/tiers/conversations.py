@@ -91,8 +91,9 @@ class _Conversation:
             return True  # those who know no tokens ask for prompts alone
         if common < self.begin * self.size + _ROW:
             return common < chain.tokens
-        own, given = self.begin + len(self.blocks), len(chain.blocks)
-        return given > own or common < given * self.size
+        if common == self.tokens:
+            return chain.tokens > self.tokens
+        return common < len(chain.blocks) * self.size
 
     def left(self, common: int) -> Blocks:
         """Return the blocks of the answer that the next prompt does not contain."""
