@@ -127,6 +127,24 @@ def test_its_last_conversation_that_returned_leaves_it_to_the_others() -> None:
     assert tier.goes()[-1] == chain(8).blocks[0]
 
 
+def test_a_shared_block_outlives_the_conversation_that_was_worth_most() -> None:
+    tier = Tier()
+    for talk in range(100, 180):  # tool calls return after 4 seconds, answers after 64
+        tier.request(chain(talk, 1), FAST)
+        tier.now += 4
+        tier.request(chain(talk, 1, 2), NEVER)
+        tier.now += 64
+        tier.request(chain(talk, 1, 2, 3), None)
+    tier.now += 500
+    tier.catalogue.victims(1 << 30)
+    tier.request(chain(1, 2), FAST)
+    tier.request(chain(1, 3), NEVER)
+    tier.request(chain(9), FAST)
+    tier.now += 40
+    dead = [chain(1, 2).blocks[1], chain(9).blocks[0]]
+    assert tier.goes() == [*dead, *reversed(chain(1, 3).blocks)]
+
+
 @pytest.mark.parametrize("tiering", [Exclusive, Inclusive])
 def test_a_block_that_moved_is_worth_the_same(tiering: type[TieringPolicy]) -> None:
     now = [1000.0]
