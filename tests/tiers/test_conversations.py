@@ -39,8 +39,8 @@ class Told(Conversations):
     def __init__(self, clock: Any) -> None:
         super().__init__(SharedReturns(), clock)
         self.learned: list[tuple[Any, ...]] = []
-        answers = self._answers.returned
-        self._answers.returned = lambda *told: (self.learned.append(told), answers(*told))[1]  # type: ignore[method-assign,func-returns-value]
+        answers = self.returns.answers.returned
+        self.returns.answers.returned = lambda *told: (self.learned.append(told), answers(*told))[1]  # type: ignore[method-assign,func-returns-value]
 
 
 @dataclass

@@ -53,7 +53,7 @@ def chain(*texts: int) -> Chain:
 class Tier:
     """A catalogue that conversations use, one block a request or more."""
 
-    def __init__(self, **more: int) -> None:
+    def __init__(self, **more: int | None) -> None:
         self.now = 1000.0
         self.catalogue = Catalogue(POLICIES["returns"], clock=lambda: self.now, **more)
         self.returns = TierReturns([self.catalogue.waiting], lambda: self.now)
@@ -135,6 +135,8 @@ def test_a_shared_block_outlives_the_conversation_that_was_worth_most() -> None:
         tier.request(chain(talk, 1, 2), NEVER)
         tier.now += 64
         tier.request(chain(talk, 1, 2, 3), None)
+    for talk in range(200, 280):  # and tools that take longer never end
+        tier.request(chain(talk, 1), FAST)
     tier.now += 500
     tier.catalogue.victims(1 << 30)
     tier.request(chain(1, 2), FAST)

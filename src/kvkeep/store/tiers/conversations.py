@@ -6,7 +6,6 @@ import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Final
 
-from kvkeep.core.returns import AnswerShares
 from kvkeep.core.tokens import TOKEN_BYTES, common_length
 
 if TYPE_CHECKING:
@@ -117,7 +116,6 @@ class Conversations:
 
     def __init__(self, returns: SharedReturns, clock: Callable[[], float]) -> None:
         self.returns = returns
-        self._answers = AnswerShares()
         self._clock = clock
         self._lock = threading.Lock()
         self._known: OrderedDict[_Conversation, None] = OrderedDict()
@@ -173,8 +171,8 @@ class Conversations:
         """
         with self._lock:
             if ended is None:
-                return self._answers.sure(tenant, answer)
-            return self._answers.kept(tenant, ended.stop, answer)
+                return self.returns.answers.sure(tenant, answer)
+            return self.returns.answers.kept(tenant, ended.stop, answer)
 
     def forget(self, chain: Chain, start: int) -> None:
         """Forget the conversations that wait in ``chain``, at token ``start`` or behind it."""
@@ -221,7 +219,9 @@ class Conversations:
         self.returns.returned(wait, self._clock())
         common = found.common(chain)
         again = found.answer if common == found.tokens else max(0, common - found.prompt)
-        self._answers.returned(found.tenant, found.stop, found.answer, min(again, found.answer))
+        self.returns.answers.returned(
+            found.tenant, found.stop, found.answer, min(again, found.answer)
+        )
         return found.left(common)
 
     def _add(self, new: _Conversation) -> None:

@@ -254,8 +254,8 @@ class Offload:
         grown = answer.computed - prompt
         if grown <= 0 or not (last or self._mover.holds_back):
             return
-        ended, tokens = (answer.ended, len(answer.generated)) if last else (None, grown)
-        worth = self._store.worth(tokens, ended=ended, tenant=tenant)
+        ended, length = (answer.ended, len(answer.generated)) if last else (None, grown)
+        worth = self._store.worth(length, ended=ended, tenant=tenant)
         trail.held = NEVER if worth >= grown else prompt + worth
         begin = max(trail.held, trail.offered)
         if last and begin < min(answer.computed, trail.limit):
