@@ -56,7 +56,7 @@ class Tier:
     def __init__(self, **more: int | None) -> None:
         self.now = 1000.0
         self.catalogue = Catalogue(POLICIES["returns"], clock=lambda: self.now, **more)
-        self.returns = TierReturns([self.catalogue.waiting], lambda: self.now)
+        self.returns = TierReturns([self.catalogue], lambda: self.now)
 
     def request(self, one: Chain, ended: Ended | None, prompt: int | None = None) -> None:
         self.returns.requested(one)

@@ -93,7 +93,7 @@ class TierSimulator(ReadMoves, StoreMoves):
         self._lost = lost
         self._new = False  # whether no block of the prompt that is put was stored before
         self._levels = [_SimulatedLevel(level, clock) for level in levels]
-        self.returns = TierReturns([one.catalogue.waiting for one in self._levels], clock)
+        self.returns = TierReturns([one.catalogue for one in self._levels], clock)
         self._below = range(1, len(levels))
         super().__init__(Planner(policy, len(levels) - 1), self._levels[0].catalogue)
 

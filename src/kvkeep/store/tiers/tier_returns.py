@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from kvkeep.store.tiers.block_waits import BlockWaits, SharedReturns
+from kvkeep.store.tiers.catalogue import Catalogue
 from kvkeep.store.tiers.conversations import Conversations
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
     from kvkeep.core.returns import Ended
     from kvkeep.store.tiers.chains import Chain
-    from kvkeep.store.tiers.waiting import Waiting
+    from kvkeep.store.tiers.front import FrontOrder
 
 __all__ = ["TierReturns"]
 
@@ -27,7 +28,7 @@ class TierReturns:
     Thread safety: all methods; catalogues are told outside of all locks.
 
     Arguments:
-        tiers: of all catalogues of the store, before any block is added to them.
+        orders: all catalogues of the store, before any block is added to them.
         clock: returns seconds.
 
     Attributes:
@@ -36,10 +37,12 @@ class TierReturns:
     """
 
     def __init__(
-        self, tiers: Sequence[Waiting], clock: Callable[[], float] = time.monotonic
+        self, orders: Sequence[FrontOrder], clock: Callable[[], float] = time.monotonic
     ) -> None:
         returns = SharedReturns()
         self.conversations = Conversations(returns, clock)
+        # Memory that processes share has an order of its own.
+        tiers = [order.waiting for order in orders if isinstance(order, Catalogue)]
         self._tiers = [tier for tier in tiers if tier.awaits]
         self.waits = BlockWaits(returns, clock) if self._tiers else None
         for tier in self._tiers:

@@ -10,7 +10,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import BackendFailed, IllegalStep
-from kvkeep.store.tiers.catalogue import Catalogue
 from kvkeep.store.tiers.demoting import Demoter
 from kvkeep.store.tiers.front import open_front
 from kvkeep.store.tiers.level_pins import LevelPins
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
     from kvkeep.store.tiers.block_prefetch import BlockPrefetch
     from kvkeep.store.tiers.counters import TierStats
-    from kvkeep.store.tiers.front import FrontMemory
+    from kvkeep.store.tiers.front import FrontOrder
     from kvkeep.store.tiers.loss_log import Loss
     from kvkeep.store.tiers.memory import MemorySpec
     from kvkeep.store.tiers.tier import TierSpec
@@ -84,9 +83,8 @@ class TieredStore:
             for level, spec in enumerate(tiers, start=1)
         ]
         self._planner = Planner(self.policy, len(self.tiers))
-        places: list[FrontMemory | Tier] = [self.memory, *self.tiers]
-        orders = [one.catalogue for one in places]
-        self.returns = TierReturns([one.waiting for one in orders if isinstance(one, Catalogue)])
+        orders: list[FrontOrder] = [self.memory.catalogue, *(tier.catalogue for tier in self.tiers)]
+        self.returns = TierReturns(orders)
         self._levels = Levels(
             self.memory, self.tiers, self._planner, self.losses, self.returns.used
         )

@@ -1,4 +1,4 @@
-"""`Waiting`: orders the blocks of a catalogue by when conversations return."""
+"""`TierWaits`: orders the blocks of a catalogue by when conversations return."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from kvkeep.store.tiers.block_table import BlockTable
     from kvkeep.store.tiers.block_waits import BlockWaits
 
-__all__ = ["Waiting"]
+__all__ = ["TierWaits"]
 
 
-class Waiting:
+class TierWaits:
     """Tells the policies of a tier of conversations that wait, if they order by that.
 
     Thread safety: all methods, by the catalogue's ``lock``.
