@@ -111,7 +111,7 @@ class DictStore:
     def touch(self, tokens, *, tenant=None):
         self.touched += 1
 
-    def worth(self, answer, *, ended=None, tenant=None):
+    def worth(self, answer, *, ended=None, first=None, tenant=None):
         return answer
 
     def ended(self, tokens, *, prompt, ended, tenant=None):

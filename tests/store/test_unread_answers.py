@@ -107,6 +107,27 @@ def test_how_an_answer_ended_tells_them_apart() -> None:
         assert store.worth(1000, ended=STOP, tenant="other") == 1000
 
 
+def test_how_an_answer_begins_tells_them_apart() -> None:
+    """A model that reasons before some answers: what they begin with is known before they end."""
+    with opened() as store:
+        chats = Chats(store)
+        for turn in range(120):
+            first, thinks = chats.tokens(50), turn % 4
+            answer = chats.tokens(100)
+            answer[0] = 7 if thinks else 1000 + turn
+            tokens = np.concatenate((first, answer))
+            store.ended(tokens, prompt=50, ended=STOP)
+            said = answer[60:] if thinks else answer
+            store.get(np.concatenate((first, said, chats.tokens(20))))
+        assert store.worth(100, ended=STOP, first=7) == 0
+        assert store.worth(100, ended=STOP, first=5000) == 100
+        kv = given(GQA, numbers(GQA, tokens.tolist()))
+        tokens[50] = 7
+        assert store.put(tokens, kv, answer=50, ended=STOP).unread == 100
+        tokens[50] = 5000
+        assert store.put(tokens, kv, answer=50, ended=STOP).unread == 0
+
+
 def test_a_few_answers_that_are_read_again_teach_it() -> None:
     """A new model behind the same name: each miss says that its answer would have been read."""
     with opened() as store:

@@ -172,13 +172,21 @@ class PromptStore(Store):
             tails = names.tails(list(chain.blocks), rest)[-1:]
         returns.ended(chain, prompt, ended, names.space, tails)
 
-    def worth(self, answer: int, *, ended: Ended | None = None, tenant: str | None = None) -> int:
+    def worth(
+        self,
+        answer: int,
+        *,
+        ended: Ended | None = None,
+        first: int | None = None,
+        tenant: str | None = None,
+    ) -> int:
         """Return how many leading tokens of an answer of ``answer`` tokens are worth storing.
 
         Chat templates leave reasoning out of later prompts, so most tokens of such answers are
         never read again. What share is, the store learns from `ended` and from the prompts that
-        follow, by tenant, ``ended.stop`` and length of the answer; until it has seen that answers
-        are not read, all of an answer is worth storing. Without ``ended``, the answer may become
+        follow, by tenant, ``ended.stop``, length and ``first`` token of the answer, which tells
+        answers with reasoning from others; until it has seen that answers are not read, all of an
+        answer is worth storing. Without ``ended``, the answer may become
         longer, and what is returned holds however it will end.
 
         Raises:
@@ -187,7 +195,7 @@ class PromptStore(Store):
         self._tiered.check_open()
         whole("answer", answer, 0)
         conversations = self._tiered.returns.conversations
-        return conversations.kept(self._names_of(tenant).space, answer, ended)
+        return conversations.kept(self._names_of(tenant).space, answer, ended, first)
 
     def unkept(
         self,

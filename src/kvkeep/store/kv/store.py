@@ -322,7 +322,9 @@ class KVStore(PromptStore):
         """Return up to which token to store a prompt with its answer; note what is left out."""
         tokens = len(prompt.row)
         whole("answer", answer, 0, tokens)
-        stop = max(prompt.start, answer + self.worth(tokens - answer, ended=ended, tenant=tenant))
+        first = int(prompt.row[answer]) if answer < tokens else None
+        worth = self.worth(tokens - answer, ended=ended, first=first, tenant=tenant)
+        stop = max(prompt.start, answer + worth)
         if stop < tokens:
             self._unread(prompt.names.full(prompt.row)[stop // self.block_tokens :], tokens - stop)
         return stop

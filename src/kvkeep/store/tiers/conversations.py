@@ -7,6 +7,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Final
 
 from kvkeep.core.tokens import TOKEN_BYTES, common_length
+from kvkeep.store.tiers.first_tokens import FirstTokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -39,11 +40,12 @@ class _Conversation:
 
     ``begin`` is the number of blocks before its place; ``blocks`` and ``row`` are what follows, the
     latter only the first tokens. ``prompt`` and ``tokens`` are the lengths of its last prompt, and
-    of that with the answer; ``answer`` counts all tokens of the answer.
+    of that with the answer; ``answer`` counts all tokens of the answer, whose ``kind`` is how it
+    ended and, if many do, with which token it began.
     """
 
     __slots__ = (
-        "answer", "begin", "blocks", "place", "prompt", "row", "size", "stop", "tenant", "tokens",
+        "answer", "begin", "blocks", "kind", "place", "prompt", "row", "size", "tenant", "tokens",
         "wait",
     )  # fmt: skip
 
@@ -61,7 +63,7 @@ class _Conversation:
         self.prompt = prompt
         self.tokens = chain.tokens
         self.answer = 0
-        self.stop: str | None = None
+        self.kind: str | None = None
         self.tenant: Hashable = None
 
     def common(self, chain: Chain) -> int:
@@ -122,6 +124,7 @@ class Conversations:
         self._at: dict[Place, list[_Conversation]] = {}
         self._lengths: dict[bytes, dict[int, int]] = {}  # by block: of places' tokens, counted
         self._row_bytes = 0
+        self._first = FirstTokens()
         self._places: OrderedDict[Place, bool] = OrderedDict()
         """Where conversations without tokens waited, and whether several did."""
 
@@ -160,19 +163,27 @@ class Conversations:
             before = None if found is None else found.wait
             wait = self.returns.began(ended, answer, self._clock(), before=before, tenant=tenant)
             new = _Conversation(wait, chain, prompt)
-            new.answer, new.stop, new.tenant = answer, ended.stop, tenant
+            new.answer, new.tenant = answer, tenant
+            first = None
+            if chain.row is not None and prompt < len(chain.row):
+                first = int(chain.row[prompt])
+                self._first.add(tenant, first)
+            new.kind = self._first.kind(tenant, ended.stop, first)
             self._add(new)
         return wait, left
 
-    def kept(self, tenant: Hashable, answer: int, ended: Ended | None = None) -> int:
-        """Return how many leading tokens of an answer are worth keeping.
+    def kept(
+        self, tenant: Hashable, answer: int, ended: Ended | None = None, first: int | None = None
+    ) -> int:
+        """Return how many leading tokens of an answer, whose ``first`` is given, to keep.
 
         Without ``ended``, of an answer that may become longer, however it will end.
         """
         with self._lock:
             if ended is None:
                 return self.returns.answers.sure(tenant, answer)
-            return self.returns.answers.kept(tenant, ended.stop, answer)
+            kind = self._first.kind(tenant, ended.stop, first)
+            return self.returns.answers.kept(tenant, kind, answer)
 
     def forget(self, chain: Chain, start: int) -> None:
         """Forget the conversations that wait in ``chain``, at token ``start`` or behind it."""
@@ -220,7 +231,7 @@ class Conversations:
         common = found.common(chain)
         again = found.answer if common == found.tokens else max(0, common - found.prompt)
         self.returns.answers.returned(
-            found.tenant, found.stop, found.answer, min(again, found.answer)
+            found.tenant, found.kind, found.answer, min(again, found.answer)
         )
         return found.left(common)
 

@@ -255,7 +255,8 @@ class Offload:
         if grown <= 0 or not (last or self._mover.holds_back):
             return
         ended, length = (answer.ended, len(answer.generated)) if last else (None, grown)
-        worth = self._store.worth(length, ended=ended, tenant=tenant)
+        first = answer.generated[0]
+        worth = self._store.worth(length, ended=ended, first=first, tenant=tenant)
         trail.held = NEVER if worth >= grown else prompt + worth
         begin = max(trail.held, trail.offered)
         if last and begin < min(answer.computed, trail.limit):
