@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvkeep.bench.replay.costs import PrefillCost
     from kvkeep.bench.replay.workload import Ids, Workload
 
-__all__ = ["simulate_tiers"]
+__all__ = ["Requests", "simulate_tiers"]
 
 
 def simulate_tiers(
@@ -89,7 +89,7 @@ def simulate_tiers(
 
     gone = [0] * len(levels)
     simulator = TierSimulator(levels, tiering_policy(tiering), clock=lambda: watch.now, lost=lost)
-    requests = _Requests(workload, simulator, watch, whole_answers=whole_answers)
+    requests = Requests(workload, simulator, whole_answers=whole_answers)
     for done, number in enumerate(range(len(workload)) if pace is None else pace):
         watch.now = float(workload.times[number]) if pace is None else pace.now
         found = requests.find(number)
@@ -100,7 +100,7 @@ def simulate_tiers(
             pace.served(number, found, hit_tokens, outcome)
             watch.now = pace.now
         if workload.store[number]:
-            requests.keep(number, blocks)
+            watch.stored(requests.keep(number, blocks))
         if progress is not None and done % 100 == 99:
             progress(done + 1)
     outcome.tiers = [
@@ -115,20 +115,14 @@ def simulate_tiers(
     return outcome
 
 
-class _Requests:
+class Requests:
     """The requests of a workload, as calls of a store's engine."""
 
     def __init__(
-        self,
-        workload: Workload,
-        simulator: TierSimulator,
-        watch: ReplayWatch,
-        *,
-        whole_answers: bool,
+        self, workload: Workload, simulator: TierSimulator, *, whole_answers: bool
     ) -> None:
         self._workload = workload
         self._simulator = simulator
-        self._watch = watch
         self._whole_answers = whole_answers
 
     def find(self, number: int) -> list[int]:
@@ -137,8 +131,11 @@ class _Requests:
         self._simulator.returns.requested(self._chain(number, keys))
         return self._simulator.find(keys)
 
-    def keep(self, number: int, found: int) -> None:
-        """Store the units of a prompt that were not found, and those of its answer."""
+    def keep(self, number: int, found: int) -> Ids:
+        """Store the units of a prompt that were not found, and those of its answer.
+
+        Returns those that a level has now.
+        """
         work, space = self._workload, int(self._workload.namespace[number])
         prompt, answer, stop = work.prompt(number), work.answer(number), int(work.stop[number])
         tokens, answered = int(work.tokens[number]), max(0, int(work.output_tokens[number]))
@@ -147,11 +144,12 @@ class _Requests:
         new = np.concatenate((prompt[found:], kept)) if len(kept) else prompt[found:]
         keys = block_ids(new, space)
         self._simulator.put(keys)
-        self._watch.stored(new[[self._simulator.level_of(block) is not None for block in keys]])
+        stored = new[[self._simulator.level_of(block) is not None for block in keys]]
         whole = prompt[: tokens // work.unit_tokens]
         keys = block_ids(np.concatenate((whole, answer)), space)
         chain = self._chain(number, keys)._replace(blocks=keys, tokens=tokens + answered)
         self._simulator.returns.ended(chain, tokens, ended, space)
+        return stored
 
     def _chain(self, number: int, keys: Sequence[bytes]) -> Chain:
         """Return a prompt without its last unit, if that is not full."""
