@@ -166,11 +166,11 @@ class PromptStore(Store):
         row, _, names = given = self._prompt(tokens, 0, tenant, extra)
         whole("prompt", prompt, 0, len(row))
         returns, chain = self._tiered.returns, _chain(given)
-        tails: list[bytes] = []
-        rest = row[len(chain.blocks) * self.block_tokens :]
-        if returns.waits is not None and len(rest):
-            tails = names.tails(list(chain.blocks), rest)[-1:]
-        returns.ended(chain, prompt, ended, names.space, tails)
+        beside: list[bytes] = []
+        if returns.waits is not None:
+            with closed_is_illegal():
+                beside = self._kept.beside(self._tiered, given)
+        returns.ended(chain, prompt, ended, names.space, beside)
 
     def worth(
         self,

@@ -25,8 +25,9 @@ _SLACK: Final = 5
 Chat templates end a prompt with the beginning of an answer, for example "assistant\\n<think>\\n",
 and leave a part of that out later.
 """
-_ROW: Final = 1024  # tokens that are compared one by one; what is behind them, by whole blocks
-_MOST_BYTES: Final = 64 << 20  # of these tokens, of all conversations
+_ROW: Final = 1024  # tokens of answers that are compared one by one; others, by whole blocks
+_MOST_BYTES: Final = 64 << 20  # of these tokens, and of blocks of answers, of all conversations
+_BLOCK_BYTES: Final = 100
 _MOST: Final = 65_536
 _SAME_PLACE: Final = 16  # conversations whose prompts are the same, up to the slack
 
@@ -55,7 +56,7 @@ class _Conversation:
         self.begin = placed // self.size
         start = self.begin * self.size
         # Copies: a slice would keep all tokens of the prompt.
-        self.row: TokenArray | None = None if row is None else row[start : start + _ROW].copy()
+        self.row: TokenArray | None = None if row is None else row[start : prompt + _ROW].copy()
         tail = b"" if row is None else row[start:placed].tobytes()
         self.place: Place = chain.at(self.begin), tail
         self.blocks = tuple(chain.blocks[self.begin :])
@@ -66,11 +67,17 @@ class _Conversation:
         self.kind: str | None = None
         self.tenant: Hashable = None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes, but for a few hundred."""
+        row = 0 if self.row is None else self.row.nbytes
+        return row + len(self.place[1]) + _BLOCK_BYTES * len(self.blocks)
+
     def common(self, chain: Chain) -> int:
         """Return how many leading tokens a prompt has in common, which has the `place`."""
         start = self.begin * self.size
         if self.row is not None and chain.row is not None:
-            end = start + common_length(self.row, chain.row[start : start + _ROW])
+            end = start + common_length(self.row, chain.row[start : start + len(self.row)])
             if end < start + len(self.row) or end == self.tokens:
                 return end
         blocks = self._blocks_in(chain)
@@ -90,7 +97,7 @@ class _Conversation:
             return False
         if self.row is None or chain.row is None:
             return True  # those who know no tokens ask for prompts alone
-        if common < self.begin * self.size + _ROW:
+        if common < self.begin * self.size + len(self.row):
             return common < chain.tokens
         if common == self.tokens:
             return chain.tokens > self.tokens
@@ -111,9 +118,9 @@ class Conversations:
     common. At a place where several waited and no tokens are at hand, prompts that do not go on an
     answer count as new conversations.
 
-    Memory: 65,536 conversations at most, their first tokens in at most 64 MiB, and 50 bytes a block
-    of their answers; beyond, those that wait longest are followed no longer. Cost: 0.1 µs a block
-    of a prompt, and 20 µs for a return. Thread safety: all methods.
+    Memory: 65,536 conversations at most, of a kilobyte each, and 64 MiB for tokens and blocks of
+    their answers; beyond, those that wait longest are followed no longer. Cost: 0.1 µs a block of a
+    prompt, and 20 µs for a return. Thread safety: all methods.
     """
 
     def __init__(self, returns: SharedReturns, clock: Callable[[], float]) -> None:
@@ -123,7 +130,7 @@ class Conversations:
         self._known: OrderedDict[_Conversation, None] = OrderedDict()
         self._at: dict[Place, list[_Conversation]] = {}
         self._lengths: dict[bytes, dict[int, int]] = {}  # by block: of places' tokens, counted
-        self._row_bytes = 0
+        self._bytes = 0
         self._first = FirstTokens()
         self._places: OrderedDict[Place, bool] = OrderedDict()
         """Where conversations without tokens waited, and whether several did."""
@@ -237,7 +244,7 @@ class Conversations:
 
     def _add(self, new: _Conversation) -> None:
         self._known[new] = None
-        self._row_bytes += 0 if new.row is None else new.row.nbytes
+        self._bytes += new.nbytes
         same = self._at.setdefault(new.place, [])
         same.append(new)
         block, tail = new.place
@@ -251,7 +258,7 @@ class Conversations:
             self._places.move_to_end(new.place)
             if len(self._places) > _MOST:
                 self._places.popitem(last=False)
-        while len(self._known) > _MOST or self._row_bytes > _MOST_BYTES:
+        while len(self._known) > _MOST or self._bytes > _MOST_BYTES:
             self._lose(next(iter(self._known)))
 
     def _lose(self, old: _Conversation) -> None:
@@ -261,7 +268,7 @@ class Conversations:
 
     def _drop(self, old: _Conversation) -> None:
         del self._known[old]
-        self._row_bytes -= 0 if old.row is None else old.row.nbytes
+        self._bytes -= old.nbytes
         same = self._at[old.place]
         same.remove(old)
         if not same:
@@ -287,9 +294,7 @@ class Conversations:
                 counts[len(tail) // TOKEN_BYTES] = counts.get(len(tail) // TOKEN_BYTES, 0) + 1
             assert places == {place: len(same) for place, same in self._at.items()}
             assert lengths == self._lengths
-            rows = (one.row for one in self._known)
-            assert self._row_bytes == sum(row.nbytes for row in rows if row is not None)
-            assert self._row_bytes <= _MOST_BYTES
+            assert self._bytes == sum(one.nbytes for one in self._known) <= _MOST_BYTES
             assert len(self._known) <= _MOST
             waiting = [one.wait for one in self._known if not one.wait.over]
             assert len(waiting) == len(set(waiting))

@@ -67,16 +67,16 @@ class TierReturns:
         prompt: int,
         ended: Ended,
         tenant: Hashable = None,
-        tails: Sequence[bytes] = (),
+        beside: Sequence[bytes] = (),
     ) -> None:
         """Record the end of a request; see `Conversations.ended`.
 
-        ``tails`` are further records of ``chain``, which are of use to its conversation alone.
+        ``beside`` are records of ``chain`` beside its whole blocks.
         """
         wait, left = self.conversations.ended(chain, prompt, ended, tenant)
         self._changed(left)
         if self.waits is not None:
-            blocks = [*chain.blocks, *tails]
+            blocks = [*chain.blocks, *beside]
             self.waits.begin(blocks, wait)
             self._changed(blocks)
 
