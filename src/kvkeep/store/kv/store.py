@@ -167,7 +167,9 @@ class KVStore(PromptStore):
         """
         began = self._timing.begin()
         transfers = self._transfers("put")
-        prompt = self._requested(self._prompt(tokens, start, tenant, extra))
+        prompt = self._prompt(tokens, start, tenant, extra)
+        if not start:  # else parts of it were asked for, or put, before
+            self._requested(prompt)
         stop = len(prompt.row)
         if answer is not None:
             stop = self._worth_until(prompt, answer, ended, tenant)
@@ -262,7 +264,9 @@ class KVStore(PromptStore):
         """
         transfers = self._kept_snapshots("put_snapshot")
         began = self._timing.begin()
-        prompt = self._requested(self._prompt(tokens, 0, tenant, extra))
+        prompt = self._prompt(tokens, 0, tenant, extra)
+        if not snapshot.start:
+            self._requested(prompt)
         transfers.check(snapshot, len(prompt.row))
         prompt = prompt._replace(row=prompt.row[: snapshot.tokens])
         put = transfers.put(self._tiered, prompt, snapshot, wait=wait, replace=replace)
