@@ -26,9 +26,9 @@ Chat templates end a prompt with the beginning of an answer, for example "assist
 and leave a part of that out later.
 """
 _ROW: Final = 1024  # tokens of answers that are compared one by one; others, by whole blocks
-_MOST_BYTES: Final = 64 << 20  # of these tokens, and of blocks of answers, of all conversations
+_MOST_BYTES: Final = 32 << 20  # of these tokens, and of blocks of answers, of all conversations
 _BLOCK_BYTES: Final = 100
-_MOST: Final = 65_536
+_MOST: Final = 32_768
 _SAME_PLACE: Final = 16  # conversations whose prompts are the same, up to the slack
 
 Blocks = tuple[bytes, ...]
@@ -118,7 +118,7 @@ class Conversations:
     common. At a place where several waited and no tokens are at hand, prompts that do not go on an
     answer count as new conversations.
 
-    Memory: 65,536 conversations at most, of a kilobyte each, and 64 MiB for tokens and blocks of
+    Memory: 32,768 conversations at most, of a kilobyte each, and 32 MiB for tokens and blocks of
     their answers; beyond, those that wait longest are followed no longer. Cost: 0.1 µs a block of a
     prompt, and 20 µs for a return. Thread safety: all methods.
     """
