@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["BlockWaits", "SharedReturns"]
 
 _WAITS: Final = 4  # of conversations that share a block: those worth most
-_MOST_BLOCKS: Final = 1 << 18
+_MOST_BLOCKS: Final = 1 << 17
 
 
 class SharedReturns(Returns):
@@ -74,8 +74,8 @@ class BlockWaits:
     A block that several conversations wait behind has the waits of up to four, those worth most.
     A request that has not ended counts as a wait of the most general class.
 
-    Thread safety: all methods. Cost: about a microsecond a block. Memory: 250 bytes a block, and
-    nothing before the first request.
+    Thread safety: all methods. Cost: about a microsecond a block. Memory: up to 400 bytes a block,
+    and nothing before the first request.
     """
 
     def __init__(
