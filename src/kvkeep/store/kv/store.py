@@ -265,9 +265,9 @@ class KVStore(PromptStore):
         transfers = self._kept_snapshots("put_snapshot")
         began = self._timing.begin()
         prompt = self._prompt(tokens, 0, tenant, extra)
+        transfers.check(snapshot, len(prompt.row))
         if not snapshot.start:
             self._requested(prompt)
-        transfers.check(snapshot, len(prompt.row))
         prompt = prompt._replace(row=prompt.row[: snapshot.tokens])
         put = transfers.put(self._tiered, prompt, snapshot, wait=wait, replace=replace)
         given = snapshot.tokens - snapshot.start
