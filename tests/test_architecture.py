@@ -52,11 +52,12 @@ ROOMS: dict[str, set[str]] = {
     "store": {"store.kv", "store.blocks", "store.identity", "store.tiers"},
     "store.codecs": set(),
     "store.backends": set(),  # see keys and bytes, no tokens and no tensors
-    "store.tiers": {"store.backends", "store.codecs", "core.eviction"},
+    "store.tiers": {"store.backends", "store.codecs", "core.eviction", "core.returns"},
     "store.identity": set(),  # sees modules and files of weights, nothing that is stored
     "store.blocks": {"store.tiers", "store.backends"},
     "store.kv": {
         "store.blocks", "store.identity", "store.tiers", "store.codecs", "store.backends",
+        "core.returns",
     },
     "observe": set(),
     "observe.usage": set(),  # events of requests, in plain values; neither cache nor engine

@@ -70,6 +70,7 @@ class DictStore:
         self.hung = threading.Event()
         self.lookups_hang = threading.Event()
         self.drops = False
+        self.ends = []  # tokens of answers, and how they ended
         self.cancelled = self.touched = self.told_of = 0
         self._at = 1 if geometry.latent_dim is not None else 3 if layout == "HND" else 2
 
@@ -109,6 +110,13 @@ class DictStore:
 
     def touch(self, tokens, *, tenant=None):
         self.touched += 1
+
+    def worth(self, answer, *, ended=None, first=None, tenant=None):
+        return answer
+
+    def ended(self, tokens, *, prompt, ended, tenant=None):
+        assert 0 < prompt <= len(tokens)
+        self.ends.append((len(tokens) - prompt, ended))
 
     def unkept(self, tokens, start=0, *, tenant=None):
         self.told_of += len(tokens) - start

@@ -661,3 +661,18 @@ def test_the_bundled_model_three_lines():
             assert torch.equal(kept.generate(**inputs, max_new_tokens=10), expected)
         assert kept.last.loaded == kept.last.prompt - 1
     assert "LlamaForCausalLM" in repr(kept)
+
+
+def test_answers_that_later_prompts_lack_are_stored_no_longer(kept):
+    """As of a chat template that leaves reasoning out: each turn goes on where the answer began."""
+    for talk in range(10):
+        first = prompt(20, seed=3 * talk)
+        kept.generate(first, max_new_tokens=2 * BLOCK)
+        turn = torch.cat((first, prompt(6, seed=3 * talk + 1)), 1)
+        kept.generate(turn, max_new_tokens=1)
+        assert kept.last.loaded == 19
+    before = kept.store.stats()
+    kept.generate(prompt(20, seed=100), max_new_tokens=2 * BLOCK)
+    after = kept.store.stats()
+    assert after.unread_tokens - before.unread_tokens == 2 * BLOCK - 1
+    assert kept.last.stored == 19 + 4  # the prompt but for a token, and its tail with that token

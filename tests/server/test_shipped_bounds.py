@@ -25,6 +25,7 @@ from kvkeep import Namespace, PagedCache
 from kvkeep.core.events import Closed, Evicted, Opened, Stored
 from kvkeep.core.keys import BLOCK_ID_BYTES
 from kvkeep.core.miss_ratio.prompts import PromptWatch
+from kvkeep.core.returns import Ended
 from kvkeep.observe.explain import Explainer
 from kvkeep.observe.explain.alike import Anchors
 from kvkeep.observe.explain.answer import Span
@@ -48,7 +49,9 @@ from kvkeep.serve.server.metrics import ServerMetrics
 from kvkeep.serve.server.watching import Watching
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.kv.removal import Followers
-from kvkeep.store.tiers import Inclusive, MemorySpec, TieredStore
+from kvkeep.store.tiers import Chain, Inclusive, MemorySpec, TieredStore
+from kvkeep.store.tiers.block_waits import BlockWaits, SharedReturns
+from kvkeep.store.tiers.conversations import Conversations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sized
@@ -306,6 +309,21 @@ def _links() -> Remembers:
     )  # fmt: skip
 
 
+def _conversations() -> Remembers:
+    talks = Conversations(SharedReturns(), lambda: 0.0)
+
+    def end(number: int) -> None:
+        row = np.array([number, *range(100)], np.int32)
+        talks.ended(Chain(bytes(48), [], 256, len(row), row), 90, Ended(), "")
+
+    return Remembers(end, talks._known, 32_768, 60)
+
+
+def _waits() -> Remembers:
+    waits = BlockWaits(SharedReturns(), lambda: 0.0)
+    return Remembers(lambda number: waits.used([_bytes(number)]), waits._at, 131_072, 50)
+
+
 def _tiered() -> TieredStore:
     return TieredStore(MemorySpec(MemoryBackend(1 << 20)), [], Inclusive())
 
@@ -314,7 +332,9 @@ def _bytes(number: int, size: int = BLOCK_ID_BYTES) -> bytes:
     return number.to_bytes(size, "little")
 
 
-@pytest.mark.parametrize("of", [_keys, _salts, _sessions, _losses, _touches, _links])
+@pytest.mark.parametrize(
+    "of", [_keys, _salts, _sessions, _losses, _touches, _links, _conversations, _waits]
+)
 def test_what_serving_md_says_of_the_cache_and_the_store(of):
     """How many of each are remembered, and the memory of so many: a quarter takes a quarter."""
     one = of()

@@ -48,6 +48,8 @@ CALLS: dict[type, dict[str, Callable[[Any], object]]] = {
         "keepers": lambda s: s.keepers([s.root() + b"x"]),
         "why": lambda s: s.why(TOKENS),
         "unkept": lambda s: s.unkept(TOKENS),
+        "ended": lambda s: s.ended(TOKENS, prompt=3),
+        "worth": lambda s: s.worth(3),
         "touch": lambda s: s.touch(TOKENS),
         "prefetch": lambda s: s.prefetch(TOKENS),
         "pin": lambda s: s.pin(TOKENS, 1.0),

@@ -12,7 +12,7 @@ import pytest
 
 from faults import CountingBackend
 from kvkeep.core.errors import InvalidValue
-from kvkeep.core.eviction import POLICIES, without_waits
+from kvkeep.core.eviction import POLICIES
 from kvkeep.store.backends.disk import DiskBackend
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.tiers import TIER_OPTIONS, TieredStore, open_tiers
@@ -86,7 +86,7 @@ def test_encrypt_names_a_key_file(place: str, tmp_path: Path) -> None:
     assert one(f"memory://64KiB?encrypt={key}").codec.number == 128
 
 
-@pytest.mark.parametrize("policy", without_waits())
+@pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_has_a_name(policy: str, place: str) -> None:
     assert one(f"{place}&policy={policy}").options.policy is POLICIES[policy]
 

@@ -38,6 +38,7 @@ _WHY: Final = {
     "reuse_off": "reuse is off (--no-reuse)",
     "store_false": "the request had store: false",
     "answer": "answers are not stored",
+    "unread": "answers like it are never read again",
     "admission": "the policy did not admit it",
     "queue_full": "the queue to the tier was full",
     "given_up": "the request was aborted before it was stored",

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 from kvkeep.core.errors import IllegalStep, InvalidValue, UnsupportedModel
+from kvkeep.core.returns import Ended
 from kvkeep.integrations.transformers_caches import check_cache, fill, grown, held, length_of
 from kvkeep.integrations.transformers_model import geometry_of, needs_snapshots, rope_limit
 from kvkeep.integrations.transformers_prefill import Prefill
@@ -350,13 +351,28 @@ class KeptModel:
             answer = sequence[columns:].tolist()
             length = next((at + 1 for at, token in enumerate(answer) if token in ends), len(answer))
             text = sequence[pad : columns + length].numpy()
-            accepted += self._store(text, cache, row, pad, stored=columns - pad - 1)
+            last = answer[length - 1] if length else None
+            ended = Ended(f"stop {last}" if last in ends else "length")
+            accepted += self._store(
+                text, cache, row, pad, stored=columns - pad - 1, answer=(columns - pad, ended)
+            )
+            self.store.ended(text, prompt=columns - pad, ended=ended, tenant=self._tenant)
         return accepted
 
-    def _store(self, text: TokenArray, cache: Cache, row: int, pad: int, *, stored: int = 0) -> int:
+    def _store(
+        self,
+        text: TokenArray,
+        cache: Cache,
+        row: int,
+        pad: int,
+        *,
+        stored: int = 0,
+        answer: tuple[int, Ended] | None = None,
+    ) -> int:
         """Store the KV of ``text`` in row ``row`` of ``cache``, behind ``pad`` columns of padding.
 
         ``stored`` of its tokens were stored just now; windows may have dropped them from the cache.
+        ``answer`` says where an answer begins, and how it ended.
         """
         layers = [
             held(cache, layer)
@@ -375,7 +391,10 @@ class KeptModel:
             )
             for first, keys, values in layers
         )
-        put = self.store.put(text[:tokens], kv, start, tail=True, tenant=self._tenant)
+        begin, ended = (None, Ended()) if answer is None else (min(answer[0], tokens), answer[1])
+        put = self.store.put(
+            text[:tokens], kv, start, tail=True, answer=begin, ended=ended, tenant=self._tenant
+        )
         return put.tokens
 
     def _check_model(self) -> None:

@@ -16,7 +16,7 @@ from kvkeep.bench.replay.outcome import (
 )  # fmt: skip
 from kvkeep.bench.replay.runs import ReplayRun
 from kvkeep.bench.replay.simulate import SESSIONS
-from kvkeep.core.eviction import POLICIES, without_waits
+from kvkeep.core.eviction import POLICIES
 from kvkeep.core.eviction import policy as policy_named
 
 if TYPE_CHECKING:
@@ -80,7 +80,6 @@ class PlannedMemory:
             found += [
                 ReplayRun(policy, self.memory_tokens, below=below, tiering=name)
                 for policy in policies
-                if policy in without_waits()
                 for name in _TIERINGS
             ]
             found.append(ReplayRun(BELADY, self.memory_tokens, below=below))

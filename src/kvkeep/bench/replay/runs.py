@@ -19,7 +19,7 @@ from kvkeep.bench.replay.paging import Paging
 from kvkeep.bench.replay.simulate import SESSIONS, simulate
 from kvkeep.bench.replay.tiered import simulate_tiers
 from kvkeep.core.errors import InvalidValue, whole
-from kvkeep.core.eviction import POLICIES, without_waits
+from kvkeep.core.eviction import POLICIES
 from kvkeep.store.tiers import tiering
 
 if TYPE_CHECKING:
@@ -93,11 +93,6 @@ class ReplayRun:
 
     def _check_tiers(self) -> None:
         tiering(self.tiering)
-        if self.eviction not in without_waits():
-            raise InvalidValue(
-                f"{self.eviction} orders by the ends of requests, which tiers do not see; they "
-                f"take {', '.join(without_waits())}"
-            )
         for what, given in (
             ("sessions", self.policy.endswith(SESSIONS)),
             ("pages of tokens", self.page_tokens is not None),

@@ -15,6 +15,8 @@ from kvkeep.bench.replay.paging import Paging
 from kvkeep.bench.replay.tiers import Level, TierSimulator
 from kvkeep.bench.replay.watching import ReplayWatch
 from kvkeep.core.errors import InvalidValue
+from kvkeep.core.returns import Ended
+from kvkeep.store.tiers import Chain
 from kvkeep.store.tiers import tiering as tiering_policy
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from kvkeep.bench.replay.costs import PrefillCost
     from kvkeep.bench.replay.workload import Ids, Workload
 
-__all__ = ["simulate_tiers"]
+__all__ = ["Requests", "simulate_tiers"]
 
 
 def simulate_tiers(
@@ -37,14 +39,16 @@ def simulate_tiers(
     users: int | None = None,
     closed_loop: bool = False,
     speed: float = 1.0,
+    whole_answers: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> Outcome:
     """Replay ``workload`` through tiers of so many tokens, fastest first, by units.
 
     Each unit is a block, including the last unit of a prompt. ``tiering`` names the policy that
     moves blocks between tiers (`kvkeep.store.tiers.tiering`), ``policy`` the eviction policy of
-    each tier. The outcome's ``tiers`` count the hits and writes of each tier; its policy is named
-    like "lru/inclusive".
+    each tier. As a store does, the replay learns which tokens of answers are never read again, and
+    does not store them; ``whole_answers`` stores all. The outcome's ``tiers`` count the hits and
+    writes of each tier; its policy is named like "lru/inclusive".
 
     With ``cost`` requests wait in line, and the outcome has a ``latency``, as from `simulate_loop`,
     which explains ``users``, ``closed_loop`` and ``speed``. Blocks found below the first tier are
@@ -85,9 +89,10 @@ def simulate_tiers(
 
     gone = [0] * len(levels)
     simulator = TierSimulator(levels, tiering_policy(tiering), clock=lambda: watch.now, lost=lost)
+    requests = Requests(workload, simulator, whole_answers=whole_answers)
     for done, number in enumerate(range(len(workload)) if pace is None else pace):
         watch.now = float(workload.times[number]) if pace is None else pace.now
-        found = simulator.find(block_ids(workload.prompt(number), int(workload.namespace[number])))
+        found = requests.find(number)
         blocks = sum(found)
         hit_tokens = min(blocks * workload.unit_tokens, int(workload.tokens[number]))
         watch.request(number, hit_tokens, blocks)
@@ -95,7 +100,7 @@ def simulate_tiers(
             pace.served(number, found, hit_tokens, outcome)
             watch.now = pace.now
         if workload.store[number]:
-            _keep(workload, number, blocks, simulator, watch)
+            watch.stored(requests.keep(number, blocks))
         if progress is not None and done % 100 == 99:
             progress(done + 1)
     outcome.tiers = [
@@ -110,15 +115,56 @@ def simulate_tiers(
     return outcome
 
 
-def _keep(
-    workload: Workload, number: int, found: int, simulator: TierSimulator, watch: ReplayWatch
-) -> None:
-    """Store the units of a prompt that were not found, and those of its answer."""
-    ids, answer = workload.prompt(number), workload.answer(number)
-    new = np.concatenate((ids[found:], answer)) if len(answer) else ids[found:]
-    keys = block_ids(new, int(workload.namespace[number]))
-    simulator.put(keys)
-    watch.stored(new[[simulator.level_of(block) is not None for block in keys]])
+class Requests:
+    """The requests of a workload, as calls of a store's engine."""
+
+    def __init__(
+        self, workload: Workload, simulator: TierSimulator, *, whole_answers: bool
+    ) -> None:
+        self._workload = workload
+        self._simulator = simulator
+        self._whole_answers = whole_answers
+
+    def find(self, number: int) -> list[int]:
+        """Read the stored beginning of a prompt; return how many units came from each level."""
+        keys = block_ids(self._workload.prompt(number), int(self._workload.namespace[number]))
+        self._simulator.returns.requested(self._chain(number, keys))
+        return self._simulator.find(keys)
+
+    def keep(self, number: int, found: int) -> Ids:
+        """Store the units of a prompt that were not found, and those of its answer.
+
+        Returns those that a level has now.
+        """
+        work, space = self._workload, int(self._workload.namespace[number])
+        prompt, answer, stop = work.prompt(number), work.answer(number), int(work.stop[number])
+        tokens, answered = int(work.tokens[number]), max(0, int(work.output_tokens[number]))
+        ended = Ended(work.stops[stop] if stop >= 0 else None, answered)
+        kept = answer if self._whole_answers else answer[: self._worth(number, ended)]
+        new = np.concatenate((prompt[found:], kept)) if len(kept) else prompt[found:]
+        keys = block_ids(new, space)
+        self._simulator.put(keys)
+        stored = new[[self._simulator.level_of(block) is not None for block in keys]]
+        whole = prompt[: tokens // work.unit_tokens]
+        keys = block_ids(np.concatenate((whole, answer)), space)
+        chain = self._chain(number, keys)._replace(blocks=keys, tokens=tokens + answered)
+        self._simulator.returns.ended(chain, tokens, ended, space)
+        return stored
+
+    def _chain(self, number: int, keys: Sequence[bytes]) -> Chain:
+        """Return a prompt without its last unit, if that is not full."""
+        work = self._workload
+        tokens, root = int(work.tokens[number]), b"%d" % work.namespace[number]
+        return Chain(root, keys, work.unit_tokens, tokens).beginning(tokens)
+
+    def _worth(self, number: int, ended: Ended) -> int:
+        """Return how many units of an answer are worth storing."""
+        work, tokens = self._workload, int(self._workload.tokens[number])
+        space, answer = int(work.namespace[number]), ended.tokens or 0
+        kept = self._simulator.returns.conversations.kept(space, answer, ended)
+        if kept >= answer:
+            return len(work.answer(number))
+        return (tokens + kept) // work.unit_tokens - tokens // work.unit_tokens
 
 
 def block_ids(ids: Ids, space: int) -> list[bytes]:

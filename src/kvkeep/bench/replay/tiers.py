@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import InvalidValue, whole
-from kvkeep.core.eviction import POLICIES, without_waits
+from kvkeep.core.eviction import POLICIES
 from kvkeep.store.tiers.catalogue import Catalogue
 from kvkeep.store.tiers.planner import Copy, Drop, Planner
 from kvkeep.store.tiers.prompt_moves import Placement, ReadMoves, StoreMoves
+from kvkeep.store.tiers.tier_returns import TierReturns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Sequence
@@ -32,10 +33,9 @@ class Level:
 
     def __post_init__(self) -> None:
         whole(f"blocks of {self.name}", self.blocks, 1)
-        known = without_waits()
-        if self.eviction not in known:
+        if self.eviction not in POLICIES:
             raise InvalidValue(
-                f"no eviction policy {self.eviction!r} for tiers; there are {', '.join(known)}"
+                f"no eviction policy {self.eviction!r}; there are {', '.join(POLICIES)}"
             )
 
 
@@ -73,6 +73,9 @@ class TierSimulator(ReadMoves, StoreMoves):
         clock: returns seconds.
         ahead: demote from memory before its room is needed.
         lost: called with a level and the blocks that it evicted and that no level has any more.
+
+    Attributes:
+        returns: follows conversations, if the ends of requests are reported to it.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class TierSimulator(ReadMoves, StoreMoves):
         self._lost = lost
         self._new = False  # whether no block of the prompt that is put was stored before
         self._levels = [_SimulatedLevel(level, clock) for level in levels]
+        self.returns = TierReturns([one.catalogue for one in self._levels], clock)
         self._below = range(1, len(levels))
         super().__init__(Planner(policy, len(levels) - 1), self._levels[0].catalogue)
 
@@ -207,6 +211,7 @@ class TierSimulator(ReadMoves, StoreMoves):
                 self._evict(0, excess)
 
     def use(self, blocks: Sequence[bytes], new: Container[bytes]) -> None:
+        self.returns.used(blocks, new)
         for one in self._levels:
             one.catalogue.used(blocks, new=new)
 

@@ -72,5 +72,5 @@ def policy(name: str | EvictionPolicy) -> EvictionPolicy:
 
 
 def without_waits() -> list[str]:
-    """Return the names of policies for what does not see when requests end, as a tier."""
+    """Return the names of policies for what does not see when requests end."""
     return [name for name, make in POLICIES.items() if not make().awaits]

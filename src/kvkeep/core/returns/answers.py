@@ -103,6 +103,20 @@ class AnswerShares:
                 return _begin(place)
         return tokens
 
+    def sure(self, tenant: Hashable, tokens: int) -> int:
+        """Return how many tokens of an answer, which has ``tokens`` so far, are worth keeping.
+
+        That is the least of `kept`, over all ends and lengths that it may have. Cost: that of
+        `kept` for each of the tenant's classes, 64 at most.
+        """
+        classes = self._tenants.get(tenant, ())
+        lengths = {
+            (stop, tokens if bits is None else max(tokens, 1 << bits >> 1))
+            for stop, bits in classes
+            if bits is None or tokens < 1 << bits
+        }
+        return min([tokens, *(self.kept(tenant, stop, length) for stop, length in lengths)])
+
 
 def _kinds(stop: str | None, tokens: int) -> tuple[tuple[str | None, int | None], ...]:
     """Return the classes of an answer, the most general one first."""

@@ -31,6 +31,7 @@ _WHY_NOT = {
     "store_false": "the request that computed them before was not to be stored",
     "admission": "they were seen before, but not often enough to be admitted",
     "answer": "they are an answer, and those were not to be stored",
+    "unread": "they are an answer, and answers like it were never read again",
     "queue_full": "they were dropped on their way to be stored, because the queue was full",
     "given_up": "the request that computed them before ended before it published them",
 }

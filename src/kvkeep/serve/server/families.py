@@ -141,6 +141,10 @@ _STORE_COUNTERS: _Table = {
         "dropped_tokens",
         "Tokens handed to the store that were dropped: no room",
     ),
+    "kvkeep_store_unread_tokens": (
+        "unread_tokens",
+        "Tokens of answers not stored: answers like them are never read again",
+    ),
 }
 _TIER_GAUGES: _Table = {
     "kvkeep_store_used_bytes": ("used_bytes", "Bytes in the tier, of all processes that share it"),

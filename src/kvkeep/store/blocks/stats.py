@@ -64,6 +64,7 @@ class Put:
         partial: not stored because they are in no whole block, at either end (see ``tail``).
         failed: with ``replace``, the tiers that failed to delete older KV. This store does not read
             it any more; others may.
+        unread: not stored because answers like this one are never read again.
     """
 
     tokens: int
@@ -71,6 +72,7 @@ class Put:
     dropped: int
     partial: int
     failed: tuple[str, ...] = field(default=(), repr=False)
+    unread: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,8 @@ class StoreStats:
 
     Callers of `get` requested ``asked_tokens`` and got ``hit_tokens``. `put` stored ``put_tokens``,
     skipped ``skipped_tokens`` that were stored before, and dropped ``dropped_tokens`` for lack of
-    room.
+    room. ``unread_tokens`` of answers were not stored because answers like them are never read
+    again.
     """
 
     gets: int
@@ -123,6 +126,7 @@ class StoreStats:
     put_tokens: int
     skipped_tokens: int
     dropped_tokens: int
+    unread_tokens: int
     tiers: tuple[TierStats, ...]
 
     @property
@@ -142,7 +146,7 @@ class StoreCounters:
         self._lock = threading.Lock()
         self._counts = dict.fromkeys(
             ("gets", "asked_tokens", "hit_tokens",
-             "puts", "put_tokens", "skipped_tokens", "dropped_tokens"), 0
+             "puts", "put_tokens", "skipped_tokens", "dropped_tokens", "unread_tokens"), 0
         )  # fmt: skip
 
     def count(self, **more: int) -> None:

@@ -92,6 +92,10 @@ class SnapshotRecords(KeptPrompts):
         if position is not None:
             tiered.used([piece.id for piece in position.pieces])
 
+    def beside(self, tiered: TieredStore, prompt: PromptBlocks) -> list[bytes]:
+        position = self._finder(tiered, prompt, ask=False).longest()
+        return [] if position is None else [p.id for p in position.pieces if p.group != BASE]
+
     def prefetch(self, tiered: TieredStore, prompt: PromptBlocks) -> Prefetch:
         lengths: list[int] = []
 

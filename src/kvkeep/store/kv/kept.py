@@ -53,6 +53,10 @@ class KeptPrompts(ABC):
         """Count a use of the records that are known to be stored."""
 
     @abstractmethod
+    def beside(self, tiered: TieredStore, prompt: PromptBlocks) -> list[bytes]:
+        """Return the ids of records that a prompt has beside its full blocks."""
+
+    @abstractmethod
     def prefetch(self, tiered: TieredStore, prompt: PromptBlocks) -> Prefetch:
         """Start to read the records into memory."""
 
@@ -90,6 +94,12 @@ class WholeBlocks(KeptPrompts):
 
     def touch(self, tiered: TieredStore, prompt: PromptBlocks) -> None:
         tiered.used(prompt.names.full(prompt.row))
+
+    def beside(self, tiered: TieredStore, prompt: PromptBlocks) -> list[bytes]:
+        row, _, names = prompt
+        full = names.full(row)
+        rest = row[len(full) * names.block_tokens :]
+        return names.tails(full, rest)[-1:]
 
     def prefetch(self, tiered: TieredStore, prompt: PromptBlocks) -> Prefetch:
         return start_prefetch(tiered, self._form, prompt)

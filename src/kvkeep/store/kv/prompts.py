@@ -8,13 +8,14 @@ from kvkeep.core.errors import whole
 from kvkeep.core.extras import as_extras
 from kvkeep.core.geometry import parse_bytes
 from kvkeep.core.public import PublicPrefixes
+from kvkeep.core.returns import Ended
 from kvkeep.core.tokens import as_tokens
 from kvkeep.store.blocks.base import Store
 from kvkeep.store.blocks.stats import closed_is_illegal, seconds_of
 from kvkeep.store.kv.binding import ModelBinding
 from kvkeep.store.kv.names import PromptBlocks, TenantNames
 from kvkeep.store.kv.reporting import KVReporter
-from kvkeep.store.tiers import TieredStore, open_tiers
+from kvkeep.store.tiers import Chain, TieredStore, open_tiers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from kvkeep.store.tiers import Miss, Removed
 
 __all__ = ["PromptStore"]
+
+_UNKNOWN = Ended()
 
 
 class PromptStore(Store):
@@ -94,7 +97,8 @@ class PromptStore(Store):
         Blocks may be evicted, or prove damaged, before a later `get`. Shared tiers are queried
         about blocks that are not known here. ``extra`` as in `put`.
         """
-        return self._kept.lookup(self._tiered, self._prompt(tokens, 0, tenant, extra), self.tiers)
+        prompt = self._requested(self._prompt(tokens, 0, tenant, extra))
+        return self._kept.lookup(self._tiered, prompt, self.tiers)
 
     def root(self, *, tenant: str | None = None) -> bytes:
         """Return the block id before the first block of a tenant's prompts, for `keepers`."""
@@ -135,6 +139,64 @@ class PromptStore(Store):
         """
         return self._kept.why(self._tiered, self._prompt(tokens, start, tenant, extra), since)
 
+    def ended(
+        self,
+        tokens: TokensLike,
+        *,
+        prompt: int,
+        ended: Ended = _UNKNOWN,
+        tenant: str | None = None,
+        extra: ExtraLike | None = None,
+    ) -> None:
+        """Record that a request ended: of ``tokens``, those from ``prompt`` on are its answer.
+
+        The store then recognises the conversation's next prompt, by its tokens alone. It learns
+        when conversations return, for tiers with ``policy=returns``, and which tokens of answers
+        the next prompt contains (`worth`). ``ended`` says more of the end, if that is known.
+        ``extra`` as in `put`.
+
+        Nothing of it is stored: a store that is opened anew begins to learn anew. Cost: about 1 µs
+        a block and 20 µs. `kvkeep.store.tiers.conversations` has the bounds of memory.
+
+        Raises:
+            InvalidValue: tokens or ``prompt`` are wrong.
+            IllegalStep: the store is closed.
+        """
+        self._tiered.check_open()
+        row, _, names = given = self._prompt(tokens, 0, tenant, extra)
+        whole("prompt", prompt, 0, len(row))
+        returns, chain = self._tiered.returns, _chain(given)
+        beside: list[bytes] = []
+        if returns.waits is not None:
+            with closed_is_illegal():
+                beside = self._kept.beside(self._tiered, given)
+        returns.ended(chain, prompt, ended, names.space, beside)
+
+    def worth(
+        self,
+        answer: int,
+        *,
+        ended: Ended | None = None,
+        first: int | None = None,
+        tenant: str | None = None,
+    ) -> int:
+        """Return how many leading tokens of an answer of ``answer`` tokens are worth storing.
+
+        Chat templates leave reasoning out of later prompts, so most tokens of such answers are
+        never read again. What share is, the store learns from `ended` and from the prompts that
+        follow, by tenant, ``ended.stop``, length and ``first`` token of the answer, which tells
+        answers with reasoning from others; until it has seen that answers are not read, all of an
+        answer is worth storing. Without ``ended``, the answer may become
+        longer, and what is returned holds however it will end.
+
+        Raises:
+            InvalidValue: ``answer`` is negative.
+        """
+        self._tiered.check_open()
+        whole("answer", answer, 0)
+        conversations = self._tiered.returns.conversations
+        return conversations.kept(self._names_of(tenant).space, answer, ended, first)
+
     def unkept(
         self,
         tokens: TokensLike,
@@ -142,20 +204,29 @@ class PromptStore(Store):
         *,
         tenant: str | None = None,
         answer: bool = False,
+        unread: bool = False,
         extra: ExtraLike | None = None,
     ) -> None:
         """Record that the full blocks of ``tokens[start:]`` were never put, for `why`.
 
-        The recorded reason is a full queue or, with ``answer``, that generated tokens are not to be
-        stored. ``extra`` as in `put`.
+        The recorded reason is a full queue; with ``answer``, that generated tokens are not to be
+        stored; with ``unread``, that answers like this one are never read again (`worth`), which
+        also counts in `StoreStats.unread_tokens`. ``extra`` as in `put`.
         """
         self._tiered.check_open()
         row, start, names = self._prompt(tokens, start, tenant, extra)
+        if unread:
+            self._unread(names.full(row)[start // self.block_tokens :], len(row) - start)
+            return
         blocks = names.full(row)[-(-start // self.block_tokens) :]
         if answer:
             self._tiered.losses.note(blocks, "", "refused", "answer")
         else:
             self._tiered.losses.note(blocks, self._tiered.memory.name, "dropped", "queue full")
+
+    def _unread(self, blocks: Sequence[bytes], tokens: int) -> None:
+        self._reporter.counters.count(unread_tokens=tokens)
+        self._tiered.losses.note(blocks, "", "refused", "unread")
 
     def touch(
         self, tokens: TokensLike, *, tenant: str | None = None, extra: ExtraLike | None = None
@@ -167,7 +238,8 @@ class PromptStore(Store):
         ``extra`` as in `put`.
         """
         with closed_is_illegal():
-            self._kept.touch(self._tiered, self._prompt(tokens, 0, tenant, extra))
+            prompt = self._requested(self._prompt(tokens, 0, tenant, extra))
+            self._kept.touch(self._tiered, prompt)
 
     def prefetch(
         self,
@@ -182,7 +254,8 @@ class PromptStore(Store):
         Returns at once. Reads at most as much as half of the memory tier holds. ``extra`` as in
         `put`.
         """
-        return self._kept.prefetch(self._tiered, self._prompt(tokens, start, tenant, extra))
+        prompt = self._requested(self._prompt(tokens, start, tenant, extra))
+        return self._kept.prefetch(self._tiered, prompt)
 
     def pin(
         self,
@@ -238,6 +311,7 @@ class PromptStore(Store):
         prompt = self._prompt(tokens, start, tenant, extra)
         public = prompt.names.num_public * self.block_tokens  # not this tenant's to delete
         with closed_is_illegal():
+            self._tiered.returns.conversations.forget(_chain(prompt), start)
             return self._kept.remove(self._tiered, prompt._replace(start=max(start, public)))
 
     def clear(self, *, tenant: str | None = None) -> Removed:
@@ -245,12 +319,21 @@ class PromptStore(Store):
 
         Cost: that of listing every tier.
         """
+        space = self._names_of(tenant).space
         with closed_is_illegal():
-            return self._tiered.clear(self._names_of(tenant).space)
+            self._tiered.returns.conversations.clear(space)
+            return self._tiered.clear(space)
 
     def stats(self) -> StoreStats:
         """Return the counts since the store was opened, and the state of every tier."""
         return self._reporter.counters.stats(tuple(self._tiered.stats()))
+
+    def _requested(self, prompt: PromptBlocks) -> PromptBlocks:
+        """Report a prompt to what follows conversations, if ends of requests are reported."""
+        self._tiered.check_open()
+        if len(self._tiered.returns.conversations):
+            self._tiered.returns.requested(_chain(prompt))
+        return prompt
 
     def _names_of(self, tenant: str | None = None) -> Names:
         return self._names.of(tenant)
@@ -263,3 +346,8 @@ class PromptStore(Store):
         whole("start", start, 0, len(row))
         extras = () if extra is None else as_extras(extra, len(row))
         return PromptBlocks(row, start, self._names.of_prompt(tenant, row, extras))
+
+
+def _chain(prompt: PromptBlocks) -> Chain:
+    row, _, names = prompt
+    return Chain(names.root, names.full(row), names.block_tokens, len(row), row)

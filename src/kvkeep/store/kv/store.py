@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, Unpack
 
 from kvkeep.core.errors import InvalidValue, UnsupportedModel, whole
+from kvkeep.core.returns import Ended
 from kvkeep.store.kv.forms import Form
 from kvkeep.store.kv.groups import SnapshotRecords
 from kvkeep.store.kv.kept import WholeBlocks
@@ -26,10 +27,13 @@ if TYPE_CHECKING:
     from kvkeep.store.backends import Backend
     from kvkeep.store.blocks.stats import Put
     from kvkeep.store.kv.forms import KV, Layout
+    from kvkeep.store.kv.names import PromptBlocks
     from kvkeep.store.kv.snapshot import Snapshot
     from kvkeep.store.tiers import TieringPolicy
 
 __all__ = ["KVStore"]
+
+_UNKNOWN = Ended()
 
 
 class KVStore(PromptStore):
@@ -130,6 +134,8 @@ class KVStore(PromptStore):
         wait: bool = False,
         tail: bool = False,
         replace: bool = False,
+        answer: int | None = None,
+        ended: Ended = _UNKNOWN,
         tenant: str | None = None,
         extra: ExtraLike | None = None,
     ) -> Put:
@@ -148,6 +154,9 @@ class KVStore(PromptStore):
                 `get` that began before returns old KV only, a later one new KV only, and less of
                 it until this call returns. Replacements wait for each other; a concurrent put of
                 old KV without ``replace`` may be stored.
+            answer: where an answer begins that is complete and ended as ``ended`` says. What of it
+                is never read again (`worth`) is not stored, and counted in `Put.unread`. The store
+                learns that from `ended`, which is called as well.
             extra: ``[(position, bytes)]``: bytes that belong to tokens, such as an image to its
                 placeholder. Positions count from ``tokens[0]``. They become part of the keys of
                 all blocks from there on.
@@ -157,9 +166,15 @@ class KVStore(PromptStore):
             IllegalStep: the store is closed.
         """
         began = self._timing.begin()
+        transfers = self._transfers("put")
         prompt = self._prompt(tokens, start, tenant, extra)
-        put = self._transfers("put").put(
-            self._tiered, prompt, kv, wait=wait, tail=tail, replace=replace
+        if not start:  # else parts of it were asked for, or put, before
+            self._requested(prompt)
+        stop = len(prompt.row)
+        if answer is not None:
+            stop = self._worth_until(prompt, answer, ended, tenant)
+        put = transfers.put(
+            self._tiered, prompt, kv, stop=stop, wait=wait, tail=tail, replace=replace
         )
         self._reporter.put(began, len(prompt.row) - start, put, self._tiered.memory.name)
         return put
@@ -196,7 +211,7 @@ class KVStore(PromptStore):
         began = self._timing.begin()
         if form not in ("tensor", "tuples"):
             raise InvalidValue(f"form is {form!r}; it is 'tensor' or 'tuples'")
-        prompt = self._prompt(tokens, start, tenant, extra)
+        prompt = self._requested(self._prompt(tokens, start, tenant, extra))
         loaded = self._transfers("get").get(
             self._tiered, prompt, out, tuples=form == "tuples", deadline=deadline,
             sources=bool(began) or sources is not None,
@@ -251,6 +266,8 @@ class KVStore(PromptStore):
         began = self._timing.begin()
         prompt = self._prompt(tokens, 0, tenant, extra)
         transfers.check(snapshot, len(prompt.row))
+        if not snapshot.start:
+            self._requested(prompt)
         prompt = prompt._replace(row=prompt.row[: snapshot.tokens])
         put = transfers.put(self._tiered, prompt, snapshot, wait=wait, replace=replace)
         given = snapshot.tokens - snapshot.start
@@ -291,7 +308,7 @@ class KVStore(PromptStore):
         """
         transfers = self._kept_snapshots("get_snapshot")
         began = self._timing.begin()
-        prompt = self._prompt(tokens, start, tenant, extra)
+        prompt = self._requested(self._prompt(tokens, start, tenant, extra))
         if limit is not None:
             limit = whole("limit", limit, start, len(prompt.row))
             prompt = prompt._replace(row=prompt.row[:limit])
@@ -302,6 +319,19 @@ class KVStore(PromptStore):
             sources += loaded.tiers
         self._reporter.get(began, len(prompt.row) - start, loaded)
         return loaded.snapshot
+
+    def _worth_until(
+        self, prompt: PromptBlocks, answer: int, ended: Ended, tenant: str | None
+    ) -> int:
+        """Return up to which token to store a prompt with its answer; note what is left out."""
+        tokens = len(prompt.row)
+        whole("answer", answer, 0, tokens)
+        first = int(prompt.row[answer]) if answer < tokens else None
+        worth = self.worth(tokens - answer, ended=ended, first=first, tenant=tenant)
+        stop = max(prompt.start, answer + worth)
+        if stop < tokens:
+            self._unread(prompt.names.full(prompt.row)[stop // self.block_tokens :], tokens - stop)
+        return stop
 
     def _transfers(self, call: str) -> KVTransfers:
         if self._whole is None:

@@ -53,13 +53,20 @@ class KVTransfers:
         prompt: PromptBlocks,
         kv: KV,
         *,
+        stop: int,
         wait: bool,
         tail: bool,
         replace: bool,
     ) -> Put:
-        """See `KVStore.put`; ``kv`` is that of the prompt from its ``start`` on."""
+        """See `KVStore.put`; ``kv`` is that of the prompt from its ``start`` on.
+
+        Tokens from ``stop`` on are not stored, because they are never read again.
+        """
         row, start, names = prompt
         self._form.check(kv, len(row) - start)
+        unread = len(row) - stop
+        if unread:
+            row, kv = row[:stop], self._form.cut(kv, 0, stop - start)
         size = names.block_tokens
         first = -(-start // size)  # the first block of which kv has all tokens
         full = names.full(row)
@@ -86,7 +93,7 @@ class KVTransfers:
         skipped = sum(lengths[at] for at in written.already)
         dropped = sum(lengths) - kept - skipped
         partial = len(row) - start - sum(lengths)
-        return Put(kept, skipped, dropped, partial, failed)
+        return Put(kept, skipped, dropped, partial, failed, unread)
 
     def get(
         self,

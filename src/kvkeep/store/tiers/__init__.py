@@ -13,6 +13,9 @@ writing.py       stores prompts; write_queue.py: pending writes and deletions of
 demoting.py      moves evicted blocks to a lower tier
 removing.py      deletes blocks by request
 loss_log.py      records why blocks were lost
+tier_returns.py  follows conversations, for policies that order by their returns:
+                 conversations.py: which prompts are returns; chains.py: prompts by their blocks;
+                 block_waits.py: which conversations wait at a block
 
 One tier:
 
@@ -22,7 +25,8 @@ tier.py          a lower tier: one backend, with threads and statistics (counter
 calls.py         guards backend calls, turns failures into misses; breaker.py, workers.py
 health.py        whether the tier can be read and written now
 known.py         which blocks the tier holds and may serve
-catalogue.py     known blocks: block_table.py, eviction_order.py, tier_pins.py, packed.py
+catalogue.py     known blocks: block_table.py, eviction_order.py, tier_pins.py, packed.py;
+                 tier_waits.py: tells the policy of conversations that wait
 listing.py       keeps the catalogue in step with the backend; lookups.py, notes.py
 space.py         evicts and deletes within budget and quotas; turns.py: fairness among writers
 record.py        format of a stored block; record_codec.py: encodes, verifies and decodes it
@@ -33,6 +37,7 @@ from __future__ import annotations
 
 from kvkeep.store.tiers.adaptive import AdaptiveTiering
 from kvkeep.store.tiers.block_prefetch import BlockPrefetch
+from kvkeep.store.tiers.chains import Chain
 from kvkeep.store.tiers.counters import TierCounters, TierStats
 from kvkeep.store.tiers.loss_log import Loss, LossKind, LossLog, Miss
 from kvkeep.store.tiers.memory import MemorySpec, MemoryTier
@@ -49,6 +54,7 @@ __all__ = [
     "TIER_OPTIONS",
     "AdaptiveTiering",
     "BlockPrefetch",
+    "Chain",
     "Exclusive",
     "Inclusive",
     "Loss",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kvkeep.core.keys import SPACE_BYTES
-from kvkeep.store.tiers.eviction_order import EvictionOrder, OrderedBlock, popped
+from kvkeep.store.tiers.eviction_order import EvictionOrder, OrderedBlock
 from kvkeep.store.tiers.packed import Packed, PackedRow
 from kvkeep.store.tiers.tier_pins import TierPins
 
@@ -175,7 +175,7 @@ class BlockTable:
     def _pack(self, policy: EvictionPolicy) -> None:
         """Pop the next victims of ``policy`` and turn them into rows."""
         for _ in range(min(_PACKED_AT_ONCE, 1 + (self._ordered or 0) // 16)):
-            block = popped(policy)
+            block = self.order.pop_of(policy)
             if block is None:
                 return
             self.packed.add(block.block, block.size, block.used, block.hits, block.round)

@@ -11,6 +11,7 @@ from kvkeep.store.tiers.block_table import BlockTable
 from kvkeep.store.tiers.eviction_order import OrderedBlock
 from kvkeep.store.tiers.filling import Filling
 from kvkeep.store.tiers.holds import Holds
+from kvkeep.store.tiers.tier_waits import TierWaits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -47,6 +48,7 @@ class Catalogue:
 
     Attributes:
         holds: keeps blocks from eviction for a while.
+        waiting: orders blocks by when conversations return.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Catalogue:
         self._table = BlockTable(policy, budget, ordered, unit)
         self._filling = Filling(self._table, self._lock)
         self.holds = Holds(self._table, self._filling, self._lock)
+        self.waiting = TierWaits(self._table, self._lock)
 
     # --- queries ---------------------------------------------------------------------------------
 

@@ -11,6 +11,8 @@ from kvkeep.core.keys import SPACE_BYTES
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from kvkeep.store.tiers.block_waits import BlockWaits
+
 __all__ = ["EvictionOrder", "OrderedBlock"]
 
 _REMEMBERED: Final = 4  # length of `_known_again`, in blocks over those that the budget holds
@@ -53,6 +55,9 @@ class EvictionOrder:
     Policies with a history (`EvictionPolicy.remembers`) are fitted to ``budget`` bytes once the
     size of a block is known, and learn of requests from then on; without a budget, never.
 
+    Policies that order by waits (`EvictionPolicy.awaits`) find them in `BlockWaits`, once `attend`
+    was called; until then, each block waits since its last use.
+
     Thread safety: none; the catalogue calls it under its lock.
     """
 
@@ -61,6 +66,8 @@ class EvictionOrder:
         self.own: dict[bytes, EvictionPolicy] = {}
         self.quotas: dict[bytes, int] = {}
         self.remembers = self.shared.remembers and budget is not None
+        self.awaits = self.shared.awaits
+        self._waits: BlockWaits | None = None
         self._make = make
         self._budget = budget
         self._fitted = 0  # bytes of the blocks that the policies are fit for; 0: none yet
@@ -108,9 +115,18 @@ class EvictionOrder:
         for space, policy in self.own.items():
             policy.fit(self.quotas[space], size)
 
+    def attend(self, waits: BlockWaits) -> None:
+        """Order by ``waits``; for policies that `awaits`, before the first block is added."""
+        assert not len(self), "the waits of blocks that are ordered already"
+        self._waits = waits
+        for policy in (self.shared, *self.own.values()):
+            policy.attend(waits.returns, waits.clock)
+
     def order(self, block: OrderedBlock, hits: int) -> None:
         """Add ``block`` to its policy, with the ``hits`` from before it was packed."""
         policy = self.of(block.block)
+        if self.awaits:
+            self._wait(block, used=True)
         policy.stored(block, 0, known=hits > 0 or block.block in self._known_again)
         if hits:
             block.hits = hits
@@ -125,6 +141,8 @@ class EvictionOrder:
     def restore(self, block: OrderedBlock) -> None:
         """Make ``block`` a candidate again, unless it is still held or pinned."""
         if block.evictable:
+            if self.awaits:
+                self._wait(block, used=False)
             self.of(block.block).add(block)
 
     def used(self, block: OrderedBlock, *, new: bool) -> None:
@@ -134,9 +152,29 @@ class EvictionOrder:
         if block.evictable:
             policy.discard(block)
             count(block)
+            if self.awaits:
+                self._wait(block, used=True)
             policy.add(block)
         else:
             count(block)
+
+    def awaited(self, block: OrderedBlock) -> None:
+        """Order ``block`` by its waits of this moment: one of them began or is over."""
+        if block.evictable:
+            policy = self.of(block.block)
+            policy.discard(block)
+            self._wait(block, used=False)
+            policy.add(block)
+
+    def _wait(self, block: OrderedBlock, *, used: bool) -> None:
+        """Take over the most valuable wait at ``block``.
+
+        If there is none, it begins to wait when it is ``used``; otherwise its conversation has left
+        it behind.
+        """
+        wait, block.followers = (None, 0) if self._waits is None else self._waits.best(block.block)
+        if wait is not None or used:
+            block.wait = wait
 
     def set_quota(self, space: bytes, limit: int, mine: Iterable[OrderedBlock]) -> bool:
         """Limit ``space``, with blocks ``mine``, to ``limit`` bytes; False if it had a quota."""
@@ -146,6 +184,8 @@ class EvictionOrder:
         policy = self._make()
         if self.remembers and self._fitted:
             policy.fit(limit, self._fitted)
+        if self._waits is not None:
+            policy.attend(self._waits.returns, self._waits.clock)
         blocks = list(mine)
         for block in blocks:
             if block.evictable:
@@ -164,15 +204,31 @@ class EvictionOrder:
 
     def pop(self, group: bytes | None) -> OrderedBlock | None:
         """Remove and return the next victim of a namespace with a quota, or of all others."""
-        return popped(self.shared if group is None else self.own[group])
+        return self.pop_of(self.shared if group is None else self.own[group])
+
+    def pop_of(self, policy: EvictionPolicy) -> OrderedBlock | None:
+        """Remove and return the next victim of one policy; None if it has none."""
+        while True:
+            entry = policy.pop()
+            assert entry is None or isinstance(entry, OrderedBlock)
+            if entry is None or not self._outlived(entry):
+                return entry
+            policy.add(entry)
+
+    def _outlived(self, block: OrderedBlock) -> bool:
+        """Take over another wait at ``block`` if it is worth more by now; return whether it is."""
+        waits = self._waits
+        if waits is None:
+            return False
+        wait, others = waits.best(block.block)
+        known = block.wait
+        if wait is None or wait is known or others < 2:
+            return False
+        if known is not None and not known.over and waits.worth(wait) <= waits.worth(known):
+            return False
+        block.wait, block.followers = wait, others
+        return True
 
     def put_back(self, block: OrderedBlock) -> None:
         """Undo `pop`."""
         self.of(block.block).put_back(block)
-
-
-def popped(policy: EvictionPolicy) -> OrderedBlock | None:
-    """Remove and return the next victim of ``policy``; None if it has none."""
-    entry = policy.pop()
-    assert entry is None or isinstance(entry, OrderedBlock)
-    return entry

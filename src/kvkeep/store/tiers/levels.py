@@ -10,7 +10,7 @@ from kvkeep.store.tiers.loss_log import Loss
 from kvkeep.store.tiers.record import HEADER_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator, Sequence
+    from collections.abc import Callable, Container, Iterator, Sequence
 
     from kvkeep.store.tiers.front import FrontMemory, FrontOrder
     from kvkeep.store.tiers.loss_log import LossLog
@@ -26,16 +26,24 @@ _NEVER = Loss("", "never", None, "")
 class Levels:
     """Finds blocks over all levels. Level 0 is memory, the others are ``tiers``, fastest first.
 
+    ``using`` is called with the arguments of `used`, before the order of blocks changes.
+
     Thread safety: all methods.
     """
 
     def __init__(
-        self, memory: FrontMemory, tiers: Sequence[Tier], planner: Planner, losses: LossLog
+        self,
+        memory: FrontMemory,
+        tiers: Sequence[Tier],
+        planner: Planner,
+        losses: LossLog,
+        using: Callable[[Sequence[bytes], Container[bytes]], object] = lambda _blocks, _new: None,
     ) -> None:
         self.memory = memory
         self.tiers = tiers
         self.planner = planner
         self.losses = losses
+        self._using = using
         self._levels = list(enumerate(tiers, start=1))
         places: list[FrontMemory | Tier] = [memory, *tiers]
         self._expiring = [one for one in places if one.catalogue.ttl is not None]
@@ -180,6 +188,7 @@ class Levels:
     def used(self, blocks: Sequence[bytes], new: Container[bytes] = ()) -> None:
         """Record in every level that a prompt used ``blocks``; it stored those in ``new``."""
         if blocks:
+            self._using(blocks, new)
             self.memory.catalogue.used(blocks, new=new)
             for tier in self.tiers:
                 tier.used(blocks, new)

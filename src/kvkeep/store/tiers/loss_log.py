@@ -31,7 +31,8 @@ class Miss:
       breaker is open), "no time" (the tier above had to delete it at once), "fault" (a bug of
       kvkeep; the log has the traceback).
     - "refused": "admission" (the tiering policy admits it later, or never); "answer" (generated
-      tokens, where only prompts are stored); else why the tier does not serve this record.
+      tokens, where only prompts are stored); "unread" (generated tokens, where answers like this
+      one are never read again); else why the tier does not serve this record.
     - "removed": "cleared" or "removed" by request, "ttl" (expired), "gone" (deleted by others).
     - "damaged": the record did not verify.
     - "unavailable": "breaker" (the circuit breaker is open), or the error.

@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import BackendFailed, InvalidValue, require
-from kvkeep.core.eviction import POLICIES, without_waits
+from kvkeep.core.eviction import POLICIES
 from kvkeep.store.backends import Backend, TierURL
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.codecs import BlockShape, codec_of, load_key, make_codec
@@ -141,7 +141,7 @@ def _open(place: str | Backend, shape: BlockShape, *, first: bool) -> MemorySpec
             place.scheme, place, make_codec("raw", shape), partial(codec_of, shape=shape)
         )
     url = TierURL(place)
-    policy_name = url.choice("policy", without_waits(), "lru")
+    policy_name = url.choice("policy", list(POLICIES), "lru")
     policy = POLICIES[policy_name]
     ttl = url.seconds("ttl")
     name = url.text("codec", "raw")

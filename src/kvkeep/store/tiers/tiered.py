@@ -19,6 +19,7 @@ from kvkeep.store.tiers.planner import Demote, Planner
 from kvkeep.store.tiers.reading import Reader, ReadRequest
 from kvkeep.store.tiers.removing import Removed, Remover
 from kvkeep.store.tiers.tier import Tier
+from kvkeep.store.tiers.tier_returns import TierReturns
 from kvkeep.store.tiers.tiering import Inclusive, TieringPolicy
 from kvkeep.store.tiers.write_queue import WriteQueue
 from kvkeep.store.tiers.writing import StoreRequest, Written
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from kvkeep.store.tiers.block_prefetch import BlockPrefetch
     from kvkeep.store.tiers.counters import TierStats
+    from kvkeep.store.tiers.front import FrontOrder
     from kvkeep.store.tiers.loss_log import Loss
     from kvkeep.store.tiers.memory import MemorySpec
     from kvkeep.store.tiers.tier import TierSpec
@@ -55,6 +57,9 @@ class TieredStore:
         policy: decides which level holds a block; `Inclusive` unless given.
         notes: descriptions of the store's namespaces by space (`kvkeep.store.tiers.notes`), which
             tiers keep beside the blocks.
+
+    Attributes:
+        returns: follows conversations, if the ends of requests are reported.
     """
 
     def __init__(
@@ -78,7 +83,11 @@ class TieredStore:
             for level, spec in enumerate(tiers, start=1)
         ]
         self._planner = Planner(self.policy, len(self.tiers))
-        self._levels = Levels(self.memory, self.tiers, self._planner, self.losses)
+        orders: list[FrontOrder] = [self.memory.catalogue, *(tier.catalogue for tier in self.tiers)]
+        self.returns = TierReturns(orders)
+        self._levels = Levels(
+            self.memory, self.tiers, self._planner, self.losses, self.returns.used
+        )
         self._queue = WriteQueue(self.memory, self.losses)
         self._demoter = Demoter(self._levels, self._queue)
         self._reader = Reader(self._levels, self._queue, self._demoter)

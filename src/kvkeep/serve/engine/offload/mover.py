@@ -10,6 +10,8 @@ from kvkeep.serve.engine.offload.loads import PageLoads
 from kvkeep.serve.engine.offload.writes import Writes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvkeep.serve.engine.answer import Answer
     from kvkeep.serve.engine.offload.load import LoadChunk
     from kvkeep.serve.engine.offload.loads import Loads
@@ -29,6 +31,8 @@ class Mover(ABC):
 
     known: Known
     loads: Loads
+    holds_back = True
+    """Whether what was not written when it was computed can be written at the end."""
 
     @abstractmethod
     def restore(self, answer: Answer, chunk: LoadChunk) -> int:
@@ -41,6 +45,13 @@ class Mover(ABC):
     @abstractmethod
     def offer(self, answer: Answer, tenant: str, *, last: bool) -> None:
         """Queue computed KV of ``answer`` for the store; ``last``: nothing more follows."""
+
+    @abstractmethod
+    def later(self, call: Callable[[], None], nbytes: int) -> None:
+        """Call the store in the thread that writes to it, behind all that is queued now.
+
+        ``call`` holds ``nbytes``. It is left out if the store is too slow.
+        """
 
     @abstractmethod
     def flush(self, timeout: float) -> bool:
@@ -77,6 +88,9 @@ class PageMover(Mover):
     def offer(self, answer: Answer, tenant: str, *, last: bool) -> None:
         sequence = answer.running_sequence
         self._writes.offer(answer.trail, sequence, answer.computed, tenant, last=last)
+
+    def later(self, call: Callable[[], None], nbytes: int) -> None:
+        self._writes.later(call, nbytes)
 
     def flush(self, timeout: float) -> bool:
         return self._writes.flush(timeout)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import OrderedDict
+from contextlib import suppress
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from kvkeep.serve.engine.offload.evidence import Evidence
 from kvkeep.serve.engine.offload.load import Load
 from kvkeep.serve.engine.offload.mover import Mover, PageMover
 from kvkeep.serve.engine.offload.snapshots import SnapshotMover
+from kvkeep.serve.engine.offload.writes import NEVER
 from kvkeep.store import Removed
 
 if TYPE_CHECKING:
@@ -233,12 +235,43 @@ class Offload:
             tenant = self._tenant(answer.running_sequence.namespace)
             watched = bool(self._notifier.observers)
             began, before = (time.perf_counter(), self._stats.kept_tokens) if watched else (0.0, 0)
+            self._hold_back(answer, tenant, last=last)
             if last:
                 self._note_withheld(answer, tenant)
             self._mover.offer(answer, tenant, last=last)
+            if last:
+                self._tell_end(answer, tenant)
             if watched and (tokens := self._stats.kept_tokens - before):
                 seconds = time.perf_counter() - began
                 self._notifier.emit(PromptStored(answer.request.record, tokens, seconds))
+
+    def _hold_back(self, answer: Answer, tenant: str, *, last: bool) -> None:
+        """Write nothing of an answer that may be never read again, before it has ended, nor then.
+
+        Nothing is held back until the store has learned of answers that are not read.
+        """
+        trail, prompt = answer.trail, len(answer.request.prompt)
+        grown = answer.computed - prompt
+        if grown <= 0 or not (last or self._mover.holds_back):
+            return
+        ended, length = (answer.ended, len(answer.generated)) if last else (None, grown)
+        first = answer.generated[0]
+        worth = self._store.worth(length, ended=ended, first=first, tenant=tenant)
+        trail.held = NEVER if worth >= grown else prompt + worth
+        begin = max(trail.held, trail.offered)
+        if last and begin < min(answer.computed, trail.limit):
+            tokens = answer.running_sequence.tokens[: answer.computed]
+            self._store.unkept(tokens, begin, tenant=tenant, unread=True)
+
+    def _tell_end(self, answer: Answer, tenant: str) -> None:
+        """Tell the store of the conversation, which waits from now on."""
+        tokens, prompt, ended = answer.tokens(), len(answer.request.prompt), answer.ended
+
+        def tell() -> None:
+            with suppress(IllegalStep):  # its owner has closed the store
+                self._store.ended(tokens, prompt=prompt, ended=ended, tenant=tenant)
+
+        self._mover.later(tell, tokens.nbytes)
 
     def _note_withheld(self, answer: Answer, tenant: str) -> None:
         """Tell the store, for `KVStore.why`, of generated tokens that are not to be stored."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvkeep.serve.engine.offload.threads import DaemonThreads
 
@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = ["OffloadQueue"]
+
+_MOST: Final = 1024
+_MOST_BYTES: Final = 320 << 20  # a few more than those of writes
 
 
 class OffloadQueue:
@@ -38,6 +41,11 @@ class OffloadQueue:
             self._unwritten += 1
             self._bytes += nbytes
         self._thread.submit(lambda: self._run(write, nbytes))
+
+    def submit_some(self, call: Callable[[], None], nbytes: int) -> None:
+        """Queue a call of ``nbytes`` that may be left out: not while 1,024 of anything wait."""
+        if self._unwritten < _MOST and self._bytes + nbytes <= _MOST_BYTES:
+            self.submit(call, nbytes)
 
     def _run(self, write: Callable[[], None], nbytes: int) -> None:
         try:

@@ -22,6 +22,8 @@ from kvkeep.serve.engine.offload.writes import Known
 from kvkeep.store import Snapshot
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvkeep.core.cache import Sequence
     from kvkeep.core.tokens import TokenArray
     from kvkeep.serve.engine.answer import Answer
@@ -48,6 +50,7 @@ class SnapshotMover(Mover):
         assert runner.layout is not None
         self._pages = SnapshotPages(runner.groups, hnd=store.layout == "HND")
         self._layout = runner.layout
+        self.holds_back = runner.layout.state is None  # states are gone when the next one is there
         self._runner = runner
         self._store = store
         self._stats = stats
@@ -88,13 +91,15 @@ class SnapshotMover(Mover):
         if self._layout.state is not None:
             return trail.checkpoint > 0
         ends = trail.end is not None and answer.computed >= trail.end
-        return ends or answer.computed - trail.offered >= self._block
+        return ends or answer.computed >= max(trail.offered + self._block, trail.next)
 
     def offer(self, answer: Answer, tenant: str, *, last: bool) -> None:
         """Queue a snapshot of ``answer`` if it is at a position that is worth storing."""
         trail, sequence = answer.trail, answer.running_sequence
         position = self._position(answer, last=last)
-        if position <= trail.offered or position > trail.limit:
+        if position > trail.held:
+            trail.next = (answer.computed // self._block + 1) * self._block
+        if position <= trail.offered or position > min(trail.limit, trail.held):
             return
         full = position // self._block * self._block
         trail.extend_keys(sequence, full, self._block)
@@ -150,6 +155,9 @@ class SnapshotMover(Mover):
         new = [*keys[start // self._block : position // self._block], b"at" + keys[-1]]
         self._writes.queue(_Write(tokens, snapshot, tenant, keys, new, size))
         self._stats.kept_tokens += position - start
+
+    def later(self, call: Callable[[], None], nbytes: int) -> None:
+        self._writes.later(call, nbytes)
 
     def flush(self, timeout: float) -> bool:
         return self._writes.flush(timeout)
@@ -241,6 +249,10 @@ class _SnapshotWrites:
             self.known.arrived(key, stored=stored)
         if not stored:  # blocks in front of it may be lost: they are offered again
             self.known.found([], missing=write.prefix, since=time.monotonic())
+
+    def later(self, call: Callable[[], None], nbytes: int) -> None:
+        """Call the store in the thread, behind all snapshots that are queued now."""
+        self._queue.submit_some(call, nbytes)
 
     def flush(self, timeout: float) -> bool:
         """Wait ``timeout`` seconds until nothing is queued; return whether nothing is."""

@@ -15,6 +15,8 @@ from kvkeep.serve.engine.offload.forms import Buffers
 from kvkeep.serve.engine.offload.queue import OffloadQueue
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from kvkeep.core.cache import Sequence
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from kvkeep.serve.engine.stats import EngineStats
     from kvkeep.store import KVStore
 
-__all__ = ["Known", "Trail", "Writes", "block_keys"]
+__all__ = ["NEVER", "Known", "Trail", "Writes", "block_keys"]
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +40,7 @@ _REMEMBERED = 65_536
 _ROOM_S = 1.0
 _AGAIN_S = 0.01
 # More tokens than any sequence has.
-_NEVER = 1 << 62
+NEVER = 1 << 62
 
 
 @dataclass(slots=True)
@@ -47,8 +49,10 @@ class Trail:
 
     end: int | None
     """The end of the prompt, where its tail is written; None once the tail is queued."""
-    limit: int = _NEVER
+    limit: int = NEVER
     """Tokens from here on are not written."""
+    held: int = NEVER
+    """Tokens from here on are not written now: the answer may turn out to be never read again."""
     withheld: bool = False
     """Whether ``limit`` hides the answer; the store notes it for `KVStore.why`."""
     offered: int = 0
@@ -179,7 +183,8 @@ class Writes:
         Tails are queued, too: where the prompt ends, and at ``computed`` in the ``last`` call.
         Blocks for which no buffer is free are offered again by the next call.
         """
-        computed = min(computed, trail.limit)
+        grown = computed
+        computed = min(computed, trail.limit, trail.held)
         stop = computed // self._block * self._block
         trail.extend_keys(sequence, stop, self._block)
         while trail.offered < stop:
@@ -189,6 +194,8 @@ class Writes:
                 break
             trail.offered += self._block
         trail.next = trail.offered + self._block
+        if computed < grown:  # until there is more to decide about
+            trail.next = max(trail.next, (grown // self._block + 1) * self._block)
         if trail.end is not None:
             if computed >= trail.end and self._offer_tail(trail, sequence, trail.end, tenant):
                 trail.end = None
@@ -262,6 +269,10 @@ class Writes:
             time.sleep(_AGAIN_S)
 
     # --- the end -----------------------------------------------------------------------------
+
+    def later(self, call: Callable[[], None], nbytes: int) -> None:
+        """Call the store in the thread, behind all blocks that are queued now."""
+        self._queue.submit_some(call, nbytes)
 
     def flush(self, timeout: float) -> bool:
         """Wait ``timeout`` seconds until no block is queued; return whether none is."""

@@ -1,0 +1,85 @@
+"""`TierReturns`: follows the conversations of a store, and tells its tiers when they wait."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from kvkeep.store.tiers.block_waits import BlockWaits, SharedReturns
+from kvkeep.store.tiers.catalogue import Catalogue
+from kvkeep.store.tiers.conversations import Conversations
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container, Hashable, Sequence
+
+    from kvkeep.core.returns import Ended
+    from kvkeep.store.tiers.chains import Chain
+    from kvkeep.store.tiers.front import FrontOrder
+
+__all__ = ["TierReturns"]
+
+
+class TierReturns:
+    """What a store knows of its conversations: when they return, and what of answers is read.
+
+    Tiers whose policy orders by waits learn of them at the end of each request. Where no one
+    reports ends of requests, nothing is followed and nothing costs anything.
+
+    Thread safety: all methods; catalogues are told outside of all locks.
+
+    Arguments:
+        orders: all catalogues of the store, before any block is added to them.
+        clock: returns seconds.
+
+    Attributes:
+        conversations: those that wait.
+        waits: at which blocks they do; None if no tier orders by them.
+    """
+
+    def __init__(
+        self, orders: Sequence[FrontOrder], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        returns = SharedReturns()
+        self.conversations = Conversations(returns, clock)
+        # Memory that processes share has an order of its own.
+        tiers = [order.waiting for order in orders if isinstance(order, Catalogue)]
+        self._tiers = [tier for tier in tiers if tier.awaits]
+        self.waits = BlockWaits(returns, clock) if self._tiers else None
+        for tier in self._tiers:
+            assert self.waits is not None
+            tier.attend(self.waits)
+
+    def requested(self, chain: Chain) -> None:
+        """Record a prompt that is read or stored; see `Conversations.requested`."""
+        self._changed(self.conversations.requested(chain))
+
+    def used(self, blocks: Sequence[bytes], new: Container[bytes] = ()) -> None:
+        """Record that a request used ``blocks``, before the catalogues are told.
+
+        Those in ``new`` it stored, maybe after its end.
+        """
+        if self.waits is not None:
+            self.waits.used(blocks, new)
+
+    def ended(
+        self,
+        chain: Chain,
+        prompt: int,
+        ended: Ended,
+        tenant: Hashable = None,
+        beside: Sequence[bytes] = (),
+    ) -> None:
+        """Record the end of a request; see `Conversations.ended`.
+
+        ``beside`` are records of ``chain`` beside its whole blocks.
+        """
+        wait, left = self.conversations.ended(chain, prompt, ended, tenant)
+        self._changed(left)
+        if self.waits is not None:
+            blocks = [*chain.blocks, *beside]
+            self.waits.begin(blocks, wait)
+            self._changed(blocks)
+
+    def _changed(self, blocks: Sequence[bytes]) -> None:
+        for tier in self._tiers if blocks else ():
+            tier.changed(blocks)
