@@ -286,7 +286,7 @@ def _sessions() -> Remembers:
     board = PagedCache(PAGES, PAGE)._core.sessions
     return Remembers(
         lambda number: board._begin((Namespace(tenant=f"{number:032}"), f"{number:032}")),
-        board.states, 65_536, 36,
+        board.states, 65_536, 44,
     )  # fmt: skip
 
 
