@@ -22,7 +22,7 @@ ENDS: Final[tuple[float, ...]] = (*AGES[1:], AGES[-1] * 2**0.5)
 """Seconds at which they end; the last one does not, and counts as a half octave."""
 _WIDTHS: Final = np.array(ENDS) - np.array(AGES)
 # A class counts as much as its parent once it has seen as many conversations as this.
-_WEIGHT: Final = 5.0
+_WEIGHT: Final = 10.0
 # The share that returns in the first bucket of ages, before anything was seen.
 _UNSEEN: Final = 0.05
 
