@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from dataclasses import fields
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -80,6 +81,9 @@ def all_of_it():
         ("batches", "events", "dropped", "resyncs", "replays", "snapshots", "refused"), 1
     )
     metrics.retention = Retention(cache, 0.1)
+    metrics.tier_retention = SimpleNamespace(
+        kept_tokens=5, unkept_tokens=4, given_tokens=3, lost_tokens=2, num_blocks=1
+    )
     metrics.connections, metrics.bodies = Connections(ConnectionLimits()), BodyBudget()
     found = told(metrics, cache, store=store(), namespaces={"": 4})
     names = {family.name for family in found}

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvkeep.core.cache import CacheStats, PagedCache
     from kvkeep.serve.http import BodyBudget, Connections
     from kvkeep.serve.server.retention import Retention
+    from kvkeep.serve.server.tier_retention import TierRetention
 
 __all__ = ["ServerMetrics"]
 
@@ -35,8 +36,8 @@ class ServerMetrics:
 
     ``usage`` counts requests by namespace. The attributes set later add families: ``events``
     returns a publisher's figures (`PublisherStats.as_dict`), ``reasons`` the computed tokens by
-    reason since the start (an explainer's), ``retention`` pins prefixes, ``connections`` and
-    ``bodies`` are the HTTP server's.
+    reason since the start (an explainer's), ``retention`` and ``tier_retention`` pin prefixes,
+    ``connections`` and ``bodies`` are the HTTP server's.
 
     Thread safety: all methods.
     """
@@ -53,6 +54,7 @@ class ServerMetrics:
         self.events: Callable[[], Mapping[str, int]] | None = None
         self.reasons: Callable[[], Mapping[str, int]] | None = None
         self.retention: Retention | None = None
+        self.tier_retention: TierRetention | None = None
         self.connections: Connections | None = None
         self.bodies: BodyBudget | None = None
         self.requests = Counter(
@@ -151,6 +153,8 @@ class ServerMetrics:
                 found += families.of_store(engine, store)
             if self.retention is not None:
                 found += families.of_retention(self.retention)
+            if self.tier_retention is not None:
+                found += families.of_tier_retention(self.tier_retention)
             found += http_metrics.families(self.connections, self.bodies)
             self._state.families = found
             return generate_latest(self._registry)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import InvalidValue, whole
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 __all__ = ["LOOPBACK_HOSTS", "ServerSettings"]
 
@@ -27,8 +31,9 @@ class ServerSettings:
     ``hosts`` are the accepted names in the Host header (None: all). On a loopback address only its
     own names should be, or a web page could reach the server under its own name (DNS rebinding).
 
-    Pins that clients ask for (``cache_control``) cover at most ``pin_share`` of the pool for each
-    ``cache_salt``, and half of it in all.
+    Pins that clients ask for (``cache_control``, ``prompt_cache_retention``) cover at most
+    ``pin_share`` of the pool, and of the largest tier, for each ``cache_salt``, and half of it in
+    all; beyond that half, tenants get shares by ``weights``, see `PinBudget`.
 
     Without ``text``, no response under /kv contains text or tokens of prompts. Without ``explain``,
     no prompts are remembered to explain their reuse. Without ``answers``, the store keeps only the
@@ -50,6 +55,7 @@ class ServerSettings:
     explain: bool = True
     answers: bool = True
     pin_share: float = 0.1
+    weights: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.name:

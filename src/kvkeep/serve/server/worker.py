@@ -44,6 +44,9 @@ class Job:
     session: str | None = None
     turn: int | None = None
     keep: Keep | None = None
+    """Prefixes to pin in the pool."""
+    retain: Keep | None = None
+    """Prefixes to keep in the tiers."""
 
 
 @dataclass(frozen=True, slots=True)

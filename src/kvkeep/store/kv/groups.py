@@ -123,7 +123,7 @@ class SnapshotRecords(KeptPrompts):
         return 0
 
     def unpin(self, tiered: TieredStore, prompt: PromptBlocks) -> int:
-        ids = list(PositionNames(self._forms, prompt).every(0))
+        ids = list(PositionNames(self._forms, prompt).every(prompt.start))
         pinned = tiered.pins.pinned(ids)
         tokens = self._longest_pinned(tiered, prompt, pinned) if pinned else 0
         tiered.pins.unpin(ids)

@@ -275,10 +275,18 @@ class PromptStore(Store):
         return self._kept.pin(self._tiered, self._prompt(tokens, 0, tenant, extra), seconds)
 
     def unpin(
-        self, tokens: TokensLike, *, tenant: str | None = None, extra: ExtraLike | None = None
+        self,
+        tokens: TokensLike,
+        start: int = 0,
+        *,
+        tenant: str | None = None,
+        extra: ExtraLike | None = None,
     ) -> int:
-        """End the pin of a prompt; return the tokens that were pinned. ``extra`` as in `put`."""
-        return self._kept.unpin(self._tiered, self._prompt(tokens, 0, tenant, extra))
+        """End the pin of a prompt; return the tokens that were pinned. ``extra`` as in `put`.
+
+        With ``start``, only blocks with no token before it; of snapshots, those that end behind it.
+        """
+        return self._kept.unpin(self._tiered, self._prompt(tokens, start, tenant, extra))
 
     def remove(
         self,
