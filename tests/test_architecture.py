@@ -87,7 +87,7 @@ ROOMS: dict[str, set[str]] = {
         "core.prefix",  # to draw it
         "bench.traces",  # to capture one
         "observe.explain",  # why prompts missed
-        "observe.telemetry",
+        "observe.telemetry", "observe.usage",
         "observe.usage",
         "serve.engine",
         "serve.http",
@@ -106,7 +106,7 @@ ROOMS: dict[str, set[str]] = {
     "cli": {
         "core.cache", "core.prefix", "core.eviction", "core.groups",
         "store", "store.tiers", "store.backends", "store.codecs", "store.identity",
-        "observe.telemetry",
+        "observe.telemetry", "observe.usage",
         "bench.replay", "bench.traces",
         "serve.engine", "serve.models", "serve.server", "serve.kv_events", "serve.http",
         "serve.router",

@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvkeep.core.cache import PagedCache
 from kvkeep.core.groups import GroupLayout, WindowSpec
+from kvkeep.observe.usage import TenantLedger
 from kvkeep.serve.engine.stats import EngineStats
 from kvkeep.serve.http import BodyBudget, ConnectionLimits, Connections
 from kvkeep.serve.server import families
@@ -84,6 +85,7 @@ def all_of_it():
     metrics.tier_retention = SimpleNamespace(
         kept_tokens=5, unkept_tokens=4, given_tokens=3, lost_tokens=2, num_blocks=1
     )
+    metrics.tenants = TenantLedger(PAGE)
     metrics.connections, metrics.bodies = Connections(ConnectionLimits()), BodyBudget()
     found = told(metrics, cache, store=store(), namespaces={"": 4})
     names = {family.name for family in found}
@@ -281,5 +283,5 @@ def test_a_family_is_told_once_and_its_labels_are_known():
     labels = {name for family in found for one in family.samples for name in one.labels}
     assert labels == {
         "endpoint", "outcome", "state", "reason", "tier", "memory", "namespace", "warmth", "le",
-        "phase", "call",
+        "phase", "call", "kind", "place",
     }  # fmt: skip

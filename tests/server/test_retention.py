@@ -104,9 +104,9 @@ def test_all_together_have_half_of_the_pool(cache, clock):
         assert pinned >= 80, "less than a fair share of the half"
         assert retention.num_pages == min(50, 10 * (one + 1))
     assert cache.stats().pinned_pages == 50
-    pages = retention.pages_of()
-    assert len(pages) == 10
-    assert max(pages.values()) - min(pages.values()) <= 6
+    tokens = retention.tokens_of()
+    assert len(tokens) == 10
+    assert max(tokens.values()) - min(tokens.values()) <= 96
     assert retention.given_tokens > 0
 
 
@@ -120,7 +120,7 @@ def test_made_up_tenants_cannot_use_up_the_shares_of_named_ones(cache, clock):
     for one in range(50, 100):
         spaces = Namespace(tenant=f"made up {one}")
         keep(cache, retention, prompt(one + 5, 320), (320, 3600.0), namespace=spaces)
-    assert retention.pages_of()["a"] == 20
+    assert retention.tokens_of()["a"] == 320
     assert cache.match(prompt(1), A).num_tokens == 320
 
 

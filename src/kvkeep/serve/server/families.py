@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from kvkeep.core.cache import CacheStats
     from kvkeep.observe.telemetry import Buckets, TimesOfPages
     from kvkeep.observe.usage.table import ReuseSnapshot
-    from kvkeep.serve.server.retention import Retention
-    from kvkeep.serve.server.tier_retention import TierRetention
 
 __all__ = [
     "MOST_NAMES",
@@ -28,10 +26,8 @@ __all__ = [
     "of_events",
     "of_namespaces",
     "of_pages",
-    "of_retention",
     "of_reuse",
     "of_store",
-    "of_tier_retention",
 ]
 
 MOST_NAMES = 20
@@ -380,45 +376,6 @@ def of_computed(reasons: Mapping[str, int]) -> Iterator[Metric]:
     for reason, tokens in [*named, (OTHER, left)] if left else named:
         counter.add_metric([reason], tokens)
     yield counter
-
-
-def of_retention(retention: Retention) -> Iterator[Metric]:
-    """Tokens that clients asked to be kept, and the pages that count against their budgets."""
-    counter = CounterMetricFamily(
-        "kvkeep_retained_tokens",
-        "Prompt tokens that requests asked to be kept in the pool: pinned, beyond the budget, or "
-        "pinned and given way to another tenant",
-        labels=["outcome"],
-    )
-    counter.add_metric(["pinned"], retention.pinned_tokens)
-    counter.add_metric(["beyond the budget"], retention.unpinned_tokens)
-    counter.add_metric(["given way"], retention.given_tokens)
-    yield counter
-    yield GaugeMetricFamily(
-        "kvkeep_retained_pages",
-        "Pages that count against the budgets of pins of clients",
-        retention.num_pages,
-    )
-
-
-def of_tier_retention(retention: TierRetention) -> Iterator[Metric]:
-    """The same for the tiers."""
-    counter = CounterMetricFamily(
-        "kvkeep_store_retained_tokens",
-        "Prompt tokens that requests asked to be kept in the tiers: kept, beyond the budget, kept "
-        "and given way to another tenant, or within the budget and not pinned by any tier",
-        labels=["outcome"],
-    )
-    counter.add_metric(["kept"], retention.kept_tokens)
-    counter.add_metric(["beyond the budget"], retention.unkept_tokens)
-    counter.add_metric(["given way"], retention.given_tokens)
-    counter.add_metric(["lost"], retention.lost_tokens)
-    yield counter
-    yield GaugeMetricFamily(
-        "kvkeep_store_retained_blocks",
-        "Blocks that count against the budgets of what clients keep in the tiers",
-        retention.num_blocks,
-    )
 
 
 def of_events(publisher: Mapping[str, int]) -> Iterator[Metric]:

@@ -105,11 +105,12 @@ class Retention:
         """Tokens whose pins ended early since the start, to make room for another tenant."""
         return self._budget.given_tokens
 
-    def pages_of(self) -> dict[str, int]:
-        """Return the pages of each tenant that count against its budget now."""
+    def tokens_of(self) -> dict[str, int]:
+        """Return the tokens of each tenant that count against its budget now, in pages."""
         with self._lock:
             self._budget.expire()
-            return self._budget.by_tenant()
+            size = self._cache.page_size
+            return {name: pages * size for name, pages in self._budget.by_tenant().items()}
 
 
 class _PoolPins:

@@ -16,6 +16,7 @@ from kvkeep.serve.server.live import Live
 from kvkeep.serve.server.metrics import ServerMetrics
 from kvkeep.serve.server.record import JobRecorder
 from kvkeep.serve.server.retention import Retention
+from kvkeep.serve.server.tenant_usage import TenantUsage
 from kvkeep.serve.server.thread_pools import ThreadPools
 from kvkeep.serve.server.tier_retention import TierRetention
 from kvkeep.serve.server.watching import Watching
@@ -58,9 +59,11 @@ class Service:
             budget=settings.body_budget_bytes,
             seconds=min(settings.body_timeout_s, settings.request_timeout_s),
         )
-        self.watching = Watching(engine.cache, explain=settings.explain)
+        tenants = TenantUsage(engine, settings, self.namespace)
+        self.watching = Watching(engine.cache, tenants, explain=settings.explain)
         self.metrics = ServerMetrics(self.watching.usage)
         self.metrics.bodies = self.bodies
+        self.metrics.tenants = tenants.ledger
         self._observers = observers
         if settings.explain:
             self.metrics.reasons = self.watching.computed_tokens

@@ -18,7 +18,7 @@ from kvkeep.store.kv.reporting import KVReporter
 from kvkeep.store.tiers import Chain, TieredStore, open_tiers
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from kvkeep.core.extras import ExtraLike
     from kvkeep.core.tokens import TokensLike
@@ -331,6 +331,18 @@ class PromptStore(Store):
         with closed_is_illegal():
             self._tiered.returns.conversations.clear(space)
             return self._tiered.clear(space)
+
+    def used_bytes(self, tenants: Iterable[str]) -> tuple[dict[str, int], int]:
+        """Return the bytes that all tiers hold of each of ``tenants``, and of all others together.
+
+        The others include namespaces of other models and processes. Memory that a node shares
+        (``shm://``) is not counted. A block in two tiers counts twice. Cost: a pass over namespaces
+        and tenants.
+        """
+        self._tiered.check_open()
+        spaces = self._tiered.spaces()
+        own = {tenant: spaces.pop(self._names_of(tenant).space, 0) for tenant in tenants}
+        return own, sum(spaces.values())
 
     def stats(self) -> StoreStats:
         """Return the counts since the store was opened, and the state of every tier."""

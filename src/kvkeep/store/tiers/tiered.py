@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import Counter
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -245,6 +246,11 @@ class TieredStore:
         """Record in every level that a prompt used ``blocks``: they are evicted later."""
         self.check_open()
         self._levels.used(blocks)
+
+    def spaces(self) -> Counter[bytes]:
+        """Return the bytes of each namespace in all levels that count them. Cost: namespaces."""
+        levels = (self.memory, *self.tiers)
+        return sum((Counter(level.catalogue.spaces()) for level in levels), Counter())
 
     @property
     def pins(self) -> LevelPins:
