@@ -87,7 +87,7 @@ ROOMS: dict[str, set[str]] = {
         "core.prefix",  # to draw it
         "bench.traces",  # to capture one
         "observe.explain",  # why prompts missed
-        "observe.telemetry", "observe.usage",
+        "observe.telemetry",
         "observe.usage",
         "serve.engine",
         "serve.http",

@@ -35,6 +35,9 @@ class ServerSettings:
     ``pin_share`` of the pool, and of the largest tier, for each ``cache_salt``, and half of it in
     all; beyond that half, tenants get shares by ``weights``, see `PinBudget`.
 
+    Streams of ``/v1/messages`` that were silent for ``ping_s`` get a ping, so that proxies do not
+    close them during long prefills.
+
     Without ``text``, no response under /kv contains text or tokens of prompts. Without ``explain``,
     no prompts are remembered to explain their reuse. Without ``answers``, the store keeps only the
     KV of prompts, even if a request sets otherwise.
@@ -55,6 +58,7 @@ class ServerSettings:
     explain: bool = True
     answers: bool = True
     pin_share: float = 0.1
+    ping_s: float = 10.0
     weights: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -75,7 +79,7 @@ class ServerSettings:
             seconds = getattr(self, name)
             if not 0 <= seconds < math.inf:
                 raise InvalidValue(f"{name} must be a number of seconds, 0 or more; got {seconds}")
-        if not 0 < self.body_timeout_s < math.inf:
-            raise InvalidValue(
-                f"body_timeout_s must be a number of seconds above 0, got {self.body_timeout_s}"
-            )
+        for name in ("body_timeout_s", "ping_s"):
+            seconds = getattr(self, name)
+            if not 0 < seconds < math.inf:
+                raise InvalidValue(f"{name} must be a number of seconds above 0, got {seconds}")
