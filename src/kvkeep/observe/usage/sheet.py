@@ -1,4 +1,4 @@
-"""`as_csv`: reports of tenants as comma-separated values."""
+"""`as_csv`: reports of tenants as comma-separated values, for requests that want them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = ["as_csv"]
+__all__ = ["as_csv", "wants_csv"]
 
 _FORMULAS = ("=", "+", "-", "@", "\t", "\r")
 
@@ -28,6 +28,13 @@ def as_csv(rows: Iterable[Mapping[str, Any]]) -> str:
             writer.writeheader()
         writer.writerow({name: _cell(value) for name, value in row.items()})
     return text.getvalue()
+
+
+def wants_csv(format: str | None, accept: str) -> bool:
+    """Whether a request wants a sheet, by its parameter ``format`` or else its header Accept."""
+    if format is not None:
+        return format == "csv"
+    return accept.partition(";")[0].strip().lower() == "text/csv"
 
 
 def _cell(value: object) -> object:

@@ -150,6 +150,16 @@ class TenantLedger:
                     counts = self._row(event.request.namespace.tenant).counts
                     counts.generated_tokens += event.generated
 
+    def answered(self, tenant: str, prompt: int, read: int, generated: int) -> None:
+        """Count a request by what its answer says, where there are no events."""
+        with self._lock:
+            counts = self._row(tenant).counts
+            counts.requests += 1
+            counts.prompt_tokens += prompt
+            counts.read_tokens += read
+            counts.computed_tokens += prompt - read
+            counts.generated_tokens += generated
+
     def begin(self, pages: Mapping[str, int]) -> None:
         """Take over what the pool has of each tenant; it counts from now on."""
         with self._lock:

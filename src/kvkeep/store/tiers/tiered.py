@@ -249,8 +249,10 @@ class TieredStore:
 
     def spaces(self) -> Counter[bytes]:
         """Return the bytes of each namespace in all levels that count them. Cost: namespaces."""
-        levels = (self.memory, *self.tiers)
-        return sum((Counter(level.catalogue.spaces()) for level in levels), Counter())
+        found = Counter(self.memory.catalogue.spaces())
+        for tier in self.tiers:
+            found.update(tier.catalogue.spaces())
+        return found
 
     @property
     def pins(self) -> LevelPins:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from kvkeep.observe.usage.sheet import as_csv
+from kvkeep.observe.usage.sheet import as_csv, wants_csv
 from kvkeep.serve.server.routes.base import READ_ERRORS, JSONRoute, ServiceOf
 from kvkeep.serve.server.schemas.usage import TenantRow, UsageResponse
 from kvkeep.serve.server.service import Service
@@ -37,8 +37,7 @@ async def usage(
 ) -> Response:
     """What each tenant used since the start of the server, and what it keeps now."""
     answer = await asyncio.to_thread(_usage, service)
-    accepted = request.headers.get("accept", "").partition(";")[0].strip().lower()
-    if format == "csv" or (format is None and accepted == "text/csv"):
+    if wants_csv(format, request.headers.get("accept", "")):
         return Response(as_csv(_cells(answer)), headers={"content-type": _CSV_TYPE})
     return Response(answer.model_dump_json(), media_type="application/json")
 
