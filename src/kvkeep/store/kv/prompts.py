@@ -336,8 +336,8 @@ class PromptStore(Store):
         """Return the bytes that all tiers hold of each of ``tenants``, and of all others together.
 
         The others include namespaces of other models and processes. Memory that a node shares
-        (``shm://``) is not counted. A block in two tiers counts twice. Cost: a pass over namespaces
-        and tenants.
+        (``shm://``) is not counted; of a tier without a budget, only blocks that are known here. A
+        block in two tiers counts twice. Cost: a pass over namespaces and tenants.
         """
         self._tiered.check_open()
         spaces = self._tiered.spaces()
