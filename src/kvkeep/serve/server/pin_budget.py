@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -99,14 +99,51 @@ class _Group:
             self.largest = [(-one.units, at, one) for at, one in enumerate(known)]
             heapq.heapify(self.largest)
 
-    def first(self) -> _Tenant | None:
-        """Return the tenant with the most units."""
+    def pop(self) -> _Tenant | None:
+        """Take the tenant with the most units out of the heap; `changed` puts it back."""
         while self.largest:
-            units, _, tenant = self.largest[0]
+            units, _, tenant = heapq.heappop(self.largest)
             if units and -units == tenant.units:
                 return tenant
-            heapq.heappop(self.largest)
         return None
+
+
+class _Largest:
+    """The tenants of a group as if some had given units: the largest first.
+
+    Cost: O(log tenants) for each unit, and for each tenant that was looked at.
+    """
+
+    def __init__(self, group: _Group) -> None:
+        self._group = group
+        self._found: list[tuple[int, int, _Tenant]] = []  # a heap of (-units, number, tenant)
+        self._looked: set[_Tenant] = set()
+        self._next = self._pop()
+
+    def _pop(self) -> _Tenant | None:
+        while (tenant := self._group.pop()) in self._looked:
+            pass  # it was in the heap twice
+        if tenant is not None:
+            self._looked.add(tenant)
+        return tenant
+
+    def first(self) -> tuple[int, _Tenant | None]:
+        """Return the tenant with the most units, and how many."""
+        while self._next is not None and (not self._found or self._next.units > -self._found[0][0]):
+            item = (-self._next.units, len(self._found), self._next)
+            heapq.heappush(self._found, item)
+            self._next = self._pop()
+        return (-self._found[0][0], self._found[0][2]) if self._found else (0, None)
+
+    def take(self) -> None:
+        """Take a unit from the first one."""
+        units, number, tenant = self._found[0]
+        heapq.heapreplace(self._found, (units + 1, number, tenant))
+
+    def restore(self) -> None:
+        """Put the tenants back that were looked at."""
+        for tenant in self._looked:
+            self._group.changed(tenant)
 
 
 class PinBudget:
@@ -300,35 +337,40 @@ class PinBudget:
 
         The tenant gets these beside ``room`` units that are free.
         """
-        freed = 0
-        while freed < needed:
-            found = self._victim(tenant, room + freed)
-            if found is None:
-                break
-            victim, most = found
-            freed += self._shorten(victim, min(most, needed - freed))
-        return min(freed, needed)
+        before = self.units
+        for victim, units in self._givers(tenant, room, needed).items():
+            left = victim.units - units
+            while victim.units > left:
+                self._shorten(victim, victim.units - left)
+        return min(before - self.units, needed)
 
-    def _victim(self, tenant: _Tenant, more: int) -> tuple[_Tenant, int] | None:
-        """Return a tenant above its share, and by how many units ``tenant`` stays below it then.
+    def _givers(self, tenant: _Tenant, room: int, needed: int) -> dict[_Tenant, int]:
+        """Return who gives how many units: one after the other, whoever has the most then.
 
-        ``more`` units will be the tenant's beside those that it has.
+        None is given by a group or tenant that would have less than the one that gets it.
         """
         own = tenant.group
         groups = [self._others, *self._named.values()]
-        top = max(groups, key=lambda group: group.units / group.weight)
-        if top is not own:
-            # The most units x with (top - x) / its weight >= (own + more + x) / own weight.
-            above = top.units * own.weight - (own.units + more) * top.weight
-            most = int(above / (own.weight + top.weight))
-            victim = top.first()
-            if most >= 1 and victim is not None:
-                return victim, most
-        victim = own.first()
-        if victim is None or victim is tenant:
-            return None
-        most = (victim.units - tenant.units - more) // 2
-        return (victim, most) if most >= 1 else None
+        units = {group: group.units for group in groups}
+        units[own] += room
+        mine = tenant.units + room
+        largest = {group: _Largest(group) for group in groups}
+        givers: Counter[_Tenant] = Counter()
+        while givers.total() < needed:
+            top = max(groups, key=lambda group: units[group] / group.weight)
+            if (units[top] - 1) * own.weight < (units[own] + 1) * top.weight:
+                top = own
+            count, giver = largest[top].first()
+            if giver is None or giver is tenant or (top is own and count - 1 < mine + 1):
+                break
+            largest[top].take()
+            givers[giver] += 1
+            units[top] -= 1
+            units[own] += 1
+            mine += 1
+        for one in largest.values():
+            one.restore()
+        return givers
 
     def _shorten(self, tenant: _Tenant, units: int) -> int:
         """Take up to ``units`` from the oldest leaf; return how many, at least one."""
