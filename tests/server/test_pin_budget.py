@@ -88,7 +88,8 @@ def naive(before, tenant, wanted, known, weights, *, each=20, most=50):
         if units.total() >= most:
             own = group(tenant)
             mine = 1 / weights.get(tenant, 1.0)
-            top = max((group(name) for name in units), key=level)
+            others = [name for name in units if name not in weights][:1]  # first among equals
+            top = max((group(name) for name in (*others, *weights)), key=level)
             one = 1 / weights.get(top[0], 1.0)
             if set(top) == set(own) or level(top) - one < level(own) + mine - 1e-9:
                 top = own
@@ -107,13 +108,16 @@ def shape(counts, weights):
     return named, sorted(count for name, count in counts.items() if name not in weights)
 
 
+WEIGHTS = ({}, {"named": 4.0}, {"named": 0.4, "b": 1.5})
+
+
 @pytest.mark.parametrize("tails", [False, True])
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(18))
 def test_the_ledger_is_what_the_pins_cover_and_shares_are_fair(seed, tails):
     draw = random.Random(seed)
     clock = Clock()
     pins = Pins(clock)
-    weights = {"named": 4.0} if seed % 2 else {}
+    weights = WEIGHTS[seed % 3]
     budget = PinBudget(
         pins, unit=UNIT, most_each=20, most=50, clock=clock, weights=weights, tails=tails
     )
@@ -192,6 +196,18 @@ def test_what_was_asked_for_longest_ago_gives_way_from_its_end():
     assert budget.given_tokens == 3 * UNIT
     ends = {one.tokens[0]: one.end for one in pins.pins.values() if one.tenant == "a"}
     assert ends[1000] == pytest.approx(1002 + 300)  # a shortened pin ends when it would have
-    clock.now += 60.5
+    clock.now += 1
+    assert budget.keep(tokens_of(0, 3), Namespace(tenant="c"), [(3 * UNIT, 60.0)]) == 3 * UNIT
+    own = [len(one.tokens) for one in pins.pins.values() if one.tenant == "a"]
+    assert own == [4 * UNIT], "the shortened one is still the oldest"
+    clock.now += 61
     budget.expire()
-    assert budget.by_tenant() == {"a": 7}
+    assert budget.by_tenant() == {"a": 4}
+
+
+def test_nobody_takes_what_would_only_change_places():
+    budget, _, _ = one_budget(10, 9)
+    a, b = Namespace(tenant="a"), Namespace(tenant="b")
+    budget.keep(tokens_of(0, 5), a, [(5 * UNIT, 300.0)])
+    assert budget.keep(tokens_of(0, 6), b, [(6 * UNIT, 300.0)]) == 4 * UNIT
+    assert budget.by_tenant() == {"a": 5, "b": 4}
