@@ -151,13 +151,13 @@ class PinBudget:
 
     A tenant, which is a namespace, has at most ``most_each`` units, all together have ``most``.
     Beyond its own bound a tenant's pin is shortened to the beginning of its prefix. At the common
-    bound, the tenant furthest above its fair share gives units to one that is below: the ends of
-    the pins that it asked for longest ago. Shares are equal; with ``weights``, by tenant, those
-    that are named have shares by weight, and all others together one of weight 1: so nobody takes
-    over the shares of named tenants by making up others.
+    bound, the tenant furthest above its fair share gives a unit to one that is below, again and
+    again: the ends of the pins that it asked for longest ago. Shares are equal; with ``weights``,
+    by tenant, those that are named have shares by weight, and all others together one of weight 1:
+    so nobody takes over the shares of named tenants by making up others.
 
-    Thread safety: none. Memory: about 300 bytes a unit and its tokens. Cost: O(units) for a prompt,
-    and O(log tenants) for each tenant that gives way.
+    Thread safety: none. Memory: about 350 bytes a unit and 4 a token. Cost: O(units) for a prompt,
+    and O(log tenants) for each unit that gives way. (`benchmarks/tenant_costs.py`)
     """
 
     def __init__(

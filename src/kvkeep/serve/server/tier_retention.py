@@ -40,7 +40,7 @@ class TierRetention:
     `keep` promises what the budgets allow, and ``lost_tokens`` counts what could not be pinned.
 
     Thread safety: all methods. A thread of its own sets and ends the pins, since tiers may be slow.
-    Memory: 4 bytes a token and about 300 bytes a block.
+    Memory: 4 bytes a token and about 350 bytes a block.
     """
 
     def __init__(
