@@ -282,9 +282,10 @@ class PromptStore(Store):
         tenant: str | None = None,
         extra: ExtraLike | None = None,
     ) -> int:
-        """End the pin of a prompt; return the tokens that were pinned. ``extra`` as in `put`.
+        """End the pin of a prompt from ``start`` on; return the tokens that were pinned there.
 
-        With ``start``, only blocks with no token before it; of snapshots, those that end behind it.
+        Blocks with a token before ``start`` stay pinned; of snapshots, those that end before it.
+        ``extra`` as in `put`.
         """
         return self._kept.unpin(self._tiered, self._prompt(tokens, start, tenant, extra))
 
