@@ -20,6 +20,7 @@ from kvkeep.observe.usage import (
     PromptStored,
     RequestAdmitted,
     RequestEnded,
+    RequestEvent,
     RequestOrigin,
     RequestRecord,
     TenantLedger,
@@ -105,7 +106,7 @@ def main() -> None:
     ledger = TenantLedger(PAGE)
     tokens = np.zeros(PROMPT, np.int32)
     record = RequestRecord(RequestOrigin("id"), tokens, Namespace(tenant="a"))
-    events = [
+    events: list[RequestEvent] = [
         RequestAdmitted(record, 0, 5),
         PromptComputed(record, 5, 0.1),
         PromptStored(record, 5, 0.1),
