@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvkeep.core.tokens import TokenArray
-    from kvkeep.serve.server.pin_budget import KeptUnit
+    from kvkeep.serve.server.pin_units import KeptUnit
 
 PAGE = 16
 PROMPT = 20_000

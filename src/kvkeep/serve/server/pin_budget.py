@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import heapq
-from collections import Counter, OrderedDict
+from collections import Counter
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-
-from kvkeep.core.tokens import TOKEN_BYTES, TOKEN_DTYPE
+from kvkeep.core.tokens import TOKEN_BYTES
+from kvkeep.serve.server.pin_units import KeptUnit, LargestGivers, PinGroup, PinTenant
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from kvkeep.core.keys import Namespace
     from kvkeep.core.tokens import TokenArray
 
-__all__ = ["KeptUnit", "PinBudget", "Pinner"]
+__all__ = ["PinBudget", "Pinner"]
 
 _SHORTEST_S = 0.001
 """Seconds of a pin that is moved when it is just about to end."""
@@ -31,119 +30,6 @@ class Pinner(Protocol):
 
     def unpin(self, kept: KeptUnit, start: int) -> None:
         """End the pin of ``kept``; tokens before ``start`` are under other pins."""
-
-
-class KeptUnit:
-    """A unit of tokens that counts: a page, a block, or the rest at the end of a prompt.
-
-    It is a node of a tree of prefixes, and is there while it has a pin, or units behind it.
-    """
-
-    __slots__ = ("children", "end", "handle", "parent", "piece", "tenant", "tokens")
-
-    def __init__(self, tenant: _Tenant, parent: KeptUnit | None, piece: bytes) -> None:
-        self.tenant = tenant
-        self.parent = parent
-        self.piece = piece
-        self.children: dict[bytes, KeptUnit] = {}
-        self.end = 0.0  # of its pin; 0 without one
-        self.handle: Any = None
-        self.tokens: int = len(piece) // TOKEN_BYTES + (0 if parent is None else parent.tokens)
-
-    @property
-    def namespace(self) -> Namespace:
-        """The namespace of the prefix."""
-        return self.tenant.namespace
-
-    def prefix(self) -> TokenArray:
-        """Return the tokens from the start of the prompt. Cost: their number."""
-        pieces = []
-        at: KeptUnit | None = self
-        while at is not None:
-            pieces.append(at.piece)
-            at = at.parent
-        return np.frombuffer(b"".join(reversed(pieces)), TOKEN_DTYPE)
-
-
-class _Tenant:
-    """The units of one namespace. ``leaves`` are units with none behind, oldest request first."""
-
-    __slots__ = ("group", "leaves", "namespace", "root", "units")
-
-    def __init__(self, namespace: Namespace, group: _Group) -> None:
-        self.namespace = namespace
-        self.group = group
-        self.units = 0
-        self.root = KeptUnit(self, None, b"")
-        self.leaves: OrderedDict[KeptUnit, None] = OrderedDict()
-
-
-class _Group:
-    """Tenants with one weight together: a named one alone, or all that are not named."""
-
-    __slots__ = ("largest", "serial", "tenants", "units", "weight")
-
-    def __init__(self, weight: float) -> None:
-        self.weight = weight
-        self.units = 0
-        self.tenants = 0
-        self.largest: list[tuple[int, int, _Tenant]] = []  # a heap; an item may be out of date
-        self.serial = 0
-
-    def changed(self, tenant: _Tenant) -> None:
-        """Note that ``tenant`` has another number of units."""
-        self.serial += 1
-        heapq.heappush(self.largest, (-tenant.units, self.serial, tenant))
-        if len(self.largest) > 4 * self.tenants + 64:
-            known = {item[2]: None for item in self.largest if item[2].units}
-            self.largest = [(-one.units, at, one) for at, one in enumerate(known)]
-            heapq.heapify(self.largest)
-
-    def pop(self) -> _Tenant | None:
-        """Take the tenant with the most units out of the heap; `changed` puts it back."""
-        while self.largest:
-            units, _, tenant = heapq.heappop(self.largest)
-            if units and -units == tenant.units:
-                return tenant
-        return None
-
-
-class _Largest:
-    """The tenants of a group as if some had given units: the largest first.
-
-    Cost: O(log tenants) for each unit, and for each tenant that was looked at.
-    """
-
-    def __init__(self, group: _Group) -> None:
-        self._group = group
-        self._found: list[tuple[int, int, _Tenant]] = []  # a heap of (-units, number, tenant)
-        self._looked: set[_Tenant] = set()
-        self._next = self._pop()
-
-    def _pop(self) -> _Tenant | None:
-        while (tenant := self._group.pop()) in self._looked:
-            pass  # it was in the heap twice
-        if tenant is not None:
-            self._looked.add(tenant)
-        return tenant
-
-    def first(self) -> tuple[int, _Tenant | None]:
-        """Return the tenant with the most units, and how many."""
-        while self._next is not None and (not self._found or self._next.units > -self._found[0][0]):
-            item = (-self._next.units, len(self._found), self._next)
-            heapq.heappush(self._found, item)
-            self._next = self._pop()
-        return (-self._found[0][0], self._found[0][2]) if self._found else (0, None)
-
-    def take(self) -> None:
-        """Take a unit from the first one."""
-        units, number, tenant = self._found[0]
-        heapq.heapreplace(self._found, (units + 1, number, tenant))
-
-    def restore(self) -> None:
-        """Put the tenants back that were looked at."""
-        for tenant in self._looked:
-            self._group.changed(tenant)
 
 
 class PinBudget:
@@ -178,9 +64,9 @@ class PinBudget:
         self.most_each = most_each
         self.most = most
         self._clock = clock
-        self._tenants: dict[Namespace, _Tenant] = {}
-        self._others = _Group(1.0)
-        self._named = {name: _Group(weight) for name, weight in (weights or {}).items() if name}
+        self._tenants: dict[Namespace, PinTenant] = {}
+        self._others = PinGroup(1.0)
+        self._named = {name: PinGroup(weight) for name, weight in (weights or {}).items() if name}
         self._due: list[tuple[float, int, KeptUnit]] = []
         self._serial = 0
         self.units = 0
@@ -199,7 +85,7 @@ class PinBudget:
         if not last:
             return 0
         furthest = max(at for at, _ in wanted)
-        tenant = self._tenants.get(namespace) or _Tenant(namespace, self._group(namespace))
+        tenant = self._tenants.get(namespace) or PinTenant(namespace, self._group(namespace))
         path = self._path(tenant, tokens[:furthest].tobytes(), last)
         pinned = 0
         for units, seconds in ends:
@@ -215,12 +101,12 @@ class PinBudget:
         size = tokens * TOKEN_BYTES
         return -(-size // self._unit) if self._tails else size // self._unit
 
-    def _group(self, namespace: Namespace) -> _Group:
+    def _group(self, namespace: Namespace) -> PinGroup:
         return self._named.get(namespace.tenant, self._others)
 
     # --- units -------------------------------------------------------------------------------
 
-    def _path(self, tenant: _Tenant, row: bytes, last: int) -> list[KeptUnit]:
+    def _path(self, tenant: PinTenant, row: bytes, last: int) -> list[KeptUnit]:
         """Return the units of a prompt, as many leading ones of ``last`` as there is room for."""
         path: list[KeptUnit] = []
         at = tenant.root
@@ -250,7 +136,7 @@ class PinBudget:
         self._changed(tenant, 1)
         return made
 
-    def _changed(self, tenant: _Tenant, more: int) -> None:
+    def _changed(self, tenant: PinTenant, more: int) -> None:
         tenant.units += more
         tenant.group.units += more
         self.units += more
@@ -332,7 +218,7 @@ class PinBudget:
 
     # --- fairness ----------------------------------------------------------------------------
 
-    def _make_room(self, tenant: _Tenant, room: int, needed: int) -> int:
+    def _make_room(self, tenant: PinTenant, room: int, needed: int) -> int:
         """Shorten pins of tenants above their shares by up to ``needed`` units; return how many.
 
         The tenant gets these beside ``room`` units that are free.
@@ -344,7 +230,7 @@ class PinBudget:
                 self._shorten(victim, victim.units - left)
         return min(before - self.units, needed)
 
-    def _givers(self, tenant: _Tenant, room: int, needed: int) -> dict[_Tenant, int]:
+    def _givers(self, tenant: PinTenant, room: int, needed: int) -> dict[PinTenant, int]:
         """Return who gives how many units: one after the other, whoever has the most then.
 
         None is given by a group or tenant that would have less than the one that gets it.
@@ -354,8 +240,8 @@ class PinBudget:
         units = {group: group.units for group in groups}
         units[own] += room
         mine = tenant.units + room
-        largest = {group: _Largest(group) for group in groups}
-        givers: Counter[_Tenant] = Counter()
+        largest = {group: LargestGivers(group) for group in groups}
+        givers: Counter[PinTenant] = Counter()
         while givers.total() < needed:
             top = max(groups, key=lambda group: units[group] / group.weight)
             if (units[top] - 1) * own.weight < (units[own] + 1) * top.weight:
@@ -372,7 +258,7 @@ class PinBudget:
             one.restore()
         return givers
 
-    def _shorten(self, tenant: _Tenant, units: int) -> int:
+    def _shorten(self, tenant: PinTenant, units: int) -> int:
         """Take up to ``units`` from the oldest leaf; return how many, at least one."""
         before = tenant.units
         kept = next(iter(tenant.leaves))

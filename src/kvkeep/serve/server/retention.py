@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvkeep.core.cache import PagedCache, Pin
     from kvkeep.core.keys import Namespace
     from kvkeep.core.tokens import TokenArray
-    from kvkeep.serve.server.pin_budget import KeptUnit
+    from kvkeep.serve.server.pin_units import KeptUnit
 
 __all__ = ["ALL_SHARE", "Keep", "Retention", "Unkept"]
 

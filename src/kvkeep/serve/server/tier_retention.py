@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvkeep.core.keys import Namespace
     from kvkeep.core.tokens import TokenArray
     from kvkeep.serve.engine import Engine
-    from kvkeep.serve.server.pin_budget import KeptUnit
+    from kvkeep.serve.server.pin_units import KeptUnit
     from kvkeep.serve.server.retention import Keep
     from kvkeep.store import KVStore
 
