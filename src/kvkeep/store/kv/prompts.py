@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import whole
@@ -341,7 +342,9 @@ class PromptStore(Store):
         block in two tiers counts twice. Cost: a pass over namespaces and tenants.
         """
         self._tiered.check_open()
-        spaces = self._tiered.spaces()
+        spaces = Counter(self._tiered.memory.catalogue.spaces())
+        for tier in self._tiered.tiers:
+            spaces.update(tier.catalogue.spaces())
         own = {tenant: spaces.pop(self._names_of(tenant).space, 0) for tenant in tenants}
         return own, sum(spaces.values())
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import Counter
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -246,13 +245,6 @@ class TieredStore:
         """Record in every level that a prompt used ``blocks``: they are evicted later."""
         self.check_open()
         self._levels.used(blocks)
-
-    def spaces(self) -> Counter[bytes]:
-        """Return the bytes of each namespace in all levels that count them. Cost: namespaces."""
-        found = Counter(self.memory.catalogue.spaces())
-        for tier in self.tiers:
-            found.update(tier.catalogue.spaces())
-        return found
 
     @property
     def pins(self) -> LevelPins:
