@@ -43,7 +43,7 @@ def tier(name, **more):
 
 
 def store(*tiers):
-    known = StoreStats(1, 100, 50, 1, 30, 10, 0, ()).as_dict()
+    known = StoreStats(1, 100, 50, 1, 30, 10, 0, 0, ()).as_dict()
     return known | {"tiers": list(tiers or (tier("memory"), tier("file")))}
 
 
