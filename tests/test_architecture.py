@@ -80,7 +80,9 @@ ROOMS: dict[str, set[str]] = {
     "serve.http": set(),  # holds against hostile clients: of requests it knows bytes alone
     "serve.kv_events": set(),  # on the wire; of a cache it knows the hook
     "serve.messages": set(),  # one API in terms of another: JSON values alone
-    "serve.router": {"core.returns", "serve.kv_events", "serve.http", "serve.messages"},
+    "serve.router": {
+        "core.returns", "observe.usage", "serve.kv_events", "serve.http", "serve.messages",
+    },
     "serve.server": {
         "core.cache",
         "core.returns",  # how answers ended, for a capture
@@ -106,7 +108,7 @@ ROOMS: dict[str, set[str]] = {
     "cli": {
         "core.cache", "core.prefix", "core.eviction", "core.groups",
         "store", "store.tiers", "store.backends", "store.codecs", "store.identity",
-        "observe.telemetry",
+        "observe.telemetry", "observe.usage",
         "bench.replay", "bench.traces",
         "serve.engine", "serve.models", "serve.server", "serve.kv_events", "serve.http",
         "serve.router",

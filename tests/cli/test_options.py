@@ -70,6 +70,7 @@ ROUTE = {
         ("mine", "tokenize"),
     ),
     "--prefill-speed": Option("--prefill-speed 500", "PrefixRouter.cost.token_s", 0.002),
+    "--usage": Option("--usage", "create_proxy.usage", True),
     "--balance": Option("--balance 0.5", "PrefixRouter.cost.balance", 0.5),
     "--first-byte-timeout": Option(
         "--first-byte-timeout 7", "create_proxy.timeouts.first_byte_s", 7.0

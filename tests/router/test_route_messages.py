@@ -329,6 +329,9 @@ def test_both_clients_through_the_proxy_of_ours(ours):
         assert sum(parts) == counted
     with openai.OpenAI(base_url=f"{ours}/v1", api_key="none", max_retries=0) as client:
         chat = [{"role": "system", "content": long}, *ASK["messages"]]
-        usage = client.chat.completions.create(model=model, messages=chat, max_tokens=4).usage
+        usage = client.chat.completions.create(
+            model=model, messages=chat, max_tokens=4, prompt_cache_retention="24h"
+        ).usage
+    assert usage.model_extra["kvkeep"]["unretained"] == "no_tiers"
     assert usage.prompt_tokens == counted
     assert usage.prompt_tokens_details.cached_tokens >= first.kvkeep["pinned_tokens"]

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import openai
 import pytest
 from processes import Instance, Process, route
 from standing_in import eventually
@@ -110,6 +111,24 @@ def goes_to(prompt: str | list[int], made: list[Instance], url: str) -> int:
     ask(url, prompt, max_tokens=1)
     (at,) = [at for at, one in enumerate(made) if one.requests() > before[at]]
     return at
+
+
+def test_a_cache_key_stays_at_one_of_ours(two):
+    """Prompts of a key with nothing in common; OpenAI's client sends the key."""
+    made, _, url = two
+    homes = set()
+    for key in range(6):
+        before = [one.requests() for one in made]
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            for number in range(3):
+                client.chat.completions.create(
+                    model="kvkeep-tiny", max_tokens=1, prompt_cache_key=f"key {key}",
+                    messages=[{"role": "user", "content": f"{number * 7} of {key}: begin."}],
+                )  # fmt: skip
+        counts = [one.requests() - had for one, had in zip(made, before, strict=True)]
+        assert sorted(counts) == [0, 3]
+        homes.add(counts.index(3))
+    assert homes == {0, 1}
 
 
 def test_a_stopped_instance_loses_no_request_and_comes_back(two):

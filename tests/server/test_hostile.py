@@ -29,6 +29,7 @@ SAMPLING = {
     "frequency_penalty": 0.1, "logit_bias": {"7": 1.0}, "ignore_eos": True, "stream": False,
     "stream_options": None, "cache_salt": "salt", "user": "u", "metadata": {"a": "b"},
     "safety_identifier": "s", "prompt_cache_key": "k",
+    "prompt_cache_retention": "24h",
     "kvkeep": {"store": True, "draft_tokens": 2, "beams": 0, "length_penalty": 1.0},
 }  # fmt: skip
 FULL = {

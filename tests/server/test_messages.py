@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 
 import anthropic
 import pytest
@@ -137,6 +138,33 @@ def test_the_events_of_a_stream(server):
     assert events[0]["message"]["usage"]["output_tokens"] == 0
     assert "".join(event["delta"]["text"] for event in events[3:-3]) == ANSWER
     assert events[-2]["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
+
+
+def test_a_long_prefill_is_not_silent(start_server):
+    """Pings come before the first token; Anthropic's client passes them over."""
+    with start_server(ping_s=0.05) as server:
+        step, slow = server.engine.step, [0.4]
+
+        def slowly():
+            time.sleep(slow.pop() if slow else 0)
+            return step()
+
+        server.engine.step = slowly
+        body = {**PLAIN, "temperature": 0, "stream": True}
+        with server.http.stream("POST", "/v1/messages", json=body) as got:
+            names = [line for line in got.iter_lines() if line.startswith("event: ")]
+        begun = names.index("event: message_start")
+        assert begun >= 2
+        assert set(names[:begun]) == {"event: ping"}
+        assert names[-1] == "event: message_stop"
+        slow.append(0.3)
+        with client_of(server.url) as client, client.messages.stream(**GREEDY) as stream:
+            assert "".join(stream.text_stream) == ANSWER
+        slow.append(0.3)
+        chat = {"messages": [{"role": "user", "content": "Hi"}], "stream": True, "max_tokens": 2}
+        with server.http.stream("POST", "/v1/chat/completions", json=chat) as got:
+            assert "ping" not in got.read().decode()
+        server.assert_idle()
 
 
 def test_the_async_client(server):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from dataclasses import fields
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvkeep.core.cache import PagedCache
 from kvkeep.core.groups import GroupLayout, WindowSpec
+from kvkeep.observe.usage import TenantLedger
 from kvkeep.serve.engine.stats import EngineStats
 from kvkeep.serve.http import BodyBudget, ConnectionLimits, Connections
 from kvkeep.serve.server import families
@@ -41,7 +43,7 @@ def tier(name, **more):
 
 
 def store(*tiers):
-    known = StoreStats(1, 100, 50, 1, 30, 10, 0, ()).as_dict()
+    known = StoreStats(1, 100, 50, 1, 30, 10, 0, 0, ()).as_dict()
     return known | {"tiers": list(tiers or (tier("memory"), tier("file")))}
 
 
@@ -80,6 +82,10 @@ def all_of_it():
         ("batches", "events", "dropped", "resyncs", "replays", "snapshots", "refused"), 1
     )
     metrics.retention = Retention(cache, 0.1)
+    metrics.tier_retention = SimpleNamespace(
+        kept_tokens=5, unkept_tokens=4, given_tokens=3, lost_tokens=2, num_blocks=1
+    )
+    metrics.tenants = TenantLedger(PAGE)
     metrics.connections, metrics.bodies = Connections(ConnectionLimits()), BodyBudget()
     found = told(metrics, cache, store=store(), namespaces={"": 4})
     names = {family.name for family in found}
@@ -277,5 +283,5 @@ def test_a_family_is_told_once_and_its_labels_are_known():
     labels = {name for family in found for one in family.samples for name in one.labels}
     assert labels == {
         "endpoint", "outcome", "state", "reason", "tier", "memory", "namespace", "warmth", "le",
-        "phase", "call",
+        "phase", "call", "kind", "place",
     }  # fmt: skip

@@ -88,6 +88,7 @@ OF_CHAT = [
     ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages.0.mood"),
     ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [1]}]}, "tool_calls"),
     ({"tools": [{"type": "function"}]}, "tools"),
+    ({"prompt_cache_retention": "1h"}, "prompt_cache_retention"),
     ({"tool_choice": "auto"}, "tool_choice"),
     ({"response_format": {"type": "json_object"}}, "response_format.type"),
     ({"audio": {"voice": "x"}}, "audio"),

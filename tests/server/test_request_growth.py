@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,7 +25,9 @@ from kvkeep.observe.usage import (
     RequestOrigin,
     RequestRecord,
 )
+from kvkeep.serve.server import ServerSettings
 from kvkeep.serve.server.metrics import ServerMetrics
+from kvkeep.serve.server.tenant_usage import TenantUsage
 from kvkeep.serve.server.watching import Watching
 
 LONG = os.environ.get("KVKEEP_GROWTH") == "long"
@@ -52,11 +55,13 @@ class Served:
 
     def __init__(self) -> None:
         self.cache = PagedCache(64, 16, what_if=0.1)
-        self.watching = Watching(self.cache, explain=True)
+        engine = SimpleNamespace(cache=self.cache, store=None)
+        tenants = TenantUsage(engine, ServerSettings(name="m"), lambda salt: Namespace(tenant=salt))
+        self.watching = Watching(self.cache, tenants, explain=True)
         self.metrics = ServerMetrics(self.watching.usage)
         self.metrics.watch(self.cache)
         if not LONG:
-            self.watching.usage._most = 100
+            self.watching.usage._most = tenants.ledger._most = 100
         self.notifier = Notifier(*self.watching.start())
         explainer = self.watching.explainer
         assert explainer is not None

@@ -45,7 +45,9 @@ from kvkeep.observe.usage import (
 )
 from kvkeep.serve.engine.offload.offload import Offload
 from kvkeep.serve.engine.offload.writes import Known
+from kvkeep.serve.server import ServerSettings
 from kvkeep.serve.server.metrics import ServerMetrics
+from kvkeep.serve.server.tenant_usage import TenantUsage
 from kvkeep.serve.server.watching import Watching
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.kv.removal import Followers
@@ -73,7 +75,9 @@ class Observed:
 
     def __init__(self) -> None:
         self._cache = PagedCache(PAGES, PAGE)
-        self.watching = Watching(self._cache, explain=True)
+        engine = SimpleNamespace(cache=self._cache, store=None)
+        tenants = TenantUsage(engine, ServerSettings(name="m"), lambda salt: Namespace(tenant=salt))
+        self.watching = Watching(self._cache, tenants, explain=True)
         self.metrics = ServerMetrics(self.watching.usage)
         self.metrics.watch(self._cache)
         self._notifier = Notifier(*self.watching.start())

@@ -332,6 +332,20 @@ def test_the_end_of_a_pin_tells_what_was_pinned() -> None:
         assert store.stats().tiers[0].pinned_bytes == 0
 
 
+def test_a_pin_can_end_behind_a_position_alone() -> None:
+    with open_snapshots("all") as store:
+        put(store, 12)
+        put(store, 21)
+        assert store.pin(TEXT[:12], 1000) == 12
+        alone = store.stats().tiers[0].pinned_bytes
+        assert store.pin(TEXT, 1000) == 21
+        assert store.unpin(TEXT, 12) == 9
+        assert store.unpin(TEXT, 12) == 0
+        assert store.stats().tiers[0].pinned_bytes == alone
+        assert store.unpin(TEXT) == 12
+        assert store.stats().tiers[0].pinned_bytes == 0
+
+
 def test_what_has_no_room_is_dropped_with_its_state() -> None:
     with open_snapshots("state", "memory://24KiB") as store:  # records take whole pages
         done = put(store, 40)

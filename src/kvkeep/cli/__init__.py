@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 COMMANDS = (
-    "generate", "serve", "route", "top", "explain", "tree", "demo", "size", "store", "trace",
-    "replay", "plan", "calibrate",
+    "generate", "serve", "route", "top", "explain", "usage", "tree", "demo", "size", "store",
+    "trace", "replay", "plan", "calibrate",
 )  # fmt: skip
 WRONG_INPUT = 2  # as argparse
 INTERRUPTED = 130

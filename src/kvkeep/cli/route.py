@@ -7,7 +7,7 @@ import math
 import sys
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.cli.arguments import add_count, add_option, add_path, add_seconds, count
+from kvkeep.cli.arguments import add_count, add_option, add_path, add_seconds, add_switch, count
 from kvkeep.cli.listening import add_address, add_connection_limits, add_log_level, allowed_hosts
 from kvkeep.core.errors import InvalidValue, require, whole
 
@@ -66,6 +66,12 @@ def add_parser(commands: Commands) -> None:
         1_000_000,
         "blocks to remember per instance, about 250 bytes each; beyond, the least recently stored "
         "or looked up are forgotten",
+    )
+    add_switch(
+        parser,
+        "--usage",
+        "count tokens by tenant from the answers, for GET /kv/usage, which names tenants by a "
+        "digest of their cache_salt; everyone who reaches the router can read it",
     )
     add_address(parser.add_argument_group("address"), port=8080)
     add_log_level(parser)
@@ -154,6 +160,7 @@ def run(args: argparse.Namespace) -> int:
                 hosts=allowed_hosts(args.host, args.allow_host, _LOOPBACK),
                 timeouts=timeouts,
                 bodies=bodies,
+                usage=args.usage,
             )
             serve(proxy, bound, limits=limits, ready=lambda url: _announce(url, names, sources))
         finally:

@@ -14,7 +14,7 @@ from kvkeep.cli.listening import allowed_hosts
 from kvkeep.cli.model import choose_threads, load
 from kvkeep.cli.serve_options import add_options
 from kvkeep.cli.server import KEY_VARIABLE, api_key
-from kvkeep.cli.tenants import eviction_of, public_rows
+from kvkeep.cli.tenants import eviction_of, public_rows, weights_of
 from kvkeep.cli.tiers import open_default_store, open_store
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.geometry.units import format_bytes
@@ -211,6 +211,7 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
         explain=not args.no_explain,
         answers=not args.no_answers,
         pin_share=args.pin_share,
+        weights=weights_of(args) or {},
     )
 
 

@@ -115,8 +115,8 @@ def _add_limits(limits: argparse._ArgumentGroup) -> None:
     add_option(
         limits,
         "--pin-share X",
-        "share of the pool that pins of clients (cache_control) cover for each cache_salt; for all "
-        "together it is half (default: 0.1)",
+        "share of the pool, and of the largest tier, that clients keep (cache_control, "
+        "prompt_cache_retention) for each cache_salt; for all together it is half (default: 0.1)",
         type=float,
         default=0.1,
     )

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvkeep.core.tokens import TokenArray, TokensLike
     from kvkeep.serve.engine import Tokenizer
 
-__all__ = ["add_tenant_options", "eviction_of", "public_rows"]
+__all__ = ["add_tenant_options", "eviction_of", "public_rows", "weights_of"]
 
 _MOST_BYTES = 1 << 28
 
@@ -45,8 +45,14 @@ def add_tenant_options(parser: argparse._ActionsContainer) -> None:
 def eviction_of(args: argparse.Namespace) -> str | EvictionPolicy:
     """Return the policy of ``--eviction`` and ``--share``. Raises `InvalidValue`."""
     name: str = args.eviction
+    weights = weights_of(args)
+    return name if weights is None else Shares(lambda: policy(name), weights)
+
+
+def weights_of(args: argparse.Namespace) -> dict[str, float] | None:
+    """Return the weights that ``--share`` gives tenants; None without. Raises `InvalidValue`."""
     if not args.share:
-        return name
+        return None
     weights: dict[str, float] = {}
     for text in args.share:
         tenant, equals, weight = text.rpartition("=")
@@ -56,7 +62,7 @@ def eviction_of(args: argparse.Namespace) -> str | EvictionPolicy:
             equals = ""
         if not equals:
             raise InvalidValue(f"--share is {text!r}; TENANT=WEIGHT is needed, as team-a=3")
-    return Shares(lambda: policy(name), check_weights(weights))
+    return check_weights(weights)
 
 
 def public_rows(file: Path | None, tokenizer: Tokenizer | None) -> list[TokensLike]:

@@ -10,10 +10,10 @@ from kvkeep.serve.messages.calls import Breakpoint, MessagesCall, chat_body, mar
 from kvkeep.serve.messages.chat_answers import ChatStream, from_chat, stop_of
 from kvkeep.serve.messages.errors import error_body, error_event, kind_of, message_of
 from kvkeep.serve.messages.requests import read_call
-from kvkeep.serve.messages.usage import MessageUsage, split_usage
+from kvkeep.serve.messages.usage import LONG_S, MessageUsage, split_usage
 
 __all__ = [
-    "Breakpoint", "ChatStream", "MessageEvents", "MessageUsage", "MessagesCall", "chat_body",
-    "error_body", "error_event", "from_chat", "kind_of", "marked", "message_of", "new_id",
-    "read_call", "split_usage", "stop_of",
+    "LONG_S", "Breakpoint", "ChatStream", "MessageEvents", "MessageUsage", "MessagesCall",
+    "chat_body", "error_body", "error_event", "from_chat", "kind_of", "marked", "message_of",
+    "new_id", "read_call", "split_usage", "stop_of",
 ]  # fmt: skip

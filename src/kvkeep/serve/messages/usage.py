@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["MessageUsage", "split_usage"]
+__all__ = ["LONG_S", "MessageUsage", "split_usage"]
 
-_LONG_S = 3600
+LONG_S = 3600
+"""Seconds of the long time to live."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +59,7 @@ def split_usage(
     ``breakpoints`` are (position in tokens, seconds to live).
     """
     last = max((at for at, _ in breakpoints), default=0)
-    last_1h = max((at for at, ttl_s in breakpoints if ttl_s >= _LONG_S), default=0)
+    last_1h = max((at for at, ttl_s in breakpoints if ttl_s >= LONG_S), default=0)
     written = max(0, min(last, prompt) - cached)
     return MessageUsage(
         read=cached,

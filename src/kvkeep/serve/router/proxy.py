@@ -30,12 +30,13 @@ from kvkeep.serve.router.metrics import RouterMetrics
 from kvkeep.serve.router.probes import Probes
 from kvkeep.serve.router.prompts import Prompt, PromptParser, credentials_of
 from kvkeep.serve.router.upstreams import UpstreamFailed, end_to_end_headers
+from kvkeep.serve.router.usage import SALT, TenantRoutes
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     import httpx
-    from starlette.types import Message, Receive, Scope, Send
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from kvkeep.core.returns import Ended
     from kvkeep.serve.kv_events import EventReader
@@ -50,7 +51,6 @@ __all__ = ["create_proxy"]
 log = logging.getLogger("kvkeep.router")
 
 _PLACED = ("/v1/completions", "/v1/chat/completions")
-_MESSAGES = (MESSAGES_PATH, COUNT_PATH)
 # Forwarded to the least loaded instance.
 _OTHERS = ("/v1/models", "/v1/models/{name:path}", "/v1/embeddings", "/tokenize", "/detokenize")
 # Statuses that count as a failure of the instance, and those worth a try at another one.
@@ -98,13 +98,14 @@ def create_proxy(
     timeouts: Timeouts | None = None,
     bodies: BodyBudget | None = None,
     conversations: ConversationTable | None = None,
+    usage: bool = False,
 ) -> Starlette:
     """Return an ASGI application in front of ``upstreams``, whose names are the router's instances.
 
     ``reader`` is used for /metrics only. ``hosts`` are the accepted names in the Host header (None:
     all). See `PromptParser` for ``tokenize``, `Timeouts` for time limits and tries, `BodyBudget`
-    for the memory of request bodies, and `ConversationTable` for what is learned of answers. API
-    keys and bodies are forwarded unchanged and never logged.
+    for the memory of request bodies, `ConversationTable` for what is learned of answers, and
+    `TenantRoutes` for ``usage``. API keys and bodies are forwarded unchanged and never logged.
     """
     bodies = bodies or BodyBudget()
     expected = ExpectedReturns(ConversationTable() if conversations is None else conversations)
@@ -130,6 +131,13 @@ def create_proxy(
             await asyncio.wait([probing])
             await upstreams.close()
 
+    placed: dict[str, ASGIApp] = {path: _Forward(proxy, placed=True) for path in _PLACED}
+    placed[MESSAGES_PATH] = MessagesEndpoint(proxy.forward)
+    told = []
+    if usage:
+        tenants = TenantRoutes()
+        placed = {path: tenants.counted(endpoint) for path, endpoint in placed.items()}
+        told.append(Route("/kv/usage", tenants.usage, methods=["GET"]))
     for name in upstreams.names:
         router.add(name)
     guards = [] if hosts is None else [Middleware(TrustedHostMiddleware, list(hosts))]
@@ -139,8 +147,9 @@ def create_proxy(
             Route("/health", proxy.health, methods=["GET"]),
             Route("/metrics", proxy.metrics, methods=["GET"]),
             Route("/kv/conversations", proxy.conversations, methods=["GET"]),
-            *(Route(path, _Forward(proxy, placed=True), methods=["POST"]) for path in _PLACED),
-            *(Route(path, MessagesEndpoint(proxy.forward), methods=["POST"]) for path in _MESSAGES),
+            *told,
+            *(Route(path, endpoint, methods=["POST"]) for path, endpoint in placed.items()),
+            Route(COUNT_PATH, MessagesEndpoint(proxy.forward), methods=["POST"]),
             *(Route(path, _Forward(proxy, placed=False)) for path in _OTHERS),
         ],
         middleware=guards,
@@ -252,6 +261,7 @@ class _Proxy:
         shown = body if exchange is None else exchange.body
         known = headers if exchange is None else exchange.headers(headers)
         prompt = await self._prompts.read(shown, known) if placed else Prompt(None)
+        request.scope[SALT] = prompt.salt
         lora = prompt.model if self._router.is_adapter(prompt.model) else ""
         forwarded = _ForwardedRequest(request, headers, body, exchange)
         if placed:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 
     from starlette.requests import Request
-    from starlette.types import Receive, Scope, Send
+    from starlette.types import Message, Receive, Scope, Send
 
     from kvkeep.serve.engine import Completion, Delta
     from kvkeep.serve.server.framing import Frames
@@ -135,6 +135,20 @@ class EventStream(Response):
                     await send(_body(self._frames.error(known), more=False))
 
     async def _write_all(self, send: Send) -> None:
+        if not self._frames.ping:
+            await self._write_events(send)
+            return
+        sending = _Pinging(send, self._frames.ping, self._service.settings.ping_s)
+        pings = asyncio.create_task(sending.run())
+        try:
+            await self._write_events(sending.send)
+        finally:
+            pings.cancel()
+            await asyncio.wait([pings])
+            if not pings.cancelled():
+                pings.result()  # raises what ended them
+
+    async def _write_events(self, send: Send) -> None:
         completions: dict[int, Completion] = {}
         frame = self._frames.event
         if begin := [*map(frame, self._writer.begin())]:
@@ -149,6 +163,34 @@ class EventStream(Response):
                 await send(_body(*events))
         last = map(frame, self._writer.end(_in_order(completions)))
         await send(_body(*last, self._frames.last, more=False))
+
+
+class _Pinging:
+    """Sends an event after each ``seconds`` of silence, between those of `send`."""
+
+    def __init__(self, send: Send, ping: bytes, seconds: float) -> None:
+        self._send = send
+        self._ping = ping
+        self._seconds = seconds
+        self._one = asyncio.Lock()
+        self._due = asyncio.get_running_loop().time() + seconds
+
+    async def send(self, message: Message) -> None:
+        async with self._one:
+            await self._send(message)
+            self._due = asyncio.get_running_loop().time() + self._seconds
+
+    async def run(self) -> None:
+        """Send pings until this is cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            wait = self._due - loop.time()
+            if wait > 0:
+                await asyncio.sleep(wait)
+            elif not self._one.locked():  # else a client that does not read holds it
+                await self.send(_body(self._ping))
+            else:
+                await asyncio.sleep(self._seconds)
 
 
 async def _submitted(

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from kvkeep.core.cache import CacheStats
     from kvkeep.observe.telemetry import Buckets, TimesOfPages
     from kvkeep.observe.usage.table import ReuseSnapshot
-    from kvkeep.serve.server.retention import Retention
 
 __all__ = [
     "MOST_NAMES",
@@ -27,7 +26,6 @@ __all__ = [
     "of_events",
     "of_namespaces",
     "of_pages",
-    "of_retention",
     "of_reuse",
     "of_store",
 ]
@@ -378,23 +376,6 @@ def of_computed(reasons: Mapping[str, int]) -> Iterator[Metric]:
     for reason, tokens in [*named, (OTHER, left)] if left else named:
         counter.add_metric([reason], tokens)
     yield counter
-
-
-def of_retention(retention: Retention) -> Iterator[Metric]:
-    """Tokens that clients asked to be kept, and the pages that count against their budgets."""
-    counter = CounterMetricFamily(
-        "kvkeep_retained_tokens",
-        "Prompt tokens that requests asked to be kept: pinned, or beyond the budget",
-        labels=["outcome"],
-    )
-    counter.add_metric(["pinned"], retention.pinned_tokens)
-    counter.add_metric(["beyond the budget"], retention.unpinned_tokens)
-    yield counter
-    yield GaugeMetricFamily(
-        "kvkeep_retained_pages",
-        "Pages that count against the budgets of pins of clients",
-        retention.num_pages,
-    )
 
 
 def of_events(publisher: Mapping[str, int]) -> Iterator[Metric]:

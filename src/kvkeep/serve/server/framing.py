@@ -21,6 +21,10 @@ class Frames(Protocol):
     def last(self) -> bytes:
         """What ends a complete stream."""
 
+    @property
+    def ping(self) -> bytes:
+        """An event without meaning, for streams that are silent; empty if the API has none."""
+
     def event(self, event: ResponseModel) -> bytes:
         """Return one event."""
 
@@ -32,6 +36,7 @@ class _OpenAI:
     """Data only; ``[DONE]`` at the end."""
 
     last = b"data: [DONE]\n\n"
+    ping = b""
 
     def event(self, event: ResponseModel) -> bytes:
         return b"data: %s\n\n" % event.model_dump_json().encode()
@@ -44,6 +49,7 @@ class _Messages:
     """Each event has its type as its name; message_stop is the last."""
 
     last = b""
+    ping = b'event: ping\ndata: {"type":"ping"}\n\n'
 
     def event(self, event: ResponseModel) -> bytes:
         fields: dict[str, Any] = event.model_dump()

@@ -13,6 +13,7 @@ import numpy as np
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.tokens import as_tokens
 from kvkeep.serve.server.errors import ApiError
+from kvkeep.serve.server.retention import Keep
 from kvkeep.serve.server.worker import Job
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ def _job(
 ) -> Job:
     extras = body.extras
     session, turn = body.session
+    seconds = body.retention_s
     return Job(
         prompt=prompt,
         params=params,
@@ -92,6 +94,7 @@ def _job(
         answers=extras.answers and service.settings.answers,
         session=session,
         turn=turn,
+        retain=None if seconds is None else Keep([(len(prompt), seconds)]),
     )
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvkeep.core.errors import InvalidValue
 from kvkeep.serve.engine import SamplingParams
-from kvkeep.serve.messages import marked, read_call
+from kvkeep.serve.messages import LONG_S, marked, read_call
 from kvkeep.serve.server.errors import ApiError
 from kvkeep.serve.server.jobs import (
     refuse_far_too_long,
@@ -64,6 +64,9 @@ def message_jobs(service: Service, body: MessagesRequest, writer: MessageWriter)
     )
     writer.call = call
     writer.keep = keep = Keep(prompt.breakpoints)
+    long = [(at, seconds) for at, seconds in prompt.breakpoints if seconds >= LONG_S]
+    if long and service.tier_retention is not None:
+        writer.retain = Keep(long)
     return [
         Job(
             prompt=prompt.tokens,
@@ -74,6 +77,7 @@ def message_jobs(service: Service, body: MessagesRequest, writer: MessageWriter)
             session=extras.session,
             turn=extras.turn,
             keep=keep if keep.wanted else None,
+            retain=writer.retain,
         )
     ]
 

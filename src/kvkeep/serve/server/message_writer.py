@@ -8,6 +8,7 @@ from kvkeep.serve.messages import MessageEvents, new_id, split_usage
 from kvkeep.serve.server.framing import MESSAGES
 from kvkeep.serve.server.retention import Keep
 from kvkeep.serve.server.schemas.messages import MessageEvent, MessageResponse
+from kvkeep.serve.server.writers import retained
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,9 +24,9 @@ __all__ = ["MessageWriter"]
 class MessageWriter:
     """Builds one message.
 
-    ``keep`` has the breakpoints and what became of them, and ``call`` is the request: set both
-    before the first delta. The first event waits for the first token, because it has the tokens
-    that were read from the cache.
+    ``keep`` has the breakpoints and what became of them, ``retain`` those that are kept in the
+    tiers, and ``call`` is the request: set them before the first delta. The first event waits for
+    the first token, because it has the tokens that were read from the cache.
     """
 
     frames: ClassVar[Frames] = MESSAGES
@@ -34,6 +35,7 @@ class MessageWriter:
         self.id = new_id()
         self.call: MessagesCall | None = None
         self.keep = Keep(())
+        self.retain: Keep | None = None
         self._events = MessageEvents(self.id, model)
         self._begun = False
 
@@ -82,10 +84,12 @@ class MessageWriter:
         return "max_tokens", None
 
     def _usage(self, completion: Completion) -> MessageUsage:
-        more = {"loaded_tokens": completion.loaded_tokens}
+        more: dict[str, Any] = {"loaded_tokens": completion.loaded_tokens}
         if self.keep.wanted:
             more["pinned_tokens"] = self.keep.pinned_tokens
             more["unpinned_tokens"] = self.keep.unpinned_tokens
+        if self.retain is not None:
+            more |= retained([self.retain])
         output = len(completion.choices[0].tokens) if self._answers else 0
         return split_usage(
             completion.prompt_tokens,

@@ -13,7 +13,7 @@ from kvkeep.observe.telemetry import PageTimes
 from kvkeep.observe.usage import UsageTable
 from kvkeep.observe.usage.history import WARM
 from kvkeep.serve.http import metrics as http_metrics
-from kvkeep.serve.server import families
+from kvkeep.serve.server import families, tenant_families
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from kvkeep.core.cache import CacheStats, PagedCache
+    from kvkeep.observe.usage import TenantLedger
     from kvkeep.serve.http import BodyBudget, Connections
     from kvkeep.serve.server.retention import Retention
+    from kvkeep.serve.server.tier_retention import TierRetention
 
 __all__ = ["ServerMetrics"]
 
@@ -35,8 +37,8 @@ class ServerMetrics:
 
     ``usage`` counts requests by namespace. The attributes set later add families: ``events``
     returns a publisher's figures (`PublisherStats.as_dict`), ``reasons`` the computed tokens by
-    reason since the start (an explainer's), ``retention`` pins prefixes, ``connections`` and
-    ``bodies`` are the HTTP server's.
+    reason since the start (an explainer's), ``tenants`` counts by tenant, ``retention`` and
+    ``tier_retention`` pin prefixes, ``connections`` and ``bodies`` are the HTTP server's.
 
     Thread safety: all methods.
     """
@@ -52,7 +54,9 @@ class ServerMetrics:
         self.usage = UsageTable() if usage is None else usage
         self.events: Callable[[], Mapping[str, int]] | None = None
         self.reasons: Callable[[], Mapping[str, int]] | None = None
+        self.tenants: TenantLedger | None = None
         self.retention: Retention | None = None
+        self.tier_retention: TierRetention | None = None
         self.connections: Connections | None = None
         self.bodies: BodyBudget | None = None
         self.requests = Counter(
@@ -150,7 +154,11 @@ class ServerMetrics:
             if store is not None:
                 found += families.of_store(engine, store)
             if self.retention is not None:
-                found += families.of_retention(self.retention)
+                found += tenant_families.of_retention(self.retention)
+            if self.tier_retention is not None:
+                found += tenant_families.of_tier_retention(self.tier_retention)
+            if self.tenants is not None:
+                found += tenant_families.of_tenants(self.tenants.series(families.MOST_NAMES))
             found += http_metrics.families(self.connections, self.bodies)
             self._state.families = found
             return generate_latest(self._registry)

@@ -16,7 +16,9 @@ from kvkeep.serve.server.live import Live
 from kvkeep.serve.server.metrics import ServerMetrics
 from kvkeep.serve.server.record import JobRecorder
 from kvkeep.serve.server.retention import Retention
+from kvkeep.serve.server.tenant_usage import TenantUsage
 from kvkeep.serve.server.thread_pools import ThreadPools
+from kvkeep.serve.server.tier_retention import TierRetention
 from kvkeep.serve.server.watching import Watching
 from kvkeep.serve.server.worker import EngineStopped, Generation, Worker
 
@@ -57,14 +59,22 @@ class Service:
             budget=settings.body_budget_bytes,
             seconds=min(settings.body_timeout_s, settings.request_timeout_s),
         )
-        self.watching = Watching(engine.cache, explain=settings.explain)
+        tenants = TenantUsage(engine, settings, self.namespace)
+        self.watching = Watching(engine.cache, tenants, explain=settings.explain)
         self.metrics = ServerMetrics(self.watching.usage)
         self.metrics.bodies = self.bodies
+        self.metrics.tenants = tenants.ledger
         self._observers = observers
         if settings.explain:
             self.metrics.reasons = self.watching.computed_tokens
-        self.retention = Retention(engine.cache, settings.pin_share)
+        self.retention = Retention(engine.cache, settings.pin_share, weights=settings.weights)
         self.metrics.retention = self.retention
+        self.tier_retention: TierRetention | None = None
+        if engine.store is not None:
+            self.tier_retention = TierRetention(
+                engine, settings.pin_share, weights=settings.weights
+            )
+        self.metrics.tier_retention = self.tier_retention
         self.live = Live(self)
         self.worker = Worker(engine, flush_timeout_s=settings.flush_timeout_s)
         self.began = int(time.time())
@@ -82,6 +92,8 @@ class Service:
     def stop(self) -> None:
         """Abort running requests; return after the engine's current step and its store's flush."""
         self.worker.stop()
+        if self.tier_retention is not None:
+            self.tier_retention.close()
         self.watching.close()
         self.live.close()
         self.threads.close()
@@ -122,6 +134,19 @@ class Service:
         """Return the statistics of the engine's store, None without one."""
         store = self.engine.store
         return None if store is None else (await asyncio.to_thread(store.stats)).as_dict()
+
+    def keep(self, job: Job) -> None:
+        """Pin what a job wants to be kept of its prompt, which is computed. Thread safety: safe."""
+        if job.keep is not None:
+            self.retention.keep(job.prompt, job.namespace, job.keep)
+        if job.retain is None:
+            return
+        if self.tier_retention is None:
+            job.retain.refuse("no_tiers")
+        elif not job.store:
+            job.retain.refuse("not_stored")
+        else:
+            self.tier_retention.keep(job.prompt, job.namespace, job.retain)
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -254,13 +279,14 @@ class ServedRequest:
 
     async def _keep(self, number: int, delta: Delta) -> None:
         """Pin what the job wants to be kept, once: its prompt is computed with the first token."""
-        job = self._generation.jobs[number] if self._generation is not None else None
-        if job is None or job.keep is None or number in self._kept or not delta.tokens:
+        if number in self._kept or not delta.tokens:
             return
+        assert self._generation is not None
         self._kept.add(number)
-        # In a thread: hashing a long prompt takes milliseconds.
-        keep = self._service.retention.keep
-        await asyncio.to_thread(keep, job.prompt, job.namespace, job.keep)
+        job = self._generation.jobs[number]
+        if job.keep is not None or job.retain is not None:
+            # In a thread: comparing a long prompt takes milliseconds.
+            await asyncio.to_thread(self._service.keep, job)
 
     def _note(self, number: int, delta: Delta, now: float) -> None:
         metrics = self._service.metrics

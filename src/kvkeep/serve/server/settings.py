@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import InvalidValue, whole
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 __all__ = ["LOOPBACK_HOSTS", "ServerSettings"]
 
@@ -27,8 +31,12 @@ class ServerSettings:
     ``hosts`` are the accepted names in the Host header (None: all). On a loopback address only its
     own names should be, or a web page could reach the server under its own name (DNS rebinding).
 
-    Pins that clients ask for (``cache_control``) cover at most ``pin_share`` of the pool for each
-    ``cache_salt``, and half of it in all.
+    Pins that clients ask for (``cache_control``, ``prompt_cache_retention``) cover at most
+    ``pin_share`` of the pool, and of the largest tier, for each ``cache_salt``, and half of it in
+    all; beyond that half, tenants get shares by ``weights``, see `PinBudget`.
+
+    Streams of ``/v1/messages`` that were silent for ``ping_s`` get a ping, so that proxies do not
+    close them during long prefills.
 
     Without ``text``, no response under /kv contains text or tokens of prompts. Without ``explain``,
     no prompts are remembered to explain their reuse. Without ``answers``, the store keeps only the
@@ -50,6 +58,8 @@ class ServerSettings:
     explain: bool = True
     answers: bool = True
     pin_share: float = 0.1
+    ping_s: float = 10.0
+    weights: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -69,7 +79,7 @@ class ServerSettings:
             seconds = getattr(self, name)
             if not 0 <= seconds < math.inf:
                 raise InvalidValue(f"{name} must be a number of seconds, 0 or more; got {seconds}")
-        if not 0 < self.body_timeout_s < math.inf:
-            raise InvalidValue(
-                f"body_timeout_s must be a number of seconds above 0, got {self.body_timeout_s}"
-            )
+        for name in ("body_timeout_s", "ping_s"):
+            seconds = getattr(self, name)
+            if not 0 < seconds < math.inf:
+                raise InvalidValue(f"{name} must be a number of seconds above 0, got {seconds}")

@@ -1,4 +1,4 @@
-"""`Watching`: the usage table and the explainer of one server."""
+"""`Watching`: the usage table, the ledger of tenants and the explainer of one server."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from kvkeep.core.cache import PagedCache
     from kvkeep.observe.usage import RequestObserver
+    from kvkeep.serve.server.tenant_usage import TenantUsage
 
 __all__ = ["Watching"]
 
@@ -19,11 +20,13 @@ __all__ = ["Watching"]
 class Watching:
     """Makes the observers of one server's cache and requests, and ends them.
 
-    ``usage`` is always kept; ``explainer`` is None before `start`, and without ``explain``.
+    ``usage`` and ``tenants`` are always kept; ``explainer`` is None before `start`, and without
+    ``explain``.
     """
 
-    def __init__(self, cache: PagedCache, *, explain: bool) -> None:
+    def __init__(self, cache: PagedCache, tenants: TenantUsage, *, explain: bool) -> None:
         self.usage = UsageTable(cache.num_pages)
+        self.tenants = tenants
         self.explainer: Explainer | None = None
         self._cache = cache
         self._explain = explain
@@ -34,14 +37,16 @@ class Watching:
 
     def start(self) -> tuple[RequestObserver, ...]:
         """Start the explainer's thread; return the observers of requests."""
+        self.tenants.start(self.usage.pages)
+        self._ends.append(self.tenants.close)
         if not self._explain:
-            return (self.usage.see,)
+            return self.usage.see, self.tenants.ledger.see
         cache = self._cache
         self.explainer = explainer = Explainer(
             cache.page_size, cache.policy, reuse=cache.reuse, groups=cache.groups
         )
         self._ends += [cache.subscribe(explainer.see), explainer.close]
-        return self.usage.see, explainer.see_request
+        return self.usage.see, self.tenants.ledger.see, explainer.see_request
 
     def computed_tokens(self) -> dict[str, int]:
         """Return computed tokens by reason since the start; empty without an explainer."""

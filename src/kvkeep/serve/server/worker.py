@@ -44,6 +44,9 @@ class Job:
     session: str | None = None
     turn: int | None = None
     keep: Keep | None = None
+    """Prefixes to pin in the pool."""
+    retain: Keep | None = None
+    """Prefixes to keep in the tiers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +204,7 @@ class Worker:
         try:
             while not self._stopping:
                 self._run_commands(wait=not self._engine.has_work)
+                self._send()  # so that an answer can begin before the first step ends
                 if self._engine.has_work and not self._stopping:
                     self._step()
                 self._send()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import defaultdict
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvkeep.serve.server.framing import OPENAI
 from kvkeep.serve.server.schemas.responses import (
@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 
     from kvkeep.serve.engine import Choice, Completion, Delta, Tokenizer, TokenLogprob
     from kvkeep.serve.server.framing import Frames
+    from kvkeep.serve.server.retention import Keep
     from kvkeep.serve.server.schemas.responses import ChatLogprobs, CompletionLogprobs
 
-__all__ = ["ChatWriter", "CompletionWriter", "usage_of"]
+__all__ = ["ChatWriter", "CompletionWriter", "retained", "usage_of"]
 
 
 class _Writer:
@@ -49,6 +50,8 @@ class _Writer:
         self._n = n
         self._logprobs = logprobs
         self._usage = usage
+        self.retains: Sequence[Keep] = ()
+        """What its prompts ask to be kept in the tiers; set it before the last delta."""
 
 
 class ChatWriter(_Writer):
@@ -77,7 +80,7 @@ class ChatWriter(_Writer):
         if self._usage:
             chunk = self._chunk(0, MessageDelta())
             chunk.choices = []
-            chunk.usage = usage_of(completions)
+            chunk.usage = usage_of(completions, self.retains)
             yield chunk
 
     def whole(self, completions: Sequence[Completion]) -> ChatResponse:
@@ -88,7 +91,7 @@ class ChatWriter(_Writer):
             created=self._created,
             model=self._model,
             choices=[self._choice(choice) for choice in completion.choices],
-            usage=usage_of(completions),
+            usage=usage_of(completions, self.retains),
         )
 
     def _choice(self, choice: Choice) -> ChatChoice:
@@ -156,7 +159,7 @@ class CompletionWriter(_Writer):
         """Yield the usage, if requested."""
         if self._usage:
             last = self._answer()
-            last.usage = usage_of(completions)
+            last.usage = usage_of(completions, self.retains)
             yield last
 
     def whole(self, completions: Sequence[Completion]) -> CompletionResponse:
@@ -168,7 +171,7 @@ class CompletionWriter(_Writer):
                 for choice in completion.choices
             )
         )
-        answer.usage = usage_of(completions)
+        answer.usage = usage_of(completions, self.retains)
         return answer
 
     def _choice(self, number: int, choice: Choice) -> CompletionChoice:
@@ -191,7 +194,7 @@ class CompletionWriter(_Writer):
         )
 
 
-def usage_of(completions: Sequence[Completion]) -> Usage:
+def usage_of(completions: Sequence[Completion], retains: Sequence[Keep] = ()) -> Usage:
     """Return the token counts, summed over all prompts and answers."""
     prompt = sum(completion.prompt_tokens for completion in completions)
     generated = sum(
@@ -205,6 +208,19 @@ def usage_of(completions: Sequence[Completion]) -> Usage:
             cached_tokens=sum(completion.cached_tokens for completion in completions)
         ),
         kvkeep=ExtraUsage(
-            loaded_tokens=sum(completion.loaded_tokens for completion in completions)
+            loaded_tokens=sum(completion.loaded_tokens for completion in completions),
+            **retained(retains),
         ),
     )
+
+
+def retained(retains: Sequence[Keep]) -> dict[str, Any]:
+    """Return what usage says of prompts that were to be kept in the tiers; nothing without any."""
+    if not retains:
+        return {}
+    lost = [keep for keep in retains if keep.unpinned_tokens]
+    said: dict[str, Any] = {
+        "retained_tokens": sum(keep.pinned_tokens for keep in retains),
+        "unretained_tokens": sum(keep.unpinned_tokens for keep in lost),
+    }
+    return {**said, "unretained": lost[0].why} if lost else said

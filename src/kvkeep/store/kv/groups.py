@@ -123,11 +123,14 @@ class SnapshotRecords(KeptPrompts):
         return 0
 
     def unpin(self, tiered: TieredStore, prompt: PromptBlocks) -> int:
-        ids = list(PositionNames(self._forms, prompt).every(0))
+        ids, start = list(PositionNames(self._forms, prompt).every(0)), prompt.start
         pinned = tiered.pins.pinned(ids)
-        tokens = self._longest_pinned(tiered, prompt, pinned) if pinned else 0
+        whole = prompt._replace(start=0)
+        tokens = self._longest_pinned(tiered, whole, pinned) if pinned else 0
+        if start:
+            ids = list(PositionNames(self._forms, prompt).every(start))
         tiered.pins.unpin(ids)
-        return tokens
+        return max(0, tokens - start)
 
     def _longest_pinned(self, tiered: TieredStore, prompt: PromptBlocks, pinned: set[bytes]) -> int:
         """Return the longest position whose records are all ``pinned``; longer ones may follow."""

@@ -66,7 +66,7 @@ class KeptPrompts(ABC):
 
     @abstractmethod
     def unpin(self, tiered: TieredStore, prompt: PromptBlocks) -> int:
-        """End the pin of the prompt; return the tokens that were pinned."""
+        """End the pin of the prompt from its ``start`` on; return the tokens that were pinned."""
 
     @abstractmethod
     def remove(self, tiered: TieredStore, prompt: PromptBlocks) -> Removed:
@@ -109,8 +109,9 @@ class WholeBlocks(KeptPrompts):
         return sum(found.lengths[: tiered.pins.pin(found.ids, seconds)])
 
     def unpin(self, tiered: TieredStore, prompt: PromptBlocks) -> int:
-        found = find_stored(tiered, prompt)
-        return sum(found.lengths[: tiered.pins.unpin(found.ids)])
+        found = find_stored(tiered, prompt._replace(start=0))
+        first = -(-prompt.start // prompt.names.block_tokens)
+        return sum(found.lengths[first:][: tiered.pins.unpin(found.ids[first:])])
 
     def remove(self, tiered: TieredStore, prompt: PromptBlocks) -> Removed:
         return delete_from(tiered, prompt, self._followers, tiered.remove)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import whole
@@ -18,7 +19,7 @@ from kvkeep.store.kv.reporting import KVReporter
 from kvkeep.store.tiers import Chain, TieredStore, open_tiers
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from kvkeep.core.extras import ExtraLike
     from kvkeep.core.tokens import TokensLike
@@ -275,10 +276,19 @@ class PromptStore(Store):
         return self._kept.pin(self._tiered, self._prompt(tokens, 0, tenant, extra), seconds)
 
     def unpin(
-        self, tokens: TokensLike, *, tenant: str | None = None, extra: ExtraLike | None = None
+        self,
+        tokens: TokensLike,
+        start: int = 0,
+        *,
+        tenant: str | None = None,
+        extra: ExtraLike | None = None,
     ) -> int:
-        """End the pin of a prompt; return the tokens that were pinned. ``extra`` as in `put`."""
-        return self._kept.unpin(self._tiered, self._prompt(tokens, 0, tenant, extra))
+        """End the pin of a prompt from ``start`` on; return the tokens that were pinned there.
+
+        Blocks with a token before ``start`` stay pinned; of snapshots, those that end before it.
+        ``extra`` as in `put`.
+        """
+        return self._kept.unpin(self._tiered, self._prompt(tokens, start, tenant, extra))
 
     def remove(
         self,
@@ -323,6 +333,20 @@ class PromptStore(Store):
         with closed_is_illegal():
             self._tiered.returns.conversations.clear(space)
             return self._tiered.clear(space)
+
+    def used_bytes(self, tenants: Iterable[str]) -> tuple[dict[str, int], int]:
+        """Return the bytes that all tiers hold of each of ``tenants``, and of all others together.
+
+        The others include namespaces of other models and processes. Memory that a node shares
+        (``shm://``) is not counted; of a tier without a budget, only blocks that are known here. A
+        block in two tiers counts twice. Cost: a pass over namespaces and tenants.
+        """
+        self._tiered.check_open()
+        spaces = Counter(self._tiered.memory.catalogue.spaces())
+        for tier in self._tiered.tiers:
+            spaces.update(tier.catalogue.spaces())
+        own = {tenant: spaces.pop(self._names_of(tenant).space, 0) for tenant in tenants}
+        return own, sum(spaces.values())
 
     def stats(self) -> StoreStats:
         """Return the counts since the store was opened, and the state of every tier."""

@@ -75,6 +75,9 @@ class FrontOrder(Protocol):
     def pinned_bytes(self) -> int:
         """Bytes that are pinned now."""
 
+    def spaces(self) -> dict[bytes, int]:
+        """Return the bytes of each namespace, as far as they are counted."""
+
     def __len__(self) -> int: ...
 
     def __contains__(self, block: object) -> bool: ...

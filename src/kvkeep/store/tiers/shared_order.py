@@ -209,6 +209,10 @@ class SharedOrder:
             self._arena.use(entries, range(last, last - len(blocks), -1))
         return []
 
+    def spaces(self) -> dict[bytes, int]:
+        """Return nothing: the arena counts the bytes of namespaces with a quota only."""
+        return {}
+
     def set_quota(self, space: bytes, limit: int) -> None:
         """Limit a namespace to ``limit`` bytes, for all processes; see `over_quota`."""
         self._arena.set_quota(space, limit)

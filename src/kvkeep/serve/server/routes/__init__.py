@@ -3,7 +3,17 @@
 Modules here have no ``from __future__ import annotations``: FastAPI reads annotations at run time.
 """
 
-from kvkeep.serve.server.routes import kv, map, messages, openai, operations, see, tokens, ui
+from kvkeep.serve.server.routes import (
+    kv,
+    map,
+    messages,
+    openai,
+    operations,
+    see,
+    tokens,
+    ui,
+    usage,
+)
 
 __all__ = ["ROUTERS"]
 
@@ -13,6 +23,7 @@ ROUTERS = (
     tokens.router,
     kv.router,
     see.router,
+    usage.router,
     map.router,
     operations.router,
     ui.router,

@@ -1,13 +1,12 @@
 """OpenAI's API: chat, completions, models."""
 
-from functools import partial
-
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from kvkeep.serve.server.errors import ApiError
 from kvkeep.serve.server.exchange import respond
 from kvkeep.serve.server.jobs import chat_jobs, completion_jobs, echoes
+from kvkeep.serve.server.retention import Keep
 from kvkeep.serve.server.routes.base import (
     EVENTS,
     READ_ERRORS,
@@ -43,7 +42,12 @@ async def chat(body: ChatRequest, request: Request, service: ServiceOf) -> Respo
         logprobs=bool(body.logprobs),
         usage=body.wants_usage,
     )
-    jobs = partial(chat_jobs, service, body)
+
+    def jobs() -> list[Job]:
+        made = chat_jobs(service, body)
+        writer.retains = _retains(made)
+        return made
+
     return await respond(
         request, service, "chat", jobs, writer,
         characters=body.characters, stream=bool(body.stream),
@@ -69,6 +73,7 @@ async def complete(body: CompletionRequest, request: Request, service: ServiceOf
 
     def jobs() -> list[Job]:
         made = completion_jobs(service, body)
+        writer.retains = _retains(made)
         if body.echo:
             writer.echoes = echoes(service, body)
         return made
@@ -93,6 +98,10 @@ async def model(model: str, service: ServiceOf) -> Model:
         message = f"model {model[:100]!r} is not served here; this is {name!r}"
         raise ApiError(404, message, param="model", code="model_not_found")
     return _model(service)
+
+
+def _retains(jobs: list[Job]) -> list[Keep]:
+    return [job.retain for job in jobs if job.retain is not None]
 
 
 def _model(service: Service) -> Model:

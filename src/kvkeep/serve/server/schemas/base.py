@@ -1,6 +1,6 @@
 """Shared by all requests: strict fields without unknown ones, and the sampling parameters."""
 
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -27,6 +27,7 @@ _MOST_FIELDS = 64
 _MOST_METADATA = 16
 _MOST_ANSWERS = 128
 _INT32 = 2**31 - 1
+_DAY_S = 86_400.0
 
 Value = TypeVar("Value")
 Texts = Annotated[list[str], Field(fail_fast=True)]
@@ -199,6 +200,10 @@ class SamplingRequest(RequestModel):
         max_length=256,
         description="The session, unless kvkeep.session names one; its requests are siblings.",
     )
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = Field(
+        default=None,
+        description="24h: the KV of the prompt is kept in the tiers for a day, within a budget.",
+    )
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> "SamplingRequest":
@@ -221,6 +226,11 @@ class SamplingRequest(RequestModel):
         if extras.session is None and self.prompt_cache_key:
             return self.prompt_cache_key, 0
         return extras.session, extras.turn
+
+    @property
+    def retention_s(self) -> float | None:
+        """Seconds for which the prompt is to be kept in the tiers; None: as any other."""
+        return _DAY_S if self.prompt_cache_retention == "24h" else None
 
     @property
     def wants_usage(self) -> bool:

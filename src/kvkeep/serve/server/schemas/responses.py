@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
+from kvkeep.serve.server.retention import Unkept
 from kvkeep.serve.server.schemas.base import ResponseModel
 
 __all__ = [
@@ -41,6 +42,20 @@ class ExtraUsage(ResponseModel):
     """Details that only kvkeep has."""
 
     loaded_tokens: int = Field(description="Those of the cached tokens that came from the store.")
+    retained_tokens: int | None = Field(
+        default=None,
+        description="Prompt tokens kept in the tiers for prompt_cache_retention. Only if asked.",
+    )
+    unretained_tokens: int | None = Field(
+        default=None, description="Prompt tokens that are not kept so. Only if asked."
+    )
+    unretained: Unkept | None = Field(
+        default=None, description="Why; only if there are unretained tokens."
+    )
+
+    @model_serializer(mode="wrap")
+    def _without_nulls(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {key: value for key, value in dump(self).items() if value is not None}
 
 
 class Usage(ResponseModel):
