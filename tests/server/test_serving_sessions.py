@@ -46,7 +46,7 @@ def test_a_session_from_its_first_request_to_its_end(clean):
     assert pages(clean) == (6, 0, 5)
     complete(clean, [*HEAD, *[9] * 4 * PAGE], session="a life")
     assert pages(clean) == (7, 0, 0), "it came back, and went on where it was"
-    complete(clean, [*HEAD, *[9] * PAGE, *[10] * 2 * PAGE], session="a life")
+    complete(clean, [*HEAD, *[9] * PAGE, *[10] * 2 * PAGE], session="a life", turn=2)
     assert pages(clean) == (9, 3, 0), "it took another way: the end of the first is dead"
     assert hint(clean, "a life", "supersede") == {"known": True, "pages": 3}
     assert pages(clean) == (9, 6, 0)
