@@ -16,7 +16,6 @@ from kvkeep.core.cache import PagedCache
 from kvkeep.core.cache.paged import BLOCK_TOKENS
 from kvkeep.core.errors import OutOfPages, whole
 from kvkeep.core.eviction import policy as named_policy
-from kvkeep.core.returns import Ended
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -226,9 +225,7 @@ class Stage:
     def close(self, number: int, sequence: Sequence) -> None:
         """End a request: its answer is known, and how it ended."""
         work = self.workload
-        stop, answer = int(work.stop[number]), int(work.output_tokens[number])
-        ended = Ended(work.stops[stop] if stop >= 0 else None, max(0, answer))
-        sequence.close(keep=bool(work.store[number]), ended=ended)
+        sequence.close(keep=bool(work.store[number]), ended=work.ended(number))
 
     def _session(self, number: int) -> tuple[str | None, int | None]:
         session = int(self.workload.session[number])

@@ -15,7 +15,6 @@ from kvkeep.bench.replay.paging import Paging
 from kvkeep.bench.replay.tiers import Level, TierSimulator
 from kvkeep.bench.replay.watching import ReplayWatch
 from kvkeep.core.errors import InvalidValue
-from kvkeep.core.returns import Ended
 from kvkeep.store.tiers import Chain
 from kvkeep.store.tiers import tiering as tiering_policy
 
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 
     from kvkeep.bench.replay.costs import PrefillCost
     from kvkeep.bench.replay.workload import Ids, Workload
+    from kvkeep.core.returns import Ended
 
 __all__ = ["Requests", "simulate_tiers"]
 
@@ -137,9 +137,9 @@ class Requests:
         Returns those that a level has now.
         """
         work, space = self._workload, int(self._workload.namespace[number])
-        prompt, answer, stop = work.prompt(number), work.answer(number), int(work.stop[number])
-        tokens, answered = int(work.tokens[number]), max(0, int(work.output_tokens[number]))
-        ended = Ended(work.stops[stop] if stop >= 0 else None, answered)
+        prompt, answer, tokens = work.prompt(number), work.answer(number), int(work.tokens[number])
+        ended = work.ended(number)
+        answered = ended.tokens or 0
         kept = answer if self._whole_answers else answer[: self._worth(number, ended)]
         new = np.concatenate((prompt[found:], kept)) if len(kept) else prompt[found:]
         keys = block_ids(new, space)

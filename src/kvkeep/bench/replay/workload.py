@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvkeep.core.errors import InvalidValue
+from kvkeep.core.returns import Ended
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +38,8 @@ class Workload:
 
     ``stop[i]`` is the index in ``stops`` of how its answer ended, -1 if unknown; ``took_s[i]`` are
     the seconds that it took when the trace was recorded, NaN if unknown. ``caller[i]`` is the
-    session that called the session of the request, a sub-agent's; -1 for others.
+    session that called the session of the request, a sub-agent's; -1 for others. ``first_token[i]``
+    stands for the first token of its answer, -1 if unknown.
 
     ``digest`` identifies the workload: equal digests mean equal workloads.
 
@@ -64,6 +66,7 @@ class Workload:
     stops: tuple[str, ...]
     took_s: Floats
     caller: Ids
+    first_token: Ids
     skipped: int = 0
 
     def __len__(self) -> int:
@@ -89,6 +92,15 @@ class Workload:
         """Return the ids of the full units that end in its answer, as far as the trace has them."""
         return self.ids[self.first[number] + self.prompt_units[number] : self.last[number]]
 
+    def ended(self, number: int) -> Ended:
+        """Return how a request ended, as far as the trace has it."""
+        stop, first = int(self.stop[number]), int(self.first_token[number])
+        return Ended(
+            self.stops[stop] if stop >= 0 else None,
+            max(0, int(self.output_tokens[number])),
+            first if first >= 0 else None,
+        )
+
     @classmethod
     def read(cls, trace: Trace, progress: Callable[[int], None] | None = None) -> Workload:
         """Read all of ``trace``; ``progress`` is called with the number of requests read.
@@ -109,7 +121,7 @@ class _Builder:
     def __init__(self) -> None:
         self.times: list[float] = []
         self.took_s: list[float] = []
-        self.numbers: list[tuple[int, int, int, int, int, bool, int, int, int]] = []
+        self.numbers: list[tuple[int, int, int, int, int, bool, int, int, int, int]] = []
         self.units: list[npt.NDArray[np.int64]] = []
         self.spaces: dict[str, int] = {}
         self.sessions: dict[tuple[int, str], int] = {}
@@ -134,6 +146,7 @@ class _Builder:
         self.numbers.append((
             request.tokens, request.output_tokens, space, session, request.turn or 0,
             request.store, len(request.units), answer, stop,
+            -1 if request.first_token is None else request.first_token,
         ))  # fmt: skip
 
     def build(self, trace: Trace) -> Workload:
@@ -156,8 +169,8 @@ class _Builder:
         caller = np.array(callers, np.int32)
         for part in (np.array(self.times), table, took_s, caller, units):
             digest.update(np.ascontiguousarray(part).tobytes())
-        columns = [np.ascontiguousarray(table[:, at], np.int32) for at in (0, 1, 2, 3, 4, 6, 8)]
-        tokens, output_tokens, namespace, session, turn, prompt_units, stop = columns
+        columns = [np.ascontiguousarray(table[:, at], np.int32) for at in (0, 1, 2, 3, 4, 6, 8, 9)]
+        tokens, output_tokens, namespace, session, turn, prompt_units, stop, first_token = columns
         return Workload(
             name=trace.name,
             unit_tokens=trace.unit_tokens,
@@ -176,6 +189,7 @@ class _Builder:
             ids=ids,
             content=content,
             stop=stop,
+            first_token=first_token,
             stops=tuple(self.stops),
             took_s=took_s,
             caller=caller,

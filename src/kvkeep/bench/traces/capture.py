@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvkeep.bench.traces.native import TraceHeader, TraceWriter
-from kvkeep.bench.traces.request import MAX_ID, Served, TraceRequest
+from kvkeep.bench.traces.request import MAX_ID, MAX_TOKENS, Served, TraceRequest
 from kvkeep.core.errors import whole
 from kvkeep.core.tokens import TOKEN_BYTES, TOKEN_DTYPE
 
@@ -242,4 +242,10 @@ class Capture:
             seen.store,
             seen.served,
             seen.stop,
+            first_token=self._first_token(seen) if len(seen.answer) else None,
         )
+
+    def _first_token(self, seen: Seen) -> int:
+        """Return a number that stands for the first token of an answer, made with the key."""
+        name = self._ids.name("first token", str(int(seen.answer[0])).encode())
+        return int(name, 16) & MAX_TOKENS

@@ -28,7 +28,7 @@ from kvkeep.bench.traces.fields import (
     shown,
 )
 from kvkeep.bench.traces.files import BadLine
-from kvkeep.bench.traces.request import MAX_UNIT_TOKENS, Served, TraceRequest, units_of
+from kvkeep.bench.traces.request import MAX_TOKENS, MAX_UNIT_TOKENS, Served, TraceRequest, units_of
 from kvkeep.core.errors import InvalidValue
 
 if TYPE_CHECKING:
@@ -97,6 +97,9 @@ class Native:
         if len(units) != (wanted := units_of(tokens, self.unit_tokens)):
             raise BadLine(f"units has {len(units)} ids; {tokens} tokens are {wanted} units")
         turn = count(found, "turn", 0) if found.get("turn") is not None else None
+        first_token = None
+        if found.get("first_token") is not None:
+            first_token = count(found, "first_token", 0, MAX_TOKENS)
         store = found.get("store", True)
         if type(store) is not bool:
             raise BadLine(f"store is {shown(store)}; true or false is needed")
@@ -116,6 +119,7 @@ class Native:
             optional_text(found, "stop") or "",
             optional_seconds(found, "took_s"),
             optional_text(found, "caller"),
+            first_token,
         )
 
     def _answer(self, found: dict[str, Any], tokens: int, output: int) -> UnitArray | None:
@@ -195,6 +199,7 @@ class TraceWriter:
             "stop": request.stop or None,
             "took_s": None if request.took_s is None else round(request.took_s, 6),
             "caller": request.caller,
+            "first_token": request.first_token,
         }
         if (served := request.served) is not None:
             fields |= {

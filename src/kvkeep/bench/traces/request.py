@@ -64,6 +64,8 @@ class TraceRequest:
     ``stop`` says how the answer ended ("tool_use", "end_turn"); "" if unknown. ``took_s`` are the
     seconds from the arrival to the end of the answer when the trace was recorded; None if unknown.
     ``caller`` names the session that called this one, a sub-agent's; None for other sessions.
+    ``first_token`` is the first token of the answer or a number that stands for it, 0 … 2³¹-1, so
+    that answers that begin alike are known; None if unknown.
     """
 
     time: float
@@ -81,6 +83,7 @@ class TraceRequest:
     stop: str = ""
     took_s: float | None = None
     caller: str | None = None
+    first_token: int | None = None
 
     @property
     def duration_s(self) -> float | None:

@@ -57,7 +57,8 @@ class ReturnBoard(CacheObserver):
         if wait is not None:
             again = waits.read_again(wait, hold, page * self._page_size, following)
             if again is not None:
-                self.returns.answers.returned(sequence.namespace, wait.stop, wait.answer, again)
+                kind = wait.answer_kind
+                self.returns.answers.returned(sequence.namespace, kind, wait.answer, again)
             waits.end(wait, hold, waits.clock())
         self._running[sequence.id] = wait, len(query.tokens), query.session
 
@@ -88,5 +89,7 @@ class ReturnBoard(CacheObserver):
         )
         wait.prompt, wait.answer, wait.stop = prompt, tokens, ended.stop
         wait.namespace, wait.session = tenant, session
-        kept = self.returns.answers.kept(tenant, ended.stop, tokens)
+        first = int(sequence.row[prompt]) if ended.first is None and tokens else ended.first
+        wait.answer_kind = self.returns.first_tokens.kind_of(tenant, ended.stop, first)
+        kept = self.returns.answers.kept(tenant, wait.answer_kind, tokens)
         self._waits.begin(hold, wait, kept=kept)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvkeep.core.returns.answers import AnswerShares
+from kvkeep.core.returns.first_tokens import FirstTokens
 from kvkeep.core.returns.learner import Ended, Returns, Wait
 from kvkeep.core.returns.stops import stop_after
 from kvkeep.core.returns.times import AGES, BUCKETS, ReturnTimes, bucket_of
@@ -12,6 +13,7 @@ __all__ = [
     "BUCKETS",
     "AnswerShares",
     "Ended",
+    "FirstTokens",
     "ReturnTimes",
     "Returns",
     "Wait",

@@ -11,6 +11,7 @@ import numpy as np
 
 from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.returns.answers import AnswerShares
+from kvkeep.core.returns.first_tokens import FirstTokens
 from kvkeep.core.returns.times import AGES, BUCKETS, ENDS, ReturnTimes, bucket_of
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ class Ended:
     """Why the answer ended: "tool_use", "stop", "length" …, in at most 64 characters."""
     tokens: int | None = None
     """Tokens of the answer; None: those that were appended."""
+    first: int | None = None
+    """The first token of the answer, any number that stands for it; None: as appended."""
 
     def __post_init__(self) -> None:
         stop: object = self.stop
@@ -56,6 +59,8 @@ class Ended:
             )
         if tokens is not None:
             whole("tokens", tokens, 0)
+        if self.first is not None:
+            whole("first", self.first, 0)
 
 
 class Tenant:
@@ -86,8 +91,8 @@ class Wait:
     """
 
     __slots__ = (
-        "answer", "end", "evicted", "gaps", "kind", "namespace", "over", "place", "prompt",
-        "session", "since", "stop", "tenant", "turns", "unread", "unread_of",
+        "answer", "answer_kind", "end", "evicted", "gaps", "kind", "namespace", "over", "place",
+        "prompt", "session", "since", "stop", "tenant", "turns", "unread", "unread_of",
     )  # fmt: skip
 
     def __init__(
@@ -108,6 +113,8 @@ class Wait:
         """Tokens of the request."""
         self.stop: str | None = None
         """Why its answer ended."""
+        self.answer_kind: str | None = None
+        """That, and with which token the answer began, if many do."""
         self.namespace: Any = None
         self.session: str | None = None
         self.unread: bytes | None = None
@@ -137,6 +144,7 @@ class Returns:
     def __init__(self, most: int = 65_536) -> None:
         self.times = ReturnTimes()
         self.answers = AnswerShares()
+        self.first_tokens = FirstTokens()
         """What is learned of answers that no prompt contains."""
         self.version = 0
         """Grows with each `learn`."""

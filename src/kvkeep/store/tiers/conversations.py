@@ -6,8 +6,8 @@ import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Final
 
+from kvkeep.core.returns import FirstTokens
 from kvkeep.core.tokens import TOKEN_BYTES, common_length
-from kvkeep.store.tiers.first_tokens import FirstTokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -171,11 +171,10 @@ class Conversations:
             wait = self.returns.began(ended, answer, self._clock(), before=before, tenant=tenant)
             new = _Conversation(wait, chain, prompt)
             new.answer, new.tenant = answer, tenant
-            first = None
-            if chain.row is not None and prompt < len(chain.row):
+            first = ended.first
+            if first is None and chain.row is not None and prompt < len(chain.row):
                 first = int(chain.row[prompt])
-                self._first.add(tenant, first)
-            new.kind = self._first.kind(tenant, ended.stop, first)
+            new.kind = self._first.kind_of(tenant, ended.stop, first)
             self._add(new)
         return wait, left
 
@@ -189,6 +188,7 @@ class Conversations:
         with self._lock:
             if ended is None:
                 return self.returns.answers.sure(tenant, answer)
+            first = first if ended.first is None else ended.first
             kind = self._first.kind(tenant, ended.stop, first)
             return self.returns.answers.kept(tenant, kind, answer)
 

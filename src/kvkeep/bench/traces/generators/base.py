@@ -78,6 +78,7 @@ class PromptSegments:
             stop=turn.stop,
             took_s=round(turn.took_s, 6),
             caller=session.caller,
+            first_token=turn.first_token,
         )
 
 
@@ -92,8 +93,8 @@ class Turn:
 
     ``prompt`` becomes a request at its time; the answer is then appended to it, but for its first
     ``reasoning_tokens``, of which there are fewer than ``output_tokens``. ``stop`` says how the
-    answer ends. ``calls`` are sub-agents that begin when it ends; the next turn then comes
-    ``gap_s`` after the end of the last of them.
+    answer ends, ``first_token`` how it begins. ``calls`` are sub-agents that begin when it ends;
+    the next turn then comes ``gap_s`` after the end of the last of them.
     """
 
     gap_s: float
@@ -102,6 +103,7 @@ class Turn:
     stop: str = ""
     reasoning_tokens: int = 0
     calls: Sequence[SessionScript] = ()
+    first_token: int | None = None
 
     @property
     def took_s(self) -> float:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvkeep.bench.traces.generators.base import PromptSegments, Turn
 from kvkeep.bench.traces.generators.chance import Chance, zipf
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from kvkeep.bench.traces.generators.chance import Table
 
 __all__ = ["Reasoning"]
+
+_REASONS: Final = 1  # the first token of reasoning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,4 +51,11 @@ class Reasoning(SingleKind):
             gap = chance.of(self.gap_s) if turn else 0.0
             hidden = chance.whole(self.reasoning) if chance.happens(self.reasons) else 0
             output = hidden + chance.whole(self.output)
-            yield Turn(gap, prompt, output, "end_turn", reasoning_tokens=hidden)
+            # Reasoning begins with one token of its own, other answers with many different ones.
+            first = _REASONS if hidden else _word(name, turn)
+            yield Turn(gap, prompt, output, "end_turn", reasoning_tokens=hidden, first_token=first)
+
+
+def _word(name: str, turn: int) -> int:
+    """Return the first token of an answer without reasoning: one of a thousand."""
+    return 2 + zlib.crc32(f"{name}/{turn}".encode()) % 1000

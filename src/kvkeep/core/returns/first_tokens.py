@@ -56,6 +56,12 @@ class FirstTokens:
         least = max(_LEAST, _COMMON * self._seen[tenant])
         return f"{stop}, from {token}" if counts.get(token, 0.0) >= least else stop
 
+    def kind_of(self, tenant: Hashable, stop: str | None, token: int | None) -> str | None:
+        """Count an answer, and return its `kind`."""
+        if token is not None:
+            self.add(tenant, token)
+        return self.kind(tenant, stop, token)
+
     @staticmethod
     def _shrink(counts: dict[int, float], by: float) -> None:
         for token, count in list(counts.items()):

@@ -7,8 +7,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.store.tiers import first_tokens as module
-from kvkeep.store.tiers.first_tokens import FirstTokens
+from kvkeep.core.returns import first_tokens as module
+from kvkeep.core.returns.first_tokens import FirstTokens
 
 
 @given(
