@@ -2,205 +2,218 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from typing import TYPE_CHECKING, Final, Protocol
+import math
+from typing import TYPE_CHECKING, Final
 
-from kvkeep.core.eviction.base import Entry
-from kvkeep.core.eviction.reuse import Reuse
+from kvkeep.core.eviction.depths import CLASSES, Depths, chances_by_class, class_of
+from kvkeep.core.eviction.reuse import BUCKETS, HITS, Hazards, Reuse, bucket_of
+from kvkeep.core.eviction.trials import Asked, KeyLists, KeyTrial
 from kvkeep.core.eviction.twoq import TwoQ
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-__all__ = ["Adaptive"]
+    from kvkeep.core.eviction.base import Entry, EvictionPolicy
+    from kvkeep.core.eviction.trials import Trial
 
-# Shares of probation to try; None is LRU.
-_SHARES: Final = (0.01, 0.1, 0.3, 0.5, 0.7, None)
+__all__ = ["Adaptive", "Candidate"]
+
+# Shares of probation to try.
+_SHARES: Final = (0.01, 0.1, 0.4)
 # Least size of the sample, as a share of the blocks and in blocks, to keep its error small.
 _SAMPLED: Final = 0.1
-_LEAST: Final = 400
+_LEAST: Final = 1000
 # Half-life of the hits, in requested blocks over blocks in memory.
 _HALF_LIFE: Final = 16.0
 
 
-class Adaptive(Reuse):
-    """Acts as LRU, as 2Q with some probation, or as `Reuse`: whichever would hit most now.
+class Candidate:
+    """One of the policies that `Adaptive` may follow: its queues of entries, and its trial.
 
-    Each candidate is simulated in a small cache of keys alone, fed with a sampled share of the
-    blocks of all prompts. Which candidate is best depends on memory and traffic, and both change:
-    where memory is scarce, blocks requested once are rarely worth their place; where it is ample,
-    they are.
-
-    It starts with `Reuse`, which is rarely far from the best. Entries wait in the queues of all
-    candidates, so a switch costs nothing. Memory: about 300 bytes for each block of four memories,
-    and 2.5 KiB a sampled one. Cost: about 2 µs a block of every prompt.
+    ``policy`` has all entries in its queues, followed or not, and orders them when it is followed;
+    candidates may share one, which ``follow`` then prepares. It leaves records of entries alone and
+    does not use `Entry.state`. ``hits`` are those of the trial; older ones fade.
     """
+
+    def __init__(
+        self,
+        name: str,
+        policy: EvictionPolicy,
+        trial: Trial,
+        follow: Callable[[], None] | None = None,
+    ) -> None:
+        self.name = name
+        self.policy = policy
+        self.trial = trial
+        self.follow = follow
+        self.hits = 0.0
+
+
+class Adaptive(Reuse):
+    """new"""
 
     name = "adaptive"
     advised = True
     portions = True
 
+    START = 0
+    MARGIN = 0.0
+
     def __init__(self, remembered: float = 4.0) -> None:
         super().__init__(remembered=remembered)
-        self._lists = TwoQ(remembered=0)  # the candidates that are 2Q or LRU
-        self._lists.probation = None
-        self._by_lists = False
-        self._trials: list[_Trial] = []
-        self._tried_below = 0
-        self._tried_left = self._tried_round = 1
+        self._hazards = Hazards(CLASSES)
+        self._came = self._groups = 1.0
+        self._lists = TwoQ(remembered=0)
+        self._depths = Depths()
+        self.candidates: list[Candidate] = []
+        self._reuse = _Queues(self)
+        self._followed: EvictionPolicy = self._reuse
+        self._chosen = 0
+        self._others: list[EvictionPolicy] = []
+        self._policies = [self._reuse, self._lists, self._depths]
+        self._share = 1.0
+        self._fading = 1.0
+        self.fit(1, 1)
 
     @property
     def chosen(self) -> str:
         """The candidate that is followed now."""
-        if not self._by_lists:
-            return "reuse"
-        probation = self._lists.probation
-        return "lru" if probation is None else f"2q with {probation:.0%} on probation"
+        return self.candidates[self._chosen].name
 
     def fit(self, size: int, block: int) -> None:
         super().fit(size, block)
         self._lists.fit(size, block)
+        self._depths.fit(size, block)
         blocks = max(1, size // block)
         share = min(1.0, max(_SAMPLED, _LEAST / blocks))
-        self._tried_below = max(1, round(share * 65_536))
+        self.watch(share, blocks)
+        self._below = max(1, round(share * 256))
         sampled = max(1, round(blocks * share))
-        self._trials = [_Lists(share, sampled) for share in _SHARES]
-        self._trials.append(_Learned(sampled, self))
-        self._tried_left = self._tried_round = sampled
+        self._fading = 0.5 ** (1 / (_HALF_LIFE * sampled))
+        reuse, depths = Reuse(remembered=0), Depths()
+        self._learned = reuse, depths
+        self.candidates = [
+            Candidate("depths", self._depths, KeyTrial(depths, sampled)),
+            Candidate("reuse", self._reuse, KeyTrial(reuse, sampled)),
+            self._list(None, sampled),
+            *(self._list(share, sampled) for share in _SHARES),
+        ]
+        self._choose(self.START)
+
+    def _list(self, probation: float | None, size: int) -> Candidate:
+        def follow() -> None:
+            self._lists.probation = probation
+
+        name = "lru" if probation is None else f"2q with {probation:.0%} on probation"
+        return Candidate(name, self._lists, KeyLists(probation, size), follow)
 
     def requested(self, keys: Sequence[bytes]) -> int:
-        history, below = self._history, self._tried_below
+        below, history = self._below, self._history
         sampled = [
-            (key, key in history) for key in reversed(keys) if int.from_bytes(key[:2]) < below
+            Asked(key, key in history, at) for at, key in enumerate(keys) if key[0] < below
         ]
         if sampled:
-            for trial in self._trials:
-                trial.requested(sampled)
-            self._tried_left -= len(sampled)
-            if self._tried_left < 0:
-                self._tried_left = self._tried_round
-                self._choose()
-        return super().requested(keys)
+            self._watch(sampled)
+            sampled.reverse()
+            reuse, depths = self._learned
+            reuse.follow(self)
+            depths.at(self._time)
+            fade = self._fading ** len(sampled)
+            best, most, now = 0, -1.0, self._chosen
+            for at, candidate in enumerate(self.candidates):
+                hits = candidate.hits = fade * candidate.hits + candidate.trial.requested(sampled)
+                if hits > most or (hits == most and at == now):
+                    best, most = at, hits
+            if best != now and most > self.candidates[now].hits + self.MARGIN * math.sqrt(most):
+                self._choose(best)
+        return history.requested(keys)
 
-    def _choose(self) -> None:
-        now = next(trial for trial in self._trials if self._follows(trial))
-        best = max(self._trials, key=lambda trial: trial.hits)
-        if best.hits > now.hits:  # a switch is free, so any gain is enough
-            self._by_lists = isinstance(best, _Lists)
-            if isinstance(best, _Lists):
-                self._lists.probation = best.probation
-        fade = 0.5 ** (1 / _HALF_LIFE)
-        for trial in self._trials:
-            trial.hits *= fade
+    def _choose(self, at: int) -> None:
+        self._chosen = at
+        candidate = self.candidates[at]
+        if candidate.follow is not None:
+            candidate.follow()
+        self._followed = candidate.policy
+        self._others = [policy for policy in self._policies if policy is not candidate.policy]
 
-    def _follows(self, trial: _Trial) -> bool:
-        if isinstance(trial, _Lists):
-            return self._by_lists and trial.probation == self._lists.probation
-        return not self._by_lists
+    def _watch(self, sampled: list[Asked]) -> None:
+        watched, now, hazards = self._watched, self._time, self._hazards
+        groups = set()
+        each = CLASSES // HITS
+        for key, _, before in sampled:
+            last, row = watched.pop(key, (now, -1))
+            hits = 0
+            if row >= 0:
+                hazards.ended(now - last, row, reused=True)
+                groups.add(row * BUCKETS + bucket_of(now - last))
+                self._came += 1
+                hits = row // each + 1
+            watched[key] = now, class_of(hits, before)
+            if len(watched) > self._most:
+                last, row = watched.popitem(last=False)[1]
+                hazards.ended(now - last, row, reused=False)
+        self._groups += len(groups)
+        self._left -= len(sampled)
+        if self._left < 0:
+            self._left = self._round
+            self._learn()
+
+    def _learn(self) -> None:
+        super()._learn()
+        self._came *= self._fade
+        self._groups *= self._fade
+
+    def _ranked(self, horizon: float, seen: Hazards | None = None) -> list[tuple[int, int]]:
+        if seen is None:
+            return super()._ranked(horizon)
+        table = chances_by_class(seen, horizon, self._came / self._groups)
+        self._depths.chances = self._learned[1].chances = table
+        return super()._ranked(horizon, seen.merged(HITS))
 
     # --- queues: an entry is in those of all candidates --------------------------------------
 
     def add(self, entry: Entry) -> None:
-        super().add(entry)
-        self._lists.add(entry)
+        for policy in self._policies:
+            policy.add(entry)
 
     def discard(self, entry: Entry) -> None:
-        super().discard(entry)
-        self._lists.discard(entry)
+        for policy in self._policies:
+            policy.discard(entry)
 
     def pop(self) -> Entry | None:
         """Remove the victim of the followed candidate."""
-        if self._by_lists:
-            entry = self._lists.pop()
-            if entry is not None:
-                super().discard(entry)
-        else:
-            entry = super().pop()
-            if entry is not None:
-                self._lists.discard(entry)
+        self._depths.at(self._time)
+        entry = self._followed.pop()
+        if entry is not None:
+            for policy in self._others:
+                policy.discard(entry)
         return entry
 
     def portion(self, entry: Entry) -> int:
-        return self._lists.portion(entry) if self._by_lists else entry.size
+        policy = self._followed
+        return policy.portion(entry) if policy.portions else entry.size
 
     def put_back(self, entry: Entry) -> None:
-        super().put_back(entry)
-        self._lists.put_back(entry)
+        for policy in self._policies:
+            policy.put_back(entry)
 
 
-class _Trial(Protocol):
-    """A simulated cache of block keys under one candidate."""
+class _Queues:
+    """The queues of `Reuse` that an `Adaptive` inherits."""
 
-    hits: float
+    portions = False
 
-    def requested(self, keys: Sequence[tuple[bytes, bool]]) -> None:
-        """Request blocks of a prompt, last to first, each with whether it was requested before."""
+    def __init__(self, owner: Reuse) -> None:
+        self.owner = owner
 
+    def add(self, entry: Entry) -> None:
+        Reuse.add(self.owner, entry)
 
-class _Lists:
-    """2Q; LRU where ``probation`` is None."""
+    def discard(self, entry: Entry) -> None:
+        Reuse.discard(self.owner, entry)
 
-    def __init__(self, probation: float | None, size: int) -> None:
-        self.probation = probation
-        self.hits = 0.0
-        self._size = size
-        self._most = size if probation is None else int(probation * size)
-        self._once: OrderedDict[bytes, None] = OrderedDict()
-        self._again: OrderedDict[bytes, None] = OrderedDict()
+    def pop(self) -> Entry | None:
+        return Reuse.pop(self.owner)
 
-    def requested(self, keys: Sequence[tuple[bytes, bool]]) -> None:
-        once, again, plain = self._once, self._again, self.probation is None
-        for key, known in keys:
-            if key in again:
-                self.hits += 1
-                again.move_to_end(key)
-                continue
-            if key in once:
-                self.hits += 1
-                del once[key]
-                again[key] = None
-                continue
-            (again if known or plain else once)[key] = None
-            if len(once) + len(again) > self._size:
-                queue = once if len(once) > self._most or not again else again
-                queue.popitem(last=False)
-
-
-class _Key(Entry):
-    __slots__ = ("key",)
-
-    def __init__(self, key: bytes) -> None:
-        super().__init__()
-        self.key = key
-        self.size = 1
-
-
-class _Learned:
-    """`Reuse`, with the ranks that ``learner`` has learned."""
-
-    def __init__(self, size: int, learner: Reuse) -> None:
-        self.hits = 0.0
-        self._size = size
-        self._learner = learner
-        self._policy = Reuse(remembered=0)
-        self._kept: dict[bytes, _Key] = {}
-
-    def requested(self, keys: Sequence[tuple[bytes, bool]]) -> None:
-        policy, kept = self._policy, self._kept
-        policy.follow(self._learner)
-        now = policy.moment
-        for key, known in keys:
-            entry = kept.get(key)
-            if entry is not None:
-                self.hits += 1
-                policy.discard(entry)
-                entry.hits += 1
-            else:
-                entry = kept[key] = _Key(key)
-                entry.hits = int(known)
-            entry.last_used = now
-            policy.add(entry)
-            if len(kept) > self._size:
-                victim = policy.pop()
-                assert isinstance(victim, _Key)
-                del kept[victim.key]
+    def put_back(self, entry: Entry) -> None:
+        Reuse.put_back(self.owner, entry)

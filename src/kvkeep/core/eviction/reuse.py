@@ -18,8 +18,10 @@ __all__ = ["Hazards", "Reuse"]
 
 # Ages in events, by powers of two; ages below 2 ** _YOUNG share a bucket.
 _YOUNG: Final = 5
-_BUCKETS: Final = 22
-_HITS: Final = 4  # 0, 1, 2, and 3 or more
+BUCKETS: Final = 22
+"""Classes of age."""
+HITS: Final = 4
+"""Classes of hits: 0, 1, 2, and 3 or more."""
 # Least size of the sample, as a share of the blocks and in blocks, to keep its error small.
 _SAMPLED: Final = 0.1
 _LEAST: Final = 1000
@@ -66,7 +68,7 @@ class Reuse(EvictionPolicy):
         self._stored = 0.0  # pages stored since `_since`; it fades, as `_events` does
         self._events = 0.0
         self._since = 0
-        self._queues = [[AgeQueue[float]() for _ in range(_BUCKETS)] for _ in range(_HITS)]
+        self._queues = [[AgeQueue[float]() for _ in range(BUCKETS)] for _ in range(HITS)]
         self.ranks = self._ranked(math.inf)
         """Hits and age bucket of each queue, least likely to be reused first."""
         self._order = self._ordered()
@@ -95,7 +97,7 @@ class Reuse(EvictionPolicy):
             last, hits = watched.pop(key, (now, -1))
             if hits >= 0:
                 self._hazards.ended(now - last, hits, reused=True)
-            watched[key] = now, min(hits + 1, _HITS - 1)
+            watched[key] = now, min(hits + 1, HITS - 1)
             if len(watched) > self._most:
                 last, hits = watched.popitem(last=False)[1]
                 self._hazards.ended(now - last, hits, reused=False)
@@ -132,7 +134,7 @@ class Reuse(EvictionPolicy):
         seen = seen or self._hazards
         ranks = [
             (chance, -bucket, hits)  # of equals, the oldest
-            for hits in range(_HITS)
+            for hits in range(HITS)
             for bucket, chance in enumerate(seen.chances(hits, horizon))
         ]
         return [(hits, -bucket) for _, bucket, hits in sorted(ranks)]
@@ -146,7 +148,7 @@ class Reuse(EvictionPolicy):
 
     def add(self, entry: Entry) -> None:
         bucket = bucket_of(self._time - entry.last_used)
-        queue = self._queues[min(entry.hits, _HITS - 1)][bucket]
+        queue = self._queues[min(entry.hits, HITS - 1)][bucket]
         queue.push(entry, entry.last_used)
         entry.state = queue
         self._length += 1
@@ -169,7 +171,7 @@ class Reuse(EvictionPolicy):
         """Move entries that grew older: at most once per bucket that an entry lives to see."""
         self._aged = now = self._time
         for queues in self._queues:
-            for bucket in range(_BUCKETS - 1):
+            for bucket in range(BUCKETS - 1):
                 queue, until = queues[bucket], now - (1 << (bucket + _YOUNG))
                 while (oldest := queue.oldest) is not None and oldest <= until:
                     entry = queue.pop()
@@ -188,35 +190,45 @@ class Reuse(EvictionPolicy):
 
 
 class Hazards:
-    """Counts how often blocks return, by their hits and the time since their last request."""
+    """Counts how often blocks return, by their class and the time since their last request.
 
-    def __init__(self) -> None:
-        self._came = [[0.0] * _BUCKETS for _ in range(_HITS)]
-        self._ended = [[0.0] * _BUCKETS for _ in range(_HITS)]
-        self._inside = [[0.0] * _BUCKETS for _ in range(_HITS)]
+    A class is a row: the hits of a block, unless the user of the counts has finer ones.
+    """
 
-    def ended(self, age: int, hits: int, *, reused: bool) -> None:
-        """Count a block with ``hits`` that was ``reused`` at ``age``, or followed no further."""
+    def __init__(self, rows: int = HITS) -> None:
+        self._came = [[0.0] * BUCKETS for _ in range(rows)]
+        self._ended = [[0.0] * BUCKETS for _ in range(rows)]
+        self._inside = [[0.0] * BUCKETS for _ in range(rows)]
+
+    def __len__(self) -> int:
+        return len(self._came)
+
+    def ended(self, age: int, row: int, *, reused: bool) -> None:
+        """Count a block of class ``row``, ``reused`` at ``age`` or followed no further."""
         bucket = bucket_of(age)
-        self._ended[hits][bucket] += 1
-        self._inside[hits][bucket] += age - _start(bucket)
+        self._ended[row][bucket] += 1
+        self._inside[row][bucket] += age - start_of(bucket)
         if reused:
-            self._came[hits][bucket] += 1
+            self._came[row][bucket] += 1
 
-    def rates(self, hits: int) -> list[float]:
+    def rates(
+        self, row: int, prior: Sequence[float] | None = None, weight: float = 1.0
+    ) -> list[float]:
         """Return reuses per event, for each bucket of age.
 
-        Every bucket starts with one imaginary reuse at a rate of hits over age, so nothing that was
-        never observed counts as impossible.
+        Every bucket starts with ``weight`` imaginary reuses at the rate of ``prior``, by default of
+        hits over age, so nothing that was never observed counts as impossible.
         """
-        rates = [0.0] * _BUCKETS
+        if prior is None:
+            prior = [0.1 * (1 + row) / start_of(bucket + 1) for bucket in range(BUCKETS)]
+        rates = [0.0] * BUCKETS
         older = 0.0
-        for bucket in range(_BUCKETS - 1, -1, -1):
-            width = _start(bucket + 1) - _start(bucket)
-            watched = older * width + self._inside[hits][bucket]
-            expected = 0.1 * (1 + hits) / _start(bucket + 1)
-            rates[bucket] = (self._came[hits][bucket] + 1) / (watched + 1 / expected)
-            older += self._ended[hits][bucket]
+        for bucket in range(BUCKETS - 1, -1, -1):
+            width = start_of(bucket + 1) - start_of(bucket)
+            watched = older * width + self._inside[row][bucket]
+            came = self._came[row][bucket]
+            rates[bucket] = (came + weight) / (watched + weight / prior[bucket])
+            older += self._ended[row][bucket]
         return rates
 
     def chances(self, hits: int, horizon: float) -> list[float]:
@@ -226,22 +238,22 @@ class Hazards:
 
         With an infinite horizon, return the rates.
         """
-        rates = self.rates(hits)
-        if math.isinf(horizon):
-            return rates
-        chances = []
-        for first in range(_BUCKETS):
-            at = (_start(first) + _start(first + 1)) / 2
-            end = at + horizon
-            expected = 0.0
-            for bucket in range(first, _BUCKETS):
-                until = end if bucket == _BUCKETS - 1 else min(end, _start(bucket + 1))
-                expected += rates[bucket] * (until - at)
-                at = until
-                if at >= end:
-                    break
-            chances.append(-math.expm1(-expected))
-        return chances
+        middles = [(start_of(at) + start_of(at + 1)) / 2 for at in range(BUCKETS)]
+        return chances_of(self.rates(hits), horizon, middles)
+
+    def merged(self, rows: int) -> Hazards:
+        """Return the counts with as many classes as ``rows``, each of adjacent ones here."""
+        other = Hazards(rows)
+        each = len(self) // rows
+        for table, finer in (
+            (other._came, self._came),
+            (other._ended, self._ended),
+            (other._inside, self._inside),
+        ):
+            for row in range(rows):
+                columns = zip(*finer[row * each : (row + 1) * each], strict=True)
+                table[row] = [sum(column) for column in columns]
+        return other
 
     def fade(self, factor: float) -> None:
         """Multiply all counts by ``factor``."""
@@ -251,19 +263,41 @@ class Hazards:
 
     def copy(self) -> Hazards:
         """Return an independent copy."""
-        other = Hazards()
+        other = Hazards(len(self))
         other._came = [row.copy() for row in self._came]
         other._ended = [row.copy() for row in self._ended]
         other._inside = [row.copy() for row in self._inside]
         return other
 
 
+def chances_of(rates: Sequence[float], horizon: float, ages: Sequence[float]) -> list[float]:
+    """Return for each of ``ages``, one in each bucket, the probability of a reuse within ``horizon``.
+
+    ``rates`` are reuses per event by bucket; with an infinite horizon, they are returned.
+    """
+    if math.isinf(horizon):
+        return [*rates]
+    chances = []
+    for first, at in enumerate(ages):
+        end = at + horizon
+        expected = 0.0
+        for bucket in range(first, BUCKETS):
+            until = end if bucket == BUCKETS - 1 else min(end, start_of(bucket + 1))
+            expected += rates[bucket] * (until - at)
+            at = until
+            if at >= end:
+                break
+        chances.append(-math.expm1(-expected))
+    return chances
+
+
 def bucket_of(age: int) -> int:
     """Return the bucket of an age in events."""
-    return min((age >> _YOUNG).bit_length(), _BUCKETS - 1)
+    return min((age >> _YOUNG).bit_length(), BUCKETS - 1)
 
 
-def _start(bucket: int) -> int:
+def start_of(bucket: int) -> int:
+    """Return the least age of a bucket."""
     return (1 << (bucket + _YOUNG)) >> 1 if bucket else 0
 
 
