@@ -1,4 +1,4 @@
-"""Hit rates of all eviction policies at eight capacities, and how far `adaptive` is behind the best.
+"""Hit rates of all eviction policies at eight capacities, and the points `adaptive` is behind.
 
     python benchmarks/policies.py                    # every generator, two seeds: an hour
     python benchmarks/policies.py --quick            # one seed, fewer requests: minutes
@@ -8,8 +8,9 @@
 
 Capacities are from 2 % to 100 % of the distinct blocks of a trace, in equal ratios. Hit rates are
 cached tokens over prompt tokens in percent, and the same on every machine. Each generated trace is
-replayed by blocks of its unit, and by pages of 64 tokens with history blocks of 512, as in an engine. With ``--cache FILE`` the
-rates are kept in a file and reused while the policies' code is unchanged.
+replayed by blocks of its unit, and by pages of 64 tokens with blocks of 512 for the history, as in
+an engine. With ``--cache FILE`` the rates are kept in a file, and reused while the code of the
+policies is unchanged.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class First:
     """The first ``count`` requests of a trace, as a trace."""
 
     def __init__(self, trace: Trace, count: int) -> None:
-        self.trace, self.count = trace, count
+        self.trace, self.count, self.length = trace, count, None
         self.name, self.unit_tokens = f"{trace.name}, first {count:,}", trace.unit_tokens
 
     def __iter__(self) -> Iterator[TraceRequest]:
@@ -168,7 +169,8 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     if chosen.quick:
         chosen.seeds = chosen.seeds[:1]
-    rates, rows = Rates(chosen.cache), []
+    rates = Rates(chosen.cache)
+    rows: list[Row] = []
     for name, work, page in workloads(chosen):
         begun = time.perf_counter()
         rows += rows_of(work, name, page, rates)

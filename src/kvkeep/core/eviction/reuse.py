@@ -6,6 +6,8 @@ import math
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.eviction.base import Entry, EvictionPolicy
 from kvkeep.core.eviction.history import History
@@ -13,6 +15,8 @@ from kvkeep.core.eviction.queues import AgeQueue
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import numpy.typing as npt
 
 __all__ = ["Hazards", "Reuse"]
 
@@ -59,7 +63,8 @@ class Reuse(EvictionPolicy):
         self.remembered = remembered
         self._size = 0
         self._below = 0
-        self._history = History(1)
+        self.history = History(1)
+        """The blocks that were requested lately."""
         self._watched: OrderedDict[bytes, tuple[int, int]] = OrderedDict()  # last request, hits
         self._most = 0
         self._left = self._round = 1
@@ -78,7 +83,7 @@ class Reuse(EvictionPolicy):
     def fit(self, size: int, block: int) -> None:
         self._size = size
         blocks = max(1, size // block)
-        self._history = History(int(self.remembered * blocks))
+        self.history = History(int(self.remembered * blocks))
         self.watch(min(1.0, max(_SAMPLED, _LEAST / blocks)), blocks)
 
     def watch(self, share: float, blocks: int) -> None:
@@ -104,7 +109,7 @@ class Reuse(EvictionPolicy):
         if self._left < 0:
             self._left = self._round
             self._learn()
-        return self._history.requested(keys)
+        return self.history.requested(keys)
 
     def _learn(self) -> None:
         """Rank the queues by the counts so far."""
@@ -116,9 +121,13 @@ class Reuse(EvictionPolicy):
         living = self._hazards.copy()
         for last, hits in self._watched.values():
             living.ended(self._time - last, hits, reused=False)
-        self.ranks = self._ranked(self.horizon * turnover, living)
-        self._order = self._ordered()
+        self._rank(self.horizon * turnover, living)
         self._hazards.fade(fade)
+
+    def _rank(self, horizon: float, seen: Hazards) -> None:
+        """Rank the queues by what was ``seen``."""
+        self.ranks = self._ranked(horizon, seen)
+        self._order = self._ordered()
 
     def follow(self, other: Reuse) -> None:
         """Take over the clock and the ranks of ``other``."""
@@ -163,7 +172,11 @@ class Reuse(EvictionPolicy):
             return None
         if self._time - self._aged >= 1 << _YOUNG:
             self._age()
-        entry = next(queue for queue in self._order if len(queue)).pop()
+        entry = None
+        for queue in self._order:
+            entry = queue.pop()
+            if entry is not None:
+                break
         self._length -= 1
         return entry
 
@@ -271,23 +284,21 @@ class Hazards:
 
 
 def chances_of(rates: Sequence[float], horizon: float, ages: Sequence[float]) -> list[float]:
-    """Return for each of ``ages``, one in each bucket, the probability of a reuse within ``horizon``.
+    """Return the probabilities of a reuse within ``horizon`` events, for an age in each bucket.
 
     ``rates`` are reuses per event by bucket; with an infinite horizon, they are returned.
     """
     if math.isinf(horizon):
         return [*rates]
-    chances = []
-    for first, at in enumerate(ages):
-        end = at + horizon
-        expected = 0.0
-        for bucket in range(first, BUCKETS):
-            until = end if bucket == BUCKETS - 1 else min(end, start_of(bucket + 1))
-            expected += rates[bucket] * (until - at)
-            at = until
-            if at >= end:
-                break
-        chances.append(-math.expm1(-expected))
+    at = np.asarray(ages, np.float64)
+    before = np.concatenate(([0.0], np.cumsum(np.asarray(rates)[:-1] * _WIDTHS[:-1])))
+
+    def expected(age: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Return the reuses up to an age, each bucket at its rate."""
+        over: npt.NDArray[np.float64] = rates[-1] * np.maximum(0.0, age - _STARTS[-1])
+        return over + np.interp(age, _STARTS, before)
+
+    chances: list[float] = (-np.expm1(expected(at) - expected(at + horizon))).tolist()
     return chances
 
 
@@ -299,6 +310,10 @@ def bucket_of(age: int) -> int:
 def start_of(bucket: int) -> int:
     """Return the least age of a bucket."""
     return (1 << (bucket + _YOUNG)) >> 1 if bucket else 0
+
+
+_STARTS: Final = np.array([start_of(bucket) for bucket in range(BUCKETS)], np.float64)
+_WIDTHS: Final = np.diff([*_STARTS, float(start_of(BUCKETS))])
 
 
 def _queue_of(entry: Entry) -> AgeQueue[float]:

@@ -65,7 +65,7 @@ class KeyLists:
 class _Key(Entry):
     __slots__ = ("key",)
 
-    def __init__(self, key: bytes, known: bool, before: int) -> None:  # noqa: FBT001
+    def __init__(self, key: bytes, known: bool, before: int) -> None:
         super().__init__()
         self.key = key
         self.size = 1
