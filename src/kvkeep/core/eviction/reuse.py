@@ -76,7 +76,7 @@ class Reuse(EvictionPolicy):
         self._queues = [[AgeQueue[float]() for _ in range(BUCKETS)] for _ in range(HITS)]
         self.ranks = self._ranked(math.inf)
         """Hits and age bucket of each queue, least likely to be reused first."""
-        self._order = self._ordered()
+        self._order_queues()
         self._aged = 0
         self._length = 0
 
@@ -127,17 +127,19 @@ class Reuse(EvictionPolicy):
     def _rank(self, horizon: float, seen: Hazards) -> None:
         """Rank the queues by what was ``seen``."""
         self.ranks = self._ranked(horizon, seen)
-        self._order = self._ordered()
+        self._order_queues()
 
     def follow(self, other: Reuse) -> None:
         """Take over the clock and the ranks of ``other``."""
         self._time = other._time
         if self.ranks is not other.ranks:
             self.ranks = other.ranks
-            self._order = self._ordered()
+            self._order_queues()
 
-    def _ordered(self) -> list[AgeQueue[float]]:
-        return [self._queues[hits][bucket] for hits, bucket in self.ranks]
+    def _order_queues(self) -> None:
+        self._order = [self._queues[hits][bucket] for hits, bucket in self.ranks]
+        self._places = {queue: place for place, queue in enumerate(self._order)}
+        self._first = 0  # all queues before this one are empty
 
     def _ranked(self, horizon: float, seen: Hazards | None = None) -> list[tuple[int, int]]:
         seen = seen or self._hazards
@@ -158,9 +160,15 @@ class Reuse(EvictionPolicy):
     def add(self, entry: Entry) -> None:
         bucket = bucket_of(self._time - entry.last_used)
         queue = self._queues[min(entry.hits, HITS - 1)][bucket]
-        queue.push(entry, entry.last_used)
+        self._push(queue, entry)
         entry.state = queue
         self._length += 1
+
+    def _push(self, queue: AgeQueue[float], entry: Entry) -> None:
+        queue.push(entry, entry.last_used)
+        place = self._places[queue]
+        if place < self._first:  # noqa: PLR1730 - min() costs more
+            self._first = place
 
     def discard(self, entry: Entry) -> None:
         _queue_of(entry).remove(entry)
@@ -172,11 +180,10 @@ class Reuse(EvictionPolicy):
             return None
         if self._time - self._aged >= 1 << _YOUNG:
             self._age()
-        entry = None
-        for queue in self._order:
-            entry = queue.pop()
-            if entry is not None:
-                break
+        order, first = self._order, self._first
+        while (entry := order[first].pop()) is None:
+            first += 1
+        self._first = first
         self._length -= 1
         return entry
 
@@ -190,12 +197,12 @@ class Reuse(EvictionPolicy):
                     entry = queue.pop()
                     assert entry is not None
                     older = queues[bucket_of(now - entry.last_used)]
-                    older.push(entry, entry.last_used)
+                    self._push(older, entry)
                     entry.state = older
 
     def put_back(self, entry: Entry) -> None:
         """Make the entry just popped the oldest of its queue again."""
-        _queue_of(entry).push(entry, entry.last_used)
+        self._push(_queue_of(entry), entry)
         self._length += 1
 
     def __len__(self) -> int:
@@ -304,7 +311,8 @@ def chances_of(rates: Sequence[float], horizon: float, ages: Sequence[float]) ->
 
 def bucket_of(age: int) -> int:
     """Return the bucket of an age in events."""
-    return min((age >> _YOUNG).bit_length(), BUCKETS - 1)
+    bucket = (age >> _YOUNG).bit_length()
+    return bucket if bucket < BUCKETS else BUCKETS - 1
 
 
 def start_of(bucket: int) -> int:
