@@ -159,7 +159,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--trace", nargs="+", default=[], metavar="FILE")
     parser.add_argument("--requests", type=int, help="of each trace, only so many")
-    parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(KINDS))
+    parser.add_argument(
+        "--kinds", type=lambda text: text.split(",") if text else [], default=list(KINDS)
+    )
     parser.add_argument("--seeds", type=lambda text: [*map(int, text.split(","))], default=[1, 2])
     parser.add_argument("--blocks", action="store_true", help="not also by pages")
     parser.add_argument("--quick", action="store_true")
