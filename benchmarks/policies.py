@@ -5,6 +5,7 @@
     python benchmarks/policies.py --trace FILE …     # and traces, whole
     python benchmarks/policies.py --requests 4000    # and their first 4,000 requests alone
     python benchmarks/policies.py --seeds 11,12 --markdown
+    python benchmarks/policies.py --behind           # a line a trace
 
 Capacities are from 2 % to 100 % of the distinct blocks of a trace, in equal ratios. Hit rates are
 cached tokens over prompt tokens in percent, and the same on every machine. Each generated trace is
@@ -154,6 +155,16 @@ def table(rows: list[Row], *, markdown: bool) -> str:
     )
 
 
+def behind(rows: list[Row]) -> str:
+    """Return a line a trace: points behind the best at each of the capacities, in Markdown."""
+    heads = ["trace", *(f"{share:.0%}" for share in SHARES)]
+    lines = [heads, ["---"] * len(heads)]
+    for first in range(0, len(rows), len(SHARES)):
+        some = rows[first : first + len(SHARES)]
+        lines.append([some[0].trace, *(f"{row.behind:+.1f}" for row in some)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -167,6 +178,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--cache", type=Path, metavar="FILE")
     parser.add_argument("--markdown", action="store_true")
+    parser.add_argument("--behind", action="store_true", help="only the points behind the best")
     parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args(arguments)
     if chosen.quick:
@@ -182,7 +194,7 @@ def main(arguments: list[str] | None = None) -> int:
     if chosen.json:
         print(json.dumps([asdict(row) for row in rows]))
         return 0
-    print(table(rows, markdown=chosen.markdown))
+    print(behind(rows) if chosen.behind else table(rows, markdown=chosen.markdown))
     print(f"\n{JUDGED} is at most {max(row.behind for row in rows):.2f} points behind the best.")
     return 0
 
