@@ -129,8 +129,8 @@ def workloads(arguments: argparse.Namespace) -> Iterator[tuple[str, Workload, in
         yield name, Workload.read(trace), None
     for seed in arguments.seeds:
         for kind in arguments.kinds:
-            requests = REQUESTS[kind] // (4 if arguments.quick else 1)
-            made = generate(kind, seed=seed, requests=requests, unit_tokens=UNITS[kind])
+            requests = REQUESTS.get(kind, 6000) // (4 if arguments.quick else 1)
+            made = generate(kind, seed=seed, requests=requests, unit_tokens=UNITS.get(kind, 64))
             work = Workload.read(made)
             yield f"{kind} {seed}", work, None
             if not arguments.blocks:

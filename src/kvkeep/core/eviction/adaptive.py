@@ -60,7 +60,8 @@ class Adaptive(EvictionPolicy):
 
     It starts with LRU, and decides at each request. Entries wait in the queues of all candidates,
     so a switch costs nothing. Memory: about 300 bytes for each block of four memories, and 2.5 KiB
-    a sampled one. Cost: about 1.5 µs a block of every prompt.
+    a sampled one. Cost: about 1.5 µs a block of every prompt;
+    five times as much where a memory has so few blocks that all are sampled.
     """
 
     name = "adaptive"
