@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from kvkeep.bench.traces import Trace, TraceRequest
 
-FIXED = tuple(name for name in POLICIES if name not in {"adaptive", "priority", "returns"})
+FIXED = tuple(name for name in POLICIES if name not in {"adaptive", "priority"})
 JUDGED = "adaptive"
 SHARES = tuple(0.02 * 50 ** (step / 7) for step in range(8))
 UNITS = {"chat": 64, "tenants": 64, "rag": 64, "agent": 256, "api": 64}

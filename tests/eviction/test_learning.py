@@ -80,7 +80,7 @@ def test_adaptive_follows_the_best_candidate() -> None:
     cache = cached(policy)
     assert policy.chosen == "lru", "until it knows better"
     serve(cache, scan_and_hot_set(1000))
-    assert policy.chosen != "lru"
+    assert policy.chosen not in {"lru", "returns"}
     serve(cache, twice_and_never_again(3000))
     assert policy.chosen not in {"2q with 1% on probation", "2q with 10% on probation"}
     serve(cache, scan_and_hot_set(6000))
@@ -135,7 +135,7 @@ def test_adaptive_watches_a_sample_of_a_large_memory() -> None:
     assert len(trials[1]._kept) == watched
     assert not any(candidate.hits for candidate in policy.candidates)
     policy.requested(keys)
-    assert [candidate.hits for candidate in policy.candidates] == [watched] * 6
+    assert [candidate.hits for candidate in policy.candidates] == [watched] * 8
 
 
 # --- chances by hits and depth -------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvkeep.core.returns.answers import AnswerShares
-from kvkeep.core.returns.learner import Ended, Returns, Wait
+from kvkeep.core.returns.learner import Arrival, Ended, ReturnListener, Returns, Wait
 from kvkeep.core.returns.stops import stop_after
 from kvkeep.core.returns.times import AGES, BUCKETS, ReturnTimes, bucket_of
 
@@ -11,7 +11,9 @@ __all__ = [
     "AGES",
     "BUCKETS",
     "AnswerShares",
+    "Arrival",
     "Ended",
+    "ReturnListener",
     "ReturnTimes",
     "Returns",
     "Wait",
