@@ -62,9 +62,9 @@ class Adaptive(EvictionPolicy):
     where memory is scarce, blocks requested once are rarely worth their place; where it is ample,
     they are.
 
-    `ReturnAware` is a candidate where the cache follows the ends of requests (`attend`), so not in
-    a tier. While all trials hit as often, it is followed if 35 % of the requests continue
-    known conversations, else LRU. It decides at each request. Entries wait in the queues of all
+    `ReturnAware` is a candidate where the cache follows the ends of requests (`attend`): in a pool,
+    not in a tier. While all trials hit as often, it is followed if 35 % of the requests continue
+    known conversations, else `Reuse`. It decides at each request. Entries wait in the queues of all
     candidates, so a switch costs nothing.
 
     Memory: about 300 bytes for each block of four memories, and 3 KiB a sampled one. Cost: about
@@ -119,7 +119,7 @@ class Adaptive(EvictionPolicy):
         trial.attend(self._returns.returns, self._returns.clock)
         self._waits = KeyWaits(trial, self._sampled)
         self.candidates.append(Candidate("returns", self._returns, self._waits))
-        self._follow(self._now)
+        self._follow(self._reuse)
 
     def _size_for(self, size: int, block: int) -> None:
         """Begin trials for a memory of ``size``."""
@@ -132,10 +132,11 @@ class Adaptive(EvictionPolicy):
         reuse, depths = Reuse(remembered=0), Depths()
         self._learner.students = self._depths, depths
         self._trial_reuse, self._trial_depths = reuse, depths
+        self._reuse = Candidate("reuse", self._learner, KeyTrial(reuse, sampled))
         self.candidates = [
             self._list(None, sampled),
             *(self._list(probation, sampled) for probation in _SHARES),
-            Candidate("reuse", self._learner, KeyTrial(reuse, sampled)),
+            self._reuse,
             Candidate("depths", self._depths, KeyTrial(depths, sampled)),
         ]
         self._follow(self.candidates[0])
@@ -205,7 +206,8 @@ class Adaptive(EvictionPolicy):
                 best = candidate
         if self._returns is not None and all(one.hits == best.hits for one in self.candidates):
             # Nothing is known yet but whether conversations return.
-            best = self.candidates[-1 if self._came > _RETURNING * self._arrived else 0]
+            returning = self._came > _RETURNING * self._arrived
+            best = self.candidates[-1] if returning else self._reuse
         if best is not self._now:
             self._follow(best)
 
