@@ -68,8 +68,8 @@ class Adaptive(EvictionPolicy):
     candidates, so a switch costs nothing.
 
     Memory: about 300 bytes for each block of four memories, and 3 KiB a sampled one. Cost: about
-    2 µs a block of every prompt, and five times as much where a memory has so few blocks that all
-    are sampled; 20 µs a request.
+    3 µs a block of every prompt, three times as much where a memory has so few blocks that all
+    are sampled, and 50 to 100 µs a request (`benchmarks/returns.py`).
     """
 
     name = "adaptive"
