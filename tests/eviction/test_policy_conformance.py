@@ -28,6 +28,7 @@ from kvkeep.core.eviction import (
     TwoQ,
     policy,
 )
+from kvkeep.core.eviction.depths import Depths
 from kvkeep.core.eviction.queues import AgeQueue
 from kvkeep.testing import PolicyTests
 from kvkeep.testing.policy_suite import drain, new_entry
@@ -84,6 +85,11 @@ class TestTwoQInAMemory(PolicyTests):
 class TestAdaptive(PolicyTests):
     def make_policy(self) -> EvictionPolicy:
         return fitted(Adaptive())
+
+
+class TestDepths(PolicyTests):
+    def make_policy(self) -> EvictionPolicy:
+        return fitted(Depths())
 
 
 class TestARC(PolicyTests):

@@ -274,16 +274,16 @@ class Checked(ReturnAware):
     def rank(self, entry: Entry) -> tuple[float, tuple[int, int, int], float]:
         """Worth as defined, then what makes the order total."""
         assert entry.wait is not None
-        assert isinstance(entry.state, tuple)
-        kind, octaves, placed = entry.state
+        assert entry.place is not None
+        kind, octaves, placed = entry.place
         since = entry.wait.since
         if kind < 0:
             assert entry.wait.over
-            return -1.0, entry.state, since
+            return -1.0, entry.place, since
         assert kind == entry.wait.kind
         bucket = bucket_of(self.clock() - since)
         assert bucket == placed, "it is not where its age belongs"
-        return self.returns.worth(kind, bucket) * 2.0**octaves, entry.state, since
+        return self.returns.worth(kind, bucket) * 2.0**octaves, entry.place, since
 
 
 @settings(max_examples=40, deadline=None)

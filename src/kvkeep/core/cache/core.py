@@ -114,7 +114,7 @@ class Core:
         self.ages = Ages(clock)
         self.sessions = SessionBoard(index, pool.num_pages, clock)
         follows = index.policy.awaits and reuse  # conversations
-        self.returning = ReturnBoard(index, clock) if follows else None
+        self.returning = ReturnBoard(index, clock, history_tokens) if follows else None
         self.observers: tuple[CacheObserver, ...] = (self.returning,) if self.returning else ()
         self.history_tokens = history_tokens
         """Tokens of a block in the history of a policy that has one; whole pages."""

@@ -6,16 +6,18 @@ from typing import TYPE_CHECKING
 
 from kvkeep.core.cache.observers import CacheObserver
 from kvkeep.core.events import Returned
+from kvkeep.core.keys import chain_keys, root_key
 from kvkeep.core.returns import Ended, Returns
+from kvkeep.core.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from kvkeep.core.cache.opening import CacheQuery
     from kvkeep.core.cache.sequence import Sequence
     from kvkeep.core.pages.table import PageArray
     from kvkeep.core.prefix import PrefixIndex
-    from kvkeep.core.returns import Wait
+    from kvkeep.core.returns import Arrival
 
 __all__ = ["ReturnBoard"]
 
@@ -31,14 +33,16 @@ class ReturnBoard(CacheObserver):
     none; under the cache's lock.
     """
 
-    __slots__ = ("_page_size", "_running", "_waits", "returns")
+    __slots__ = ("_block_tokens", "_marks", "_page_size", "_running", "_waits", "returns")
 
-    def __init__(self, index: PrefixIndex, clock: Callable[[], float]) -> None:
+    def __init__(self, index: PrefixIndex, clock: Callable[[], float], block_tokens: int) -> None:
         self.returns = Returns()
+        self._block_tokens = block_tokens
+        self._marks = index.marks
         self._page_size = index.page_size
         self._waits = index.tree.keep_waits(self.returns, clock, index.page_size)
-        # By sequence: the wait that it ended, and the tokens of its prompt, and its session.
-        self._running: dict[int, tuple[Wait | None, int, str | None]] = {}
+        # By sequence: its request, the tokens of its prompt, and its session.
+        self._running: dict[int, tuple[Arrival, int, str | None]] = {}
 
     @property
     def clock(self) -> Callable[[], float]:
@@ -60,11 +64,15 @@ class ReturnBoard(CacheObserver):
                 kind = wait.answer_kind
                 self.returns.answers.returned(sequence.namespace, kind, wait.answer, again)
             waits.end(wait, hold, waits.clock())
-        self._running[sequence.id] = wait, len(query.tokens), query.session
+        self._running[sequence.id] = (
+            self.returns.arrived(wait),
+            len(query.tokens),
+            query.session,
+        )
 
     def returned(self, sequence: int) -> Returned | None:
         """Return what the prompt of a running sequence continued, None for nothing known."""
-        wait = self._running[sequence][0]
+        wait = self._running[sequence][0].before
         return None if wait is None else Returned(wait.gaps[-1], wait.turns)
 
     def forked(self, sequence: Sequence, fork: Sequence) -> None:
@@ -73,9 +81,11 @@ class ReturnBoard(CacheObserver):
 
     def closed(self, sequence: Sequence, *, keep: bool, ended: Ended | None) -> None:
         """Begin to wait for the next request of the conversation."""
-        before, prompt, session = self._running.pop(sequence.id)
-        hold = sequence.hold
+        arrival, prompt, session = self._running.pop(sequence.id)
+        hold, listener = sequence.hold, self.returns.listener
         if not keep or hold.parent is None:
+            if listener is not None:
+                listener.ended(arrival, None, (), 0, 0)
             return
         ended = ended or _UNKNOWN
         tokens = max(0, sequence.num_tokens - prompt)
@@ -84,7 +94,7 @@ class ReturnBoard(CacheObserver):
             ended,
             tokens if ended.tokens is None else ended.tokens,
             self._waits.clock(),
-            before=before,
+            before=arrival.before,
             tenant=tenant,
         )
         wait.prompt, wait.answer, wait.stop = prompt, tokens, ended.stop
@@ -93,3 +103,25 @@ class ReturnBoard(CacheObserver):
         wait.answer_kind = self.returns.first_tokens.kind_of(tenant, ended.stop, first)
         kept = self.returns.answers.kept(tenant, wait.answer_kind, tokens)
         self._waits.begin(hold, wait, kept=kept)
+        if listener is not None:
+            keys, place = self._answer(sequence, arrival.keys)
+            read = -(-(prompt + kept) // self._block_tokens)
+            listener.ended(arrival, wait, keys, place, read)
+
+    def _answer(self, sequence: Sequence, keys: Iterable[bytes]) -> tuple[list[bytes], int]:
+        """Return the keys of the stored blocks behind those of the prompt, and where they begin.
+
+        ``keys`` are those of the prompt, which may have been truncated. Cost: that of hashing the
+        blocks, and one more.
+        """
+        size = self._block_tokens
+        row = sequence.row[: sequence.num_published]
+        before = [root_key(sequence.space), *keys][: len(row) // size + 1]
+        while True:
+            place = len(before) - 1
+            begin = max(0, place - 1) * size  # with the last block of the prompt
+            tokens, extras = self._marks.plain(row[begin:])
+            found = chain_keys(before[begin // size], tokens.tobytes(), size * TOKEN_BYTES, extras)
+            if not place or found[0] == before[place]:
+                return found[1:] if place else found, place
+            before.pop()

@@ -73,4 +73,4 @@ def policy(name: str | EvictionPolicy) -> EvictionPolicy:
 
 def without_waits() -> list[str]:
     """Return the names of policies for what does not see when requests end."""
-    return [name for name, make in POLICIES.items() if not make().awaits]
+    return [name for name, make in POLICIES.items() if not make().needs_waits]

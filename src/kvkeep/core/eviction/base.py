@@ -22,7 +22,7 @@ class Entry:
 
     __slots__ = (
         "counted", "depth", "died", "due", "followers", "hits", "last_used", "namespace",
-        "priority", "size", "state", "stored", "wait",
+        "place", "priority", "size", "state", "stored", "wait",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -41,6 +41,7 @@ class Entry:
         # For policies that know when conversations return:
         self.wait: Wait | None = None  # of the conversation whose last request ended here
         self.followers = 0  # waiting conversations whose runs behind this one were evicted
+        self.place: tuple[int, int, int] | None = None  # in their queues
 
 
 class EvictionPolicy(ABC):
@@ -77,8 +78,10 @@ class EvictionPolicy(ABC):
     needs_priorities = False
     """Whether it orders by the priorities that callers give, which traces do not have."""
     awaits = False
-    """Whether it orders by `Entry.wait`. The cache then follows the ends of requests, and calls
+    """Whether it can order by `Entry.wait`. The cache then follows the ends of requests, and calls
     `attend`."""
+    needs_waits = False
+    """Whether it orders by nothing else, so that it is for caches that follow requests alone."""
     taken = False
     """Whether an index uses it already. A policy orders the entries of one index only."""
 

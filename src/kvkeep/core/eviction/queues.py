@@ -40,10 +40,11 @@ class AgeQueue(Generic[Age]):
     @property
     def oldest(self) -> Age | None:
         """The age of the entry that `pop` would return; None if empty."""
-        line, heap = self._line, self._heap
+        line = self._line
         first = line[next(iter(line))] if line else None
         if not self._between:
             return first
+        heap = self._heap
         while self._between.get(heap[0][2]) != heap[0][1]:
             heapq.heappop(heap)
         return heap[0][0] if first is None else min(first, heap[0][0])

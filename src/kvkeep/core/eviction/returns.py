@@ -40,6 +40,7 @@ class ReturnAware(EvictionPolicy):
     name = "returns"
     sized = False
     awaits = True
+    needs_waits = True
     advised = True
 
     def __init__(self) -> None:
@@ -64,13 +65,13 @@ class ReturnAware(EvictionPolicy):
     def add(self, entry: Entry) -> None:
         wait = entry.wait
         if wait is None:
-            wait = entry.wait = Wait(0, self.clock(), 0, (), self.returns.tenant(None))
-        self._push(entry, wait.since, self._place(entry, wait))
+            wait = entry.wait = self.unknown()
+        self._push(entry, wait.since, self._placed(wait, entry.followers))
         self._length += 1
 
     def discard(self, entry: Entry) -> None:
-        assert isinstance(entry.state, tuple)
-        self._queues[entry.state].remove(entry)
+        assert entry.place is not None
+        self._queues[entry.place].remove(entry)
         self._length -= 1
 
     def pop(self) -> Entry | None:
@@ -103,23 +104,33 @@ class ReturnAware(EvictionPolicy):
             return
         queue = self._queues[self._popped]  # it was not removed: the entry came from it
         queue.put_back(entry, entry.wait.since)
-        entry.state = self._popped
+        entry.place = self._popped
         self._length += 1
 
     def __len__(self) -> int:
         return self._length
 
-    def _place(self, entry: Entry, wait: Wait) -> Place:
+    # --- worth -------------------------------------------------------------------------------
+
+    def unknown(self) -> Wait:
+        """Return a wait of the most general class, which begins now."""
+        return Wait(0, self.clock(), 0, (), self.returns.tenant(None))
+
+    def worth_of(self, wait: Wait, followers: int) -> float:
+        """Return the worth of a run that ``wait`` and as many as ``followers`` wait for."""
+        return self._worth(self._placed(wait, followers))
+
+    def _placed(self, wait: Wait, followers: int) -> Place:
         if wait.over:
             return _LEFT
         octaves = wait.tenant.octaves
-        if entry.followers > 1:
-            octaves += min(_MOST_SHARED, entry.followers.bit_length() - 1)
+        if followers > 1:
+            octaves += min(_MOST_SHARED, followers.bit_length() - 1)
         return wait.kind, octaves, bucket_of(self.clock() - wait.since)
 
     def _push(self, entry: Entry, since: float, place: Place) -> None:
         (self._queues.get(place) or self._begun(place)).push(entry, since)
-        entry.state = place
+        entry.place = place
 
     def _begun(self, place: Place) -> AgeQueue[float]:
         """Return the queue of ``place``, begun if there is none."""
@@ -157,7 +168,7 @@ class ReturnAware(EvictionPolicy):
                 push = self._begun(next_place).push
                 for entry, since in older:
                     push(entry, since)
-                    entry.state = next_place
+                    entry.place = next_place
 
     def describe(self, entry: Entry) -> str:
         wait = entry.wait
@@ -165,5 +176,5 @@ class ReturnAware(EvictionPolicy):
             return super().describe(entry)
         if wait.over:
             return "left behind by its conversation"
-        age = self.clock() - wait.since
-        return f"waits for {age:.3g} s, worth {self._worth(self._place(entry, wait)):.3g} returns/s"
+        age, worth = self.clock() - wait.since, self.worth_of(wait, entry.followers)
+        return f"waits for {age:.3g} s, worth {worth:.3g} returns/s"

@@ -55,7 +55,7 @@ class EvictionOrder:
     Policies with a history (`EvictionPolicy.remembers`) are fitted to ``budget`` bytes once the
     size of a block is known, and learn of requests from then on; without a budget, never.
 
-    Policies that order by waits (`EvictionPolicy.awaits`) find them in `BlockWaits`, once `attend`
+    Policies that need waits (`EvictionPolicy.needs_waits`) find them in `BlockWaits`, once `attend`
     was called; until then, each block waits since its last use.
 
     Thread safety: none; the catalogue calls it under its lock.
@@ -66,7 +66,7 @@ class EvictionOrder:
         self.own: dict[bytes, EvictionPolicy] = {}
         self.quotas: dict[bytes, int] = {}
         self.remembers = self.shared.remembers and budget is not None
-        self.awaits = self.shared.awaits
+        self.awaits = self.shared.needs_waits
         self._waits: BlockWaits | None = None
         self._make = make
         self._budget = budget
