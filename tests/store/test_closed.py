@@ -49,6 +49,7 @@ CALLS: dict[type, dict[str, Callable[[Any], object]]] = {
         "why": lambda s: s.why(TOKENS),
         "unkept": lambda s: s.unkept(TOKENS),
         "ended": lambda s: s.ended(TOKENS, prompt=3),
+        "used_bytes": lambda s: s.used_bytes(["a"]),
         "worth": lambda s: s.worth(3),
         "touch": lambda s: s.touch(TOKENS),
         "prefetch": lambda s: s.prefetch(TOKENS),

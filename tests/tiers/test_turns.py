@@ -45,7 +45,9 @@ def test_one_that_always_loses_goes_alone():
         if taken():
             return True
         free = True
-        time.sleep(0.005)  # the other one takes it meanwhile
+        until = time.monotonic() + 0.2
+        while free and time.monotonic() < until:  # the other one takes it, as long as it may go on
+            time.sleep(0.001)
         return AGAIN
 
     thread = threading.Thread(target=thread_of(thief, stop))
