@@ -94,3 +94,74 @@ def test_an_answer_that_may_be_read_is_held_back_and_written_at_its_end(
         engine.generate([text], SamplingParams(max_tokens=40))
         assert store.stats().unread_tokens > before
         assert engine.close()
+
+
+def holding_back(make_bench, prompt, *, family="llama", talks=14):
+    """Return an engine in the middle of an answer that it holds back, and its store."""
+    bench = make_bench(family, page_size=4, num_pages=1024)
+    runner = bench.runner
+    snapshots = runner.layout is not None
+    store = KVStore(runner.geometry, model="tiny@1", block_tokens=BLOCK, snapshots=snapshots)
+    engine = Engine(runner, runner.cache(), store=store, load_timeout=5.0)
+    texts = [prompt(20, 2 * talk) for talk in range(talks)]
+    engine.generate(texts, SamplingParams(max_tokens=60))
+    assert engine._offload._mover.flush(5.0)
+    texts = [np.concatenate((text, prompt(9, 2 * talk + 1))) for talk, text in enumerate(texts)]
+    engine.generate(texts, SamplingParams(max_tokens=1))
+    assert store.worth(44) == 0
+    request = engine.add(prompt(20, 999), SamplingParams(max_tokens=60))
+    while request.live[0].computed < 64:
+        engine.step()
+    answer = request.live[0]
+    assert engine._offload._mover.flush(5.0)
+    assert store.lookup(answer.tokens()).tokens <= 20
+    return engine, store, answer
+
+
+def finish(engine, answer):
+    """Run until the answer has ended; return its tokens."""
+    deltas = []
+    while answer.request.id in engine._scheduler.requests:
+        deltas += engine.step()
+    assert deltas[-1].error is None
+    return [*deltas[-1].completion.choices[0].tokens]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_preempted_answer_reads_what_was_held_back(make_bench, prompt, family):
+    engine, store, answer = holding_back(make_bench, prompt, family=family)
+    text, before = answer.request.prompt, engine.stats().loaded_tokens
+    engine._scheduler.preempt(answer)
+    assert engine._offload._mover.flush(5.0)
+    engine.cache.clear()
+    generated = finish(engine, answer)
+    assert engine.stats().loaded_tokens - before == 64  # all that was computed
+    assert engine.close()
+    store.close()
+    assert generated == make_bench(family, page_size=4, num_pages=96).greedy(text, 60)
+
+
+@pytest.mark.parametrize("talks", [14, 48])
+def test_an_answer_that_is_aborted_is_written_or_counted(make_bench, prompt, talks):
+    """No answer was aborted before: what is known of all answers decides, once it is enough."""
+    engine, store, answer = holding_back(make_bench, prompt, talks=talks)
+    tokens, before = answer.tokens(), store.stats().unread_tokens
+    engine.abort(answer.request)
+    assert engine._offload._mover.flush(5.0)
+    stored = store.lookup(tokens).tokens
+    assert stored == (64 if talks == 14 else 20)
+    assert store.stats().unread_tokens - before == 64 - stored
+    missing = [one for one in store.why(tokens, stored) if one.what == "refused"]
+    assert [one.detail for one in missing] == ([] if talks == 14 else ["unread"])
+    assert engine.close()
+    store.close()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_store_that_its_owner_closes_fails_no_answer(make_bench, prompt, family):
+    engine, store, answer = holding_back(make_bench, prompt, family=family)
+    text = answer.request.prompt
+    store.close()
+    generated = finish(engine, answer)
+    assert generated == make_bench(family, page_size=4, num_pages=96).greedy(text, 60)
+    engine.close()

@@ -115,6 +115,8 @@ class Scheduler:
             self.waiting.remove(answer)
             return
         self.running.remove(answer)
+        if self._offload is not None and answer.finish_reason is None:
+            self._offload.leave(answer)
         answer.sequence.close(ended=answer.ended)
         answer.sequence = None
         self._blocked = 0
@@ -140,6 +142,8 @@ class Scheduler:
         """
         request = answer.request
         if request.search is None:
+            if self._offload is not None:
+                self._offload.leave(answer, resumes=True)
             self.remove(answer)
             answer.computed, answer.drafts = 0, []
             self.wait(answer)

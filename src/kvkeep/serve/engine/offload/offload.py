@@ -256,12 +256,29 @@ class Offload:
             return
         ended, length = (answer.ended, len(answer.generated)) if last else (None, grown)
         first = answer.generated[0]
-        worth = self._store.worth(length, ended=ended, first=first, tenant=tenant)
-        trail.held = NEVER if worth >= grown else prompt + worth
-        begin = max(trail.held, trail.offered)
-        if last and begin < min(answer.computed, trail.limit):
-            tokens = answer.running_sequence.tokens[: answer.computed]
-            self._store.unkept(tokens, begin, tenant=tenant, unread=True)
+        with suppress(IllegalStep):  # its owner has closed the store
+            worth = self._store.worth(length, ended=ended, first=first, tenant=tenant)
+            trail.held = NEVER if worth >= grown else prompt + worth
+            begin = max(trail.held, trail.offered)
+            if last and begin < min(answer.computed, trail.limit):
+                tokens = answer.running_sequence.tokens[: answer.computed]
+                self._store.unkept(tokens, begin, tenant=tenant, unread=True)
+
+    def leave(self, answer: Answer, *, resumes: bool = False) -> None:
+        """Write what was held back of a running answer that loses its pages before its end.
+
+        If it ``resumes``, it reads all of that again; else the part that is worth it is written.
+        """
+        trail = answer.trail
+        if not answer.request.store or trail.held == NEVER:
+            return
+        tenant = self._tenant(answer.running_sequence.namespace)
+        if resumes:
+            trail.held = NEVER
+        else:
+            self._hold_back(answer, tenant, last=True)
+        self._mover.offer(answer, tenant, last=False)
+        trail.held = NEVER
 
     def _tell_end(self, answer: Answer, tenant: str) -> None:
         """Tell the store of the conversation, which waits from now on."""
@@ -279,7 +296,8 @@ class Offload:
         if trail.withheld and computed > trail.limit:
             begin = trail.limit // self._store.block_tokens * self._store.block_tokens
             tokens = answer.running_sequence.tokens[:computed]
-            self._store.unkept(tokens, begin, tenant=tenant, answer=True)
+            with suppress(IllegalStep):  # its owner has closed the store
+                self._store.unkept(tokens, begin, tenant=tenant, answer=True)
 
     # --- the end -----------------------------------------------------------------------------
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvkeep.core.errors import OutOfPages
+from kvkeep.core.errors import IllegalStep, OutOfPages
 from kvkeep.serve.engine.offload.load import LoadChunk
 from kvkeep.serve.engine.offload.loads import GRACE_S, Loads
 from kvkeep.serve.engine.offload.mover import Mover
@@ -148,7 +149,8 @@ class SnapshotMover(Mover):
         size = self._pages.size_of(position, start)
         if not self._writes.has_room(size):
             self._stats.unkept_tokens += position - start
-            self._store.unkept(sequence.tokens[:position], start, tenant=tenant)
+            with suppress(IllegalStep):  # its owner has closed the store
+                self._store.unkept(sequence.tokens[:position], start, tenant=tenant)
             return
         snapshot = self._pages.read(sequence, start, position)
         tokens = sequence.tokens[:position].copy()

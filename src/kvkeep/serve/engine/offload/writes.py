@@ -6,9 +6,11 @@ import logging
 import threading
 import time
 from collections import OrderedDict
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from kvkeep.core.errors import IllegalStep
 from kvkeep.core.keys import chain_keys, root_key
 from kvkeep.core.tokens import TOKEN_BYTES
 from kvkeep.serve.engine.offload.forms import Buffers
@@ -204,7 +206,8 @@ class Writes:
         if last:
             if trail.offered < stop:
                 self._stats.unkept_tokens += stop - trail.offered
-                self._store.unkept(sequence.tokens[:stop], trail.offered, tenant=tenant)
+                with suppress(IllegalStep):  # its owner has closed the store
+                    self._store.unkept(sequence.tokens[:stop], trail.offered, tenant=tenant)
             self._offer_tail(trail, sequence, computed, tenant)
 
     def _offer_tail(self, trail: Trail, sequence: Sequence, end: int, tenant: str) -> bool:
