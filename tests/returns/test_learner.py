@@ -83,6 +83,26 @@ def test_further_stop_reasons_count_as_one() -> None:
     assert len(kinds) == 33
 
 
+def test_ends_that_a_client_makes_up_take_no_places_for_good() -> None:
+    """32 of them come first, and ever new ones between the others' answers."""
+    returns, now = Returns(), 0.0
+    for at in range(64):
+        returns.lost(returns.began(Ended(f"made up {at % 32}"), 1, now, tenant="evil"), now)
+    for at in range(600):
+        now += 100.0
+        returns.lost(returns.began(Ended(f"made up {at}"), 1, now, tenant="evil"), now)
+        returns.returned(returns.began(TOOL, 1, now, tenant="good"), now + 8)
+        returns.lost(returns.began(PERSON, 1, now, tenant="good"), now + 3600)
+        if returns.due:
+            returns.learn(now)
+    called = returns.began(TOOL, 1, now, tenant="good")
+    ended = returns.began(PERSON, 1, now, tenant="good")
+    returns.learn(now)
+    soon, late = returns.within([called, ended], now, 60.0)
+    assert soon > 0.9
+    assert late < 0.1
+
+
 def test_a_tenant_whose_conversations_never_return_ends_up_worth_less_than_others() -> None:
     """One floods with conversations that end like all others, and never come back."""
     returns = Returns()

@@ -12,6 +12,7 @@ import numpy as np
 from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.returns.answers import AnswerShares
 from kvkeep.core.returns.first_tokens import FirstTokens
+from kvkeep.core.returns.stops import CommonStops
 from kvkeep.core.returns.times import AGES, BUCKETS, ENDS, ReturnTimes, bucket_of
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = ["Ended", "Returns", "Wait"]
 
 _LONGEST_STOP: Final = 64
-_MOST_STOPS: Final = 32  # kinds of ends that are told apart; all further ones count as one
 _MOST_CLASSES: Final = 4096  # beyond, what would be a new class counts as the more general one
 _MOST_TENANTS: Final = 4096
 _GAPS: Final = 5  # the latest pauses of a conversation, for their median
@@ -187,7 +187,7 @@ class Returns:
         self._most = most
         self._kinds: dict[tuple[Hashable, ...], int] = {(): 0}
         self._labels: list[tuple[Hashable, ...]] = [()]
-        self._stops: set[str | None] = set()
+        self._stops = CommonStops()
         self._waits: OrderedDict[Wait, None] = OrderedDict()
         self._tenants: OrderedDict[Hashable, Tenant] = OrderedDict()
         self._changes = 0
@@ -235,12 +235,7 @@ class Returns:
         turns = 1 if before is None else before.turns + 1
         gaps = () if before is None else before.gaps
         usual = bucket_of(sorted(gaps)[len(gaps) // 2]) // 4 if gaps else -1
-        stop = ended.stop
-        if stop not in self._stops:
-            if len(self._stops) < _MOST_STOPS:
-                self._stops.add(stop)
-            else:
-                stop = "…"
+        stop = self._stops.count(ended.stop)
         kind = self._kind((stop, min(turns.bit_length(), 4), usual, tokens.bit_length() // 2))
         wait = Wait(kind, now, turns, gaps, self.tenant(tenant))
         self._waits[wait] = None
