@@ -103,8 +103,9 @@ class ConversationTable:
 
     A request continues a conversation of the same tenant whose session it names, or whose last
     prompt its own extends, or, if its tokens are unknown, whose ``prompt_cache_key`` it has: one
-    key may belong to many conversations. A tenant is who has the same API key and ``cache_salt``.
-    Only requests that an instance answered count, so who has no key for it changes nothing here.
+    key may belong to many conversations. Requests with the same API key and ``cache_salt`` are of
+    one tenant. Only requests that an instance answered count: a client without a key for it changes
+    nothing here.
 
     At most ``most`` conversations are followed; beyond, the tenant with the most of them loses the
     one that it used longest ago. What a client names or sends decides about conversations of its
