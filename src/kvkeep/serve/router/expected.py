@@ -55,7 +55,8 @@ class ExpectedReturns:
     """Adds up conversations that wait, by the end of the last answer and by instance.
 
     Names no client. Cost: 2 µs a conversation; of more than 1,000 at most once a second, so a
-    client that asks all the time does not slow down others. Thread safety: none; for the event loop.
+    client that asks all the time does not slow down others. Thread safety: none; for the event
+    loop.
     """
 
     def __init__(
