@@ -251,6 +251,17 @@ def test_sums_of_many_are_not_made_anew_at_once(clock: Clock) -> None:
     assert expected.total.waiting == 1002
 
 
+def test_prompts_that_differ_at_the_end_alone_are_no_returns(clock: Clock) -> None:
+    """A batch: one question, about one thing after the other."""
+    table = ConversationTable(clock=clock)
+    client = Client(table, clock)
+    for number in range(10):
+        client.ask([*range(100), number])
+    assert table.returned["prefix"] == 0
+    client.ask([*range(100), 9, *range(200, 260)])
+    assert table.returned["prefix"] == 1
+
+
 def test_a_bound_below_one_is_refused() -> None:
     with pytest.raises(InvalidValue, match="most"):
         ConversationTable(0)
@@ -277,6 +288,7 @@ class AgainstLists(RuleBasedStateMachine):
         self.numbers: dict[Any, int] = {}
         self.ends: dict[tuple[Any, ...], int] = {}
         self.own_ends: dict[int, list[tuple[Any, ...]]] = {}
+        self.lengths: dict[int, int] = {}  # of their last prompts
 
     def _known(self) -> set[Any]:
         return {own for one in self.table._tenants.values() for own in one.own}
@@ -303,9 +315,10 @@ class AgainstLists(RuleBasedStateMachine):
         assert (None if found is None else self.numbers[found]) == expected
         before = self._known()
         was_waiting = found in self.table.waiting
+        goes_on = found is not None and len(tokens) > self.lengths[self.numbers[found]]
         returned = self.table.returned["prefix"]
         self.table.answered(turn)
-        assert self.table.returned["prefix"] - returned == was_waiting
+        assert self.table.returned["prefix"] - returned == (was_waiting and goes_on)
         for own in before - self._known():
             self._gone(own)
         if found is None:
@@ -329,6 +342,7 @@ class AgainstLists(RuleBasedStateMachine):
         if own not in self._known():
             return
         number = self.numbers[own]
+        self.lengths[number] = turn.tokens
         mine = self.own_ends[number]
         if end in mine:
             mine.remove(end)

@@ -253,7 +253,8 @@ def _tokenizer(path: Path) -> Tokenize:
 def _announce(url: str, names: list[str], sources: list[Source]) -> None:
     known = {source.instance for source in sources}
     print(
-        f"kvkeep routes at {url} to {len(names)} instances, {len(known)} with KV events",
+        f"kvkeep routes at {url} to {len(names)} instance{'s' * (len(names) != 1)}, "
+        f"{len(known)} with KV events",
         flush=True,
     )
     for name in names:

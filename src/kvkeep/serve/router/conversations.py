@@ -103,7 +103,8 @@ class ConversationTable:
 
     A request continues a conversation of the same tenant whose session it names, or whose last
     prompt its own extends, or, if its tokens are unknown, whose ``prompt_cache_key`` it has: one
-    key may belong to many conversations. Requests with the same API key and ``cache_salt`` are of
+    key may belong to many conversations. A prompt that is not longer than the last one stays with
+    its conversation, and is no return. Requests with the same API key and ``cache_salt`` are of
     one tenant. Only requests that an instance answered count: a client without a key for it changes
     nothing here.
 
@@ -205,9 +206,12 @@ class ConversationTable:
         if own is None:
             own = turn.conversation = self._add(turn.tenant)
         elif own.wait is not None and not own.wait.over:  # none of its requests runs
-            self.returns.returned(own.wait, turn.arrived)
-            self.returned[turn.by] += 1
-            self.stops[own.stop].returned += 1
+            if turn.by == "prefix" and turn.tokens <= own.tokens:
+                self.returns.lost(own.wait, turn.arrived)  # the same again, or beside it: no return
+            else:
+                self.returns.returned(own.wait, turn.arrived)
+                self.returned[turn.by] += 1
+                self.stops[own.stop].returned += 1
         own.tenant.own.move_to_end(own)
         own.running += 1
         turn.answered = True
