@@ -13,13 +13,14 @@ from kvkeep.core.tokens import common_length
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Sequence
     from pathlib import Path
 
     from kvkeep.core.eviction import EvictionPolicy
     from kvkeep.core.tokens import TokenArray, TokensLike
     from kvkeep.serve.engine import Tokenizer
 
-__all__ = ["add_tenant_options", "eviction_of", "public_rows"]
+__all__ = ["add_tenant_options", "eviction_of", "public_rows", "weights_of"]
 
 _MOST_BYTES = 1 << 28
 
@@ -47,8 +48,14 @@ def eviction_of(args: argparse.Namespace) -> str | EvictionPolicy:
     name: str = args.eviction
     if not args.share:
         return name
+    weights = weights_of(args.share)
+    return Shares(lambda: policy(name), weights)
+
+
+def weights_of(texts: Sequence[str]) -> dict[str, float]:
+    """Return the weights in ``--share`` options, each TENANT=WEIGHT. Raises `InvalidValue`."""
     weights: dict[str, float] = {}
-    for text in args.share:
+    for text in texts:
         tenant, equals, weight = text.rpartition("=")
         try:
             weights[tenant] = float(weight)
@@ -56,7 +63,7 @@ def eviction_of(args: argparse.Namespace) -> str | EvictionPolicy:
             equals = ""
         if not equals:
             raise InvalidValue(f"--share is {text!r}; TENANT=WEIGHT is needed, as team-a=3")
-    return Shares(lambda: policy(name), check_weights(weights))
+    return check_weights(weights)
 
 
 def public_rows(file: Path | None, tokenizer: Tokenizer | None) -> list[TokensLike]:
