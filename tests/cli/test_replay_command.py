@@ -89,6 +89,9 @@ def test_pages_and_processes(trace, capsys):
         (["--capacity", "1M+2M", "--groups", "state=5"], "tiers are replayed without windows"),
         (["--capacity", "9GiB", "--groups", "state=5"], "needs --model"),
         (["--capacity", "3M", "--groups", "state=5", "--model", "here"], "leave it out with"),
+        (["--capacity", "3M", "--share", "a"], "--share is 'a'; TENANT=WEIGHT is needed"),
+        (["--capacity", "3M", "--share", "a=2"], "a share for 'a', but"),
+        (["--capacity", "1M+2M", "--share", "=2"], "without tiers"),
     ],
 )
 def test_what_is_wrong_is_one_line(trace, capsys, words, says):
@@ -170,6 +173,28 @@ def test_tiers(short, capsys):
         assert one["misses"]["evicted"] > 0
         assert sum(tier["hits"] for tier in one["tiers"]) == one["hit_blocks"]
         assert sum(one["misses"].values()) + one["hit_tokens"] == one["tokens"]
+
+
+def test_shares_of_tenants(tmp_path, capsys):
+    path = tmp_path / "tenants.jsonl.gz"
+    write_trace(generate("tenants", seed=1, requests=150, changed={"flood": 1}), path)
+    words = ["replay", str(path), "--capacity", "60k", "--policy", "lru,2q", "--jobs", "1"]
+    words += ["--share", "tenant-0=2,flooder=0.5"]
+    assert main([*words, "--json"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["policy"] for one in found] == ["lru", "lru+shares", "2q", "2q+shares"]
+    assert [bool(one["shares"]) for one in found] == [False, True, False, True]
+    compared = found[1]["shares"]
+    assert [compared[name][0] for name in ("tenant-0", "tenant-1", "flooder")] == [2, 1, 0.5]
+    assert main([*words, "--no-bounds"]) == 0
+    out = capsys.readouterr().out
+    worst, name = min(
+        (hits / alone, name) for name, (_, _, hits, alone) in compared.items() if alone
+    )
+    (row,) = [line for line in out.splitlines() if line.strip().startswith("lru, 60")]
+    rates = [100 * found[at]["token_hit_rate"] for at in (1, 0)]
+    for text in (f"{rates[0]:.1f} %", f"{rates[1]:.1f} %", f"{100 * worst:.1f} %", name):
+        assert text in row
 
 
 def test_time_to_the_first_token(trace, tmp_path, capsys):

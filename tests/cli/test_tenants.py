@@ -39,9 +39,11 @@ def test_wrong_shares_are_refused(text: str) -> None:
         eviction_of(parsed("--share", text))
 
 
-def test_a_policy_with_a_history_is_refused() -> None:
-    with pytest.raises(InvalidValue, match="history"):
-        eviction_of(parsed("--share", "a=1", eviction="2q"))
+@pytest.mark.parametrize("name", ["2q", "returns", "adaptive"])
+def test_shares_go_with_every_policy(name: str) -> None:
+    made = eviction_of(parsed("--share", "a=1", eviction=name))
+    assert isinstance(made, Shares)
+    assert made.name == f"{name}+shares"
 
 
 def test_rows_of_token_ids_need_no_tokenizer(tmp_path: Path) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+from typing import TYPE_CHECKING
 
 import pytest
 
 from kvkeep import InvalidValue, OutOfPages, PagedCache
 from kvkeep.core.eviction import LRU, POLICIES, EvictionPolicy
 from kvkeep.core.eviction.shares import Shares
+from kvkeep.core.keys import Namespace
 from kvkeep.testing import PolicyTests
 
-PLAIN = sorted(name for name, make in POLICIES.items() if not (make().remembers or make().awaits))
+if TYPE_CHECKING:
+    from kvkeep.core.cache import Sequence
 
 
 class TestSharesOfLRU(PolicyTests):
@@ -22,6 +25,21 @@ class TestSharesOfLRU(PolicyTests):
 class TestSharesOfSLRU(PolicyTests):
     def make_policy(self) -> EvictionPolicy:
         return Shares(POLICIES["slru"])
+
+
+class TestSharesOfTwoQ(PolicyTests):
+    def make_policy(self) -> EvictionPolicy:
+        return Shares(POLICIES["2q"])
+
+
+class TestSharesOfS3FIFO(PolicyTests):
+    def make_policy(self) -> EvictionPolicy:
+        return Shares(POLICIES["s3fifo"])
+
+
+class TestSharesOfAdaptive(PolicyTests):
+    def make_policy(self) -> EvictionPolicy:
+        return Shares(POLICIES["adaptive"])
 
 
 def serve(cache: PagedCache, tokens: list[int], tenant: str) -> int:
@@ -40,7 +58,7 @@ def flood(cache: PagedCache, requests: int, tenant: str = "flooder") -> None:
         serve(cache, [10_000 + number, *range(15)], tenant)
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", sorted(POLICIES))
 def test_a_flooder_evicts_its_own(name: str) -> None:
     cache = PagedCache(100, 4, eviction=Shares(POLICIES[name]))
     prompts = {f"t{number}": [number, *range(60)] for number in range(4)}  # 15 pages each
@@ -89,14 +107,14 @@ def test_public_pages_go_last() -> None:
     assert not cache.namespaces()
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", sorted(POLICIES))
 def test_pages_are_counted_right(name: str) -> None:
     """Whatever is done, the pages of each tenant are those that the cache stores for it."""
     chance = random.Random(name)
     policy = Shares(POLICIES[name], {"t1": 0.5, "t2": 4})
     cache = PagedCache(60, 2, eviction=policy)
     cache.public.declare([1, 1, 2, 2])
-    running = []
+    running: list[Sequence] = []
     for step in range(1500):
         tenant = f"t{chance.randrange(5)}"
         begin = [1, 1, 2, 2] if chance.random() < 0.4 else []
@@ -129,14 +147,60 @@ def test_pages_are_counted_right(name: str) -> None:
     assert not policy.pages()
 
 
-def test_tenants_without_pages_leave_nothing_behind() -> None:
-    policy = Shares(LRU)
+@pytest.mark.parametrize("name", ["lru", "2q", "returns"])
+def test_tenants_without_pages_leave_nothing_behind(name: str) -> None:
+    policy = Shares(POLICIES[name])
     cache = PagedCache(64, 1, eviction=policy)
-    for number in range(5000):
+    for number in range(2000):
         serve(cache, [number], f"tenant {number}")
+    lanes = policy._lanes
     assert len(policy.pages()) <= 64
-    assert len(policy._order) <= 4 * 64 + 65
-    assert policy._weights == pytest.approx(len(policy.pages()))
+    assert len(lanes._order) <= 4 * 64 + 65
+    assert lanes.weights == pytest.approx(len(policy.pages()))
+    absent = list(lanes._absent.values())
+    assert len(absent) <= (64 if policy.remembers else 0)
+    assert lanes._absent_size == sum(lane.fitted for lane in absent) <= 64
+
+
+def test_each_tenant_has_a_history_of_its_own() -> None:
+    policy = Shares(POLICIES["2q"], {"b": 3.0})
+    cache = PagedCache(400, 1, eviction=policy, block_pages=1)
+    a, b, nobody = (Namespace(name) for name in ("a", "b", "nobody"))
+    keys = [bytes([number]) * 32 for number in range(50)]
+    for tenant in "ab":
+        serve(cache, [1, 2, 3], tenant)
+    assert policy.of(a).requested(keys) == 0
+    assert policy.of(b).requested(keys) == 0
+    for number in range(10_000):  # a flooder forgets its own prompts
+        policy.of(b).requested([number.to_bytes(32)])
+    assert policy.of(a).requested(keys) == 50
+    assert policy.of(b).requested(keys) == 0
+    cache.clear()
+    assert policy.of(a).requested(keys) == 50, "kept without pages"
+    assert policy.of(nobody).requested(keys) == 0
+
+
+def test_histories_are_as_long_as_for_the_share() -> None:
+    told: list[int] = []
+
+    class Told(LRU):
+        remembers = True
+
+        def fit(self, size: int, block: int) -> None:
+            told.append(size)
+
+    policy = Shares(Told, {"b": 3.0})
+    cache = PagedCache(400, 1, eviction=policy)
+    serve(cache, [1], "a")
+    assert told == [400]
+    serve(cache, [1], "b")
+    assert told == [400, 300]
+    serve(cache, [2], "a")
+    assert told == [400, 300, 100], "a quarter of what it was told"
+    serve(cache, [2], "c")
+    assert told == [400, 300, 100, 80]
+    serve(cache, [3], "a")
+    assert told == [400, 300, 100, 80], "it changed little"
 
 
 @pytest.mark.parametrize("weight", [0, -1, float("nan"), float("inf"), 1e9, True])
@@ -145,9 +209,6 @@ def test_wrong_weights_are_refused(weight: float) -> None:
         Shares(LRU, {"a": weight})
 
 
-def test_policies_with_a_history_are_refused() -> None:
-    for name in POLICIES.keys() - set(PLAIN):
-        with pytest.raises(InvalidValue, match="history"):
-            Shares(POLICIES[name])
+def test_a_wrong_guarantee_is_refused() -> None:
     with pytest.raises(InvalidValue, match="guaranteed"):
         Shares(LRU, guaranteed=2)

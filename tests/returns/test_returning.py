@@ -11,11 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvkeep import PagedCache
-from kvkeep.core.eviction import Entry, ReturnAware
+from kvkeep.core.eviction import Entry, EvictionPolicy, ReturnAware
+from kvkeep.core.eviction.shares import Shares
 from kvkeep.core.returns import Ended, bucket_of
 from kvkeep.core.tokens import common_length
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvkeep.core.returns import Returns, Wait
 
 PAGE = 4
@@ -26,7 +29,7 @@ class Talks:
     """A cache with a clock, and conversations that go on in it."""
 
     def __init__(
-        self, pages: int, policy: ReturnAware | None = None, prefix: str = "radix"
+        self, pages: int, policy: EvictionPolicy | None = None, prefix: str = "radix"
     ) -> None:
         self.now = 0.0
         self.policy = ReturnAware() if policy is None else policy
@@ -40,7 +43,9 @@ class Talks:
 
     @property
     def returns(self) -> Returns:
-        return self.policy.returns
+        waits = self.cache._core.index.tree.waits
+        assert waits is not None
+        return waits.returns
 
     def fresh(self, count: int) -> list[int]:
         self.next_token += count
@@ -290,9 +295,45 @@ class Checked(ReturnAware):
 @given(st.integers(0, 2**32), st.sampled_from(["radix", "chain"]), st.integers(12, 60))
 def test_every_victim_is_worth_least(seed: int, prefix: str, pages: int) -> None:
     """Random conversations, with branches, dropped answers, evictions and pauses of all lengths."""
-    chance = random.Random(seed)
     policy = Checked()
     talks = Talks(pages, policy, prefix)
+    wander(talks, seed, pages, lambda: len(policy) == len(policy.here))
+    talks.cache.clear()
+    assert not len(policy)
+    assert policy.pops or pages > 50
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from(["radix", "chain"]), st.integers(12, 60))
+def test_with_shares_every_victim_is_worth_least_to_its_tenant(
+    seed: int, prefix: str, pages: int
+) -> None:
+    """All tenants learn together, each orders its own runs, and their pages are counted right."""
+    made: list[Checked] = []
+
+    def make() -> Checked:
+        made.append(Checked())
+        return made[-1]
+
+    policy = Shares(make, {"a": 2.0})
+    talks = Talks(pages, policy, prefix)
+    cache = talks.cache
+
+    def right() -> bool:
+        assert policy.pages() == {space: n for space, n in cache.namespaces().items() if n}
+        return len(policy) == sum(len(one.here) for one in made)
+
+    wander(talks, seed, pages, right)
+    assert all(one.returns is talks.returns for one in made[1:]), "the first one is for its name"
+    cache.clear()
+    assert not any(map(len, made))
+    assert not policy.pages()
+    assert any(one.pops for one in made) or pages > 50
+
+
+def wander(talks: Talks, seed: int, pages: int, right: Callable[[], bool]) -> None:
+    """Take 120 random turns; what is ``right`` after each."""
+    chance = random.Random(seed)
     names = [f"{space}/{number}" for space in "ab" for number in range(4)]
     stripped = chance.choice((0.3, 0.9, 1.0))
     for _ in range(120):
@@ -308,10 +349,7 @@ def test_every_victim_is_worth_least(seed: int, prefix: str, pages: int) -> None
         talks.turn(name, chance.randrange(1, 12), ended, answer=said, strip=strip)
         if chance.random() < 0.1:
             talks.cache.evict(chance.randrange(pages))
-        assert len(policy) == len(policy.here)
-    talks.cache.clear()
-    assert not len(policy)
-    assert policy.pops or pages > 50
+        assert right()
 
 
 def test_hints_stand_before_it() -> None:

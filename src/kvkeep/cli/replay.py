@@ -12,7 +12,9 @@ from kvkeep.bench.replay.planning import amount
 from kvkeep.cli import replaying
 from kvkeep.cli.arguments import add_json, add_option, add_path, add_switch, count
 from kvkeep.cli.drawing import visible
+from kvkeep.cli.sharing import part, print_shares
 from kvkeep.cli.tables import print_table
+from kvkeep.cli.tenants import weights_in
 from kvkeep.cli.trace import add_reading_arguments, opened
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.eviction import POLICIES
@@ -83,6 +85,13 @@ def _add_replaying(group: argparse._ArgumentGroup) -> None:
         "trace, full or not, as most published hit rates are counted; with windows or states, "
         "full ones only)",
         type=count,
+    )
+    add_option(
+        group,
+        "--share LIST",
+        "replay each policy also with fair shares of the memory, by weight: team-a=3,team-b=1, "
+        "others 1; '=1' for equal weights. A table then compares the hits of tenants with those "
+        "that each has alone on its share",
     )
     group.add_argument(
         "--prefix",
@@ -166,6 +175,8 @@ def _planned_runs(
         from kvkeep.bench.replay.costs import PrefillCost  # noqa: PLC0415 - only needed with --cost
 
         cost = PrefillCost.read(args.cost)
+    shared = [] if args.share is None else _parts("--share", args.share)
+    shares = tuple(weights_in(shared).items())
     speeds = _bandwidths(args.bandwidth)
     if speeds and not any(below for _, *below in sizes):
         raise InvalidValue("--bandwidth needs tiers below memory, such as --capacity 1M+8M")
@@ -193,6 +204,7 @@ def _planned_runs(
                 runs += [replace(run, tiering=one, bandwidths=speeds) for one in tierings]
             else:
                 runs.append(run)
+            runs += [replace(run, shares=shares)] if shares else []
     return list(dict.fromkeys(runs))
 
 
@@ -236,6 +248,7 @@ def _print(workload: Workload, runs: Sequence[ReplayRun], outcomes: Sequence[Out
         rows.append([label, *cells])
     print_table(["blocks reused", *(" + ".join(map(amount, size)) for size in sizes)], rows)
     _print_groups([one for one in outcomes if one.groups])
+    print_shares(outcomes)
     timed = [one for one in outcomes if one.latency]
     if timed:
         names = ("p50", "p90", "p99")
@@ -302,7 +315,7 @@ _LABELS = {BELADY: "best possible", INFINITE: "endless memory"}
 
 
 def _share(outcome: Outcome | None) -> str:
-    return "" if outcome is None else f"{100 * outcome.hit_rate:.1f} %"
+    return part(None if outcome is None else outcome.hit_rate)
 
 
 def _long(found: float | None) -> str:

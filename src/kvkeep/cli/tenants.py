@@ -13,13 +13,14 @@ from kvkeep.core.tokens import common_length
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Sequence
     from pathlib import Path
 
     from kvkeep.core.eviction import EvictionPolicy
     from kvkeep.core.tokens import TokenArray, TokensLike
     from kvkeep.serve.engine import Tokenizer
 
-__all__ = ["add_tenant_options", "eviction_of", "public_rows", "weights_of"]
+__all__ = ["add_tenant_options", "eviction_of", "public_rows", "weights_in", "weights_of"]
 
 _MOST_BYTES = 1 << 28
 
@@ -53,8 +54,13 @@ def weights_of(args: argparse.Namespace) -> dict[str, float] | None:
     """Return the weights that ``--share`` gives tenants; None without. Raises `InvalidValue`."""
     if not args.share:
         return None
+    return weights_in(args.share)
+
+
+def weights_in(texts: Sequence[str]) -> dict[str, float]:
+    """Return the weights in ``--share`` options, each TENANT=WEIGHT. Raises `InvalidValue`."""
     weights: dict[str, float] = {}
-    for text in args.share:
+    for text in texts:
         tenant, equals, weight = text.rpartition("=")
         try:
             weights[tenant] = float(weight)

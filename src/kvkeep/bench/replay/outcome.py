@@ -97,6 +97,8 @@ class Outcome:
     evicted_ago: list[list[float]] = field(default_factory=list)
     namespaces: dict[str, list[int]] = field(default_factory=dict)
     """The largest namespaces: [tokens, hit tokens]."""
+    shares: dict[str, list[float]] = field(default_factory=dict)
+    """With shares: [weight, tokens, hit tokens, hit tokens alone on its share] of tenants."""
     groups: dict[str, Any] = field(default_factory=dict)
     """Of a model with windows or states: what became of rows and checkpoints."""
     tiers: list[dict[str, Any]] = field(default_factory=list)

@@ -16,10 +16,12 @@ from kvkeep.bench.replay.bounds import BELADY, INFINITE, belady, infinite
 from kvkeep.bench.replay.loop import simulate_loop
 from kvkeep.bench.replay.outcome import Outcome
 from kvkeep.bench.replay.paging import Paging
+from kvkeep.bench.replay.sharing import check_tenants, simulate_shares
 from kvkeep.bench.replay.simulate import SESSIONS, simulate
 from kvkeep.bench.replay.tiered import simulate_tiers
 from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.eviction import POLICIES
+from kvkeep.core.eviction.shares import check_weights
 from kvkeep.store.tiers import tiering
 
 if TYPE_CHECKING:
@@ -50,7 +52,8 @@ class ReplayRun:
     and ``users`` may send requests in turn, or sessions wait for their answers in a
     ``closed_loop`` (`simulate_loop`); tiers, the first included, are then read at ``bandwidths``
     (`simulate_tiers`). ``groups`` are those of a model with windows or states, with pages of their
-    size. Raises `InvalidValue` for invalid values.
+    size. With ``shares``, pairs of a tenant and its weight, tenants share the memory and are
+    compared with each alone (`simulate_shares`). Raises `InvalidValue` for invalid values.
     """
 
     policy: str
@@ -64,6 +67,7 @@ class ReplayRun:
     closed_loop: bool = False
     bandwidths: tuple[float | None, ...] = ()
     groups: GroupLayout | None = None
+    shares: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
         if self.eviction not in POLICIES and self.policy not in BOUNDS:
@@ -79,6 +83,8 @@ class ReplayRun:
             self._check_tiers()
         if self.groups is not None:
             self._check_groups(self.groups)
+        if self.shares:
+            self._check_shares()
         if self.users is not None and self.cost is None:
             raise InvalidValue("users wait for answers: that needs the cost of prompts")
         if self.closed_loop and self.cost is None:
@@ -101,6 +107,16 @@ class ReplayRun:
             if given:
                 raise InvalidValue(f"tiers are replayed by blocks only, not with {what}")
 
+    def _check_shares(self) -> None:
+        check_weights(dict(self.shares))
+        for what, given in (
+            ("a bound", self.policy in BOUNDS),
+            ("tiers", bool(self.below)),
+            ("times of computing", self.cost is not None),
+        ):
+            if given:
+                raise InvalidValue(f"tenants share the memory of a replay without {what}")
+
     def _check_groups(self, groups: GroupLayout) -> None:
         if self.policy in BOUNDS:
             raise InvalidValue(
@@ -117,6 +133,8 @@ class ReplayRun:
         """The policy's name in the outcome."""
         if self.below and self.policy not in BOUNDS:
             return f"{self.policy}/{self.tiering}"
+        if self.shares:
+            return f"{self.eviction}+shares{self.policy.removeprefix(self.eviction)}"
         return self.policy
 
     @property
@@ -135,6 +153,8 @@ class ReplayRun:
             page = None if self.policy in BOUNDS else self.page_tokens
             for capacity in (self.capacity_tokens, *self.below):
                 Paging(workload.unit_tokens, page, self.groups).pages(capacity)
+        if self.shares:
+            check_tenants(workload, dict(self.shares))
         named = self.policy.endswith(SESSIONS)
         if (named or self.closed_loop) and not (workload.session >= 0).any():
             what = self.policy if named else "a closed loop"
@@ -167,6 +187,18 @@ class ReplayRun:
                 cost=self.cost,
                 users=self.users,
                 closed_loop=self.closed_loop,
+                sessions=self.policy.endswith(SESSIONS),
+                page_tokens=self.page_tokens,
+                prefix=self.prefix,
+                groups=self.groups,
+                progress=progress,
+            )
+        if self.shares:
+            return simulate_shares(
+                workload,
+                self.capacity_tokens,
+                self.eviction,
+                shares=dict(self.shares),
                 sessions=self.policy.endswith(SESSIONS),
                 page_tokens=self.page_tokens,
                 prefix=self.prefix,

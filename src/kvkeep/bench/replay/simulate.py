@@ -14,11 +14,12 @@ from kvkeep.bench.replay.passes import PASS_TOKENS, Passes
 from kvkeep.bench.replay.watching import ReplayWatch
 from kvkeep.core.cache import PagedCache
 from kvkeep.core.cache.paged import BLOCK_TOKENS
-from kvkeep.core.errors import OutOfPages, whole
+from kvkeep.core.errors import InvalidValue, OutOfPages, whole
 from kvkeep.core.eviction import policy as named_policy
+from kvkeep.core.eviction.shares import Shares
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from kvkeep.bench.replay.passes import Stops
     from kvkeep.bench.replay.workload import Workload
@@ -26,10 +27,13 @@ if TYPE_CHECKING:
     from kvkeep.core.eviction import EvictionPolicy
     from kvkeep.core.groups import GroupLayout
 
-__all__ = ["SESSIONS", "Stage", "simulate"]
+__all__ = ["LEAST_TOKENS", "SESSIONS", "Stage", "simulate"]
 
 SESSIONS = "+sessions"
 """Suffix of a policy's name when the cache knows the session of each request."""
+
+LEAST_TOKENS = 0.002
+"""Part of all tokens from which on a tenant is compared with itself: fewer are chance."""
 
 _TIMES = (0.5, 1.0, 2.0, 4.0)  # factors of the memory, for the curve of each namespace
 
@@ -45,6 +49,7 @@ def simulate(
     groups: GroupLayout | None = None,
     stops: Stops | None = None,
     what_if: float | None = None,
+    shares: Mapping[str, float] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Outcome:
     """Replay ``workload`` through one pool of ``capacity_tokens``, one request after the other.
@@ -54,7 +59,9 @@ def simulate(
     explains ``page_tokens``. With ``sessions`` the cache knows the session of each request, if the
     trace does; the policy of the outcome is then "lru+sessions". With ``what_if`` the cache samples
     that share of the blocks, and the outcome has the curve of what LRU would reuse with ⅛ … 8 times
-    the memory. ``progress`` is called with the number of requests done.
+    the memory. With ``shares`` tenants have these weights (`Shares`; others have 1), the outcome's
+    ``shares`` have the hits of each that has 0.2 % of the tokens, and its policy is then
+    "lru+shares". ``progress`` is called with the number of requests done.
 
     With ``groups`` the model has windows or states: prompts are computed in passes of at most 2,048
     tokens, which end at ``stops`` (default: those that the cache plans) for checkpoints. Pages are
@@ -77,6 +84,7 @@ def simulate(
         sessions=sessions,
         groups=groups,
         what_if=what_if,
+        shares=shares,
     )
     if stops is not None:
         stage.stop_at(stops)
@@ -155,8 +163,10 @@ class Stage:
         sessions: bool = False,
         groups: GroupLayout | None = None,
         what_if: float | None = None,
+        shares: Mapping[str, float] | None = None,
     ) -> None:
         self.workload = workload
+        self._shares = shares
         self._what_if = what_if
         self.sessions = sessions
         self.paging = Paging(workload.unit_tokens, page_tokens, groups)
@@ -165,6 +175,11 @@ class Stage:
         # By units a request needs one more page, for the padding token, which is never stored.
         self.pages = pages
         pages = whole("pages", pages + (page_tokens is None), 1, 2**31 - 1)
+        if shares is not None:
+            name = policy
+            if not isinstance(name, str):
+                raise InvalidValue(f"shares make a policy for each tenant, by name; got {name!r}")
+            policy = Shares(lambda: named_policy(name), shares)
         named = policy if isinstance(policy, str) else policy.name
         policy = named_policy(policy)
         self.at_once = policy.by_recency and not sessions and groups is None
@@ -315,6 +330,9 @@ class Stage:
         if self._passes is not None:
             outcome.groups = self._passes.figures()
         self.watch.done()
+        if self._shares is not None:
+            for tenant, amounts in self.watch.tokens_of(LEAST_TOKENS).items():
+                outcome.shares[tenant] = [self._shares.get(tenant, 1.0), *amounts]
         if self._what_if is not None and len(outcome.namespaces) > 1:
             some = [max(1, int(self.pages * times)) for times in _TIMES]
             outcome.what_if_namespaces = {

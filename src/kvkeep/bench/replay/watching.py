@@ -161,6 +161,14 @@ class ReplayWatch:
     ) -> None:
         self._misses[reason] += int(weights[which].sum())
 
+    def tokens_of(self, least: float) -> dict[str, list[float]]:
+        """Return [tokens, hit tokens] of the tenants that have ``least`` of all tokens or more."""
+        most = self._spaces[:, 0] >= max(1.0, least * int(self._spaces[:, 0].sum()))
+        return {
+            self._workload.namespaces[at]: self._spaces[at].tolist()
+            for at in np.flatnonzero(most).tolist()
+        }
+
     def done(self) -> Outcome:
         """Return the complete outcome."""
         work, outcome = self._workload, self.outcome

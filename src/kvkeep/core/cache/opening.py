@@ -235,4 +235,5 @@ def _known_pages(core: Core, query: CacheQuery) -> int:
     """Report the prompt to a policy with a history; return the leading pages in that history."""
     size = core.history_tokens * TOKEN_BYTES
     keys = chain_keys(root_key(query.space), query.tokens.tobytes(), size, query.extras)
-    return core.index.policy.requested(keys) * core.history_tokens // core.page_size
+    policy = core.index.policy.of(query.namespace)
+    return policy.requested(keys) * core.history_tokens // core.page_size

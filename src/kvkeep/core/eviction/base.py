@@ -94,6 +94,10 @@ class EvictionPolicy(ABC):
     def attend(self, returns: Returns, clock: Callable[[], float]) -> None:  # noqa: B027 - as above
         """Receive what learns when conversations return, and the clock of waits, in seconds."""
 
+    def of(self, namespace: Namespace | None) -> EvictionPolicy:
+        """Return the policy to tell of prompts in ``namespace``: itself, unless it has several."""
+        return self
+
     def requested(self, keys: Sequence[bytes]) -> int:
         """Record a prompt of these blocks; return how many leading ones were requested before.
 

@@ -10,6 +10,7 @@ from kvkeep.core.eviction.queues import AgeQueue
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from kvkeep.core.keys import Namespace
     from kvkeep.core.returns import Returns
 
 __all__ = ["Hinted"]
@@ -57,6 +58,9 @@ class Hinted(EvictionPolicy):
 
     def attend(self, returns: Returns, clock: Callable[[], float]) -> None:
         self.inner.attend(returns, clock)
+
+    def of(self, namespace: Namespace | None) -> EvictionPolicy:
+        return self.inner.of(namespace)
 
     def requested(self, keys: Sequence[bytes]) -> int:
         return self.inner.requested(keys)

@@ -273,7 +273,7 @@ class KVKeepTree(BasePrefixCache):  # type: ignore[misc]  # Any where SGLang is 
         pages = index.pages_of(len(req.origin_input_ids))
         prompt = index.symbols(req.origin_input_ids, 0, pages)
         keys = chain_keys(root_key(namespace), prompt, self._block_pages * index.unit)
-        blocks: int = index.policy.requested(keys)
+        blocks: int = index.policy.of(namespace).requested(keys)
         return blocks * self._block_pages
 
     def _adopt(self, req: Req, row: torch.Tensor, start: int, existing: PageArray) -> None:

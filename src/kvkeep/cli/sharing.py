@@ -1,0 +1,49 @@
+"""The table of ``kvkeep replay --share``: tenants that share a memory, beside each alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvkeep.bench.replay.planning import amount
+from kvkeep.cli.drawing import visible
+from kvkeep.cli.tables import print_table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvkeep.bench.replay import Outcome
+
+__all__ = ["part", "print_shares"]
+
+
+def print_shares(outcomes: Sequence[Outcome]) -> None:
+    """Print how tenants fare with shares, beside each alone; nothing without shares."""
+    plain = {(one.policy, one.capacity_tokens): one for one in outcomes if not one.shares}
+    rows = []
+    for one in outcomes:
+        compared = sorted(
+            (hits / alone, tenant) for tenant, (_, _, hits, alone) in one.shares.items() if alone
+        )
+        if not one.shares:
+            continue
+        name = one.policy.replace("+shares", "")
+        least, tenant = compared[0] if compared else (None, "")
+        rows.append(
+            [
+                f"{name}, {amount(one.capacity_tokens)}",
+                part(one.token_hit_rate),
+                part(plain[name, one.capacity_tokens].token_hit_rate),
+                part(least),
+                visible(tenant),
+                part(compared[len(compared) // 2][0] if compared else None),
+            ]
+        )
+    if rows:
+        head = ["tokens reused with shares", "all", "without", "worst tenant", "", "median"]
+        print_table(head, rows)
+        print("tenants: of the tokens that each reuses alone, in a memory as large as its share")
+
+
+def part(found: float | None) -> str:
+    """Format a part of 1; empty if there is none."""
+    return "" if found is None else f"{100 * found:.1f} %"
