@@ -265,11 +265,14 @@ class Checked(ReturnAware):
         self.here[entry] = None
 
     def pop(self) -> Entry | None:
+        least = self.least()
         entry = super().pop()
         if entry is None:
             assert not self.here
+            assert least is None
             return None
         rank = self.rank(entry)
+        assert rank[0] == least
         for other in self.here:
             assert rank <= self.rank(other), (rank, self.rank(other))
         del self.here[entry]
@@ -329,6 +332,17 @@ def test_with_shares_every_victim_is_worth_least_to_its_tenant(
     assert not any(map(len, made))
     assert not policy.pages()
     assert any(one.pops for one in made) or pages > 50
+
+
+def test_of_tenants_above_their_shares_the_one_with_the_least_worth_gives() -> None:
+    talks = Talks(200, Shares(ReturnAware, guaranteed=0))
+    talks.turn("b", 40, TOOL)  # used least recently, and it waits
+    talks.turn("a", 40, TOOL, answer=20, strip=True)
+    talks.now += 3.0
+    talks.turn("a", 8, TOOL)
+    kept = talks.cached("a"), talks.cached("b")
+    talks.cache.evict(5)  # the pages of the dropped answer
+    assert (talks.cached("a"), talks.cached("b")) == kept
 
 
 def wander(talks: Talks, seed: int, pages: int, right: Callable[[], bool]) -> None:

@@ -159,6 +159,13 @@ class EvictionPolicy(ABC):
     def pop(self) -> Entry | None:
         """Remove and return the next victim; None without candidates."""
 
+    def least(self) -> float | None:
+        """Return what the next victim is worth, if policies of several tenants can compare it.
+
+        None: they compare the ages of their entries.
+        """
+        return None
+
     def portion(self, entry: Entry) -> int:
         """Return how many pages of ``entry``, just popped, to evict before the next `pop`.
 

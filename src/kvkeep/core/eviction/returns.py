@@ -78,6 +78,19 @@ class ReturnAware(EvictionPolicy):
         """Remove the oldest entry of the queue that is worth least."""
         if not self._length:
             return None
+        place = self._first()
+        entry = self._queues[place].pop()
+        assert entry is not None
+        self._length -= 1
+        self._popped, self._popped_wait = place, entry.wait
+        return entry
+
+    def least(self) -> float | None:
+        """Return what the next victim is worth, in returns a second."""
+        return self._worth(self._first()) if self._length else None
+
+    def _first(self) -> Place:
+        """Return the place of the next victim; there is one."""
         now = self.clock()
         if abs(now - self._aged) >= AGES[1]:
             self._age(now)
@@ -85,15 +98,9 @@ class ReturnAware(EvictionPolicy):
             self.returns.learn(now)
         if self._version != self.returns.version:
             self._rank()
-        while True:
-            place = self._order[0][1]
-            entry = self._queues[place].pop()
-            if entry is not None:
-                self._length -= 1
-                self._popped, self._popped_wait = place, entry.wait
-                return entry
-            heapq.heappop(self._order)
-            del self._queues[place]
+        while not len(self._queues[self._order[0][1]]):
+            del self._queues[heapq.heappop(self._order)[1]]
+        return self._order[0][1]
 
     def put_back(self, entry: Entry) -> None:
         """Make the entry just popped the next victim of its queue."""

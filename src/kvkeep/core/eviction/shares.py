@@ -36,8 +36,9 @@ class Shares(EvictionPolicy):
     """Fair shares for tenants, by weight; a policy that ``make`` makes orders each tenant's pages.
 
     A tenant's share is its weight over the weights of all tenants that have pages. Victims are
-    pages of tenants that have more than ``guaranteed`` of their share: of these, the tenant with
-    the least recently used candidate gives one. So a tenant that floods the memory evicts its own
+    pages of tenants that have more than ``guaranteed`` of their share: of these, the tenant whose
+    next victim is worth least gives one (`EvictionPolicy.least`), or the one with the least
+    recently used candidate. So a tenant that floods the memory evicts its own
     pages and what others have beyond their shares, and no page waits unused for a tenant: what one
     leaves, others fill, and it takes its share back as it stores.
 
@@ -188,7 +189,7 @@ class Shares(EvictionPolicy):
         if not lane.public:
             floor = self.guaranteed * self._size / self._lanes.weights
             # The highest, if no other is above.
-            lane = min(self._lanes.highest(_COMPARED, floor), key=_age)
+            lane = min(self._lanes.highest(_COMPARED, floor), key=_keep)
             self._spare = int(lane.pages - floor * lane.weight)
         entry = self._at_moment(lane).pop()
         assert entry is not None
@@ -223,8 +224,8 @@ class Shares(EvictionPolicy):
         return f"of {lane.pages} pages of its tenant, {lane.policy.describe(entry)}"
 
 
-def _age(lane: Lane) -> float:
-    """Return when the oldest candidate of a lane was used last."""
+def _keep(lane: Lane) -> tuple[float, float]:
+    """Return what the next victim of a lane is worth, and when its oldest candidate was used."""
     oldest = lane.ages.oldest
     assert oldest is not None
-    return oldest
+    return lane.policy.least() or 0.0, oldest
