@@ -78,13 +78,12 @@ def simulate(
     stage = Stage(
         workload,
         capacity_tokens,
-        policy,
+        policy if shares is None else _shared(policy, shares),
         page_tokens=page_tokens,
         prefix=prefix,
         sessions=sessions,
         groups=groups,
         what_if=what_if,
-        shares=shares,
     )
     if stops is not None:
         stage.stop_at(stops)
@@ -144,6 +143,12 @@ def _write_pages(stage: Stage, number: int, sequence: Sequence, *, keep: bool) -
         ids = ids[count:]
 
 
+def _shared(policy: str | EvictionPolicy, shares: Mapping[str, float]) -> Shares:
+    if not isinstance(policy, str):
+        raise InvalidValue(f"shares make a policy for each tenant, by name; got {policy!r}")
+    return Shares(lambda: named_policy(policy), shares)
+
+
 class Stage:
     """The cache of one replay, with the clock ``watch.now``, and the watch that counts.
 
@@ -163,10 +168,8 @@ class Stage:
         sessions: bool = False,
         groups: GroupLayout | None = None,
         what_if: float | None = None,
-        shares: Mapping[str, float] | None = None,
     ) -> None:
         self.workload = workload
-        self._shares = shares
         self._what_if = what_if
         self.sessions = sessions
         self.paging = Paging(workload.unit_tokens, page_tokens, groups)
@@ -175,11 +178,7 @@ class Stage:
         # By units a request needs one more page, for the padding token, which is never stored.
         self.pages = pages
         pages = whole("pages", pages + (page_tokens is None), 1, 2**31 - 1)
-        if shares is not None:
-            name = policy
-            if not isinstance(name, str):
-                raise InvalidValue(f"shares make a policy for each tenant, by name; got {name!r}")
-            policy = Shares(lambda: named_policy(name), shares)
+        self._shares = policy.weights if isinstance(policy, Shares) else None
         named = policy if isinstance(policy, str) else policy.name
         policy = named_policy(policy)
         self.at_once = policy.by_recency and not sessions and groups is None
