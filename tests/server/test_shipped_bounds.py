@@ -325,7 +325,7 @@ def _conversations() -> Remembers:
 
 def _waits() -> Remembers:
     waits = BlockWaits(SharedReturns(), lambda: 0.0)
-    return Remembers(lambda number: waits.used([_bytes(number)]), waits._at, 131_072, 50)
+    return Remembers(lambda number: waits.used([_bytes(number)]), waits._at, 131_072, 58)
 
 
 def _tiered() -> TieredStore:

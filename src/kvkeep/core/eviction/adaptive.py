@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from kvkeep.core.eviction.base import Entry, EvictionPolicy
@@ -143,11 +144,12 @@ class Adaptive(EvictionPolicy):
         self._try_waits()
 
     def _list(self, probation: float | None, size: int) -> Candidate:
-        def follow() -> None:
-            self._lists.probation = probation
-
         name = "lru" if probation is None else f"2q with {probation:.0%} on probation"
-        return Candidate(name, self._lists, KeyLists(probation, size), follow)
+        begin = partial(self._set_probation, probation)
+        return Candidate(name, self._lists, KeyLists(probation, size), begin)
+
+    def _set_probation(self, probation: float | None) -> None:
+        self._lists.probation = probation
 
     def requested(self, keys: Sequence[bytes]) -> int:
         below, learner = self._below, self._learner

@@ -71,7 +71,7 @@ class Depths(EvictionPolicy):
         super().__init__()
         self._block = 1
         self._queues = [AgeQueue[float]() for _ in range(CLASSES)]
-        self._length = 0
+        self._rows: dict[Entry, int] = {}  # the class of each entry when it was added
         self._row, self._limit, self._until = 0, 0.0, 0
         self.chances: Sequence[Sequence[float]] = chances_by_class(
             Hazards(CLASSES), float("inf"), 1.0
@@ -85,17 +85,15 @@ class Depths(EvictionPolicy):
         """Set the clock."""
         self._time = now
 
-    def _queue(self, entry: Entry) -> AgeQueue[float]:
-        before = (entry.depth + entry.size - 1) // self._block
-        return self._queues[class_of(entry.hits, before)]
+    def _class(self, entry: Entry) -> int:
+        return class_of(entry.hits, (entry.depth + entry.size - 1) // self._block)
 
     def add(self, entry: Entry) -> None:
-        self._queue(entry).push(entry, entry.last_used)
-        self._length += 1
+        row = self._rows[entry] = self._class(entry)
+        self._queues[row].push(entry, entry.last_used)
 
     def discard(self, entry: Entry) -> None:
-        self._queue(entry).remove(entry)  # its class is as when it was added
-        self._length -= 1
+        self._queues[self._rows.pop(entry)].remove(entry)
 
     def pop(self) -> Entry | None:
         """Remove the oldest entry of the class in which that is worth least.
@@ -103,13 +101,15 @@ class Depths(EvictionPolicy):
         A class that was chosen stays so for some events, while its oldest entry is worth no more
         than the oldest one of any other class was.
         """
-        if not self._length:
+        if not self._rows:
             return None
         row = self._row
         if self._time >= self._until or self._chance(row) >= self._limit:
             row = self._choose()
-        self._length -= 1
-        return self._queues[row].pop()
+        entry = self._queues[row].pop()
+        assert entry is not None
+        del self._rows[entry]
+        return entry
 
     def _choose(self) -> int:
         least = second = math.inf
@@ -145,4 +145,4 @@ class Depths(EvictionPolicy):
         self.add(entry)
 
     def __len__(self) -> int:
-        return self._length
+        return len(self._rows)
