@@ -167,3 +167,34 @@ def test_a_store_for_whole_blocks_keeps_windows_whole_as_ever():
         pytest.raises(InvalidValue, match=r"latent KV; open it with .*snapshots=True"),
     ):
         KeptModel(latent, store=s)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_next"])
+def test_conversations_are_followed(family, tmp_path):
+    """Each turn goes on where the last answer ended: all but the first are returns."""
+    tiers = ["memory://64MiB?policy=returns", f"file://{tmp_path}?size=64MiB&policy=returns"]
+    with KeptModel(build_hybrid(family), tiers=tiers, block_tokens=BLOCK) as kept:
+        text = prompt(40, seed=1)
+        for turn in range(3):
+            text = kept.generate(text, max_new_tokens=BLOCK, do_sample=False)
+            text = torch.cat((text, prompt(10, seed=9 + turn)), 1)
+        returns = kept.store._tiered.returns
+        assert len(returns.conversations) == 1
+        assert sum(one.returns for one in returns.conversations.returns._tenants.values()) == 2
+        assert len(returns.waits) > 0
+        returns.conversations.check()
+
+
+def test_answers_that_later_prompts_lack_are_stored_no_longer(tmp_path):
+    """As of a chat template that leaves reasoning out: each turn goes on where the answer began."""
+    with opened(build_hybrid("gemma3_text"), tmp_path) as kept:
+        for talk in range(10):
+            first = prompt(20, seed=3 * talk)
+            kept.generate(first, max_new_tokens=2 * BLOCK)
+            kept.generate(torch.cat((first, prompt(6, seed=3 * talk + 1)), 1), max_new_tokens=1)
+            assert kept.last.loaded >= 19
+        before = kept.store.stats()
+        kept.generate(prompt(20, seed=100), max_new_tokens=2 * BLOCK)
+        after = kept.store.stats()
+        assert after.unread_tokens - before.unread_tokens == 2 * BLOCK - 1
+        assert after.put_tokens - before.put_tokens <= 20

@@ -344,19 +344,12 @@ class KeptModel:
         columns, total = settings.rows.columns, sequences.shape[1]
         if not self._servable(settings.rows.longest + total - columns + 1):
             return 0
-        ends, accepted = settings.ends, 0
-        for row, (sequence, pad) in enumerate(
-            zip(sequences.cpu(), settings.rows.pads, strict=True)
-        ):
-            answer = sequence[columns:].tolist()
-            length = next((at + 1 for at, token in enumerate(answer) if token in ends), len(answer))
-            text = sequence[pad : columns + length].numpy()
-            last = answer[length - 1] if length else None
-            ended = Ended(f"stop {last}" if last in ends else "length")
+        accepted = 0
+        for row, pad, text, prompt, ended in settings.answers(sequences):
             accepted += self._store(
-                text, cache, row, pad, stored=columns - pad - 1, answer=(columns - pad, ended)
+                text, cache, row, pad, stored=prompt - 1, answer=(prompt, ended)
             )
-            self.store.ended(text, prompt=columns - pad, ended=ended, tenant=self._tenant)
+            self.store.ended(text, prompt=prompt, ended=ended, tenant=self._tenant)
         return accepted
 
     def _store(

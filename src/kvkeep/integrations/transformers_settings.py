@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
 from kvkeep.core.errors import InvalidValue, require
+from kvkeep.core.returns import Ended
 from kvkeep.integrations.transformers_caches import check_fits
 from kvkeep.integrations.transformers_model import takes_positions
 from kvkeep.integrations.transformers_rows import Rows, rows_of, tensor_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from transformers import Cache, PreTrainedModel
 
-__all__ = ["GenerateSettings"]
+    from kvkeep.core.tokens import TokenArray
+
+__all__ = ["Answered", "GenerateSettings"]
 
 _OWN_CACHE: Final = "it does not continue from a loaded cache; leave it out"
 # Settings of `generate` with their own use of the cache, and the advice for each.
@@ -37,6 +42,24 @@ _TENSORS: Final = {"eos_token_id", "pad_token_id", "bos_token_id", "negative_pro
 # Values in generation configurations of older models; a fitting cache is chosen anyway.
 _NO_CHOICE: Final = {None, "dynamic", "hybrid"}
 _DEFAULT_NEW_TOKENS: Final = 20  # the default of Transformers
+
+
+class Answered(NamedTuple):
+    """A row of what ``generate`` returned.
+
+    Attributes:
+        row: its number.
+        pad: columns of padding before its first token.
+        text: its prompt and answer, up to the token that ended the answer.
+        prompt: tokens of the prompt.
+        ended: how the answer ended.
+    """
+
+    row: int
+    pad: int
+    text: TokenArray
+    prompt: int
+    ended: Ended
 
 
 class GenerateSettings:
@@ -76,6 +99,19 @@ class GenerateSettings:
         if ends is None:
             return set()
         return set(torch.as_tensor(ends).flatten().tolist())
+
+    def answers(self, sequences: torch.Tensor) -> Iterator[Answered]:
+        """Yield the answers in ``sequences``, shaped [rows, columns] as ``generate`` returns them.
+
+        Only for one answer a prompt.
+        """
+        ends, columns = self.ends, self.rows.columns
+        for row, (sequence, pad) in enumerate(zip(sequences.cpu(), self.rows.pads, strict=True)):
+            answer = sequence[columns:].tolist()
+            length = next((at + 1 for at, token in enumerate(answer) if token in ends), len(answer))
+            last = answer[length - 1] if length else None
+            ended = Ended(f"stop {last}" if last in ends else "length")
+            yield Answered(row, pad, sequence[pad : columns + length].numpy(), columns - pad, ended)
 
     def _rows(self, inputs: torch.Tensor | None) -> Rows:
         """Return the prompts; put them and their mask into `passed` as tensors."""

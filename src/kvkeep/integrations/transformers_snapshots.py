@@ -28,6 +28,7 @@ from kvkeep.integrations.transformers_rows import shared_prefixes
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
+    from kvkeep.core.returns import Ended
     from kvkeep.core.tokens import TokenArray
     from kvkeep.integrations.transformers_rows import Rows
     from kvkeep.integrations.transformers_settings import GenerateSettings
@@ -170,22 +171,31 @@ class SnapshotRuns:
         """Store prompts with their answers; return the tokens newly stored.
 
         Of models with states, the answers that go up to the last column: behind the others the
-        model went on, over padding.
+        model went on, over padding. The store learns of all ends, and answers that later prompts
+        lack are not stored.
         """
-        rows, stored = settings.rows, 0
-        columns = answered.shape[1] - 1
-        for row, (sequence, pad) in enumerate(zip(answered.cpu(), rows.pads, strict=True)):
-            answer = sequence[rows.columns :].tolist()
-            ends = (at + 1 for at, token in enumerate(answer) if token in settings.ends)
-            tokens = min(rows.columns + next(ends, len(answer)), columns) - pad
-            if self._stateful and tokens + pad < columns:
-                continue
-            text = sequence[pad : pad + tokens].numpy()
-            start = prepared.starts[row]
-            snapshot = self.caches.snapshot(cache, columns, start, row=row, pad=pad, stop=tokens)
-            if snapshot is not None and tokens > 0:
-                stored += self._store.put_snapshot(text, snapshot, tenant=self._tenant).tokens
+        stored, columns = 0, answered.shape[1] - 1
+        for row, pad, text, prompt, ended in settings.answers(answered):
+            tokens = min(len(text), columns - pad)
+            worth = self._worth(text[:tokens], prompt, ended)
+            if worth and not (self._stateful and worth + pad < columns):
+                start = prepared.starts[row]
+                snapshot = self.caches.snapshot(cache, columns, start, row=row, pad=pad, stop=worth)
+                if snapshot is not None:
+                    put = self._store.put_snapshot(text[:worth], snapshot, tenant=self._tenant)
+                    stored += put.tokens
+            self._store.ended(text, prompt=prompt, ended=ended, tenant=self._tenant)
         return stored
+
+    def _worth(self, text: TokenArray, prompt: int, ended: Ended) -> int:
+        """Return up to which token to store a prompt with its answer; note what is left out."""
+        answer = len(text) - prompt
+        if answer <= 0:
+            return len(text)
+        worth = self._store.worth(answer, ended=ended, first=int(text[prompt]), tenant=self._tenant)
+        if worth < answer:
+            self._store.unkept(text, prompt + worth, tenant=self._tenant, unread=True)
+        return prompt + worth
 
     def fill(self, given: Cache, prepared: PreparedRows) -> None:
         """Copy the prepared rows into a cache of the user, of fixed size or with windows.

@@ -93,8 +93,10 @@ class SnapshotRecords(KeptPrompts):
             tiered.used([piece.id for piece in position.pieces])
 
     def beside(self, tiered: TieredStore, prompt: PromptBlocks) -> list[bytes]:
-        position = self._finder(tiered, prompt, ask=False).longest()
-        return [] if position is None else [p.id for p in position.pieces if p.group != BASE]
+        ids = PositionNames(self._forms, prompt)
+        position = PositionFinder(tiered, ids, ask=False).longest()
+        blocks = set(ids.full)
+        return [] if position is None else [p.id for p in position.pieces if p.id not in blocks]
 
     def prefetch(self, tiered: TieredStore, prompt: PromptBlocks) -> Prefetch:
         lengths: list[int] = []

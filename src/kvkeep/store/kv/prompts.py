@@ -169,8 +169,10 @@ class PromptStore(Store):
         returns, chain = self._tiered.returns, _chain(given)
         beside: list[bytes] = []
         if returns.waits is not None:
+            # The next prompt may go on where the answer ended, or where it began.
+            ends = given, given._replace(row=row[:prompt])
             with closed_is_illegal():
-                beside = self._kept.beside(self._tiered, given)
+                beside = [id for end in ends for id in self._kept.beside(self._tiered, end)]
         returns.ended(chain, prompt, ended, names.space, beside)
 
     def worth(
