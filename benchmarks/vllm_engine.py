@@ -278,6 +278,8 @@ def bookkeeping(rounds: int) -> list[Figure]:
     shared = SharedStore("benchmark", store, groups, [64], options)
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(world_size=1),
+        max_concurrent_batches=1,
+        model_config=None,
         kv_transfer_config=SimpleNamespace(engine_id="benchmark"),
     )
     side = SchedulerSide(config, options, groups, loads=True, saves=True)
@@ -310,7 +312,7 @@ def bookkeeping(rounds: int) -> list[Figure]:
         assert found == blocks * 16
         table = SimpleNamespace(get_block_ids=lambda: tables)
         timed("load", side.allocated, request, table, found)
-        side.finished(request)
+        side.finished(request, ([],))
         store.clear()
     side.close()
     shared.close()

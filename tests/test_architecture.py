@@ -54,7 +54,7 @@ ROOMS: dict[str, set[str]] = {
     "store.backends": set(),  # see keys and bytes, no tokens and no tensors
     "store.tiers": {"store.backends", "store.codecs", "core.eviction", "core.returns"},
     "store.identity": set(),  # sees modules and files of weights, nothing that is stored
-    "store.blocks": {"store.tiers", "store.backends"},
+    "store.blocks": {"store.tiers", "store.backends", "core.returns"},
     "store.kv": {
         "store.blocks", "store.identity", "store.tiers", "store.codecs", "store.backends",
         "core.returns",

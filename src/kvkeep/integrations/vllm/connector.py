@@ -185,14 +185,14 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Forget a request. vLLM may free its pages: blocks to be saved were copied."""
+        """Forget a request. vLLM may free its pages: they are copied before others are written."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """As `request_finished`, for several groups of layers."""
-        self._scheduling.finished(request)
+        self._scheduling.finished(request, block_ids)
         return False, None
 
     def reset_cache(self) -> bool:

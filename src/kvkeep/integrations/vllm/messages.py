@@ -68,6 +68,7 @@ class StepPlan(KVConnectorMetadata):
     Attributes:
         idle: nothing is computed in this step.
         waiting: a request waits for the result of a lookup.
+        late: blocks of requests that have ended: to be saved before anything is computed or loaded.
         clear: number of times so far that all blocks were to be deleted; for workers with their
             own stores.
     """
@@ -76,6 +77,7 @@ class StepPlan(KVConnectorMetadata):
     waiting: bool = False
     loads: list[PageLoad] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
+    late: list[Save] = field(default_factory=list)
     pins: list[tuple[list[bytes], float]] = field(default_factory=list)
     lookups: list[RankLookup] = field(default_factory=list)
     clear: int = 0

@@ -41,6 +41,8 @@ class ConnectorOptions(EngineOptions):
     Attributes:
         min_tokens: the fewest tokens that a hit must save to be loaded; None: one block.
         answers: whether the KV of generated tokens is stored, and not only that of prompts.
+        unread: whether that includes answers that are never read again, as chat templates leave
+            reasoning out of later prompts.
         resets: whether vLLM's resets of connectors delete the namespace: a request to
             ``reset_prefix_cache(reset_connector=True)``, a pause that clears caches, and sleep.
             False where the weights are the same after each of them.
@@ -50,6 +52,7 @@ class ConnectorOptions(EngineOptions):
 
     min_tokens: int | None = option(None, _least_tokens)
     answers: bool = option(True, truth_of)
+    unread: bool = option(False, truth_of)
     resets: bool = option(True, truth_of)
     capture: str = option("", text_of)
 

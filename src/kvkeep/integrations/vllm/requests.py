@@ -30,6 +30,7 @@ class FollowedRequest:
         local: tokens in vLLM's own prefix cache at its last lookup.
         placed: the step in which the request got its pages; -1: none.
         held: the step until which none of its blocks are saved.
+        ran: number of preemptions when it ran last; -1: it never did.
         states: the ends of blocks at which it had states that were saved or loaded.
         lookup: the pending lookup, if any.
         had: for the trace, tokens in vLLM's own prefix cache when the request first ran.
@@ -46,6 +47,7 @@ class FollowedRequest:
     local: int = 0
     placed: int = -1
     held: int = 0
+    ran: int = -1
     states: set[int] = field(default_factory=set)
     lookup: PendingLookup | None = None
     had: int = 0

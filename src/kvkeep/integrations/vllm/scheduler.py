@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from kvkeep.integrations.vllm.adapters import Adapters
+from kvkeep.integrations.vllm.answers import AnswerWatch
 from kvkeep.integrations.vllm.keys import keys_of
 from kvkeep.integrations.vllm.lookups import BlockLookups
 from kvkeep.integrations.vllm.messages import BlockSpan, LookupResults, PageLoad, Save, StepPlan
@@ -67,6 +68,7 @@ class SchedulerSide:
         self._lookups = BlockLookups(
             groups, self._shared, self.counts, ranks=ranks, timeout=options.lookup_timeout
         )
+        self._answers = AnswerWatch(vllm_config, groups, self._shared, unread=options.unread)
         self._adapters = Adapters()
         self._followed: dict[str, FollowedRequest] = {}
         self._cleared = 0
@@ -145,6 +147,7 @@ class SchedulerSide:
             followed.placed = self._step
             if followed.began is None:
                 followed.began, followed.promised = time.time(), external
+                self._answers.requested(followed)
         if followed is None or external == 0:
             return
         size = self._groups.block_tokens
@@ -185,6 +188,7 @@ class SchedulerSide:
                 followed = self._followed.get(request_id)
                 if followed is None or not followed.options.store:
                     continue
+                followed.ran = followed.request.num_preemptions
                 if followed.placed == step and self._is_foreign(followed):
                     followed.held = step + self._steps_in_flight + 1
                 if step < followed.held:
@@ -202,7 +206,7 @@ class SchedulerSide:
                     new = followed.placed == step
                     spans += states_of_step(self._groups, followed, end, state, new=new)
                 if spans:
-                    self._save(followed, spans, plan)
+                    self._save(followed, spans, plan.saves)
         return plan
 
     def _complete(self, followed: FollowedRequest, scheduled: int) -> int:
@@ -211,8 +215,9 @@ class SchedulerSide:
         end: int = (request.num_computed_tokens + scheduled) // size
         end = min(end, len(request.block_hashes))  # only final tokens have hashes
         if not (self._options.answers and followed.options.answers):
-            end = min(end, request.num_prompt_tokens // size)
-        return end
+            prompt: int = request.num_prompt_tokens // size
+            return min(end, prompt)
+        return self._answers.blocks(followed, end) if end > followed.saved else end
 
     @staticmethod
     def _is_foreign(followed: FollowedRequest) -> bool:
@@ -236,17 +241,21 @@ class SchedulerSide:
             if not group.state
         ]
 
-    def _save(self, followed: FollowedRequest, spans: list[BlockSpan], plan: StepPlan) -> None:
+    def _save(self, followed: FollowedRequest, spans: list[BlockSpan], saves: list[Save]) -> None:
         if self._shared is not None:
             spans = [span.only(self._shared.unknown(span.keys)) for span in spans]
         spans = [span for span in spans if span.keys]
         if spans:
-            plan.saves.append(Save(spans, followed.options.ttl))
+            saves.append(Save(spans, followed.options.ttl))
 
     # --- the end ---------------------------------------------------------------------------------
 
-    def finished(self, request: Request) -> None:
-        """Forget a request that has ended, and pin its blocks if its options have ``pin``."""
+    def finished(self, request: Request, tables: tuple[list[int], ...]) -> None:
+        """Forget a request that has ended, and pin its blocks if its options have ``pin``.
+
+        ``tables`` are its pages. What was held back of its answer, and is worth it, is saved in the
+        next step, which vLLM runs even if there is nothing to compute.
+        """
         followed = self._followed.pop(request.request_id, None)
         if self._recorder is not None:
             known = followed or FollowedRequest(request, RequestOptions())
@@ -261,6 +270,8 @@ class SchedulerSide:
             return
         if followed.lookup is not None:
             self._lookups.forget(followed.lookup)
+        if followed.began is not None:
+            self._save_late(followed, tables)
         if followed.options.pin is not None and followed.saved:
             hashes = followed.hashes(0, followed.saved)
             kept = [
@@ -270,6 +281,27 @@ class SchedulerSide:
             ]
             kept += pinned_states(self._groups, followed)
             self._plan.pins += [(keys, followed.options.pin) for keys in kept]
+
+    def _save_late(self, followed: FollowedRequest, tables: tuple[list[int], ...]) -> None:
+        """Plan to save what was held back of an answer, now that its end is known."""
+        kept, complete = self._answers.ended(followed)
+        if not (
+            self._saves
+            and followed.options.store
+            and followed.options.answers
+            and self._options.answers
+            and followed.ran == followed.request.num_preemptions  # else its pages are not filled
+            and self._step >= followed.held
+            and followed.request.num_prompt_tokens // self._groups.block_tokens <= followed.saved
+        ):
+            return
+        complete = min(complete, len(tables[0]))
+        unread = complete - max(kept, followed.saved)
+        if unread > 0:
+            self.counts.add(unread_tokens=unread * self._groups.block_tokens)
+        kept = min(kept, complete)
+        if self._answers.holds_back and kept > followed.saved:
+            self._save(followed, self._blocks(followed, kept, tables), self._plan.late)
 
     def clear(self) -> bool:
         """Delete everything in this namespace; False: a tier failed and may still hold blocks.
@@ -281,6 +313,7 @@ class SchedulerSide:
             return True
         for followed in self._followed.values():
             followed.lookup = None
+        self._plan.late.clear()  # else they would be stored after all others were deleted
         if self._shared is None:
             self._cleared += 1  # workers clear their stores in the next step
             return True

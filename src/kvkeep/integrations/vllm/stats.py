@@ -25,6 +25,7 @@ METRICS = {
     "late_tokens": "Failed tokens whose load took longer than load_timeout",
     "saved_tokens": "Tokens whose KV was stored",
     "dropped_tokens": "Tokens whose KV was dropped for lack of room",
+    "unread_tokens": "Tokens of answers not stored, because later prompts will not contain them",
     "load_seconds": "Seconds of all loads together",
     "save_seconds": "Seconds that the model waited for its KV to be copied",
     "late_lookups": "Lookups in shared tiers that took longer than lookup_timeout",

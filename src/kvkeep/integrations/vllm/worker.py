@@ -129,6 +129,7 @@ class WorkerSide:
     def start(self, plan: StepPlan) -> None:
         """Start the loads and lookups of a step, and pin; return at once."""
         shared = self._open()
+        self._save(plan.late)  # first: their pages are free, so others may be filled from here on
         if plan.clear != self._cleared:
             self._cleared = plan.clear
             shared.clear()
@@ -257,9 +258,12 @@ class WorkerSide:
 
     def save(self, plan: StepPlan) -> None:
         """Copy complete blocks out of the pages, which may be overwritten when this returns."""
-        if plan.saves:
+        self._save(plan.saves)
+
+    def _save(self, saves: list[Save]) -> None:
+        if saves:
             started = time.monotonic()
-            for save in plan.saves:
+            for save in saves:
                 # Checked here again: a scheduler in another process cannot see this store.
                 new = [span.only(self._open().unknown(span.keys)) for span in save.spans]
                 spans = [span for span in new if span.keys]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.keys import KEY_BYTES, as_namespace, space_of
 from kvkeep.store.blocks.base import Store
+from kvkeep.store.blocks.returns import BlockReturns
 from kvkeep.store.blocks.shared import places_of
 from kvkeep.store.blocks.stats import closed_is_illegal, runs_of, seconds_of
 from kvkeep.store.tiers import Inclusive, TieredStore, TieringPolicy, note_of, open_tiers
@@ -262,6 +263,19 @@ class BlockStore(Store):
                 positions.append(at)
                 at += 1
         return positions
+
+    def returns(self, block_tokens: int) -> BlockReturns:
+        """Return what this store learns of conversations, whose blocks have ``block_tokens``.
+
+        Who reports prompts and ends of requests there has tiers with ``policy=returns`` order by
+        them.
+
+        Raises:
+            InvalidValue: ``block_tokens`` is not positive.
+        """
+        self._tiered.check_open()
+        size = whole("block_tokens", block_tokens, 1)
+        return BlockReturns(size, self._tiered.returns, self._space)
 
     @property
     def must_ask(self) -> bool:

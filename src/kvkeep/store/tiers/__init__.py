@@ -45,6 +45,7 @@ from kvkeep.store.tiers.notes import note_of
 from kvkeep.store.tiers.opening import TIER_OPTIONS, TIERINGS, open_backend, open_tiers, tiering
 from kvkeep.store.tiers.removing import Removed
 from kvkeep.store.tiers.tier import Tier, TierOptions, TierSpec
+from kvkeep.store.tiers.tier_returns import TierReturns
 from kvkeep.store.tiers.tiered import TieredStore
 from kvkeep.store.tiers.tiering import Exclusive, Inclusive, PassThrough, TieringPolicy
 from kvkeep.store.tiers.writing import Written
@@ -68,6 +69,7 @@ __all__ = [
     "Tier",
     "TierCounters",
     "TierOptions",
+    "TierReturns",
     "TierSpec",
     "TierStats",
     "TieredStore",

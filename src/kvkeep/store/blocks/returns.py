@@ -1,0 +1,84 @@
+"""`BlockReturns`: follows conversations by the keys of their blocks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvkeep.core.keys import KEY_BYTES
+from kvkeep.store.tiers import Chain, TierReturns
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+    from kvkeep.core.returns import Ended
+    from kvkeep.core.tokens import TokenArray
+
+__all__ = ["BlockReturns"]
+
+
+class BlockReturns:
+    """What `KVStore` learns of conversations, for those who name blocks by keys of their own.
+
+    A conversation's next prompt contains its last one, all but a few tokens at the end. It is
+    recognised by that; then the tiers with ``policy=returns`` know how long conversations wait, and
+    `worth` how much of answers later prompts contain.
+
+    Keys are those of the whole blocks of a prompt, in order, each of which stands for all tokens up
+    to its end. Thread safety: all methods. Cost and memory: as
+    `kvkeep.store.tiers.conversations.Conversations`.
+
+    Args:
+        block_tokens: tokens of a block.
+        returns: of the store that is told; None: no store is, and `worth` alone is of use.
+        space: the bytes in front of the store's keys.
+    """
+
+    def __init__(
+        self, block_tokens: int, returns: TierReturns | None = None, space: bytes = b""
+    ) -> None:
+        self._block_tokens = block_tokens
+        self._returns = TierReturns(()) if returns is None else returns
+        self._space = space
+
+    def requested(self, row: TokenArray, keys: Sequence[bytes]) -> None:
+        """Record a prompt: it may be the return of a conversation.
+
+        What the store holds of it counts as used, also if the engine had it in its own memory.
+        """
+        if len(self._returns.conversations):
+            chain = self._chain(row, keys)
+            self._returns.requested(chain)
+            self._returns.used(chain.blocks)
+
+    def ended(
+        self,
+        row: TokenArray,
+        keys: Sequence[bytes],
+        *,
+        prompt: int,
+        ended: Ended,
+        tenant: Hashable = None,
+        beside: Sequence[bytes] = (),
+    ) -> None:
+        """Record the end of a request: of its tokens ``row``, those from ``prompt`` on are answer.
+
+        ``beside`` are keys of what else was stored of it, as by other groups of layers.
+        """
+        blocks = [self._space + key for key in beside]
+        self._returns.ended(self._chain(row, keys), prompt, ended, tenant, blocks)
+
+    def worth(
+        self,
+        answer: int,
+        *,
+        ended: Ended | None = None,
+        first: int | None = None,
+        tenant: Hashable = None,
+    ) -> int:
+        """Return how many leading tokens of an answer are worth storing; see `KVStore.worth`."""
+        return self._returns.conversations.kept(tenant, answer, ended, first)
+
+    def _chain(self, row: TokenArray, keys: Sequence[bytes]) -> Chain:
+        blocks = [self._space + key for key in keys]
+        # All tenants have the same place before the first block: their keys differ from there on.
+        return Chain(self._space + bytes(KEY_BYTES), blocks, self._block_tokens, len(row), row)

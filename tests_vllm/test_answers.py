@@ -1,0 +1,65 @@
+"""Answers that later prompts do not contain are not stored; all others are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from engines import BLOCK, Answer, Engine, engine, prompt, same
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TALKS, ANSWER = 40, 96
+
+
+def dialogues(one: Engine, *, stripped: bool, first: int) -> tuple[list[Answer], float]:
+    """Hold dialogues of two requests; return the second answers and the tokens saved of the first.
+
+    The second prompt leaves the first answer out, or contains it.
+    """
+    answers, saved = [], 0.0
+    for talk in range(first, first + TALKS):
+        before = one["saved_tokens"]
+        question = prompt(70, seed=talk)
+        (answer,) = one.ask([question], max_tokens=ANSWER)
+        saved = one["saved_tokens"] - before
+        said = [] if stripped else list(answer.tokens)
+        one.forget()
+        answers += one.ask([question + said + prompt(40, seed=1000 + talk)], max_tokens=8)
+    return answers, saved
+
+
+def test_answers_that_are_never_read_are_not_stored(llama: str) -> None:
+    with engine(llama, ["memory://64MiB"], extra={"unread": True}) as all_kept:
+        expected, most = dialogues(all_kept, stripped=True, first=0)
+        assert all_kept["unread_tokens"] == 0
+    with engine(llama, ["memory://64MiB"]) as one:
+        answers, saved = dialogues(one, stripped=True, first=0)
+        same(expected, answers)
+        assert [answer.cached for answer in answers] == [one.cached for one in expected]
+        assert (most, saved) == ((70 + ANSWER - 1) // BLOCK * BLOCK, 70 // BLOCK * BLOCK)
+        assert one["unread_tokens"] > TALKS // 2 * (most - saved)
+
+
+def test_answers_that_are_read_are_all_stored(llama: str, tmp_path: Path) -> None:
+    tiers = ["memory://64MiB?policy=returns", f"file://{tmp_path}/kv?size=64MiB&policy=returns"]
+    with engine(llama, tiers) as one:
+        answers, saved = dialogues(one, stripped=False, first=0)
+        assert {answer.cached for answer in answers} == {(70 + ANSWER - 1) // BLOCK * BLOCK}
+        assert saved == (70 + ANSWER - 1) // BLOCK * BLOCK
+        assert one["unread_tokens"] == 0
+
+
+def test_answers_that_are_read_again_after_all(llama: str) -> None:
+    """They are held back until their end, then saved: the pages are free by then."""
+    with engine(llama, ["memory://64MiB"]) as one:
+        dialogues(one, stripped=True, first=0)
+        answers: list[Answer] = []
+        for turn in range(1, 9):  # what is read now is stored again, sooner or later
+            answers, _ = dialogues(one, stripped=False, first=TALKS * turn)
+            if answers[-1].cached > 70:
+                break
+        assert answers[-1].cached == (70 + ANSWER - 1) // BLOCK * BLOCK
+    with engine(llama) as plain:
+        expected, _ = dialogues(plain, stripped=False, first=TALKS * turn)
+    same(expected, answers)
