@@ -28,7 +28,6 @@ from kvkeep.integrations.transformers_rows import shared_prefixes
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
-    from kvkeep.core.returns import Ended
     from kvkeep.core.tokens import TokenArray
     from kvkeep.integrations.transformers_rows import Rows
     from kvkeep.integrations.transformers_settings import GenerateSettings
@@ -177,7 +176,9 @@ class SnapshotRuns:
         stored, columns = 0, answered.shape[1] - 1
         for row, pad, text, prompt, ended in settings.answers(answered):
             tokens = min(len(text), columns - pad)
-            worth = self._worth(text[:tokens], prompt, ended)
+            worth = self._store.keep_until(
+                text[:tokens], min(prompt, tokens), ended=ended, tenant=self._tenant
+            )
             if worth and not (self._stateful and worth + pad < columns):
                 start = prepared.starts[row]
                 snapshot = self.caches.snapshot(cache, columns, start, row=row, pad=pad, stop=worth)
@@ -186,16 +187,6 @@ class SnapshotRuns:
                     stored += put.tokens
             self._store.ended(text, prompt=prompt, ended=ended, tenant=self._tenant)
         return stored
-
-    def _worth(self, text: TokenArray, prompt: int, ended: Ended) -> int:
-        """Return up to which token to store a prompt with its answer; note what is left out."""
-        answer = len(text) - prompt
-        if answer <= 0:
-            return len(text)
-        worth = self._store.worth(answer, ended=ended, first=int(text[prompt]), tenant=self._tenant)
-        if worth < answer:
-            self._store.unkept(text, prompt + worth, tenant=self._tenant, unread=True)
-        return prompt + worth
 
     def fill(self, given: Cache, prepared: PreparedRows) -> None:
         """Copy the prepared rows into a cache of the user, of fixed size or with windows.

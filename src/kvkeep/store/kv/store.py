@@ -172,7 +172,7 @@ class KVStore(PromptStore):
             self._requested(prompt)
         stop = len(prompt.row)
         if answer is not None:
-            stop = self._worth_until(prompt, answer, ended, tenant)
+            stop = self._keep_until(prompt, answer, ended, tenant)
         put = transfers.put(
             self._tiered, prompt, kv, stop=stop, wait=wait, tail=tail, replace=replace
         )
@@ -236,6 +236,27 @@ class KVStore(PromptStore):
             InvalidValue: the model has no such layer, or ``tokens`` is negative.
         """
         return window_start(self.geometry, layer, whole("tokens", tokens, 0))
+
+    def keep_until(
+        self,
+        tokens: TokensLike,
+        answer: int,
+        *,
+        ended: Ended = _UNKNOWN,
+        tenant: str | None = None,
+        extra: ExtraLike | None = None,
+    ) -> int:
+        """Return how many tokens of a prompt with its complete answer are worth storing.
+
+        The answer begins at token ``answer``. What follows the returned tokens is never read again
+        (`worth`), and is counted and recorded for `why`. `put` with ``answer`` does the same;
+        ``extra`` as there.
+
+        Raises:
+            InvalidValue: tokens or ``answer`` are wrong.
+        """
+        self._tiered.check_open()
+        return self._keep_until(self._prompt(tokens, 0, tenant, extra), answer, ended, tenant)
 
     def put_snapshot(
         self,
@@ -320,10 +341,9 @@ class KVStore(PromptStore):
         self._reporter.get(began, len(prompt.row) - start, loaded)
         return loaded.snapshot
 
-    def _worth_until(
+    def _keep_until(
         self, prompt: PromptBlocks, answer: int, ended: Ended, tenant: str | None
     ) -> int:
-        """Return up to which token to store a prompt with its answer; note what is left out."""
         tokens = len(prompt.row)
         whole("answer", answer, 0, tokens)
         first = int(prompt.row[answer]) if answer < tokens else None
