@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
+import pytest
 from engines import BLOCK, Answer, Engine, engine, prompt, same
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request, RequestStatus
+
+from kvkeep.integrations.vllm.answers import AnswerWatch
+from kvkeep.integrations.vllm.groups import Group, Groups
+from kvkeep.integrations.vllm.options import RequestOptions
+from kvkeep.integrations.vllm.requests import FollowedRequest
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,3 +74,19 @@ def test_answers_that_are_read_again_after_all(llama: str) -> None:
     with engine(llama) as plain:
         expected, _ = dialogues(plain, stripped=False, first=TALKS * turn)
     same(expected, answers)
+
+
+@pytest.mark.parametrize(("computed", "complete"), [(0, 0), (40, 2), (99, 6), (100, 6)])
+def test_only_what_was_computed_is_complete(computed: int, complete: int) -> None:
+    """After a preemption a request computes its answer again, and may end before it has."""
+    init_none_hash(sha256)
+    config: Any = SimpleNamespace(model_config=SimpleNamespace(skip_tokenizer_init=True))
+    watch = AnswerWatch(config, Groups((Group(("layer",), None),), 16, False), None, unread=False)
+    request = Request(
+        "one", list(range(30)), SamplingParams(max_tokens=80), None,
+        block_hasher=get_request_block_hasher(16, sha256),
+    )  # fmt: skip
+    request.append_output_token_ids(list(range(70)))
+    request.num_computed_tokens = computed
+    request.status = RequestStatus.FINISHED_ABORTED
+    assert watch.ended(FollowedRequest(request, RequestOptions())) == (complete, complete)

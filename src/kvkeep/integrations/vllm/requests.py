@@ -29,6 +29,7 @@ class FollowedRequest:
         hit: the blocks, from … to, last reported to vLLM as loadable.
         local: tokens in vLLM's own prefix cache at its last lookup.
         placed: the step in which the request got its pages; -1: none.
+        judged: number of complete blocks when it was last decided which of them to save.
         held: the step until which none of its blocks are saved.
         ran: number of preemptions when it ran last; -1: it never did.
         states: the ends of blocks at which it had states that were saved or loaded.
@@ -42,6 +43,7 @@ class FollowedRequest:
     options: RequestOptions
     adapter: bytes | None = None
     saved: int = 0
+    judged: int = 0
     loaded: int = -1
     hit: tuple[int, int] = (0, 0)
     local: int = 0

@@ -214,10 +214,17 @@ class SchedulerSide:
         request, size = followed.request, self._groups.block_tokens
         end: int = (request.num_computed_tokens + scheduled) // size
         end = min(end, len(request.block_hashes))  # only final tokens have hashes
-        if not (self._options.answers and followed.options.answers):
-            prompt: int = request.num_prompt_tokens // size
-            return min(end, prompt)
-        return self._answers.blocks(followed, end) if end > followed.saved else end
+        if not self._keeps_answer(followed):
+            end = min(end, request.num_prompt_tokens // size)
+        elif self._answers.holds_back and end > followed.saved:
+            if end <= followed.judged:
+                return followed.saved
+            followed.judged = end
+            end = self._answers.blocks(followed, end)
+        return end
+
+    def _keeps_answer(self, followed: FollowedRequest) -> bool:
+        return self._options.answers and followed.options.answers
 
     @staticmethod
     def _is_foreign(followed: FollowedRequest) -> bool:
@@ -288,8 +295,8 @@ class SchedulerSide:
         if not (
             self._saves
             and followed.options.store
-            and followed.options.answers
-            and self._options.answers
+            and self._keeps_answer(followed)
+            and self._answers.holds_back
             and followed.ran == followed.request.num_preemptions  # else its pages are not filled
             and self._step >= followed.held
             and followed.request.num_prompt_tokens // self._groups.block_tokens <= followed.saved
@@ -300,7 +307,7 @@ class SchedulerSide:
         if unread > 0:
             self.counts.add(unread_tokens=unread * self._groups.block_tokens)
         kept = min(kept, complete)
-        if self._answers.holds_back and kept > followed.saved:
+        if kept > followed.saved:
             self._save(followed, self._blocks(followed, kept, tables), self._plan.late)
 
     def clear(self) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from typing import TYPE_CHECKING
 
-from kvkeep.core.keys import KEY_BYTES
 from kvkeep.store.tiers import Chain, TierReturns
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Sequence
 
     from kvkeep.core.returns import Ended
     from kvkeep.core.tokens import TokenArray
@@ -17,7 +17,7 @@ __all__ = ["BlockReturns"]
 
 
 class BlockReturns:
-    """What `KVStore` learns of conversations, for those who name blocks by keys of their own.
+    """Follows the conversations of a store whose caller names the blocks.
 
     A conversation's next prompt contains its last one, all but a few tokens at the end. It is
     recognised by that; then the tiers with ``policy=returns`` know how long conversations wait, and
@@ -40,13 +40,15 @@ class BlockReturns:
         self._returns = TierReturns(()) if returns is None else returns
         self._space = space
 
-    def requested(self, row: TokenArray, keys: Sequence[bytes]) -> None:
+    def requested(
+        self, row: TokenArray, keys: Sequence[bytes], *, tenant: str | None = None
+    ) -> None:
         """Record a prompt: it may be the return of a conversation.
 
         What the store holds of it counts as used, also if the engine had it in its own memory.
         """
         if len(self._returns.conversations):
-            chain = self._chain(row, keys)
+            chain = self._chain(row, keys, tenant)
             self._returns.requested(chain)
             self._returns.used(chain.blocks)
 
@@ -57,7 +59,7 @@ class BlockReturns:
         *,
         prompt: int,
         ended: Ended,
-        tenant: Hashable = None,
+        tenant: str | None = None,
         beside: Sequence[bytes] = (),
     ) -> None:
         """Record the end of a request: of its tokens ``row``, those from ``prompt`` on are answer.
@@ -65,7 +67,7 @@ class BlockReturns:
         ``beside`` are keys of what else was stored of it, as by other groups of layers.
         """
         blocks = [self._space + key for key in beside]
-        self._returns.ended(self._chain(row, keys), prompt, ended, tenant, blocks)
+        self._returns.ended(self._chain(row, keys, tenant), prompt, ended, tenant, blocks)
 
     def worth(
         self,
@@ -73,12 +75,13 @@ class BlockReturns:
         *,
         ended: Ended | None = None,
         first: int | None = None,
-        tenant: Hashable = None,
+        tenant: str | None = None,
     ) -> int:
         """Return how many leading tokens of an answer are worth storing; see `KVStore.worth`."""
         return self._returns.conversations.kept(tenant, answer, ended, first)
 
-    def _chain(self, row: TokenArray, keys: Sequence[bytes]) -> Chain:
+    def _chain(self, row: TokenArray, keys: Sequence[bytes], tenant: str | None) -> Chain:
+        # Prompts shorter than a block have no key that tells tenants apart.
+        root = self._space + sha256(ascii(tenant).encode()).digest()
         blocks = [self._space + key for key in keys]
-        # All tenants have the same place before the first block: their keys differ from there on.
-        return Chain(self._space + bytes(KEY_BYTES), blocks, self._block_tokens, len(row), row)
+        return Chain(root, blocks, self._block_tokens, len(row), row)

@@ -265,10 +265,9 @@ class BlockStore(Store):
         return positions
 
     def returns(self, block_tokens: int) -> BlockReturns:
-        """Return what this store learns of conversations, whose blocks have ``block_tokens``.
+        """Return what follows this store's conversations, in blocks of ``block_tokens`` tokens.
 
-        Who reports prompts and ends of requests there has tiers with ``policy=returns`` order by
-        them.
+        Report prompts and ends of requests to it, and tiers with ``policy=returns`` order by them.
 
         Raises:
             InvalidValue: ``block_tokens`` is not positive.

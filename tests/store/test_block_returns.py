@@ -1,0 +1,29 @@
+"""Conversations of stores whose callers name the blocks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvkeep import InvalidValue
+from kvkeep.core.returns import Ended
+from kvkeep.store.blocks import BlockReturns, BlockStore
+from kvkeep.store.tiers import TierReturns
+
+
+@pytest.mark.parametrize("asking", ["one", "another", None])
+def test_a_prompt_shorter_than_a_block_is_its_tenants_alone(asking: str | None) -> None:
+    learned = TierReturns(())
+    returns = BlockReturns(64, learned)
+    first = np.arange(40, dtype=np.int32)
+    returns.ended(first, [], prompt=20, ended=Ended("stop"), tenant="one")
+    returns.requested(np.arange(60, dtype=np.int32), [], tenant=asking)
+    waiting = len(learned.conversations.returns)
+    assert waiting == (0 if asking == "one" else 1)
+    learned.conversations.check()
+
+
+@pytest.mark.parametrize("tokens", [0, -1, 1.5])
+def test_a_block_has_tokens(tokens: int) -> None:
+    with BlockStore("ours") as store, pytest.raises(InvalidValue, match="block_tokens"):
+        store.returns(tokens)
