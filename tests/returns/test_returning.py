@@ -113,6 +113,27 @@ def test_a_return_to_what_is_left_of_a_tail() -> None:
     assert wait.turns == 7
 
 
+@pytest.mark.parametrize("prefix", ["radix", "chain"])
+@pytest.mark.parametrize("pages", [0, 200])
+def test_a_prompt_that_is_not_longer_is_no_return(prefix: str, pages: int) -> None:
+    """The same prompt asked again, for another answer or by a retry, goes on from nothing."""
+    talks = Talks(200, prefix=prefix)
+    talks.turn("a/1", 20, TOOL, answer=20)
+    (first,) = talks.returns
+    prompt = talks.all_tokens[:20]
+    talks.cache.evict(pages)
+    for again in (20, 19, 12):
+        talks.now += 5.0
+        talks.tokens["a/2"] = prompt[:again]
+        talks.turn("a/2", 0, TOOL, answer=9)
+        assert not first.over
+    talks.now += 5.0
+    talks.turn("a/1", 4, TOOL)
+    last = list(talks.returns)[-1]
+    assert last.turns == 2
+    assert pages or (first.over and last.gaps == (20.0,))
+
+
 def test_an_answer_that_the_next_prompt_drops_is_left_behind_and_goes_first() -> None:
     talks = Talks(200)
     talks.turn("a", 40, TOOL, answer=20, strip=True)

@@ -1,7 +1,7 @@
 """`Waits`: at which runs of a tree conversations wait for their next request.
 
-A request ends at a run, and a wait is attached to it. The next prompt that reaches the end of this
-run, or the end of its prompt, is the return of that conversation:
+A request ends at a run, and a wait is attached to it. The next prompt that is longer, and reaches
+the end of this run or of the request's prompt, is the return of that conversation:
 
     root ── first prompt ─┬─ its answer, cut off by the chat template    (left behind)
                           └─ second prompt ── its answer                 (the wait)
@@ -15,18 +15,21 @@ page, so a conversation whose KV is gone is recognised when it returns.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvkeep.core.prefix.node import Root
+from kvkeep.core.returns import Ended
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Hashable
 
     from kvkeep.core.prefix.node import Node
     from kvkeep.core.prefix.tree import RunTree
-    from kvkeep.core.returns import Returns, Wait
+    from kvkeep.core.returns import Arrival, Returns, Wait
 
-__all__ = ["Waits"]
+__all__ = ["RunningPrompt", "Waits"]
+
+_UNKNOWN: Final = Ended()
 
 _RUNS: Final = 8
 """Runs behind a prompt's end that are searched for the wait of its conversation."""
@@ -55,6 +58,15 @@ class EvictedWaits(dict[Any, "Wait"]):
             self._most = 2 * len(self) + 16
 
 
+class RunningPrompt(NamedTuple):
+    """A request that runs: the wait that it ended, its tokens, and whose it is."""
+
+    arrival: Arrival
+    tokens: int
+    tenant: Hashable
+    session: str | None = None
+
+
 class Waits:
     """Attaches waits to the runs of a tree, and finds the one that a prompt ends.
 
@@ -74,12 +86,69 @@ class Waits:
 
     # --- requests ----------------------------------------------------------------------------
 
-    def ended_by(self, hold: Node, following: Callable[[], bytes]) -> Wait | None:
-        """Return the wait that ends with a prompt which matches up to the end of ``hold``.
+    def opened(
+        self,
+        hold: Node,
+        prompt: int,
+        tenant: Hashable,
+        following: Callable[[], bytes],
+        *,
+        session: str | None = None,
+    ) -> RunningPrompt:
+        """End the wait of the conversation that a ``prompt`` of so many tokens continues.
 
-        ``following`` returns the symbols of the prompt's next page. None: no conversation is known
-        to wait there. Cost: O(1), 0.3 µs where nothing was evicted.
+        It matches up to the end of ``hold``; ``following`` returns the symbols of its next page.
+        Learns what it repeats of the answer before.
         """
+        wait = self.ended_by(hold, prompt, following)
+        if wait is not None:
+            again = self.read_again(wait, hold, hold.end * self._page_size, following)
+            if again is not None:
+                kind = wait.answer_kind
+                self.returns.answers.returned(tenant, kind, wait.answer, again)
+            self.end(wait, hold, self.clock())
+        return RunningPrompt(self.returns.arrived(wait), prompt, tenant, session)
+
+    def closed(
+        self,
+        hold: Node,
+        request: RunningPrompt,
+        answer: int,
+        ended: Ended | None,
+        first: int | None,
+    ) -> tuple[Wait, int]:
+        """Begin to wait for the next request, as one ended at ``hold``, with an ``answer``.
+
+        That counts the tokens stored of it, and ``first`` is its first one. Returns the wait, and
+        how many tokens of the answer are expected to be in the next prompt.
+        """
+        ended, tenant = ended or _UNKNOWN, request.tenant
+        wait = self.returns.began(
+            ended,
+            answer if ended.tokens is None else ended.tokens,
+            self.clock(),
+            before=request.arrival.before,
+            tenant=tenant,
+        )
+        wait.prompt, wait.answer, wait.stop = request.tokens, answer, ended.stop
+        wait.namespace, wait.session = tenant, request.session
+        first = first if ended.first is None else ended.first
+        wait.answer_kind = self.returns.first_tokens.kind_of(tenant, ended.stop, first)
+        kept = self.returns.answers.kept(tenant, wait.answer_kind, answer)
+        self.begin(hold, wait, kept=kept)
+        return wait, kept
+
+    def ended_by(self, hold: Node, prompt: int, following: Callable[[], bytes]) -> Wait | None:
+        """Return the wait that ends with a ``prompt`` which matches up to the end of ``hold``.
+
+        ``prompt`` counts its tokens: one that is not longer than that of the waiting request goes
+        on from nothing, so it ends no wait. ``following`` returns the symbols of its next page.
+        None: no conversation is known to wait there. Cost: O(1), 0.3 µs where nothing was evicted.
+        """
+        wait = self._waiting(hold, following)
+        return None if wait is None or prompt <= wait.prompt else wait
+
+    def _waiting(self, hold: Node, following: Callable[[], bytes]) -> Wait | None:
         gone = self._at_roots if isinstance(hold, Root) else hold.gone
         if gone:
             wait = gone.get(_key(hold, following()))
