@@ -114,24 +114,18 @@ def test_a_return_to_what_is_left_of_a_tail() -> None:
 
 
 @pytest.mark.parametrize("prefix", ["radix", "chain"])
-@pytest.mark.parametrize("pages", [0, 200])
-def test_a_prompt_that_is_not_longer_is_no_return(prefix: str, pages: int) -> None:
-    """The same prompt asked again, for another answer or by a retry, goes on from nothing."""
-    talks = Talks(200, prefix=prefix)
-    talks.turn("a/1", 20, TOOL, answer=20)
-    (first,) = talks.returns
-    prompt = talks.all_tokens[:20]
-    talks.cache.evict(pages)
-    for again in (20, 19, 12):
-        talks.now += 5.0
-        talks.tokens["a/2"] = prompt[:again]
-        talks.turn("a/2", 0, TOOL, answer=9)
-        assert not first.over
-    talks.now += 5.0
-    talks.turn("a/1", 4, TOOL)
-    last = list(talks.returns)[-1]
-    assert last.turns == 2
-    assert pages or (first.over and last.gaps == (20.0,))
+def test_a_prompt_that_is_sent_again_says_nothing_of_the_answer(prefix: str) -> None:
+    """It needs the KV of its conversation, so it ends the wait; a longer one would contain more."""
+    talks = Talks(400, prefix=prefix)
+    for talk in range(30):
+        prompt = talks.fresh(20)
+        for attempt in range(2):
+            talks.now += 5.0
+            talks.tokens[f"a/{talk}/{attempt}"] = list(prompt)
+            talks.turn(f"a/{talk}/{attempt}", 0, TOOL, answer=40)
+    assert sum(wait.turns == 2 for wait in talks.returns) == 30
+    kept = talks.returns.answers.kept
+    assert {kept(wait.namespace, wait.answer_kind, 40) for wait in talks.returns} == {40}
 
 
 def test_an_answer_that_the_next_prompt_drops_is_left_behind_and_goes_first() -> None:

@@ -26,10 +26,10 @@ __all__ = ["ReturnBoard"]
 class ReturnBoard(CacheObserver):
     """Follows the requests of a cache whose policy orders by returns.
 
-    A prompt that extends that of an earlier request is the return of that conversation; no name is
-    needed. The same prompt, asked again, is not. What the next prompt repeats of the last answer
-    teaches which part of answers is never read; that part of later ones is left behind from the
-    beginning. Cost: about 5 µs a request. Thread safety: none; under the cache's lock.
+    A prompt that extends the end of an earlier request is the return of that conversation; no name
+    is needed. What a longer prompt repeats of the last answer teaches which part of answers is
+    never read; that part of later ones is left behind from the beginning. Cost: about 5 µs a
+    request. Thread safety: none; under the cache's lock.
     """
 
     __slots__ = ("_block_tokens", "_marks", "_page_size", "_running", "_waits", "returns")

@@ -1,7 +1,7 @@
 """`Waits`: at which runs of a tree conversations wait for their next request.
 
-A request ends at a run, and a wait is attached to it. The next prompt that is longer, and reaches
-the end of this run or of the request's prompt, is the return of that conversation:
+A request ends at a run, and a wait is attached to it. The next prompt that reaches the end of this
+run, or the end of its prompt, is the return of that conversation:
 
     root ── first prompt ─┬─ its answer, cut off by the chat template    (left behind)
                           └─ second prompt ── its answer                 (the wait)
@@ -98,14 +98,17 @@ class Waits:
         """End the wait of the conversation that a ``prompt`` of so many tokens continues.
 
         It matches up to the end of ``hold``; ``following`` returns the symbols of its next page.
-        Learns what it repeats of the answer before.
+        Learns what it repeats of the answer before. A prompt that is not longer than the last one,
+        as of a request that is sent again, needs the same KV and ends the wait; of the answer it
+        says nothing.
         """
-        wait = self.ended_by(hold, prompt, following)
+        wait = self.ended_by(hold, following)
         if wait is not None:
-            again = self.read_again(wait, hold, hold.end * self._page_size, following)
-            if again is not None:
-                kind = wait.answer_kind
-                self.returns.answers.returned(tenant, kind, wait.answer, again)
+            if prompt > wait.prompt:
+                again = self.read_again(wait, hold, hold.end * self._page_size, following)
+                if again is not None:
+                    kind = wait.answer_kind
+                    self.returns.answers.returned(tenant, kind, wait.answer, again)
             self.end(wait, hold, self.clock())
         return RunningPrompt(self.returns.arrived(wait), prompt, tenant, session)
 
@@ -138,17 +141,12 @@ class Waits:
         self.begin(hold, wait, kept=kept)
         return wait, kept
 
-    def ended_by(self, hold: Node, prompt: int, following: Callable[[], bytes]) -> Wait | None:
-        """Return the wait that ends with a ``prompt`` which matches up to the end of ``hold``.
+    def ended_by(self, hold: Node, following: Callable[[], bytes]) -> Wait | None:
+        """Return the wait that ends with a prompt which matches up to the end of ``hold``.
 
-        ``prompt`` counts its tokens: one that is not longer than that of the waiting request goes
-        on from nothing, so it ends no wait. ``following`` returns the symbols of its next page.
-        None: no conversation is known to wait there. Cost: O(1), 0.3 µs where nothing was evicted.
+        ``following`` returns the symbols of the prompt's next page. None: no conversation is known
+        to wait there. Cost: O(1), 0.3 µs where nothing was evicted.
         """
-        wait = self._waiting(hold, following)
-        return None if wait is None or prompt <= wait.prompt else wait
-
-    def _waiting(self, hold: Node, following: Callable[[], bytes]) -> Wait | None:
         gone = self._at_roots if isinstance(hold, Root) else hold.gone
         if gone:
             wait = gone.get(_key(hold, following()))
