@@ -133,6 +133,7 @@ class WorkerSide:
         if plan.clear != self._cleared:
             self._cleared = plan.clear
             shared.clear()
+        shared.tell(plan.returns)
         shared.delete_expired()
         for keys, seconds in plan.pins:  # not in `save`: vLLM 0.30 saves nothing in an idle step
             shared.pin(keys, seconds)
