@@ -55,9 +55,11 @@ class GroupMachine(RuleBasedStateMachine):
         first=TOKENS,
     )
     def begin(self, pages: int, eviction: str, prefix: str, first: list[int]) -> None:
+        self.now = 0.0
         self.engine = SymbolicEngine(
-            pages, self.layout, eviction=eviction, prefix=prefix, hard_pin_pages=10
-        )
+            pages, self.layout, eviction=eviction, prefix=prefix, hard_pin_pages=10,
+            clock=lambda: self.now,
+        )  # fmt: skip
         self.cache = self.engine.cache
         self.mirror = EventMirror(self.layout)
         self.cache.subscribe(self.mirror.see)

@@ -452,6 +452,11 @@ def test_conversations_by_expected_return() -> None:
         sequence.close(ended=TOOL)
     talks.turn("a/last", 8, PERSON)
     talks.now += 1.0
+    counted = talks.cache.expected_returns(60.0)
+    assert counted is not None
+    assert counted.waiting == len(talks.returns)
+    assert 0.8 < counted.expected < 3
+    assert PagedCache(10, PAGE).expected_returns() is None
     found = talks.cache.conversations(2)
     assert found is not None
     tool, person = found

@@ -13,17 +13,18 @@ from kvkeep.core.cache.stats import CacheStats
 
 if TYPE_CHECKING:
     from kvkeep.core.cache.blocks import BlockNames, Blocks
-    from kvkeep.core.cache.conversations import Conversation
+    from kvkeep.core.cache.conversations import Conversation, ExpectedReturns
     from kvkeep.core.cache.views import CacheMap, Found, MapNode, NodeView
 
 __all__ = [
-    "BlockNames", "Blocks", "CacheMap", "CacheStats", "CachedPrefix", "Conversation", "Found",
+    "BlockNames", "Blocks", "CacheMap", "CacheStats", "CachedPrefix", "Conversation", "ExpectedReturns", "Found",
     "MapNode", "NodeView", "PagedCache", "Pin", "RemovedPages", "Sequence", "Session",
 ]  # fmt: skip
 
 _INSPECTION = {
     "BlockNames": "blocks", "Blocks": "blocks",
     "Conversation": "conversations",
+    "ExpectedReturns": "conversations",
     "CacheMap": "views", "Found": "views", "MapNode": "views", "NodeView": "views",
 }  # fmt: skip
 

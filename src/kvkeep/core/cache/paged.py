@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvkeep.core.cache.conversations import waiting
+from kvkeep.core.cache.conversations import expected, waiting
 from kvkeep.core.cache.core import Core
 from kvkeep.core.cache.opening import CacheQuery, find, matched_tokens, open_sequence
 from kvkeep.core.cache.sessions import Session, check_name
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from kvkeep.core.cache.blocks import BlockNames
-    from kvkeep.core.cache.conversations import Conversation
+    from kvkeep.core.cache.conversations import Conversation, ExpectedReturns
     from kvkeep.core.cache.inspector import Inspector
     from kvkeep.core.cache.pins import Pin
     from kvkeep.core.cache.sequence import Sequence
@@ -386,6 +386,10 @@ class PagedCache:
     def conversations(self, most: int = 20) -> list[Conversation] | None:
         """Return what waits for its next request; see `kvkeep.core.cache.conversations.waiting`."""
         return waiting(self._core, most)
+
+    def expected_returns(self, seconds: float = 60.0) -> ExpectedReturns | None:
+        """Return how many conversations wait; see `kvkeep.core.cache.conversations.expected`."""
+        return expected(self._core, seconds)
 
     def evict_below(self, node: int) -> int:
         """Drop a run of the `map` and all runs behind it that are not in use.
