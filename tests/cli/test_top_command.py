@@ -93,11 +93,8 @@ def test_everything_that_matters_has_its_line():
 
 def test_conversations_have_a_line_where_the_server_follows_them():
     followed = live(conversations={"waiting": 1204, "expected": 36.7})
-    (line,) = (
-        line
-        for line in plain(draw(picture(live=followed), "x", 80, 24))
-        if line.startswith(" talks")
-    )
+    shown = plain(draw(picture(live=followed), "x", 80, 24))
+    (line,) = (line for line in shown if line.startswith(" talks"))
     assert line.split("talks")[1].strip() == (
         "1,204 wait for their next request · 37 expected within a minute"
     )

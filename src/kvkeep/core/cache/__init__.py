@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from kvkeep.core.cache.views import CacheMap, Found, MapNode, NodeView
 
 __all__ = [
-    "BlockNames", "Blocks", "CacheMap", "CacheStats", "CachedPrefix", "Conversation", "ExpectedReturns", "Found",
-    "MapNode", "NodeView", "PagedCache", "Pin", "RemovedPages", "Sequence", "Session",
+    "BlockNames", "Blocks", "CacheMap", "CacheStats", "CachedPrefix", "Conversation",
+    "ExpectedReturns", "Found", "MapNode", "NodeView", "PagedCache", "Pin", "RemovedPages", "Sequence", "Session",
 ]  # fmt: skip
 
 _INSPECTION = {
