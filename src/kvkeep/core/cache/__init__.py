@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BlockNames", "Blocks", "CacheMap", "CacheStats", "CachedPrefix", "Conversation",
-    "ExpectedReturns", "Found", "MapNode", "NodeView", "PagedCache", "Pin", "RemovedPages", "Sequence", "Session",
+    "ExpectedReturns", "Found", "MapNode", "NodeView", "PagedCache", "Pin", "RemovedPages",
+    "Sequence", "Session",
 ]  # fmt: skip
 
 _INSPECTION = {
