@@ -275,6 +275,33 @@ def test_every_token_of_an_answer_that_is_read_in_part_is_stored_or_counted(
     store.close()
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_several_answers_of_a_request_are_held_back_each_for_itself(make_bench, prompt, family):
+    """With one ``n`` of them preempted in the middle, which reads what was held back of it."""
+    engine, store, first = holding_back(make_bench, prompt, family=family)
+    engine.abort(first.request)
+    text, before = prompt(20, 777), store.stats()
+    sampling = SamplingParams(max_tokens=60, n=3, temperature=1.0, seed=5)
+    request = engine.add(text, sampling)
+    while len(request.live) < 3 or request.live[0].computed < 60:
+        engine.step()
+    assert all(answer.trail.held == 20 for answer in request.live)
+    engine._scheduler.preempt(request.live[-1])
+    assert engine._offload._mover.flush(5.0)
+    deltas = []
+    while request.id in engine._scheduler.requests:
+        deltas += engine.step()
+    told = [choice.tokens for choice in deltas[-1].completion.choices]
+    assert engine._offload._mover.flush(5.0)
+    after = store.stats()
+    assert after.unread_tokens - before.unread_tokens in range(2 * 59, 2 * 59 + 59 // BLOCK * BLOCK)
+    assert engine.close()
+    store.close()
+    alone = Engine(engine.runner, engine.runner.cache())
+    (done,) = alone.generate([text], sampling)
+    assert [choice.tokens for choice in done.choices] == told
+
+
 @pytest.mark.parametrize("talks", [14, 48])
 def test_an_answer_that_is_aborted_is_written_or_counted(make_bench, prompt, talks):
     """No answer was aborted before: what is known of all answers decides, once it is enough."""
