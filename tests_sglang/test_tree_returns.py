@@ -19,7 +19,7 @@ from test_tree_attacks import Attack
 from tree_scheduler import Scheduler, memory, request
 
 from kvkeep.core.eviction import policy as named
-from kvkeep.integrations.sglang.ends import AnswerEnds
+from kvkeep.integrations.sglang.ends import FinishedAnswers
 from kvkeep.integrations.sglang.tree import KVKeepTree
 
 PAGE, END = 4, 7
@@ -162,7 +162,7 @@ def test_answers_that_no_prompt_contains_go_before_the_next_prompt_has_come() ->
 
 
 def test_ends_of_requests() -> None:
-    ends = AnswerEnds()
+    ends = FinishedAnswers()
     tokenizer = SimpleNamespace(get_added_vocab=lambda: {"<tool>": 5, "<end>": 7})
 
     def told(reason: Any, answer: list[int], length: int | None = None) -> tuple[Any, ...]:

@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from kvkeep.core.cache.core import Core
     from kvkeep.core.keys import Namespace
 
-__all__ = ["Conversation", "ExpectedReturns", "expected", "waiting"]
+__all__ = ["Conversation", "ReturnCounts", "expected", "waiting"]
 
 _LOOKED_AT: Final = 1000
 _COUNTED: Final = 8192
 
 
-class ExpectedReturns(NamedTuple):
+class ReturnCounts(NamedTuple):
     """How many conversations wait, and how many of them are expected to return in time."""
 
     waiting: int
@@ -69,7 +69,7 @@ def waiting(core: Core, most: int = 20) -> list[Conversation] | None:
     return sorted(found, key=lambda one: one.expected_s / max(one.chance, 1e-9))[:most]
 
 
-def expected(core: Core, seconds: float) -> ExpectedReturns | None:
+def expected(core: Core, seconds: float) -> ReturnCounts | None:
     """Return how many conversations wait, and how many are expected within ``seconds``.
 
     Expected are those of the 8,192 whose last requests ended last. None: as `waiting`. Thread
@@ -81,4 +81,4 @@ def expected(core: Core, seconds: float) -> ExpectedReturns | None:
             return None
         waits = list(islice(reversed(board.returns), _COUNTED))
         chances = board.returns.within(waits, board.clock(), seconds) if waits else []
-        return ExpectedReturns(len(board.returns), sum(chances))
+        return ReturnCounts(len(board.returns), sum(chances))

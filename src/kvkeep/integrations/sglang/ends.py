@@ -1,4 +1,4 @@
-"""`AnswerEnds`: how SGLang's requests ended, in the words of our own engine."""
+"""`FinishedAnswers`: how SGLang's requests ended, in the words of our own engine."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from kvkeep.core.returns import Ended, stop_after
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-__all__ = ["AnswerEnds"]
+__all__ = ["FinishedAnswers"]
 
 _LOG = logging.getLogger("kvkeep.sglang")
 
 
-class AnswerEnds:
+class FinishedAnswers:
     """Tells how requests ended, as the classes of `kvkeep.core.returns` need it.
 
     An answer that ended with a token says with which one, and which mark came before

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from kvkeep.core.returns import Returns
-from kvkeep.integrations.sglang.ends import AnswerEnds
+from kvkeep.integrations.sglang.ends import FinishedAnswers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,7 +33,7 @@ class TreeReturns:
 
     def __init__(self, index: SlotIndex, clock: Callable[[], float]) -> None:
         self._index = index
-        self._ends = AnswerEnds()
+        self._ends = FinishedAnswers()
         self.returns = Returns()
         """What is learned."""
         self._waits = index.tree.keep_waits(self.returns, clock, index.page_size)
