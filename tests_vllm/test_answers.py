@@ -114,7 +114,9 @@ def waits_of_worker(_: Any) -> dict[str, Any]:
     """In a worker: the turns of conversations that wait, and how many returned."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    returns = get_kv_transfer_group()._worker.shared.store._tiered.returns  # type: ignore[attr-defined]
+    worker: Any = get_kv_transfer_group()._worker  # type: ignore[attr-defined]
+    worker._teller.submit(int).result(30)  # behind what was told so far
+    returns = worker.shared.store._tiered.returns
     learner = returns.conversations.returns
     return {
         "waiting": [wait.turns for wait in learner],

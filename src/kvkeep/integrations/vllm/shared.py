@@ -59,8 +59,11 @@ class SharedStore(OpenStore):
         _ENGINES[engine] = self
 
     def tell(self, notes: ReturnNotes) -> None:
-        """Tell the tiers of conversations that a scheduler in another process follows."""
-        if notes and not self.closed:
+        """Tell the tiers of conversations that a scheduler in another process follows.
+
+        Calls must be in order, from one thread at a time.
+        """
+        if not self.closed:
             self._replay.tell(notes)
 
     @staticmethod
