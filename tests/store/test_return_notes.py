@@ -110,6 +110,17 @@ def test_a_pause_is_as_long_though_it_was_noted_late() -> None:
         assert wait.gaps[0] >= 0.3
 
 
+def test_a_message_is_bounded_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(return_notes, "_MOST_BLOCKS", 12)
+    recorder = ReturnRecorder(SIZE)
+    for talk in range(5):
+        row = np.arange(100 * talk, 100 * talk + 20, dtype=np.int32)
+        recorder.ended(row, keys_of(row), prompt=10, ended=Ended("stop"))
+    messages = [recorder.take() for _ in range(4)]
+    assert [sum(len(note.keys) for note in notes) for notes in messages] == [10, 10, 5, 0]
+    assert [note.number for notes in messages for note in notes] == [1, 2, 3, 4, 5]
+
+
 def test_a_store_that_does_not_order_by_waits_follows_nothing() -> None:
     recorder = ReturnRecorder(SIZE)
     row = np.arange(40, dtype=np.int32)

@@ -73,7 +73,7 @@ class StepPlan(KVConnectorMetadata):
         clear: number of times so far that all blocks were to be deleted; for workers with their
             own stores.
         returns: of conversations, since the last step; for these stores, too. A request that has
-            ended is named by all its blocks, once.
+            ended is named by all its blocks, once; 65,536 blocks in all, or one request.
     """
 
     idle: bool = False

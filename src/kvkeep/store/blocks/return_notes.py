@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["PauseNote", "ReturnNote", "ReturnNotes", "ReturnRecorder", "ReturnReplay"]
 
 _MOST: Final = 65_536  # waits that a learner follows
+_MOST_BLOCKS: Final = 65_536  # named by the notes of one message
 
 
 @dataclass(slots=True)
@@ -142,10 +143,19 @@ class ReturnRecorder(BlockReturns):
                 break
 
     def take(self) -> ReturnNotes:
-        """Return what happened since the last call, in order."""
-        notes, self._recorded.notes = self._recorded.notes, []
+        """Return what happened since the last call, in order; of more than 65,536 blocks, a part.
+
+        The next calls return the rest.
+        """
+        notes, blocks, count = self._recorded.notes, 0, 0
+        for note in notes:
+            blocks += len(note.keys)
+            if count and blocks > _MOST_BLOCKS:
+                break
+            count += 1
+        taken, self._recorded.notes = notes[:count], notes[count:]
         now = time.monotonic()
-        return [replace(note, ago=max(0.0, now - note.ago)) for note in notes]
+        return [replace(note, ago=max(0.0, now - note.ago)) for note in taken]
 
 
 class ReturnReplay:
