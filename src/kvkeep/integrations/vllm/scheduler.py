@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from typing import TYPE_CHECKING
+from urllib.parse import parse_qs, urlsplit
 
 from kvkeep.integrations.vllm.adapters import Adapters
 from kvkeep.integrations.vllm.answers import AnswerWatch
@@ -68,7 +69,11 @@ class SchedulerSide:
         self._lookups = BlockLookups(
             groups, self._shared, self.counts, ranks=ranks, timeout=options.lookup_timeout
         )
-        self._answers = AnswerWatch(vllm_config, groups, self._shared, unread=options.unread)
+        self._answers = AnswerWatch(
+            vllm_config, groups, self._shared, unread=options.unread,
+            waits=any(parse_qs(urlsplit(tier).query).get("policy") == ["returns"]
+                      for tier in options.tiers),
+        )  # fmt: skip
         self._adapters = Adapters()
         self._followed: dict[str, FollowedRequest] = {}
         self._cleared = 0
@@ -183,6 +188,7 @@ class SchedulerSide:
         )
         plan.lookups = self._lookups.take_messages()
         plan.clear = self._cleared
+        plan.returns = self._answers.take()
         if self._saves:
             for request_id, scheduled in output.num_scheduled_tokens.items():
                 followed = self._followed.get(request_id)

@@ -37,6 +37,7 @@ from __future__ import annotations
 
 from kvkeep.store.tiers.adaptive import AdaptiveTiering
 from kvkeep.store.tiers.block_prefetch import BlockPrefetch
+from kvkeep.store.tiers.block_waits import SharedReturns
 from kvkeep.store.tiers.chains import Chain
 from kvkeep.store.tiers.counters import TierCounters, TierStats
 from kvkeep.store.tiers.loss_log import Loss, LossKind, LossLog, Miss
@@ -66,6 +67,7 @@ __all__ = [
     "Miss",
     "PassThrough",
     "Removed",
+    "SharedReturns",
     "Tier",
     "TierCounters",
     "TierOptions",

@@ -12,7 +12,7 @@ from kvkeep.store.tiers.conversations import Conversations
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Hashable, Sequence
 
-    from kvkeep.core.returns import Ended
+    from kvkeep.core.returns import Ended, Wait
     from kvkeep.store.tiers.chains import Chain
     from kvkeep.store.tiers.front import FrontOrder
 
@@ -30,6 +30,7 @@ class TierReturns:
     Arguments:
         orders: all catalogues of the store, before any block is added to them.
         clock: returns seconds.
+        returns: the learner.
 
     Attributes:
         conversations: those that wait.
@@ -37,9 +38,13 @@ class TierReturns:
     """
 
     def __init__(
-        self, orders: Sequence[FrontOrder], clock: Callable[[], float] = time.monotonic
+        self,
+        orders: Sequence[FrontOrder],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        returns: SharedReturns | None = None,
     ) -> None:
-        returns = SharedReturns()
+        returns = SharedReturns() if returns is None else returns
         self.conversations = Conversations(returns, clock)
         # Memory that processes share has an order of its own.
         tiers = [order.waiting for order in orders if isinstance(order, Catalogue)]
@@ -75,10 +80,39 @@ class TierReturns:
         """
         wait, left = self.conversations.ended(chain, prompt, ended, tenant)
         self._changed(left)
+        self._begin([*chain.blocks, *beside], wait)
+
+    def _begin(self, blocks: Sequence[bytes], wait: Wait) -> None:
         if self.waits is not None:
-            blocks = [*chain.blocks, *beside]
             self.waits.begin(blocks, wait)
             self._changed(blocks)
+
+    # --- of conversations that are followed elsewhere ------------------------------------------
+
+    def began(
+        self,
+        blocks: Sequence[bytes],
+        ended: Ended,
+        tokens: int,
+        since: float,
+        *,
+        before: Wait | None = None,
+        tenant: Hashable = None,
+    ) -> Wait:
+        """Record a conversation that waits at ``blocks``; see `Returns.began`."""
+        learner = self.conversations.returns
+        wait = learner.began(ended, tokens, since, before=before, tenant=tenant)
+        self._begin(blocks, wait)
+        return wait
+
+    def over(self, blocks: Sequence[bytes], wait: Wait, now: float, *, came: bool) -> None:
+        """Record that a wait is over, as its conversation ``came`` or is followed no longer.
+
+        It left ``blocks`` behind.
+        """
+        learner = self.conversations.returns
+        (learner.returned if came else learner.lost)(wait, now)
+        self._changed(blocks)
 
     def _changed(self, blocks: Sequence[bytes]) -> None:
         for tier in self._tiers if blocks else ():

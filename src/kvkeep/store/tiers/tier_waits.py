@@ -38,7 +38,7 @@ class TierWaits:
     def changed(self, blocks: Sequence[bytes]) -> None:
         """Order ``blocks`` of a prompt anew: waits at them began or are over.
 
-        Cost: about two microseconds a block that is here.
+        Cost: two to three microseconds a block that is here.
         """
         known = self._table.blocks
         with self._lock:
