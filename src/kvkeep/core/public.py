@@ -100,6 +100,11 @@ class PublicPrefixes:
         """Return the number of declared rows."""
         return len(self._rows)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest declared row: no later ones decide what of a prompt is public."""
+        return max(map(len, self._rows), default=0) // TOKEN_BYTES
+
     def length(self, tokens: TokenArray, unit: int, extras: Extras = ()) -> int:
         """Return how many leading tokens of a prompt are public: whole units of ``unit`` tokens.
 
