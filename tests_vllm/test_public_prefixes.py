@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from engines import BLOCK, Answer, Engine, engine, prompt, same
+from hybrids import make_hybrid
+from models import make_adapter, make_gemma
+from test_both import Kept, both, connected
+from vllm.distributed.parallel_state import destroy_model_parallel
+from vllm.lora.request import LoRARequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,48 +34,53 @@ def declared(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @contextmanager
 def sharing(
-    model: str, declared: str, tiers: tuple[str, ...] = ("memory://64MiB",)
+    model: str, declared: str, tiers: tuple[str, ...] = ("memory://64MiB",), **more: Any
 ) -> Iterator[Engine]:
-    with engine(model, list(tiers), extra={"public_prefixes": declared}) as one:
+    with engine(model, list(tiers), extra={"public_prefixes": declared}, **more) as one:
         yield one
 
 
-def asked(one: Engine, tokens: list[int], salt: str | None, **more: object) -> Answer:
-    """Ask with nothing in vLLM's own cache."""
-    one.forget()
-    (answer,) = one.ask([tokens], salt=salt, **more)  # type: ignore[arg-type]
+def asked(one: Engine, tokens: list[int], salt: str | None, **more: Any) -> Answer:
+    """Ask with nothing in vLLM's own memory."""
+    one.forget_all()
+    (answer,) = one.ask([tokens], salt=salt, **more)
     return answer
 
 
-def blocks(one: Engine) -> int:
-    return one.store.stats()[0].blocks
-
-
-def test_one_copy_for_all_salts(llama: str, cold: list[Answer], declared: str) -> None:
+@both
+def test_one_copy_for_all_salts(
+    llama: str, cold: list[Answer], declared: str, tmp_path: Path, kept: Kept
+) -> None:
     del cold  # it was there before
     questions = [[*SYSTEM, *prompt(70, seed=number)] for number in range(6)]
     with engine(llama) as plain:
         expected = [asked(plain, one, None) for one in questions]
-    with sharing(llama, declared) as one:
+    disk = f"file://{tmp_path}/kv?size=64MiB"
+    with kept(llama, disk, options={"public_prefixes": declared}) as one:
         answers = [asked(one, each, f"salt {n}") for n, each in enumerate(questions)]
         same(expected, answers)
         assert [answer.cached for answer in answers] == [0] + 5 * [PUBLIC]
         private = len(questions[0]) // BLOCK - 4
-        assert blocks(one) == 4 + 6 * private
+        assert one.store.flush(30)
+        assert one.store.stats()[1].blocks == 4 + 6 * private
         # Without a salt, and with one that was there before.
         assert asked(one, questions[0], None).cached == PUBLIC
         assert asked(one, questions[0], "salt 0").cached == (4 + private) * BLOCK
         one.store.check()
 
 
-def test_nothing_of_another_salt_is_seen(llama: str, declared: str) -> None:
+@both
+def test_nothing_of_another_salt_is_seen(
+    llama: str, declared: str, tmp_path: Path, kept: Kept
+) -> None:
     """What is computed for guesses is the same, whether the victim was there or not."""
     secret = [*SYSTEM, *prompt(3 * BLOCK, seed=7)]
     guesses = [secret, secret[: PUBLIC + BLOCK], [*secret[:-1], 3], secret[: PUBLIC + 5]]
     counts: list[list[int]] = []
     answers: list[list[Answer]] = []
     for victim in (False, True):
-        with sharing(llama, declared) as one:
+        disk = f"file://{tmp_path}/{victim}?size=64MiB"
+        with kept(llama, disk, options={"public_prefixes": declared}) as one:
             asked(one, [*SYSTEM, 9, 9, 9], "somebody")
             if victim:
                 asked(one, secret, "victim", max_tokens=40)
@@ -98,8 +110,6 @@ def test_nothing_else_enters_the_public_part(llama: str, declared: str) -> None:
 def test_a_tenant_deletes_its_own_blocks_alone(
     llama: str, declared: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import time
-    from types import SimpleNamespace
 
     mine = [*SYSTEM, *prompt(70)]
     with sharing(llama, declared) as one:
@@ -134,3 +144,85 @@ def test_a_wrong_file_is_an_error_at_the_start(llama: str, tmp_path: Path) -> No
     for path, message in ((file, "line 1: .*chat template"), (tmp_path / "none", "cannot read")):
         with pytest.raises(Exception, match=message), sharing(llama, str(path)):
             pass
+
+
+@both
+def test_each_adapter_has_its_own_public_part(
+    llama: str, declared: str, tmp_path: Path, kept: Kept
+) -> None:
+    first = LoRARequest("a", 1, make_adapter(tmp_path / "one", 1))
+    other = LoRARequest("b", 2, make_adapter(tmp_path / "two", 2))
+    disk = f"file://{tmp_path}/kv?size=64MiB"
+    settings = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+    with kept(llama, disk, options={"public_prefixes": declared}, **settings) as one:
+        for lora in (first, other, None):
+            question = [*SYSTEM, *prompt(50)]
+            one.forget_all()
+            cold = one.ask([question], salt="a", lora=lora)
+            assert cold[0].cached == 0
+            one.forget_all()
+            warm = one.ask([question], salt="b", lora=lora)
+            assert warm[0].cached == PUBLIC
+            same(cold, warm)
+
+
+@both
+def test_windows(tmp_path: Path, declared: str, kept: Kept) -> None:
+    model = make_gemma(tmp_path / "gemma")
+    questions = [[*SYSTEM, *prompt(70, seed=number)] for number in range(3)]
+    with engine(model) as plain:
+        expected = [asked(plain, one, None) for one in questions]
+    disk = f"file://{tmp_path}/kv?size=64MiB"
+    with kept(model, disk, options={"public_prefixes": declared}) as one:
+        answers = [asked(one, each, f"salt {n}") for n, each in enumerate(questions)]
+        same(expected, answers)
+        # vLLM's own offloading stores no window but that at the end of a prompt.
+        there = PUBLIC if kept is connected else 0
+        assert [answer.cached for answer in answers] == [0, there, there]
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2"])
+def test_states(tmp_path: Path, name: str) -> None:
+    """The first prompt leaves a state where the public part ends; the second one goes on there."""
+    hybrid = make_hybrid(name, tmp_path)
+    system = prompt(3 * hybrid.block + 5, seed=100)
+    file = tmp_path / "public.jsonl"
+    file.write_text(json.dumps(system))
+    questions = [[*system, *prompt(2 * hybrid.block, seed=number)] for number in range(3)]
+    destroy_model_parallel()
+    with hybrid.engine(["memory://64MiB"], extra={"public_prefixes": str(file)}) as one:
+        answers = [asked(one, each, f"salt {n}") for n, each in enumerate(questions)]
+        assert [answer.cached for answer in answers] == [0, *2 * [3 * hybrid.block]]
+        # A prompt of one salt goes on where that left off.
+        assert asked(one, questions[1], "salt 1").cached == hybrid.cut(questions[1])
+        assert asked(one, questions[1], "salt 2").cached == 3 * hybrid.block
+        again = asked(one, questions[0], "salt 3")
+        if hybrid.exact:
+            assert (again.tokens, again.logprobs) == (answers[0].tokens, answers[0].logprobs)
+    destroy_model_parallel()
+
+
+def test_two_ranks(llama: str, declared: str, tmp_path: Path) -> None:
+    """Each rank has its own store, which the scheduler asks."""
+    disk = f"file://{tmp_path}/kv?size=64MiB"
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    questions = [[*SYSTEM, *prompt(70, seed=number)] for number in range(2)]
+    destroy_model_parallel()
+    with connected(
+        llama, disk, options={"public_prefixes": declared, "lookup_timeout": 20.0}, **ranks
+    ) as one:
+        answers = [asked(one, each, f"salt {n}") for n, each in enumerate(questions)]
+        assert [answer.cached for answer in answers] == [0, PUBLIC]
+        assert asked(one, questions[0], "salt 1").cached == PUBLIC
+        assert asked(one, questions[0], "salt 0").cached == (len(questions[0]) // BLOCK) * BLOCK
+    destroy_model_parallel()
+
+
+@pytest.mark.parametrize("algorithm", ["sha256_cbor", "xxhash"])
+def test_hashes_of_other_lengths(llama: str, declared: str, algorithm: str) -> None:
+    with sharing(llama, declared, prefix_caching_hash_algo=algorithm) as one:
+        first = asked(one, [*SYSTEM, *prompt(70)], "a")
+        assert asked(one, [*SYSTEM, *prompt(70)], "b").cached == PUBLIC
+        again = asked(one, [*SYSTEM, *prompt(70)], "a")
+        assert again.cached > PUBLIC
+        same([first], [again])

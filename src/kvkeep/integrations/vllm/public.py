@@ -28,11 +28,32 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
-__all__ = ["PublicBlocks"]
+__all__ = ["PublicBlocks", "prefixes_in"]
 
 _LOG = logging.getLogger("kvkeep.vllm")
 # The namespace of the engine's KV is that of its store: this one says that the blocks are public.
 _ROOT = root_key(public_namespace(Namespace()))
+
+
+def prefixes_in(file: str, vllm_config: VllmConfig, block_tokens: int) -> PublicPrefixes:
+    """Return the prefixes in ``file``, of which vLLM's tokenizer makes tokens; empty: none.
+
+    Logs how many have a whole block of ``block_tokens`` tokens: others are not shared.
+
+    Raises:
+        InvalidValue: the file cannot be read, or a line is wrong.
+    """
+    if not file:
+        return PublicPrefixes()
+    rows = read_prefixes(Path(file), PrefixTexts(partial(_tokenizer_of, vllm_config)))
+    short = sum(len(row) < block_tokens for row in rows)
+    _LOG.info("kvkeep stores %d public prefixes once for all salts", len(rows) - short)
+    if short:
+        _LOG.warning(
+            "%d of the public prefixes in %s are shorter than a block of %d tokens, and are not "
+            "shared", short, file, block_tokens,
+        )  # fmt: skip
+    return PublicPrefixes(rows)
 
 
 class PublicBlocks:
@@ -47,29 +68,6 @@ class PublicBlocks:
         self._size = block_tokens
         self._longest = prefixes.longest
 
-    @classmethod
-    def read(cls, file: str, vllm_config: VllmConfig, block_tokens: int) -> PublicBlocks:
-        """Read the prefixes in ``file``, which vLLM's tokenizer makes tokens of; empty: none.
-
-        Raises:
-            InvalidValue: the file cannot be read, or a line is wrong.
-        """
-        if not file:
-            return cls(PublicPrefixes(), block_tokens)
-        rows = read_prefixes(Path(file), PrefixTexts(partial(_tokenizer_of, vllm_config)))
-        short = sum(len(row) < block_tokens for row in rows)
-        _LOG.info("kvkeep stores %d public prefixes once for all salts", len(rows) - short)
-        if short:
-            _LOG.warning(
-                "%d of the public prefixes in %s are shorter than a block of %d tokens, and are "
-                "not shared", short, file, block_tokens,
-            )  # fmt: skip
-        return cls(PublicPrefixes(rows), block_tokens)
-
-    def __len__(self) -> int:
-        """Return the number of prefixes."""
-        return len(self._prefixes)
-
     def hashes(self, request: Request) -> Sequence[bytes]:
         """Return the hashes of the request's public blocks: of its prompt's first ones, or none.
 
@@ -82,9 +80,13 @@ class PublicBlocks:
         starts = [feature.mm_position.offset for feature in request.mm_features or ()]
         extras = (Extra(min(starts), b""),) if starts else ()
         public = self._prefixes.length(row, self._size, extras)
-        tokens = row[:public].tobytes()
-        hashes = chain_keys(_ROOT, tokens, self._size * TOKEN_BYTES)
-        return hashes[: len(request.block_hashes)]
+        return chain_keys(_ROOT, row[:public].tobytes(), self._size * TOKEN_BYTES)
+
+    def renamed(self, request: Request, hashed_tokens: int) -> dict[bytes, bytes]:
+        """Return the same hashes by vLLM's, each of which is of ``hashed_tokens`` tokens."""
+        step, theirs = self._size // hashed_tokens, request.block_hashes
+        ends = theirs[step - 1 :: step]
+        return {bytes(end): own for end, own in zip(ends, self.hashes(request), strict=False)}
 
 
 def _tokenizer_of(vllm_config: VllmConfig) -> Any:

@@ -12,7 +12,7 @@ from kvkeep.integrations.vllm.keys import keys_of
 from kvkeep.integrations.vllm.lookups import BlockLookups
 from kvkeep.integrations.vllm.messages import BlockSpan, LookupResults, PageLoad, StepPlan
 from kvkeep.integrations.vllm.options import RequestOptions
-from kvkeep.integrations.vllm.public import PublicBlocks
+from kvkeep.integrations.vllm.public import PublicBlocks, prefixes_in
 from kvkeep.integrations.vllm.requests import FollowedRequest
 from kvkeep.integrations.vllm.shared import SharedStore
 from kvkeep.integrations.vllm.states import pinned_states, states_of_step, stop_at_branch
@@ -72,7 +72,9 @@ class SchedulerSide:
         )
         self._answers = AnswerWatch(vllm_config, groups, self._shared, unread=options.unread)
         self._adapters = Adapters()
-        self._public = PublicBlocks.read(options.public_prefixes, vllm_config, groups.block_tokens)
+        size = groups.block_tokens
+        public = prefixes_in(options.public_prefixes, vllm_config, size)
+        self._public = PublicBlocks(public, size)
         self._followed: dict[str, FollowedRequest] = {}
         self._cleared = 0
         self._plan = StepPlan()  # of the next step
