@@ -15,17 +15,22 @@ if TYPE_CHECKING:
 
     from kvkeep.core.eviction import EvictionPolicy
 
-__all__ = ["add_tenant_options", "eviction_of", "weights_in", "weights_of"]
+__all__ = ["add_public_prefixes", "add_tenant_options", "eviction_of", "weights_in", "weights_of"]
 
 
-def add_tenant_options(parser: argparse._ActionsContainer) -> None:
-    """Add ``--public-prefixes`` and ``--share``."""
+def add_public_prefixes(parser: argparse._ActionsContainer) -> None:
+    """Add ``--public-prefixes``."""
     add_path(
         parser,
         "--public-prefixes",
         "JSON lines, each a prefix that all tenants share: a text, a list of token ids, or an "
         "object with the first messages of a chat; nothing else is shared between tenants",
     )
+
+
+def add_tenant_options(parser: argparse._ActionsContainer) -> None:
+    """Add ``--public-prefixes`` and ``--share``."""
+    add_public_prefixes(parser)
     parser.add_argument(
         "--share",
         action="append",

@@ -125,6 +125,13 @@ class PublicPrefixes:
         raw = tokens[:stop].tobytes()
         return next((len(row) // TOKEN_BYTES for row in rows if raw.startswith(row)), 0)
 
+    def begins(self, unit: TokenArray) -> bool:
+        """Whether a declared row begins with ``unit``: a whole page, or block."""
+        if not self._rows or not len(unit):
+            return False
+        table = self._tables.get(len(unit))
+        return unit.tobytes() in (self._table(len(unit)) if table is None else table)
+
     def _table(self, unit: int) -> dict[bytes, list[bytes]]:
         tables, size = self._tables, unit * TOKEN_BYTES
         rows = {row[: len(row) // size * size] for row in self._rows}
