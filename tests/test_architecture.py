@@ -151,7 +151,7 @@ EXTERNAL: dict[str, set[str]] = {
     "cryptography": {"store.codecs"},
     "obstore": {"store.backends.objects"},
     "zstandard": {"bench.traces.files"},
-    "jinja2": {"serve.engine"},
+    "jinja2": {"serve.engine", "integrations.prefix_texts"},
     "matplotlib": {"bench.replay.report.picture"},
     "opentelemetry": {"observe.telemetry"},
     "fastapi": {"serve.server"},

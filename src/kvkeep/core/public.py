@@ -93,12 +93,18 @@ class PublicPrefixes:
                 f"public prefixes are at most {_MOST_ROWS} rows with {_MOST_TOKENS} tokens in all, "
                 f"got {len(known)} rows with {sum(map(len, known)) // TOKEN_BYTES}"
             )
-        self._rows = tuple(known)
-        self._tables = {}
+        if len(known) > len(self._rows):
+            self._rows = tuple(known)
+            self._tables = {}
 
     def __len__(self) -> int:
         """Return the number of declared rows."""
         return len(self._rows)
+
+    @property
+    def rows(self) -> tuple[bytes, ...]:
+        """The declared rows, as int32; the same tuple until another row is declared."""
+        return self._rows
 
     @property
     def longest(self) -> int:

@@ -6,8 +6,8 @@ for all salts, as servers of ours announce it:
     PUBLIC_SALT ── public part ── mark of the salt + first private block ── …
 
 vLLM announces the public part under each salt that sent it. With `KVKeepConnector` and the same
-prefixes it shares that part in its tiers, of which there are no events. So where a whole public part
-is held under one salt, it counts as held for the others.
+prefixes it shares that part in its tiers, of which there are no events. So where a whole public
+part is held under one salt, it counts as held for the others.
 """
 
 from __future__ import annotations
