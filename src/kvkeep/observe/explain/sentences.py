@@ -69,7 +69,17 @@ def sentence_of(spans: Sequence[Span], tokens: int) -> str:
     It also says which tokens are a public prefix's, and which the pool had kept for the return of
     the conversation.
     """
-    return _computed(spans, tokens) + _shared(spans) + _kept(spans)
+    said = _computed(spans, tokens)
+    return said + _missed(spans, said) + _shared(spans) + _kept(spans)
+
+
+def _missed(spans: Sequence[Span], said: str) -> str:
+    """Return where a prompt differs from a public prefix, unless that is the main reason."""
+    for span in spans:
+        if span.reason == "diverged" and span.evidence.get("public"):
+            missed = _of_public(span.reason, span.evidence)
+            return "" if missed in said else f"; {missed}"
+    return ""
 
 
 def _shared(spans: Sequence[Span]) -> str:
