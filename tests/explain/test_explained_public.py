@@ -19,8 +19,8 @@ SECRET = list(range(300, 320))
 
 
 def served(*rows: list[int], pages: int = 400) -> Served:
-    declared = PublicPrefixes(rows or [SYSTEM])
-    one = Served(pages, public=declared)
+    one = Served(pages)
+    one.explainer.share(one.cache.public)
     one.cache.public.declare(*(rows or [SYSTEM]))
     return one
 

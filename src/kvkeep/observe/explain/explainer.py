@@ -49,8 +49,8 @@ class Explainer:
 
     It remembers the last ``requests``, the tokens of the latest prompts up to ``prompt_tokens``,
     and the state of ``units`` full pages that are not in the cache. ``policy`` is the name of the
-    cache's eviction policy, ``reuse`` and ``groups`` what the cache was made with, ``public`` its
-    public prefixes, ``clock`` gives unix seconds.
+    cache's eviction policy, ``reuse`` and ``groups`` what the cache was made with, ``clock`` gives
+    unix seconds. Public prefixes are given by `share`.
 
     Thread safety: all methods. Cost: queueing takes 1 µs an event and 12 µs a request of 8,192
     tokens. Handling a request takes about 0.5 ms if it was cached and 1.3 ms if not (pages of 16
@@ -69,7 +69,6 @@ class Explainer:
         units: int = 131_072,
         reuse: bool = True,
         groups: GroupLayout | None = None,
-        public: PublicPrefixes | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.page_size = whole("page_size", page_size, 1)
@@ -78,11 +77,18 @@ class Explainer:
         whole("units", units, 1)
         self._clock = clock
         self._reuse = reuse
-        self._mirror = Mirror(self.page_size, policy, units, prompt_tokens, groups, public=public)
+        self._mirror = Mirror(self.page_size, policy, units, prompt_tokens, groups)
         self._records: OrderedDict[str, ExplainedRequest] = OrderedDict()
         self._running: OrderedDict[str, ExplainedRequest] = OrderedDict()
         self._computed: dict[str, int] = {}
         self._inbox: Inbox[Callable[[], None]] = Inbox(_call, "kvkeep-explain", _MOST_QUEUED)
+
+    def share(self, public: PublicPrefixes) -> None:
+        """Explain with the public prefixes of the cache, which may be declared later.
+
+        Call it before the first event: units are named with what tenants share.
+        """
+        self._mirror.share(public)
 
     # --- events ------------------------------------------------------------------------------
 

@@ -56,19 +56,21 @@ class Mirror:
         units: int,
         prompt_tokens: int,
         groups: GroupLayout | None = None,
-        *,
-        public: PublicPrefixes | None = None,
     ) -> None:
-        self._public = PublicPrefixes() if public is None else public
-        declared = DeclaredRows(self._public, page_size)
+        self._public = PublicPrefixes()
         self.ledger = UnitLedger(page_size, units, points=groups is not None)
         self.prompts = PromptHistory(prompt_tokens)
-        self._reasons = Reasons(self.ledger, self.prompts, policy, groups, declared)
+        self._reasons = Reasons(self.ledger, self.prompts, policy, groups)
         self._number = 0  # events so far
         self._before: Event | None = None
         self._gone: tuple[Evicted, Eviction] | None = None  # the last one, not applied yet
         self._opened: OrderedDict[int, _Opening] = OrderedDict()  # by sequence
         self._open: OrderedDict[int, SeenPrompt] = OrderedDict()
+
+    def share(self, public: PublicPrefixes) -> None:
+        """Judge prompts with these public prefixes."""
+        self._public = public
+        self._reasons.declared = DeclaredRows(public, self.ledger.unit_tokens)
 
     # --- events ------------------------------------------------------------------------------
 

@@ -81,7 +81,11 @@ Verdict = Requester | Eviction | _Late | str
 
 
 class Reasons:
-    """Finds the reasons in a `UnitLedger` and a `PromptHistory`; changes neither."""
+    """Finds the reasons in a `UnitLedger` and a `PromptHistory`; changes neither.
+
+    Attributes:
+        declared: the public prefixes, if there may be any.
+    """
 
     def __init__(
         self,
@@ -89,9 +93,8 @@ class Reasons:
         prompts: PromptHistory,
         policy: str,
         groups: GroupLayout | None = None,
-        declared: DeclaredRows | None = None,
     ) -> None:
-        self._declared = declared
+        self.declared: DeclaredRows | None = None
         self._groups = groups
         self._ledger = ledger
         self._prompts = prompts
@@ -110,8 +113,8 @@ class Reasons:
         known = query.cached // self._size + sum(units for _, units in before)
         spans += self._of_units(query, verdicts)
         spans += self._of_tail(query, query.space, _NEW)
-        if self._declared is not None:
-            spans = self._declared.marked(query.prompt, spans, self._ledger)
+        if self.declared is not None:
+            spans = self.declared.marked(query.prompt, spans, self._ledger)
         if spans[-1].reason == _NEW:
             spans = self._elsewhere(query, spans, known)
             spans = self._alike(query, spans, rows[:known], known)

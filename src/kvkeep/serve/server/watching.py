@@ -43,12 +43,9 @@ class Watching:
             return self.usage.see, self.tenants.ledger.see
         cache = self._cache
         self.explainer = explainer = Explainer(
-            cache.page_size,
-            cache.policy,
-            reuse=cache.reuse,
-            groups=cache.groups,
-            public=cache.public,
+            cache.page_size, cache.policy, reuse=cache.reuse, groups=cache.groups
         )
+        explainer.share(cache.public)
         self._ends += [cache.subscribe(explainer.see), explainer.close]
         return self.usage.see, self.tenants.ledger.see, explainer.see_request
 
