@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +15,19 @@ from engines import BLOCK, Answer, Engine, engine, prompt, same
 from hybrids import make_hybrid
 from models import make_adapter, make_gemma
 from test_both import Kept, both, connected
+from vllm import SamplingParams
 from vllm.distributed.parallel_state import destroy_model_parallel
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request
+
+from kvkeep.core.public import PublicPrefixes
+from kvkeep.integrations.vllm.keys import keys_of
+from kvkeep.integrations.vllm.options import RequestOptions
+from kvkeep.integrations.vllm.public import PublicBlocks
+from kvkeep.integrations.vllm.requests import FollowedRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -226,3 +239,66 @@ def test_hashes_of_other_lengths(llama: str, declared: str, algorithm: str) -> N
         again = asked(one, [*SYSTEM, *prompt(70)], "a")
         assert again.cached > PUBLIC
         same([first], [again])
+
+
+@dataclass(frozen=True)
+class Made:
+    """A request, and what its blocks depend on by the definition of public prefixes."""
+
+    request: Request
+    public: int
+
+    def depends(self, block: int, size: int) -> object:
+        """What the block's KV depends on, with all that separates tenants."""
+        request, end = self.request, (block + 1) * size
+        tokens = tuple(request.all_token_ids[:end])
+        if end <= self.public:
+            return tokens
+        images = [
+            (one.identifier, one.mm_position.offset)
+            for one in request.mm_features
+            if one.mm_position.offset < end
+        ]
+        return tokens, request.cache_salt or "", tuple(images)
+
+
+def made(rng: random.Random, rows: list[list[int]], size: int) -> Made:
+    """A request that begins like one of the rows, or almost so."""
+    tokens = [*rng.choice(rows), *(rng.randrange(2) for _ in range(rng.randrange(3 * size)))]
+    if rng.random() < 0.3:
+        tokens[rng.randrange(len(tokens))] ^= 1
+    tokens = tokens[: rng.randrange(1, len(tokens) + 1)] if rng.random() < 0.3 else tokens
+    images = []
+    if rng.random() < 0.3:
+        place = PlaceholderRange(offset=rng.randrange(len(tokens)), length=1)
+        images = [MultiModalFeatureSpec(None, "image", rng.choice("ij"), place)]
+    salt, hasher = rng.choice([None, "a", "b"]), get_request_block_hasher(size, sha256)
+    request = Request(
+        "one", tokens, SamplingParams(max_tokens=99), None, mm_features=images, cache_salt=salt,
+        block_hasher=hasher,
+    )  # fmt: skip
+    first = images[0].mm_position.offset if images else len(tokens)
+    whole = [row[: len(row) // size * size] for row in rows]
+    public = max((len(row) for row in whole if tokens[:first][: len(row)] == row), default=0)
+    return Made(request, public)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_blocks_have_one_name_where_they_depend_on_the_same(seed: int) -> None:
+    """Two blocks of any requests have equal keys if and only if what they depend on is equal."""
+    init_none_hash(sha256)
+    rng, size = random.Random(seed), 4
+    rows = [[rng.randrange(2) for _ in range(rng.randrange(3, 18))] for _ in range(3)]
+    public = PublicBlocks(PublicPrefixes(rows), size)
+    names: dict[bytes, object] = {}
+    for _ in range(300):
+        one = made(rng, rows, size)
+        followed = FollowedRequest(one.request, RequestOptions(), public=public.hashes(one.request))
+        assert len(followed.public) * size == one.public
+        # An answer that continues a prefix is private.
+        one.request.append_output_token_ids(rng.choice(rows))
+        for block, key in enumerate(keys_of(followed.hashes(0, 99), 0)):
+            assert names.setdefault(key, one.depends(block, size)) == one.depends(block, size)
+            at = [followed.hashes(block, block + 1), followed.hashes(0, 99)[block : block + 1]]
+            assert keys_of(at[0], 0) == keys_of(at[1], 0) == [key]
+    assert len(set(map(repr, names.values()))) == len(names), "one block has two names"
