@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -119,6 +120,12 @@ def test_texts_need_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "give --model" in capsys.readouterr().err
 
 
+def known(url: str) -> float:
+    """How many blocks the router knows."""
+    text = httpx.get(f"{url}/metrics").text
+    return float(re.findall(r'^kvkeep_router_blocks{kind="blocks"} (\S+)$', text, re.M)[0])
+
+
 @pytest.mark.model
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_new_tenants_go_where_the_public_part_is(tmp_path: Path) -> None:
@@ -128,12 +135,13 @@ def test_new_tenants_go_where_the_public_part_is(tmp_path: Path) -> None:
     file.write_text(f"{json.dumps(system)}\n")
     declared = ("--public-prefixes", str(file))
     made = [Instance(*declared), Instance(*declared)]
-    proxy, url = route(made, *declared, "--balance", "0")
+    patient = ("--balance", "0", "--probe-timeout", "60")
+    proxy, url = route(made, *declared, *patient)
     try:
         for one in made:
             eventually(one.ready, 180)
         eventually(lambda: "kvkeep routes at" in proxy.text, 60)
-        eventually(lambda: httpx.get(f"{url}/health").is_success)
+        eventually(lambda: {*httpx.get(f"{url}/health").json()["each"].values()} == {"up"})
 
         def cached(at: str, salt: str, question: list[int]) -> int:
             asked = {"prompt": [*system, *question], "max_tokens": 1, "cache_salt": salt}
@@ -142,7 +150,7 @@ def test_new_tenants_go_where_the_public_part_is(tmp_path: Path) -> None:
             return found
 
         assert cached(made[1].url, "somebody", [1, 2]) == 0
-        eventually(lambda: 'blocks"} 2' in httpx.get(f"{url}/metrics").text)
+        eventually(lambda: known(url) >= 25)
         before = made[1].requests()
         assert [cached(url, f"tenant {n}", [3, n + 1]) for n in range(6)] == [400] * 6
         assert made[1].requests() - before == 6
