@@ -67,7 +67,8 @@ class AnswerWatch:
         row = _tokens(followed.request)
         if row is not None:
             keys = self._keys(followed, len(row))
-            self._returns.requested(row, keys, tenant=followed.request.cache_salt)
+            salt = followed.request.cache_salt
+            self._returns.requested(row, keys, tenant=salt, public=len(followed.public))
 
     def blocks(self, followed: FollowedRequest, complete: int) -> int:
         """Return how many of a running request's ``complete`` leading blocks may be saved now.
@@ -107,7 +108,13 @@ class AnswerWatch:
             for key in keys_of(followed.hashes(0, len(keys)), at)
         ]
         self._returns.ended(
-            row, keys, prompt=prompt, ended=ended, tenant=request.cache_salt, beside=beside
+            row,
+            keys,
+            prompt=prompt,
+            ended=ended,
+            tenant=request.cache_salt,
+            public=len(followed.public),
+            beside=beside,
         )
         return kept, complete
 

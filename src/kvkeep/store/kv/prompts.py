@@ -380,4 +380,5 @@ class PromptStore(Store):
 
 def _chain(prompt: PromptBlocks) -> Chain:
     row, _, names = prompt
-    return Chain(names.root, names.full(row), names.block_tokens, len(row), row)
+    size, public = names.block_tokens, names.num_public
+    return Chain(names.root, names.full(row), size, len(row), row, public)
