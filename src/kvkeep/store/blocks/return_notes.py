@@ -110,11 +110,16 @@ class ReturnRecorder(BlockReturns):
         super().__init__(block_tokens, TierReturns((), returns=self._recorded))
 
     def requested(
-        self, row: TokenArray, keys: Sequence[bytes], *, tenant: str | None = None
+        self,
+        row: TokenArray,
+        keys: Sequence[bytes],
+        *,
+        tenant: str | None = None,
+        public: int = 0,
     ) -> None:
         conversations = self._returns.conversations
         if len(conversations):
-            self._leave(conversations.requested(self._chain(row, keys, tenant)))
+            self._leave(conversations.requested(self._chain(row, keys, tenant, public)))
 
     def ended(
         self,
@@ -124,10 +129,11 @@ class ReturnRecorder(BlockReturns):
         prompt: int,
         ended: Ended,
         tenant: str | None = None,
+        public: int = 0,
         beside: Sequence[bytes] = (),
     ) -> None:
         conversations = self._returns.conversations
-        chain = self._chain(row, keys, tenant)
+        chain = self._chain(row, keys, tenant, public)
         wait, left = conversations.ended(chain, prompt, ended, tenant)
         self._leave(left)
         number = self._recorded.numbers[wait]
