@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Final
 
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.eviction.base import Entry, EvictionPolicy
-from kvkeep.core.eviction.lanes import Lane, Lanes
+from kvkeep.core.eviction.lanes import Claim, Lane, Lanes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
     from kvkeep.core.keys import Namespace
     from kvkeep.core.returns import Returns
@@ -78,24 +78,50 @@ class Shares(EvictionPolicy):
         self.name = f"{first.name}+shares"
         self.remembers = first.remembers
         self.awaits = first.awaits
+        self.needs_waits = first.needs_waits
         self._size = 1
         self._least = 1
-        self._lanes = Lanes(make, self.weights)
+        self._lanes = Lanes(make, self._claim_of, self._has_aside)
         self._length = 0
         self._spare = 0  # by how many pages the last victim's tenant is above its floor
 
-    def pages(self) -> dict[Namespace | None, int]:
+    def pages(self) -> dict[Hashable, int]:
         """Return the pages that each tenant stores."""
-        return {space: lane.pages for space, lane in self._lanes.items()}
+        return {lane.tenant: lane.size for lane in self._lanes}
+
+    # --- tenants, which tiers tell by other means --------------------------------------------
+
+    def _tenant_of(self, entry: Entry) -> Hashable:
+        """Return whose entry it is."""
+        return entry.namespace
+
+    def _claim_of(self, tenant: Hashable) -> Claim:
+        """Return the claim of a tenant that `_tenant_of` returned."""
+        if tenant is None:
+            return Claim()
+        space: Namespace = tenant  # type: ignore[assignment]
+        return Claim(self.weights.get(space.tenant, 1.0), bool(space.scope))
+
+    def _has_aside(self, tenant: Hashable) -> bool:
+        """Return whether a tenant has candidates that no policy orders."""
+        del tenant
+        return False
+
+    def _age_of(self, entry: Entry) -> float:
+        """Return the last use of a candidate, by a clock of all tenants."""
+        return entry.last_used
 
     def _count(self, entry: Entry, lane: Lane) -> None:
         """Count what ``entry`` gained or lost since it was counted."""
         change = entry.size - entry.counted
         if change:
             entry.counted = entry.size
-            lane.pages += change
+            lane.size += change
             if lane.item:
-                self._lanes.rank(entry.namespace, lane)
+                self._lanes.rank(lane)
+
+    def _lane_of(self, entry: Entry) -> Lane:
+        return self._lanes.stores(self._tenant_of(entry))
 
     # --- events ------------------------------------------------------------------------------
 
@@ -130,102 +156,112 @@ class Shares(EvictionPolicy):
         return policy
 
     def stored(self, entry: Entry, priority: int, *, known: bool = False) -> None:
-        lane = self._lanes.stores(entry.namespace)
+        lane = self._lane_of(entry)
         self._timed(lane).stored(entry, priority, known=known)
         self._count(entry, lane)
 
     def grown(self, entry: Entry) -> None:
-        lane = self._lanes.stores(entry.namespace)
+        lane = self._lane_of(entry)
         self._timed(lane).grown(entry)
         self._count(entry, lane)
 
     def hit(self, entry: Entry) -> None:
-        if entry.counted:
-            self._timed(self._lanes.stores(entry.namespace)).hit(entry)
+        if entry.size:
+            self._timed(self._lane_of(entry)).hit(entry)
         else:  # a root, which stores nothing
             super().hit(entry)
 
     def used(self, entry: Entry) -> None:
-        if entry.counted:
-            self._timed(self._lanes.stores(entry.namespace)).used(entry)
+        if entry.size:
+            self._timed(self._lane_of(entry)).used(entry)
         else:
             super().used(entry)
 
     def split(self, upper: Entry, lower: Entry) -> None:
-        self._lanes.stores(lower.namespace).policy.split(upper, lower)
+        self._lane_of(lower).policy.split(upper, lower)
         upper.counted = upper.size
         lower.counted -= upper.size
 
     def inherit(self, parent: Entry, child: Entry) -> None:
-        lane = self._lanes.stores(child.namespace)
+        lane = self._lane_of(child)
         lane.policy.inherit(parent, child)
-        lane.pages -= child.counted
+        lane.size -= child.counted
         child.counted = 0
-        if not lane.pages:
-            self._lanes.emptied(child.namespace)
+        if not lane.size:
+            self._lanes.emptied(lane.tenant)
         elif lane.item:
-            self._lanes.rank(child.namespace, lane)
+            self._lanes.rank(lane)
 
     # --- order -------------------------------------------------------------------------------
 
     def add(self, entry: Entry) -> None:
-        lane = self._lanes.stores(entry.namespace)
+        lane = self._lane_of(entry)
         self._count(entry, lane)
         lane.policy.add(entry)
         self._added(entry, lane)
 
     def discard(self, entry: Entry) -> None:
-        lane = self._lanes.stores(entry.namespace)
+        lane = self._lane_of(entry)
         lane.policy.discard(entry)
         lane.ages.remove(entry)
         self._length -= 1
 
     def pop(self) -> Entry | None:
         """Remove a victim of one of the tenants that have most pages for their weights."""
+        lane = self._giving()
+        return None if lane is None else self._pop_of(lane)
+
+    def _giving(self) -> Lane | None:
+        """Return the lane of the tenant that gives the next victim; None without candidates."""
         lane = self._lanes.first()
         if lane is None:
             return None
-        self._spare = lane.pages
-        if not lane.public:
+        self._spare = lane.size
+        if not lane.claim.public:
             floor = self.guaranteed * self._size / self._lanes.weights
             # The highest, if no other is above.
-            lane = min(self._lanes.highest(_COMPARED, floor), key=_keep)
-            self._spare = int(lane.pages - floor * lane.weight)
+            lanes = self._lanes.highest(_COMPARED, floor)
+            if len(lanes) > 1:
+                lane = min(lanes, key=self._keep)
+            self._spare = int(lane.size - floor * lane.claim.weight)
+        return lane
+
+    def _pop_of(self, lane: Lane) -> Entry | None:
+        """Remove and return the next victim of a lane; None if its policy has none."""
         entry = self._at_moment(lane).pop()
-        assert entry is not None
-        lane.ages.remove(entry)
-        self._length -= 1
+        if entry is not None:
+            lane.ages.remove(entry)
+            self._length -= 1
         return entry
+
+    def _keep(self, lane: Lane) -> tuple[float, float]:
+        """Return what the next victim of a lane is worth, and the last use of its oldest one."""
+        oldest = lane.ages.oldest
+        assert oldest is not None
+        return lane.policy.least() or 0.0, oldest
 
     def portion(self, entry: Entry) -> int:
         """Return how many pages to take before its tenant is at its floor; 0.1 % at least."""
-        most = self._lanes.stores(entry.namespace).policy.portion(entry)
+        most = self._lane_of(entry).policy.portion(entry)
         return min(most, max(self._spare, self._least))
 
     def put_back(self, entry: Entry) -> None:
-        lane = self._lanes.stores(entry.namespace)
+        lane = self._lane_of(entry)
         self._count(entry, lane)
         lane.policy.put_back(entry)
         self._added(entry, lane)
 
     def _added(self, entry: Entry, lane: Lane) -> None:
         """Note that the policy of ``lane`` has one more candidate."""
-        lane.ages.push(entry, entry.last_used)
+        lane.ages.push(entry, self._age_of(entry))
         self._length += 1
         if not lane.item:
-            self._lanes.rank(entry.namespace, lane)
+            self._lanes.rank(lane)
 
     def __len__(self) -> int:
         return self._length
 
     def describe(self, entry: Entry) -> str:
         """Return the rank of its tenant, and the description by its tenant's policy."""
-        lane = self._lanes.stores(entry.namespace)
-        return f"of {lane.pages} pages of its tenant, {lane.policy.describe(entry)}"
-
-
-def _keep(lane: Lane) -> tuple[float, float]:
-    """Return what the next victim of a lane is worth, and when its oldest candidate was used."""
-    oldest = lane.ages.oldest
-    assert oldest is not None
-    return lane.policy.least() or 0.0, oldest
+        lane = self._lane_of(entry)
+        return f"of {lane.size} pages of its tenant, {lane.policy.describe(entry)}"
