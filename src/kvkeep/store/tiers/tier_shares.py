@@ -147,10 +147,14 @@ class TierShares(Shares):
         tenant, claim = one.tenant, one.tenant.claim._replace(most=most)
         if tenant.spaces > 1:
             return self._move(one, TierTenant(tenant.name, claim, known=tenant.known), mine)
-        if tenant.known:
-            self._named.pop(tenant.name, None)
+        self._unname(tenant)
         self._claims(tenant, claim)
         return False
+
+    def _unname(self, tenant: TierTenant) -> None:
+        """Let the next space that is announced by the name begin another tenant."""
+        if self._named.get(tenant.name) is tenant:  # one with a quota may have the same name
+            del self._named[tenant.name]
 
     def _claims(self, tenant: TierTenant, claim: Claim) -> None:
         tenant.claim = claim
@@ -170,8 +174,8 @@ class TierShares(Shares):
             if not one.blocks and tenant.claim == Claim() and tenant.name not in self.weights:
                 del self._spaces[space]
                 tenant.spaces -= 1
-                if tenant.known and not tenant.spaces:
-                    del self._named[tenant.name]
+                if not tenant.spaces:
+                    self._unname(tenant)
         self._most = max(_MOST_SPACES, 2 * len(self._spaces))
 
     def _move(self, one: _Space, into: TierTenant, mine: Iterable[OrderedBlock]) -> bool:
@@ -179,8 +183,8 @@ class TierShares(Shares):
         before, one.tenant = one.tenant, into
         before.spaces -= 1
         into.spaces += 1
-        if before.known and not before.spaces:
-            self._named.pop(before.name, None)
+        if not before.spaces:
+            self._unname(before)
         if not one.blocks:
             return False
         old, new, blocks = self._lanes.stores(before), self._lanes.stores(into), list(mine)
