@@ -24,12 +24,18 @@ _COMPARED: Final = 8
 def check_weights(weights: Mapping[str, float]) -> dict[str, float]:
     """Return the weights of tenants; `InvalidValue` for one that is not above 0 … 1,000,000."""
     for tenant, weight in weights.items():
-        if isinstance(weight, bool) or not isfinite(weight) or not 0 < weight <= MOST_WEIGHT:
+        if not _is_weight(weight):
             raise InvalidValue(
                 f"the share of {tenant!r} is {weight!r}; a weight above 0, at most "
                 f"{MOST_WEIGHT:.0f}, is needed"
             )
     return {tenant: float(weight) for tenant, weight in weights.items()}
+
+
+def _is_weight(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return isfinite(value) and 0 < value <= MOST_WEIGHT
 
 
 class Shares(EvictionPolicy):

@@ -206,11 +206,13 @@ class BlockTable:
 
     def _count(self, name: bytes, before: int | None, after: int | None) -> None:
         """Count a block whose bytes change; None: it is not here."""
+        taken, takes = self.takes(before or 0), self.takes(after or 0)
         if self.order.tenants is not None:
-            self.order.tenants.count(name, before, after)
+            blocks = (after is not None) - (before is not None)
+            self.order.tenants.count(name, takes - taken, blocks)
         before, after = before or 0, after or 0
         self.bytes += after - before
-        self.taken += self.takes(after) - self.takes(before)
+        self.taken += takes - taken
         space = name[:SPACE_BYTES]
         held = self.spaces.get(space, 0) + after - before
         if held:
@@ -235,4 +237,4 @@ class BlockTable:
         assert spaces == self.spaces
         assert len(self.order) == sum(one.evictable for one in self.blocks.values())
         if self.order.tenants is not None:
-            self.order.tenants.check(self.blocks.values(), rows)
+            self.order.tenants.check(self.blocks.values(), rows, self.takes)

@@ -279,8 +279,9 @@ class Catalogue:
         Does nothing without shares. Call it before the namespace's first block is added; later
         calls regroup its blocks.
         """
-        with self._lock:
-            self._table.announce(space, tenant)
+        if self._table.order.tenants is not None:
+            with self._lock:
+                self._table.announce(space, tenant)
 
     def over_quota(self, space: bytes, more: int) -> int:
         """Return the bytes to evict from a namespace before ``more`` are added; -1: never fits."""

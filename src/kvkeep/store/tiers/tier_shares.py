@@ -75,9 +75,10 @@ class _Space:
 
 
 class TierShares(Shares):
-    """`Shares` of a tier, in bytes. Blocks name a space only; `announce` tells whose it is.
+    """`Shares` of a tier, in bytes that blocks take there.
 
-    All spaces of a tenant have one share together. A space that was not announced, such as one that
+    Blocks name a space only; `announce` tells whose it is. All spaces of a tenant have one share
+    together. A space that was not announced, such as one that
     a listing found, counts as a tenant of weight 1. A space with a quota counts as a tenant of its
     own, with the weight of its tenant.
 
@@ -210,11 +211,10 @@ class TierShares(Shares):
 
     # --- bytes -------------------------------------------------------------------------------
 
-    def count(self, block: bytes, before: int | None, after: int | None) -> None:
-        """Count a block whose bytes change; None: it is not in the tier."""
+    def count(self, block: bytes, change: int, number: int) -> None:
+        """Count a change of the bytes that ``block`` takes, and of the ``number`` of blocks."""
         space = block[:SPACE_BYTES]
         one = self._spaces.get(space) or self._begun(space)
-        change, number = (after or 0) - (before or 0), (after is not None) - (before is not None)
         lane = self._lanes.stores(one.tenant)
         one.bytes += change
         one.blocks += number
@@ -279,17 +279,22 @@ class TierShares(Shares):
         row = self._oldest_row(lane.tenant)
         return super()._keep(lane) if row is None else (0.0, row.used)
 
-    def check(self, blocks: Iterable[OrderedBlock], rows: Iterable[PackedRow]) -> None:
+    def check(
+        self,
+        blocks: Iterable[OrderedBlock],
+        rows: Iterable[PackedRow],
+        takes: Callable[[int], int],
+    ) -> None:
         """Recount everything; an AssertionError is a bug of kvkeep."""
         found: dict[TierTenant, list[int]] = {}
         waiting: dict[TierTenant, int] = {}
         for block in blocks:
             tenant = self._tenant_of(block)
-            found.setdefault(tenant, []).append(block.size)
+            found.setdefault(tenant, []).append(takes(block.size))
             waiting[tenant] = waiting.get(tenant, 0) + block.evictable
         for row in rows:
             tenant = self.tenant(row.block)
-            found.setdefault(tenant, []).append(row.size)
+            found.setdefault(tenant, []).append(takes(row.size))
             waiting.setdefault(tenant, 0)
         lanes = {lane.tenant: lane for lane in self._lanes}
         assert lanes.keys() == found.keys()

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvkeep.core.errors import BackendFailed, IllegalStep
+from kvkeep.core.errors import BackendFailed, IllegalStep, InvalidValue
 from kvkeep.store.tiers.demoting import Demoter
 from kvkeep.store.tiers.front import open_front
 from kvkeep.store.tiers.level_pins import LevelPins
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kvkeep.store.tiers.loss_log import Loss
     from kvkeep.store.tiers.memory import MemorySpec
     from kvkeep.store.tiers.tier import TierSpec
+    from kvkeep.store.tiers.tier_shares import TenantWeights
 
 __all__ = ["TieredStore"]
 
@@ -57,6 +58,10 @@ class TieredStore:
         policy: decides which level holds a block; `Inclusive` unless given.
         notes: descriptions of the store's namespaces by space (`kvkeep.store.tiers.notes`), which
             tiers keep beside the blocks.
+        shares: weights by which tenants share each level with a budget; None: they do not.
+
+    Raises:
+        InvalidValue: there are shares, and processes share the memory; nothing stays open.
 
     Attributes:
         returns: follows conversations, if the ends of requests are reported.
@@ -69,16 +74,23 @@ class TieredStore:
         policy: TieringPolicy | None = None,
         *,
         notes: Mapping[bytes, bytes] | None = None,
+        shares: TenantWeights | None = None,
     ) -> None:
         self.policy = policy or Inclusive()
         self.losses = LossLog([memory.name, *(tier.name for tier in tiers)])
-        self.memory = open_front(memory, self.losses, self._evicted_from_memory)
+        try:
+            self.memory = open_front(memory, self.losses, self._evicted_from_memory, shares)
+        except InvalidValue:
+            for spec in (memory, *tiers):
+                spec.backend.close()
+            raise
         self.tiers = [
             Tier(
                 spec,
                 losses=self.losses,
                 notes=notes,
                 evicting=partial(self._evicting_from, level),
+                shares=shares,
             )
             for level, spec in enumerate(tiers, start=1)
         ]
@@ -282,6 +294,12 @@ class TieredStore:
         self.memory.catalogue.set_quota(space, limit)
         for tier in self.tiers:
             tier.catalogue.set_quota(space, limit)
+
+    def announce(self, space: bytes, tenant: str | None) -> None:
+        """Count a namespace for the share of ``tenant`` in each level; see `Catalogue`."""
+        self.memory.catalogue.announce(space, tenant)
+        for tier in self.tiers:
+            tier.catalogue.announce(space, tenant)
 
     # --- life cycle ------------------------------------------------------------------------------
 
