@@ -63,6 +63,10 @@ class Lane:
         return 0.0 if self.claim.public else self.claim.weight
 
 
+def _place(lane: Lane) -> float:
+    return 1.0 if lane.claim.public else -lane.level
+
+
 class Lanes:
     """The lanes of tenants that store something, by level, and the histories of some others.
 
@@ -90,7 +94,8 @@ class Lanes:
         self._lanes: dict[Hashable, Lane] = {}
         self._absent: OrderedDict[Hashable, Lane] = OrderedDict()  # they store nothing
         self._absent_size = 0  # what they are fitted to
-        # A heap of (-level, number, tenant): an item counts while its number is the lane's.
+        # A heap of (-level, number, tenant): an item counts while its number is the lane's. Its
+        # level may be too high, until it comes first.
         self._order: list[tuple[float, int, Hashable]] = []
         self._items = 0
         self.weights = 0.0
@@ -197,11 +202,13 @@ class Lanes:
     # --- order -------------------------------------------------------------------------------
 
     def rank(self, lane: Lane) -> None:
-        """Put a lane with candidates to its present place in the queue."""
+        """Put a lane with candidates to its present place in the queue.
+
+        Call it after its first candidate came, and after its level rose.
+        """
         self._items += 1
         lane.item = self._items
-        place = 1.0 if lane.claim.public else -lane.level
-        heapq.heappush(self._order, (place, lane.item, lane.tenant))
+        heapq.heappush(self._order, (_place(lane), lane.item, lane.tenant))
         if len(self._order) > 4 * len(self._lanes) + 64:
             self._order = [item for item in self._order if self._is_newest(item)]
             heapq.heapify(self._order)
@@ -217,7 +224,11 @@ class Lanes:
             if self._is_newest(item):
                 lane = self._lanes[item[2]]
                 if len(lane.policy) or self._aside(lane.tenant):
-                    return lane
+                    place = _place(lane)
+                    if place <= item[0]:
+                        return lane
+                    heapq.heapreplace(self._order, (place, *item[1:]))
+                    continue
                 lane.item = 0
             heapq.heappop(self._order)
         return None

@@ -123,7 +123,7 @@ class Shares(EvictionPolicy):
         if change:
             entry.counted = entry.size
             lane.size += change
-            if lane.item:
+            if change > 0 and lane.item:
                 self._lanes.rank(lane)
 
     def _lane_of(self, entry: Entry) -> Lane:
@@ -195,8 +195,6 @@ class Shares(EvictionPolicy):
         child.counted = 0
         if not lane.size:
             self._lanes.emptied(lane.tenant)
-        elif lane.item:
-            self._lanes.rank(lane)
 
     # --- order -------------------------------------------------------------------------------
 
@@ -214,23 +212,29 @@ class Shares(EvictionPolicy):
 
     def pop(self) -> Entry | None:
         """Remove a victim of one of the tenants that have most pages for their weights."""
-        lane = self._giving()
-        return None if lane is None else self._pop_of(lane)
+        lanes = self._givers()
+        if not lanes:
+            return None
+        lane = lanes[0] if len(lanes) == 1 else min(lanes, key=self._keep)
+        spare = 0.0 if lane.claim.public else self._floor() * lane.claim.weight
+        self._spare = int(lane.size - spare)
+        return self._pop_of(lane)
 
-    def _giving(self) -> Lane | None:
-        """Return the lane of the tenant that gives the next victim; None without candidates."""
+    def _floor(self) -> float:
+        """Return the level up to which tenants keep what they have; there is one, not public."""
+        return self.guaranteed * self._size / self._lanes.weights
+
+    def _givers(self) -> list[Lane]:
+        """Return the lanes of tenants, one of which gives the next victim.
+
+        Of those above their floors the eight highest, else the highest; without candidates, none.
+        """
         lane = self._lanes.first()
         if lane is None:
-            return None
-        self._spare = lane.size
-        if not lane.claim.public:
-            floor = self.guaranteed * self._size / self._lanes.weights
-            # The highest, if no other is above.
-            lanes = self._lanes.highest(_COMPARED, floor)
-            if len(lanes) > 1:
-                lane = min(lanes, key=self._keep)
-            self._spare = int(lane.size - floor * lane.claim.weight)
-        return lane
+            return []
+        if lane.claim.public:
+            return [lane]
+        return self._lanes.highest(_COMPARED, self._floor())
 
     def _pop_of(self, lane: Lane) -> Entry | None:
         """Remove and return the next victim of a lane; None if its policy has none."""

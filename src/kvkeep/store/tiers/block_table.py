@@ -145,13 +145,25 @@ class BlockTable:
         """Return ``size`` in whole units of the backend."""
         return -(-size // self._unit) * self._unit
 
-    def next_victim(self, space: bytes | None) -> OrderedBlock | None:
+    def victims(self, space: bytes | None) -> Iterator[OrderedBlock]:
+        """Pop and yield the next victims of ``space``, if it has a quota, else of all.
+
+        `drop` each before the next; nothing else may change meanwhile.
+        """
+        victim: OrderedBlock | None
+        if self.order.tenants is None or (space is not None and space in self.order.quotas):
+            while (victim := self._next_victim(space)) is not None:
+                yield victim
+            return
+        for tenant in self.order.tenants.givers():
+            victim = self._candidate(tenant)
+            assert victim is not None
+            yield victim
+
+    def _next_victim(self, space: bytes | None) -> OrderedBlock | None:
         """Pop the next victim of ``space``, if it has a quota, else of all; None if none."""
         if space is not None and space in self.order.quotas:
             return self._candidate(self.order.group_of(space))
-        if self.order.tenants is not None:
-            tenant = self.order.tenants.giving()
-            return None if tenant is None else self._candidate(tenant)
         oldest = self._candidate(None)
         for own in self.order.own:
             other = self._candidate(own)

@@ -238,8 +238,9 @@ class Catalogue:
         gone: list[bytes] = []
         with self._lock:
             self._table.pins.unpin_expired(self._clock())
+            victims = self._table.victims(space)
             while needed > 0:
-                victim = self._table.next_victim(space)
+                victim = next(victims, None)
                 if victim is None:
                     break
                 self._table.drop(victim)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING, Final
 
 from kvkeep.core.eviction.lanes import Claim
@@ -10,7 +11,7 @@ from kvkeep.core.eviction.shares import Shares, check_weights
 from kvkeep.core.keys import SPACE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Mapping
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 
     from kvkeep.core.eviction import Entry, EvictionPolicy
     from kvkeep.core.eviction.lanes import Lane
@@ -224,10 +225,10 @@ class TierShares(Shares):
     def _resize(self, lane: Lane, change: int) -> None:
         lane.size += change
         tenant: TierTenant = lane.tenant  # type: ignore[assignment]
-        if tenant.blocks:
-            self._lanes.rank(lane)
-        else:
+        if not tenant.blocks:
             self._lanes.emptied(tenant)
+        elif change > 0 or not lane.item:  # it may have packed rows alone
+            self._lanes.rank(lane)
 
     # --- order -------------------------------------------------------------------------------
 
@@ -235,10 +236,27 @@ class TierShares(Shares):
         """Return the policy to tell of a prompt with ``block``: that of its tenant."""
         return self._at_moment(self._lanes.asks(self.tenant(block)))
 
-    def giving(self) -> TierTenant | None:
-        """Return the tenant that gives the next victim; None without candidates."""
-        lane = self._giving()
-        return None if lane is None else lane.tenant  # type: ignore[return-value]
+    def givers(self) -> Iterator[TierTenant]:
+        """Yield the tenant that gives each next victim.
+
+        Between two of them the victim leaves, and nothing else changes. So victims in a row of one
+        tenant cost one comparison of tenants.
+        """
+        while lanes := self._givers():
+            lane, rival = lanes[0], None
+            if len(lanes) > 1:
+                kept = sorted((self._keep(lane), at) for at, lane in enumerate(lanes))
+                lane, rival = lanes[kept[0][1]], kept[1][0]
+            yield lane.tenant  # type: ignore[misc]
+            if rival is not None:
+                floor = self._floor()
+                while lane.item and lane.level > floor and self._first_of(lane) <= rival:
+                    yield lane.tenant  # type: ignore[misc]
+
+    def _first_of(self, lane: Lane) -> tuple[float, float]:
+        """Return `_keep` of a lane, or the greatest value if it has no candidates."""
+        there = len(lane.policy) or self._has_aside(lane.tenant)
+        return self._keep(lane) if there else (inf, inf)
 
     def pop_of(self, tenant: Hashable) -> Entry | None:
         """Remove and return the next victim of a tenant's policy; None if that has none."""

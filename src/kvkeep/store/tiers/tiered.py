@@ -81,7 +81,8 @@ class TieredStore:
         try:
             self.memory = open_front(memory, self.losses, self._evicted_from_memory, shares)
         except InvalidValue:
-            for spec in (memory, *tiers):
+            memory.backend.close()
+            for spec in tiers:
                 spec.backend.close()
             raise
         self.tiers = [
