@@ -208,7 +208,7 @@ def test_shares_of_tenants_in_tiers(tmp_path, capsys):
     assert [bool(one["shares"]) for one in found] == 2 * [False, False, True, True]
     assert main([*words, "--no-bounds"]) == 0
     out = capsys.readouterr().out.splitlines()
-    for row, one in (("lru/inclusive, 20 k + 40 k tokens", 2), ("lru/exclusive, 40 k + 20 k", 7)):
+    for row, one in (("lru/inclusive, 20 k + 40 k", 2), ("lru/exclusive, 40 k + 20 k", 7)):
         (line,) = [line for line in out if line.strip().startswith(row)]
         assert f"{100 * found[one]['token_hit_rate']:.1f} %" in line
         assert f"{100 * found[one - 2]['token_hit_rate']:.1f} %" in line

@@ -45,7 +45,9 @@ def print_shares(outcomes: Sequence[Outcome]) -> None:
 
 
 def _memory(sizes: tuple[int, ...]) -> str:
-    return " + ".join(amount(size).removesuffix(" tokens") for size in sizes) + " tokens"
+    if len(sizes) == 1:
+        return amount(sizes[0])
+    return " + ".join(amount(size).removesuffix(" tokens") for size in sizes)
 
 
 def _sizes(outcome: Outcome) -> tuple[int, ...]:
