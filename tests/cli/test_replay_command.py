@@ -198,7 +198,8 @@ def test_shares_of_tenants(tmp_path, capsys):
 
 def test_shares_of_tenants_in_tiers(tmp_path, capsys):
     path = tmp_path / "tenants.jsonl.gz"
-    write_trace(generate("tenants", seed=1, requests=100, changed={"flood": 1}), path)
+    trace = generate("tenants", seed=1, requests=100, unit_tokens=256, changed={"flood": 1})
+    write_trace(trace, path)
     words = ["replay", str(path), "--capacity", "20k+40k,40k+20k", "--policy", "lru"]
     words += ["--tiering", "inclusive,exclusive", "--share", "flooder=0.5", "--jobs", "1"]
     assert main([*words, "--json"]) == 0

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from kvkeep.core.eviction.base import EvictionPolicy
     from kvkeep.core.returns import Returns
 
-__all__ = ["Claim", "Lane", "Lanes"]
+__all__ = ["Lane", "Lanes", "ShareClaim"]
 
 _MOST_ABSENT: Final = 64  # tenants without pages whose histories are kept
 
 
-class Claim(NamedTuple):
+class ShareClaim(NamedTuple):
     """What a tenant may claim of a memory.
 
     Attributes:
@@ -43,7 +43,7 @@ class Lane:
 
     __slots__ = ("ages", "claim", "fitted", "item", "policy", "size", "tenant")
 
-    def __init__(self, tenant: Hashable, policy: EvictionPolicy, claim: Claim) -> None:
+    def __init__(self, tenant: Hashable, policy: EvictionPolicy, claim: ShareClaim) -> None:
         self.tenant = tenant
         self.policy = policy
         self.claim = claim
@@ -83,7 +83,7 @@ class Lanes:
     def __init__(
         self,
         make: Callable[[], EvictionPolicy],
-        claim_of: Callable[[Hashable], Claim],
+        claim_of: Callable[[Hashable], ShareClaim],
         aside: Callable[[Hashable], bool] = lambda _tenant: False,
     ) -> None:
         self._make = make

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.eviction.base import Entry, EvictionPolicy
-from kvkeep.core.eviction.lanes import Claim, Lane, Lanes
+from kvkeep.core.eviction.lanes import Lane, Lanes, ShareClaim
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -101,12 +101,12 @@ class Shares(EvictionPolicy):
         """Return whose entry it is."""
         return entry.namespace
 
-    def _claim_of(self, tenant: Hashable) -> Claim:
+    def _claim_of(self, tenant: Hashable) -> ShareClaim:
         """Return the claim of a tenant that `_tenant_of` returned."""
         if tenant is None:
-            return Claim()
+            return ShareClaim()
         space: Namespace = tenant  # type: ignore[assignment]
-        return Claim(self.weights.get(space.tenant, 1.0), bool(space.scope))
+        return ShareClaim(self.weights.get(space.tenant, 1.0), bool(space.scope))
 
     def _has_aside(self, tenant: Hashable) -> bool:
         """Return whether a tenant has candidates that no policy orders."""

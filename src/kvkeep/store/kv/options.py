@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Required, TypedDict
 
 from kvkeep.core.errors import InvalidValue, whole
-from kvkeep.core.eviction.shares import check_weights
 from kvkeep.core.geometry import KVGeometry
 from kvkeep.store.blocks.shared import places_of
 from kvkeep.store.kv.forms import Form
 from kvkeep.store.kv.names import store_namespace
 from kvkeep.store.kv.records import RecordForms
-from kvkeep.store.tiers import Inclusive, TieringPolicy
+from kvkeep.store.tiers import Inclusive, TenantWeights, TieringPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -100,7 +99,7 @@ class StoreConfig:
         if shares is not None:
             if not isinstance(shares, Mapping):
                 raise InvalidValue(f"shares are weights by tenant, as {{'a': 3}}; got {shares!r}")
-            shares = check_weights(shares)
+            shares = dict(TenantWeights(shares).weights)
         block_tokens = whole("block_tokens", block_tokens, 1, 1 << 20)
         form = RecordForms(geometry, layout) if snapshots else Form(geometry, layout)
         namespace = store_namespace(

@@ -61,7 +61,7 @@ class PromptStore(Store):
             self._names_of(name).space: parse_bytes(limit) for name, limit in config.quotas.items()
         }
         shares = self._shares(config)
-        front, below = open_tiers(config.tiers, kept.block_shape)
+        front, below = open_tiers(config.tiers, kept.block_shape, shares=shares is not None)
         tiered = TieredStore(front, below, config.policy, notes=self._names.notes, shares=shares)
         if shares is not None:
             self._names.made = tiered.announce

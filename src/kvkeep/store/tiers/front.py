@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from kvkeep.core.errors import InvalidValue
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
@@ -217,8 +215,7 @@ def open_front(
 ) -> FrontMemory:
     """Return the memory of ``spec``; see `MemoryTier` for the arguments.
 
-    Raises:
-        InvalidValue: processes share the memory, and tenants are to share it by weight.
+    Memory that processes share takes no ``shares``; see `open_tiers`.
     """
     from kvkeep.store.backends.memory import MemoryBackend  # noqa: PLC0415 - no import cycle
     from kvkeep.store.tiers.memory import MemoryTier  # noqa: PLC0415
@@ -226,10 +223,5 @@ def open_front(
 
     if isinstance(spec.backend, MemoryBackend):
         return MemoryTier(spec, losses=losses, evicted=evicted, shares=shares)
-    if shares is not None:
-        raise InvalidValue(
-            f"shares are for memory of one process; from {spec.backend.describe()}, which "
-            "processes share, the block used least recently is evicted: leave shares out, or take "
-            "memory://"
-        )
+    assert shares is None
     return SharedMemoryTier(spec, losses=losses, evicted=evicted)

@@ -116,13 +116,9 @@ class Tier:
         self.counters = TierCounters()
         self.indexed = self.backend.capacity is not None
         self.catalogue = Catalogue(
-            options.policy,
-            ttl=options.ttl,
-            budget=self.backend.capacity,
-            ordered=ORDERED,
-            unit=self.backend.unit,
-            shares=shares,
-        )
+            options.policy, ttl=options.ttl, budget=self.backend.capacity, ordered=ORDERED,
+            unit=self.backend.unit, shares=shares,
+        )  # fmt: skip
         self.breaker = Breakers(self.name, limit=options.breaker_limit, pause=options.breaker_pause)
         self.reading = Workers(f"{self.name} reader", options.readers, 4096)
         self.writing = Workers(

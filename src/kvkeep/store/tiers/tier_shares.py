@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, Final
 
-from kvkeep.core.eviction.lanes import Claim
+from kvkeep.core.eviction.lanes import ShareClaim
 from kvkeep.core.eviction.shares import Shares, check_weights
 from kvkeep.core.keys import SPACE_BYTES
 
@@ -52,7 +52,7 @@ class TierTenant:
 
     __slots__ = ("blocks", "claim", "known", "name", "spaces")
 
-    def __init__(self, name: str | None, claim: Claim, *, known: bool) -> None:
+    def __init__(self, name: str | None, claim: ShareClaim, *, known: bool) -> None:
         self.name = name
         self.known = known
         self.claim = claim
@@ -130,7 +130,7 @@ class TierShares(Shares):
         and the tenant have blocks already, or the space was another tenant's: then O(blocks).
         """
         one = self._spaces.get(space) or self._begun(space)
-        claim = Claim(1.0 if name is None else self.weights.get(name, 1.0), name is None)
+        claim = ShareClaim(1.0 if name is None else self.weights.get(name, 1.0), name is None)
         limit, named = one.tenant.claim.most, self._named.get(name)
         if limit is None and named is not None:
             return one.tenant is not named and self._move(one, named, mine)
@@ -158,7 +158,7 @@ class TierShares(Shares):
         if self._named.get(tenant.name) is tenant:  # one with a quota may have the same name
             del self._named[tenant.name]
 
-    def _claims(self, tenant: TierTenant, claim: Claim) -> None:
+    def _claims(self, tenant: TierTenant, claim: ShareClaim) -> None:
         tenant.claim = claim
         self._lanes.reclaim(tenant)
 
@@ -166,14 +166,14 @@ class TierShares(Shares):
         """Return the record of a space that was unknown."""
         if len(self._spaces) >= self._most:
             self._forget_some()
-        one = self._spaces[space] = _Space(TierTenant(None, Claim(), known=False))
+        one = self._spaces[space] = _Space(TierTenant(None, ShareClaim(), known=False))
         return one
 
     def _forget_some(self) -> None:
         """Forget spaces without blocks, except those of tenants with a weight or a quota."""
         for space, one in list(self._spaces.items()):
             tenant = one.tenant
-            if not one.blocks and tenant.claim == Claim() and tenant.name not in self.weights:
+            if not one.blocks and tenant.claim == ShareClaim() and tenant.name not in self.weights:
                 del self._spaces[space]
                 tenant.spaces -= 1
                 if not tenant.spaces:
@@ -279,7 +279,7 @@ class TierShares(Shares):
         block: OrderedBlock = entry  # type: ignore[assignment]
         return self._spaces[block.block[:SPACE_BYTES]].tenant
 
-    def _claim_of(self, tenant: Hashable) -> Claim:
+    def _claim_of(self, tenant: Hashable) -> ShareClaim:
         assert isinstance(tenant, TierTenant)
         return tenant.claim
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvkeep.core.errors import BackendFailed, IllegalStep, InvalidValue
+from kvkeep.core.errors import BackendFailed, IllegalStep
 from kvkeep.store.tiers.demoting import Demoter
 from kvkeep.store.tiers.front import open_front
 from kvkeep.store.tiers.level_pins import LevelPins
@@ -48,20 +48,15 @@ class TieredStore:
     slow: a read is shorter, a write is dropped and counted.
 
     Thread safety: all methods. Cost: a few µs a block in memory besides the copy, which the caller
-    makes; slow work is done by threads of the tiers, except for `remove` and `clear`. A forked
-    process has none of these threads: there every method but `stats` and `close` raises
-    `IllegalStep`, as in a store that is closed.
+    makes; slow work is done by threads of the tiers, except for `remove` and `clear`. In a forked
+    process, which has no such threads, all methods but `stats` and `close` raise `IllegalStep`.
 
     Arguments:
         memory: the memory above the tiers.
         tiers: the tiers below it, fastest first.
         policy: decides which level holds a block; `Inclusive` unless given.
-        notes: descriptions of the store's namespaces by space (`kvkeep.store.tiers.notes`), which
-            tiers keep beside the blocks.
+        notes: of the store's namespaces, by space (`kvkeep.store.tiers.notes`), for all tiers.
         shares: weights by which tenants share each level with a budget; None: they do not.
-
-    Raises:
-        InvalidValue: there are shares, and processes share the memory; nothing stays open.
 
     Attributes:
         returns: follows conversations, if the ends of requests are reported.
@@ -78,26 +73,15 @@ class TieredStore:
     ) -> None:
         self.policy = policy or Inclusive()
         self.losses = LossLog([memory.name, *(tier.name for tier in tiers)])
-        try:
-            self.memory = open_front(memory, self.losses, self._evicted_from_memory, shares)
-        except InvalidValue:
-            memory.backend.close()
-            for spec in tiers:
-                spec.backend.close()
-            raise
+        self.memory = open_front(memory, self.losses, self._evicted_from_memory, shares)
+        open_tier = partial(Tier, losses=self.losses, notes=notes, shares=shares)
         self.tiers = [
-            Tier(
-                spec,
-                losses=self.losses,
-                notes=notes,
-                evicting=partial(self._evicting_from, level),
-                shares=shares,
-            )
+            open_tier(spec, evicting=partial(self._evicting_from, level))
             for level, spec in enumerate(tiers, start=1)
         ]
         self._planner = Planner(self.policy, len(self.tiers))
-        orders: list[FrontOrder] = [self.memory.catalogue, *(tier.catalogue for tier in self.tiers)]
-        self.returns = TierReturns(orders)
+        self._orders: list[FrontOrder] = [self.memory.catalogue, *(t.catalogue for t in self.tiers)]
+        self.returns = TierReturns(self._orders)
         self._levels = Levels(
             self.memory, self.tiers, self._planner, self.losses, self.returns.used
         )
@@ -292,15 +276,13 @@ class TieredStore:
     def set_quota(self, space: bytes, limit: int) -> None:
         """Limit a namespace to ``limit`` bytes in each level that has a budget."""
         self.check_open()
-        self.memory.catalogue.set_quota(space, limit)
-        for tier in self.tiers:
-            tier.catalogue.set_quota(space, limit)
+        for order in self._orders:
+            order.set_quota(space, limit)
 
     def announce(self, space: bytes, tenant: str | None) -> None:
         """Count a namespace for the share of ``tenant`` in each level; see `Catalogue`."""
-        self.memory.catalogue.announce(space, tenant)
-        for tier in self.tiers:
-            tier.catalogue.announce(space, tenant)
+        for order in self._orders:
+            order.announce(space, tenant)
 
     # --- life cycle ------------------------------------------------------------------------------
 
