@@ -604,7 +604,7 @@ LARGE: dict[str, int] = {
 MOST_ARGUMENTS = 8
 WIDE: dict[str, int] = {  # what users write by name
     "kvkeep.core.cache.paged.PagedCache": 9,
-    "kvkeep.store.kv.store.KVStore": 12,
+    "kvkeep.store.kv.store.KVStore": 13,
 }
 
 

@@ -89,9 +89,9 @@ def _add_replaying(group: argparse._ArgumentGroup) -> None:
     add_option(
         group,
         "--share LIST",
-        "replay each policy also with fair shares of the memory, by weight: team-a=3,team-b=1, "
-        "others 1; '=1' for equal weights. A table then compares the hits of tenants with those "
-        "that each has alone on its share",
+        "replay each policy also with fair shares of memory and tiers, by weight: "
+        "team-a=3,team-b=1, others 1; '=1' for equal weights. A table then compares the hits of "
+        "tenants with those that each has alone on its share",
     )
     group.add_argument(
         "--prefix",
@@ -199,12 +199,12 @@ def _planned_runs(
                 run, page_tokens=args.page, prefix=args.prefix, cost=cost, users=args.users,
                 closed_loop=args.closed_loop, groups=groups,
             )  # fmt: skip
+            some = [run]
             if below:
                 tierings = _parts("--tiering", args.tiering)
-                runs += [replace(run, tiering=one, bandwidths=speeds) for one in tierings]
-            else:
-                runs.append(run)
-            runs += [replace(run, shares=shares)] if shares else []
+                some = [replace(run, tiering=one, bandwidths=speeds) for one in tierings]
+            runs += some
+            runs += [replace(one, shares=shares) for one in some] if shares else []
     return list(dict.fromkeys(runs))
 
 

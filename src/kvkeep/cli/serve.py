@@ -172,8 +172,8 @@ def _store(args: argparse.Namespace, runner: Runner, name: str) -> KVStore | Non
     if args.no_store or args.no_reuse:
         return None
     if args.tier:
-        return open_store(args, runner, name=name, tiers=args.tier)
-    return open_default_store(args, runner, name=name)
+        return open_store(args, runner, name=name, tiers=args.tier, shares=weights_of(args))
+    return open_default_store(args, runner, name=name, shares=weights_of(args))
 
 
 def _listen(listener: Listener, bound: socket.socket) -> int:

@@ -1,4 +1,4 @@
-"""Options about tenants: the prefixes that all of them share, and their shares of the pool."""
+"""Options about tenants: the prefixes that all of them share, and their shares of memory."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def add_tenant_options(parser: argparse._ActionsContainer) -> None:
         action="append",
         default=[],
         metavar="TENANT=WEIGHT",
-        help="share the pool fairly, with this weight for a tenant (cache_salt); may be repeated, "
-        "others have weight 1; '=1' shares it with equal weights (default: no shares)",
+        help="share the pool and the tiers fairly, with this weight for a tenant (cache_salt); may "
+        "be repeated, others have weight 1; '=1' shares with equal weights (default: no shares)",
     )
 
 

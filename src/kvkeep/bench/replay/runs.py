@@ -16,7 +16,7 @@ from kvkeep.bench.replay.bounds import BELADY, INFINITE, belady, infinite
 from kvkeep.bench.replay.loop import simulate_loop
 from kvkeep.bench.replay.outcome import Outcome
 from kvkeep.bench.replay.paging import Paging
-from kvkeep.bench.replay.sharing import check_tenants, simulate_shares
+from kvkeep.bench.replay.sharing import check_tenants, simulate_shares, simulate_tier_shares
 from kvkeep.bench.replay.simulate import SESSIONS, simulate
 from kvkeep.bench.replay.tiered import simulate_tiers
 from kvkeep.core.errors import InvalidValue, whole
@@ -52,8 +52,9 @@ class ReplayRun:
     and ``users`` may send requests in turn, or sessions wait for their answers in a
     ``closed_loop`` (`simulate_loop`); tiers, the first included, are then read at ``bandwidths``
     (`simulate_tiers`). ``groups`` are those of a model with windows or states, with pages of their
-    size. With ``shares``, pairs of a tenant and its weight, tenants share the memory and are
-    compared with each alone (`simulate_shares`). Raises `InvalidValue` for invalid values.
+    size. With ``shares``, pairs of a tenant and its weight, tenants share the memory and the tiers,
+    and are compared with each alone (`simulate_shares`, `simulate_tier_shares`). Raises
+    `InvalidValue` for invalid values.
     """
 
     policy: str
@@ -111,7 +112,6 @@ class ReplayRun:
         check_weights(dict(self.shares))
         for what, given in (
             ("a bound", self.policy in BOUNDS),
-            ("tiers", bool(self.below)),
             ("times of computing", self.cost is not None),
         ):
             if given:
@@ -132,7 +132,7 @@ class ReplayRun:
     def name(self) -> str:
         """The policy's name in the outcome."""
         if self.below and self.policy not in BOUNDS:
-            return f"{self.policy}/{self.tiering}"
+            return f"{self.policy}{'+shares' if self.shares else ''}/{self.tiering}"
         if self.shares:
             return f"{self.eviction}+shares{self.policy.removeprefix(self.eviction)}"
         return self.policy
@@ -168,6 +168,15 @@ class ReplayRun:
             return belady(workload, self.total_tokens, progress)
         if self.below:
             capacities = (self.capacity_tokens, *self.below)
+            if self.shares:
+                return simulate_tier_shares(
+                    workload,
+                    capacities,
+                    self.tiering,
+                    self.policy,
+                    shares=dict(self.shares),
+                    progress=progress,
+                )
             return simulate_tiers(
                 workload,
                 capacities,

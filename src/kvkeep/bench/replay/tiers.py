@@ -17,7 +17,7 @@ from kvkeep.store.tiers.tier_returns import TierReturns
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Sequence
 
-    from kvkeep.store.tiers import TieringPolicy
+    from kvkeep.store.tiers import TenantWeights, TieringPolicy
     from kvkeep.store.tiers.planner import Refuse
 
 __all__ = ["Level", "LevelStats", "TierSimulator"]
@@ -72,6 +72,7 @@ class TierSimulator(ReadMoves, StoreMoves):
         policy: the tiering policy. One that keeps state belongs to this simulator.
         clock: returns seconds.
         ahead: demote from memory before its room is needed.
+        shares: weights by which tenants share each level; None: they do not.
         lost: called with a level and the blocks that it evicted and that no level has any more.
 
     Attributes:
@@ -85,6 +86,7 @@ class TierSimulator(ReadMoves, StoreMoves):
         clock: Callable[[], float] = time.monotonic,
         *,
         ahead: bool = False,
+        shares: TenantWeights | None = None,
         lost: Callable[[int, list[bytes]], None] = lambda _level, _blocks: None,
     ) -> None:
         if not levels:
@@ -92,7 +94,7 @@ class TierSimulator(ReadMoves, StoreMoves):
         self.ahead = ahead
         self._lost = lost
         self._new = False  # whether no block of the prompt that is put was stored before
-        self._levels = [_SimulatedLevel(level, clock) for level in levels]
+        self._levels = [_SimulatedLevel(level, clock, shares) for level in levels]
         self.returns = TierReturns([one.catalogue for one in self._levels], clock)
         self._below = range(1, len(levels))
         super().__init__(Planner(policy, len(levels) - 1), self._levels[0].catalogue)
@@ -279,9 +281,13 @@ class TierSimulator(ReadMoves, StoreMoves):
 class _SimulatedLevel:
     """A level, the catalogue of its blocks, of one byte each, and its counters."""
 
-    def __init__(self, level: Level, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, level: Level, clock: Callable[[], float], shares: TenantWeights | None
+    ) -> None:
         self.level = level
-        self.catalogue = Catalogue(POLICIES[level.eviction], clock=clock, budget=level.blocks)
+        self.catalogue = Catalogue(
+            POLICIES[level.eviction], clock=clock, budget=level.blocks, shares=shares
+        )
         self.hits = self.writes = self.evictions = self.demotions = 0
         self._held: list[bytes] = []
 

@@ -16,7 +16,7 @@ from kvkeep.store.blocks.stats import closed_is_illegal, seconds_of
 from kvkeep.store.kv.binding import ModelBinding
 from kvkeep.store.kv.names import PromptBlocks, TenantNames
 from kvkeep.store.kv.reporting import KVReporter
-from kvkeep.store.tiers import Chain, TieredStore, open_tiers
+from kvkeep.store.tiers import Chain, TenantWeights, TieredStore, open_tiers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -60,14 +60,26 @@ class PromptStore(Store):
         limits = {
             self._names_of(name).space: parse_bytes(limit) for name, limit in config.quotas.items()
         }
-        front, below = open_tiers(config.tiers, kept.block_shape)
-        tiered = TieredStore(front, below, config.policy, notes=self._names.notes)
+        shares = self._shares(config)
+        front, below = open_tiers(config.tiers, kept.block_shape, shares=shares is not None)
+        tiered = TieredStore(front, below, config.policy, notes=self._names.notes, shares=shares)
+        if shares is not None:
+            self._names.made = tiered.announce
         super().__init__(tiered, "tokens")
         self._reporter = KVReporter(self.geometry.bytes_per_token, self._timing)
         self._pin_memory()
         for space, limit in limits.items():
             self._tiered.set_quota(space, limit)
         self._tiered.expect(self._names_of().space)
+
+    def _shares(self, config: StoreConfig) -> TenantWeights | None:
+        """Return the weights of tenants, with the spaces of those that are named."""
+        if config.shares is None:
+            return None
+        spaces: dict[bytes, str | None] = {self._names.shared().space: None}
+        for tenant in {**config.quotas, **config.shares, self.namespace.tenant: 0}:
+            spaces[self._names_of(tenant).space] = tenant
+        return TenantWeights(config.shares, spaces)
 
     @property
     def tiers(self) -> tuple[str, ...]:

@@ -26,7 +26,8 @@ calls.py         guards backend calls, turns failures into misses; breaker.py, w
 health.py        whether the tier can be read and written now
 known.py         which blocks the tier holds and may serve
 catalogue.py     known blocks: block_table.py, eviction_order.py, tier_pins.py, packed.py;
-                 tier_waits.py: tells the policy of conversations that wait
+                 tier_waits.py: tells the policy of conversations that wait;
+                 tier_shares.py: fair shares for tenants
 listing.py       keeps the catalogue in step with the backend; lookups.py, notes.py
 space.py         evicts and deletes within budget and quotas; turns.py: fairness among writers
 record.py        format of a stored block; record_codec.py: encodes, verifies and decodes it
@@ -47,6 +48,7 @@ from kvkeep.store.tiers.opening import TIER_OPTIONS, TIERINGS, open_backend, ope
 from kvkeep.store.tiers.removing import Removed
 from kvkeep.store.tiers.tier import Tier, TierOptions, TierSpec
 from kvkeep.store.tiers.tier_returns import TierReturns
+from kvkeep.store.tiers.tier_shares import TenantWeights
 from kvkeep.store.tiers.tiered import TieredStore
 from kvkeep.store.tiers.tiering import Exclusive, Inclusive, PassThrough, TieringPolicy
 from kvkeep.store.tiers.writing import Written
@@ -68,6 +70,7 @@ __all__ = [
     "PassThrough",
     "Removed",
     "SharedReturns",
+    "TenantWeights",
     "Tier",
     "TierCounters",
     "TierOptions",

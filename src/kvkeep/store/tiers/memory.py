@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvkeep.store.backends.memory import Draft, Lease, MemoryBackend
     from kvkeep.store.backends.shm import ShmBackend
     from kvkeep.store.tiers.spare_buffers import SpareBuffers
+    from kvkeep.store.tiers.tier_shares import TenantWeights
 
 __all__ = ["MemoryLease", "MemorySpec", "MemoryTier"]
 
@@ -88,6 +89,7 @@ class MemoryTier:
         spec: what to open.
         losses: records which blocks it lost, and why.
         evicted: called with each block that was deleted to make room at once.
+        shares: weights of tenants; see `Catalogue`.
 
     Attributes:
         leaving_bytes: bytes of blocks that `leave` returned and that are still here.
@@ -99,12 +101,13 @@ class MemoryTier:
         *,
         losses: LossLog | None = None,
         evicted: Callable[[bytes], None] = lambda _block: None,
+        shares: TenantWeights | None = None,
     ) -> None:
         self.name = spec.name
         assert spec.backend.scheme == "memory"
         self.backend: MemoryBackend = spec.backend  # type: ignore[assignment]
         self.capacity = self.backend.arena.size
-        self.catalogue = Catalogue(spec.policy, ttl=spec.ttl, budget=self.capacity)
+        self.catalogue = Catalogue(spec.policy, ttl=spec.ttl, budget=self.capacity, shares=shares)
         self.counters = TierCounters()
         self.losses = LossLog() if losses is None else losses
         self.leaving_bytes = 0

@@ -99,15 +99,18 @@ def tiering(name: str) -> TieringPolicy:
 
 
 def open_tiers(
-    tiers: Sequence[str | Backend], shape: BlockShape | None = None
+    tiers: Sequence[str | Backend], shape: BlockShape | None = None, *, shares: bool = False
 ) -> tuple[MemorySpec, list[TierSpec]]:
     """Open ``tiers``, fastest first; return the memory tier and the tiers below it.
+
+    ``shares``: tenants are to share them by weight.
 
     If the first tier is neither ``memory://`` nor ``shm://`` with raw blocks, memory of 256 MiB is
     put in front.
 
     Raises:
-        InvalidValue: there is no tier, or one of the URLs is wrong; nothing stays open.
+        InvalidValue: there is no tier, one of the URLs is wrong, or tenants are to share memory
+            that processes share; nothing stays open.
         MissingExtra: xxhash, which computes the checksums of records, is not installed.
     """
     require("xxhash", "store")  # else every read and write fails later, in the background
@@ -118,6 +121,12 @@ def open_tiers(
     try:
         for place in tiers:
             opened.append(_open(place, shape, first=not opened))
+        if shares and isinstance(opened[0], MemorySpec) and opened[0].backend.scheme == "shm":
+            raise InvalidValue(
+                f"shares are for memory of one process; from {opened[0].backend.describe()}, which "
+                "processes share, the block used least recently is evicted: leave shares out, or "
+                "take memory://"
+            )
     except BaseException:
         for tier in opened:
             tier.backend.close()
