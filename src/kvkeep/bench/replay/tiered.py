@@ -40,13 +40,15 @@ def simulate_tiers(
     closed_loop: bool = False,
     speed: float = 1.0,
     whole_answers: bool = False,
+    fetch_back: bool = True,
     progress: Callable[[int], None] | None = None,
 ) -> Outcome:
     """Replay ``workload`` through tiers of so many tokens, fastest first, by units.
 
     Each unit is a block, including the last unit of a prompt. ``tiering`` names the policy that
     moves blocks between tiers (`kvkeep.store.tiers.tiering`), ``policy`` the eviction policy of
-    each tier. As a store does, the replay learns which tokens of answers are never read again, and
+    each tier. If ``fetch_back``, memory with the policy "returns" gets blocks back from tiers before
+    their conversations return, which takes no time here. As a store does, the replay learns which tokens of answers are never read again, and
     does not store them; ``whole_answers`` stores all. The outcome's ``tiers`` count the hits and
     writes of each tier; its policy is named like "lru/inclusive".
 
@@ -88,10 +90,20 @@ def simulate_tiers(
         gone[level] += len(blocks)
 
     gone = [0] * len(levels)
-    simulator = TierSimulator(levels, tiering_policy(tiering), clock=lambda: watch.now, lost=lost)
+    simulator = TierSimulator(
+        levels,
+        tiering_policy(tiering),
+        clock=lambda: watch.now,
+        fetch_back=fetch_back,
+        lost=lost,
+    )
     requests = Requests(workload, simulator, whole_answers=whole_answers)
     for done, number in enumerate(range(len(workload)) if pace is None else pace):
-        watch.now = float(workload.times[number]) if pace is None else pace.now
+        arrived = float(workload.times[number]) if pace is None else pace.now
+        while simulator.fetch_due < arrived:
+            watch.now = simulator.fetch_due
+            simulator.fetch_back()
+        watch.now = arrived
         found = requests.find(number)
         blocks = sum(found)
         hit_tokens = min(blocks * workload.unit_tokens, int(workload.tokens[number]))

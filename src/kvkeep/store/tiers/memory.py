@@ -28,12 +28,16 @@ __all__ = ["MemoryLease", "MemorySpec", "MemoryTier"]
 
 @dataclass(slots=True)
 class MemorySpec:
-    """A memory tier to be opened: its backend, eviction policy, time to live (s) and name."""
+    """A memory tier to be opened: its backend, eviction policy, time to live (s) and name.
+
+    ``fetch_back``: fetch blocks back before their conversations return, if ``policy`` orders by that.
+    """
 
     backend: MemoryBackend | ShmBackend
     policy: Callable[[], EvictionPolicy] = LRU
     ttl: float | None = None
     name: str = "memory"
+    fetch_back: bool = True
 
 
 class MemoryLease:
@@ -246,5 +250,5 @@ class MemoryTier:
             queued_bytes=0,
             breaker="closed",
             breaker_opened=0,
-            counters=self.counters.as_dict(),
+            counters={**self.counters.as_dict(), **self.catalogue.waiting.fetches()},
         )

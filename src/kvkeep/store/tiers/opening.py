@@ -50,6 +50,8 @@ _HOMES = {
     "az": "objects.ObjectBackend",
 }
 _FRONT = ("memory", "shm")  # schemes that can be in front of all tiers
+_RETURNING = "returns"
+_FETCHES = ("returning", "asked")  # what memory reads from tiers: before its return, too
 _GROUP = "kvkeep.backends"  # entry points by which other packages register scheme = class
 
 
@@ -160,7 +162,7 @@ def _open(place: str | Backend, shape: BlockShape, *, first: bool) -> MemorySpec
                 f"{url.safe}: policy={policy_name} is for memory of one process; from memory that "
                 "processes share, the block used least recently is evicted: leave policy= out"
             )
-        return _open_front(url, policy, ttl)
+        return _open_front(url, policy_name, ttl)
     options = TierOptions(
         policy=policy,
         ttl=ttl,
@@ -187,9 +189,16 @@ def _open(place: str | Backend, shape: BlockShape, *, first: bool) -> MemorySpec
     return TierSpec(url.scheme, backend, codec, others, options)
 
 
-def _open_front(
-    url: TierURL, policy: Callable[[], EvictionPolicy], ttl: float | None
-) -> MemorySpec:
+def _open_front(url: TierURL, policy: str, ttl: float | None) -> MemorySpec:
+    returning = policy == _RETURNING
+    fetch = "asked"
+    if url.scheme == "memory":
+        fetch = url.choice("fetch", _FETCHES, "returning" if returning else "asked")
+    if fetch == "returning" and not returning:
+        raise InvalidValue(
+            f"{url.safe}: fetch=returning is for memory with policy={_RETURNING}, which knows when "
+            "conversations return"
+        )
     backend = open_backend(url)
     try:
         url.finish()
@@ -199,7 +208,9 @@ def _open_front(
         backend.close()
         raise
     front: MemoryBackend | ShmBackend = backend  # type: ignore[assignment]
-    return MemorySpec(front, policy, ttl=ttl, name=url.scheme)
+    return MemorySpec(
+        front, POLICIES[policy], ttl=ttl, name=url.scheme, fetch_back=fetch == "returning"
+    )
 
 
 def _claim(backend: Backend, *, raw: bool) -> None:

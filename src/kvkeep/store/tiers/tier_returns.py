@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kvkeep.store.tiers.block_waits import BlockWaits, SharedReturns
 from kvkeep.store.tiers.catalogue import Catalogue
 from kvkeep.store.tiers.conversations import Conversations
+from kvkeep.store.tiers.fetching import FetchPlanner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Hashable, Sequence
@@ -28,16 +29,23 @@ class TierReturns:
     Thread safety: all methods; catalogues are told outside of all locks.
 
     Arguments:
-        orders: all catalogues of the store, before any block is added to them.
+        orders: all catalogues of the store, fastest first, before any block is added to them.
         clock: returns seconds.
+        fetch_back: plan fetches into memory, if it orders by waits and tiers are below it.
 
     Attributes:
         conversations: those that wait.
         waits: at which blocks they do; None if no tier orders by them.
+        noted: called when a conversation begins to wait that is to be fetched back.
+        fetches: what to fetch back before they return; None if nothing is.
     """
 
     def __init__(
-        self, orders: Sequence[FrontOrder], clock: Callable[[], float] = time.monotonic
+        self,
+        orders: Sequence[FrontOrder],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        fetch_back: bool = True,
     ) -> None:
         returns = SharedReturns()
         self.conversations = Conversations(returns, clock)
@@ -48,6 +56,13 @@ class TierReturns:
         for tier in self._tiers:
             assert self.waits is not None
             tier.attend(self.waits)
+        self.noted: Callable[[], object] = lambda: None
+        self.fetches: FetchPlanner | None = None
+        memory = orders[0] if len(orders) > 1 else None
+        if fetch_back and isinstance(memory, Catalogue) and memory.waiting.awaits:
+            assert self.waits is not None
+            self._memory = memory.waiting
+            self.fetches = FetchPlanner(self.waits)
 
     def requested(self, chain: Chain) -> None:
         """Record a prompt that is read or stored; see `Conversations.requested`."""
@@ -79,6 +94,9 @@ class TierReturns:
             blocks = [*chain.blocks, *beside]
             self.waits.begin(blocks, wait)
             self._changed(blocks)
+        if self.fetches is not None:
+            self.fetches.begin(wait, chain.blocks, self._memory.sizes(chain.blocks))
+            self.noted()
 
     def _changed(self, blocks: Sequence[bytes]) -> None:
         for tier in self._tiers if blocks else ():

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import BackendFailed, IllegalStep
 from kvkeep.store.tiers.demoting import Demoter
+from kvkeep.store.tiers.fetch_back import FetchBack
 from kvkeep.store.tiers.front import open_front
 from kvkeep.store.tiers.level_pins import LevelPins
 from kvkeep.store.tiers.levels import Levels
 from kvkeep.store.tiers.loss_log import LossLog
+from kvkeep.store.tiers.memory import MemoryTier
 from kvkeep.store.tiers.planner import Demote, Planner
 from kvkeep.store.tiers.reading import Reader, ReadRequest
 from kvkeep.store.tiers.removing import Removed, Remover
@@ -84,7 +86,7 @@ class TieredStore:
         ]
         self._planner = Planner(self.policy, len(self.tiers))
         orders: list[FrontOrder] = [self.memory.catalogue, *(tier.catalogue for tier in self.tiers)]
-        self.returns = TierReturns(orders)
+        self.returns = TierReturns(orders, fetch_back=memory.fetch_back)
         self._levels = Levels(
             self.memory, self.tiers, self._planner, self.losses, self.returns.used
         )
@@ -92,6 +94,12 @@ class TieredStore:
         self._demoter = Demoter(self._levels, self._queue)
         self._reader = Reader(self._levels, self._queue, self._demoter)
         self._remover = Remover(self._levels, self._queue, self._reader)
+        self._fetch_back: FetchBack | None = None
+        if self.returns.fetches is not None and isinstance(self.memory, MemoryTier):
+            self._fetch_back = FetchBack(
+                self.returns.fetches, self._levels, self.memory, self._reader
+            )
+            self.returns.noted = self._fetch_back.wake
         self._pins = LevelPins(self.memory, self.tiers)
         self._lock = threading.Lock()
         self._closed = False
@@ -329,6 +337,8 @@ class TieredStore:
             self._closed = True
         until = time.monotonic() + timeout
         self._reader.close()
+        if self._fetch_back is not None:
+            self._fetch_back.close()
         complete = self._flush(timeout)
         threads = [(tier, work) for tier in self.tiers for work in (tier.reading, tier.writing)]
         for tier, work in threads:
@@ -337,6 +347,8 @@ class TieredStore:
         for tier, work in threads:  # running calls end within the timeout, or the backend hangs
             work.join(min(_left(until) or 0.0, tier.timeout - work.longest))
         self._reader.join(_left(until) or 0.0)
+        if self._fetch_back is not None:
+            self._fetch_back.join(_left(until) or 0.0)
         for tier in self.tiers:
             # Closing a backend that hangs may hang, too: do it in a daemon thread.
             closing = threading.Thread(target=tier.close, name=f"kvkeep {tier.name}", daemon=True)
@@ -359,7 +371,8 @@ class TieredStore:
     @property
     def idle(self) -> bool:
         """Whether no block is being read, written or deleted, and no prefetch waits or runs."""
-        return self._reader.idle and not len(self._queue)
+        fetches = self._fetch_back is not None and not self._fetch_back.idle
+        return self._reader.idle and not len(self._queue) and not fetches
 
     @property
     def closed(self) -> bool:
