@@ -47,10 +47,11 @@ def simulate_tiers(
 
     Each unit is a block, including the last unit of a prompt. ``tiering`` names the policy that
     moves blocks between tiers (`kvkeep.store.tiers.tiering`), ``policy`` the eviction policy of
-    each tier. If ``fetch_back``, memory with the policy "returns" gets blocks back from tiers before
-    their conversations return, which takes no time here. As a store does, the replay learns which tokens of answers are never read again, and
-    does not store them; ``whole_answers`` stores all. The outcome's ``tiers`` count the hits and
-    writes of each tier; its policy is named like "lru/inclusive".
+    each tier. As a store does, the replay learns which tokens of answers are never read again, and
+    does not store them; ``whole_answers`` stores all. As a store with the policy "returns" does, it
+    fetches blocks back into memory before their conversations return, if ``fetch_back``; that
+    takes no time here. The outcome's ``tiers`` count the hits and writes of each tier; its policy
+    is named like "lru/inclusive".
 
     With ``cost`` requests wait in line, and the outcome has a ``latency``, as from `simulate_loop`,
     which explains ``users``, ``closed_loop`` and ``speed``. Blocks found below the first tier are

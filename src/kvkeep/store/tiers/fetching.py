@@ -1,7 +1,7 @@
 """`FetchPlanner`: which blocks of waiting conversations go back into memory before they return.
 
-The plan and the order of moves (`FetchMoves`) are those of a store (`kvkeep.store.tiers.fetch_back`)
-and of a replay (`kvkeep.bench.replay.tiers`).
+A store performs the moves with bytes in the background (`kvkeep.store.tiers.fetch_back`), a replay
+on numbers (`kvkeep.bench.replay.tiers`).
 """
 
 from __future__ import annotations

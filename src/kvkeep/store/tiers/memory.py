@@ -30,7 +30,8 @@ __all__ = ["MemoryLease", "MemorySpec", "MemoryTier"]
 class MemorySpec:
     """A memory tier to be opened: its backend, eviction policy, time to live (s) and name.
 
-    ``fetch_back``: fetch blocks back before their conversations return, if ``policy`` orders by that.
+    If ``fetch_back``, and the policy is `ReturnAware`, blocks of conversations that are to return
+    are fetched back from the tiers below (`kvkeep.store.tiers.fetching`).
     """
 
     backend: MemoryBackend | ShmBackend

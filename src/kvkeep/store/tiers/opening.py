@@ -18,9 +18,8 @@ from kvkeep.store.tiers.tier import TierOptions, TierSpec
 from kvkeep.store.tiers.tiering import Exclusive, Inclusive
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from kvkeep.core.eviction import EvictionPolicy
     from kvkeep.store.backends.shm import ShmBackend
     from kvkeep.store.tiers.tiering import TieringPolicy
 
