@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import BackendFailed
 from kvkeep.store.tiers.fetching import PAUSE, FetchMoves
+from kvkeep.store.tiers.memory import MemoryTier
 from kvkeep.store.tiers.planner import HEADROOM
 from kvkeep.store.tiers.record import HEADER_BYTES
 from kvkeep.store.tiers.shared_read import SharedRead
@@ -17,11 +18,11 @@ from kvkeep.store.tiers.shared_read import SharedRead
 if TYPE_CHECKING:
     from kvkeep.store.tiers.fetching import FetchPlanner
     from kvkeep.store.tiers.levels import Levels
-    from kvkeep.store.tiers.memory import MemoryTier
     from kvkeep.store.tiers.reading import Reader
     from kvkeep.store.tiers.tier import Tier
+    from kvkeep.store.tiers.tier_returns import TierReturns
 
-__all__ = ["FetchBack"]
+__all__ = ["FetchBack", "open_fetch_back"]
 
 _IDLE_READERS = 2  # of a tier: one is taken, the other is left to requests
 
@@ -135,3 +136,16 @@ class FetchBack(FetchMoves):
         if not self._planner.excess(memory.capacity, memory.capacity):
             return True  # nothing is written when it is evicted
         return memory.backend.used() + size <= memory.capacity * (1 - HEADROOM / 2)
+
+
+def open_fetch_back(returns: TierReturns, levels: Levels, reader: Reader) -> FetchBack | None:
+    """Return what fetches for the conversations of ``returns``; None if nothing is to be fetched.
+
+    It is woken when they begin to wait.
+    """
+    memory = levels.memory
+    if returns.fetches is None or not isinstance(memory, MemoryTier):
+        return None
+    back = FetchBack(returns.fetches, levels, memory, reader)
+    returns.noted = back.wake
+    return back

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import BackendFailed, IllegalStep
 from kvkeep.store.tiers.demoting import Demoter
-from kvkeep.store.tiers.fetch_back import FetchBack
+from kvkeep.store.tiers.fetch_back import open_fetch_back
 from kvkeep.store.tiers.front import open_front
 from kvkeep.store.tiers.level_pins import LevelPins
 from kvkeep.store.tiers.levels import Levels
 from kvkeep.store.tiers.loss_log import LossLog
-from kvkeep.store.tiers.memory import MemoryTier
 from kvkeep.store.tiers.planner import Demote, Planner
 from kvkeep.store.tiers.reading import Reader, ReadRequest
 from kvkeep.store.tiers.removing import Removed, Remover
@@ -94,12 +93,7 @@ class TieredStore:
         self._demoter = Demoter(self._levels, self._queue)
         self._reader = Reader(self._levels, self._queue, self._demoter)
         self._remover = Remover(self._levels, self._queue, self._reader)
-        self._fetch_back: FetchBack | None = None
-        if self.returns.fetches is not None and isinstance(self.memory, MemoryTier):
-            self._fetch_back = FetchBack(
-                self.returns.fetches, self._levels, self.memory, self._reader
-            )
-            self.returns.noted = self._fetch_back.wake
+        self._fetch_back = open_fetch_back(self.returns, self._levels, self._reader)
         self._pins = LevelPins(self.memory, self.tiers)
         self._lock = threading.Lock()
         self._closed = False
