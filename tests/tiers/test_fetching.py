@@ -571,16 +571,16 @@ def test_where_evicted_blocks_are_written_first_requests_keep_room(
 def test_it_can_be_switched_off(bench: Bench) -> None:
     for options, back in [
         ("policy=returns", True),
-        ("policy=returns&fetch=returning", True),
-        ("policy=returns&fetch=asked", False),
+        ("policy=returns&fetch_back=yes", True),
+        ("policy=returns&fetch_back=no", False),
         ("policy=lru", False),
-        ("policy=lru&fetch=asked", False),
+        ("policy=lru&fetch_back=no", False),
     ]:
         front, below = open_tiers([f"memory://1MiB?{options}", "memory://2MiB"])
         store = TieredStore(front, below)
         assert (store._fetch_back is not None) == back
         store.close()
     with pytest.raises(InvalidValue, match="policy=returns"):
-        open_tiers(["memory://1MiB?fetch=returning"])
-    with pytest.raises(InvalidValue, match="returning, asked"):
-        open_tiers(["memory://1MiB?policy=returns&fetch=never"])
+        open_tiers(["memory://1MiB?fetch_back=yes"])
+    with pytest.raises(InvalidValue, match="yes, no"):
+        open_tiers(["memory://1MiB?policy=returns&fetch_back=never"])

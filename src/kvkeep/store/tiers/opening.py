@@ -50,7 +50,6 @@ _HOMES = {
 }
 _FRONT = ("memory", "shm")  # schemes that can be in front of all tiers
 _RETURNING = "returns"
-_FETCHES = ("returning", "asked")  # what memory reads from tiers: before its return, too
 _GROUP = "kvkeep.backends"  # entry points by which other packages register scheme = class
 
 
@@ -190,12 +189,12 @@ def _open(place: str | Backend, shape: BlockShape, *, first: bool) -> MemorySpec
 
 def _open_front(url: TierURL, policy: str, ttl: float | None) -> MemorySpec:
     returning = policy == _RETURNING
-    fetch = "asked"
+    fetch_back = "no"
     if url.scheme == "memory":
-        fetch = url.choice("fetch", _FETCHES, "returning" if returning else "asked")
-    if fetch == "returning" and not returning:
+        fetch_back = url.choice("fetch_back", ("yes", "no"), "yes" if returning else "no")
+    if fetch_back == "yes" and not returning:
         raise InvalidValue(
-            f"{url.safe}: fetch=returning is for memory with policy={_RETURNING}, which knows when "
+            f"{url.safe}: fetch_back=yes is for memory with policy={_RETURNING}, which knows when "
             "conversations return"
         )
     backend = open_backend(url)
@@ -208,7 +207,7 @@ def _open_front(url: TierURL, policy: str, ttl: float | None) -> MemorySpec:
         raise
     front: MemoryBackend | ShmBackend = backend  # type: ignore[assignment]
     return MemorySpec(
-        front, POLICIES[policy], ttl=ttl, name=url.scheme, fetch_back=fetch == "returning"
+        front, POLICIES[policy], ttl=ttl, name=url.scheme, fetch_back=fetch_back == "yes"
     )
 
 
