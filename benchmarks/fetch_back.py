@@ -40,6 +40,7 @@ from kvkeep.store.tiers import (
     tiered,
     tiering,
 )
+from kvkeep.store.tiers.fetching import FetchPlanner
 from kvkeep.store.tiers.record import HEADER_BYTES
 
 if TYPE_CHECKING:
@@ -155,10 +156,12 @@ def main() -> int:
     parser.add_argument("--tiering", default="inclusive")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    tiered.TierReturns = partial(  # type: ignore[attr-defined, misc]
+    tiered.TierReturns = partial(  # type: ignore[assignment, attr-defined]
         TierReturns, clock=lambda: time.monotonic() * args.speed
     )
-    fetch_back.PAUSE = fetching.PAUSE / args.speed  # type: ignore[attr-defined, misc]
+    fetch_back.PAUSE = fetching.PAUSE / args.speed  # type: ignore[attr-defined]
+    left = FetchPlanner.left
+    FetchPlanner.left = lambda self: left(self) / args.speed  # type: ignore[method-assign]
     workload = Workload.read(open_trace(args.trace))
     figures = [one for back in (False, True) for one in serve(workload, args, back=back)]
     return show(figures, f"{args.trace}, {args.tiering}", as_json=args.json)

@@ -311,7 +311,9 @@ def bench(bench: Bench) -> Iterator[Bench]:
     yield bench
     for place in bench._places:
         place.heal()
-    for back in [store._fetch_back for store in bench._stores if store._fetch_back is not None]:
+    for back in [
+        store._reader.fetch_back for store in bench._stores if store._reader.fetch_back is not None
+    ]:
         back.close()
         back.join(10)
         assert back.idle
@@ -362,7 +364,7 @@ def test_a_store_fetches_what_the_simulation_fetches(
     for tier in real.tiers:
         tier.reading.close(1.0)
         tier.reading, tier.writing = AtOnce(), AtOnce()
-    back, simulated = real._fetch_back, Simulated(40, tiering(), below, clock, ahead=True)
+    back, simulated = real._reader.fetch_back, Simulated(40, tiering(), below, clock, ahead=True)
     assert back is not None
     real.returns.noted = lambda: None  # rounds begin below
     chance, fetched = random.Random(seed), 0
@@ -429,7 +431,7 @@ def test_a_round_begins_by_itself_when_waits_grow_older(
     monkeypatch.setattr("kvkeep.store.tiers.fetch_back.PAUSE", 0.01)
     monkeypatch.setattr("kvkeep.store.tiers.fetching.PAUSE", 0.01)
     store = crowded(bench, clock, bench.disk())
-    back = store._fetch_back
+    back = store._reader.fetch_back
     assert back is not None
     clock.now -= 50  # not yet
     store.returns.noted()
@@ -483,7 +485,7 @@ def test_a_fetch_leaves_a_reader_idle(bench: Bench, clock: Clock) -> None:
     assert store.memory.stats().counters["fetched"] == 0
     busy.set()
     until(lambda: tier.reading.unfinished == 0)
-    until(lambda: leading(store) == 6 or store._fetch_back.idle)  # type: ignore[union-attr]
+    until(lambda: leading(store) == 6 or store._reader.fetch_back.idle)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("fault", ["fail", "flip", "truncate"])
@@ -507,7 +509,7 @@ def test_close_ends_a_fetch_that_hangs(bench: Bench, clock: Clock) -> None:
     with pytest.raises(IllegalStep):
         store.locate(talk(1, 6).blocks)
     place.heal()
-    back = store._fetch_back
+    back = store._reader.fetch_back
     assert back is not None
     assert back._thread is not None
     back._thread.join(10)
@@ -578,7 +580,7 @@ def test_it_can_be_switched_off(bench: Bench) -> None:
     ]:
         front, below = open_tiers([f"memory://1MiB?{options}", "memory://2MiB"])
         store = TieredStore(front, below)
-        assert (store._fetch_back is not None) == back
+        assert (store._reader.fetch_back is not None) == back
         store.close()
     with pytest.raises(InvalidValue, match="policy=returns"):
         open_tiers(["memory://1MiB?fetch_back=yes"])

@@ -75,10 +75,12 @@ class FetchBack(FetchMoves):
             self._closed = True
             self._changed.notify_all()
 
-    def join(self, timeout: float) -> None:
-        """After `close`: wait for the running fetch, ``timeout`` seconds at most."""
-        if self._thread is not None:
-            self._thread.join(timeout)
+    def join(self, timeout: float) -> bool:
+        """After `close`: wait for the running fetch, ``timeout`` s at most; return if it ended."""
+        if self._thread is None:
+            return True
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while self._wait():
@@ -93,10 +95,10 @@ class FetchBack(FetchMoves):
     def _wait(self) -> bool:
         """Wait until a round is to begin; return False once closed."""
         with self._changed:
-            left = self.fetches.due - self.fetches.now()
+            left = self.fetches.left()
             self._changed.wait_for(
                 lambda: self._closed or self._awake,
-                None if left == math.inf else max(0.0, min(left, threading.TIMEOUT_MAX)),
+                None if left == math.inf else left,
             )
             self._running = not self._closed
             self._awake = False

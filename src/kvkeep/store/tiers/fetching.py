@@ -67,9 +67,13 @@ class FetchPlanner:
         self.due = math.inf
         """When to plan again if no request comes before, by the clock of the waits."""
 
-    def now(self) -> float:
-        """Return the time of the clock of the waits, in seconds."""
-        return self._waits.clock()
+    def left(self) -> float:
+        """Return the seconds until `due`, 0 if that has passed."""
+        return max(0.0, self.due - self._waits.clock())
+
+    def interrupted(self) -> None:
+        """Plan again after `PAUSE`: not all that was planned could be fetched."""
+        self.due = min(self.due, self._waits.clock() + PAUSE)
 
     def __len__(self) -> int:
         """Return the number of conversations that are known."""
@@ -108,7 +112,7 @@ class FetchPlanner:
             for wait in [wait for wait in self._known if wait.over]:
                 self._drop(wait)
             known = list(self._known.items())
-        now = self.now()
+        now = self._waits.clock()
         self.due = math.inf
         found: list[tuple[float, _Waiting, int]] = []
         for wait, waiting in known:
@@ -181,6 +185,7 @@ class FetchMoves(ABC):
                 if block in self._memory:
                     continue
                 if not self.fetch(block, level, size):
+                    self.fetches.interrupted()
                     return count
                 self._memory.waiting.fetched(block)
                 count += 1

@@ -83,17 +83,16 @@ class TieredStore:
             )
             for level, spec in enumerate(tiers, start=1)
         ]
-        self._planner = Planner(self.policy, len(self.tiers))
-        orders: list[FrontOrder] = [self.memory.catalogue, *(tier.catalogue for tier in self.tiers)]
-        self.returns = TierReturns(orders, fetch_back=memory.fetch_back)
-        self._levels = Levels(
-            self.memory, self.tiers, self._planner, self.losses, self.returns.used
-        )
+        planner = Planner(self.policy, len(self.tiers))
+        below: list[FrontOrder] = [tier.catalogue for tier in self.tiers]
+        self._orders = [self.memory.catalogue, *below]
+        self.returns = TierReturns(self._orders, fetch_back=memory.fetch_back)
+        self._levels = Levels(self.memory, self.tiers, planner, self.losses, self.returns.used)
         self._queue = WriteQueue(self.memory, self.losses)
         self._demoter = Demoter(self._levels, self._queue)
         self._reader = Reader(self._levels, self._queue, self._demoter)
         self._remover = Remover(self._levels, self._queue, self._reader)
-        self._fetch_back = open_fetch_back(self.returns, self._levels, self._reader)
+        self._reader.fetch_back = open_fetch_back(self.returns, self._levels, self._reader)
         self._pins = LevelPins(self.memory, self.tiers)
         self._lock = threading.Lock()
         self._closed = False
@@ -281,9 +280,8 @@ class TieredStore:
     def set_quota(self, space: bytes, limit: int) -> None:
         """Limit a namespace to ``limit`` bytes in each level that has a budget."""
         self.check_open()
-        self.memory.catalogue.set_quota(space, limit)
-        for tier in self.tiers:
-            tier.catalogue.set_quota(space, limit)
+        for order in self._orders:
+            order.set_quota(space, limit)
 
     # --- life cycle ------------------------------------------------------------------------------
 
@@ -311,7 +309,7 @@ class TieredStore:
         for item in self.memory.backend.list():
             if item.block not in self.memory:  # it expired
                 continue
-            move = self._planner.evict(item.block, 0)
+            move = self._levels.planner.evict(item.block, 0)
             if isinstance(move, Demote):
                 tier = self._levels.tier(move.target)
                 self._queue.write(tier, item.block, _left(until), saved.append)
@@ -331,8 +329,6 @@ class TieredStore:
             self._closed = True
         until = time.monotonic() + timeout
         self._reader.close()
-        if self._fetch_back is not None:
-            self._fetch_back.close()
         complete = self._flush(timeout)
         threads = [(tier, work) for tier in self.tiers for work in (tier.reading, tier.writing)]
         for tier, work in threads:
@@ -341,8 +337,6 @@ class TieredStore:
         for tier, work in threads:  # running calls end within the timeout, or the backend hangs
             work.join(min(_left(until) or 0.0, tier.timeout - work.longest))
         self._reader.join(_left(until) or 0.0)
-        if self._fetch_back is not None:
-            self._fetch_back.join(_left(until) or 0.0)
         for tier in self.tiers:
             # Closing a backend that hangs may hang, too: do it in a daemon thread.
             closing = threading.Thread(target=tier.close, name=f"kvkeep {tier.name}", daemon=True)
@@ -365,8 +359,7 @@ class TieredStore:
     @property
     def idle(self) -> bool:
         """Whether no block is being read, written or deleted, and no prefetch waits or runs."""
-        fetches = self._fetch_back is not None and not self._fetch_back.idle
-        return self._reader.idle and not len(self._queue) and not fetches
+        return self._reader.idle and not len(self._queue)
 
     @property
     def closed(self) -> bool:
