@@ -4,8 +4,8 @@
         [--disk TOKENS] [--tiering NAME] [--json]
 
 Replays the beginning of a trace over a real store, ``--speed`` times as fast: memory above a disk
-of 3 GB/s that answers one read at a time. A token takes 128 KiB there, as of a model of 8 billion
-parameters, but records are small, so only the time is real. Both stores order by
+of 3 GB/s that does one read and one write at a time. A token takes 128 KiB there, as of a model of
+8 billion parameters, but records are small, so only the time is real. Both stores order by
 ``policy=returns``; one of them reads from the disk only what is asked for.
 """
 
@@ -54,16 +54,23 @@ BANDWIDTH = 3e9
 
 
 class SlowDisk(MemoryBackend):
-    """Takes ``seconds`` for each read, and answers one at a time."""
+    """Takes ``seconds`` for each read and each write, and does one of each at a time."""
 
     def __init__(self, capacity: int, seconds: float) -> None:
         super().__init__(capacity)
         self._seconds = seconds
-        self._line = threading.Lock()
+        self._reading = threading.Lock()
+        self._writing = threading.Lock()
+
+    def put(self, block: bytes, record: memoryview) -> None:
+        """As memory does, later."""
+        with self._writing:
+            time.sleep(self._seconds)
+        super().put(block, record)
 
     def get(self, block: bytes, room: Room) -> memoryview | None:
         """As memory does, later."""
-        with self._line:
+        with self._reading:
             time.sleep(self._seconds)
         return super().get(block, room)
 
