@@ -78,6 +78,12 @@ def _add_replaying(group: argparse._ArgumentGroup) -> None:
         f"tiering policies to try if there are tiers, of {', '.join(TIERINGS)}",
         default="inclusive,exclusive,adaptive",
     )
+    add_switch(
+        group,
+        "--no-fetch-back",
+        "with tiers: read blocks back into memory only when they are asked for, not before their "
+        "conversations return, as the policy returns does",
+    )
     add_option(
         group,
         "--page TOKENS",
@@ -197,7 +203,7 @@ def _planned_runs(
                 continue
             run = replace(
                 run, page_tokens=args.page, prefix=args.prefix, cost=cost, users=args.users,
-                closed_loop=args.closed_loop, groups=groups,
+                closed_loop=args.closed_loop, groups=groups, fetch_back=not args.no_fetch_back,
             )  # fmt: skip
             some = [run]
             if below:
@@ -248,6 +254,7 @@ def _print(workload: Workload, runs: Sequence[ReplayRun], outcomes: Sequence[Out
         rows.append([label, *cells])
     print_table(["blocks reused", *(" + ".join(map(amount, size)) for size in sizes)], rows)
     _print_groups([one for one in outcomes if one.groups])
+    _print_tiers([one for one in outcomes if one.tiers])
     print_shares(outcomes)
     timed = [one for one in outcomes if one.latency]
     if timed:
@@ -305,6 +312,26 @@ def _print_groups(outcomes: Sequence[Outcome]) -> None:
         ["windows and states", "not resumed", "checkpoints", "no room", "of memory"],
         rows,
     )
+
+
+def _print_tiers(outcomes: Sequence[Outcome]) -> None:
+    """Print where reused blocks were, and what was fetched back; nothing without tiers."""
+    if not outcomes:
+        return
+    rows = []
+    for one in outcomes:
+        memory, *below = one.tiers
+        hits, fetched, blocks = memory["hits"], memory["fetched"], max(1, one.blocks)
+        rows.append(
+            [
+                f"{one.policy}, {amount(one.capacity_tokens)}",
+                part(hits / blocks),
+                part(sum(tier["hits"] for tier in below) / blocks),
+                part(fetched / blocks) if fetched else "",
+                part(memory["fetched_hits"] / fetched) if fetched else "",
+            ]
+        )
+    print_table(["blocks reused from", "memory", "tiers", "fetched back", "of these read"], rows)
 
 
 def _memory(run: ReplayRun) -> tuple[int, ...]:

@@ -42,6 +42,7 @@ def simulate_tiers(
     speed: float = 1.0,
     whole_answers: bool = False,
     shares: Mapping[str, float] | None = None,
+    fetch_back: bool = True,
     progress: Callable[[int], None] | None = None,
 ) -> Outcome:
     """Replay ``workload`` through tiers of so many tokens, fastest first, by units.
@@ -49,10 +50,12 @@ def simulate_tiers(
     Each unit is a block, including the last unit of a prompt. ``tiering`` names the policy that
     moves blocks between tiers (`kvkeep.store.tiers.tiering`), ``policy`` the eviction policy of
     each tier. As a store does, the replay learns which tokens of answers are never read again, and
-    does not store them; ``whole_answers`` stores all. The outcome's ``tiers`` count the hits and
-    writes of each tier; its policy is named like "lru/inclusive". With ``shares`` tenants have
-    these weights in each tier, others 1; the outcome's ``shares`` have the hits of each that has
-    0.2 % of the tokens, and its policy is then "lru+shares/inclusive".
+    does not store them; ``whole_answers`` stores all. As a store with the policy "returns" does, it
+    fetches blocks back into memory before their conversations return, if ``fetch_back``; that
+    takes no time here. The outcome's ``tiers`` count the hits and writes of each tier; its policy
+    is named like "lru/inclusive". With ``shares`` tenants have these weights in each tier, others
+    1; the outcome's ``shares`` have the hits of each that has 0.2 % of the tokens, and its policy
+    is then "lru+shares/inclusive".
 
     With ``cost`` requests wait in line, and the outcome has a ``latency``, as from `simulate_loop`,
     which explains ``users``, ``closed_loop`` and ``speed``. Blocks found below the first tier are
@@ -97,11 +100,16 @@ def simulate_tiers(
         tiering_policy(tiering),
         clock=lambda: watch.now,
         shares=None if shares is None else _weights(workload, shares),
+        fetch_back=fetch_back,
         lost=lost,
     )
     requests = Requests(workload, simulator, whole_answers=whole_answers)
     for done, number in enumerate(range(len(workload)) if pace is None else pace):
-        watch.now = float(workload.times[number]) if pace is None else pace.now
+        arrived = float(workload.times[number]) if pace is None else pace.now
+        while simulator.fetch_due < arrived:
+            watch.now = simulator.fetch_due
+            simulator.fetch_back()
+        watch.now = arrived
         found = requests.find(number)
         blocks = sum(found)
         hit_tokens = min(blocks * workload.unit_tokens, int(workload.tokens[number]))

@@ -206,7 +206,7 @@ class Catalogue:
                     continue
                 block.used = now
                 block.serial = self._table.next_serial()
-                self._table.order.used(block, new=name in new)
+                self._table.used(block, new=name in new)
                 if not 0.0 <= now - block.noted < grain:  # negative if the clock was set back
                     block.noted = now
                     late.append(name)

@@ -29,11 +29,12 @@ class OrderedBlock(Entry):
         serial: number of its last use, over all policies of the tier; orders uses at equal times.
         pinned: end of its pin in Unix seconds; 0 if it is not pinned.
         held: number of writers and requests that need it now.
+        fetched: whether it was fetched back for a conversation, and not used since.
         noted: the last use that was reported to the backend, in Unix seconds.
         round: number of the last listing that found it.
     """
 
-    __slots__ = ("block", "held", "noted", "pinned", "round", "serial", "used")
+    __slots__ = ("block", "fetched", "held", "noted", "pinned", "round", "serial", "used")
 
     def __init__(self, block: bytes, size: int, used: float, round_: int) -> None:
         super().__init__()
@@ -43,6 +44,7 @@ class OrderedBlock(Entry):
         self.serial = 0
         self.pinned = 0.0
         self.held = 0
+        self.fetched = False
         self.noted = used
         self.round = round_
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kvkeep.store.tiers.block_waits import BlockWaits, SharedReturns
 from kvkeep.store.tiers.catalogue import Catalogue
 from kvkeep.store.tiers.conversations import Conversations
+from kvkeep.store.tiers.fetching import FetchPlanner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Hashable, Sequence
@@ -28,13 +29,16 @@ class TierReturns:
     Thread safety: all methods; catalogues are told outside of all locks.
 
     Arguments:
-        orders: all catalogues of the store, before any block is added to them.
+        orders: all catalogues of the store, fastest first, before any block is added to them.
         clock: returns seconds.
         returns: the learner.
+        fetch_back: plan fetches into memory, if it orders by waits and tiers are below it.
 
     Attributes:
         conversations: those that wait.
         waits: at which blocks they do; None if no tier orders by them.
+        noted: called when a conversation begins to wait that is to be fetched back.
+        fetches: what to fetch back before they return; None if nothing is.
     """
 
     def __init__(
@@ -43,6 +47,7 @@ class TierReturns:
         clock: Callable[[], float] = time.monotonic,
         *,
         returns: SharedReturns | None = None,
+        fetch_back: bool = True,
     ) -> None:
         returns = SharedReturns() if returns is None else returns
         self.conversations = Conversations(returns, clock)
@@ -53,6 +58,13 @@ class TierReturns:
         for tier in self._tiers:
             assert self.waits is not None
             tier.attend(self.waits)
+        self.noted: Callable[[], object] = lambda: None
+        self.fetches: FetchPlanner | None = None
+        memory = orders[0] if len(orders) > 1 else None
+        if fetch_back and isinstance(memory, Catalogue) and memory.waiting.awaits:
+            assert self.waits is not None
+            self._memory = memory.waiting
+            self.fetches = FetchPlanner(self.waits)
 
     def requested(self, chain: Chain) -> None:
         """Record a prompt that is read or stored; see `Conversations.requested`."""
@@ -80,12 +92,16 @@ class TierReturns:
         """
         wait, left = self.conversations.ended(chain, prompt, ended, tenant)
         self._changed(left)
-        self._begin([*chain.blocks, *beside], wait)
+        self._begin(wait, chain.blocks, beside)
 
-    def _begin(self, blocks: Sequence[bytes], wait: Wait) -> None:
+    def _begin(self, wait: Wait, blocks: Sequence[bytes], beside: Sequence[bytes] = ()) -> None:
         if self.waits is not None:
-            self.waits.begin(blocks, wait)
-            self._changed(blocks)
+            waiting = [*blocks, *beside]
+            self.waits.begin(waiting, wait)
+            self._changed(waiting)
+        if self.fetches is not None:
+            self.fetches.begin(wait, blocks, self._memory.sizes(blocks))
+            self.noted()
 
     # --- of conversations that are followed elsewhere ------------------------------------------
 
@@ -102,7 +118,7 @@ class TierReturns:
         """Record a conversation that waits at ``blocks``; see `Returns.began`."""
         learner = self.conversations.returns
         wait = learner.began(ended, tokens, since, before=before, tenant=tenant)
-        self._begin(blocks, wait)
+        self._begin(wait, blocks)
         return wait
 
     def over(self, blocks: Sequence[bytes], wait: Wait, now: float, *, came: bool) -> None:

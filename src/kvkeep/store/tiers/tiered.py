@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import BackendFailed, IllegalStep
 from kvkeep.store.tiers.demoting import Demoter
+from kvkeep.store.tiers.fetch_back import open_fetch_back
 from kvkeep.store.tiers.front import open_front
 from kvkeep.store.tiers.level_pins import LevelPins
 from kvkeep.store.tiers.levels import Levels
@@ -79,16 +80,16 @@ class TieredStore:
             open_tier(spec, evicting=partial(self._evicting_from, level))
             for level, spec in enumerate(tiers, start=1)
         ]
-        self._planner = Planner(self.policy, len(self.tiers))
-        self._orders: list[FrontOrder] = [self.memory.catalogue, *(t.catalogue for t in self.tiers)]
-        self.returns = TierReturns(self._orders)
-        self._levels = Levels(
-            self.memory, self.tiers, self._planner, self.losses, self.returns.used
-        )
+        planner = Planner(self.policy, len(self.tiers))
+        below: list[FrontOrder] = [tier.catalogue for tier in self.tiers]
+        self._orders = [self.memory.catalogue, *below]
+        self.returns = TierReturns(self._orders, fetch_back=memory.fetch_back)
+        self._levels = Levels(self.memory, self.tiers, planner, self.losses, self.returns.used)
         self._queue = WriteQueue(self.memory, self.losses)
         self._demoter = Demoter(self._levels, self._queue)
         self._reader = Reader(self._levels, self._queue, self._demoter)
         self._remover = Remover(self._levels, self._queue, self._reader)
+        self._reader.fetch_back = open_fetch_back(self.returns, self._levels, self._reader)
         self._pins = LevelPins(self.memory, self.tiers)
         self._lock = threading.Lock()
         self._closed = False
@@ -310,7 +311,7 @@ class TieredStore:
         for item in self.memory.backend.list():
             if item.block not in self.memory:  # it expired
                 continue
-            move = self._planner.evict(item.block, 0)
+            move = self._levels.planner.evict(item.block, 0)
             if isinstance(move, Demote):
                 tier = self._levels.tier(move.target)
                 self._queue.write(tier, item.block, _left(until), saved.append)
