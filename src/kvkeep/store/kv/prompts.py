@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
-from kvkeep.core.errors import whole
+from kvkeep.core.errors import IllegalStep, whole
 from kvkeep.core.extras import as_extras
 from kvkeep.core.geometry import parse_bytes
 from kvkeep.core.public import PublicPrefixes
@@ -64,7 +66,7 @@ class PromptStore(Store):
         front, below = open_tiers(config.tiers, kept.block_shape, shares=shares is not None)
         tiered = TieredStore(front, below, config.policy, notes=self._names.notes, shares=shares)
         if shares is not None:
-            self._names.made = tiered.announce
+            self._names.made = partial(_announce, tiered)
         super().__init__(tiered, "tokens")
         self._reporter = KVReporter(self.geometry.bytes_per_token, self._timing)
         self._pin_memory()
@@ -388,6 +390,12 @@ class PromptStore(Store):
         whole("start", start, 0, len(row))
         extras = () if extra is None else as_extras(extra, len(row))
         return PromptBlocks(row, start, self._names.of_prompt(tenant, row, extras))
+
+
+def _announce(tiered: TieredStore, space: bytes, tenant: str | None) -> None:
+    """Announce a tenant; a closed store still names blocks (`PromptStore.root`)."""
+    with suppress(IllegalStep):
+        tiered.announce(space, tenant)
 
 
 def _chain(prompt: PromptBlocks) -> Chain:

@@ -53,8 +53,7 @@ class TieredStore:
     process, which has no such threads, all methods but `stats` and `close` raise `IllegalStep`.
 
     Arguments:
-        memory: the memory above the tiers.
-        tiers: the tiers below it, fastest first.
+        memory, tiers: the memory, and the tiers below it, fastest first.
         policy: decides which level holds a block; `Inclusive` unless given.
         notes: of the store's namespaces, by space (`kvkeep.store.tiers.notes`), for all tiers.
         shares: weights by which tenants share each level with a budget; None: they do not.
@@ -282,6 +281,7 @@ class TieredStore:
 
     def announce(self, space: bytes, tenant: str | None) -> None:
         """Count a namespace for the share of ``tenant`` in each level; see `Catalogue`."""
+        self.check_open()
         for order in self._orders:
             order.announce(space, tenant)
 
