@@ -51,6 +51,11 @@ if TYPE_CHECKING:
 RECORD = 4096
 TOKEN_BYTES = 128 << 10
 BANDWIDTH = 3e9
+_WAYS = (
+    ("asked for only", False, False),
+    ("fetched back", True, False),
+    ("and written ahead", True, True),
+)
 
 
 class SlowDisk(MemoryBackend):
@@ -107,7 +112,9 @@ def _ignore(at: int, raw: memoryview) -> None:
     del at, raw
 
 
-def serve(workload: Workload, args: argparse.Namespace, *, back: bool) -> list[Figure]:
+def serve(
+    workload: Workload, args: argparse.Namespace, name: str, *, back: bool, ahead: bool
+) -> list[Figure]:
     """Replay ``workload``; return figures in seconds of the trace."""
     speed, unit = args.speed, workload.unit_tokens
     shape, returns = BlockShape(), POLICIES["returns"]
@@ -121,6 +128,9 @@ def serve(workload: Workload, args: argparse.Namespace, *, back: bool) -> list[F
     )
     front = MemorySpec(MemoryBackend(args.memory // unit * RECORD), returns, fetch_back=back)
     store = TieredStore(front, [spec], tiering(args.tiering))
+    mover = store._reader.fetch_back
+    if mover is not None and not ahead:
+        mover.write_ahead = lambda: 0  # type: ignore[method-assign]
     tiers = RealTiers(store)
     requests = Requests(workload, tiers, whole_answers=False)  # type: ignore[arg-type]
     sources = [0, 0]
@@ -134,10 +144,10 @@ def serve(workload: Workload, args: argparse.Namespace, *, back: bool) -> list[F
         requests.keep(number, sum(found))
     lag = time.monotonic() - due
     counts = store.memory.stats().counters
+    written = store.tiers[0].stats().counters["writes"]
     store.close()
     took = [one * speed for one in tiers.took]
     cuts = quantiles(took, n=100)
-    name = "fetched back" if back else "asked for only"
     fetched = counts["fetched"]
     return [
         Figure(f"{name}: seconds to read a prompt, mean", "s", mean(took)),
@@ -148,7 +158,10 @@ def serve(workload: Workload, args: argparse.Namespace, *, back: bool) -> list[F
         Figure(f"{name}: blocks fetched back", "%", 100 * fetched / tiers.blocks),
         Figure(f"{name}: of these read", "%", 100 * counts["fetched_hits"] / max(1, fetched)),
         Figure(f"{name}: behind the trace at its end", "s", lag * speed),
+        Figure(f"{name}: demotions", "blocks", counts["demotions"]),
         Figure(f"{name}: demotions dropped", "blocks", counts["demotions_dropped"]),
+        Figure(f"{name}: blocks written ahead", "blocks", counts["written_ahead"]),
+        Figure(f"{name}: blocks written to the disk", "blocks", written),
     ]
 
 
@@ -161,6 +174,7 @@ def main() -> int:
     parser.add_argument("--memory", type=parse_count, default=parse_count("500k"))
     parser.add_argument("--disk", type=parse_count, default=parse_count("1M"))
     parser.add_argument("--tiering", default="inclusive")
+    parser.add_argument("--ways", nargs="+", default=[name for name, _, _ in _WAYS])
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     tiered.TierReturns = partial(  # type: ignore[assignment, attr-defined]
@@ -170,7 +184,10 @@ def main() -> int:
     left = FetchPlanner.left
     FetchPlanner.left = lambda self: left(self) / args.speed  # type: ignore[method-assign]
     workload = Workload.read(open_trace(args.trace))
-    figures = [one for back in (False, True) for one in serve(workload, args, back=back)]
+    figures: list[Figure] = []
+    for name, back, ahead in _WAYS:
+        if name in args.ways:
+            figures += serve(workload, args, name, back=back, ahead=ahead)
     return show(figures, f"{args.trace}, {args.tiering}", as_json=args.json)
 
 

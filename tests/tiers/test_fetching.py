@@ -8,107 +8,43 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
+from fetch_bench import (
+    FAST,
+    LATER,
+    NEVER,
+    PAGE,
+    SIZE,
+    AtOnce,
+    Clock,
+    Simulated,
+    ask,
+    memory,
+    talk,
+)  # fmt: skip
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from tier_bench import RAW, SHORT, Bench, content, settle, until
+from tier_bench import SHORT, Bench, settle, until
 
 from kvkeep.bench.replay.tiers import Level, TierSimulator
 from kvkeep.core.errors import IllegalStep, InvalidValue
 from kvkeep.core.eviction import POLICIES
-from kvkeep.core.keys import chain_keys
-from kvkeep.core.returns import Ended
-from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.tiers import (
     Chain,
     Exclusive,
     Inclusive,
-    MemorySpec,
     PassThrough,
     TieredStore,
-    TierReturns,
     open_tiers,
-    tiered,
 )
-from kvkeep.store.tiers.workers import Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from faults import FaultyBackend
-    from kvkeep.core.returns import Wait
+    from kvkeep.core.returns import Ended, Wait
     from kvkeep.store.tiers import TieringPolicy
-
-PAGE = 4096
-SPACE = bytes(16)
-ROOT = SPACE + bytes(32)
-SIZE = 16
-FAST, LATER, NEVER = Ended("tool_use", 10), Ended("end_turn", 10), Ended("stop", 10)
-
-
-def chain(*texts: int) -> Chain:
-    """A prompt of whole blocks, each of one text."""
-    row = np.repeat(np.array(texts, np.int32), SIZE)
-    keys = [SPACE + key for key in chain_keys(bytes(32), row.tobytes(), SIZE * 4)]
-    return Chain(ROOT, keys, SIZE, len(row), row)
-
-
-def talk(number: int, blocks: int) -> Chain:
-    return chain(number, *range(1, blocks))
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Simulated:
-    """Simulated tiers, a clock that stands still, and what is fetched back one by one."""
-
-    def __init__(
-        self,
-        memory: int,
-        tiering: TieringPolicy,
-        below: int = 4000,
-        clock: Clock | None = None,
-        **more: Any,
-    ) -> None:
-        self.clock = clock or Clock()
-        levels = [Level("memory", memory, "returns"), Level("disk", below, "returns")]
-        self.tiers = TierSimulator(levels, tiering, self.clock, **more)
-
-    def request(self, one: Chain, ended: Ended) -> list[int]:
-        self.tiers.returns.requested(one)
-        found = self.tiers.request(list(one.blocks))
-        self.tiers.returns.ended(one, one.tokens, ended, "a")
-        return found
-
-    def teach(self, request: Callable[[Chain, Ended], object] | None = None) -> None:
-        """Tool calls return after four seconds, answers after 64, and "stop" never."""
-        request = request or self.request
-        for number in range(100, 140):
-            request(talk(number, 1), FAST)
-            self.clock.now += 4
-            request(talk(number, 2), LATER)
-            self.clock.now += 64
-            request(talk(number, 3), NEVER)
-        self.clock.now += 500
-
-    @property
-    def memory(self) -> Any:
-        return self.tiers.memory
-
-    def counts(self) -> tuple[int, int, int]:
-        memory = self.tiers.stats()[0]
-        return memory.fetched, memory.fetched_hits, memory.fetched_evicted
 
 
 @pytest.mark.parametrize("tiering", [Inclusive, Exclusive])
@@ -227,6 +163,9 @@ class Fetching(RuleBasedStateMachine):
         wait = next(reversed(self.tiers.returns.conversations._known)).wait
         self.waiting[number] = one, wait
 
+    def all_blocks(self) -> set[bytes]:
+        return {block for one in self.tiers._levels for block in one.catalogue.blocks()}
+
     @rule(seconds=st.sampled_from([0.5, 3.0, 20.0, 90.0, 1000.0]))
     def later(self, seconds: float) -> None:
         self.simulated.clock.now += seconds
@@ -235,7 +174,7 @@ class Fetching(RuleBasedStateMachine):
     def fetch_back(self) -> None:
         waits, memory = self.tiers.returns.waits, self.simulated.memory
         assert waits is not None
-        total = sum(len(one.catalogue) for one in self.tiers._levels)
+        there = self.all_blocks()
         least = -1.0 if self.tiers.has_room(1) else memory.waiting.least()
         here = {b for one, _ in self.waiting.values() for b in one.blocks if b in memory}
         self.moved.clear()
@@ -256,7 +195,7 @@ class Fetching(RuleBasedStateMachine):
             assert worths[-1] > 2 * max(0.0, least)
         assert worths == sorted(worths, reverse=True)
         if isinstance(self.tiers.planner.policy, Exclusive):
-            assert total == sum(len(one.catalogue) for one in self.tiers._levels), "nothing is lost"
+            assert there == self.all_blocks(), "nothing is lost"
         # What is left in tiers alone is not worth the next victim.
         bar = 0.0 if self.tiers.has_room(1) else 2 * max(0.0, memory.waiting.least())
         for one, wait in self.waiting.values():
@@ -288,70 +227,6 @@ TestFetching.settings = TestFetchingExclusive.settings = settings(
 # --- a real store ----------------------------------------------------------------------------
 
 
-class AtOnce(Workers):
-    """No threads: a job is done by who submits it, so that the same comes of it each time."""
-
-    def __init__(self) -> None:
-        super().__init__("at once", 1, 1 << 40)
-
-    def submit(
-        self,
-        job: Callable[[], object],
-        cost: int = 1,
-        wait: float | None = 0.0,
-        given_up: Callable[[], object] | None = None,
-    ) -> bool:
-        job()
-        return True
-
-
-@pytest.fixture
-def bench(bench: Bench) -> Iterator[Bench]:
-    """The bench of all tests of tiers; rounds end before it looks at what is left."""
-    yield bench
-    for place in bench._places:
-        place.heal()
-    for back in [
-        store._reader.fetch_back for store in bench._stores if store._reader.fetch_back is not None
-    ]:
-        back.close()
-        back.join(10)
-        assert back.idle
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The clock of the conversations of stores that are opened from now on."""
-    clock = Clock()
-    monkeypatch.setattr(
-        tiered, "TierReturns", lambda orders, **more: TierReturns(orders, clock, **more)
-    )
-    return clock
-
-
-def memory(blocks: int, **more: Any) -> MemorySpec:
-    return MemorySpec(MemoryBackend(blocks * PAGE), POLICIES["returns"], **more)
-
-
-def ask(store: TieredStore, one: Chain, ended: Ended) -> list[str]:
-    """Read a prompt, store the rest, and end; the tiers that it was read from."""
-    blocks = list(one.blocks)
-    sizes = [RAW] * len(blocks)
-    sources: list[str] = []
-
-    def proven(at: int, raw: memoryview) -> None:
-        assert bytes(raw) == content(blocks[at]), "another block's bytes"
-
-    def fill(at: int, raw: memoryview) -> None:
-        raw[:] = content(blocks[count + at])
-
-    store.returns.requested(one)
-    count = store.read(blocks, sizes, proven, sources=sources)
-    store.write(blocks[count:], sizes[count:], fill, wait=5.0)
-    store.returns.ended(one, one.tokens, ended, "a")
-    return sources
-
-
 @pytest.mark.parametrize("tiering", [Inclusive, Exclusive])
 @pytest.mark.parametrize("seed", range(2))
 def test_a_store_fetches_what_the_simulation_fetches(
@@ -381,6 +256,7 @@ def test_a_store_fetches_what_the_simulation_fetches(
         clock.now += chance.choice((1.0, 10.0))
         count = simulated.tiers.fetch_back()
         assert back.fetch_back() == count
+        back.write_ahead()
         fetched += count
         for level, there in enumerate((real.memory, *real.tiers)):
             mine = simulated.tiers._levels[level].catalogue.blocks()
@@ -390,6 +266,8 @@ def test_a_store_fetches_what_the_simulation_fetches(
     assert (counts["fetched"], counts["fetched_hits"], counts["fetched_evicted"]) == (
         simulated.counts()
     )
+    assert counts["written_ahead"] == simulated.tiers.stats()[0].written_ahead
+    assert (counts["written_ahead"] > 10) == (tiering is Exclusive)
     simulated.tiers.check()
 
 

@@ -48,6 +48,7 @@ class LevelStats:
 
     ``hits`` were found in this level, ``writes`` were added to it (to memory also by reads),
     ``evictions`` were deleted to make room, ``demotions`` of these moved one level down.
+    ``written_ahead`` were written to another level and stayed.
     ``fetched`` were read from another level before their conversations returned; of these
     ``fetched_hits`` were read by a request, and ``fetched_evicted`` left unread.
     """
@@ -59,6 +60,7 @@ class LevelStats:
     writes: int
     evictions: int
     demotions: int
+    written_ahead: int
     fetched: int
     fetched_hits: int
     fetched_evicted: int
@@ -168,15 +170,27 @@ class TierSimulator(ReadMoves, StoreMoves):
     # --- fetching back ---------------------------------------------------------------------------
 
     def fetch_back(self) -> int:
-        """Do one round of fetches, as a store does in the background; return how many blocks."""
+        """Do a round of fetches, then one of writes ahead, as a store does in the background.
+
+        Return how many blocks were fetched.
+        """
         assert self._fetches is not None
         self._fetched_at = self._clock()
         count = self._fetches.fetch_back()
+        self._levels[0].written_ahead += self._fetches.write_ahead()
         self.fetch_due = self._fetches.fetches.due
         return count
 
     def _noted(self) -> None:
         self.fetch_due = min(self.fetch_due, max(self._clock(), self._fetched_at + PAUSE))
+
+    def move_out(self, block: bytes, level: int) -> None:
+        """Delete ``block``, which memory has, from ``level``."""
+        self._levels[level].catalogue.forget(block)
+
+    def is_below(self, block: bytes) -> bool:
+        """Whether a level below memory has ``block``."""
+        return any(block in one.catalogue for one in self._levels[1:])
 
     def has_room(self, blocks: int) -> bool:
         """Whether memory takes ``blocks`` more without evicting others."""
@@ -303,6 +317,7 @@ class TierSimulator(ReadMoves, StoreMoves):
                 one.writes,
                 one.evictions,
                 one.demotions,
+                one.written_ahead,
                 **{name: int(count) for name, count in one.catalogue.waiting.fetches().items()},
             )
             for one in self._levels
@@ -320,7 +335,7 @@ class TierSimulator(ReadMoves, StoreMoves):
 
 
 class _SimulatedFetches(FetchMoves):
-    """Fetches back, at once."""
+    """Fetches back and writes ahead, at once."""
 
     def __init__(self, simulator: TierSimulator, fetches: FetchPlanner) -> None:
         memory = simulator.memory
@@ -331,12 +346,22 @@ class _SimulatedFetches(FetchMoves):
     def level_of(self, block: bytes) -> int | None:
         return self._simulator.level_of(block)
 
+    def has_copy(self, block: bytes) -> bool:
+        return self._simulator.is_below(block)
+
     def has_room(self, size: int) -> bool:
         return self._simulator.has_room(size)
 
     def fetch(self, block: bytes, level: int, size: int) -> bool:
         del size
         return self._simulator.promote(block, level) and block in self._memory
+
+    def copy(self, move: Copy) -> bool:
+        self._simulator.copy(move)
+        return self._simulator.is_below(move.block)
+
+    def move_out(self, block: bytes, level: int) -> None:
+        self._simulator.move_out(block, level)
 
 
 class _SimulatedLevel:
@@ -349,7 +374,7 @@ class _SimulatedLevel:
         self.catalogue = Catalogue(
             POLICIES[level.eviction], clock=clock, budget=level.blocks, shares=shares
         )
-        self.hits = self.writes = self.evictions = self.demotions = 0
+        self.hits = self.writes = self.evictions = self.demotions = self.written_ahead = 0
         self._held: list[bytes] = []
 
     def hold(self, blocks: Sequence[bytes]) -> None:

@@ -166,6 +166,7 @@ _TIER_COUNTERS = {
     "evictions": "Blocks evicted to make room",
     "demotions": "Evicted blocks that moved one tier down",
     "demotions_dropped": "Evicted blocks that were to move one tier down, dropped for lack of time",
+    "written_ahead": "Blocks written one tier down before they had to leave memory",
     "fetched": "Blocks read back into memory because their conversation is to return",
     "fetched_hits": "Blocks fetched back that were read before they left memory",
     "fetched_evicted": "Blocks fetched back that left memory unread",

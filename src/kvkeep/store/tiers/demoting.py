@@ -68,7 +68,7 @@ class Demoter:
             self._note_refused(move)
             return
         tier = self._levels.tier(move.target)
-        if not tier.knows(block):
+        if self._queue.is_deleting(tier, block) or not tier.knows(block):
             self._levels.memory.counters.count(demotions_dropped=1)
             self._levels.losses.note([block], tier.name, "dropped", "no time")
 

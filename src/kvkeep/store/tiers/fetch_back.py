@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import BackendFailed
@@ -18,13 +19,16 @@ from kvkeep.store.tiers.shared_read import SharedRead
 if TYPE_CHECKING:
     from kvkeep.store.tiers.fetching import FetchPlanner
     from kvkeep.store.tiers.levels import Levels
+    from kvkeep.store.tiers.planner import Copy
     from kvkeep.store.tiers.reading import Reader
     from kvkeep.store.tiers.tier import Tier
     from kvkeep.store.tiers.tier_returns import TierReturns
+    from kvkeep.store.tiers.write_queue import WriteQueue
 
 __all__ = ["FetchBack", "open_fetch_back"]
 
 _IDLE_READERS = 2  # of a tier: one is taken, the other is left to requests
+_OTHERS = 1  # writes of a tier that wait or run, besides one of ours: the last one ends just now
 
 
 class FetchBack(FetchMoves):
@@ -45,6 +49,7 @@ class FetchBack(FetchMoves):
         self._levels = levels
         self._front = memory
         self._reader = reader
+        self._queue: WriteQueue = reader.queue
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._awake = False
@@ -87,6 +92,7 @@ class FetchBack(FetchMoves):
             try:
                 with suppress(BackendFailed):  # the memory was closed meanwhile
                     self.fetch_back()
+                    self.write_ahead()
             finally:
                 self._running = False
             with self._changed:
@@ -109,6 +115,12 @@ class FetchBack(FetchMoves):
     def level_of(self, block: bytes) -> int | None:
         return self._levels.level_of(block)
 
+    def has_copy(self, block: bytes) -> bool:
+        return any(
+            tier.knows(block) or tier.is_hidden(block) or self._queue.is_pending(tier, block)
+            for tier in self._levels.tiers
+        )
+
     def has_room(self, size: int) -> bool:
         used = self._front.backend.used() - self._front.leaving_bytes + size
         if used > self._front.capacity:
@@ -129,6 +141,28 @@ class FetchBack(FetchMoves):
         finally:
             read.leave()
         return block in self._front
+
+    def copy(self, move: Copy) -> bool:
+        tier, block = self._levels.tier(move.target), move.block
+        if self._closed or tier.writing.unfinished > _OTHERS or tier.health.unwritable(block):
+            return False
+        written: list[bool] = []
+        over = threading.Event()
+
+        def ended(saved: bool) -> None:
+            written.append(saved)
+            over.set()
+
+        if self._queue.write_ahead(tier, block, ended):
+            over.wait(tier.timeout)
+        if written != [True]:
+            return False
+        self._front.counters.count(written_ahead=1)
+        return True
+
+    def move_out(self, block: bytes, level: int) -> None:
+        tier = self._levels.tier(level)
+        tier.writing.submit(partial(self._queue.move_out, tier, block))
 
     def _allowed(self, tier: Tier, size: int) -> bool:
         """Whether a fetch delays no request."""

@@ -1,4 +1,5 @@
-"""`FetchPlanner`: which blocks of waiting conversations go back into memory before they return.
+"""`FetchPlanner`: which blocks of waiting conversations go back into memory before they return,
+and which ones are written down before they have to leave it.
 
 A store performs the moves with bytes in the background (`kvkeep.store.tiers.fetch_back`), a replay
 on numbers (`kvkeep.bench.replay.tiers`).
@@ -13,9 +14,10 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvkeep.core.returns import AGES, BUCKETS, bucket_of
+from kvkeep.store.tiers.planner import HEADROOM, Copy, Demote
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from kvkeep.core.returns import Wait
     from kvkeep.store.tiers.block_waits import BlockWaits
@@ -31,6 +33,7 @@ _MARGIN: Final = 2.0
 _MOST: Final = 4096  # conversations
 _MOST_BLOCKS: Final = 1 << 17  # of all conversations
 _MOST_AT_ONCE: Final = 4096  # blocks a round
+_MOST_AHEAD: Final = 0.25  # of the blocks in memory that may be written ahead
 
 
 class Fetch(NamedTuple):
@@ -135,6 +138,31 @@ class FetchPlanner:
             plan.append(fetch)
         return plan
 
+    def leaving(
+        self, memory: Catalogue, has_copy: Callable[[bytes], bool], most_worth: float
+    ) -> Iterator[bytes]:
+        """Yield blocks that memory is going to evict and no tier has.
+
+        These are of conversations that are worth ``most_worth`` at most, the least valuable first,
+        each from its end on. ``has_copy`` returns whether a tier has a block. Blocks that are held
+        or pinned, or for which a conversation of more worth waits, are left out.
+        """
+        with self._lock:
+            known = [(wait, one.blocks) for wait, one in self._known.items() if not wait.over]
+        worths = [(self._waits.worth(wait), blocks) for wait, blocks in known]
+        found = [one for one in worths if one[0] <= most_worth]
+        found.sort(key=lambda one: one[0])
+        for _, blocks in found:
+            here = blocks[: memory.leading(blocks)]
+            for block in reversed(memory.waiting.evictable(here)):
+                if not has_copy(block) and self.worth_of(block) <= most_worth:
+                    yield block
+
+    def worth_of(self, block: bytes) -> float:
+        """Return what ``block`` is worth to the conversation that makes most of it; 0 for none."""
+        wait, _ = self._waits.best(block)
+        return 0.0 if wait is None else self._waits.worth(wait)
+
 
 def _first_none(sizes: Sequence[int | None]) -> int:
     return next((at for at, size in enumerate(sizes) if size is None), len(sizes))
@@ -164,13 +192,16 @@ def _fetch(
 class FetchMoves(ABC):
     """Fetches blocks back into memory, as long as they are worth more than what goes for them.
 
-    Subclasses implement `level_of`, `has_room` and `fetch`.
+    Where evicted blocks have to be written to a tier first, it writes those ahead that go next.
+
+    Subclasses implement the abstract methods.
     """
 
     def __init__(self, fetches: FetchPlanner, planner: Planner, memory: Catalogue) -> None:
         self.fetches = fetches
         self._planner = planner
         self._memory = memory
+        self._ahead: dict[bytes, int] = {}  # written ahead and in memory → the tier that has it
 
     def fetch_back(self) -> int:
         """Do one round of fetches; return how many blocks were fetched.
@@ -199,9 +230,53 @@ class FetchMoves(ABC):
         least = waiting.least()
         return math.inf if least is None else _MARGIN * max(0.0, least)
 
+    def write_ahead(self) -> int:
+        """Do one round of writes of what memory evicts next; return how many were written.
+
+        Nothing is written while a tenth of memory is free, nor where evictions write nothing.
+        """
+        capacity = self._memory.budget or 0
+        least = self._memory.waiting.least()
+        if (
+            least is None
+            or not self._planner.excess(capacity, capacity)
+            or self.has_room(int(capacity * HEADROOM))
+        ):
+            return 0
+        bar = _MARGIN * max(0.0, least)
+        self._leave_again(bar)
+        count = 0
+        room = _MOST_AHEAD * len(self._memory) - len(self._ahead)
+        for block in self.fetches.leaving(self._memory, self.has_copy, bar):
+            move = self._planner.evict(block, 0)
+            if not isinstance(move, Demote):
+                continue
+            if count >= room:
+                break
+            if not self.copy(Copy(block, move.target)):
+                self.fetches.interrupted()
+                break
+            self._ahead[block] = move.target
+            count += 1
+        return count
+
+    def _leave_again(self, bar: float) -> None:
+        """Let tiers delete what was written ahead and is worth keeping in memory by now."""
+        for block, level in list(self._ahead.items()):
+            if block not in self._memory:
+                del self._ahead[block]
+            elif bar and self.fetches.worth_of(block) > _MARGIN * bar:
+                if self._planner.leaves(level):
+                    self.move_out(block, level)
+                del self._ahead[block]
+
     @abstractmethod
     def level_of(self, block: bytes) -> int | None:
         """Return the fastest level that serves ``block`` now, None for none."""
+
+    @abstractmethod
+    def has_copy(self, block: bytes) -> bool:
+        """Whether a tier has ``block``, or is about to write or delete it."""
 
     @abstractmethod
     def has_room(self, size: int) -> bool:
@@ -210,3 +285,11 @@ class FetchMoves(ABC):
     @abstractmethod
     def fetch(self, block: bytes, level: int, size: int) -> bool:
         """Read ``block`` from tier ``level`` into memory; False if the round has to end."""
+
+    @abstractmethod
+    def copy(self, move: Copy) -> bool:
+        """Write a block that stays in memory to a tier; False if the round has to end."""
+
+    @abstractmethod
+    def move_out(self, block: bytes, level: int) -> None:
+        """Delete ``block``, which memory has, from tier ``level``."""

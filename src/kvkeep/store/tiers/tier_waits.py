@@ -62,6 +62,12 @@ class TierWaits:
             found = [self._table.get(block) for block in blocks]
         return [None if block is None else block.size for block in found]
 
+    def evictable(self, blocks: Sequence[bytes]) -> list[bytes]:
+        """Return those of ``blocks`` that are here and neither held nor pinned."""
+        known = self._table.blocks
+        with self._lock:
+            return [name for name in blocks if name in known and known[name].evictable]
+
     def fetched(self, block: bytes) -> None:
         """Record that ``block`` was fetched back, if it is here."""
         with self._lock:
