@@ -1,12 +1,13 @@
 """How long returning prompts take to read, with and without fetching them back beforehand.
 
     python benchmarks/fetch_back.py TRACE [--minutes N] [--speed N] [--memory TOKENS]
-        [--disk TOKENS] [--tiering NAME] [--json]
+        [--disk TOKENS] [--tiering NAME] [--ways WAY ...] [--json]
 
 Replays the beginning of a trace over a real store, ``--speed`` times as fast: memory above a disk
 of 3 GB/s that does one read and one write at a time. A token takes 128 KiB there, as of a model of
-8 billion parameters, but records are small, so only the time is real. Both stores order by
-``policy=returns``; one of them reads from the disk only what is asked for.
+8 billion parameters, but records are small, so only the time is real. All stores order by
+``policy=returns``. One reads from the disk only what is asked for, one fetches back what is to
+return, and one also writes ahead what memory evicts next, which matters with exclusive tiers.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ _WAYS = (
     ("fetched back", True, False),
     ("and written ahead", True, True),
 )
+_NAMES = [name for name, _, _ in _WAYS]
 
 
 class SlowDisk(MemoryBackend):
@@ -166,7 +168,7 @@ def serve(
 
 
 def main() -> int:
-    """Serve the trace twice, and print the figures."""
+    """Serve the trace in each way, and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("trace")
     parser.add_argument("--minutes", type=float, default=200.0)
@@ -174,7 +176,7 @@ def main() -> int:
     parser.add_argument("--memory", type=parse_count, default=parse_count("500k"))
     parser.add_argument("--disk", type=parse_count, default=parse_count("1M"))
     parser.add_argument("--tiering", default="inclusive")
-    parser.add_argument("--ways", nargs="+", default=[name for name, _, _ in _WAYS])
+    parser.add_argument("--ways", nargs="+", choices=_NAMES, default=_NAMES)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     tiered.TierReturns = partial(  # type: ignore[assignment, attr-defined]

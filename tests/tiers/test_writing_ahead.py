@@ -234,6 +234,8 @@ def test_fewer_blocks_are_lost_with_a_slow_tier(bench: Bench, clock: Clock) -> N
         talks = [talk(number, 9) for number in range(4)]
         talks += [talk(number, 12) for number in range(10, 14)]
         found.append(sum(len(store.locate(one.blocks)) for one in talks))
+        gone = sum(not store.knows(block) for one in talks for block in one.blocks)
+        assert gone == lost[-1], "every loss is counted"
     assert lost[1] < lost[0]
     assert found[1] > found[0]
 
@@ -313,6 +315,27 @@ def test_what_is_removed_during_a_write_does_not_come_back(
     assert not list(place.inner.list())
     ask(store, talk(0, 9), LATER)  # the bytes that are read then are proven
     assert ask(store, talk(0, 10), LATER) == ["memory"] * 9
+
+
+def test_what_leaves_during_its_write_is_not_lost(bench: Bench, clock: Clock) -> None:
+    place = bench.memory(4000)
+    store, back = full(bench, place, timeout=30.0)
+    clock.now += 1000
+    place.hang("put")
+    writing = threading.Thread(target=back.write_ahead)
+    writing.start()
+    until(lambda: place.inside["put"])
+    victims = store.memory.catalogue.victims(1)  # type: ignore[attr-defined]
+    store.memory.backend.delete(victims)  # type: ignore[attr-defined]
+    for block in victims:
+        store._evicted_from_memory(block)
+    assert not any(store.knows(block) for block in victims)
+    place.heal()
+    writing.join(10)
+    settle(store)
+    assert all(store.knows(block) for block in victims)
+    assert counts(store)["demotions"] == 1
+    assert counts(store)["demotions_dropped"] == 0
 
 
 @pytest.mark.parametrize("how", ["remove", "clear", "supersede"])

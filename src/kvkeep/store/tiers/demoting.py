@@ -56,20 +56,26 @@ class Demoter:
             return
 
         def moved(saved: bool) -> None:
-            memory.counters.count(demotions=int(saved), demotions_dropped=int(not saved))
+            self._count(saved)
             memory.left(block)
 
         self._queue.write(tier, block, 0.0, moved)
 
+    def _count(self, saved: bool) -> None:
+        self._levels.memory.counters.count(demotions=int(saved), demotions_dropped=int(not saved))
+
     def note_evicted(self, block: bytes) -> None:
-        """Record that memory deleted ``block`` at once, so no lower tier could take it."""
+        """Record that memory deleted ``block`` at once: lost, unless it was written ahead."""
         move = self._planner.evict(block, 0)
         if isinstance(move, Drop):
             self._note_refused(move)
             return
         tier = self._levels.tier(move.target)
-        if self._queue.is_deleting(tier, block) or not tier.knows(block):
-            self._levels.memory.counters.count(demotions_dropped=1)
+        deleting = self._queue.is_deleting(tier, block)
+        if not deleting and self._queue.is_pending(tier, block):
+            self._queue.write(tier, block, 0.0, self._count)  # waits for the pending one
+        elif deleting or not tier.knows(block):
+            self._count(saved=False)
             self._levels.losses.note([block], tier.name, "dropped", "no time")
 
     def _note_refused(self, move: Drop) -> None:

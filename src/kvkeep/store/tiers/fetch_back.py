@@ -1,4 +1,7 @@
-"""`FetchBack`: fetches blocks of waiting conversations back into memory, in the background."""
+"""`FetchBack`: fetches blocks of waiting conversations back, in the background.
+
+It also writes down what memory evicts next.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["FetchBack", "open_fetch_back"]
 
 _IDLE_READERS = 2  # of a tier: one is taken, the other is left to requests
+_PAUSES = 2  # that writes of a round take at most; then it is time for fetches
 _OTHERS = 1  # writes of a tier that wait or run, besides one of ours: the last one ends just now
 
 
@@ -37,7 +41,8 @@ class FetchBack(FetchMoves):
     A round begins after the end of a request or when `FetchPlanner.due`, a second after the last
     one at the earliest. It ends where a tier has not two idle readers, fails or hangs, so requests
     never wait for a fetch; and where evicted blocks have to be written down first, once half of the
-    memory that is kept free for that is taken.
+    memory that is kept free for that is taken. What is left of a round, two seconds at most, writes
+    such blocks ahead, as long as the tier writes nothing else and does not fail.
 
     Thread safety: all methods.
     """
@@ -55,6 +60,7 @@ class FetchBack(FetchMoves):
         self._awake = False
         self._closed = False
         self._running = False
+        self._until = math.inf  # when to write no more in this round
 
     def wake(self) -> None:
         """Begin a round soon: a request has ended."""
@@ -92,6 +98,7 @@ class FetchBack(FetchMoves):
             try:
                 with suppress(BackendFailed):  # the memory was closed meanwhile
                     self.fetch_back()
+                    self._until = time.monotonic() + _PAUSES * PAUSE
                     self.write_ahead()
             finally:
                 self._running = False
@@ -144,7 +151,9 @@ class FetchBack(FetchMoves):
 
     def copy(self, move: Copy) -> bool:
         tier, block = self._levels.tier(move.target), move.block
-        if self._closed or tier.writing.unfinished > _OTHERS or tier.health.unwritable(block):
+        if self._closed or time.monotonic() > self._until:
+            return False
+        if tier.writing.unfinished > _OTHERS or tier.health.unwritable(block):
             return False
         written: list[bool] = []
         over = threading.Event()

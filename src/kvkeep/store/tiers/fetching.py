@@ -233,7 +233,7 @@ class FetchMoves(ABC):
     def write_ahead(self) -> int:
         """Do one round of writes of what memory evicts next; return how many were written.
 
-        Nothing is written while a tenth of memory is free, nor where evictions write nothing.
+        Nothing is written while memory takes a tenth more, nor where evictions write nothing.
         """
         capacity = self._memory.budget or 0
         least = self._memory.waiting.least()
