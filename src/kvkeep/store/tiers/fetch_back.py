@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["FetchBack", "open_fetch_back"]
 
 _IDLE_READERS = 2  # of a tier: one is taken, the other is left to requests
-_PAUSES = 2  # that writes of a round take at most; then it is time for fetches
+_PAUSES = 5  # that writes of a round take at most; then it is time for fetches
 _OTHERS = 1  # writes of a tier that wait or run, besides one of ours: the last one ends just now
 
 
@@ -41,8 +41,8 @@ class FetchBack(FetchMoves):
     A round begins after the end of a request or when `FetchPlanner.due`, a second after the last
     one at the earliest. It ends where a tier has not two idle readers, fails or hangs, so requests
     never wait for a fetch; and where evicted blocks have to be written down first, once half of the
-    memory that is kept free for that is taken. What is left of a round, two seconds at most, writes
-    such blocks ahead, as long as the tier writes nothing else and does not fail.
+    memory that is kept free for that is taken. Then it writes such blocks ahead, for five seconds
+    at most, as long as the tier writes nothing else and does not fail.
 
     Thread safety: all methods.
     """
