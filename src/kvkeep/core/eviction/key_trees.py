@@ -129,13 +129,17 @@ class KeyTree:
         new = new[: self._size - self._count]  # a prompt larger than the memory
         known = next((at for at, block in enumerate(new) if not block.known), len(new))
         for part in (new[:known], new[known:]):
-            if part:
-                run = KeyRun(list(part), end)
-                run.last_used = run.stored = now
-                run.hits = int(part[0].known)
+            if not part:
+                continue
+            hits = int(part[0].known)
+            if end.children or end.parent is None or bool(end.hits) != hits:
                 end.children += 1
-                self._runs[part[0].key] = end = run
-                self._count += run.size
+                end = self._runs[part[0].key] = KeyRun([], end)
+                end.depth, end.hits = part[0].before, hits
+            end.blocks.extend(part)
+            end.size += len(part)
+            end.last_used = end.stored = now
+            self._count += len(part)
         return end
 
     def _release(self, end: KeyRun) -> None:
