@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvkeep import PagedCache
 from kvkeep.core.eviction import ARC, LRU, S3FIFO, Adaptive, Entry, EvictionPolicy, Reuse, TwoQ
 from kvkeep.core.eviction.arc import Directory
 from kvkeep.core.eviction.depths import CLASSES, Depths, chances_by_class, class_of
-from kvkeep.core.eviction.key_trees import KeyTree
 from kvkeep.core.eviction.reuse import Hazards, bucket_of
 from kvkeep.core.eviction.s3fifo import Ghost
+from kvkeep.core.eviction.trials import Asked, KeyLists, KeyTrial
 from kvkeep.testing.policy_suite import drain
 
 if TYPE_CHECKING:
@@ -87,16 +89,50 @@ def test_adaptive_follows_the_best_candidate() -> None:
     assert next(one.hits for one in policy.candidates if one.name == policy.chosen) == best
 
 
+@pytest.mark.parametrize("probation", [0.0, 0.3, 0.7, None])
+@settings(max_examples=100, deadline=None)
+@given(asked=st.lists(st.tuples(st.integers(0, 14), st.booleans()), max_size=80))
+def test_a_candidate_is_2q_over_keys(
+    probation: float | None, asked: list[tuple[int, bool]]
+) -> None:
+    """``known`` says that it was asked for before, and went; without probation it is LRU."""
+    trial = KeyLists(probation, 10)
+    most = 10 if probation is None else int(10 * probation)
+    once: list[int] = []  # oldest first
+    again: list[int] = []
+    for number, known in asked:
+        held = number in once or number in again
+        assert trial.requested([Asked(bytes([number]), known, 0)]) == held
+        reused = held or known or probation is None
+        once = [other for other in once if other != number]
+        again = [other for other in again if other != number]
+        (again if reused else once).append(number)
+        if len(once) + len(again) > 10:
+            (once if len(once) > most or not again else again).pop(0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(asked=st.lists(st.integers(0, 14), max_size=80))
+def test_a_trial_of_any_policy_holds_as_many_keys(asked: list[int]) -> None:
+    """With LRU as the policy it is the LRU of the lists."""
+    trial, lists = KeyTrial(LRU(), 10), KeyLists(None, 10)
+    for turn, number in enumerate(asked):
+        trial.policy._time = turn
+        block = Asked(bytes([number]), False, 0)
+        assert trial.requested([block]) == lists.requested([block])
+        assert len(trial._kept) <= 10
+
+
 def test_adaptive_watches_a_sample_of_a_large_memory() -> None:
     policy = Adaptive()
     policy.fit(100_000, 1)
     chance = random.Random(1)
     keys = [chance.randbytes(32) for _ in range(5000)]
     policy.requested(keys)
-    trials = [one.trial for one in policy.candidates if isinstance(one.trial, KeyTree)]
-    watched = len(trials[0])
+    trials = [one.trial for one in policy.candidates if isinstance(one.trial, KeyTrial)]
+    watched = len(trials[0]._kept)
     assert 400 < watched < 600, "a tenth of them"
-    assert len(trials[1]) == watched
+    assert len(trials[1]._kept) == watched
     assert not any(candidate.hits for candidate in policy.candidates)
     policy.requested(keys)
     assert [candidate.hits for candidate in policy.candidates] == [watched] * 8

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final
 
 from kvkeep.core.eviction.base import Entry, EvictionPolicy
 from kvkeep.core.eviction.depths import CLASSES, Depths, chances_by_class, class_of
-from kvkeep.core.eviction.key_answers import KeyAnswers
-from kvkeep.core.eviction.key_trees import KeyDepths, KeyTree
-from kvkeep.core.eviction.lru import LRU
 from kvkeep.core.eviction.returns import ReturnAware
 from kvkeep.core.eviction.reuse import BUCKETS, HITS, Hazards, Reuse, bucket_of
-from kvkeep.core.eviction.trials import Asked, KeyWaits, Learned
+from kvkeep.core.eviction.trials import Asked, KeyLists, KeyTrial, KeyWaits
 from kvkeep.core.eviction.twoq import TwoQ
 
 if TYPE_CHECKING:
@@ -89,7 +86,6 @@ class Adaptive(EvictionPolicy):
         self._learner = _Learner(remembered)
         self._policies: list[EvictionPolicy] = [self._learner, self._lists, self._depths]
         self._returns: ReturnAware | None = None  # if the cache attends it
-        self._answers = KeyAnswers()
         self._arrived = self._came = 0  # requests; those of known conversations
         self._below = 0
         self._fade = 1.0
@@ -121,7 +117,7 @@ class Adaptive(EvictionPolicy):
         if self._returns is None:
             return
         trial = ReturnAware()
-        trial.attend(cast("Returns", Learned(self._returns.returns)), self._returns.clock)
+        trial.attend(self._returns.returns, self._returns.clock)
         self._waits = KeyWaits(trial, self._sampled)
         self.candidates.append(Candidate("returns", self._returns, self._waits))
         self._follow(self._reuse)
@@ -134,15 +130,15 @@ class Adaptive(EvictionPolicy):
         self._below = max(1, round(share * 256))
         sampled = self._sampled = max(1, round(blocks * self._below / 256))
         self._fade = 0.5 ** (1 / (_HALF_LIFE * sampled))
-        reuse, depths = Reuse(remembered=0), KeyDepths()
+        reuse, depths = Reuse(remembered=0), Depths()
         self._learner.students = self._depths, depths
-        self._trial_reuse = reuse
-        self._reuse = Candidate("reuse", self._learner, self._tree(reuse, sampled))
+        self._trial_reuse, self._trial_depths = reuse, depths
+        self._reuse = Candidate("reuse", self._learner, KeyTrial(reuse, sampled))
         self.candidates = [
             self._list(None, sampled),
             *(self._list(probation, sampled) for probation in _SHARES),
             self._reuse,
-            Candidate("depths", self._depths, self._tree(depths, sampled)),
+            Candidate("depths", self._depths, KeyTrial(depths, sampled)),
         ]
         self._follow(self.candidates[0])
         self._try_waits()
@@ -150,12 +146,7 @@ class Adaptive(EvictionPolicy):
     def _list(self, probation: float | None, size: int) -> Candidate:
         name = "lru" if probation is None else f"2q with {probation:.0%} on probation"
         begin = partial(self._set_probation, probation)
-        policy = LRU() if probation is None else TwoQ(probation, remembered=0)
-        return Candidate(name, self._lists, self._tree(policy, size), begin)
-
-    def _tree(self, policy: EvictionPolicy, size: int) -> KeyTree:
-        policy.fit(size, 1)
-        return KeyTree(policy, size, lambda: self._learner.moment)
+        return Candidate(name, self._lists, KeyLists(probation, size), begin)
 
     def _set_probation(self, probation: float | None) -> None:
         self._lists.probation = probation
@@ -172,9 +163,7 @@ class Adaptive(EvictionPolicy):
             arrival = self._returns.returns.arrival
             arrival.keys, arrival.blocks = keys, blocks
             self._arrived += 1
-            if arrival.before is not None:
-                self._came += 1
-                self._answers.returned(arrival.before, keys, self._returns.returns)
+            self._came += arrival.before is not None
         if blocks:
             learner.learn(blocks)
             self._try(blocks)
@@ -192,8 +181,6 @@ class Adaptive(EvictionPolicy):
         prompt, arrival.blocks = arrival.blocks, None
         if prompt is None:  # another fork ended
             return
-        if wait is not None:
-            self._answers.ended(wait, answer, place)
         below = self._below
         blocks = [
             Asked(key, False, before) for before, key in enumerate(answer, place) if key[0] < below
@@ -202,9 +189,9 @@ class Adaptive(EvictionPolicy):
         if blocks:
             self._learner.answered(blocks)
             self._trial_reuse.follow(self._learner)
-            kept = [block for block in prompt if block.before < place]  # it may have been cut
+            self._trial_depths.at(self._learner.moment)
             for candidate in self.candidates:
-                candidate.trial.answered(blocks, kept)
+                candidate.trial.answered(blocks, prompt)
         if prompt or blocks:
             self._waits.ended(arrival, wait, blocks, read)
 
@@ -212,6 +199,7 @@ class Adaptive(EvictionPolicy):
         """Request ``blocks`` of all trials, and follow the one with the most hits."""
         blocks.reverse()  # the end of a prompt is evicted before its beginning
         self._trial_reuse.follow(self._learner)
+        self._trial_depths.at(self._learner.moment)
         fade, best = self._fade ** len(blocks), self._now
         for candidate in self.candidates:
             candidate.hits = fade * candidate.hits + candidate.trial.requested(blocks)
@@ -267,9 +255,6 @@ class Adaptive(EvictionPolicy):
     def pop(self) -> Entry | None:
         """Remove the victim of the followed candidate."""
         self._depths.at(self._learner.moment)
-        returns = self._returns
-        if returns is not None and self._now.policy is not returns and returns.returns.due:
-            returns.returns.learn(returns.clock())  # when it would if it were followed
         entry = self._now.policy.pop()
         if entry is not None:
             for policy in self._others:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from kvkeep.core.eviction.base import Entry
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvkeep.core.eviction.base import EvictionPolicy
     from kvkeep.core.eviction.returns import ReturnAware
-    from kvkeep.core.returns import Arrival, Returns, Wait
+    from kvkeep.core.returns import Arrival, Wait
 
-__all__ = ["Asked", "KeyWaits", "Learned", "Trial"]
+__all__ = ["Asked", "KeyLists", "KeyTrial", "KeyWaits", "Trial"]
 
 # Other conversations that a block is known to be used by.
 _EARLIER: Final = 7
@@ -32,25 +34,101 @@ class Trial(Protocol):
     """A cache of sampled keys under one policy."""
 
     def requested(self, blocks: Sequence[Asked]) -> int:
-        """Request sampled blocks of a prompt, last to first; return how many were held.
-
-        Those behind one that was not held do not count.
-        """
+        """Request sampled blocks of a prompt, last to first; return how many were held."""
 
     def answered(self, answer: Sequence[Asked], prompt: Sequence[Asked]) -> None:
         """Store sampled blocks of an answer, last to first; they go before those of the prompt."""
 
 
-class Learned:
-    """`Returns` as a trial sees it: all that is learned, but when to learn is not its decision."""
+class KeyLists:
+    """2Q over keys: a share ``probation`` of ``size`` keys was requested once; None is LRU."""
 
-    due = False
+    def __init__(self, probation: float | None, size: int) -> None:
+        self._size = size
+        self._plain = probation is None
+        self._most = size if probation is None else int(probation * size)
+        self._once: OrderedDict[bytes, None] = OrderedDict()
+        self._again: OrderedDict[bytes, None] = OrderedDict()
 
-    def __init__(self, returns: Returns) -> None:
-        self._returns = returns
+    def requested(self, blocks: Sequence[Asked]) -> int:
+        """Request sampled blocks of a prompt, last to first; return how many were held."""
+        once, again, hits = self._once, self._again, 0
+        for key, known, _ in blocks:
+            if key in again:
+                hits += 1
+                again.move_to_end(key)
+                continue
+            if key in once:
+                hits += 1
+                del once[key]
+                again[key] = None
+                continue
+            (again if known or self._plain else once)[key] = None
+            if len(once) + len(again) > self._size:
+                queue = once if len(once) > self._most or not again else again
+                queue.popitem(last=False)
+        return hits
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._returns, name)
+    def answered(self, answer: Sequence[Asked], prompt: Sequence[Asked]) -> None:
+        """Store sampled blocks of an answer; those of the prompt are evicted after them."""
+        once, again = self._once, self._again
+        new = [block for block in answer if block.key not in once and block.key not in again]
+        self.requested(new)
+        for key, _, _ in prompt:
+            if key in again:
+                again.move_to_end(key)
+            elif key in once:
+                once.move_to_end(key)
+
+
+class _Key(Entry):
+    __slots__ = ("key",)
+
+    def __init__(self, key: bytes, known: bool, before: int) -> None:
+        super().__init__()
+        self.key = key
+        self.size = 1
+        self.depth = before
+        self.hits = int(known)
+
+
+class KeyTrial:
+    """Any policy over ``size`` keys, each an entry of one page; blocks have one page."""
+
+    def __init__(self, policy: EvictionPolicy, size: int) -> None:
+        self.policy = policy
+        self._size = size
+        self._kept: dict[bytes, _Key] = {}
+
+    def requested(self, blocks: Sequence[Asked]) -> int:
+        """Request sampled blocks of a prompt, last to first; return how many were held."""
+        policy, kept, hits = self.policy, self._kept, 0
+        now = policy.moment
+        for key, known, before in blocks:
+            entry = kept.get(key)
+            if entry is not None:
+                hits += 1
+                policy.discard(entry)
+                entry.hits += 1
+            else:
+                entry = kept[key] = _Key(key, known, before)
+            entry.last_used = now
+            policy.add(entry)
+            if len(kept) > self._size:
+                victim = policy.pop()
+                assert isinstance(victim, _Key)
+                del kept[victim.key]
+        return hits
+
+    def answered(self, answer: Sequence[Asked], prompt: Sequence[Asked]) -> None:
+        """Store sampled blocks of an answer; those of the prompt are evicted after them."""
+        kept, policy = self._kept, self.policy
+        self.requested([block for block in answer if block.key not in kept])
+        for key, _, _ in prompt:
+            entry = kept.get(key)
+            if entry is not None:
+                policy.discard(entry)
+                policy.add(entry)
 
 
 class _Group(Entry):
@@ -95,10 +173,7 @@ class KeyWaits:
         return len(self._kept)
 
     def requested(self, blocks: Sequence[Asked]) -> int:
-        """Request sampled blocks of a prompt, last to first; return how many were held.
-
-        Those behind one that was not held do not count.
-        """
+        """Request sampled blocks of a prompt, last to first; return how many were held."""
         kept, arrival = self._kept, self._returns.arrival
         before = arrival.before
         running = arrival.held = _Group()
@@ -106,7 +181,6 @@ class KeyWaits:
         for key, _, _ in blocks:
             block = kept.get(key)
             if block is None:
-                hits = 0
                 block = kept[key] = _Block(key, running)
             else:
                 hits += 1
