@@ -18,7 +18,7 @@ from sglang.srt.server_args import ServerArgs, set_global_server_args_for_schedu
 from tree_scheduler import memory
 
 from kvkeep.core.errors import InvalidValue, UnsupportedModel
-from kvkeep.core.eviction import without_waits
+from kvkeep.core.eviction import POLICIES
 from kvkeep.integrations.sglang.plugin import register
 from kvkeep.integrations.sglang.tree import KVKeepTree
 
@@ -49,7 +49,7 @@ def test_the_entry_point_registers_every_policy(monkeypatch: pytest.MonkeyPatch)
     points = PROJECT["project"]["entry-points"]["sglang.srt.plugins"]
     for name, value in points.items():
         EntryPoint(name, value, "sglang.srt.plugins").load()()
-    names = {"kvkeep", *(f"kvkeep:{name}" for name in without_waits())}
+    names = {"kvkeep", *(f"kvkeep:{name}" for name in POLICIES)}
     assert set(registry.registered_radix_cache_backends()) == names
     register()  # SGLang may load plug-ins again
     assert set(registry.registered_radix_cache_backends()) == names
@@ -63,7 +63,7 @@ def test_sglang_builds_it() -> None:
     assert isinstance(create_tree_cache(context(None)), UnifiedRadixCache)
 
 
-@pytest.mark.parametrize("policy", sorted(without_waits()))
+@pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_the_name_chooses_the_policy(policy: str) -> None:
     cache = create_tree_cache(context(f"kvkeep:{policy}"))
     assert isinstance(cache, KVKeepTree)
@@ -85,6 +85,13 @@ def test_the_server_chooses_the_policy() -> None:
 def test_policies_that_it_does_not_have(more: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidValue, match=said):
         create_tree_cache(context("kvkeep", memory(4, 16, **more)))
+
+
+def test_ranks_would_not_agree_on_a_clock() -> None:
+    with pytest.raises(InvalidValue, match=r"'returns' reads a clock.* 2 ranks.* one of lru, lfu"):
+        create_tree_cache(context("kvkeep:returns", tp_size=2))
+    with pytest.raises(InvalidValue, match="reads a clock"):
+        create_tree_cache(context("kvkeep:returns", memory(4, 16, pp_size=2)))
 
 
 @pytest.mark.parametrize(("more", "said"), [

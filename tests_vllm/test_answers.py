@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from engines import BLOCK, Answer, Engine, engine, prompt, same
+from engines import BLOCK, Answer, Engine, apart, engine, prompt, same
 from vllm import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -90,3 +90,36 @@ def test_only_what_was_computed_is_complete(computed: int, complete: int) -> Non
     request.num_computed_tokens = computed
     request.status = RequestStatus.FINISHED_ABORTED
     assert watch.ended(FollowedRequest(request, RequestOptions())) == (complete, complete)
+
+
+def test_the_stores_of_several_ranks_learn_when_conversations_return(llama: str) -> None:
+    apart("test_answers:returns_in_two_ranks", llama)
+
+
+def returns_in_two_ranks(llama: str) -> None:
+    """Hold three dialogues of three turns; both workers' tiers know how they waited."""
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    with engine(llama, ["memory://64MiB?policy=returns"], **ranks) as one:
+        for talk in range(3):
+            text = prompt(70, seed=talk)
+            for turn in range(3):
+                (answer,) = one.ask([text], max_tokens=20)
+                text = text + list(answer.tokens) + prompt(30, seed=1000 * turn + talk)
+        one.ask([prompt(70, seed=99)], max_tokens=1)  # the last end goes with the next step
+        for known in one.core.model_executor.collective_rpc(waits_of_worker):
+            assert known == {"waiting": [3, 3, 3], "returned": 6, "blocks": True}
+
+
+def waits_of_worker(_: Any) -> dict[str, Any]:
+    """In a worker: the turns of conversations that wait, and how many returned."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    worker: Any = get_kv_transfer_group()._worker  # type: ignore[attr-defined]
+    worker._teller.submit(int).result(30)  # behind what was told so far
+    returns = worker.shared.store._tiered.returns
+    learner = returns.conversations.returns
+    return {
+        "waiting": [wait.turns for wait in learner],
+        "returned": round(sum(tenant.returns for tenant in learner._tenants.values())),
+        "blocks": all(returns.waits.best(block)[1] for block in list(returns.waits._at)[-4:]),
+    }

@@ -55,7 +55,7 @@ def test_options() -> None:
 def test_near_misses_are_named() -> None:
     with pytest.raises(InvalidValue, match=r"did you mean 'answers', 'load_timeout'\?$"):
         ConnectorOptions.parse({"answer": True, "load_timout": 1, 7: 8})
-    with pytest.raises(InvalidValue, match=r"capture$"):
+    with pytest.raises(InvalidValue, match=r"public_prefixes$"):
         ConnectorOptions.parse({"colour": "blue"})
     with pytest.raises(InvalidValue, match=r"there are store, .*; did you mean 'answers'\?$"):
         RequestOptions.parse({"kvkeep": {"answer": False}})

@@ -43,6 +43,9 @@ EVIDENCE: list[tuple[str, dict[str, Any], str]] = [
         "more would be reused",
     ),
     ("diverged", {"position": 7, "nearest": None}, "after a difference: at token 7"),
+    ("diverged", {"position": 7, "public": True}, "at token 7, from the public prefix"),
+    ("new", {"public": True}, "never seen before: public prefix, not cached yet"),
+    ("evicted", {"public": True, "tier": "pool"}, "and evicted: public prefix, from the pool"),
     (
         "evicted",
         {"ago_s": 240.0, "policy": "lru", "cause": "pressure", "by": "cmpl-b", "needed_pages": 1,
@@ -106,6 +109,14 @@ def test_a_request_is_drawn_from_its_first_token_to_its_last():
         "  0 … 400  400  █ reused from the pool",
         "400 … 500  100  ▓ reused from disk",
         "500 … 812  312  ░ never seen before",
+    ]
+
+
+def test_tokens_of_a_public_prefix_are_told_from_others():
+    spans = [span(0, 400, "pool", public=True), span(400, 812, "pool")]
+    assert [line for line in drawn(explained(spans=spans)) if " … " in line] == [
+        "  0 … 400  400  █ reused from the pool, public prefix: shared by all tenants",
+        "400 … 812  412  █ reused from the pool",
     ]
 
 

@@ -69,6 +69,9 @@ ROUTE = {
         "load_tokenizer.path.name create_proxy.tokenize.__name__",
         ("mine", "tokenize"),
     ),
+    "--public-prefixes": Option(
+        "--public-prefixes {tmp}/public", "PrefixRouter.public.rows", (b"\x07\0\0\0",)
+    ),
     "--prefill-speed": Option("--prefill-speed 500", "PrefixRouter.cost.token_s", 0.002),
     "--usage": Option("--usage", "create_proxy.usage", True),
     "--balance": Option("--balance 0.5", "PrefixRouter.cost.balance", 0.5),

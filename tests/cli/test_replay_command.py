@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -91,7 +92,6 @@ def test_pages_and_processes(trace, capsys):
         (["--capacity", "3M", "--groups", "state=5", "--model", "here"], "leave it out with"),
         (["--capacity", "3M", "--share", "a"], "--share is 'a'; TENANT=WEIGHT is needed"),
         (["--capacity", "3M", "--share", "a=2"], "a share for 'a', but"),
-        (["--capacity", "1M+2M", "--share", "=2"], "without tiers"),
     ],
 )
 def test_what_is_wrong_is_one_line(trace, capsys, words, says):
@@ -175,6 +175,29 @@ def test_tiers(short, capsys):
         assert sum(one["misses"].values()) + one["hit_tokens"] == one["tokens"]
 
 
+def test_where_blocks_come_from(tmp_path, capsys):
+    path = tmp_path / "agents.jsonl.gz"
+    write_trace(generate("agents", seed=3, requests=120, unit_tokens=512), path)
+    words = ["replay", str(path), "--capacity", "20k+300k", "--policy", "returns", "--jobs", "1"]
+    words += ["--tiering", "inclusive", "--no-bounds"]
+    for more in ([], ["--no-fetch-back"]):
+        assert main([*words, *more, "--json"]) == 0
+        one = json.loads(capsys.readouterr().out)
+        memory, disk = one["tiers"]
+        assert bool(memory["fetched"]) != bool(more)
+        assert main([*words, *more]) == 0
+        (row,) = [
+            line
+            for line in capsys.readouterr().out.splitlines()
+            if line.strip().startswith("returns/inclusive, 320")
+        ]
+        cells = [memory["hits"] / one["blocks"], disk["hits"] / one["blocks"]]
+        if not more:
+            cells += [memory["fetched"] / one["blocks"]]
+            cells += [memory["fetched_hits"] / memory["fetched"]]
+        assert re.findall(r"[\d.]+ %", row) == [f"{100 * cell:.1f} %" for cell in cells]
+
+
 def test_shares_of_tenants(tmp_path, capsys):
     path = tmp_path / "tenants.jsonl.gz"
     write_trace(generate("tenants", seed=1, requests=150, changed={"flood": 1}), path)
@@ -195,6 +218,25 @@ def test_shares_of_tenants(tmp_path, capsys):
     rates = [100 * found[at]["token_hit_rate"] for at in (1, 0)]
     for text in (f"{rates[0]:.1f} %", f"{rates[1]:.1f} %", f"{100 * worst:.1f} %", name):
         assert text in row
+
+
+def test_shares_of_tenants_in_tiers(tmp_path, capsys):
+    path = tmp_path / "tenants.jsonl.gz"
+    trace = generate("tenants", seed=1, requests=100, unit_tokens=256, changed={"flood": 1})
+    write_trace(trace, path)
+    words = ["replay", str(path), "--capacity", "20k+40k,40k+20k", "--policy", "lru"]
+    words += ["--tiering", "inclusive,exclusive", "--share", "flooder=0.5", "--jobs", "1"]
+    assert main([*words, "--json"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    names = ["lru/inclusive", "lru/exclusive", "lru+shares/inclusive", "lru+shares/exclusive"]
+    assert [one["policy"] for one in found] == 2 * names
+    assert [bool(one["shares"]) for one in found] == 2 * [False, False, True, True]
+    assert main([*words, "--no-bounds"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    for row, one in (("lru/inclusive, 20 k + 40 k", 2), ("lru/exclusive, 40 k + 20 k", 7)):
+        (line,) = [line for line in out if line.strip().startswith(row)]
+        assert f"{100 * found[one]['token_hit_rate']:.1f} %" in line
+        assert f"{100 * found[one - 2]['token_hit_rate']:.1f} %" in line
 
 
 def test_time_to_the_first_token(trace, tmp_path, capsys):

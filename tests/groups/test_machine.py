@@ -22,6 +22,7 @@ from symbolic import SymbolicEngine, brute_force
 from kvkeep.core.errors import InvalidValue, NotCached, OutOfPages
 from kvkeep.core.groups import GroupLayout, StateSpec, WindowSpec
 from kvkeep.core.prefix.node import descend
+from kvkeep.core.returns import Ended
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,14 +50,16 @@ class GroupMachine(RuleBasedStateMachine):
 
     @initialize(
         pages=st.sampled_from([20, 40, 80, 160]),
-        eviction=st.sampled_from(["lru", "lru", "s3fifo", "reuse"]),
+        eviction=st.sampled_from(["lru", "lru", "s3fifo", "reuse", "returns"]),
         prefix=st.sampled_from(["radix", "radix", "chain"]),
         first=TOKENS,
     )
     def begin(self, pages: int, eviction: str, prefix: str, first: list[int]) -> None:
+        self.now = 0.0
         self.engine = SymbolicEngine(
-            pages, self.layout, eviction=eviction, prefix=prefix, hard_pin_pages=10
-        )
+            pages, self.layout, eviction=eviction, prefix=prefix, hard_pin_pages=10,
+            clock=lambda: self.now,
+        )  # fmt: skip
         self.cache = self.engine.cache
         self.mirror = EventMirror(self.layout)
         self.cache.subscribe(self.mirror.see)
@@ -169,12 +172,21 @@ class GroupMachine(RuleBasedStateMachine):
             self.tried(lambda: sequence.append(1))
 
     @precondition(lambda self: self.running)
-    @rule(chosen=st.integers(0, 9), keep=st.sampled_from([True, True, True, False]))
-    def close(self, chosen: int, keep: bool) -> None:
+    @rule(
+        chosen=st.integers(0, 9),
+        keep=st.sampled_from([True, True, True, False]),
+        ended=st.sampled_from([None, Ended("tool"), Ended("stop")]),
+    )
+    def close(self, chosen: int, keep: bool, ended: Ended | None) -> None:
         sequence = self.running.pop(chosen % len(self.running))
         if sequence.num_tokens:
             self.prompts = [*self.prompts[-7:], sequence.tokens.tolist()[:60]]
-        sequence.close(keep=keep)
+        sequence.close(keep=keep, ended=ended)
+
+    @rule(seconds=st.sampled_from([1.0, 60.0, 4000.0]))
+    def wait(self, seconds: float) -> None:
+        """Conversations wait: the policy `returns` orders by how long."""
+        self.now += seconds
 
     @rule(
         session=st.sampled_from(["one", "other"]),

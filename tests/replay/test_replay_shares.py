@@ -1,4 +1,4 @@
-"""`simulate_shares`: the hits of tenants that share a memory, beside what each has alone."""
+"""`simulate_shares`: hits of tenants that share memory or tiers, beside what each has alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 from replaying import Chained, Listed, request
 
-from kvkeep.bench.replay import ReplayRun, Workload, replay, simulate, simulate_shares
+from kvkeep.bench.replay import (
+    ReplayRun,
+    Workload,
+    replay,
+    simulate,
+    simulate_shares,
+    simulate_tier_shares,
+    simulate_tiers,
+)
 from kvkeep.bench.replay.costs import PrefillCost
 from kvkeep.bench.traces import TraceRequest, generate
 from kvkeep.core.errors import InvalidValue
@@ -100,6 +108,51 @@ def test_a_flooder_costs_the_worst_tenant_a_tenth_at_most(policy: str, seed: int
     assert found.token_hit_rate >= plain.token_hit_rate - 0.01
 
 
+@pytest.mark.parametrize("tiering", ["inclusive", "exclusive"])
+def test_in_tiers_alone_is_a_replay_of_its_own_requests(tiering: str) -> None:
+    requests = traffic(1)
+    work = Workload.read(Listed(requests, UNIT))
+    sizes, shares = (20 * UNIT, 60 * UNIT), {"a": 2.0, "b": 0.5}
+    found = simulate_tier_shares(work, sizes, tiering, "lru", shares=shares)
+    assert found.policy == f"lru+shares/{tiering}"
+    assert set(found.shares) == {"", "a", "b"}
+    for tenant, (weight, tokens, hits, alone) in found.shares.items():
+        own = [one for one in requests if one.namespace == tenant]
+        assert weight == shares.get(tenant, 1.0)
+        assert tokens == sum(one.tokens for one in own)
+        parts = [int(size * weight / 3.5) for size in sizes]
+        listed = Listed([cut(one, sum(parts) // UNIT) for one in own], UNIT)
+        assert alone == simulate_tiers(Workload.read(listed), parts, tiering, "lru").hit_tokens
+        assert 0 < hits <= tokens
+    assert sum(hits for _, _, hits, _ in found.shares.values()) == found.hit_tokens
+    plain = simulate_tiers(work, sizes, tiering, "lru")
+    assert not plain.shares
+    assert plain.policy == f"lru/{tiering}"
+
+
+@pytest.mark.parametrize(
+    ("tiering", "policy", "seed"),
+    [("inclusive", "lru", 1), ("exclusive", "lru", 2), ("exclusive", "returns", 1)],
+)
+def test_in_tiers_a_flooder_costs_the_worst_tenant_a_tenth_at_most(
+    tiering: str, policy: str, seed: int
+) -> None:
+    trace = generate("tenants", seed=seed, requests=600, unit_tokens=256, changed={"flood": 4})
+    work = Workload.read(trace)
+    shares = {name: 1 / (1 + int(name.partition("-")[2] or 19)) for name in work.namespaces}
+    sizes = 200_000, 600_000
+    plain = simulate_tiers(work, sizes, tiering, policy)
+    found = simulate_tier_shares(work, sizes, tiering, policy, shares=shares)
+    kept = {
+        name: hits / alone
+        for name, (_, _, hits, alone) in found.shares.items()
+        if alone and name != "flooder"
+    }
+    assert len(kept) > 5
+    assert min(kept.values()) >= 0.9, kept
+    assert found.token_hit_rate >= plain.token_hit_rate - 0.01
+
+
 def test_a_run_with_shares_is_another_run() -> None:
     work = Workload.read(Listed(traffic(2), UNIT))
     plain = ReplayRun("2q", 200)
@@ -108,6 +161,8 @@ def test_a_run_with_shares_is_another_run() -> None:
     assert [found[run].policy for run in runs] == ["2q", "2q+shares", "2q+shares"]
     assert [run.name for run in runs] == ["2q", "2q+shares", "2q+shares"]
     assert [found[run].shares.get("a", [0])[0] for run in runs] == [0, 2.0, 3.0]
+    below = ReplayRun("2q", 100, below=(200,), tiering="exclusive", shares=(("a", 2.0),))
+    assert below.name == dict(replay(work, [below]))[below].policy == "2q+shares/exclusive"
     named = ReplayRun("lru+sessions", 200, shares=(("a", 2.0),))
     assert named.name == "lru+shares+sessions"
 
@@ -116,10 +171,11 @@ def test_what_shares_do_not_go_with_is_refused() -> None:
     shares = (("a", 2.0),)
     with pytest.raises(InvalidValue, match="without a bound"):
         ReplayRun("belady", 200, shares=shares)
-    with pytest.raises(InvalidValue, match="without tiers"):
-        ReplayRun("lru", 200, below=(400,), shares=shares)
+    cost = PrefillCost(seconds_per_token=0.001)
     with pytest.raises(InvalidValue, match="without times"):
-        ReplayRun("lru", 200, cost=PrefillCost(seconds_per_token=0.001), shares=shares)
+        ReplayRun("lru", 200, below=(400,), cost=cost, shares=shares)
+    with pytest.raises(InvalidValue, match="without times"):
+        ReplayRun("lru", 200, cost=cost, shares=shares)
     with pytest.raises(InvalidValue, match="the share of 'a'"):
         ReplayRun("lru", 200, shares=(("a", 0.0),))
     work = Workload.read(Listed(traffic(0), UNIT))

@@ -113,6 +113,21 @@ def test_a_return_to_what_is_left_of_a_tail() -> None:
     assert wait.turns == 7
 
 
+@pytest.mark.parametrize("prefix", ["radix", "chain"])
+def test_a_prompt_that_is_sent_again_says_nothing_of_the_answer(prefix: str) -> None:
+    """It needs the KV of its conversation, so it ends the wait; a longer one would contain more."""
+    talks = Talks(400, prefix=prefix)
+    for talk in range(30):
+        prompt = talks.fresh(20)
+        for attempt in range(2):
+            talks.now += 5.0
+            talks.tokens[f"a/{talk}/{attempt}"] = list(prompt)
+            talks.turn(f"a/{talk}/{attempt}", 0, TOOL, answer=40)
+    assert sum(wait.turns == 2 for wait in talks.returns) == 30
+    kept = talks.returns.answers.kept
+    assert {kept(wait.namespace, wait.answer_kind, 40) for wait in talks.returns} == {40}
+
+
 def test_an_answer_that_the_next_prompt_drops_is_left_behind_and_goes_first() -> None:
     talks = Talks(200)
     talks.turn("a", 40, TOOL, answer=20, strip=True)
@@ -437,6 +452,11 @@ def test_conversations_by_expected_return() -> None:
         sequence.close(ended=TOOL)
     talks.turn("a/last", 8, PERSON)
     talks.now += 1.0
+    counted = talks.cache.expected_returns(60.0)
+    assert counted is not None
+    assert counted.waiting == len(talks.returns)
+    assert 0.8 < counted.expected < 3
+    assert PagedCache(10, PAGE).expected_returns() is None
     found = talks.cache.conversations(2)
     assert found is not None
     tool, person = found

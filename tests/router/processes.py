@@ -56,7 +56,8 @@ class Process:
 class Instance:
     """A server of ours that publishes its events; it can be killed and started again."""
 
-    def __init__(self) -> None:
+    def __init__(self, *options: str) -> None:
+        self.options = options
         self.port, events, replay = free_ports(3)
         self.url = f"http://127.0.0.1:{self.port}"
         self.events = f"tcp://127.0.0.1:{events}"
@@ -66,7 +67,7 @@ class Instance:
     def start(self) -> None:
         self.process = Process(
             "serve", "--port", str(self.port), "--memory", "16MiB", "--no-store",
-            "--events", self.events, "--events-replay", self.replay,
+            "--events", self.events, "--events-replay", self.replay, *self.options,
         )  # fmt: skip
 
     def ready(self) -> bool:

@@ -15,7 +15,7 @@ from processes import Instance, Process, route
 from standing_in import eventually
 
 from kvkeep.cli import main
-from kvkeep.cli.route import _tokenizer
+from kvkeep.cli.route import _tokenize, _tokenizer
 from kvkeep.core.errors import InvalidValue
 from kvkeep.serve.kv_events import EventReader, Source
 from kvkeep.serve.models import bundled_model
@@ -96,7 +96,7 @@ def test_the_index_is_what_the_server_says_it_holds(two):
 
 def test_tokens_of_its_own_are_the_instances(two):
     """What `--model` tokenizes here is what an instance would say."""
-    tokenize = _tokenizer(bundled_model())
+    tokenize = _tokenize(_tokenizer(bundled_model()))
     chat = [{"role": "user", "content": "Grüße, 東京"}, {"role": "assistant", "content": "Hi."}]
     for asked in ({"prompt": "One, two.\n  three"}, {"prompt": ""}, {"messages": chat}):
         said = httpx.post(f"{two[0][1].url}/tokenize", json=asked, timeout=60).json()["tokens"]

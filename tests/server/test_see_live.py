@@ -28,6 +28,7 @@ def test_it_says_what_is(start_server):
         assert (empty["model"], empty["policy"], empty["page_size"]) == ("kvkeep-tiny", "lru", 16)
         assert (empty["tiers"], empty["tenants"], empty["sessions"]) == ([], [], [])
         assert empty["returns"] is None
+        assert empty["conversations"] is None
         assert empty["text"]
         assert empty["explain"]
         assert not empty["changes"]
@@ -72,6 +73,7 @@ def test_it_says_what_is(start_server):
 def test_conversations_by_expected_return(start_server):
     with start_server(num_pages=64, eviction="returns") as server:
         assert live(server)["returns"] == []
+        assert live(server)["conversations"] == {"waiting": 0, "expected": 0.0}
         ask(server, tokens_of(1, 40), "red", kvkeep={"session": "talk"})
         ask(server, tokens_of(2, 40))
         time.sleep(FRESH_S)

@@ -301,7 +301,7 @@ def _losses() -> Remembers:
 
 
 def _touches() -> Remembers:
-    touches = _tiered()._planner._touches
+    touches = _tiered()._levels.planner._touches
     return Remembers(lambda number: touches.touch(_bytes(number)), touches._counts, 131_072, 30)
 
 

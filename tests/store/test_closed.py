@@ -99,6 +99,7 @@ CALLS: dict[type, dict[str, Callable[[Any], object]]] = {
         "supersede": lambda s: s.supersede(IDS),
         "clear": lambda s: s.clear(SPACE),
         "set_quota": lambda s: s.set_quota(SPACE, 1 << 20),
+        "announce": lambda s: s.announce(SPACE, "a"),
         "expect": lambda s: s.expect(SPACE),
         "flush": lambda s: s.flush(1.0),
         "check_open": lambda s: s.check_open(),

@@ -216,7 +216,7 @@ def test_it_lets_go_when_a_read_fails(bench: Bench, monkeypatch: pytest.MonkeyPa
     store = bench.store(16, tier, policy=Inclusive(admit_after=2))
     tier = store.tiers[0]
     put(store, range(4), wait=20)
-    read = store._planner.read
+    read = store._levels.planner.read
 
     def interrupted(blocks: Sequence[bytes]) -> Iterator[Copy]:
         for move in read(blocks):
@@ -224,7 +224,7 @@ def test_it_lets_go_when_a_read_fails(bench: Bench, monkeypatch: pytest.MonkeyPa
                 raise KeyboardInterrupt
             yield move
 
-    monkeypatch.setattr(store._planner, "read", interrupted)
+    monkeypatch.setattr(store._levels.planner, "read", interrupted)
     with pytest.raises(KeyboardInterrupt):
         get(store, range(4))
     monkeypatch.undo()

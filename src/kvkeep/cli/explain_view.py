@@ -159,7 +159,9 @@ def _span(span: Object, digits: int, width: int) -> list[Text]:
     line = Text(f"{start:>{digits},} … {stop:>{digits},}  {stop - start:>{digits},}  ")
     line.append(f"{REUSE[kind][0]} ", REUSE[kind][1])
     if kind != "computed":
-        return [line.append(f"reused {_source(text(span, 'source'))}")]
+        line.append(f"reused {_source(text(span, 'source'))}")
+        public = below(span, "evidence").get("public") is True
+        return [line.append(", public prefix: shared by all tenants") if public else line]
     reason = text(span, "reason", "?")
     words = _WORDS.get(reason, reason.replace("_", " "))
     evidence = _evidence(reason, below(span, "evidence"), stop - start)
@@ -168,11 +170,14 @@ def _span(span: Object, digits: int, width: int) -> list[Text]:
 
 def _evidence(reason: str, of: Object, tokens: int) -> str:
     """Return the evidence for a span's reason in words; unknown fields are shown as given."""
+    if reason == "new":
+        return "public prefix, not cached yet" if of.get("public") is True else ""
     if reason == "diverged":
         nearest, differs = text(of, "nearest"), whole(of, "differs")
         said = f"at token {whole(of, 'position'):,}"
         said += f", {plural(differs, 'token')} long" if differs else ""
         said += f", from {nearest}" if nearest else ""
+        said += ", from the public prefix" if of.get("public") is True else ""
         would = whole(of, "would_reuse")  # without the difference, in this and later spans
         return said + (f"; without it {would:,} more would be reused" if would > tokens else "")
     if reason == "evicted":
@@ -223,7 +228,8 @@ def _unresumed(of: Object) -> str:
 
 def _evicted(of: Object) -> str:
     tier, policy = text(of, "tier", "pool"), text(of, "policy")
-    said = f"from {'the pool' if tier == 'pool' else tier}"
+    said = "public prefix, " if of.get("public") is True else ""
+    said += f"from {'the pool' if tier == 'pool' else tier}"
     if (past := number(of, "ago_s")) is not None:
         said += f" {ago(past)} earlier"
     said += f" by {policy}" if policy else ""

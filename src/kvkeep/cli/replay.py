@@ -78,6 +78,12 @@ def _add_replaying(group: argparse._ArgumentGroup) -> None:
         f"tiering policies to try if there are tiers, of {', '.join(TIERINGS)}",
         default="inclusive,exclusive,adaptive",
     )
+    add_switch(
+        group,
+        "--no-fetch-back",
+        "with tiers: read blocks back into memory only when they are asked for, not before their "
+        "conversations return, as the policy returns does",
+    )
     add_option(
         group,
         "--page TOKENS",
@@ -89,9 +95,9 @@ def _add_replaying(group: argparse._ArgumentGroup) -> None:
     add_option(
         group,
         "--share LIST",
-        "replay each policy also with fair shares of the memory, by weight: team-a=3,team-b=1, "
-        "others 1; '=1' for equal weights. A table then compares the hits of tenants with those "
-        "that each has alone on its share",
+        "replay each policy also with fair shares of memory and tiers, by weight: "
+        "team-a=3,team-b=1, others 1; '=1' for equal weights. A table then compares the hits of "
+        "tenants with those that each has alone on its share",
     )
     group.add_argument(
         "--prefix",
@@ -197,14 +203,14 @@ def _planned_runs(
                 continue
             run = replace(
                 run, page_tokens=args.page, prefix=args.prefix, cost=cost, users=args.users,
-                closed_loop=args.closed_loop, groups=groups,
+                closed_loop=args.closed_loop, groups=groups, fetch_back=not args.no_fetch_back,
             )  # fmt: skip
+            some = [run]
             if below:
                 tierings = _parts("--tiering", args.tiering)
-                runs += [replace(run, tiering=one, bandwidths=speeds) for one in tierings]
-            else:
-                runs.append(run)
-            runs += [replace(run, shares=shares)] if shares else []
+                some = [replace(run, tiering=one, bandwidths=speeds) for one in tierings]
+            runs += some
+            runs += [replace(one, shares=shares) for one in some] if shares else []
     return list(dict.fromkeys(runs))
 
 
@@ -248,6 +254,7 @@ def _print(workload: Workload, runs: Sequence[ReplayRun], outcomes: Sequence[Out
         rows.append([label, *cells])
     print_table(["blocks reused", *(" + ".join(map(amount, size)) for size in sizes)], rows)
     _print_groups([one for one in outcomes if one.groups])
+    _print_tiers([one for one in outcomes if one.tiers])
     print_shares(outcomes)
     timed = [one for one in outcomes if one.latency]
     if timed:
@@ -305,6 +312,26 @@ def _print_groups(outcomes: Sequence[Outcome]) -> None:
         ["windows and states", "not resumed", "checkpoints", "no room", "of memory"],
         rows,
     )
+
+
+def _print_tiers(outcomes: Sequence[Outcome]) -> None:
+    """Print where reused blocks were, and what was fetched back; nothing without tiers."""
+    if not outcomes:
+        return
+    rows = []
+    for one in outcomes:
+        memory, *below = one.tiers
+        hits, fetched, blocks = memory["hits"], memory["fetched"], max(1, one.blocks)
+        rows.append(
+            [
+                f"{one.policy}, {amount(one.capacity_tokens)}",
+                part(hits / blocks),
+                part(sum(tier["hits"] for tier in below) / blocks),
+                part(fetched / blocks) if fetched else "",
+                part(memory["fetched_hits"] / fetched) if fetched else "",
+            ]
+        )
+    print_table(["blocks reused from", "memory", "tiers", "fetched back", "of these read"], rows)
 
 
 def _memory(run: ReplayRun) -> tuple[int, ...]:

@@ -9,13 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from kvkeep.cli.arguments import add_count, add_option, add_path, add_seconds, add_switch, count
 from kvkeep.cli.listening import add_address, add_connection_limits, add_log_level, allowed_hosts
+from kvkeep.cli.tenants import add_public_prefixes
 from kvkeep.core.errors import InvalidValue, require, whole
+from kvkeep.core.prefix_file import read_prefixes
+from kvkeep.core.public import PublicPrefixes
 
 if TYPE_CHECKING:
     import argparse
     from pathlib import Path
 
     from kvkeep.cli.arguments import Commands
+    from kvkeep.serve.engine import Tokenizer
     from kvkeep.serve.kv_events import Source
     from kvkeep.serve.router import CostModel
     from kvkeep.serve.router.health import Timeouts
@@ -50,6 +54,7 @@ def add_parser(commands: Commands) -> None:
         "instance)",
         metavar="PATH",
     )
+    add_public_prefixes(parser)
     costs = parser.add_argument_group("cost of a prompt")
     add_option(costs, "--prefill-speed N", "tokens per second (default: 15,000)", type=float)
     add_option(
@@ -141,9 +146,12 @@ def run(args: argparse.Namespace) -> int:
     names = _listed(args.instances)
     sources = _sources(args, names)
     upstreams = Upstreams(names)
-    router = PrefixRouter(names, cost=_cost(args), ranks=args.ranks, most_blocks=args.most_blocks)
     bodies = http.BodyBudget(budget=args.body_budget, seconds=args.body_timeout)
-    tokenize = None if args.model is None else _tokenizer(args.model)
+    tokenizer = None if args.model is None else _tokenizer(args.model)
+    router = PrefixRouter(
+        names, cost=_cost(args), ranks=args.ranks, most_blocks=args.most_blocks,
+        public=_public(args.public_prefixes, tokenizer),
+    )  # fmt: skip
     logging.basicConfig(
         level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
     )
@@ -156,7 +164,7 @@ def run(args: argparse.Namespace) -> int:
                 router,
                 upstreams,
                 reader,
-                tokenize=tokenize,
+                tokenize=None if tokenizer is None else _tokenize(tokenizer),
                 hosts=allowed_hosts(args.host, args.allow_host, _LOOPBACK),
                 timeouts=timeouts,
                 bodies=bodies,
@@ -234,10 +242,26 @@ def _timeouts(args: argparse.Namespace) -> Timeouts:
     )
 
 
-def _tokenizer(path: Path) -> Tokenize:
+def _public(file: Path | None, tokenizer: Tokenizer | None) -> PublicPrefixes:
+    """Return the prefixes in ``file``; texts need ``--model``. Raises `InvalidValue`."""
+    if file is None:
+        return PublicPrefixes()
+    try:
+        return PublicPrefixes(read_prefixes(file, tokenizer))
+    except InvalidValue as error:
+        if tokenizer is not None:
+            raise
+        raise InvalidValue(f"{error}; or give --model, which tokenizes in the router") from error
+
+
+def _tokenizer(path: Path) -> Tokenizer:
     from kvkeep.serve.engine import Tokenizer  # noqa: PLC0415 - seconds, for torch
 
-    tokenizer = Tokenizer.load(path)
+    return Tokenizer.load(path)
+
+
+def _tokenize(tokenizer: Tokenizer) -> Tokenize:
+    """Return what tokenizes the text of a request's body."""
 
     def tokenize(body: dict[str, Any]) -> Any:
         if "messages" not in body:

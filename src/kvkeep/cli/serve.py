@@ -14,10 +14,11 @@ from kvkeep.cli.listening import allowed_hosts
 from kvkeep.cli.model import choose_threads, load
 from kvkeep.cli.serve_options import add_options
 from kvkeep.cli.server import KEY_VARIABLE, api_key
-from kvkeep.cli.tenants import eviction_of, public_rows, weights_of
+from kvkeep.cli.tenants import eviction_of, weights_of
 from kvkeep.cli.tiers import open_default_store, open_store
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.geometry.units import format_bytes
+from kvkeep.core.prefix_file import read_prefixes
 from kvkeep.observe import telemetry
 
 if TYPE_CHECKING:
@@ -87,7 +88,8 @@ def run(args: argparse.Namespace) -> int:
             what_if=_SAMPLED_BLOCKS if args.what_if else None,
             reuse=not args.no_reuse,
         )
-        public = public_rows(args.public_prefixes, tokenizer)
+        file = args.public_prefixes
+        public = [] if file is None else read_prefixes(file, tokenizer)
         cache.public.declare(*public)
         with (
             _publisher(args, cache) as publisher,
@@ -170,8 +172,8 @@ def _store(args: argparse.Namespace, runner: Runner, name: str) -> KVStore | Non
     if args.no_store or args.no_reuse:
         return None
     if args.tier:
-        return open_store(args, runner, name=name, tiers=args.tier)
-    return open_default_store(args, runner, name=name)
+        return open_store(args, runner, name=name, tiers=args.tier, shares=weights_of(args))
+    return open_default_store(args, runner, name=name, shares=weights_of(args))
 
 
 def _listen(listener: Listener, bound: socket.socket) -> int:

@@ -18,7 +18,7 @@ __all__ = ["part", "print_shares"]
 
 def print_shares(outcomes: Sequence[Outcome]) -> None:
     """Print how tenants fare with shares, beside each alone; nothing without shares."""
-    plain = {(one.policy, one.capacity_tokens): one for one in outcomes if not one.shares}
+    plain = {(one.policy, _sizes(one)): one for one in outcomes if not one.shares}
     rows = []
     for one in outcomes:
         compared = sorted(
@@ -30,9 +30,9 @@ def print_shares(outcomes: Sequence[Outcome]) -> None:
         least, tenant = compared[0] if compared else (None, "")
         rows.append(
             [
-                f"{name}, {amount(one.capacity_tokens)}",
+                f"{name}, {_memory(_sizes(one))}",
                 part(one.token_hit_rate),
-                part(plain[name, one.capacity_tokens].token_hit_rate),
+                part(plain[name, _sizes(one)].token_hit_rate),
                 part(least),
                 visible(tenant),
                 part(compared[len(compared) // 2][0] if compared else None),
@@ -42,6 +42,18 @@ def print_shares(outcomes: Sequence[Outcome]) -> None:
         head = ["tokens reused with shares", "all", "without", "worst tenant", "", "median"]
         print_table(head, rows)
         print("tenants: of the tokens that each reuses alone, in a memory as large as its share")
+
+
+def _memory(sizes: tuple[int, ...]) -> str:
+    if len(sizes) == 1:
+        return amount(sizes[0])
+    return " + ".join(amount(size).removesuffix(" tokens") for size in sizes)
+
+
+def _sizes(outcome: Outcome) -> tuple[int, ...]:
+    """Return the tokens of each tier, or of the only memory."""
+    tiers = tuple(tier["capacity_tokens"] for tier in outcome.tiers)
+    return tiers or (outcome.capacity_tokens,)
 
 
 def part(found: float | None) -> str:

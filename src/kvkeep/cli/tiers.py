@@ -15,7 +15,7 @@ from kvkeep.core.geometry.units import format_bytes
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from kvkeep.serve.engine import Runner
     from kvkeep.store import KVStore
@@ -57,9 +57,17 @@ def add_store_arguments(parser: argparse.ArgumentParser, *, default: str) -> Non
 
 
 def open_store(
-    args: argparse.Namespace, runner: Runner, *, name: str, tiers: Sequence[str]
+    args: argparse.Namespace,
+    runner: Runner,
+    *,
+    name: str,
+    tiers: Sequence[str],
+    shares: Mapping[str, float] | None = None,
 ) -> KVStore:
-    """Open the store of the model in ``args`` over ``tiers``. Raises `InvalidValue`."""
+    """Open the store of the model in ``args`` over ``tiers``. Raises `InvalidValue`.
+
+    ``shares`` are weights of tenants; see `KVStore`.
+    """
     from kvkeep.store import KVStore  # noqa: PLC0415 - torch
     from kvkeep.store.tiers import tiering  # noqa: PLC0415
 
@@ -77,11 +85,18 @@ def open_store(
         tiers=list(tiers),
         policy=tiering(args.tiering),
         block_tokens=block,
+        shares=shares,
         snapshots=runner.layout is not None,
     )
 
 
-def open_default_store(args: argparse.Namespace, runner: Runner, *, name: str) -> KVStore | None:
+def open_default_store(
+    args: argparse.Namespace,
+    runner: Runner,
+    *,
+    name: str,
+    shares: Mapping[str, float] | None = None,
+) -> KVStore | None:
     """Open the store used without ``--tier``: memory, and a capped folder in the user's cache.
 
     If a tier cannot be opened, a warning is printed and the server starts without it.
@@ -91,13 +106,13 @@ def open_default_store(args: argparse.Namespace, runner: Runner, *, name: str) -
     tiering(args.tiering)  # a wrong name is an error, not a missing tier
     memory = f"memory://{_MEMORY_BYTES}"
     try:
-        return open_store(args, runner, name=name, tiers=[memory, _disk_tier()])
+        return open_store(args, runner, name=name, tiers=[memory, _disk_tier()], shares=shares)
     except (KVKeepError, OSError) as error:
         if args.block_tokens is not None and isinstance(error, InvalidValue):
             raise
         _warn(f"KV is not stored on disk: {error}")
     try:
-        return open_store(args, runner, name=name, tiers=[memory])
+        return open_store(args, runner, name=name, tiers=[memory], shares=shares)
     except KVKeepError as error:
         _warn(f"KV is not stored outside the pool: {error}")
         return None

@@ -93,12 +93,23 @@ class PublicPrefixes:
                 f"public prefixes are at most {_MOST_ROWS} rows with {_MOST_TOKENS} tokens in all, "
                 f"got {len(known)} rows with {sum(map(len, known)) // TOKEN_BYTES}"
             )
-        self._rows = tuple(known)
-        self._tables = {}
+        if len(known) > len(self._rows):
+            self._rows = tuple(known)
+            self._tables = {}
 
     def __len__(self) -> int:
         """Return the number of declared rows."""
         return len(self._rows)
+
+    @property
+    def rows(self) -> tuple[bytes, ...]:
+        """The declared rows, as int32; the same tuple until another row is declared."""
+        return self._rows
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest declared row: no later ones decide what of a prompt is public."""
+        return max(map(len, self._rows), default=0) // TOKEN_BYTES
 
     def length(self, tokens: TokenArray, unit: int, extras: Extras = ()) -> int:
         """Return how many leading tokens of a prompt are public: whole units of ``unit`` tokens.
@@ -119,6 +130,13 @@ class PublicPrefixes:
             stop = min(stop, extras[0].position)
         raw = tokens[:stop].tobytes()
         return next((len(row) // TOKEN_BYTES for row in rows if raw.startswith(row)), 0)
+
+    def begins(self, unit: TokenArray) -> bool:
+        """Whether a declared row begins with ``unit``: a whole page, or block."""
+        if not self._rows or not len(unit):
+            return False
+        table = self._tables.get(len(unit))
+        return unit.tobytes() in (self._table(len(unit)) if table is None else table)
 
     def _table(self, unit: int) -> dict[bytes, list[bytes]]:
         tables, size = self._tables, unit * TOKEN_BYTES

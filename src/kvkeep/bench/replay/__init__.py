@@ -10,7 +10,7 @@ from kvkeep.bench.replay.outcome import GROUP_REASONS, REASONS, Outcome, Spans
 from kvkeep.bench.replay.paging import Paging
 from kvkeep.bench.replay.planning import Advice, PlannedMemory
 from kvkeep.bench.replay.runs import BOUNDS, ReplayRun, RunLog, replay
-from kvkeep.bench.replay.sharing import simulate_shares
+from kvkeep.bench.replay.sharing import simulate_shares, simulate_tier_shares
 from kvkeep.bench.replay.simulate import simulate
 from kvkeep.bench.replay.tiered import simulate_tiers
 from kvkeep.bench.replay.workload import Workload
@@ -38,5 +38,6 @@ __all__ = [
     "simulate",
     "simulate_loop",
     "simulate_shares",
+    "simulate_tier_shares",
     "simulate_tiers",
 ]

@@ -16,7 +16,7 @@ from kvkeep.bench.replay.bounds import BELADY, INFINITE, belady, infinite
 from kvkeep.bench.replay.loop import simulate_loop
 from kvkeep.bench.replay.outcome import Outcome
 from kvkeep.bench.replay.paging import Paging
-from kvkeep.bench.replay.sharing import check_tenants, simulate_shares
+from kvkeep.bench.replay.sharing import check_tenants, simulate_shares, simulate_tier_shares
 from kvkeep.bench.replay.simulate import SESSIONS, simulate
 from kvkeep.bench.replay.tiered import simulate_tiers
 from kvkeep.core.errors import InvalidValue, whole
@@ -39,7 +39,7 @@ BOUNDS = (BELADY, INFINITE)
 
 _CURVE_OF = "lru"
 _SAMPLED_BLOCKS = 0.1  # share of the blocks that the what-if curve samples
-_VERSION = 6  # of replays: outcomes in a log of another version are not reused
+_VERSION = 7  # of replays: outcomes in a log of another version are not reused
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,13 @@ class ReplayRun:
 
     A policy is one of `kvkeep.core.eviction.POLICIES`, with or without ``+sessions``. ``below`` are
     the tokens of tiers below the first one of ``capacity_tokens``, and ``tiering`` the policy that
-    moves blocks between them (`kvkeep.store.tiers.tiering`). With ``cost`` computing takes time,
-    and ``users`` may send requests in turn, or sessions wait for their answers in a
-    ``closed_loop`` (`simulate_loop`); tiers, the first included, are then read at ``bandwidths``
-    (`simulate_tiers`). ``groups`` are those of a model with windows or states, with pages of their
-    size. With ``shares``, pairs of a tenant and its weight, tenants share the memory and are
-    compared with each alone (`simulate_shares`). Raises `InvalidValue` for invalid values.
+    moves blocks between them (`kvkeep.store.tiers.tiering`); ``fetch_back`` is that of
+    `simulate_tiers`. With ``cost`` computing takes time, and ``users`` may send requests in turn,
+    or sessions wait for their answers in a ``closed_loop`` (`simulate_loop`); tiers, the first
+    included, are then read at ``bandwidths`` (`simulate_tiers`). ``groups`` are those of a model
+    with windows or states, with pages of their size. With ``shares``, pairs of a tenant and its
+    weight, tenants share the memory and the tiers, and are compared with each alone
+    (`simulate_shares`, `simulate_tier_shares`). Raises `InvalidValue` for invalid values.
     """
 
     policy: str
@@ -65,6 +66,7 @@ class ReplayRun:
     cost: PrefillCost | None = None
     users: int | None = None
     closed_loop: bool = False
+    fetch_back: bool = True
     bandwidths: tuple[float | None, ...] = ()
     groups: GroupLayout | None = None
     shares: tuple[tuple[str, float], ...] = ()
@@ -111,7 +113,6 @@ class ReplayRun:
         check_weights(dict(self.shares))
         for what, given in (
             ("a bound", self.policy in BOUNDS),
-            ("tiers", bool(self.below)),
             ("times of computing", self.cost is not None),
         ):
             if given:
@@ -132,7 +133,7 @@ class ReplayRun:
     def name(self) -> str:
         """The policy's name in the outcome."""
         if self.below and self.policy not in BOUNDS:
-            return f"{self.policy}/{self.tiering}"
+            return f"{self.policy}{'+shares' if self.shares else ''}/{self.tiering}"
         if self.shares:
             return f"{self.eviction}+shares{self.policy.removeprefix(self.eviction)}"
         return self.policy
@@ -168,6 +169,15 @@ class ReplayRun:
             return belady(workload, self.total_tokens, progress)
         if self.below:
             capacities = (self.capacity_tokens, *self.below)
+            if self.shares:
+                return simulate_tier_shares(
+                    workload,
+                    capacities,
+                    self.tiering,
+                    self.policy,
+                    shares=dict(self.shares),
+                    progress=progress,
+                )
             return simulate_tiers(
                 workload,
                 capacities,
@@ -177,6 +187,7 @@ class ReplayRun:
                 bandwidths=self.bandwidths,
                 users=self.users,
                 closed_loop=self.closed_loop,
+                fetch_back=self.fetch_back,
                 progress=progress,
             )
         if self.cost is not None:

@@ -1,4 +1,4 @@
-"""`simulate_shares`: a pool that tenants share by weight, and each of them alone on its share."""
+"""`simulate_shares`: memory that tenants share by weight, and each of them alone on its share."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING
 
 from kvkeep.bench.replay.paging import Paging
 from kvkeep.bench.replay.simulate import simulate
+from kvkeep.bench.replay.tiered import simulate_tiers
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.eviction.shares import check_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from kvkeep.bench.replay.outcome import Outcome
     from kvkeep.bench.replay.workload import Workload
     from kvkeep.core.groups import GroupLayout
 
-__all__ = ["check_tenants", "simulate_shares"]
+__all__ = ["check_tenants", "simulate_shares", "simulate_tier_shares"]
 
 
 def check_tenants(workload: Workload, shares: Mapping[str, float]) -> None:
@@ -67,11 +68,11 @@ def simulate_shares(
         shares=shares,
         progress=progress,
     )
-    all_weights = sum(shares.get(tenant, 1.0) for tenant in workload.namespaces)
     page = Paging(workload.unit_tokens, page_tokens, groups).tokens
-    for tenant, amounts in outcome.shares.items():
-        capacity = max(page, int(capacity_tokens * amounts[0] / all_weights))
-        alone = simulate(
+
+    def alone(tenant: str, part: float) -> Outcome:
+        capacity = max(page, int(capacity_tokens * part))
+        return simulate(
             workload.only(workload.namespaces.index(tenant), capacity),
             capacity,
             policy,
@@ -80,6 +81,51 @@ def simulate_shares(
             sessions=sessions,
             groups=groups,
         )
-        amounts.append(alone.hit_tokens)
+
+    _compare(outcome, workload, shares, alone)
     outcome.seconds = time.perf_counter() - begun
     return outcome
+
+
+def simulate_tier_shares(
+    workload: Workload,
+    capacities_tokens: Sequence[int],
+    tiering: str = "inclusive",
+    policy: str = "lru",
+    *,
+    shares: Mapping[str, float],
+    progress: Callable[[int], None] | None = None,
+) -> Outcome:
+    """Replay ``workload`` as `simulate_tiers` does, with shares of these weights in each tier.
+
+    The outcome compares tenants as that of `simulate_shares`: alone, each has its part of every
+    tier, and prompts cut to the size of all of them. Raises `InvalidValue` as `check_tenants` does.
+
+    Cost: twice that of `simulate_tiers`.
+    """
+    check_tenants(workload, shares)
+    begun = time.perf_counter()
+    outcome = simulate_tiers(
+        workload, capacities_tokens, tiering, policy, shares=shares, progress=progress
+    )
+
+    def alone(tenant: str, part: float) -> Outcome:
+        parts = [max(workload.unit_tokens, int(one * part)) for one in capacities_tokens]
+        mine = workload.only(workload.namespaces.index(tenant), sum(parts))
+        return simulate_tiers(mine, parts, tiering, policy)
+
+    _compare(outcome, workload, shares, alone)
+    outcome.seconds = time.perf_counter() - begun
+    return outcome
+
+
+def _compare(
+    outcome: Outcome,
+    workload: Workload,
+    shares: Mapping[str, float],
+    alone: Callable[[str, float], Outcome],
+) -> None:
+    """Add to ``outcome`` what each tenant hits alone, on its part of all weights."""
+    all_weights = sum(shares.get(tenant, 1.0) for tenant in workload.namespaces)
+    for tenant, amounts in outcome.shares.items():
+        amounts.append(alone(tenant, amounts[0] / all_weights).hit_tokens)

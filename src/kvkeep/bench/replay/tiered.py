@@ -12,14 +12,15 @@ from kvkeep.bench.replay.calls import calls_of
 from kvkeep.bench.replay.outcome import Outcome
 from kvkeep.bench.replay.pace import Pace
 from kvkeep.bench.replay.paging import Paging
+from kvkeep.bench.replay.simulate import LEAST_TOKENS
 from kvkeep.bench.replay.tiers import Level, TierSimulator
 from kvkeep.bench.replay.watching import ReplayWatch
 from kvkeep.core.errors import InvalidValue
-from kvkeep.store.tiers import Chain
+from kvkeep.store.tiers import Chain, TenantWeights
 from kvkeep.store.tiers import tiering as tiering_policy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from kvkeep.bench.replay.costs import PrefillCost
     from kvkeep.bench.replay.workload import Ids, Workload
@@ -40,6 +41,8 @@ def simulate_tiers(
     closed_loop: bool = False,
     speed: float = 1.0,
     whole_answers: bool = False,
+    shares: Mapping[str, float] | None = None,
+    fetch_back: bool = True,
     progress: Callable[[int], None] | None = None,
 ) -> Outcome:
     """Replay ``workload`` through tiers of so many tokens, fastest first, by units.
@@ -47,8 +50,12 @@ def simulate_tiers(
     Each unit is a block, including the last unit of a prompt. ``tiering`` names the policy that
     moves blocks between tiers (`kvkeep.store.tiers.tiering`), ``policy`` the eviction policy of
     each tier. As a store does, the replay learns which tokens of answers are never read again, and
-    does not store them; ``whole_answers`` stores all. The outcome's ``tiers`` count the hits and
-    writes of each tier; its policy is named like "lru/inclusive".
+    does not store them; ``whole_answers`` stores all. As a store with the policy "returns" does, it
+    fetches blocks back into memory before their conversations return, if ``fetch_back``; that
+    takes no time here. The outcome's ``tiers`` count the hits and writes of each tier; its policy
+    is named like "lru/inclusive". With ``shares`` tenants have these weights in each tier, others
+    1; the outcome's ``shares`` have the hits of each that has 0.2 % of the tokens, and its policy
+    is then "lru+shares/inclusive".
 
     With ``cost`` requests wait in line, and the outcome has a ``latency``, as from `simulate_loop`,
     which explains ``users``, ``closed_loop`` and ``speed``. Blocks found below the first tier are
@@ -70,7 +77,7 @@ def simulate_tiers(
     begun = time.perf_counter()
     paging = Paging(workload.unit_tokens)
     outcome = Outcome(
-        f"{policy}/{tiering}",
+        f"{policy}{'' if shares is None else '+shares'}/{tiering}",
         sum(capacities_tokens),
         paging.tokens,
         workload.name,
@@ -88,10 +95,21 @@ def simulate_tiers(
         gone[level] += len(blocks)
 
     gone = [0] * len(levels)
-    simulator = TierSimulator(levels, tiering_policy(tiering), clock=lambda: watch.now, lost=lost)
+    simulator = TierSimulator(
+        levels,
+        tiering_policy(tiering),
+        clock=lambda: watch.now,
+        shares=None if shares is None else _weights(workload, shares),
+        fetch_back=fetch_back,
+        lost=lost,
+    )
     requests = Requests(workload, simulator, whole_answers=whole_answers)
     for done, number in enumerate(range(len(workload)) if pace is None else pace):
-        watch.now = float(workload.times[number]) if pace is None else pace.now
+        arrived = float(workload.times[number]) if pace is None else pace.now
+        while simulator.fetch_due < arrived:
+            watch.now = simulator.fetch_due
+            simulator.fetch_back()
+        watch.now = arrived
         found = requests.find(number)
         blocks = sum(found)
         hit_tokens = min(blocks * workload.unit_tokens, int(workload.tokens[number]))
@@ -109,10 +127,18 @@ def simulate_tiers(
     ]
     outcome.evicted_pages = sum(gone)
     watch.done()
+    if shares is not None:
+        for tenant, amounts in watch.tokens_of(LEAST_TOKENS).items():
+            outcome.shares[tenant] = [shares.get(tenant, 1.0), *amounts]
     if pace is not None:
         pace.finish(outcome)
     outcome.seconds = time.perf_counter() - begun
     return outcome
+
+
+def _weights(workload: Workload, shares: Mapping[str, float]) -> TenantWeights:
+    spaces = {space_id(number): name for number, name in enumerate(workload.namespaces)}
+    return TenantWeights(shares, spaces)
 
 
 class Requests:
@@ -165,6 +191,11 @@ class Requests:
         if kept >= answer:
             return len(work.answer(number))
         return (tokens + kept) // work.unit_tokens - tokens // work.unit_tokens
+
+
+def space_id(space: int) -> bytes:
+    """Return the first 16 bytes of the block ids of namespace number ``space``."""
+    return 2 * space.to_bytes(8, "little")
 
 
 def block_ids(ids: Ids, space: int) -> list[bytes]:

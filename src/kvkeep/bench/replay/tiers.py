@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.eviction import POLICIES
 from kvkeep.store.tiers.catalogue import Catalogue
+from kvkeep.store.tiers.fetching import PAUSE, FetchMoves
 from kvkeep.store.tiers.planner import Copy, Drop, Planner
 from kvkeep.store.tiers.prompt_moves import Placement, ReadMoves, StoreMoves
 from kvkeep.store.tiers.tier_returns import TierReturns
@@ -17,7 +19,8 @@ from kvkeep.store.tiers.tier_returns import TierReturns
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Sequence
 
-    from kvkeep.store.tiers import TieringPolicy
+    from kvkeep.store.tiers import TenantWeights, TieringPolicy
+    from kvkeep.store.tiers.fetching import FetchPlanner
     from kvkeep.store.tiers.planner import Refuse
 
 __all__ = ["Level", "LevelStats", "TierSimulator"]
@@ -41,10 +44,12 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class LevelStats:
-    """A level at one moment, in blocks; the last four are totals.
+    """A level at one moment, in blocks; those from ``hits`` on are totals.
 
     ``hits`` were found in this level, ``writes`` were added to it (to memory also by reads),
     ``evictions`` were deleted to make room, ``demotions`` of these moved one level down.
+    ``fetched`` were read from another level before their conversations returned; of these
+    ``fetched_hits`` were read by a request, and ``fetched_evicted`` left unread.
     """
 
     name: str
@@ -54,6 +59,9 @@ class LevelStats:
     writes: int
     evictions: int
     demotions: int
+    fetched: int
+    fetched_hits: int
+    fetched_evicted: int
 
 
 class TierSimulator(ReadMoves, StoreMoves):
@@ -72,10 +80,13 @@ class TierSimulator(ReadMoves, StoreMoves):
         policy: the tiering policy. One that keeps state belongs to this simulator.
         clock: returns seconds.
         ahead: demote from memory before its room is needed.
+        shares: weights by which tenants share each level; None: they do not.
+        fetch_back: fetch blocks back before their conversations return; see `fetch_back`.
         lost: called with a level and the blocks that it evicted and that no level has any more.
 
     Attributes:
         returns: follows conversations, if the ends of requests are reported to it.
+        fetch_due: when to call `fetch_back` next, in seconds of the clock.
     """
 
     def __init__(
@@ -85,6 +96,8 @@ class TierSimulator(ReadMoves, StoreMoves):
         clock: Callable[[], float] = time.monotonic,
         *,
         ahead: bool = False,
+        shares: TenantWeights | None = None,
+        fetch_back: bool = True,
         lost: Callable[[int, list[bytes]], None] = lambda _level, _blocks: None,
     ) -> None:
         if not levels:
@@ -92,10 +105,19 @@ class TierSimulator(ReadMoves, StoreMoves):
         self.ahead = ahead
         self._lost = lost
         self._new = False  # whether no block of the prompt that is put was stored before
-        self._levels = [_SimulatedLevel(level, clock) for level in levels]
-        self.returns = TierReturns([one.catalogue for one in self._levels], clock)
+        self._levels = [_SimulatedLevel(level, clock, shares) for level in levels]
+        self._clock = clock
+        self.returns = TierReturns(
+            [one.catalogue for one in self._levels], clock, fetch_back=fetch_back
+        )
+        self.fetch_due = math.inf
+        self._fetched_at = -math.inf
         self._below = range(1, len(levels))
         super().__init__(Planner(policy, len(levels) - 1), self._levels[0].catalogue)
+        self._fetches: _SimulatedFetches | None = None
+        if self.returns.fetches is not None:
+            self._fetches = _SimulatedFetches(self, self.returns.fetches)
+            self.returns.noted = self._noted
 
     def request(self, blocks: Sequence[bytes]) -> list[int]:
         """Read the stored beginning of a prompt, and store the rest; returns as `find`."""
@@ -143,15 +165,35 @@ class TierSimulator(ReadMoves, StoreMoves):
         for one in self._levels:
             one.catalogue.requested(blocks)
 
+    # --- fetching back ---------------------------------------------------------------------------
+
+    def fetch_back(self) -> int:
+        """Do one round of fetches, as a store does in the background; return how many blocks."""
+        assert self._fetches is not None
+        self._fetched_at = self._clock()
+        count = self._fetches.fetch_back()
+        self.fetch_due = self._fetches.fetches.due
+        return count
+
+    def _noted(self) -> None:
+        self.fetch_due = min(self.fetch_due, max(self._clock(), self._fetched_at + PAUSE))
+
+    def has_room(self, blocks: int) -> bool:
+        """Whether memory takes ``blocks`` more without evicting others."""
+        memory = self._levels[0]
+        used, room = memory.catalogue.total_bytes + blocks, memory.level.blocks
+        return used <= room and not (self.ahead and self.planner.excess(room, used))
+
     # --- the steps of a read ---------------------------------------------------------------------
 
     def fetch(self, blocks: Sequence[bytes], levels: Sequence[int]) -> int:
         for count, (block, level) in enumerate(zip(blocks, levels, strict=False)):
-            if level and not self._promote(block, level):
+            if level and not self.promote(block, level):
                 return count  # evicted to make room for the blocks before it
         return len(levels)
 
-    def _promote(self, block: bytes, level: int) -> bool:
+    def promote(self, block: bytes, level: int) -> bool:
+        """Read ``block`` from ``level``, into memory if it is to stay; False if it is not there."""
         source = self._levels[level].catalogue
         if block not in source:
             return False
@@ -261,6 +303,7 @@ class TierSimulator(ReadMoves, StoreMoves):
                 one.writes,
                 one.evictions,
                 one.demotions,
+                **{name: int(count) for name, count in one.catalogue.waiting.fetches().items()},
             )
             for one in self._levels
         ]
@@ -276,12 +319,36 @@ class TierSimulator(ReadMoves, StoreMoves):
         return f"<TierSimulator {levels}, {self.planner.policy!r}>"
 
 
+class _SimulatedFetches(FetchMoves):
+    """Fetches back, at once."""
+
+    def __init__(self, simulator: TierSimulator, fetches: FetchPlanner) -> None:
+        memory = simulator.memory
+        assert isinstance(memory, Catalogue)
+        super().__init__(fetches, simulator.planner, memory)
+        self._simulator = simulator
+
+    def level_of(self, block: bytes) -> int | None:
+        return self._simulator.level_of(block)
+
+    def has_room(self, size: int) -> bool:
+        return self._simulator.has_room(size)
+
+    def fetch(self, block: bytes, level: int, size: int) -> bool:
+        del size
+        return self._simulator.promote(block, level) and block in self._memory
+
+
 class _SimulatedLevel:
     """A level, the catalogue of its blocks, of one byte each, and its counters."""
 
-    def __init__(self, level: Level, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, level: Level, clock: Callable[[], float], shares: TenantWeights | None
+    ) -> None:
         self.level = level
-        self.catalogue = Catalogue(POLICIES[level.eviction], clock=clock, budget=level.blocks)
+        self.catalogue = Catalogue(
+            POLICIES[level.eviction], clock=clock, budget=level.blocks, shares=shares
+        )
         self.hits = self.writes = self.evictions = self.demotions = 0
         self._held: list[bytes] = []
 

@@ -13,17 +13,19 @@ from kvkeep.core.cache.stats import CacheStats
 
 if TYPE_CHECKING:
     from kvkeep.core.cache.blocks import BlockNames, Blocks
-    from kvkeep.core.cache.conversations import Conversation
+    from kvkeep.core.cache.conversations import Conversation, ReturnCounts
     from kvkeep.core.cache.views import CacheMap, Found, MapNode, NodeView
 
 __all__ = [
-    "BlockNames", "Blocks", "CacheMap", "CacheStats", "CachedPrefix", "Conversation", "Found",
-    "MapNode", "NodeView", "PagedCache", "Pin", "RemovedPages", "Sequence", "Session",
+    "BlockNames", "Blocks", "CacheMap", "CacheStats", "CachedPrefix", "Conversation",
+    "Found", "MapNode", "NodeView", "PagedCache", "Pin", "RemovedPages", "ReturnCounts",
+    "Sequence", "Session",
 ]  # fmt: skip
 
 _INSPECTION = {
     "BlockNames": "blocks", "Blocks": "blocks",
     "Conversation": "conversations",
+    "ReturnCounts": "conversations",
     "CacheMap": "views", "Found": "views", "MapNode": "views", "NodeView": "views",
 }  # fmt: skip
 

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvkeep.core.cache.conversations import waiting
+from kvkeep.core.cache.conversations import expected, waiting
 from kvkeep.core.cache.core import Core
 from kvkeep.core.cache.opening import CacheQuery, find, matched_tokens, open_sequence
 from kvkeep.core.cache.sessions import Session, check_name
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from kvkeep.core.cache.blocks import BlockNames
-    from kvkeep.core.cache.conversations import Conversation
+    from kvkeep.core.cache.conversations import Conversation, ReturnCounts
     from kvkeep.core.cache.inspector import Inspector
     from kvkeep.core.cache.pins import Pin
     from kvkeep.core.cache.sequence import Sequence
@@ -361,9 +361,8 @@ class PagedCache:
         node under their parent. See `kvkeep.core.cache.MapNode` for the figures of a node; with
         ``blocks`` and the radix index, a node also lists the store's blocks that end in it. The
         same map is returned for a second, and longer if it was expensive: maps take at most 3 % of
-        a core. Raises `NotCached` for a ``root`` that is not cached (any more).
-        Cost: about 2 µs a run; the lock is held for half of that, a millisecond at a time;
-        ``blocks`` cost 1 µs each.
+        a core. Raises `NotCached` for a ``root`` that is not cached (any more). Cost: about 2 µs a
+        run, and 1 µs for each of ``blocks``; the lock is held for a millisecond at a time.
         """
         return self._inspector.map(namespace, root, nodes, blocks)
 
@@ -386,6 +385,10 @@ class PagedCache:
     def conversations(self, most: int = 20) -> list[Conversation] | None:
         """Return what waits for its next request; see `kvkeep.core.cache.conversations.waiting`."""
         return waiting(self._core, most)
+
+    def expected_returns(self, seconds: float = 60.0) -> ReturnCounts | None:
+        """Return how many conversations wait; see `kvkeep.core.cache.conversations.expected`."""
+        return expected(self._core, seconds)
 
     def evict_below(self, node: int) -> int:
         """Drop a run of the `map` and all runs behind it that are not in use.

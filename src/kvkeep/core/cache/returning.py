@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kvkeep.core.cache.observers import CacheObserver
 from kvkeep.core.events import Returned
 from kvkeep.core.keys import chain_keys, root_key
-from kvkeep.core.returns import Ended, Returns
+from kvkeep.core.returns import Returns
 from kvkeep.core.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
@@ -17,20 +17,19 @@ if TYPE_CHECKING:
     from kvkeep.core.cache.sequence import Sequence
     from kvkeep.core.pages.table import PageArray
     from kvkeep.core.prefix import PrefixIndex
-    from kvkeep.core.returns import Arrival
+    from kvkeep.core.prefix.waits import RunningPrompt
+    from kvkeep.core.returns import Ended
 
 __all__ = ["ReturnBoard"]
-
-_UNKNOWN = Ended()
 
 
 class ReturnBoard(CacheObserver):
     """Follows the requests of a cache whose policy orders by returns.
 
     A prompt that extends the end of an earlier request is the return of that conversation; no name
-    is needed. What it repeats of the last answer teaches which part of answers is never read; that
-    part of later ones is left behind from the beginning. Cost: about 5 µs a request. Thread safety:
-    none; under the cache's lock.
+    is needed. What a longer prompt repeats of the last answer teaches which part of answers is
+    never read; that part of later ones is left behind from the beginning. Cost: about 5 µs a
+    request. Thread safety: none; under the cache's lock.
     """
 
     __slots__ = ("_block_tokens", "_marks", "_page_size", "_running", "_waits", "returns")
@@ -41,8 +40,7 @@ class ReturnBoard(CacheObserver):
         self._marks = index.marks
         self._page_size = index.page_size
         self._waits = index.tree.keep_waits(self.returns, clock, index.page_size)
-        # By sequence: its request, the tokens of its prompt, and its session.
-        self._running: dict[int, tuple[Arrival, int, str | None]] = {}
+        self._running: dict[int, RunningPrompt] = {}  # by sequence
 
     @property
     def clock(self) -> Callable[[], float]:
@@ -51,28 +49,19 @@ class ReturnBoard(CacheObserver):
 
     def opened(self, sequence: Sequence, query: CacheQuery, cached: PageArray) -> None:
         """End the wait of the conversation that continues."""
-        waits, hold = self._waits, sequence.hold
         page = len(cached)
 
         def following() -> bytes:
             return sequence.encoder.pages(sequence.row, page, page + 1)
 
-        wait = waits.ended_by(hold, following)
-        if wait is not None:
-            again = waits.read_again(wait, hold, page * self._page_size, following)
-            if again is not None:
-                kind = wait.answer_kind
-                self.returns.answers.returned(sequence.namespace, kind, wait.answer, again)
-            waits.end(wait, hold, waits.clock())
-        self._running[sequence.id] = (
-            self.returns.arrived(wait),
-            len(query.tokens),
-            query.session,
+        assert sequence.hold.end == page
+        self._running[sequence.id] = self._waits.opened(
+            sequence.hold, len(query.tokens), sequence.namespace, following, session=query.session
         )
 
     def returned(self, sequence: int) -> Returned | None:
         """Return what the prompt of a running sequence continued, None for nothing known."""
-        wait = self._running[sequence][0].before
+        wait = self._running[sequence].arrival.before
         return None if wait is None else Returned(wait.gaps[-1], wait.turns)
 
     def forked(self, sequence: Sequence, fork: Sequence) -> None:
@@ -81,28 +70,16 @@ class ReturnBoard(CacheObserver):
 
     def closed(self, sequence: Sequence, *, keep: bool, ended: Ended | None) -> None:
         """Begin to wait for the next request of the conversation."""
-        arrival, prompt, session = self._running.pop(sequence.id)
+        request = self._running.pop(sequence.id)
         hold, listener = sequence.hold, self.returns.listener
+        arrival, prompt = request.arrival, request.tokens
         if not keep or hold.parent is None:
             if listener is not None:
                 listener.ended(arrival, None, (), 0, 0)
             return
-        ended = ended or _UNKNOWN
         tokens = max(0, sequence.num_tokens - prompt)
-        tenant = sequence.namespace
-        wait = self.returns.began(
-            ended,
-            tokens if ended.tokens is None else ended.tokens,
-            self._waits.clock(),
-            before=arrival.before,
-            tenant=tenant,
-        )
-        wait.prompt, wait.answer, wait.stop = prompt, tokens, ended.stop
-        wait.namespace, wait.session = tenant, session
-        first = int(sequence.row[prompt]) if ended.first is None and tokens else ended.first
-        wait.answer_kind = self.returns.first_tokens.kind_of(tenant, ended.stop, first)
-        kept = self.returns.answers.kept(tenant, wait.answer_kind, tokens)
-        self._waits.begin(hold, wait, kept=kept)
+        first = int(sequence.row[prompt]) if tokens else None
+        wait, kept = self._waits.closed(hold, request, tokens, ended, first)
         if listener is not None:
             keys, place = self._answer(sequence, arrival.keys)
             read = -(-(prompt + kept) // self._block_tokens)

@@ -142,7 +142,7 @@ Key = tuple["Namespace", str]
 class SessionBoard(CacheObserver):
     """All sessions of a cache; it observes the cache from the first request of a session on.
 
-    Thread safety: none; under the cache's lock. Memory: about 300 bytes a session and the length
+    Thread safety: none; under the cache's lock. Memory: 650 to 750 bytes a session and the length
     of its name; beyond ``most`` sessions those named longest ago are forgotten. Holds no pages.
     """
 

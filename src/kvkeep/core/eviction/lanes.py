@@ -4,74 +4,113 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvkeep.core.eviction.queues import AgeQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Hashable, Iterator
 
     from kvkeep.core.eviction.base import EvictionPolicy
-    from kvkeep.core.keys import Namespace
     from kvkeep.core.returns import Returns
 
-__all__ = ["Lane", "Lanes"]
+__all__ = ["Lane", "Lanes", "ShareClaim"]
 
 _MOST_ABSENT: Final = 64  # tenants without pages whose histories are kept
 
 
-class Lane:
-    """The candidates of one namespace, in the order of a policy of its own.
+class ShareClaim(NamedTuple):
+    """What a tenant may claim of a memory.
 
-    ``pages`` are all that it stores, held ones included. ``item`` numbers its newest item in the
-    queue of lanes; 0 while it has no candidates. ``fitted`` is the memory that its policy was told.
+    Attributes:
+        weight: of its share.
+        public: whether all tenants share what it stores; that is evicted last.
+        most: what it may store at most, in the unit of `Entry.size`; None: all.
     """
 
-    __slots__ = ("ages", "fitted", "item", "pages", "policy", "public", "weight")
+    weight: float = 1.0
+    public: bool = False
+    most: int | None = None
 
-    def __init__(self, policy: EvictionPolicy, weight: float, *, public: bool) -> None:
+
+class Lane:
+    """The candidates of one tenant, in the order of a policy of its own.
+
+    ``size`` is all that it stores, held entries included, in the unit of `Entry.size`. ``item``
+    numbers its newest item in the queue of lanes; 0 while it has no candidates. ``fitted`` is the
+    memory that its policy was told.
+    """
+
+    __slots__ = ("ages", "claim", "fitted", "item", "policy", "size", "tenant")
+
+    def __init__(self, tenant: Hashable, policy: EvictionPolicy, claim: ShareClaim) -> None:
+        self.tenant = tenant
         self.policy = policy
-        self.weight = weight
-        self.public = public
+        self.claim = claim
         self.ages = AgeQueue[float]()  # the candidates by last use
-        self.pages = 0
+        self.size = 0
         self.fitted = 0
         self.item = 0
 
     @property
     def level(self) -> float:
-        """Its pages for each unit of weight."""
-        return self.pages / self.weight
+        """Its size for each unit of weight."""
+        return self.size / self.claim.weight
+
+    @property
+    def weight(self) -> float:
+        """Its part of the weights of all; none for what is public."""
+        return 0.0 if self.claim.public else self.claim.weight
+
+
+def _place(lane: Lane) -> float:
+    return 1.0 if lane.claim.public else -lane.level
 
 
 class Lanes:
-    """The lanes of tenants with pages, ordered by level, and the histories of some without.
+    """The lanes of tenants that store something, by level, and the histories of some others.
 
     A policy with a history is told its tenant's share of the memory, and told anew when that has
-    doubled or halved. Histories of tenants without pages are kept for one memory at most, and for
-    64 tenants. Cost: O(log n) of n tenants to `rank` one. Thread safety: none.
+    doubled or halved. Histories of tenants that store nothing are kept for one memory at most, and
+    for 64 tenants. Cost: O(log n) of n tenants to `rank` one. Thread safety: none.
+
+    Arguments:
+        make: makes the policy of a tenant.
+        claim_of: returns the claim of a tenant; see `reclaim`.
+        aside: whether a tenant without candidates in its policy has others elsewhere.
     """
 
-    def __init__(self, make: Callable[[], EvictionPolicy], weights: Mapping[str, float]) -> None:
+    def __init__(
+        self,
+        make: Callable[[], EvictionPolicy],
+        claim_of: Callable[[Hashable], ShareClaim],
+        aside: Callable[[Hashable], bool] = lambda _tenant: False,
+    ) -> None:
         self._make = make
-        self._named = weights
+        self._claim_of = claim_of
+        self._aside = aside
         self._size, self._block = 1, 1
         self._attended: tuple[Returns, Callable[[], float]] | None = None
-        self._lanes: dict[Namespace | None, Lane] = {}
-        self._absent: OrderedDict[Namespace | None, Lane] = OrderedDict()  # without pages
+        self._lanes: dict[Hashable, Lane] = {}
+        self._absent: OrderedDict[Hashable, Lane] = OrderedDict()  # they store nothing
         self._absent_size = 0  # what they are fitted to
-        # A heap of (-level, number, namespace): an item counts while its number is the lane's.
-        self._order: list[tuple[float, int, Namespace | None]] = []
+        # A heap of (-level, number, tenant): an item counts while its number is the lane's. Its
+        # level may be too high, until it comes first.
+        self._order: list[tuple[float, int, Hashable]] = []
         self._items = 0
         self.weights = 0.0
-        """Of all lanes with pages but the public ones."""
+        """Of all lanes that store something but the public ones."""
 
     def __len__(self) -> int:
         return len(self._lanes)
 
-    def items(self) -> Iterator[tuple[Namespace | None, Lane]]:
-        """Return the tenants with pages and their lanes."""
-        return iter(self._lanes.items())
+    def __iter__(self) -> Iterator[Lane]:
+        """Return the lanes of tenants that store something."""
+        return iter(self._lanes.values())
+
+    def get(self, tenant: Hashable) -> Lane | None:
+        """Return the lane of a tenant; None if it stores nothing."""
+        return self._lanes.get(tenant)
 
     # --- tenants -----------------------------------------------------------------------------
 
@@ -90,48 +129,58 @@ class Lanes:
         for lane in (*self._lanes.values(), *self._absent.values()):
             lane.policy.attend(returns, clock)
 
-    def stores(self, space: Namespace | None) -> Lane:
-        """Return the lane of a tenant that has pages, or gets some now."""
-        lane = self._lanes.get(space)
+    def stores(self, tenant: Hashable) -> Lane:
+        """Return the lane of a tenant that stores something, or does so now."""
+        lane = self._lanes.get(tenant)
         if lane is None:
-            lane = self._lanes[space] = self._returned(space)
-            self.weights += 0.0 if lane.public else lane.weight
+            lane = self._lanes[tenant] = self._returned(tenant)
+            self.weights += lane.weight
         return lane
 
-    def asks(self, space: Namespace | None) -> Lane:
-        """Return the lane of a tenant whose prompt is to be recorded, with or without pages."""
-        lane = self._lanes.get(space)
+    def asks(self, tenant: Hashable) -> Lane:
+        """Return the lane of a tenant whose prompt is to be recorded, whatever it stores."""
+        lane = self._lanes.get(tenant)
         if lane is not None:
             self._fit(lane, self.weights - lane.weight)
             return lane
-        lane = self._returned(space)
-        self._leave(space, lane)
+        lane = self._returned(tenant)
+        self._leave(lane)
         return lane
 
-    def emptied(self, space: Namespace | None) -> None:
-        """Record that a tenant has no pages any longer."""
-        lane = self._lanes.pop(space)
-        self.weights -= 0.0 if lane.public else lane.weight
+    def emptied(self, tenant: Hashable) -> None:
+        """Record that a tenant stores nothing any longer."""
+        lane = self._lanes.pop(tenant)
+        self.weights -= lane.weight
         lane.item = 0
         if lane.policy.remembers:
-            self._leave(space, lane)
+            self._leave(lane)
 
-    def _returned(self, space: Namespace | None) -> Lane:
-        """Return the lane of a tenant without pages, which is no longer kept as such."""
-        lane = self._absent.pop(space, None)
+    def reclaim(self, tenant: Hashable) -> None:
+        """Take over the claim of a tenant, which has changed."""
+        lane = self._lanes.get(tenant)
+        if lane is not None:
+            self.weights -= lane.weight
+            lane.claim = self._claim_of(tenant)
+            self.weights += lane.weight
+            self.rank(lane)
+        elif tenant in self._absent:
+            self._absent[tenant].claim = self._claim_of(tenant)
+
+    def _returned(self, tenant: Hashable) -> Lane:
+        """Return the lane of a tenant that stored nothing, which is no longer kept as such."""
+        lane = self._absent.pop(tenant, None)
         if lane is not None:
             self._absent_size -= lane.fitted
             return lane
-        weight = 1.0 if space is None else self._named.get(space.tenant, 1.0)
-        lane = Lane(self._make(), weight, public=space is not None and bool(space.scope))
+        lane = Lane(tenant, self._make(), self._claim_of(tenant))
         self._fit(lane, self.weights)
         if self._attended is not None:
             lane.policy.attend(*self._attended)
         return lane
 
-    def _leave(self, space: Namespace | None, lane: Lane) -> None:
-        """Keep the history of a tenant without pages, and forget others if there are too many."""
-        self._absent[space] = lane
+    def _leave(self, lane: Lane) -> None:
+        """Keep the history of a tenant that stores nothing; forget others if there are too many."""
+        self._absent[lane.tenant] = lane
         self._absent_size += lane.fitted
         while len(self._absent) > _MOST_ABSENT or self._absent_size > max(self._size, lane.fitted):
             self._absent_size -= self._absent.popitem(last=False)[1].fitted
@@ -139,27 +188,32 @@ class Lanes:
     def _fit(self, lane: Lane, others: float) -> None:
         """Tell a policy with a history its tenant's share of the memory, others all of it.
 
-        ``others`` is the weight of all other tenants with pages.
+        ``others`` is the weight of all other tenants that store something.
         """
-        size = self._size
-        if lane.policy.remembers and not lane.public:
-            size = max(1, int(size * lane.weight / (max(0.0, others) + lane.weight)))
+        size, claim = self._size, lane.claim
+        if lane.policy.remembers and not claim.public:
+            size = max(1, int(size * claim.weight / (max(0.0, others) + claim.weight)))
+        if claim.most is not None:
+            size = max(1, min(size, claim.most))
         if not lane.fitted or not lane.fitted <= 2 * size <= 4 * lane.fitted:
             lane.fitted = size
             lane.policy.fit(size, self._block)
 
     # --- order -------------------------------------------------------------------------------
 
-    def rank(self, space: Namespace | None, lane: Lane) -> None:
-        """Put a lane with candidates to its present place in the queue."""
+    def rank(self, lane: Lane) -> None:
+        """Put a lane with candidates to its present place in the queue.
+
+        Call it after its first candidate came, and after its level rose.
+        """
         self._items += 1
         lane.item = self._items
-        heapq.heappush(self._order, (1.0 if lane.public else -lane.level, lane.item, space))
+        heapq.heappush(self._order, (_place(lane), lane.item, lane.tenant))
         if len(self._order) > 4 * len(self._lanes) + 64:
             self._order = [item for item in self._order if self._is_newest(item)]
             heapq.heapify(self._order)
 
-    def _is_newest(self, item: tuple[float, int, Namespace | None]) -> bool:
+    def _is_newest(self, item: tuple[float, int, Hashable]) -> bool:
         lane = self._lanes.get(item[2])
         return lane is not None and lane.item == item[1]
 
@@ -169,8 +223,12 @@ class Lanes:
             item = self._order[0]
             if self._is_newest(item):
                 lane = self._lanes[item[2]]
-                if len(lane.policy):
-                    return lane
+                if len(lane.policy) or self._aside(lane.tenant):
+                    place = _place(lane)
+                    if place <= item[0]:
+                        return lane
+                    heapq.heapreplace(self._order, (place, *item[1:]))
+                    continue
                 lane.item = 0
             heapq.heappop(self._order)
         return None
@@ -181,13 +239,13 @@ class Lanes:
         At most ``count`` in all; there is one with candidates. Public ones do not count.
         """
         found: list[Lane] = []
-        aside = []
+        kept = []
         while len(found) < count:
             lane = self.first()
-            if lane is None or (found and (lane.public or lane.level <= floor)):
+            if lane is None or (found and (lane.claim.public or lane.level <= floor)):
                 break
             found.append(lane)
-            aside.append(heapq.heappop(self._order))
-        for item in aside:
+            kept.append(heapq.heappop(self._order))
+        for item in kept:
             heapq.heappush(self._order, item)
         return found

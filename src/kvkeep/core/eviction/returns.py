@@ -51,7 +51,8 @@ class ReturnAware(EvictionPolicy):
         """Seconds; without a cache, the number of events."""
         self._version = -1
         self._queues: dict[Place, AgeQueue[float]] = {}
-        self._order: list[tuple[float, Place]] = []  # a heap of worths; each queue is in it once
+        self._order: list[tuple[float, Place]] = []  # a heap of worths; each queue is in it once …
+        self._idle: set[Place] = set()  # … but those that were empty when they came first
         self._aged = 0.0
         self._length = 0
         self._popped = _LEFT
@@ -98,9 +99,10 @@ class ReturnAware(EvictionPolicy):
             self.returns.learn(now)
         if self._version != self.returns.version:
             self._rank()
-        while not len(self._queues[self._order[0][1]]):
-            del self._queues[heapq.heappop(self._order)[1]]
-        return self._order[0][1]
+        order, queues = self._order, self._queues
+        while not len(queues[order[0][1]]):
+            self._idle.add(heapq.heappop(order)[1])
+        return order[0][1]
 
     def put_back(self, entry: Entry) -> None:
         """Make the entry just popped the next victim of its queue."""
@@ -140,11 +142,15 @@ class ReturnAware(EvictionPolicy):
         entry.place = place
 
     def _begun(self, place: Place) -> AgeQueue[float]:
-        """Return the queue of ``place``, begun if there is none."""
+        """Return the queue of ``place``, and order it if it is new or was idle."""
         queue = self._queues.get(place)
         if queue is None:
-            queue = self._queues[place] = AgeQueue[float]()
-            heapq.heappush(self._order, (self._worth(place), place))
+            queue = self._queues[place] = AgeQueue()
+        elif place in self._idle:
+            self._idle.discard(place)
+        else:
+            return queue
+        heapq.heappush(self._order, (self._worth(place), place))
         return queue
 
     def _worth(self, place: Place) -> float:
@@ -154,6 +160,9 @@ class ReturnAware(EvictionPolicy):
     def _rank(self) -> None:
         """Order the queues by what was learned."""
         self._version = self.returns.version
+        for place in self._idle:
+            del self._queues[place]
+        self._idle.clear()
         self._order = [(self._worth(place), place) for place in self._queues]
         heapq.heapify(self._order)
 

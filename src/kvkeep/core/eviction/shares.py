@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Final
 
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.eviction.base import Entry, EvictionPolicy
-from kvkeep.core.eviction.lanes import Lane, Lanes
+from kvkeep.core.eviction.lanes import Lane, Lanes, ShareClaim
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
     from kvkeep.core.keys import Namespace
     from kvkeep.core.returns import Returns
@@ -24,12 +24,18 @@ _COMPARED: Final = 8
 def check_weights(weights: Mapping[str, float]) -> dict[str, float]:
     """Return the weights of tenants; `InvalidValue` for one that is not above 0 … 1,000,000."""
     for tenant, weight in weights.items():
-        if isinstance(weight, bool) or not isfinite(weight) or not 0 < weight <= MOST_WEIGHT:
+        if not _is_weight(weight):
             raise InvalidValue(
                 f"the share of {tenant!r} is {weight!r}; a weight above 0, at most "
                 f"{MOST_WEIGHT:.0f}, is needed"
             )
     return {tenant: float(weight) for tenant, weight in weights.items()}
+
+
+def _is_weight(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return isfinite(value) and 0 < value <= MOST_WEIGHT
 
 
 class Shares(EvictionPolicy):
@@ -78,24 +84,50 @@ class Shares(EvictionPolicy):
         self.name = f"{first.name}+shares"
         self.remembers = first.remembers
         self.awaits = first.awaits
+        self.needs_waits = first.needs_waits
         self._size = 1
         self._least = 1
-        self._lanes = Lanes(make, self.weights)
+        self._lanes = Lanes(make, self._claim_of, self._has_aside)
         self._length = 0
         self._spare = 0  # by how many pages the last victim's tenant is above its floor
 
-    def pages(self) -> dict[Namespace | None, int]:
+    def pages(self) -> dict[Hashable, int]:
         """Return the pages that each tenant stores."""
-        return {space: lane.pages for space, lane in self._lanes.items()}
+        return {lane.tenant: lane.size for lane in self._lanes}
+
+    # --- tenants, which tiers tell by other means --------------------------------------------
+
+    def _tenant_of(self, entry: Entry) -> Hashable:
+        """Return whose entry it is."""
+        return entry.namespace
+
+    def _claim_of(self, tenant: Hashable) -> ShareClaim:
+        """Return the claim of a tenant that `_tenant_of` returned."""
+        if tenant is None:
+            return ShareClaim()
+        space: Namespace = tenant  # type: ignore[assignment]
+        return ShareClaim(self.weights.get(space.tenant, 1.0), bool(space.scope))
+
+    def _has_aside(self, tenant: Hashable) -> bool:
+        """Return whether a tenant has candidates that no policy orders."""
+        del tenant
+        return False
+
+    def _age_of(self, entry: Entry) -> float:
+        """Return the last use of a candidate, by a clock of all tenants."""
+        return entry.last_used
 
     def _count(self, entry: Entry, lane: Lane) -> None:
         """Count what ``entry`` gained or lost since it was counted."""
         change = entry.size - entry.counted
         if change:
             entry.counted = entry.size
-            lane.pages += change
-            if lane.item:
-                self._lanes.rank(entry.namespace, lane)
+            lane.size += change
+            if change > 0 and lane.item:
+                self._lanes.rank(lane)
+
+    def _lane_of(self, entry: Entry) -> Lane:
+        return self._lanes.stores(self._tenant_of(entry))
 
     # --- events ------------------------------------------------------------------------------
 
@@ -130,102 +162,116 @@ class Shares(EvictionPolicy):
         return policy
 
     def stored(self, entry: Entry, priority: int, *, known: bool = False) -> None:
-        lane = self._lanes.stores(entry.namespace)
+        lane = self._lane_of(entry)
         self._timed(lane).stored(entry, priority, known=known)
         self._count(entry, lane)
 
     def grown(self, entry: Entry) -> None:
-        lane = self._lanes.stores(entry.namespace)
+        lane = self._lane_of(entry)
         self._timed(lane).grown(entry)
         self._count(entry, lane)
 
     def hit(self, entry: Entry) -> None:
-        if entry.counted:
-            self._timed(self._lanes.stores(entry.namespace)).hit(entry)
+        if entry.size:
+            self._timed(self._lane_of(entry)).hit(entry)
         else:  # a root, which stores nothing
             super().hit(entry)
 
     def used(self, entry: Entry) -> None:
-        if entry.counted:
-            self._timed(self._lanes.stores(entry.namespace)).used(entry)
+        if entry.size:
+            self._timed(self._lane_of(entry)).used(entry)
         else:
             super().used(entry)
 
     def split(self, upper: Entry, lower: Entry) -> None:
-        self._lanes.stores(lower.namespace).policy.split(upper, lower)
+        self._lane_of(lower).policy.split(upper, lower)
         upper.counted = upper.size
         lower.counted -= upper.size
 
     def inherit(self, parent: Entry, child: Entry) -> None:
-        lane = self._lanes.stores(child.namespace)
+        lane = self._lane_of(child)
         lane.policy.inherit(parent, child)
-        lane.pages -= child.counted
+        lane.size -= child.counted
         child.counted = 0
-        if not lane.pages:
-            self._lanes.emptied(child.namespace)
-        elif lane.item:
-            self._lanes.rank(child.namespace, lane)
+        if not lane.size:
+            self._lanes.emptied(lane.tenant)
 
     # --- order -------------------------------------------------------------------------------
 
     def add(self, entry: Entry) -> None:
-        lane = self._lanes.stores(entry.namespace)
+        lane = self._lane_of(entry)
         self._count(entry, lane)
         lane.policy.add(entry)
         self._added(entry, lane)
 
     def discard(self, entry: Entry) -> None:
-        lane = self._lanes.stores(entry.namespace)
+        lane = self._lane_of(entry)
         lane.policy.discard(entry)
         lane.ages.remove(entry)
         self._length -= 1
 
     def pop(self) -> Entry | None:
         """Remove a victim of one of the tenants that have most pages for their weights."""
+        lanes = self._givers()
+        if not lanes:
+            return None
+        lane = lanes[0] if len(lanes) == 1 else min(lanes, key=self._keep)
+        spare = 0.0 if lane.claim.public else self._floor() * lane.claim.weight
+        self._spare = int(lane.size - spare)
+        return self._pop_of(lane)
+
+    def _floor(self) -> float:
+        """Return the level up to which tenants keep what they have; there is one, not public."""
+        return self.guaranteed * self._size / self._lanes.weights
+
+    def _givers(self) -> list[Lane]:
+        """Return the lanes of tenants, one of which gives the next victim.
+
+        Of those above their floors the eight highest, else the highest; without candidates, none.
+        """
         lane = self._lanes.first()
         if lane is None:
-            return None
-        self._spare = lane.pages
-        if not lane.public:
-            floor = self.guaranteed * self._size / self._lanes.weights
-            # The highest, if no other is above.
-            lane = min(self._lanes.highest(_COMPARED, floor), key=_keep)
-            self._spare = int(lane.pages - floor * lane.weight)
+            return []
+        if lane.claim.public:
+            return [lane]
+        return self._lanes.highest(_COMPARED, self._floor())
+
+    def _pop_of(self, lane: Lane) -> Entry | None:
+        """Remove and return the next victim of a lane; None if its policy has none."""
         entry = self._at_moment(lane).pop()
-        assert entry is not None
-        lane.ages.remove(entry)
-        self._length -= 1
+        if entry is not None:
+            lane.ages.remove(entry)
+            self._length -= 1
         return entry
+
+    def _keep(self, lane: Lane) -> tuple[float, float]:
+        """Return what the next victim of a lane is worth, and the last use of its oldest one."""
+        oldest = lane.ages.oldest
+        assert oldest is not None
+        return lane.policy.least() or 0.0, oldest
 
     def portion(self, entry: Entry) -> int:
         """Return how many pages to take before its tenant is at its floor; 0.1 % at least."""
-        most = self._lanes.stores(entry.namespace).policy.portion(entry)
+        most = self._lane_of(entry).policy.portion(entry)
         return min(most, max(self._spare, self._least))
 
     def put_back(self, entry: Entry) -> None:
-        lane = self._lanes.stores(entry.namespace)
+        lane = self._lane_of(entry)
         self._count(entry, lane)
         lane.policy.put_back(entry)
         self._added(entry, lane)
 
     def _added(self, entry: Entry, lane: Lane) -> None:
         """Note that the policy of ``lane`` has one more candidate."""
-        lane.ages.push(entry, entry.last_used)
+        lane.ages.push(entry, self._age_of(entry))
         self._length += 1
         if not lane.item:
-            self._lanes.rank(entry.namespace, lane)
+            self._lanes.rank(lane)
 
     def __len__(self) -> int:
         return self._length
 
     def describe(self, entry: Entry) -> str:
         """Return the rank of its tenant, and the description by its tenant's policy."""
-        lane = self._lanes.stores(entry.namespace)
-        return f"of {lane.pages} pages of its tenant, {lane.policy.describe(entry)}"
-
-
-def _keep(lane: Lane) -> tuple[float, float]:
-    """Return what the next victim of a lane is worth, and when its oldest candidate was used."""
-    oldest = lane.ages.oldest
-    assert oldest is not None
-    return lane.policy.least() or 0.0, oldest
+        lane = self._lane_of(entry)
+        return f"of {lane.size} pages of its tenant, {lane.policy.describe(entry)}"

@@ -15,18 +15,21 @@ page, so a conversation whose KV is gone is recognised when it returns.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvkeep.core.prefix.node import Root
+from kvkeep.core.returns import Ended
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Hashable
 
     from kvkeep.core.prefix.node import Node
     from kvkeep.core.prefix.tree import RunTree
-    from kvkeep.core.returns import Returns, Wait
+    from kvkeep.core.returns import Arrival, Returns, Wait
 
-__all__ = ["Waits"]
+__all__ = ["RunningPrompt", "Waits"]
+
+_UNKNOWN: Final = Ended()
 
 _RUNS: Final = 8
 """Runs behind a prompt's end that are searched for the wait of its conversation."""
@@ -55,6 +58,15 @@ class EvictedWaits(dict[Any, "Wait"]):
             self._most = 2 * len(self) + 16
 
 
+class RunningPrompt(NamedTuple):
+    """A request that runs: the wait that it ended, its tokens, and whose it is."""
+
+    arrival: Arrival
+    tokens: int
+    tenant: Hashable
+    session: str | None = None
+
+
 class Waits:
     """Attaches waits to the runs of a tree, and finds the one that a prompt ends.
 
@@ -73,6 +85,61 @@ class Waits:
         """For empty prefixes, by namespace, too: roots are removed when nothing is stored."""
 
     # --- requests ----------------------------------------------------------------------------
+
+    def opened(
+        self,
+        hold: Node,
+        prompt: int,
+        tenant: Hashable,
+        following: Callable[[], bytes],
+        *,
+        session: str | None = None,
+    ) -> RunningPrompt:
+        """End the wait of the conversation that a ``prompt`` of so many tokens continues.
+
+        It matches up to the end of ``hold``; ``following`` returns the symbols of its next page.
+        Learns what it repeats of the answer before. A prompt that is not longer than the last one,
+        as of a request that is sent again, needs the same KV and ends the wait; of the answer it
+        says nothing.
+        """
+        wait = self.ended_by(hold, following)
+        if wait is not None:
+            if prompt > wait.prompt:
+                again = self.read_again(wait, hold, hold.end * self._page_size, following)
+                if again is not None:
+                    kind = wait.answer_kind
+                    self.returns.answers.returned(tenant, kind, wait.answer, again)
+            self.end(wait, hold, self.clock())
+        return RunningPrompt(self.returns.arrived(wait), prompt, tenant, session)
+
+    def closed(
+        self,
+        hold: Node,
+        request: RunningPrompt,
+        answer: int,
+        ended: Ended | None,
+        first: int | None,
+    ) -> tuple[Wait, int]:
+        """Begin to wait for the next request, as one ended at ``hold``, with an ``answer``.
+
+        That counts the tokens stored of it, and ``first`` is its first one. Returns the wait, and
+        how many tokens of the answer are expected to be in the next prompt.
+        """
+        ended, tenant = ended or _UNKNOWN, request.tenant
+        wait = self.returns.began(
+            ended,
+            answer if ended.tokens is None else ended.tokens,
+            self.clock(),
+            before=request.arrival.before,
+            tenant=tenant,
+        )
+        wait.prompt, wait.answer, wait.stop = request.tokens, answer, ended.stop
+        wait.namespace, wait.session = tenant, request.session
+        first = first if ended.first is None else ended.first
+        wait.answer_kind = self.returns.first_tokens.kind_of(tenant, ended.stop, first)
+        kept = self.returns.answers.kept(tenant, wait.answer_kind, answer)
+        self.begin(hold, wait, kept=kept)
+        return wait, kept
 
     def ended_by(self, hold: Node, following: Callable[[], bytes]) -> Wait | None:
         """Return the wait that ends with a prompt which matches up to the end of ``hold``.

@@ -66,9 +66,10 @@ class Ended:
 class Tenant:
     """How often a tenant's conversations returned, and how often those of others would have."""
 
-    __slots__ = ("expected", "octaves", "returns", "waiting")
+    __slots__ = ("_above", "_below", "expected", "octaves", "returns", "waiting")
 
     def __init__(self) -> None:
+        self._above = self._below = 0.0  # the ratios between which `octaves` stays
         self.returns = 0.0
         self.expected = 0.0  # of waits that are over
         self.waiting = 0.0  # returns expected so far of waits that are not over
@@ -78,8 +79,11 @@ class Tenant:
     def judge(self) -> None:
         """Set `octaves` from the counts."""
         expected = self.expected + self.waiting + _TENANT_WEIGHT
-        octaves = round(math.log2((self.returns + _TENANT_WEIGHT) / expected))
-        self.octaves = min(_MOST_OCTAVES, max(-_MOST_OCTAVES, octaves))
+        ratio = (self.returns + _TENANT_WEIGHT) / expected
+        if not self._below <= ratio < self._above:
+            octaves = round(math.log2(ratio))
+            self._below, self._above = 2.0 ** (octaves - 0.5), 2.0 ** (octaves + 0.5)
+            self.octaves = min(_MOST_OCTAVES, max(-_MOST_OCTAVES, octaves))
 
 
 class Wait:
@@ -182,8 +186,10 @@ class Returns:
         self.worths: Table = self.times.worths(np.zeros((1, BUCKETS)))
         """Worth of a wait by class and bucket of age, as learned last."""
         self._hazards: Table = self.times.hazards(np.zeros((1, BUCKETS)))
-        self._passed: Table = np.zeros((1, BUCKETS))
-        """Returns expected before each bucket ends, by class."""
+        # Rows as lists, since single values of arrays are slow: worths, and the returns expected
+        # before each bucket ends.
+        self._worths: list[list[float]] = self.worths.tolist()
+        self._passed: list[list[float]] = [[0.0] * BUCKETS]
         self._most = most
         self._kinds: dict[tuple[Hashable, ...], int] = {(): 0}
         self._labels: list[tuple[Hashable, ...]] = [()]
@@ -281,7 +287,7 @@ class Returns:
         del self._waits[wait]
         self.times.ended(wait.kind, bucket, returned=returned)
         wait.tenant.returns += returned
-        wait.tenant.expected += float(self._passed[self._known(wait.kind), bucket])
+        wait.tenant.expected += self._passed[self._known(wait.kind)][bucket]
         wait.tenant.judge()
         self._changes += 1
 
@@ -297,7 +303,7 @@ class Returns:
 
     def _known(self, kind: int) -> int:
         """Return the class, or its nearest parent, that was there when it was learned last."""
-        while kind >= len(self.worths):
+        while kind >= len(self._worths):
             kind = self.times.parents[kind]
         return kind
 
@@ -324,9 +330,11 @@ class Returns:
         waiting = np.zeros((len(self.times), BUCKETS))
         np.add.at(waiting, (kinds, buckets), 1)
         hazards = self._hazards = self.times.hazards(waiting)
-        self._passed = np.cumsum(hazards, axis=1)
+        passed = np.cumsum(hazards, axis=1)
+        self._passed = passed.tolist()
         self.worths = self.times.worths_of(hazards)
-        for wait, expected in zip(self._waits, self._passed[kinds, buckets].tolist(), strict=True):
+        self._worths = self.worths.tolist()
+        for wait, expected in zip(self._waits, passed[kinds, buckets].tolist(), strict=True):
             wait.tenant.waiting += expected
         for tenant in self._tenants.values():
             tenant.judge()
@@ -335,7 +343,7 @@ class Returns:
 
     def worth(self, kind: int, bucket: int) -> float:
         """Return the worth of a wait of a class at an age: returns a second of keeping its KV."""
-        return float(self.worths[self._known(kind), bucket])
+        return self._worths[self._known(kind)][bucket]
 
     def outlook(self, wait: Wait, now: float) -> tuple[float, float]:
         """Return the chance that a conversation returns, and the seconds until it probably has.

@@ -49,6 +49,7 @@ class ReturnTimes:
 
     def __init__(self) -> None:
         self.parents: list[int] = [0]
+        # Of each class alone: its parents are added up when the hazards are.
         self._came: list[list[float]] = [[0.0] * BUCKETS]
         self._gone: list[list[float]] = [[0.0] * BUCKETS]
 
@@ -66,12 +67,7 @@ class ReturnTimes:
 
     def ended(self, kind: int, bucket: int, *, returned: bool) -> None:
         """Count the end of a wait in ``bucket``: the next request came, or it is not followed."""
-        ends = self._came if returned else self._gone
-        while True:
-            ends[kind][bucket] += 1
-            if not kind:
-                return
-            kind = self.parents[kind]
+        (self._came if returned else self._gone)[kind][bucket] += 1
 
     def fade(self, factor: float) -> None:
         """Multiply all counts by ``factor``."""
@@ -84,8 +80,8 @@ class ReturnTimes:
 
         ``waiting[class, bucket]`` counts waits that have not ended and are in that bucket now.
         """
-        came = np.array(self._came)
-        unseen = np.array(self._gone) + self._summed(waiting)  # left in the bucket: half seen there
+        came = self._summed(np.array(self._came))
+        unseen = self._summed(self._gone + waiting)  # left in the bucket: half seen there
         reached = np.cumsum((came + unseen)[:, ::-1], axis=1)[:, ::-1] - unseen / 2
         hazards = np.empty_like(came)
         hazard = _UNSEEN
@@ -96,12 +92,11 @@ class ReturnTimes:
             hazards[kind] = (came[kind] + _WEIGHT * hazards[parent]) / (reached[kind] + _WEIGHT)
         return hazards
 
-    def _summed(self, waiting: Table) -> Table:
-        """Add the waits of each class to those of its parents."""
-        total = waiting.copy()
+    def _summed(self, counts: Table) -> Table:
+        """Add the counts of each class to those of its parents, in place."""
         for kind in range(len(self.parents) - 1, 0, -1):  # children were added later
-            total[self.parents[kind]] += total[kind]
-        return total
+            counts[self.parents[kind]] += counts[kind]
+        return counts
 
     def worths(self, waiting: Table) -> Table:
         """Return the worth of a wait in each bucket, by class: returns a second of keeping."""

@@ -28,6 +28,7 @@ In place of its tree, ``--radix-cache-backend kvkeep`` or ``kvkeep:adaptive``:
     tree_events.py  SGLang's events of blocks · tree_hooks.py: kvkeep's own
     tree_explain.py why prompts missed
     tree_pins.py    prefixes that requests ask to keep
+    tree_returns.py when conversations return · ends.py: why answers ended
 
 Import it only where SGLang is installed. The store is opened when SGLang registers its host pool.
 """

@@ -6,8 +6,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.core.errors import InvalidValue, UnsupportedModel
+from kvkeep.core.eviction import POLICIES, without_waits
 from kvkeep.core.eviction import policy as named_policy
-from kvkeep.core.eviction import without_waits
 from kvkeep.integrations.sglang.settings import server_setting
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ BACKEND = "kvkeep"
 
 def backend_names() -> dict[str, str | None]:
     """Return the names to register, and the eviction policy of each; None: the server's."""
-    return {BACKEND: None, **{f"{BACKEND}:{name}": name for name in without_waits()}}
+    return {BACKEND: None, **{f"{BACKEND}:{name}": name for name in POLICIES}}
 
 
 def build_tree(context: TreeCacheBuildContext, policy: str | None = None) -> BasePrefixCache:
@@ -49,21 +49,28 @@ def build_tree(context: TreeCacheBuildContext, policy: str | None = None) -> Bas
         )
     from kvkeep.integrations.sglang.tree import KVKeepTree  # noqa: PLC0415 - heavy
 
-    return KVKeepTree(params, partial(named_policy, _policy(params, policy)))
+    return KVKeepTree(params, partial(named_policy, _policy(context, policy)))
 
 
-def _policy(params: CacheInitParams, asked: str | None) -> str:
+def _policy(context: TreeCacheBuildContext, asked: str | None) -> str:
+    params = context.params
     if params.eviction_policy_config:
         raise InvalidValue(
             f"--radix-eviction-policy-config is {params.eviction_policy_config}; the policies of "
             f"{BACKEND} take no settings"
         )
     name = params.eviction_policy.lower() if asked is None else asked
-    known = without_waits()
+    known = list(POLICIES)
     if name not in known:
         raise InvalidValue(
             f"{BACKEND} has no eviction policy {name!r}; there are {', '.join(known)}. Name one "
             f"with --radix-cache-backend {BACKEND}:NAME"
+        )
+    ranks = max(context.tp_size, params.pp_size, params.attn_cp_size)
+    if ranks > 1 and name not in without_waits():
+        raise InvalidValue(
+            f"the eviction policy {name!r} reads a clock, on which {ranks} ranks would not agree; "
+            f"it is for servers of one rank. Take one of {', '.join(without_waits())}"
         )
     return name
 

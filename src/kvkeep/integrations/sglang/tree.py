@@ -27,6 +27,7 @@ from kvkeep.integrations.sglang.tree_events import Placements, Space
 from kvkeep.integrations.sglang.tree_explain import EXPLAIN_LOG
 from kvkeep.integrations.sglang.tree_hooks import TreeHooks
 from kvkeep.integrations.sglang.tree_pins import TreePins
+from kvkeep.integrations.sglang.tree_returns import TreeReturns
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,11 +67,13 @@ class KVKeepTree(BasePrefixCache):  # type: ignore[misc]  # Any where SGLang is 
     request counts as a use of its prefix once, when its first tokens are computed.
 
     All decisions depend on the order of calls alone, never on a clock, so the ranks of a server,
-    which run the same requests, decide the same.
+    which run the same requests, decide the same. The policy `returns` reads a clock, so it is for
+    a single rank.
 
     Args:
         params: what SGLang constructs its caches from.
         make_policy: returns a new eviction policy.
+        clock: gives seconds, for `returns`.
 
     Attributes:
         checkpoints_refused: how often nothing was stored because a request's tokens had changed
@@ -81,13 +84,19 @@ class KVKeepTree(BasePrefixCache):  # type: ignore[misc]  # Any where SGLang is 
 
     disable = False
 
-    def __init__(self, params: CacheInitParams, make_policy: Callable[[], EvictionPolicy]) -> None:
+    def __init__(
+        self,
+        params: CacheInitParams,
+        make_policy: Callable[[], EvictionPolicy],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.req_to_token_pool = params.req_to_token_pool
         self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
         self.page_size: int = params.page_size
         self.is_eagle: bool = params.is_eagle
         self.device = torch.device(self.token_to_kv_pool_allocator.device)
-        self._make_policy = make_policy
+        self._make_policy, self._clock = make_policy, clock
         self._capacity: int = self.token_to_kv_pool_allocator.size // self.page_size
         self._block_pages: int = max(1, -(-_BLOCK_TOKENS // self.page_size))
         self._hooks = TreeHooks()
@@ -108,6 +117,7 @@ class KVKeepTree(BasePrefixCache):  # type: ignore[misc]  # Any where SGLang is 
         index = SlotIndex(self.page_size, policy, bigrams=self.is_eagle)
         self._tree = SlotTree(index, self.device, torch.int64, self._capacity)
         self._pins = TreePins(index, self._capacity)
+        self._returns = TreeReturns(index, self._clock) if policy.needs_waits else None
         self.root_node = _Top(index.tree.roots)
 
     def reset(self) -> None:
@@ -245,6 +255,8 @@ class KVKeepTree(BasePrefixCache):  # type: ignore[misc]  # Any where SGLang is 
         req.last_node = handle
         req.lock = TreeLock(handle, DecLockRefParams())
         if req.finished():
+            if self._returns is not None:
+                self._returns.closed(req, stored.hold, min(up_to, len(tokens)))
             self._pins.ended(req, stored.hold)
             self._hooks.closed(req.rid, up_to, stop, len(req.output_ids))
 
@@ -261,6 +273,8 @@ class KVKeepTree(BasePrefixCache):  # type: ignore[misc]  # Any where SGLang is 
         if old is not None and old.known >= 0:
             return old.known
         found = 0 if old is None else old.pages
+        if self._returns is not None:
+            self._returns.opened(req, namespace, None if old is None else old.hold)
         self._hooks.opened(
             req.rid, namespace, req.full_untruncated_fill_ids, found * self.page_size, old
         )

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvkeep.integrations.vllm.ends import AnswerEnds
 from kvkeep.integrations.vllm.keys import keys_of
-from kvkeep.store.blocks import BlockReturns
+from kvkeep.store.blocks import BlockReturns, ReturnRecorder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvkeep.integrations.vllm.groups import Groups
     from kvkeep.integrations.vllm.requests import FollowedRequest
     from kvkeep.integrations.vllm.shared import SharedStore
+    from kvkeep.store.blocks import ReturnNotes
 
 __all__ = ["AnswerWatch"]
 
@@ -26,8 +27,8 @@ __all__ = ["AnswerWatch"]
 class AnswerWatch:
     """Follows the conversations of an engine, by its requests' tokens; tenants are cache salts.
 
-    Where the workers' stores are in other processes, as with tensor parallelism, only the scheduler
-    learns: all ranks keep the same tokens of answers, and their tiers order without waits.
+    Where the workers' stores are in other processes, as with tensor parallelism, the scheduler
+    learns, so all ranks keep the same tokens of answers; `take` has what their tiers must know.
 
     Answers are held back only where a model's layers are all alike: windows and states need more
     than a block to resume.
@@ -37,21 +38,28 @@ class AnswerWatch:
 
     Arguments:
         unread: whether answers are stored that are never read again.
+        waits: whether tiers order by waits.
 
     Attributes:
         holds_back: whether part of an answer may not be saved before its end.
     """
 
     def __init__(
-        self, vllm_config: VllmConfig, groups: Groups, shared: SharedStore | None, *, unread: bool
+        self,
+        vllm_config: VllmConfig,
+        groups: Groups,
+        shared: SharedStore | None,
+        *,
+        unread: bool,
+        waits: bool = False,
     ) -> None:
         self._size = groups.block_tokens
         self._ends = AnswerEnds(vllm_config)
         self.holds_back = not unread and len(groups.groups) == 1 and not groups.states
-        if shared is None:
-            self._returns = BlockReturns(self._size)
-        else:
-            self._returns = shared.store.returns(self._size)
+        self._recorder = ReturnRecorder(self._size) if shared is None and waits else None
+        self._returns = self._recorder or (
+            BlockReturns(self._size) if shared is None else shared.store.returns(self._size)
+        )
         self._groups = groups
 
     def requested(self, followed: FollowedRequest) -> None:
@@ -59,7 +67,8 @@ class AnswerWatch:
         row = _tokens(followed.request)
         if row is not None:
             keys = self._keys(followed, len(row))
-            self._returns.requested(row, keys, tenant=followed.request.cache_salt)
+            salt = followed.request.cache_salt
+            self._returns.requested(row, keys, tenant=salt, public=len(followed.public))
 
     def blocks(self, followed: FollowedRequest, complete: int) -> int:
         """Return how many of a running request's ``complete`` leading blocks may be saved now.
@@ -99,9 +108,19 @@ class AnswerWatch:
             for key in keys_of(followed.hashes(0, len(keys)), at)
         ]
         self._returns.ended(
-            row, keys, prompt=prompt, ended=ended, tenant=request.cache_salt, beside=beside
+            row,
+            keys,
+            prompt=prompt,
+            ended=ended,
+            tenant=request.cache_salt,
+            public=len(followed.public),
+            beside=beside,
         )
         return kept, complete
+
+    def take(self) -> ReturnNotes:
+        """Return what the tiers of workers in other processes must know, since the last call."""
+        return [] if self._recorder is None else self._recorder.take()
 
     def _worth(self, request: Request, ended: Ended, answer: int) -> int:
         first = int(request.output_token_ids[0])

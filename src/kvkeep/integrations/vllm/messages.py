@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 if TYPE_CHECKING:
     from kvkeep.integrations.vllm.groups import BlockReach
+    from kvkeep.store.blocks import ReturnNotes
 
 __all__ = ["BlockSpan", "LookupResults", "PageLoad", "RankLookup", "Save", "StepPlan"]
 
@@ -71,6 +72,8 @@ class StepPlan(KVConnectorMetadata):
         late: blocks of requests that have ended: to be saved before anything is computed or loaded.
         clear: number of times so far that all blocks were to be deleted; for workers with their
             own stores.
+        returns: of conversations, since the last step; for these stores, too. A request that has
+            ended is named by all its blocks, once; 65,536 blocks in all, or one request.
     """
 
     idle: bool = False
@@ -81,6 +84,7 @@ class StepPlan(KVConnectorMetadata):
     pins: list[tuple[list[bytes], float]] = field(default_factory=list)
     lookups: list[RankLookup] = field(default_factory=list)
     clear: int = 0
+    returns: ReturnNotes = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -48,6 +48,8 @@ class ConnectorOptions(EngineOptions):
             False where the weights are the same after each of them.
         capture: path of a trace to write, one line for each request, for ``kvkeep replay``;
             empty: none.
+        public_prefixes: path of a file with prefixes whose blocks are stored once for all cache
+            salts (`kvkeep.core.prefix_file`); empty: none.
     """
 
     min_tokens: int | None = option(None, _least_tokens)
@@ -55,6 +57,7 @@ class ConnectorOptions(EngineOptions):
     unread: bool = option(False, truth_of)
     resets: bool = option(True, truth_of)
     capture: str = option("", text_of)
+    public_prefixes: str = option("", text_of)
 
     @classmethod
     def parse(cls, given: Mapping[str, object]) -> ConnectorOptions:

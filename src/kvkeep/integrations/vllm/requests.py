@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvkeep.integrations.vllm.adapters import Adapters
+from kvkeep.integrations.vllm.keys import keys_of, whole_hashes
+from kvkeep.integrations.vllm.messages import BlockSpan, Save
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,6 +26,7 @@ class FollowedRequest:
 
     Attributes:
         adapter: digest of its LoRA weights.
+        public: the hashes of its leading blocks in a public prefix, in place of vLLM's.
         saved: number of leading blocks that were considered for saving.
         loaded: number of preemptions before the last load; -1: never loaded.
         hit: the blocks, from … to, last reported to vLLM as loadable.
@@ -42,6 +45,7 @@ class FollowedRequest:
     request: Request
     options: RequestOptions
     adapter: bytes | None = None
+    public: Sequence[bytes] = ()
     saved: int = 0
     judged: int = 0
     loaded: int = -1
@@ -59,4 +63,23 @@ class FollowedRequest:
     def hashes(self, first: int, end: int) -> Sequence[bytes]:
         """Return the hashes of these blocks, with the digest of the LoRA weights mixed in."""
         hashes: Sequence[bytes] = self.request.block_hashes[first:end]
+        public = self.public[first : first + len(hashes)]
+        if public:
+            hashes = [*public, *whole_hashes(hashes[len(public) :])]
         return hashes if self.adapter is None else Adapters.mixed(hashes, self.adapter)
+
+    def saves(self, spans: list[BlockSpan]) -> list[Save]:
+        """Return what to save of ``spans``. Public blocks are all tenants', so they have no ttl."""
+        ttl = self.options.ttl
+        if ttl is None or not self.public:
+            return [Save(spans, ttl)] if spans else []
+        saves = []
+        for span in spans:
+            shared = {*keys_of(self.hashes(0, len(self.public)), span.group)}
+            public = [at for at, key in enumerate(span.keys) if key in shared]
+            private = [at for at, key in enumerate(span.keys) if key not in shared]
+            if public:
+                saves.append(Save([span.only(public)]))
+            if private:
+                saves.append(Save([span.only(private)], ttl))
+        return saves

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from typing import TYPE_CHECKING
+from urllib.parse import parse_qs, urlsplit
 
 from kvkeep.integrations.vllm.adapters import Adapters
 from kvkeep.integrations.vllm.answers import AnswerWatch
 from kvkeep.integrations.vllm.keys import keys_of
 from kvkeep.integrations.vllm.lookups import BlockLookups
-from kvkeep.integrations.vllm.messages import BlockSpan, LookupResults, PageLoad, Save, StepPlan
+from kvkeep.integrations.vllm.messages import BlockSpan, LookupResults, PageLoad, StepPlan
 from kvkeep.integrations.vllm.options import RequestOptions
+from kvkeep.integrations.vllm.public import PublicBlocks, prefixes_in
 from kvkeep.integrations.vllm.requests import FollowedRequest
 from kvkeep.integrations.vllm.shared import SharedStore
 from kvkeep.integrations.vllm.states import pinned_states, states_of_step, stop_at_branch
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvkeep.integrations.vllm.groups import Groups
+    from kvkeep.integrations.vllm.messages import Save
     from kvkeep.integrations.vllm.options import ConnectorOptions
 
 __all__ = ["SchedulerSide"]
@@ -68,8 +71,15 @@ class SchedulerSide:
         self._lookups = BlockLookups(
             groups, self._shared, self.counts, ranks=ranks, timeout=options.lookup_timeout
         )
-        self._answers = AnswerWatch(vllm_config, groups, self._shared, unread=options.unread)
+        self._answers = AnswerWatch(
+            vllm_config, groups, self._shared, unread=options.unread,
+            waits=any(parse_qs(urlsplit(tier).query).get("policy") == ["returns"]
+                      for tier in options.tiers),
+        )  # fmt: skip
         self._adapters = Adapters()
+        size = groups.block_tokens
+        public = prefixes_in(options.public_prefixes, vllm_config, size)
+        self._public = PublicBlocks(public, size)
         self._followed: dict[str, FollowedRequest] = {}
         self._cleared = 0
         self._plan = StepPlan()  # of the next step
@@ -89,6 +99,7 @@ class SchedulerSide:
             followed.adapter = self._adapters.digest(request.lora_request)
             if followed.adapter is None:
                 return
+        followed.public = self._public.hashes(request)
         self._followed[request.request_id] = followed
 
     # --- loads -----------------------------------------------------------------------------------
@@ -122,7 +133,7 @@ class SchedulerSide:
             return None
         end = reach.end
         if self._stateful and self._saves and followed.options.store:
-            stop_at_branch(request, reach, size)
+            stop_at_branch(request, reach, size, first=first, public=len(followed.public))
         gain = self._gain(request, end, computed)
         if gain < least:
             return 0
@@ -183,6 +194,7 @@ class SchedulerSide:
         )
         plan.lookups = self._lookups.take_messages()
         plan.clear = self._cleared
+        plan.returns = self._answers.take()
         if self._saves:
             for request_id, scheduled in output.num_scheduled_tokens.items():
                 followed = self._followed.get(request_id)
@@ -251,9 +263,7 @@ class SchedulerSide:
     def _save(self, followed: FollowedRequest, spans: list[BlockSpan], saves: list[Save]) -> None:
         if self._shared is not None:
             spans = [span.only(self._shared.unknown(span.keys)) for span in spans]
-        spans = [span for span in spans if span.keys]
-        if spans:
-            saves.append(Save(spans, followed.options.ttl))
+        saves += followed.saves([span for span in spans if span.keys])
 
     # --- the end ---------------------------------------------------------------------------------
 

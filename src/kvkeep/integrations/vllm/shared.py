@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kvkeep.integrations.vllm.groups import Groups
     from kvkeep.integrations.vllm.options import ConnectorOptions
     from kvkeep.store import BlockStore
+    from kvkeep.store.blocks import ReturnNotes
 
 __all__ = ["SharedStore"]
 
@@ -54,7 +55,16 @@ class SharedStore(OpenStore):
         self.groups = groups
         self.sizes = sizes
         self.news = threading.Event()
+        self._replay = store.replay()
         _ENGINES[engine] = self
+
+    def tell(self, notes: ReturnNotes) -> None:
+        """Tell the tiers of conversations that a scheduler in another process follows.
+
+        Calls must be in order, from one thread at a time.
+        """
+        if not self.closed:
+            self._replay.tell(notes)
 
     @staticmethod
     def find(engine: str) -> SharedStore | None:

@@ -63,12 +63,19 @@ def pinned_states(groups: Groups, followed: FollowedRequest) -> list[list[bytes]
     ]
 
 
-def stop_at_branch(request: Request, reach: BlockReach, block_tokens: int) -> None:
+def stop_at_branch(
+    request: Request, reach: BlockReach, block_tokens: int, *, first: int, public: int
+) -> None:
     """Let vLLM keep a state where the stored KV of other prompts ends: prompts branch there.
 
     vLLM does so by itself where a prompt branches from one in its own prefix cache. It knows no
     prompts in the store, and without a state at the branch none of them is ever of use.
+
+    All prompts with a public prefix branch at its end. So the first of them leaves a state behind
+    its ``public`` blocks, unless one is stored there, or vLLM goes on behind ``first`` later ones.
     """
     branch = reach.covered * block_tokens
-    if reach.covered > reach.end and branch > request.shared_prefix_boundary:
+    if max(first, reach.end) < public:
+        request.shared_prefix_boundary = public * block_tokens
+    elif reach.covered > reach.end and branch > request.shared_prefix_boundary:
         request.shared_prefix_boundary = branch

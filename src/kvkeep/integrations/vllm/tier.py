@@ -24,6 +24,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
+from kvkeep.core.errors import InvalidValue
 from kvkeep.integrations.vllm.adapters import Adapters
 from kvkeep.integrations.vllm.kept import OpenStore
 from kvkeep.integrations.vllm.offload.engine import OffloadEngine
@@ -36,6 +37,7 @@ from kvkeep.integrations.vllm.offload.requests import TierRequest, TierRequests
 from kvkeep.integrations.vllm.offload.rows import ChunkRows
 from kvkeep.integrations.vllm.offload.spec import KVKeepSpec
 from kvkeep.integrations.vllm.options import RequestOptions
+from kvkeep.integrations.vllm.public import PublicBlocks, prefixes_in
 from kvkeep.integrations.vllm.stats import Counts
 from kvkeep.integrations.vllm.versions import require_tiers
 from kvkeep.store.backends.memory import MemoryBackend
@@ -43,7 +45,7 @@ from kvkeep.store.blocks.store import BlockStore
 from kvkeep.store.tiers import PassThrough
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
         OffloadingConnectorStats,
@@ -111,12 +113,14 @@ class KVKeepTier(SecondaryTierManager):
         if self._engine is not None:
             self._engine.require_whole_chunks(config)
         self._adapters = Adapters()
+        self._hashed_tokens = config.cache.tokens_per_hash
         notes = offloading_spec.notes if isinstance(offloading_spec, KVKeepSpec) else None
         namespace = namespace_of_rows(self._engine, self._options, offloading_spec, notes)
         chunk_tokens = {
             group.group_id: group.tokens_per_block * config.cache.blocks_per_chunk
             for group in config.groups
         }
+        self._public = self._public_chunks(chunk_tokens)
         self._whole = whole = (
             frozenset() if self._engine is None else self._engine.whole_groups(config)
         )
@@ -148,6 +152,19 @@ class KVKeepTier(SecondaryTierManager):
             ", ".join(tier.place for tier in store.stats()[1:]),
         )  # fmt: skip
 
+    def _public_chunks(self, chunk_tokens: Mapping[int, int]) -> dict[int, PublicBlocks]:
+        """Return what names the chunks in public prefixes, by group; empty without prefixes."""
+        file = self._options.public_prefixes
+        if not file:
+            return {}
+        if self._engine is None:
+            raise InvalidValue(
+                "public_prefixes need a vLLM that tells a tier the tokens of requests; leave them "
+                "out of KVKeepTier, or take KVKeepConnector"
+            )
+        public = prefixes_in(file, self._engine.config, max(chunk_tokens.values()))
+        return {group: PublicBlocks(public, size) for group, size in chunk_tokens.items()}
+
     # --- requests --------------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -156,7 +173,9 @@ class KVKeepTier(SecondaryTierManager):
             req_context.req_id, req_context.kv_transfer_params, self._counts
         )
         request = TierRequest(options)
-        if self._engine is None or (self._engine.config.lora_config is None and options.answers):
+        if self._engine is None or not (
+            self._engine.config.lora_config or self._public or not options.answers
+        ):
             request.kept = True  # nothing but vLLM's keys decides
         self._live[req_context.req_id] = request
         TierRequests.of(req_context)[self] = request
@@ -180,6 +199,10 @@ class KVKeepTier(SecondaryTierManager):
                 if found.lora_request is not None:
                     request.adapter = self._adapters.digest(found.lora_request)
                 request.kept = found.lora_request is None or request.adapter is not None
+                request.public = {
+                    group: public.renamed(found, self._hashed_tokens)
+                    for group, public in self._public.items()
+                }
         return bool(request.kept)
 
     # --- lookups and jobs ------------------------------------------------------------------------

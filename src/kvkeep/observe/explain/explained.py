@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvkeep.observe.explain.answer import Explanation, Missing, Span
 from kvkeep.observe.explain.reasons import evicted
 from kvkeep.observe.explain.sentences import sentence_of
-from kvkeep.observe.explain.spans import covering, painted, with_last_token
+from kvkeep.observe.explain.spans import covering, of_public, painted, with_last_token
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +24,10 @@ _STORE_KNOWS = frozenset({"new", "diverged", "evicted", "not_admitted"})
 
 @dataclass(slots=True, eq=False)
 class ExplainedRequest:
-    """One request: ``judged`` are the spans of its prompt when it was opened."""
+    """One request: ``judged`` are the spans of its prompt when it was opened.
+
+    The first ``public`` tokens of the prompt are a public prefix.
+    """
 
     requester: Requester
     at: float
@@ -33,6 +36,7 @@ class ExplainedRequest:
     session: str | None
     tokens: int
     judged: list[Span]
+    public: int = 0
     spans: tuple[Span, ...] = ()
     generated: int | None = None
     ttft_s: float | None = None
@@ -50,7 +54,8 @@ class ExplainedRequest:
             # The last token is always computed.
             given = Span(start, min(stop, self.tokens - 1), tier, None)
             spans = painted(spans, given, {span.reason for span in spans} - {None})
-        self.spans = covering(with_last_token(spans, self.tokens), self.tokens)
+        spans = with_last_token(spans, self.tokens)
+        self.spans = covering(of_public(spans, self.public), self.tokens)
 
     def _evidence(self, one: Missing) -> dict[str, Any]:
         """Return the store's evidence, complete with the fields of its reason."""

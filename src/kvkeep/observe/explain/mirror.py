@@ -11,7 +11,9 @@ import numpy as np
 from kvkeep.core.events import Closed, Evicted, GroupsStored, Opened, Stored
 from kvkeep.core.extras import signed
 from kvkeep.core.keys import chain_keys
+from kvkeep.core.public import PublicPrefixes, public_namespace
 from kvkeep.observe.explain.alike import Anchors
+from kvkeep.observe.explain.declared import DeclaredRows
 from kvkeep.observe.explain.ledger import UnitLedger
 from kvkeep.observe.explain.nearest import PromptHistory, SeenPrompt
 from kvkeep.observe.explain.reasons import QueriedPrompt, Reasons
@@ -55,6 +57,7 @@ class Mirror:
         prompt_tokens: int,
         groups: GroupLayout | None = None,
     ) -> None:
+        self._public = PublicPrefixes()
         self.ledger = UnitLedger(page_size, units, points=groups is not None)
         self.prompts = PromptHistory(prompt_tokens)
         self._reasons = Reasons(self.ledger, self.prompts, policy, groups)
@@ -63,6 +66,11 @@ class Mirror:
         self._gone: tuple[Evicted, Eviction] | None = None  # the last one, not applied yet
         self._opened: OrderedDict[int, _Opening] = OrderedDict()  # by sequence
         self._open: OrderedDict[int, SeenPrompt] = OrderedDict()
+
+    def share(self, public: PublicPrefixes) -> None:
+        """Judge prompts with these public prefixes."""
+        self._public = public
+        self._reasons.declared = DeclaredRows(public, self.ledger.unit_tokens)
 
     # --- events ------------------------------------------------------------------------------
 
@@ -155,12 +163,24 @@ class Mirror:
         self, plain: TokenArray, namespace: Namespace, requester: Requester, extras: Extras = ()
     ) -> SeenPrompt:
         """Return a prompt with its names and anchors. Changes nothing."""
-        tokens = signed(plain, extras)
+        unit = self.ledger.unit_tokens
+        placed = self._public.place(plain, namespace, unit, extras)
+        tokens = signed(plain, placed.extras)
         data = tokens.tobytes()
         names = chain_keys(b"", data, self.ledger.unit_bytes)
         over = data[len(names) * self.ledger.unit_bytes :]
         tail = chain_keys(names[-1] if names else b"", over, len(over))[0] if over else None
-        return SeenPrompt(requester, namespace, tokens, names, tail, Anchors.of(tokens), plain)
+        anchors, public = Anchors.of(tokens), placed.tokens // unit
+        return SeenPrompt(requester, namespace, tokens, names, tail, anchors, plain, public)
+
+    def _rows(self, prompt: SeenPrompt) -> Rows:
+        """Return the row of each full unit of a prompt, -1 if it is unknown."""
+        spaces, names, public = self.ledger.spaces, prompt.names, prompt.public
+        rows = self.ledger.find(spaces.get(prompt.namespace), names[public:])
+        if not public:
+            return rows
+        shared = spaces.get(public_namespace(prompt.namespace))
+        return np.concatenate((self.ledger.find(shared, names[:public]), rows))
 
     def judged(
         self, prompt: SeenPrompt, *, cached: int, stored: int | None, at: float
@@ -168,7 +188,7 @@ class Mirror:
         """Return the spans of a prompt as if it were opened now. Changes nothing."""
         self._settle()
         space = self.ledger.spaces.get(prompt.namespace)
-        rows = self.ledger.find(space, prompt.names)
+        rows = self._rows(prompt)
         return self._reasons.spans(
             QueriedPrompt(prompt, space, rows, cached, at, None, None, stored or cached)
         )
@@ -184,7 +204,7 @@ class Mirror:
             pages = -(-len(prompt.tokens) // self.ledger.unit_tokens)
             made_room.needed_pages = pages - cached // self.ledger.unit_tokens
         space = self.ledger.spaces.get(prompt.namespace)
-        rows = self.ledger.find(space, prompt.names)
+        rows = self._rows(prompt)
         stored = opening.stored or cached
         query = QueriedPrompt(prompt, space, rows, cached, at, opening.number, sequence, stored)
         wrong = self._reasons.contradicted(query)
@@ -214,7 +234,7 @@ class Mirror:
         """Record ``prompt``: ``cached`` leading units were reused, the others are computed."""
         ledger = self.ledger
         space = ledger.enter(prompt.namespace)
-        rows = ledger.note(space, prompt.names, 0, rows)
+        rows = self._noted(prompt, self._rows(prompt) if rows is None else rows)
         if prompt.tail is not None:
             tail = ledger.note(space, [prompt.tail], len(prompt.names))
             before = ledger.state[tail[0]]
@@ -226,11 +246,24 @@ class Mirror:
         if len(there) and (ledger.page[there] < 0).any():
             # Cached in pages without a `Stored` event: their eviction will not be seen, either.
             ledger.requested(there, Eviction(at, UNKNOWN))
-        numbers = ledger.prompt[rows]
+        numbers = ledger.prompt[rows[prompt.public :]]
         numbers = numbers[numbers >= 0]
         self.prompts.add(prompt, int(numbers[-1]) if len(numbers) else space.prompt)
-        ledger.prompt[rows] = space.prompt = prompt.number
+        ledger.prompt[rows[prompt.public :]] = space.prompt = prompt.number
+        if not space.rows:  # a public prefix and nothing else
+            ledger.spaces.pop(prompt.namespace)
         ledger.forget()
+
+    def _noted(self, prompt: SeenPrompt, rows: Rows) -> Rows:
+        """Add the unknown units of a prompt to the ledger; return all rows."""
+        ledger, public = self.ledger, prompt.public
+        own = ledger.enter(prompt.namespace)
+        private = ledger.note(own, prompt.names[public:], public, rows[public:])
+        if not public:
+            return private
+        shared = ledger.enter(public_namespace(prompt.namespace))
+        first = ledger.note(shared, prompt.names[:public], 0, rows[:public])
+        return np.concatenate((first, private))
 
 
 def _kept(span: Span, returned: Returned) -> Span:

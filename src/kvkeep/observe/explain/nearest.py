@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvkeep.core.keys import root_key
+from kvkeep.core.public import public_namespace
 from kvkeep.core.tokens import common_length
 from kvkeep.observe.explain.alike import GRAM, Stretch, alike
 
@@ -35,7 +36,8 @@ class SeenPrompt:
     """One prompt: its tokens, the names of its full units, and of the tail behind them.
 
     ``tokens`` are compared: negative numbers stand for tokens with extras. ``shown`` has the
-    tokens themselves.
+    tokens themselves. The first ``public`` units are those of a public prefix, in the namespace of
+    all tenants.
     """
 
     requester: Requester
@@ -45,12 +47,17 @@ class SeenPrompt:
     tail: bytes | None
     anchors: Anchors
     shown: TokenArray
+    public: int = 0
     number: int = -1
 
     @property
     def id(self) -> str:
         """The id of its request."""
         return self.requester.id
+
+    def space(self, unit: int) -> Namespace:
+        """Return the namespace of its full unit number ``unit``."""
+        return public_namespace(self.namespace) if unit < self.public else self.namespace
 
     def salted(self) -> list[int]:
         """Return the hashes of the prompt's anchors, salted with its namespace."""
@@ -168,7 +175,10 @@ class PromptHistory:
 def cached_tokens(prompt: SeenPrompt, ledger: UnitLedger) -> int:
     """Return how many leading tokens of ``prompt`` are in the cache."""
     space, tail = ledger.spaces.get(prompt.namespace), prompt.requester.tail
-    units = ledger.cached_units(space, prompt.names)
+    shared = ledger.spaces.get(public_namespace(prompt.namespace)) if prompt.public else None
+    units = ledger.cached_units(shared, prompt.names[: prompt.public])
+    if units == prompt.public:
+        units += ledger.cached_units(space, prompt.names[units:])
     if units == len(prompt.names) and tail is not None and ledger.cached(space, tail):
         return len(prompt.tokens)
     return units * ledger.unit_tokens

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvkeep.core.keys import Namespace
     from kvkeep.core.pages.layout import GroupLayout
     from kvkeep.core.tokens import TokenArray
+    from kvkeep.observe.explain.declared import DeclaredRows
     from kvkeep.observe.explain.ledger import NamespaceUnits, Rows, UnitLedger
     from kvkeep.observe.explain.nearest import Nearest, PromptHistory, SeenPrompt
     from kvkeep.observe.explain.units import UnitState
@@ -80,7 +81,11 @@ Verdict = Requester | Eviction | _Late | str
 
 
 class Reasons:
-    """Finds the reasons in a `UnitLedger` and a `PromptHistory`; changes neither."""
+    """Finds the reasons in a `UnitLedger` and a `PromptHistory`; changes neither.
+
+    Attributes:
+        declared: the public prefixes, if there may be any.
+    """
 
     def __init__(
         self,
@@ -89,6 +94,7 @@ class Reasons:
         policy: str,
         groups: GroupLayout | None = None,
     ) -> None:
+        self.declared: DeclaredRows | None = None
         self._groups = groups
         self._ledger = ledger
         self._prompts = prompts
@@ -107,6 +113,8 @@ class Reasons:
         known = query.cached // self._size + sum(units for _, units in before)
         spans += self._of_units(query, verdicts)
         spans += self._of_tail(query, query.space, _NEW)
+        if self.declared is not None:
+            spans = self.declared.marked(query.prompt, spans, self._ledger)
         if spans[-1].reason == _NEW:
             spans = self._elsewhere(query, spans, known)
             spans = self._alike(query, spans, rows[:known], known)
@@ -315,6 +323,7 @@ class Reasons:
         """Mark tokens that recent prompts have behind a difference."""
         if query.space is None or spans[-1].reason != _NEW:
             return spans
+        rows = rows[query.prompt.public :]
         numbers = self._ledger.prompt[rows[rows >= 0]][::-1].tolist()
         near = [*dict.fromkeys(numbers)][:_NEAR]
         others = self._prompts.candidates(query.prompt, [*near, query.space.prompt])
@@ -349,7 +358,7 @@ class Reasons:
 
     def _there(self, prompt: SeenPrompt, unit: int) -> bool:
         """Whether page ``unit`` of ``prompt`` is cached, or is its last one and was never full."""
-        space = self._ledger.spaces.get(prompt.namespace)
+        space = self._ledger.spaces.get(prompt.space(unit))
         if unit < len(prompt.names):
             return self._ledger.cached(space, prompt.names[unit])
         full = prompt.requester.tail

@@ -35,6 +35,7 @@ _WHY_NOT = {
     "queue_full": "they were dropped on their way to be stored, because the queue was full",
     "given_up": "the request that computed them before ended before it published them",
 }
+_SIMPLE = {"last_token": "the last token always is computed"}
 _UNAVAILABLE = {
     "breaker": "was given a rest after failures",
     "late": "did not answer in time",
@@ -65,9 +66,26 @@ def _name(identity: str) -> str:
 def sentence_of(spans: Sequence[Span], tokens: int) -> str:
     """Return one sentence for the main reason why tokens of a prompt were computed.
 
-    It also says which tokens the pool had kept for the return of the conversation.
+    It also says which tokens are a public prefix's, and which the pool had kept for the return of
+    the conversation.
     """
-    return _computed(spans, tokens) + _kept(spans)
+    said = _computed(spans, tokens)
+    return said + _missed(spans, said) + _shared(spans) + _kept(spans)
+
+
+def _missed(spans: Sequence[Span], said: str) -> str:
+    """Return where a prompt differs from a public prefix, unless that is the main reason."""
+    for span in spans:
+        if span.reason == "diverged" and span.evidence.get("public"):
+            missed = _of_public(span.reason, span.evidence)
+            return "" if missed in said else f"; {missed}"
+    return ""
+
+
+def _shared(spans: Sequence[Span]) -> str:
+    """Return what to add about tokens that were read from the one copy of a public prefix."""
+    count = sum(span.tokens for span in spans if span.source and span.evidence.get("public"))
+    return f"; {count:,} were read from the public prefix, shared by all tenants" if count else ""
 
 
 def _kept(spans: Sequence[Span]) -> str:
@@ -82,20 +100,21 @@ def _kept(spans: Sequence[Span]) -> str:
 
 def _computed(spans: Sequence[Span], tokens: int) -> str:
     """Return the main reason why tokens of a prompt were computed."""
-    totals: dict[str, int] = {}
-    first: dict[str, Span] = {}
+    totals: dict[tuple[str, bool], int] = {}
+    first: dict[tuple[str, bool], Span] = {}
     for span in spans:
         if span.reason is not None:
-            totals[span.reason] = totals.get(span.reason, 0) + span.tokens
-            if span.tokens > (first[span.reason].tokens if span.reason in first else 0):
-                first[span.reason] = span
+            why = span.reason, bool(span.evidence.get("public"))
+            totals[why] = totals.get(why, 0) + span.tokens
+            if span.tokens > (first[why].tokens if why in first else 0):
+                first[why] = span
     computed = sum(totals.values())
-    main = max(totals, key=lambda reason: totals[reason])
-    if main == "last_token" and computed == 1:
+    main = max(totals, key=lambda why: totals[why])
+    if main[0] == "last_token" and computed == 1:
         return _all_but_the_last(spans, tokens)
     of_them = "" if totals[main] == computed else f", {totals[main]:,} of them because"
     begin = f"{computed:,} of {tokens:,} tokens computed{of_them}"
-    return f"{begin}{'' if of_them else ':'} {_because(main, first[main].evidence)}"
+    return f"{begin}{'' if of_them else ':'} {_because(main[0], first[main].evidence)}"
 
 
 def _all_but_the_last(spans: Sequence[Span], tokens: int) -> str:
@@ -115,6 +134,8 @@ def _listed(words: Iterable[str]) -> str:
 
 def _because(reason: str, evidence: Mapping[str, Any]) -> str:
     """Return the reason as a clause that follows a colon."""
+    if evidence.get("public") and reason in {"diverged", "new"}:
+        return _of_public(reason, evidence)
     tier = evidence.get("tier")
     where = "a tier" if tier is None else f"tier {shown(tier)}"
     match reason:
@@ -144,10 +165,15 @@ def _because(reason: str, evidence: Mapping[str, Any]) -> str:
             return f"{where} has them and {_UNAVAILABLE.get(evidence.get('why', ''), 'failed')}"
         case "damaged":
             return f"{where} had them, and their checksum was wrong"
-        case "last_token":
-            return "the last token always is computed"
         case _:
-            return "they were never seen before"
+            return _SIMPLE.get(reason, "they were never seen before")
+
+
+def _of_public(reason: str, evidence: Mapping[str, Any]) -> str:
+    """Return why tokens of a public prefix were computed, or those of a prompt that misses it."""
+    if reason == "new":
+        return "they are of a public prefix, which was not cached yet"
+    return f"the prompt differs from the public prefix at token {evidence['position']:,}"
 
 
 def _request(identity: str) -> str:
@@ -157,7 +183,8 @@ def _request(identity: str) -> str:
 def _evicted(evidence: Mapping[str, Any]) -> str:
     ago, tier = evidence.get("ago_s"), evidence.get("tier")
     by, needed = evidence.get("by"), evidence.get("needed_pages")
-    text = "they were evicted"
+    text = "they are of a public prefix, and were" if evidence.get("public") else "they were"
+    text += " evicted"
     if tier not in {None, "", "pool"}:
         text += f" from tier {shown(tier)}"
     if ago is not None:
@@ -214,7 +241,8 @@ def _of_prompts(reason: str, evidence: Mapping[str, Any]) -> str:
         case "diverged":
             many = evidence["differs"]
             how = f"a difference of {many:,} token{'s' * (many != 1)}" if many else "something less"
-            return f"differ at token {evidence['position']:,} ({how})"
+            what = " from the public prefix" if evidence.get("public") else ""
+            return f"differ{what} at token {evidence['position']:,} ({how})"
         case "evicted":
             tier = evidence.get("tier")
             place = "the pool" if tier in {None, "", "pool"} else f"tier {shown(tier)}"
@@ -231,5 +259,7 @@ def _of_prompts(reason: str, evidence: Mapping[str, Any]) -> str:
             return "end within a page, or share one in part"
         case "last_token":
             return "need their last token computed, always"
+        case _ if evidence.get("public"):
+            return "begin with a public prefix that was not cached yet"
         case _:
             return "contain tokens never seen before"

@@ -9,7 +9,7 @@ from kvkeep.observe.explain.answer import Span
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable
 
-__all__ = ["covering", "painted", "with_last_token"]
+__all__ = ["covering", "of_public", "painted", "with_last_token"]
 
 
 def painted(spans: list[Span], new: Span, over: Container[str | None]) -> list[Span]:
@@ -41,6 +41,19 @@ def with_last_token(spans: list[Span], tokens: int) -> list[Span]:
     if reasons <= {"page_remainder"}:
         return painted(spans, Span(tokens - 1, tokens, None, "last_token"), _Anything())
     return spans
+
+
+def of_public(spans: Iterable[Span], tokens: int) -> list[Span]:
+    """Say of the spans within the first ``tokens`` tokens that these are of a public prefix."""
+    found: list[Span] = []
+    for span in spans:
+        middle = max(span.start, min(tokens, span.stop))
+        if span.start < middle:
+            evidence = {**span.evidence, "public": True}
+            found.append(Span(span.start, middle, span.source, span.reason, evidence))
+        if middle < span.stop:
+            found.append(_cut(span, middle, span.stop))
+    return found
 
 
 class _Anything:

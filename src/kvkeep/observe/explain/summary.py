@@ -45,7 +45,7 @@ def add_up(spans: Iterable[Span], reused: dict[str, int], computed: dict[str, in
 
 def summarise(records: Iterable[ExplainedRequest]) -> ExplainSummary:
     """Sum up these requests. Cost: one pass over their spans."""
-    groups: dict[tuple[str, str, int | None], _Group] = {}
+    groups: dict[tuple[str, str, int | None, bool], _Group] = {}
     reused: dict[str, int] = {}
     computed: dict[str, int] = {}
     requests = prompt_tokens = 0
@@ -53,18 +53,19 @@ def summarise(records: Iterable[ExplainedRequest]) -> ExplainSummary:
         requests += 1
         prompt_tokens += record.tokens
         add_up(record.spans, reused, computed)
-        of_one: dict[tuple[str, int | None], list[Span]] = {}
+        of_one: dict[tuple[str, int | None, bool], list[Span]] = {}
         for span in record.spans:
             if span.reason is not None:
-                of_one.setdefault((span.reason, span.evidence.get("position")), []).append(span)
-        for (reason, position), spans in of_one.items():
-            key = (reason, record.namespace.tenant, position)
+                position, public = span.evidence.get("position"), "public" in span.evidence
+                of_one.setdefault((span.reason, position, public), []).append(span)
+        for (reason, position, public), spans in of_one.items():
+            key = (reason, record.namespace.tenant, position, public)
             longest = max(spans, key=lambda span: span.tokens)
             total = sum(span.tokens for span in spans)
             groups.setdefault(key, _Group()).add(record, total, longest.evidence)
     total = sum(computed.values())
     ranked = sorted(groups.items(), key=lambda item: -item[1].tokens)
-    causes = tuple(_cause(*key, group, total) for key, group in ranked)
+    causes = tuple(_cause(*key[:3], group, total) for key, group in ranked)
     return ExplainSummary(requests, prompt_tokens, reused, computed, causes)
 
 

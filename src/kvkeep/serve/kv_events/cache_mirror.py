@@ -11,7 +11,7 @@ from kvkeep.core.events import Evicted, GroupsStored, Stored
 from kvkeep.core.extras import extras_between
 from kvkeep.core.keys import chain_keys, root_key
 from kvkeep.core.tokens import TOKEN_BYTES, TOKEN_DTYPE
-from kvkeep.serve.kv_events.wire import BlockRemoved, BlockStored, salt_digest
+from kvkeep.serve.kv_events.wire import PUBLIC_SALT, BlockRemoved, BlockStored, salt_digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -260,13 +260,13 @@ class CacheMirror:
 
     def _event(self, held: Sequence[_Page], above: _Page | None) -> BlockStored:
         namespace = held[0].namespace
-        # Pairs: a reader that takes text for a salt cannot mistake them for one.
-        extra: list[list[Any] | None] = [
-            [[one.digest.hex(), one.position] for one in page.extras] or None for page in held
-        ]
-        if above is None and (namespace.tenant or namespace.lora):
+        before = [above, *held[:-1]]
+        extra = [_extras(page, last) for page, last in zip(held, before, strict=True)]
+        if above is None and (namespace.tenant or namespace.lora or namespace.scope):
             first: list[Any] = [namespace.lora] if namespace.lora else []
-            if namespace.tenant:
+            if namespace.scope:
+                first.append(PUBLIC_SALT)
+            elif namespace.tenant:
                 first.append(salt_digest(namespace.tenant))
             extra[0] = [*first, *(extra[0] or ())]
         return BlockStored(
@@ -279,6 +279,19 @@ class CacheMirror:
             lora_name=namespace.lora or None,
             extra_keys=extra if any(extra) else None,
         )
+
+
+def _extras(page: _Page, before: _Page | None) -> list[Any] | None:
+    """Return what else a page depends on: its extras, and the salt if it is the first private one.
+
+    Extras are pairs: a reader that takes text for a salt cannot mistake them for one.
+    """
+    own = list(page.extras)
+    found: list[Any] = []
+    if before is not None and before.namespace != page.namespace:  # behind a public prefix
+        del own[0]
+        found.append(salt_digest(page.namespace.tenant))
+    return found + [[one.digest.hex(), one.position] for one in own] or None
 
 
 def _unrelated(above: Namespace, namespace: Namespace) -> bool:

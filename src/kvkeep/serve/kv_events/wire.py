@@ -21,6 +21,7 @@ from kvkeep.core.errors import InvalidValue
 
 __all__ = [
     "END",
+    "PUBLIC_SALT",
     "SEQ_BYTES",
     "SNAPSHOT",
     "AllBlocksCleared",
@@ -50,6 +51,8 @@ _LONGEST_HASH = 64  # bytes
 _LONGEST_NAME = 256  # characters of an adapter, a tier, a kind of layer
 
 _SALT_MARK = "kvkeep-salt-"
+PUBLIC_SALT = f"{_SALT_MARK}public"
+"""In place of a salt's digest in the first block: all salts share what begins so."""
 _SALT_MAGIC = b"kvkeep salt 1\n"
 
 BlockHash = int | Annotated[bytes, Meta(max_length=_LONGEST_HASH)]

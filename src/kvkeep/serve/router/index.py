@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from kvkeep.core.errors import whole
+from kvkeep.core.public import PublicPrefixes
 from kvkeep.serve.router.held import HeldPrefix, TierBlocks, in_one_tier, in_several_tiers
 from kvkeep.serve.router.keys import MAX_TOKENS, PrefixKeys, length_of
+from kvkeep.serve.router.public import PublicKeys
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -109,7 +111,8 @@ class PlacementIndex:
 
     ``tiers`` lists tiers from the fastest on; tiers that instances name besides come after. A block
     whose parent is unknown is left out and counted (``orphans``), as are inconsistent ones
-    (``refused``).
+    (``refused``). ``public`` are prefixes that all salts share
+    (`kvkeep.serve.router.public`).
 
     At most ``most_blocks`` are kept per instance, over all its ranks and tiers. Beyond, the least
     recently stored or looked up blocks of its largest tier are evicted and counted (`evicted`), so
@@ -120,10 +123,17 @@ class PlacementIndex:
     hashes are integers; `kv_events` accepts none of more than 64 bytes.
     """
 
-    def __init__(self, tiers: Sequence[str] = ("GPU",), *, most_blocks: int = 1_000_000) -> None:
+    def __init__(
+        self,
+        tiers: Sequence[str] = ("GPU",),
+        *,
+        most_blocks: int = 1_000_000,
+        public: PublicPrefixes | None = None,
+    ) -> None:
         self.orphans = 0
         self.refused = 0
         self._keys = PrefixKeys()
+        self._public = PublicKeys(self._keys, public or PublicPrefixes())
         self._most = whole("most_blocks", most_blocks, 1)
         self._named = frozenset(tiers)
         self._tiers = {tier: TierBlocks(tier) for tier in tiers}
@@ -196,7 +206,9 @@ class PlacementIndex:
         if keys is None:
             self.refused += count
             return
-        if self._records_use and parent is not None:
+        if parent is None:
+            self._public.stored(place, lora, salt, tokens, block_size)
+        elif self._records_use:
             self._record_use([start])
         blocks, holders, bit, instance = own.blocks, own.holders, own.bit, own.instance
         for block, key in zip(hashes, keys, strict=True):
@@ -248,7 +260,9 @@ class PlacementIndex:
         """
         own = self._blocks_at(place, tier, self._expected)
         self._use_size(own, step)
-        keys = self._keys.after(self._keys.root(lora, salt), tokens[:MAX_TOKENS], step)
+        keys = self._public.after(tokens, step, lora, salt) or self._keys.after(
+            self._keys.root(lora, salt), tokens[:MAX_TOKENS], step
+        )
         for key in keys:
             own.add(key, key)
         return keys
@@ -256,6 +270,7 @@ class PlacementIndex:
     def clear(self, place: Place) -> None:
         """Remove all blocks of a place, in all tiers. Cost: O(blocks of the place)."""
         parts = self._places.pop(place, {})
+        self._public.forget(place)
         for name, part in parts.items():
             for key in part.blocks.values():
                 mask = part.holders.get(key, 0) & ~part.bit
@@ -373,17 +388,23 @@ class PlacementIndex:
             tiers = [one for one in self._tiers.values() if one.holders and one.has(size)]
             if not tiers or len(tokens) < size:
                 continue
-            keys = self._keys.after(root, tokens[:MAX_TOKENS], size)
-            if len(tiers) == 1:
-                held = in_one_tier(keys, among, tiers[0], size)
-            else:
-                held = in_several_tiers(keys, among, tiers, size)
-            if self._records_use and held:
-                longest = max(one.tokens for one in held.values())
-                self._record_use(keys[: longest // size])
-            for bit, one in held.items():
-                if bit not in found or found[bit].tokens < one.tokens:
-                    found[bit] = one
+            walks = [(self._keys.after(root, tokens[:MAX_TOKENS], size), size)]
+            if shared := self._public.after(tokens, size, lora, salt):
+                walks.append((shared, size))
+                others = self._public.of_others(tokens, size, lora, salt)
+                walks += [(keys, len(keys) * size) for keys in others]
+            for keys, least in walks:
+                if len(tiers) == 1:
+                    held = in_one_tier(keys, among, tiers[0], size)
+                else:
+                    held = in_several_tiers(keys, among, tiers, size)
+                if self._records_use and held:
+                    longest = max(one.tokens for one in held.values())
+                    self._record_use(keys[: longest // size])
+                for bit, one in held.items():
+                    known = found[bit].tokens if bit in found else 0
+                    if one.tokens >= least and one.tokens > known:
+                        found[bit] = one
         named: dict[Place, HeldPrefix] = {}
         for bit, one in found.items():
             place = self._names[bit]

@@ -18,6 +18,7 @@ from kvkeep.serve.router.index import Place, PlacementIndex
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
 
+    from kvkeep.core.public import PublicPrefixes
     from kvkeep.core.tokens import TokensLike
     from kvkeep.serve.kv_events.wire import KVEvent
 
@@ -108,7 +109,8 @@ class PrefixRouter:
 
     An instance has at most ``ranks`` data-parallel ranks; events of other ranks count for rank 0,
     so that no prompt is sent to a rank that does not exist. The index keeps at most
-    ``most_blocks`` per instance.
+    ``most_blocks`` per instance. ``public`` are prefixes that the instances share among salts, so a
+    prompt of a new salt goes where they are cached.
 
     Thread safety: safe; every method takes one lock. Cost: see `PlacementIndex`. Raises
     `InvalidValue` for ``ranks`` out of range.
@@ -121,6 +123,7 @@ class PrefixRouter:
         cost: CostModel | None = None,
         ranks: int = MOST_RANKS,
         most_blocks: int = 1_000_000,
+        public: PublicPrefixes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ranks = whole("ranks", ranks, 1, MOST_RANKS)
@@ -128,7 +131,7 @@ class PrefixRouter:
         self._clock = clock
         self._lock = threading.Lock()
         ranked = sorted(self.cost.tiers, key=lambda tier: self.cost.tiers[tier])
-        self._index = PlacementIndex(ranked, most_blocks=most_blocks)
+        self._index = PlacementIndex(ranked, most_blocks=most_blocks, public=public)
         self._loads: dict[str, dict[Place, _Load]] = {}
         self._windows: set[tuple[Place, int]] = set()
         self._adapters: dict[str, set[str]] = {}

@@ -10,6 +10,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from kvkeep.serve.server.schemas.see import (
+    LiveConversations,
     LivePages,
     LivePoint,
     LiveResponse,
@@ -34,6 +35,7 @@ __all__ = ["Live"]
 
 _FRESH_S = 0.5
 _MOST_SHOWN = 20
+_SOON_S = 60.0  # within which returns are counted
 
 
 class Live:
@@ -114,6 +116,7 @@ class Live:
             or None,
             tenants=self._tenants(),
             sessions=self._sessions(),
+            conversations=self._conversations(),
             returns=self._returns(),
         )
         return answer.model_dump_json().encode()
@@ -130,6 +133,12 @@ class Live:
             )
             for one in usage.namespaces(_MOST_SHOWN)
         ]
+
+    def _conversations(self) -> LiveConversations | None:
+        found = self._service.engine.cache.expected_returns(_SOON_S)
+        if found is None:
+            return None
+        return LiveConversations(waiting=found.waiting, expected=found.expected)
 
     def _returns(self) -> list[LiveReturn] | None:
         found = self._service.engine.cache.conversations(_MOST_SHOWN)

@@ -45,6 +45,7 @@ class Watching:
         self.explainer = explainer = Explainer(
             cache.page_size, cache.policy, reuse=cache.reuse, groups=cache.groups
         )
+        explainer.share(cache.public)
         self._ends += [cache.subscribe(explainer.see), explainer.close]
         return self.usage.see, self.tenants.ledger.see, explainer.see_request
 

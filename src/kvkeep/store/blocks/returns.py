@@ -41,14 +41,21 @@ class BlockReturns:
         self._space = space
 
     def requested(
-        self, row: TokenArray, keys: Sequence[bytes], *, tenant: str | None = None
+        self,
+        row: TokenArray,
+        keys: Sequence[bytes],
+        *,
+        tenant: str | None = None,
+        public: int = 0,
     ) -> None:
         """Record a prompt: it may be the return of a conversation.
 
-        What the store holds of it counts as used, also if the engine had it in its own memory.
+        What the store holds of it counts as used, also if the engine had it in its own memory. The
+        first ``public`` blocks have keys that other tenants share: conversations are told apart
+        by their tenants there.
         """
         if len(self._returns.conversations):
-            chain = self._chain(row, keys, tenant)
+            chain = self._chain(row, keys, tenant, public)
             self._returns.requested(chain)
             self._returns.used(chain.blocks)
 
@@ -60,14 +67,17 @@ class BlockReturns:
         prompt: int,
         ended: Ended,
         tenant: str | None = None,
+        public: int = 0,
         beside: Sequence[bytes] = (),
     ) -> None:
         """Record the end of a request: of its tokens ``row``, those from ``prompt`` on are answer.
 
-        ``beside`` are keys of what else was stored of it, as by other groups of layers.
+        ``beside`` are keys of what else was stored of it, as by other groups of layers; ``public``
+        as for `requested`.
         """
         blocks = [self._space + key for key in beside]
-        self._returns.ended(self._chain(row, keys, tenant), prompt, ended, tenant, blocks)
+        chain = self._chain(row, keys, tenant, public)
+        self._returns.ended(chain, prompt, ended, tenant, blocks)
 
     def worth(
         self,
@@ -80,8 +90,10 @@ class BlockReturns:
         """Return how many leading tokens of an answer are worth storing; see `KVStore.worth`."""
         return self._returns.conversations.kept(tenant, answer, ended, first)
 
-    def _chain(self, row: TokenArray, keys: Sequence[bytes], tenant: str | None) -> Chain:
+    def _chain(
+        self, row: TokenArray, keys: Sequence[bytes], tenant: str | None, public: int
+    ) -> Chain:
         # Prompts shorter than a block have no key that tells tenants apart.
         root = self._space + sha256(ascii(tenant).encode()).digest()
         blocks = [self._space + key for key in keys]
-        return Chain(root, blocks, self._block_tokens, len(row), row)
+        return Chain(root, blocks, self._block_tokens, len(row), row, public)

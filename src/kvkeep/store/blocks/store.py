@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.keys import KEY_BYTES, as_namespace, space_of
 from kvkeep.store.blocks.base import Store
+from kvkeep.store.blocks.return_notes import ReturnReplay
 from kvkeep.store.blocks.returns import BlockReturns
 from kvkeep.store.blocks.shared import places_of
 from kvkeep.store.blocks.stats import closed_is_illegal, runs_of, seconds_of
@@ -275,6 +276,11 @@ class BlockStore(Store):
         self._tiered.check_open()
         size = whole("block_tokens", block_tokens, 1)
         return BlockReturns(size, self._tiered.returns, self._space)
+
+    def replay(self) -> ReturnReplay:
+        """Return what tells this store of conversations that another process follows."""
+        self._tiered.check_open()
+        return ReturnReplay(self._tiered.returns, self._space)
 
     @property
     def must_ask(self) -> bool:

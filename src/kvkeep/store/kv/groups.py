@@ -92,11 +92,13 @@ class SnapshotRecords(KeptPrompts):
         if position is not None:
             tiered.used([piece.id for piece in position.pieces])
 
-    def beside(self, tiered: TieredStore, prompt: PromptBlocks) -> list[bytes]:
-        ids = PositionNames(self._forms, prompt)
+    def beside(self, tiered: TieredStore, prompt: PromptBlocks, full: list[bytes]) -> list[bytes]:
+        ids = PositionNames(self._forms, prompt, full)
         position = PositionFinder(tiered, ids, ask=False).longest()
-        blocks = set(ids.full)
-        return [] if position is None else [p.id for p in position.pieces if p.id not in blocks]
+        if position is None:
+            return []
+        size = ids.size
+        return [one.id for one in position.pieces if one.group != BASE or one.stop % size]
 
     def prefetch(self, tiered: TieredStore, prompt: PromptBlocks) -> Prefetch:
         lengths: list[int] = []

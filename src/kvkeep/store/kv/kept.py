@@ -53,8 +53,8 @@ class KeptPrompts(ABC):
         """Count a use of the records that are known to be stored."""
 
     @abstractmethod
-    def beside(self, tiered: TieredStore, prompt: PromptBlocks) -> list[bytes]:
-        """Return the ids of records that a prompt has beside its full blocks."""
+    def beside(self, tiered: TieredStore, prompt: PromptBlocks, full: list[bytes]) -> list[bytes]:
+        """Return the ids of records that a prompt has beside its blocks, which are ``full``."""
 
     @abstractmethod
     def prefetch(self, tiered: TieredStore, prompt: PromptBlocks) -> Prefetch:
@@ -95,9 +95,8 @@ class WholeBlocks(KeptPrompts):
     def touch(self, tiered: TieredStore, prompt: PromptBlocks) -> None:
         tiered.used(prompt.names.full(prompt.row))
 
-    def beside(self, tiered: TieredStore, prompt: PromptBlocks) -> list[bytes]:
+    def beside(self, tiered: TieredStore, prompt: PromptBlocks, full: list[bytes]) -> list[bytes]:
         row, _, names = prompt
-        full = names.full(row)
         rest = row[len(full) * names.block_tokens :]
         return names.tails(full, rest)[-1:]
 

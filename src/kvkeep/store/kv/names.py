@@ -12,11 +12,14 @@ import torch
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.extras import extra_bytes, extras_between
 from kvkeep.core.keys import Namespace, chain_keys, root_key, space_of
+from kvkeep.core.public import public_namespace
 from kvkeep.core.tokens import TOKEN_BYTES
 from kvkeep.store.identity import model_identity
 from kvkeep.store.tiers import note_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvkeep.core.extras import Extras
     from kvkeep.core.geometry import KVGeometry
     from kvkeep.core.public import PublicPrefixes
@@ -222,6 +225,8 @@ class TenantNames:
 
     Attributes:
         notes: for each tenant's space, the note that tiers keep beside its blocks.
+        made: called with each space that is named from then on, and its tenant; None for what all
+            tenants share.
 
     Thread safety: all methods; two threads may make the same names, which are equal.
     """
@@ -233,6 +238,7 @@ class TenantNames:
         self._block_tokens = block_tokens
         self._names: dict[str, Names] = {}
         self.notes: dict[bytes, bytes] = {}
+        self.made: Callable[[bytes, str | None], object] = lambda _space, _tenant: None
 
     def of(self, tenant: str | None) -> Names:
         """Return the names of ``tenant``, by default the store's own.
@@ -255,7 +261,14 @@ class TenantNames:
     def _make(self, namespace: Namespace) -> Names:
         names = Names.of(namespace, self._block_tokens)
         self.notes[names.space] = note_of(namespace)
+        self.made(names.space, None if namespace.scope else namespace.tenant)
         return names
+
+    def shared(self) -> Names:
+        """Return the names of what all tenants share."""
+        if self._shared is None:
+            self._shared = self._make(public_namespace(self._namespace))
+        return self._shared
 
     def of_prompt(self, tenant: str | None, tokens: TokenArray, extras: Extras) -> Names:
         """Return the names of one prompt of a tenant: its first blocks may be public."""
@@ -267,6 +280,4 @@ class TenantNames:
         placed = public.place(tokens, namespace, self._block_tokens, extras)
         if not placed.tokens:
             return names.having(extras)
-        if self._shared is None:
-            self._shared = self._make(placed.space)
-        return names.behind(self._shared, placed.tokens // self._block_tokens, placed.extras)
+        return names.behind(self.shared(), placed.tokens // self._block_tokens, placed.extras)

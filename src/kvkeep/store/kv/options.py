@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Required, TypedDict
 
@@ -11,10 +12,10 @@ from kvkeep.store.blocks.shared import places_of
 from kvkeep.store.kv.forms import Form
 from kvkeep.store.kv.names import store_namespace
 from kvkeep.store.kv.records import RecordForms
-from kvkeep.store.tiers import Inclusive, TieringPolicy
+from kvkeep.store.tiers import Inclusive, TenantWeights, TieringPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     import torch
 
@@ -38,6 +39,7 @@ class StoreOptions(TypedDict, total=False):
     rank: str
     policy: TieringPolicy | None
     quotas: Mapping[str, int | str] | None
+    shares: Mapping[str, float] | None
     snapshots: bool | None
 
 
@@ -60,6 +62,7 @@ class StoreConfig:
     tiers: Sequence[str | Backend]
     policy: TieringPolicy | None
     quotas: Mapping[str, int | str]
+    shares: Mapping[str, float] | None = None
 
     @classmethod
     def of(
@@ -76,6 +79,7 @@ class StoreConfig:
         rank: str = "",
         policy: TieringPolicy | None = None,
         quotas: Mapping[str, int | str] | None = None,
+        shares: Mapping[str, float] | None = None,
         snapshots: bool | None = None,
     ) -> StoreConfig:
         """Check the arguments of a `KVStore`; a loaded ``model`` is read for its identity.
@@ -92,6 +96,10 @@ class StoreConfig:
             snapshots = not geometry.plain
         if policy is not None and not isinstance(policy, TieringPolicy):
             raise InvalidValue(f"policy is {policy!r}; a TieringPolicy is needed, as Inclusive()")
+        if shares is not None:
+            if not isinstance(shares, Mapping):
+                raise InvalidValue(f"shares are weights by tenant, as {{'a': 3}}; got {shares!r}")
+            shares = dict(TenantWeights(shares).weights)
         block_tokens = whole("block_tokens", block_tokens, 1, 1 << 20)
         form = RecordForms(geometry, layout) if snapshots else Form(geometry, layout)
         namespace = store_namespace(
@@ -99,7 +107,9 @@ class StoreConfig:
             model=model, revision=revision, tenant=tenant, lora=lora, rank=rank,
             snapshots=bool(snapshots),
         )  # fmt: skip
-        return cls(geometry, layout, form, block_tokens, namespace, tiers, policy, quotas or {})
+        return cls(
+            geometry, layout, form, block_tokens, namespace, tiers, policy, quotas or {}, shares
+        )
 
     def compared(self) -> dict[str, object]:
         """Return the values that two users of one shared store must agree on, by name."""
@@ -112,4 +122,5 @@ class StoreConfig:
             "tiers": places_of(self.tiers),
             "policy": repr(self.policy or Inclusive()),
             "quotas": dict(self.quotas),
+            "shares": None if self.shares is None else dict(self.shares),
         }

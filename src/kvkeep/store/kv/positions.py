@@ -65,11 +65,14 @@ class PositionNames:
     the chain, and as much for each other id.
     """
 
-    def __init__(self, forms: RecordForms, prompt: PromptBlocks) -> None:
+    def __init__(
+        self, forms: RecordForms, prompt: PromptBlocks, full: list[bytes] | None = None
+    ) -> None:
+        """``full`` are the ids of its blocks, if they are at hand."""
         self.forms = forms
         self.row, _, self.names = prompt
         self.size = self.names.block_tokens
-        self.full = self.names.full(self.row)
+        self.full = self.names.full(self.row) if full is None else full
         self._tails: dict[int, list[bytes]] = {}
         self._hashes = {
             group: hashlib.sha256(b"kvkeep record 1\nwindow %d\n" % group)

@@ -62,6 +62,9 @@ class KVStore(PromptStore):
         lora, rank: further parts of the namespace.
         policy: decides which blocks move to which tier; `kvkeep.store.tiers.Inclusive` by default.
         quotas: for tenants with a limit, the bytes that each may hold in a tier.
+        shares: weights by which tenants share each tier with a size: who stores beyond its share
+            evicts its own KV first, and others use what a tenant leaves. A tenant without a weight
+            has 1, so ``{}`` shares equally. By default tenants have no shares. (docs/tenants.md)
         snapshots: keep each group of layers apart, with `put_snapshot` and `get_snapshot`: windows
             without what lies behind them, and states. By default only if the layers differ in what
             they keep; if they differ in their windows alone, `put` and `get` keep them whole.
@@ -92,12 +95,13 @@ class KVStore(PromptStore):
         rank: str = "",
         policy: TieringPolicy | None = None,
         quotas: Mapping[str, int | str] | None = None,
+        shares: Mapping[str, float] | None = None,
         snapshots: bool | None = None,
     ) -> None:
         config = StoreConfig.of(
             geometry, model=model, revision=revision, tiers=tiers, layout=layout,
             block_tokens=block_tokens, tenant=tenant, lora=lora, rank=rank, policy=policy,
-            quotas=quotas, snapshots=snapshots,
+            quotas=quotas, shares=shares, snapshots=snapshots,
         )  # fmt: skip
         followers = Followers()
         self._form = config.form

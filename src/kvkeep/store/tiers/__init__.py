@@ -16,6 +16,8 @@ loss_log.py      records why blocks were lost
 tier_returns.py  follows conversations, for policies that order by their returns:
                  conversations.py: which prompts are returns; chains.py: prompts by their blocks;
                  block_waits.py: which conversations wait at a block
+fetching.py      what to fetch back into memory before conversations return, shared with the replay;
+                 fetch_back.py: fetches it
 
 One tier:
 
@@ -26,7 +28,8 @@ calls.py         guards backend calls, turns failures into misses; breaker.py, w
 health.py        whether the tier can be read and written now
 known.py         which blocks the tier holds and may serve
 catalogue.py     known blocks: block_table.py, eviction_order.py, tier_pins.py, packed.py;
-                 tier_waits.py: tells the policy of conversations that wait
+                 tier_waits.py: tells the policy of conversations that wait;
+                 tier_shares.py: fair shares for tenants
 listing.py       keeps the catalogue in step with the backend; lookups.py, notes.py
 space.py         evicts and deletes within budget and quotas; turns.py: fairness among writers
 record.py        format of a stored block; record_codec.py: encodes, verifies and decodes it
@@ -37,6 +40,7 @@ from __future__ import annotations
 
 from kvkeep.store.tiers.adaptive import AdaptiveTiering
 from kvkeep.store.tiers.block_prefetch import BlockPrefetch
+from kvkeep.store.tiers.block_waits import SharedReturns
 from kvkeep.store.tiers.chains import Chain
 from kvkeep.store.tiers.counters import TierCounters, TierStats
 from kvkeep.store.tiers.loss_log import Loss, LossKind, LossLog, Miss
@@ -46,6 +50,7 @@ from kvkeep.store.tiers.opening import TIER_OPTIONS, TIERINGS, open_backend, ope
 from kvkeep.store.tiers.removing import Removed
 from kvkeep.store.tiers.tier import Tier, TierOptions, TierSpec
 from kvkeep.store.tiers.tier_returns import TierReturns
+from kvkeep.store.tiers.tier_shares import TenantWeights
 from kvkeep.store.tiers.tiered import TieredStore
 from kvkeep.store.tiers.tiering import Exclusive, Inclusive, PassThrough, TieringPolicy
 from kvkeep.store.tiers.writing import Written
@@ -66,6 +71,8 @@ __all__ = [
     "Miss",
     "PassThrough",
     "Removed",
+    "SharedReturns",
+    "TenantWeights",
     "Tier",
     "TierCounters",
     "TierOptions",

@@ -10,9 +10,10 @@ from kvkeep.store.tiers.packed import Packed, PackedRow
 from kvkeep.store.tiers.tier_pins import TierPins
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Hashable, Iterator
 
     from kvkeep.core.eviction import EvictionPolicy
+    from kvkeep.store.tiers.tier_shares import TenantWeights
 
 __all__ = ["BlockTable"]
 
@@ -29,6 +30,9 @@ class BlockTable:
         taken: the same in whole units of the backend.
         spaces: bytes by namespace.
         round: the number of the last listing.
+        fetched: blocks fetched back into this tier for conversations that are to return,
+        fetched_hits: those of them that were read,
+        fetched_evicted: those of them that left the tier unread.
     """
 
     def __init__(
@@ -37,15 +41,17 @@ class BlockTable:
         budget: int | None,
         ordered: int | None,
         unit: int,
+        shares: TenantWeights | None = None,
     ) -> None:
         self.blocks: dict[bytes, OrderedBlock] = {}
-        self.order = EvictionOrder(policy, budget)
+        self.order = EvictionOrder(policy, budget, shares, self._oldest_row)
         self.packed = Packed(self.order.group_of)
         self.pins = TierPins(self.blocks, self.order)
         self.bytes = 0
         self.taken = 0
         self.spaces: dict[bytes, int] = {}
         self.round = 0
+        self.fetched = self.fetched_hits = self.fetched_evicted = 0
         self._ordered = ordered
         self._unit = unit
         self._serial = 0
@@ -76,7 +82,7 @@ class BlockTable:
         """Add or replace a block, as used at ``used``."""
         block = self.ordered(name)
         if block is None:
-            self._count(name, 0, size)
+            self._count(name, None, size)
             return self._insert(OrderedBlock(name, size, used, self.round), 0)
         self.order.discard(block)  # replaced: the record may have another size
         self._count(name, block.size, size)
@@ -96,7 +102,7 @@ class BlockTable:
                 known.used = known.noted = used
         elif not self.packed.seen(name, used, self.round) and not forgotten:
             self.packed.add(name, size, used, 0, self.round)
-            self._count(name, 0, size)
+            self._count(name, None, size)
 
     def next_serial(self) -> int:
         """Return the next number in the order of uses."""
@@ -113,25 +119,63 @@ class BlockTable:
         row = self.packed.take(name)
         if row is None:
             return False
-        self._count(name, row.size, 0)
+        self._count(name, row.size, None)
         return True
+
+    def announce(self, space: bytes, tenant: str | None) -> None:
+        """Count a namespace for the share of ``tenant``, if there are shares."""
+        tenants = self.order.tenants
+        if tenants is not None and tenants.announce(space, tenant, self.ordered_of(space)):
+            self.packed.regroup()
+
+    def set_quota(self, space: bytes, limit: int) -> None:
+        """Limit a namespace to ``limit`` bytes."""
+        if self.order.set_quota(space, limit, self.ordered_of(space)):
+            self.packed.regroup()
+
+    def ordered_of(self, space: bytes) -> Iterator[OrderedBlock]:
+        """Yield the blocks of a namespace that policies order. Cost: a pass over all of these."""
+        return (block for block in self.blocks.values() if block.block.startswith(space))
 
     def drop(self, block: OrderedBlock) -> None:
         """Remove a block that its policy has already popped or discarded."""
         if self.blocks.pop(block.block, None) is None:
             self.packed.take(block.block)
-        self._count(block.block, block.size, 0)
+        self._count(block.block, block.size, None)
+        self.fetched_evicted += block.fetched
         if block.pinned:
             self.pins.bytes -= block.size
+
+    def used(self, block: OrderedBlock, *, new: bool) -> None:
+        """Count a use of ``block``; see `EvictionOrder.used`."""
+        if block.fetched and not new:
+            block.fetched = False
+            self.fetched_hits += 1
+        self.order.used(block, new=new)
 
     def takes(self, size: int) -> int:
         """Return ``size`` in whole units of the backend."""
         return -(-size // self._unit) * self._unit
 
-    def next_victim(self, space: bytes | None) -> OrderedBlock | None:
+    def victims(self, space: bytes | None) -> Iterator[OrderedBlock]:
+        """Pop and yield the next victims of ``space``, if it has a quota, else of all.
+
+        `drop` each before the next; nothing else may change meanwhile.
+        """
+        victim: OrderedBlock | None
+        if self.order.tenants is None or (space is not None and space in self.order.quotas):
+            while (victim := self._next_victim(space)) is not None:
+                yield victim
+            return
+        for tenant in self.order.tenants.givers():
+            victim = self._candidate(tenant)
+            assert victim is not None
+            yield victim
+
+    def _next_victim(self, space: bytes | None) -> OrderedBlock | None:
         """Pop the next victim of ``space``, if it has a quota, else of all; None if none."""
-        if space is not None and space in self.order.own:
-            return self._candidate(space)
+        if space is not None and space in self.order.quotas:
+            return self._candidate(self.order.group_of(space))
         oldest = self._candidate(None)
         for own in self.order.own:
             other = self._candidate(own)
@@ -146,12 +190,15 @@ class BlockTable:
                 self._put_back(other)
         return oldest
 
-    def _candidate(self, group: bytes | None) -> OrderedBlock | None:
-        """Return the next victim of one policy: its oldest row, else the block that it pops."""
+    def _candidate(self, group: Hashable) -> OrderedBlock | None:
+        """Return the next victim of a group: its oldest row, else the block that is popped."""
         row = self.packed.oldest(group)
         if row is not None:
             return OrderedBlock(row.block, row.size, row.used, row.round)
         return self.order.pop(group)
+
+    def _oldest_row(self, group: Hashable) -> PackedRow | None:
+        return self.packed.oldest(group)
 
     def _age(self, block: OrderedBlock) -> tuple[bool, float]:
         """Return the sort key of candidates from different policies; the smallest is evicted."""
@@ -166,24 +213,30 @@ class BlockTable:
         """Add ``block`` to its policy, and pack others if there are too many."""
         self.order.fit(block.size)
         if self._ordered is not None and len(self.blocks) >= self._ordered:
-            self._pack(self.order.of(block.block))
+            self._pack(self.order.packing(block.block))
         self.blocks[block.block] = block
         block.serial = self.next_serial()
         self.order.order(block, hits)
         return block
 
-    def _pack(self, policy: EvictionPolicy) -> None:
-        """Pop the next victims of ``policy`` and turn them into rows."""
+    def _pack(self, group: Hashable) -> None:
+        """Pop the next victims of ``group`` and turn them into rows."""
         for _ in range(min(_PACKED_AT_ONCE, 1 + (self._ordered or 0) // 16)):
-            block = self.order.pop_of(policy)
+            block = self.order.pop(group)
             if block is None:
                 return
             self.packed.add(block.block, block.size, block.used, block.hits, block.round)
             del self.blocks[block.block]
 
-    def _count(self, name: bytes, before: int, after: int) -> None:
+    def _count(self, name: bytes, before: int | None, after: int | None) -> None:
+        """Count a block whose bytes change; None: it is not here."""
+        taken, takes = self.takes(before or 0), self.takes(after or 0)
+        if self.order.tenants is not None:
+            blocks = (after is not None) - (before is not None)
+            self.order.tenants.count(name, takes - taken, blocks)
+        before, after = before or 0, after or 0
         self.bytes += after - before
-        self.taken += self.takes(after) - self.takes(before)
+        self.taken += takes - taken
         space = name[:SPACE_BYTES]
         held = self.spaces.get(space, 0) + after - before
         if held:
@@ -207,3 +260,5 @@ class BlockTable:
             spaces[space] = spaces.get(space, 0) + one.size
         assert spaces == self.spaces
         assert len(self.order) == sum(one.evictable for one in self.blocks.values())
+        if self.order.tenants is not None:
+            self.order.tenants.check(self.blocks.values(), rows, self.takes)

@@ -107,10 +107,13 @@ class BlockWaits:
         self._add(blocks, wait)
 
     def _add(self, blocks: Sequence[bytes], wait: Wait) -> None:
-        at = self._at
+        at, alone = self._at, (wait,)
         with self._lock:
             for block in blocks:
-                others = at.pop(block, ())
+                others = at.pop(block, None)
+                if others is None:
+                    at[block] = alone
+                    continue
                 # Requests that ran may run still; they used the block just now as well.
                 live = [other for other in others if other.turns and not other.over]
                 if len(live) >= _WAITS:
@@ -121,7 +124,10 @@ class BlockWaits:
 
     def best(self, block: bytes) -> tuple[Wait | None, int]:
         """Return the wait at ``block`` that is worth most, and how many there are."""
-        live = [wait for wait in self._at.get(block, ()) if not wait.over]
+        waits = self._at.get(block, ())
+        if len(waits) == 1 and not waits[0].over:
+            return waits[0], 1
+        live = [wait for wait in waits if not wait.over]
         if len(live) <= 1:
             return (live[0] if live else None), len(live)
         return max(reversed(live), key=self.worth), len(live)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from kvkeep.core.eviction import EvictionPolicy
     from kvkeep.store.tiers.packed import PackedRow
+    from kvkeep.store.tiers.tier_shares import TenantWeights
 
 __all__ = ["Catalogue"]
 
@@ -27,7 +28,8 @@ class Catalogue:
 
     A use of a prompt counts its blocks last to first (`used`), so that its end is evicted before
     its beginning. A namespace with a quota has a policy of its own, the others share one; of their
-    candidates the one used least recently is evicted first.
+    candidates the one used least recently is evicted first. With ``shares`` each tenant has one,
+    and tenants above their shares give the victims.
 
     An ordered block takes about half a kilobyte. ``ordered`` bounds their number: beyond it, the
     next victims of the policies become rows of about a hundred bytes (`Packed`), which are evicted
@@ -45,6 +47,7 @@ class Catalogue:
         budget: bytes that the tier may hold, if it has a budget.
         ordered: see above; None: all.
         unit: a record takes whole units of so many bytes in the backend; `victims` counts these.
+        shares: weights by which tenants share the tier (`TierShares`); None: they do not.
 
     Attributes:
         holds: keeps blocks from eviction for a while.
@@ -60,13 +63,14 @@ class Catalogue:
         budget: int | None = None,
         ordered: int | None = None,
         unit: int = 1,
+        shares: TenantWeights | None = None,
     ) -> None:
         self.ttl = ttl
         self.unit = unit
         self.budget = budget
         self._clock = clock
         self._lock = threading.Lock()
-        self._table = BlockTable(policy, budget, ordered, unit)
+        self._table = BlockTable(policy, budget, ordered, unit, shares)
         self._filling = Filling(self._table, self._lock)
         self.holds = Holds(self._table, self._filling, self._lock)
         self.waiting = TierWaits(self._table, self._lock)
@@ -202,7 +206,7 @@ class Catalogue:
                     continue
                 block.used = now
                 block.serial = self._table.next_serial()
-                self._table.order.used(block, new=name in new)
+                self._table.used(block, new=name in new)
                 if not 0.0 <= now - block.noted < grain:  # negative if the clock was set back
                     block.noted = now
                     late.append(name)
@@ -234,8 +238,9 @@ class Catalogue:
         gone: list[bytes] = []
         with self._lock:
             self._table.pins.unpin_expired(self._clock())
+            victims = self._table.victims(space)
             while needed > 0:
-                victim = self._table.next_victim(space)
+                victim = next(victims, None)
                 if victim is None:
                     break
                 self._table.drop(victim)
@@ -267,11 +272,17 @@ class Catalogue:
     def set_quota(self, space: bytes, limit: int) -> None:
         """Limit a namespace to ``limit`` bytes; see `over_quota`."""
         with self._lock:
-            blocks = (
-                block for block in self._table.blocks.values() if block.block.startswith(space)
-            )
-            if self._table.order.set_quota(space, limit, blocks):
-                self._table.packed.regroup()
+            self._table.set_quota(space, limit)
+
+    def announce(self, space: bytes, tenant: str | None) -> None:
+        """Count a namespace for the share of ``tenant``; None: all tenants share its blocks.
+
+        Does nothing without shares. Call it before the namespace's first block is added; later
+        calls regroup its blocks.
+        """
+        if self._table.order.tenants is not None:
+            with self._lock:
+                self._table.announce(space, tenant)
 
     def over_quota(self, space: bytes, more: int) -> int:
         """Return the bytes to evict from a namespace before ``more`` are added; -1: never fits."""

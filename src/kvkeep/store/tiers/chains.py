@@ -21,6 +21,7 @@ class Chain(NamedTuple):
         size: tokens of a block.
         tokens: length of the prompt.
         row: its tokens, None if blocks are all that is known.
+        public: number of leading blocks that other tenants share; ``root`` is this tenant's.
     """
 
     root: bytes
@@ -28,10 +29,14 @@ class Chain(NamedTuple):
     size: int
     tokens: int
     row: TokenArray | None = None
+    public: int = 0
 
     def at(self, blocks: int) -> bytes:
-        """Return the id of the place behind so many blocks."""
-        return self.blocks[blocks - 1] if blocks else self.root
+        """Return the id of the place behind so many blocks: no other tenant has the same one."""
+        if not blocks:
+            return self.root
+        last = self.blocks[blocks - 1]
+        return self.root + last if blocks <= self.public else last
 
     def beginning(self, tokens: int) -> Chain:
         """Return the first ``tokens`` tokens."""

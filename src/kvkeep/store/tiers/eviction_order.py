@@ -1,4 +1,4 @@
-"""`EvictionOrder`: which block of a tier is evicted next, by one policy for each quota."""
+"""`EvictionOrder`: which block of a tier is evicted next, by policies for quotas and tenants."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, Final
 
 from kvkeep.core.eviction import Entry, EvictionPolicy
 from kvkeep.core.keys import SPACE_BYTES
+from kvkeep.store.tiers.tier_shares import TierShares
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Sequence
 
     from kvkeep.store.tiers.block_waits import BlockWaits
+    from kvkeep.store.tiers.packed import PackedRow
+    from kvkeep.store.tiers.tier_shares import TenantWeights
 
 __all__ = ["EvictionOrder", "OrderedBlock"]
 
@@ -26,11 +29,12 @@ class OrderedBlock(Entry):
         serial: number of its last use, over all policies of the tier; orders uses at equal times.
         pinned: end of its pin in Unix seconds; 0 if it is not pinned.
         held: number of writers and requests that need it now.
+        fetched: whether it was fetched back for a conversation, and not used since.
         noted: the last use that was reported to the backend, in Unix seconds.
         round: number of the last listing that found it.
     """
 
-    __slots__ = ("block", "held", "noted", "pinned", "round", "serial", "used")
+    __slots__ = ("block", "fetched", "held", "noted", "pinned", "round", "serial", "used")
 
     def __init__(self, block: bytes, size: int, used: float, round_: int) -> None:
         super().__init__()
@@ -40,6 +44,7 @@ class OrderedBlock(Entry):
         self.serial = 0
         self.pinned = 0.0
         self.held = 0
+        self.fetched = False
         self.noted = used
         self.round = round_
 
@@ -58,11 +63,33 @@ class EvictionOrder:
     Policies that need waits (`EvictionPolicy.needs_waits`) find them in `BlockWaits`, once `attend`
     was called; until then, each block waits since its last use.
 
+    With ``shares`` each tenant has a policy, and a namespace with a quota counts as a tenant.
+
     Thread safety: none; the catalogue calls it under its lock.
+
+    Arguments:
+        make: makes the policies.
+        budget: bytes of the tier, if it has a budget.
+        shares: weights of tenants; None: all namespaces without a quota share one policy.
+        oldest_row: returns the oldest packed row of a group (`group_of`); for shares.
+
+    Attributes:
+        shared: the policy of namespaces without a quota; with shares, of all.
+        own: the policies of namespaces with a quota; with shares, none.
+        tenants: the shares; None without.
     """
 
-    def __init__(self, make: Callable[[], EvictionPolicy], budget: int | None) -> None:
-        self.shared = make()
+    def __init__(
+        self,
+        make: Callable[[], EvictionPolicy],
+        budget: int | None,
+        shares: TenantWeights | None = None,
+        oldest_row: Callable[[Hashable], PackedRow | None] = lambda _group: None,
+    ) -> None:
+        self.tenants: TierShares | None = None
+        if shares is not None:
+            self.tenants = TierShares(make, shares, budget, oldest_row)
+        self.shared = make() if self.tenants is None else self.tenants
         self.own: dict[bytes, EvictionPolicy] = {}
         self.quotas: dict[bytes, int] = {}
         self.remembers = self.shared.remembers and budget is not None
@@ -76,8 +103,13 @@ class EvictionOrder:
     def __len__(self) -> int:
         return len(self.shared) + sum(map(len, self.own.values()))
 
-    def group_of(self, block: bytes) -> bytes | None:
-        """Return the namespace of ``block`` if it has a quota, else None."""
+    def group_of(self, block: bytes) -> Hashable:
+        """Return the namespace of ``block`` if it has a quota, else None; with shares its tenant.
+
+        Blocks of one group have one policy, and so have their rows one queue.
+        """
+        if self.tenants is not None:
+            return self.tenants.tenant(block)
         space = block[:SPACE_BYTES]
         return space if space in self.own else None
 
@@ -91,8 +123,10 @@ class EvictionOrder:
         """Record a request of ``blocks``, before any of them is added."""
         if not self._fitted:
             return
+        tenants, last = self.tenants, blocks[-1]  # the first ones may be public
+        policy = self.of(last) if tenants is None else tenants.history(last)
         # The key alone: it is hashed over its namespace as well, and is evenly spread.
-        known = self.of(blocks[0]).requested([block[SPACE_BYTES:] for block in blocks])
+        known = policy.requested([block[SPACE_BYTES:] for block in blocks])
         again = self._known_again
         for block in blocks[known:]:
             again.pop(block, None)
@@ -177,8 +211,10 @@ class EvictionOrder:
             block.wait = wait
 
     def set_quota(self, space: bytes, limit: int, mine: Iterable[OrderedBlock]) -> bool:
-        """Limit ``space``, with blocks ``mine``, to ``limit`` bytes; False if it had a quota."""
+        """Limit ``space``, with blocks ``mine``, to ``limit`` bytes; return if groups changed."""
         self.quotas[space] = limit
+        if self.tenants is not None:
+            return self.tenants.limit(space, limit, mine)
         if space in self.own:
             return False
         policy = self._make()
@@ -202,18 +238,23 @@ class EvictionOrder:
         self.own[space] = policy
         return True
 
-    def pop(self, group: bytes | None) -> OrderedBlock | None:
-        """Remove and return the next victim of a namespace with a quota, or of all others."""
-        return self.pop_of(self.shared if group is None else self.own[group])
+    def packing(self, block: bytes) -> Hashable:
+        """Return the group whose next victims are to be packed before ``block`` is added."""
+        return self.group_of(block) if self.tenants is None else self.tenants.packing()
 
-    def pop_of(self, policy: EvictionPolicy) -> OrderedBlock | None:
-        """Remove and return the next victim of one policy; None if it has none."""
+    def pop(self, group: Hashable) -> OrderedBlock | None:
+        """Remove and return the next victim of a group (`group_of`); None if it has none."""
         while True:
-            entry = policy.pop()
+            entry = self._pop(group)
             assert entry is None or isinstance(entry, OrderedBlock)
             if entry is None or not self._outlived(entry):
                 return entry
-            policy.add(entry)
+            self.of(entry.block).add(entry)
+
+    def _pop(self, group: Hashable) -> Entry | None:
+        if self.tenants is not None:
+            return self.tenants.pop_of(group)
+        return (self.shared if group is None else self.own[group]).pop()  # type: ignore[index]
 
     def _outlived(self, block: OrderedBlock) -> bool:
         """Take over another wait at ``block`` if it is worth more by now; return whether it is."""

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from kvkeep.store.tiers.counters import TierCounters, TierStats
     from kvkeep.store.tiers.loss_log import LossLog
     from kvkeep.store.tiers.memory import MemoryLease, MemorySpec
+    from kvkeep.store.tiers.tier_shares import TenantWeights
 
 __all__ = ["FrontHolds", "FrontMemory", "FrontOrder", "Region", "open_front"]
 
@@ -98,6 +99,9 @@ class FrontOrder(Protocol):
 
     def set_quota(self, space: bytes, limit: int) -> None:
         """Limit a namespace to ``limit`` bytes."""
+
+    def announce(self, space: bytes, tenant: str | None) -> None:
+        """Count a namespace for the share of ``tenant``; None: all tenants share its blocks."""
 
     def pin(self, blocks: Sequence[bytes], seconds: float, most: int) -> list[bytes]:
         """Pin ``blocks``; return the pinned ones."""
@@ -203,12 +207,21 @@ class FrontMemory(Protocol):
         """Return the level's figures at this moment."""
 
 
-def open_front(spec: MemorySpec, losses: LossLog, evicted: Callable[[bytes], None]) -> FrontMemory:
-    """Return the memory of ``spec``; see `MemoryTier` for the arguments."""
+def open_front(
+    spec: MemorySpec,
+    losses: LossLog,
+    evicted: Callable[[bytes], None],
+    shares: TenantWeights | None = None,
+) -> FrontMemory:
+    """Return the memory of ``spec``; see `MemoryTier` for the arguments.
+
+    Memory that processes share takes no ``shares``; see `open_tiers`.
+    """
     from kvkeep.store.backends.memory import MemoryBackend  # noqa: PLC0415 - no import cycle
     from kvkeep.store.tiers.memory import MemoryTier  # noqa: PLC0415
     from kvkeep.store.tiers.shared_memory import SharedMemoryTier  # noqa: PLC0415
 
     if isinstance(spec.backend, MemoryBackend):
-        return MemoryTier(spec, losses=losses, evicted=evicted)
+        return MemoryTier(spec, losses=losses, evicted=evicted, shares=shares)
+    assert shares is None
     return SharedMemoryTier(spec, losses=losses, evicted=evicted)

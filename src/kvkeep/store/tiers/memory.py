@@ -22,18 +22,24 @@ if TYPE_CHECKING:
     from kvkeep.store.backends.memory import Draft, Lease, MemoryBackend
     from kvkeep.store.backends.shm import ShmBackend
     from kvkeep.store.tiers.spare_buffers import SpareBuffers
+    from kvkeep.store.tiers.tier_shares import TenantWeights
 
 __all__ = ["MemoryLease", "MemorySpec", "MemoryTier"]
 
 
 @dataclass(slots=True)
 class MemorySpec:
-    """A memory tier to be opened: its backend, eviction policy, time to live (s) and name."""
+    """A memory tier to be opened: its backend, eviction policy, time to live (s) and name.
+
+    If ``fetch_back``, and the policy is `ReturnAware`, blocks of conversations that are to return
+    are fetched back from the tiers below (`kvkeep.store.tiers.fetching`).
+    """
 
     backend: MemoryBackend | ShmBackend
     policy: Callable[[], EvictionPolicy] = LRU
     ttl: float | None = None
     name: str = "memory"
+    fetch_back: bool = True
 
 
 class MemoryLease:
@@ -88,6 +94,7 @@ class MemoryTier:
         spec: what to open.
         losses: records which blocks it lost, and why.
         evicted: called with each block that was deleted to make room at once.
+        shares: weights of tenants; see `Catalogue`.
 
     Attributes:
         leaving_bytes: bytes of blocks that `leave` returned and that are still here.
@@ -99,12 +106,13 @@ class MemoryTier:
         *,
         losses: LossLog | None = None,
         evicted: Callable[[bytes], None] = lambda _block: None,
+        shares: TenantWeights | None = None,
     ) -> None:
         self.name = spec.name
         assert spec.backend.scheme == "memory"
         self.backend: MemoryBackend = spec.backend  # type: ignore[assignment]
         self.capacity = self.backend.arena.size
-        self.catalogue = Catalogue(spec.policy, ttl=spec.ttl, budget=self.capacity)
+        self.catalogue = Catalogue(spec.policy, ttl=spec.ttl, budget=self.capacity, shares=shares)
         self.counters = TierCounters()
         self.losses = LossLog() if losses is None else losses
         self.leaving_bytes = 0
@@ -246,5 +254,5 @@ class MemoryTier:
             queued_bytes=0,
             breaker="closed",
             breaker_opened=0,
-            counters=self.counters.as_dict(),
+            counters={**self.counters.as_dict(), **self.catalogue.waiting.fetches()},
         )

@@ -18,9 +18,8 @@ from kvkeep.store.tiers.tier import TierOptions, TierSpec
 from kvkeep.store.tiers.tiering import Exclusive, Inclusive
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from kvkeep.core.eviction import EvictionPolicy
     from kvkeep.store.backends.shm import ShmBackend
     from kvkeep.store.tiers.tiering import TieringPolicy
 
@@ -50,6 +49,7 @@ _HOMES = {
     "az": "objects.ObjectBackend",
 }
 _FRONT = ("memory", "shm")  # schemes that can be in front of all tiers
+_RETURNING = "returns"
 _GROUP = "kvkeep.backends"  # entry points by which other packages register scheme = class
 
 
@@ -99,15 +99,18 @@ def tiering(name: str) -> TieringPolicy:
 
 
 def open_tiers(
-    tiers: Sequence[str | Backend], shape: BlockShape | None = None
+    tiers: Sequence[str | Backend], shape: BlockShape | None = None, *, shares: bool = False
 ) -> tuple[MemorySpec, list[TierSpec]]:
     """Open ``tiers``, fastest first; return the memory tier and the tiers below it.
+
+    ``shares``: tenants are to share them by weight.
 
     If the first tier is neither ``memory://`` nor ``shm://`` with raw blocks, memory of 256 MiB is
     put in front.
 
     Raises:
-        InvalidValue: there is no tier, or one of the URLs is wrong; nothing stays open.
+        InvalidValue: there is no tier, one of the URLs is wrong, or tenants are to share memory
+            that processes share; nothing stays open.
         MissingExtra: xxhash, which computes the checksums of records, is not installed.
     """
     require("xxhash", "store")  # else every read and write fails later, in the background
@@ -118,6 +121,12 @@ def open_tiers(
     try:
         for place in tiers:
             opened.append(_open(place, shape, first=not opened))
+        if shares and isinstance(opened[0], MemorySpec) and opened[0].backend.scheme == "shm":
+            raise InvalidValue(
+                f"shares are for memory of one process; from {opened[0].backend.describe()}, which "
+                "processes share, the block used least recently is evicted: leave shares out, or "
+                "take memory://"
+            )
     except BaseException:
         for tier in opened:
             tier.backend.close()
@@ -160,7 +169,7 @@ def _open(place: str | Backend, shape: BlockShape, *, first: bool) -> MemorySpec
                 f"{url.safe}: policy={policy_name} is for memory of one process; from memory that "
                 "processes share, the block used least recently is evicted: leave policy= out"
             )
-        return _open_front(url, policy, ttl)
+        return _open_front(url, policy_name, ttl)
     options = TierOptions(
         policy=policy,
         ttl=ttl,
@@ -187,9 +196,16 @@ def _open(place: str | Backend, shape: BlockShape, *, first: bool) -> MemorySpec
     return TierSpec(url.scheme, backend, codec, others, options)
 
 
-def _open_front(
-    url: TierURL, policy: Callable[[], EvictionPolicy], ttl: float | None
-) -> MemorySpec:
+def _open_front(url: TierURL, policy: str, ttl: float | None) -> MemorySpec:
+    returning = policy == _RETURNING
+    fetch_back = "no"
+    if url.scheme == "memory":
+        fetch_back = url.choice("fetch_back", ("yes", "no"), "yes" if returning else "no")
+    if fetch_back == "yes" and not returning:
+        raise InvalidValue(
+            f"{url.safe}: fetch_back=yes is for memory with policy={_RETURNING}, which knows when "
+            "conversations return"
+        )
     backend = open_backend(url)
     try:
         url.finish()
@@ -199,7 +215,9 @@ def _open_front(
         backend.close()
         raise
     front: MemoryBackend | ShmBackend = backend  # type: ignore[assignment]
-    return MemorySpec(front, policy, ttl=ttl, name=url.scheme)
+    return MemorySpec(
+        front, POLICIES[policy], ttl=ttl, name=url.scheme, fetch_back=fetch_back == "yes"
+    )
 
 
 def _claim(backend: Backend, *, raw: bool) -> None:

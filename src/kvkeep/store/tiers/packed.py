@@ -2,11 +2,12 @@
 
 A dict of objects takes five times as much. Rows are stored in 65,536 buckets by the hash of the
 block id; a row is found by searching its bucket for the id's bytes. Each group (one namespace with
-a quota, or all the others) has a queue of rows, oldest first.
+a quota, or all the others; one tenant with shares) has a queue of rows, oldest first.
 """
 
 from __future__ import annotations
 
+import heapq
 import struct
 from array import array
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -16,7 +17,7 @@ import numpy as np
 from kvkeep.core.keys import BLOCK_ID_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Hashable, Iterator
 
 __all__ = ["Packed", "PackedRow"]
 
@@ -70,11 +71,11 @@ class Packed:
     Memory: 77 bytes for a row, 10 in its queue, some slack; and half a mebibyte with the first row.
     """
 
-    def __init__(self, group_of: Callable[[bytes], bytes | None], buckets: int = 1 << 16) -> None:
+    def __init__(self, group_of: Callable[[bytes], Hashable], buckets: int = 1 << 16) -> None:
         self._group_of = group_of
         self._number = buckets
         self._buckets: list[bytearray | None] = []
-        self._queues: dict[bytes | None, _Queue] = {}
+        self._queues: dict[Hashable, _Queue] = {}
         self._regroup = False  # the queues must be rebuilt before the next use
         self._length = 0
         self._serial = 0
@@ -138,13 +139,16 @@ class Packed:
         if not bucket:
             self._buckets[hash(block) % self._number] = None
         self._length -= 1
-        queue = self._queues[self._group_of(block)]
+        group = self._group_of(block)
+        queue = self._queues[group]
         queue.live -= 1
-        if len(queue) > 2 * queue.live + _SLACK:
+        if not queue.live:
+            del self._queues[group]  # there may be many groups in the course of time
+        elif len(queue) > 2 * queue.live + _SLACK:
             self._compact(queue)
         return row
 
-    def oldest(self, group: bytes | None) -> PackedRow | None:
+    def oldest(self, group: Hashable) -> PackedRow | None:
         """Return the oldest row of ``group`` without removing it."""
         self._settle()
         queue = self._queues.get(group)
@@ -155,7 +159,6 @@ class Packed:
             if row is not None:
                 return row
             queue.head += 1
-        self._compact(queue)
         return None
 
     def parts(self) -> range:
@@ -219,11 +222,17 @@ class Packed:
             return
         self._regroup = False
         old, self._queues = self._queues, {}
-        for queue in old.values():
-            for at in range(queue.head, len(queue.serials)):
-                row = self._row(queue.buckets[at], queue.serials[at])
-                if row is not None:
-                    self._push(self._group_of(row.block), queue.buckets[at], row.serial)
+        # Rows of one queue keep their order; those of several are merged by last use.
+        queues = [self._rows_of(queue) for queue in old.values()]
+        for number, row in heapq.merge(*queues, key=lambda found: found[1].used):
+            self._push(self._group_of(row.block), number, row.serial)
+
+    def _rows_of(self, queue: _Queue) -> Iterator[tuple[int, PackedRow]]:
+        """Yield the rows of ``queue`` with their buckets, oldest first."""
+        for at in range(queue.head, len(queue.serials)):
+            row = self._row(queue.buckets[at], queue.serials[at])
+            if row is not None:
+                yield queue.buckets[at], row
 
     def _find(self, block: bytes) -> tuple[bytearray | None, int]:
         if not self._length:
@@ -246,7 +255,7 @@ class Packed:
             at = bucket.find(wanted, at + 1)
         return None if at < 0 else PackedRow._make(_ROW.unpack_from(bucket, at - _SERIAL_AT))
 
-    def _push(self, group: bytes | None, number: int, serial: int) -> None:
+    def _push(self, group: Hashable, number: int, serial: int) -> None:
         queue = self._queues.get(group)
         if queue is None:
             queue = self._queues[group] = _Queue()
@@ -272,7 +281,7 @@ class Packed:
         self._settle()
         rows = list(self)
         assert len(rows) == self._length == len({row.block for row in rows})
-        queued: dict[int, bytes | None] = {}
+        queued: dict[int, Hashable] = {}
         for group, queue in self._queues.items():
             alive = 0
             for at in range(queue.head, len(queue.serials)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from contextlib import suppress
 from functools import partial
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence
 
     from kvkeep.store.tiers.demoting import Demoter
+    from kvkeep.store.tiers.fetch_back import FetchBack
     from kvkeep.store.tiers.levels import Levels
     from kvkeep.store.tiers.memory import MemoryLease
     from kvkeep.store.tiers.planner import Copy
@@ -40,6 +42,9 @@ class Reader:
 
     Thread safety: all methods. Reads of tiers run in their reader threads, prefetches in four
     threads of the reader.
+
+    Attributes:
+        fetch_back: what reads blocks before their conversations return; it is closed with this.
     """
 
     def __init__(self, levels: Levels, queue: WriteQueue, demoter: Demoter) -> None:
@@ -53,6 +58,7 @@ class Reader:
         self._replaced: deque[tuple[int, frozenset[bytes]]] = deque(maxlen=_REPLACED_KEPT)
         self._replacements = 0
         self._prefetching = Workers("prefetch", 4, 256)
+        self.fetch_back: FetchBack | None = None
 
     def prepare(self, raw_bytes: int) -> None:
         """Touch the memory for one prompt's reads of blocks that do not stay in memory."""
@@ -190,16 +196,24 @@ class Reader:
 
     @property
     def idle(self) -> bool:
-        """Whether no block is being read and no prefetch waits or runs."""
+        """Whether no block is being read, and no prefetch waits or runs, nor a round of fetches."""
+        if self.fetch_back is not None and not self.fetch_back.idle:
+            return False
         return not self._reads and not self._prefetching.unfinished
 
     def close(self) -> None:
-        """Discard prefetches that have not begun."""
+        """Discard prefetches that have not begun, and begin no more fetches."""
+        if self.fetch_back is not None:
+            self.fetch_back.close()
         self._prefetching.close(0.0)
 
     def join(self, timeout: float) -> bool:
         """Wait for running prefetches, ``timeout`` seconds at most; return whether they ended."""
-        return self._prefetching.join(timeout)
+        until = time.monotonic() + timeout
+        ended = self._prefetching.join(timeout)
+        if self.fetch_back is None:
+            return ended
+        return self.fetch_back.join(max(0.0, until - time.monotonic())) and ended
 
 
 class ReadRequest(ReadMoves):

@@ -217,6 +217,9 @@ class SharedOrder:
         """Limit a namespace to ``limit`` bytes, for all processes; see `over_quota`."""
         self._arena.set_quota(space, limit)
 
+    def announce(self, space: bytes, tenant: str | None) -> None:
+        """Do nothing: tenants have no shares."""
+
     def over_quota(self, space: bytes, more: int) -> int:
         """Return the bytes to evict from a namespace before ``more`` are added; -1: never fits."""
         return self._arena.quotas.over(space, more)

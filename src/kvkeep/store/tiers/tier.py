@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from kvkeep.store.backends import Backend
     from kvkeep.store.codecs import Codec
+    from kvkeep.store.tiers.tier_shares import TenantWeights
 
 __all__ = ["ORDERED", "Tier", "TierOptions", "TierSpec"]
 
@@ -95,6 +96,7 @@ class Tier:
         losses: records which blocks it lost, and why.
         notes: descriptions of the store's namespaces, by space.
         evicting: called with each block that has to make room, before it is deleted.
+        shares: weights of tenants; see `Catalogue`.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class Tier:
         losses: LossLog | None = None,
         notes: Mapping[bytes, bytes] | None = None,
         evicting: Callable[[bytes], None] = lambda _block: None,
+        shares: TenantWeights | None = None,
     ) -> None:
         self.name = spec.name
         self.backend = spec.backend
@@ -113,12 +116,9 @@ class Tier:
         self.counters = TierCounters()
         self.indexed = self.backend.capacity is not None
         self.catalogue = Catalogue(
-            options.policy,
-            ttl=options.ttl,
-            budget=self.backend.capacity,
-            ordered=ORDERED,
-            unit=self.backend.unit,
-        )
+            options.policy, ttl=options.ttl, budget=self.backend.capacity, ordered=ORDERED,
+            unit=self.backend.unit, shares=shares,
+        )  # fmt: skip
         self.breaker = Breakers(self.name, limit=options.breaker_limit, pause=options.breaker_pause)
         self.reading = Workers(f"{self.name} reader", options.readers, 4096)
         self.writing = Workers(

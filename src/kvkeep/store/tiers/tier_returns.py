@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 from kvkeep.store.tiers.block_waits import BlockWaits, SharedReturns
 from kvkeep.store.tiers.catalogue import Catalogue
 from kvkeep.store.tiers.conversations import Conversations
+from kvkeep.store.tiers.fetching import FetchPlanner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Hashable, Sequence
 
-    from kvkeep.core.returns import Ended
+    from kvkeep.core.returns import Ended, Wait
     from kvkeep.store.tiers.chains import Chain
     from kvkeep.store.tiers.front import FrontOrder
 
@@ -28,18 +29,27 @@ class TierReturns:
     Thread safety: all methods; catalogues are told outside of all locks.
 
     Arguments:
-        orders: all catalogues of the store, before any block is added to them.
+        orders: all catalogues of the store, fastest first, before any block is added to them.
         clock: returns seconds.
+        returns: the learner.
+        fetch_back: plan fetches into memory, if it orders by waits and tiers are below it.
 
     Attributes:
         conversations: those that wait.
         waits: at which blocks they do; None if no tier orders by them.
+        noted: called when a conversation begins to wait that is to be fetched back.
+        fetches: what to fetch back before they return; None if nothing is.
     """
 
     def __init__(
-        self, orders: Sequence[FrontOrder], clock: Callable[[], float] = time.monotonic
+        self,
+        orders: Sequence[FrontOrder],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        returns: SharedReturns | None = None,
+        fetch_back: bool = True,
     ) -> None:
-        returns = SharedReturns()
+        returns = SharedReturns() if returns is None else returns
         self.conversations = Conversations(returns, clock)
         # Memory that processes share has an order of its own.
         tiers = [order.waiting for order in orders if isinstance(order, Catalogue)]
@@ -48,6 +58,13 @@ class TierReturns:
         for tier in self._tiers:
             assert self.waits is not None
             tier.attend(self.waits)
+        self.noted: Callable[[], object] = lambda: None
+        self.fetches: FetchPlanner | None = None
+        memory = orders[0] if len(orders) > 1 else None
+        if fetch_back and isinstance(memory, Catalogue) and memory.waiting.awaits:
+            assert self.waits is not None
+            self._memory = memory.waiting
+            self.fetches = FetchPlanner(self.waits)
 
     def requested(self, chain: Chain) -> None:
         """Record a prompt that is read or stored; see `Conversations.requested`."""
@@ -75,10 +92,43 @@ class TierReturns:
         """
         wait, left = self.conversations.ended(chain, prompt, ended, tenant)
         self._changed(left)
+        self._begin(wait, chain.blocks, beside)
+
+    def _begin(self, wait: Wait, blocks: Sequence[bytes], beside: Sequence[bytes] = ()) -> None:
         if self.waits is not None:
-            blocks = [*chain.blocks, *beside]
-            self.waits.begin(blocks, wait)
-            self._changed(blocks)
+            waiting = [*blocks, *beside]
+            self.waits.begin(waiting, wait)
+            self._changed(waiting)
+        if self.fetches is not None:
+            self.fetches.begin(wait, blocks, self._memory.sizes(blocks))
+            self.noted()
+
+    # --- of conversations that are followed elsewhere ------------------------------------------
+
+    def began(
+        self,
+        blocks: Sequence[bytes],
+        ended: Ended,
+        tokens: int,
+        since: float,
+        *,
+        before: Wait | None = None,
+        tenant: Hashable = None,
+    ) -> Wait:
+        """Record a conversation that waits at ``blocks``; see `Returns.began`."""
+        learner = self.conversations.returns
+        wait = learner.began(ended, tokens, since, before=before, tenant=tenant)
+        self._begin(wait, blocks)
+        return wait
+
+    def over(self, blocks: Sequence[bytes], wait: Wait, now: float, *, came: bool) -> None:
+        """Record that a wait is over, as its conversation ``came`` or is followed no longer.
+
+        It left ``blocks`` behind.
+        """
+        learner = self.conversations.returns
+        (learner.returned if came else learner.lost)(wait, now)
+        self._changed(blocks)
 
     def _changed(self, blocks: Sequence[bytes]) -> None:
         for tier in self._tiers if blocks else ():

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import BackendFailed, IllegalStep
 from kvkeep.store.tiers.demoting import Demoter
+from kvkeep.store.tiers.fetch_back import open_fetch_back
 from kvkeep.store.tiers.front import open_front
 from kvkeep.store.tiers.level_pins import LevelPins
 from kvkeep.store.tiers.levels import Levels
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from kvkeep.store.tiers.loss_log import Loss
     from kvkeep.store.tiers.memory import MemorySpec
     from kvkeep.store.tiers.tier import TierSpec
+    from kvkeep.store.tiers.tier_shares import TenantWeights
 
 __all__ = ["TieredStore"]
 
@@ -47,16 +49,14 @@ class TieredStore:
     slow: a read is shorter, a write is dropped and counted.
 
     Thread safety: all methods. Cost: a few µs a block in memory besides the copy, which the caller
-    makes; slow work is done by threads of the tiers, except for `remove` and `clear`. A forked
-    process has none of these threads: there every method but `stats` and `close` raises
-    `IllegalStep`, as in a store that is closed.
+    makes; slow work is done by threads of the tiers, except for `remove` and `clear`. In a forked
+    process, which has no such threads, all methods but `stats` and `close` raise `IllegalStep`.
 
     Arguments:
-        memory: the memory above the tiers.
-        tiers: the tiers below it, fastest first.
+        memory, tiers: the memory, and the tiers below it, fastest first.
         policy: decides which level holds a block; `Inclusive` unless given.
-        notes: descriptions of the store's namespaces by space (`kvkeep.store.tiers.notes`), which
-            tiers keep beside the blocks.
+        notes: of the store's namespaces, by space (`kvkeep.store.tiers.notes`), for all tiers.
+        shares: weights by which tenants share each level with a budget; None: they do not.
 
     Attributes:
         returns: follows conversations, if the ends of requests are reported.
@@ -69,29 +69,26 @@ class TieredStore:
         policy: TieringPolicy | None = None,
         *,
         notes: Mapping[bytes, bytes] | None = None,
+        shares: TenantWeights | None = None,
     ) -> None:
         self.policy = policy or Inclusive()
         self.losses = LossLog([memory.name, *(tier.name for tier in tiers)])
-        self.memory = open_front(memory, self.losses, self._evicted_from_memory)
+        self.memory = open_front(memory, self.losses, self._evicted_from_memory, shares)
+        open_tier = partial(Tier, losses=self.losses, notes=notes, shares=shares)
         self.tiers = [
-            Tier(
-                spec,
-                losses=self.losses,
-                notes=notes,
-                evicting=partial(self._evicting_from, level),
-            )
+            open_tier(spec, evicting=partial(self._evicting_from, level))
             for level, spec in enumerate(tiers, start=1)
         ]
-        self._planner = Planner(self.policy, len(self.tiers))
-        orders: list[FrontOrder] = [self.memory.catalogue, *(tier.catalogue for tier in self.tiers)]
-        self.returns = TierReturns(orders)
-        self._levels = Levels(
-            self.memory, self.tiers, self._planner, self.losses, self.returns.used
-        )
+        planner = Planner(self.policy, len(self.tiers))
+        below: list[FrontOrder] = [tier.catalogue for tier in self.tiers]
+        self._orders = [self.memory.catalogue, *below]
+        self.returns = TierReturns(self._orders, fetch_back=memory.fetch_back)
+        self._levels = Levels(self.memory, self.tiers, planner, self.losses, self.returns.used)
         self._queue = WriteQueue(self.memory, self.losses)
         self._demoter = Demoter(self._levels, self._queue)
         self._reader = Reader(self._levels, self._queue, self._demoter)
         self._remover = Remover(self._levels, self._queue, self._reader)
+        self._reader.fetch_back = open_fetch_back(self.returns, self._levels, self._reader)
         self._pins = LevelPins(self.memory, self.tiers)
         self._lock = threading.Lock()
         self._closed = False
@@ -279,9 +276,14 @@ class TieredStore:
     def set_quota(self, space: bytes, limit: int) -> None:
         """Limit a namespace to ``limit`` bytes in each level that has a budget."""
         self.check_open()
-        self.memory.catalogue.set_quota(space, limit)
-        for tier in self.tiers:
-            tier.catalogue.set_quota(space, limit)
+        for order in self._orders:
+            order.set_quota(space, limit)
+
+    def announce(self, space: bytes, tenant: str | None) -> None:
+        """Count a namespace for the share of ``tenant`` in each level; see `Catalogue`."""
+        self.check_open()
+        for order in self._orders:
+            order.announce(space, tenant)
 
     # --- life cycle ------------------------------------------------------------------------------
 
@@ -309,7 +311,7 @@ class TieredStore:
         for item in self.memory.backend.list():
             if item.block not in self.memory:  # it expired
                 continue
-            move = self._planner.evict(item.block, 0)
+            move = self._levels.planner.evict(item.block, 0)
             if isinstance(move, Demote):
                 tier = self._levels.tier(move.target)
                 self._queue.write(tier, item.block, _left(until), saved.append)

@@ -258,7 +258,8 @@ class TierJobs:
         sizes = [self._rows.size(part.group)] * len(part.keys)
         count = self._store.store.write(part.names, sizes, fill)
         if request.options.ttl is not None:
-            self._store.expire(part.names[:count], request.options.ttl)
+            own = request.own(part.names[:count], part.group)
+            self._store.expire(own, request.options.ttl)
         return count
 
     def _count(self, ended: FinishedJob) -> None:

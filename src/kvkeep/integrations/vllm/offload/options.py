@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import InvalidValue, told
 from kvkeep.core.geometry.units import parse_bytes
-from kvkeep.integrations.options import EngineOptions, option, tiers_of
+from kvkeep.integrations.options import EngineOptions, option, text_of, tiers_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -45,10 +45,12 @@ class OffloadOptions(EngineOptions):
 
     Attributes:
         buffer: bytes of memory for chunks until they are written, given as such or as text.
+        public_prefixes: as in `kvkeep.integrations.vllm.options.ConnectorOptions`.
     """
 
     tiers: tuple[str, ...] = option((), _tiers_below)
     buffer: int = option(256 << 20, _bytes_of)
+    public_prefixes: str = option("", text_of)
 
     @classmethod
     def parse(cls, given: Mapping[str, object]) -> OffloadOptions:

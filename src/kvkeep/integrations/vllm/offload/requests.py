@@ -7,7 +7,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvkeep.integrations.vllm.adapters import Adapters
-from kvkeep.integrations.vllm.keys import keys_of
+from kvkeep.integrations.vllm.keys import keys_of, whole_hashes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -51,6 +51,7 @@ class TierRequest:
         options: its own options.
         kept: whether its KV is stored and loaded; None: not known yet, which counts as False.
         adapter: digest of its LoRA weights.
+        public: by group, the hashes of its chunks in a public prefix, by vLLM's.
         prompt_tokens: tokens of its prompt, if known.
         step: the step for which ``found`` holds.
         found: results of lookups in that step.
@@ -67,6 +68,7 @@ class TierRequest:
     options: RequestOptions
     kept: bool | None = None
     adapter: bytes | None = None
+    public: Mapping[int, Mapping[bytes, bytes]] = field(default_factory=dict)
     prompt_tokens: int | None = None
     step: int = -1
     found: dict[OffloadKey, LookupResult] = field(default_factory=dict)
@@ -89,9 +91,21 @@ class TierRequest:
     def names(self, keys: Sequence[bytes], group: int) -> list[bytes]:
         """Return the keys in the store of chunks of one group. Cost: 0.1 µs each."""
         hashes: Sequence[bytes] = [key[:-_GROUP_BYTES] for key in keys]
+        public = self.public.get(group)
+        if public:
+            whole = zip(hashes, whole_hashes(hashes), strict=True)
+            hashes = [public.get(theirs, own) for theirs, own in whole]
         if self.adapter is not None:
             hashes = Adapters.mixed(hashes, self.adapter)
         return keys_of(hashes, group)
+
+    def own(self, names: Sequence[bytes], group: int) -> list[bytes]:
+        """Return those of ``names`` that are not public: the ones that a tenant may delete."""
+        public: Sequence[bytes] = list(self.public.get(group, {}).values())
+        if self.adapter is not None:
+            public = Adapters.mixed(public, self.adapter)
+        shared = {*keys_of(public, group)}
+        return [name for name in names if name not in shared]
 
     def chunks(self, ctx: ReqContext, group: int, chunk_tokens: int) -> list[OffloadKey]:
         """Return all chunks of ``group`` that vLLM has named for this request, in order.

@@ -31,8 +31,6 @@ class Mover(ABC):
 
     known: Known
     loads: Loads
-    holds_back = True
-    """Whether what was not written when it was computed can be written at the end."""
 
     @abstractmethod
     def restore(self, answer: Answer, chunk: LoadChunk) -> int:
@@ -43,8 +41,19 @@ class Mover(ABC):
         """Whether there may be something new to `offer`; asked after each pass."""
 
     @abstractmethod
+    def held_back(self, answer: Answer) -> tuple[int, int]:
+        """Return the first token, and the end, of what is not written if ``answer`` ends now.
+
+        That is what ``trail.held`` holds back.
+        """
+
+    @abstractmethod
     def offer(self, answer: Answer, tenant: str, *, last: bool) -> None:
-        """Queue computed KV of ``answer`` for the store; ``last``: nothing more follows."""
+        """Queue computed KV of ``answer`` up to ``trail.held``; ``last``: nothing more follows."""
+
+    @abstractmethod
+    def drop(self, answer: Answer) -> None:
+        """Free what is held back of ``answer``, which has ended or lost its pages."""
 
     @abstractmethod
     def later(self, call: Callable[[], None], nbytes: int) -> None:
@@ -88,6 +97,12 @@ class PageMover(Mover):
     def offer(self, answer: Answer, tenant: str, *, last: bool) -> None:
         sequence = answer.running_sequence
         self._writes.offer(answer.trail, sequence, answer.computed, tenant, last=last)
+
+    def held_back(self, answer: Answer) -> tuple[int, int]:
+        return max(answer.trail.held, answer.trail.offered), answer.computed
+
+    def drop(self, answer: Answer) -> None:
+        """Nothing: it is in the pages of the answer."""
 
     def later(self, call: Callable[[], None], nbytes: int) -> None:
         self._writes.later(call, nbytes)

@@ -240,6 +240,7 @@ class Offload:
                 self._note_withheld(answer, tenant)
             self._mover.offer(answer, tenant, last=last)
             if last:
+                self._mover.drop(answer)
                 self._tell_end(answer, tenant)
             if watched and (tokens := self._stats.kept_tokens - before):
                 seconds = time.perf_counter() - began
@@ -252,16 +253,16 @@ class Offload:
         """
         trail, prompt = answer.trail, len(answer.request.prompt)
         grown = answer.computed - prompt
-        if grown <= 0 or not (last or self._mover.holds_back):
+        if grown <= 0:
             return
         ended, length = (answer.ended, len(answer.generated)) if last else (None, grown)
         first = answer.generated[0]
         with suppress(IllegalStep):  # its owner has closed the store
             worth = self._store.worth(length, ended=ended, first=first, tenant=tenant)
             trail.held = NEVER if worth >= grown else prompt + worth
-            begin = max(trail.held, trail.offered)
-            if last and begin < min(answer.computed, trail.limit):
-                tokens = answer.running_sequence.tokens[: answer.computed]
+            begin, stop = self._mover.held_back(answer)
+            if last and begin < min(stop, trail.limit):
+                tokens = answer.running_sequence.tokens[:stop]
                 self._store.unkept(tokens, begin, tenant=tenant, unread=True)
 
     def leave(self, answer: Answer, *, resumes: bool = False) -> None:
@@ -278,6 +279,7 @@ class Offload:
         else:
             self._hold_back(answer, tenant, last=True)
         self._mover.offer(answer, tenant, last=False)
+        self._mover.drop(answer)
         trail.held = NEVER
 
     def _tell_end(self, answer: Answer, tenant: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,8 +15,24 @@ if TYPE_CHECKING:
     from kvkeep.core.cache import Sequence
     from kvkeep.core.groups.tensors import GroupedTensors, LayerPages
     from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.tokens import TokenArray
 
-__all__ = ["SnapshotPages"]
+__all__ = ["SnapshotPages", "SnapshotWrite"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SnapshotWrite:
+    """A snapshot of ``tokens`` to be written, and its bytes.
+
+    ``prefix`` are the keys of all blocks up to it, ``keys`` those that are stored with it.
+    """
+
+    tokens: TokenArray
+    snapshot: Snapshot
+    tenant: str
+    prefix: list[bytes]
+    keys: list[bytes]
+    size: int
 
 
 class SnapshotPages:

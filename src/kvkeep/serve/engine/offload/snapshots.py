@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import IllegalStep, OutOfPages
@@ -18,8 +17,8 @@ from kvkeep.serve.engine.offload.load import LoadChunk
 from kvkeep.serve.engine.offload.loads import GRACE_S, Loads
 from kvkeep.serve.engine.offload.mover import Mover
 from kvkeep.serve.engine.offload.queue import OffloadQueue
-from kvkeep.serve.engine.offload.snapshot_pages import SnapshotPages
-from kvkeep.serve.engine.offload.writes import Known
+from kvkeep.serve.engine.offload.snapshot_pages import SnapshotPages, SnapshotWrite
+from kvkeep.serve.engine.offload.writes import NEVER, Known
 from kvkeep.store import Snapshot
 
 if TYPE_CHECKING:
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from kvkeep.core.tokens import TokenArray
     from kvkeep.serve.engine.answer import Answer
     from kvkeep.serve.engine.offload.load import Load
+    from kvkeep.serve.engine.offload.writes import Trail
     from kvkeep.serve.engine.runner import Runner
     from kvkeep.serve.engine.stats import EngineStats
     from kvkeep.store import KVStore
@@ -39,6 +39,8 @@ _log = logging.getLogger(__name__)
 
 # Host memory for snapshots that wait for the store; one may be larger alone.
 _QUEUE_BYTES = 256 << 20
+# Host memory for snapshots that wait for the ends of their answers.
+_HELD_BYTES = 256 << 20
 
 
 class SnapshotMover(Mover):
@@ -51,11 +53,11 @@ class SnapshotMover(Mover):
         assert runner.layout is not None
         self._pages = SnapshotPages(runner.groups, hnd=store.layout == "HND")
         self._layout = runner.layout
-        self.holds_back = runner.layout.state is None  # states are gone when the next one is there
         self._runner = runner
         self._store = store
         self._stats = stats
         self._block = store.block_tokens
+        self._held_bytes = 0
         self._writes = _SnapshotWrites(store)
         self.known = self._writes.known
         self.loads = _SnapshotLoads(store, self.known, page_size=runner.page_size, timeout=timeout)
@@ -95,28 +97,36 @@ class SnapshotMover(Mover):
         return ends or answer.computed >= max(trail.offered + self._block, trail.next)
 
     def offer(self, answer: Answer, tenant: str, *, last: bool) -> None:
-        """Queue a snapshot of ``answer`` if it is at a position that is worth storing."""
-        trail, sequence = answer.trail, answer.running_sequence
+        """Queue a snapshot of ``answer`` if it is at a position that is worth storing.
+
+        A state is gone when the model goes on: so a snapshot that is held back is read as well, and
+        waits in host memory. If there is no room for it, all are written.
+        """
+        trail = answer.trail
         position = self._position(answer, last=last)
-        if position > trail.held:
+        if answer.computed > trail.held:
             trail.next = (answer.computed // self._block + 1) * self._block
-        if position <= trail.offered or position > min(trail.limit, trail.held):
-            return
-        full = position // self._block * self._block
-        trail.extend_keys(sequence, full, self._block)
-        keys = trail.keys[: full // self._block]
-        if full < position:
-            keys.append(trail.tail_key(sequence, full, position, self._block))
-        key = b"at" + keys[-1]
-        if key not in self.known:
-            start = trail.offered
-            while start + self._block <= position and keys[start // self._block] in self.known:
-                start += self._block
-            self._queue(sequence, start, position, tenant, keys)
-        trail.offered = full
+        self._release(trail, trail.held)
+        if trail.offered < position <= min(trail.limit, trail.held):
+            self._take(answer, position, tenant)
+        elif trail.held < position <= trail.limit:
+            self._hold(answer, position, tenant)
+
+    def held_back(self, answer: Answer) -> tuple[int, int]:
+        trail, prompt = answer.trail, len(answer.request.prompt)
+        if self._layout.state is None:
+            kept, stop = self._covered(answer, trail.held), answer.computed
+        else:
+            ends = [0, *(len(write.tokens) for write in trail.snapshots)]
+            kept, stop = max(end for end in ends if end <= trail.held), ends[-1]
+        return max(kept, trail.resumed, prompt), stop
+
+    def drop(self, answer: Answer) -> None:
+        self._held_bytes -= sum(write.size for write in answer.trail.snapshots)
+        answer.trail.snapshots = []
 
     def _position(self, answer: Answer, *, last: bool) -> int:
-        """Return the position of a snapshot to store now; 0: none."""
+        """Return the position of a snapshot to store or to hold back now; 0: none."""
         trail, computed = answer.trail, answer.computed
         if self._layout.state is not None:
             position, trail.checkpoint = trail.checkpoint, 0
@@ -126,12 +136,22 @@ class SnapshotMover(Mover):
             if not last:
                 position = trail.end - 1  # its last token is computed again in any case
             trail.end = None
+        if position > trail.held:  # where what is not held back ends, unless that is the prompt
+            position = trail.held if trail.held > len(answer.request.prompt) else 0
+        return self._covered(answer, position)
+
+    def _covered(self, answer: Answer, position: int) -> int:
+        """Return ``position``, or the end of a page before it, if a snapshot can be read there; 0.
+
+        The pool resumes at whole pages, too. What lies before the last pass, or before what was
+        cached or loaded, may have left a window.
+        """
         size = self._layout.page_size
-        # The pool resumes at whole pages, too. What lies before the last pass, or before what was
-        # cached or loaded, may have left a window.
         floored = position // size * size
         for one in (floored, position):
-            if one - trail.offered >= size and self._is_covered(answer.running_sequence, one):
+            if one - answer.trail.offered >= size and self._is_covered(
+                answer.running_sequence, one
+            ):
                 return one
         return 0
 
@@ -143,20 +163,77 @@ class SnapshotMover(Mover):
             for window, begin in zip(self._layout.windows, sequence.groups.begins, strict=True)
         )
 
-    def _queue(
-        self, sequence: Sequence, start: int, position: int, tenant: str, keys: list[bytes]
-    ) -> None:
-        size = self._pages.size_of(position, start)
-        if not self._writes.has_room(size):
-            self._stats.unkept_tokens += position - start
-            with suppress(IllegalStep):  # its owner has closed the store
-                self._store.unkept(sequence.tokens[:position], start, tenant=tenant)
+    def _take(self, answer: Answer, position: int, tenant: str) -> None:
+        """Queue the snapshot of ``answer`` at ``position``."""
+        trail, sequence = answer.trail, answer.running_sequence
+        keys, start = self._named(answer, position)
+        trail.resumed, trail.offered = position, position // self._block * self._block
+        if b"at" + keys[-1] in self.known:
             return
+        if not self._writes.has_room(self._pages.size_of(position, start)):
+            self._note_no_room(sequence.tokens[:position], start, tenant)
+            return
+        self._queue(self._read(sequence, start, position, tenant, keys))
+
+    def _hold(self, answer: Answer, position: int, tenant: str) -> None:
+        """Read the snapshot of ``answer`` at ``position``, which may prove worth writing."""
+        trail = answer.trail
+        keys, start = self._named(answer, position)
+        if b"at" + keys[-1] in self.known:
+            return
+        write = self._read(answer.running_sequence, start, position, tenant, keys)
+        trail.snapshots.append(write)
+        self._held_bytes += write.size
+        if self._held_bytes > _HELD_BYTES:
+            self._release(trail, NEVER)
+
+    def _named(self, answer: Answer, position: int) -> tuple[list[bytes], int]:
+        """Return the keys of all blocks up to ``position``, and where its own KV begins."""
+        trail, sequence = answer.trail, answer.running_sequence
+        full = position // self._block * self._block
+        trail.extend_keys(sequence, full, self._block)
+        keys = trail.keys[: full // self._block]
+        if full < position:
+            keys.append(trail.tail_key(sequence, full, position, self._block))
+        start = trail.offered
+        if trail.snapshots:
+            start = len(trail.snapshots[-1].tokens) // self._block * self._block
+        while start + self._block <= position and keys[start // self._block] in self.known:
+            start += self._block
+        return keys, start
+
+    def _read(
+        self, sequence: Sequence, start: int, position: int, tenant: str, keys: list[bytes]
+    ) -> SnapshotWrite:
         snapshot = self._pages.read(sequence, start, position)
-        tokens = sequence.tokens[:position].copy()
         new = [*keys[start // self._block : position // self._block], b"at" + keys[-1]]
-        self._writes.queue(_Write(tokens, snapshot, tenant, keys, new, size))
-        self._stats.kept_tokens += position - start
+        tokens = sequence.tokens[:position].copy()
+        return SnapshotWrite(
+            tokens, snapshot, tenant, keys, new, self._pages.size_of(position, start)
+        )
+
+    def _queue(self, write: SnapshotWrite) -> None:
+        self._writes.queue(write)
+        self._stats.kept_tokens += write.snapshot.tokens - write.snapshot.start
+
+    def _release(self, trail: Trail, stop: int) -> None:
+        """Queue the snapshots that were held back, at positions up to ``stop``."""
+        while trail.snapshots and len(trail.snapshots[0].tokens) <= stop:
+            write = trail.snapshots.pop(0)
+            self._held_bytes -= write.size
+            trail.resumed = write.snapshot.tokens
+            trail.offered = trail.resumed // self._block * self._block
+            if write.keys[-1] in self.known:
+                continue
+            if self._writes.has_room(write.size):
+                self._queue(write)
+            else:
+                self._note_no_room(write.tokens, write.snapshot.start, write.tenant)
+
+    def _note_no_room(self, tokens: TokenArray, start: int, tenant: str) -> None:
+        self._stats.unkept_tokens += len(tokens) - start
+        with suppress(IllegalStep):  # its owner has closed the store
+            self._store.unkept(tokens, start, tenant=tenant)
 
     def later(self, call: Callable[[], None], nbytes: int) -> None:
         self._writes.later(call, nbytes)
@@ -206,21 +283,6 @@ class _SnapshotLoads(Loads):
         """Nothing is kept: the snapshot's memory is its own."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Write:
-    """A snapshot of ``tokens`` and its bytes.
-
-    ``prefix`` are the keys of all blocks up to it, ``keys`` those that are stored with it.
-    """
-
-    tokens: TokenArray
-    snapshot: Snapshot
-    tenant: str
-    prefix: list[bytes]
-    keys: list[bytes]
-    size: int
-
-
 class _SnapshotWrites:
     """Puts snapshots in a thread. Thread safety: all methods."""
 
@@ -234,13 +296,13 @@ class _SnapshotWrites:
         queued = self._queue.nbytes
         return not queued or queued + size <= _QUEUE_BYTES
 
-    def queue(self, write: _Write) -> None:
+    def queue(self, write: SnapshotWrite) -> None:
         """Queue a snapshot."""
         for key in write.keys:
             self.known.offered(key)
         self._queue.submit(lambda: self._run(write), write.size)
 
-    def _run(self, write: _Write) -> None:
+    def _run(self, write: SnapshotWrite) -> None:
         stored = False
         try:
             put = self._store.put_snapshot(write.tokens, write.snapshot, tenant=write.tenant)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvkeep.core.pages.tensors import PagedTensors
     from kvkeep.core.tokens import TokenArray
     from kvkeep.serve.engine.offload.forms import Forms
+    from kvkeep.serve.engine.offload.snapshot_pages import SnapshotWrite
     from kvkeep.serve.engine.stats import EngineStats
     from kvkeep.store import KVStore
 
@@ -59,16 +60,20 @@ class Trail:
     """Whether ``limit`` hides the answer; the store notes it for `KVStore.why`."""
     offered: int = 0
     """End of the full blocks that were handed over or are stored already."""
+    resumed: int = 0
+    """Position of the last snapshot that was handed over or is stored already."""
     next: int = 0
     """The number of computed tokens from which on there is a block or tail to write."""
     checkpoint: int = 0
     """The position of a checkpoint that was just left, to be written with its state; else 0."""
     keys: list[bytes] = field(default_factory=list)
     """Block keys of the sequence's full blocks, as far as they were needed."""
+    snapshots: list[SnapshotWrite] = field(default_factory=list)
+    """Snapshots behind ``held``, in order, of a model whose states are gone when it goes on."""
 
     def fork(self) -> Trail:
-        """Return a copy for a forked answer."""
-        return replace(self, keys=self.keys.copy())
+        """Return a copy for a forked answer; the other one writes the snapshots held back."""
+        return replace(self, keys=self.keys.copy(), snapshots=[])
 
     def extend_keys(self, sequence: Sequence, stop: int, block: int) -> None:
         """Add the keys of the blocks of ``block`` tokens up to token ``stop``, where one ends."""

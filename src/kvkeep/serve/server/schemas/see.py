@@ -212,6 +212,13 @@ class LiveReturn(ResponseModel):
     cached: bool = Field(description="Whether the end of these is still in the pool.")
 
 
+class LiveConversations(ResponseModel):
+    """How many conversations wait for their next requests."""
+
+    waiting: int
+    expected: float = Field(description="Of these, expected to return within a minute.")
+
+
 class LiveResponse(ResponseModel):
     """The server's state at this moment, for clients that poll every second."""
 
@@ -236,6 +243,9 @@ class LiveResponse(ResponseModel):
     what_if: list[LivePoint] | None
     tenants: list[LiveTenant] = Field(description="The 20 with the most prompt tokens.")
     sessions: list[LiveSession] = Field(description="The 20 seen last.")
+    conversations: LiveConversations | None = Field(
+        description="None if the eviction policy follows no conversations."
+    )
     returns: list[LiveReturn] | None = Field(
         description="The 20 expected next; None if the eviction policy follows no conversations."
     )

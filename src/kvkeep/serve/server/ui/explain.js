@@ -19,11 +19,14 @@ const to = (id, text) => (id ? el("button", {type: "button", class: "link",
 const WORDS = {
   __proto__: null,  // a reason may have the name of a method
   diverged: (said) => [
-    `The prompt differs from `, to(said.nearest, said.nearest ? `request ${said.nearest}` : ""),
+    `The prompt differs from `,
+    said.public ? "the public prefix" : to(said.nearest, said.nearest ? `request ${said.nearest}` : ""),
     ` at token ${whole(said.position)}`, said.differs ? `, for ${tokens(said.differs)}` : "",
-    `. Without that, ${tokens(said.would_reuse)} would have been reused.`,
+    said.public ? ". Without that, all tenants would share it."
+      : `. Without that, ${tokens(said.would_reuse)} would have been reused.`,
   ],
   evicted: (said) => [
+    said.public ? "It is a public prefix. " : "",
     said.ago_s === undefined || said.ago_s === null ? "" : `Evicted ${ago(said.ago_s)}`,
     said.tier ? ` from the ${sourceName(said.tier)}` : "", {
       pressure: `, since pages were needed (${said.policy || "policy"} chose these)`,
@@ -64,12 +67,13 @@ const WORDS = {
       no_room: ` There was no room beside the one at ${whole(said.checkpoint)}.`,
     }[said.why] || "",
   ],
-  new: () => ["No earlier prompt had it."],
+  new: (said) => [said.public ? "It is a public prefix, and was not cached yet."
+    : "No earlier prompt had it."],
   last_token: () => ["The last token is always computed: the next one is sampled from its output."],
 };
 
 const evidence = (span) => {
-  if (span.source) return ["reused"];
+  if (span.source) return ["Public prefix: shared by all tenants."];
   try {
     return (WORDS[span.reason] || (() => []))(span.evidence || {});
   } catch {
@@ -81,7 +85,7 @@ const line = (span) => el("li", {}, swatch(kindOf(span)),
   el("div", {}, el("b", {}, span.source ? `from the ${sourceName(span.source)}`
     : reasonName(span.reason)), ` · ${tokens(span.stop - span.start)} `,
   el("span", {class: "quiet"}, `(${whole(span.start)}–${whole(span.stop)})`),
-  span.source ? null : el("p", {}, ...evidence(span))));
+  span.source && !(span.evidence || {}).public ? null : el("p", {}, ...evidence(span))));
 
 // The text around the first difference, which is at `place`. Letters are whole characters, as the
 // server counts them, not what JavaScript calls one.

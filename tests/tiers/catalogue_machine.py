@@ -1,0 +1,282 @@
+"""The state machine of a tier's catalogue, beside a model that is too simple to be wrong."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvkeep.core.eviction import POLICIES
+from kvkeep.core.keys import SPACE_BYTES
+from kvkeep.store.tiers.catalogue import Catalogue
+from kvkeep.store.tiers.packed import Packed
+from kvkeep.testing.backend_hooks import block_id
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from kvkeep.store.tiers.tier_shares import TenantWeights
+
+BUDGET = 40
+SPACES = [number.to_bytes(SPACE_BYTES, "big") for number in range(3)]
+BLOCKS = [block_id(number, space) for space in range(3) for number in range(5)]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Known:
+    size: int
+    order: int
+    used: float
+    held: int = 0
+    pinned: float = 0.0
+
+
+class Machine(RuleBasedStateMachine):
+    """Every method of the catalogue; what may go is said by the model, in LRU also what does."""
+
+    name = "lru"
+    shares: TenantWeights | None = None
+
+    @initialize(ttl=st.sampled_from([None, None, 50.0]), ordered=st.sampled_from([None, 1, 4]))
+    def begin(self, ttl: float | None, ordered: int | None) -> None:
+        self.ordered = ordered
+        self.clock = Clock()
+        self.ttl = ttl
+        self.catalogue = Catalogue(
+            POLICIES[self.name],
+            ttl=ttl,
+            clock=self.clock,
+            budget=BUDGET,
+            ordered=ordered,
+            shares=self.shares,
+        )
+        self.catalogue._table.packed = Packed(
+            self.catalogue._table.order.group_of, buckets=3
+        )  # rows meet in one
+        self.known: dict[bytes, Known] = {}
+        self.quotas: dict[bytes, int] = {}
+        self.order = 0
+
+    # --- the model ---------------------------------------------------------------------------
+
+    def next(self) -> int:
+        self.order += 1
+        return self.order
+
+    def may_go(self, space: bytes | None = None) -> list[bytes]:
+        """Oldest first. Only where a pin is asked about does it end."""
+        blocks = [
+            block
+            for block, one in self.known.items()
+            if not one.held and one.pinned <= self.clock.now
+            if space not in self.quotas or block.startswith(space or b"")
+        ]
+        return sorted(blocks, key=lambda block: self.known[block].order)
+
+    def expired(self, block: bytes) -> bool:
+        one = self.known[block]
+        old = self.ttl is not None and one.used + self.ttl < self.clock.now
+        return old and one.pinned < self.clock.now
+
+    def bytes_of(self, blocks: Iterable[bytes]) -> int:
+        return sum(self.known[block].size for block in blocks)
+
+    # --- steps -------------------------------------------------------------------------------
+
+    @rule(block=st.sampled_from(BLOCKS), size=st.integers(1, 9))
+    def add(self, block: bytes, size: int) -> None:
+        self.catalogue.add(block, size)
+        one = self.known.get(block) or Known(0, 0, 0.0)
+        one.size, one.order, one.used = size, self.next(), self.clock.now
+        self.known[block] = one
+
+    @rule(
+        found=st.lists(
+            st.tuples(st.sampled_from(BLOCKS), st.integers(1, 9), st.floats(900.0, 1000.0)),
+            max_size=6,
+            unique_by=lambda item: item[0],
+        )
+    )
+    def fill(self, found: list[tuple[bytes, int, float]]) -> None:
+        gone = self.catalogue.fill(iter(found))
+        assert set(gone) == self.known.keys() - {block for block, _, _ in found}
+        for block in gone:
+            del self.known[block]
+        for block, size, used in sorted(found, key=lambda item: item[2]):
+            one = self.known.setdefault(block, Known(size, -1, used))
+            if one.order < 0:
+                one.order = self.next()
+            one.used = max(used, one.used)
+
+    @rule(
+        blocks=st.lists(st.sampled_from(BLOCKS), max_size=6, unique=True),
+        new=st.sets(st.sampled_from(BLOCKS)),
+    )
+    def used(self, blocks: list[bytes], new: set[bytes]) -> None:
+        tell = self.catalogue.used(blocks, grain=0.0, new=new)
+        assert tell == [block for block in reversed(blocks) if block in self.known]
+        for block in tell:
+            self.known[block].order = self.next()
+            self.known[block].used = self.clock.now
+        assert self.catalogue.unnoted() == []
+
+    @rule(space=st.sampled_from(range(3)), count=st.integers(0, 5))
+    def requested(self, space: int, count: int) -> None:
+        self.catalogue.requested(BLOCKS[5 * space : 5 * space + count])
+
+    @rule(block=st.sampled_from(BLOCKS))
+    def hold(self, block: bytes) -> None:
+        assert self.catalogue.holds.hold(block) == (block in self.known)
+        if block in self.known:
+            self.known[block].held += 1
+
+    @rule(block=st.sampled_from(BLOCKS))
+    def free(self, block: bytes) -> None:
+        self.catalogue.holds.free(block)
+        if block in self.known:
+            self.known[block].held = max(0, self.known[block].held - 1)
+
+    @rule(blocks=st.lists(st.sampled_from(BLOCKS), max_size=6))
+    def hold_all(self, blocks: list[bytes]) -> None:
+        held: list[bytes] = []
+        self.catalogue.holds.hold_all(blocks, held)
+        assert held == [block for block in blocks if block in self.known]
+        for block in held:
+            self.known[block].held += 1
+
+    @rule(blocks=st.lists(st.sampled_from(BLOCKS), max_size=6))
+    def free_all(self, blocks: list[bytes]) -> None:
+        self.catalogue.holds.free_all(blocks)
+        for block in blocks:
+            if block in self.known:
+                self.known[block].held = max(0, self.known[block].held - 1)
+
+    @rule(block=st.sampled_from(BLOCKS))
+    def forget(self, block: bytes) -> None:
+        assert self.catalogue.forget(block) == (self.known.pop(block, None) is not None)
+
+    @rule(needed=st.integers(0, 30), space=st.sampled_from([None, None, *SPACES]))
+    def victims(self, needed: int, space: bytes | None) -> None:
+        possible = self.may_go(space)
+        gone = self.catalogue.victims(needed, space)
+        assert len(set(gone)) == len(gone)
+        assert set(gone) <= set(possible)
+        freed = self.bytes_of(gone)
+        assert freed >= needed or set(gone) == set(possible), "as much as is asked for, or all"
+        assert not gone or self.bytes_of(gone[:-1]) < needed, "and not more than that"
+        self.check_order(gone, possible)
+        for block in gone:
+            del self.known[block]
+
+    def check_order(self, gone: Sequence[bytes], possible: Sequence[bytes]) -> None:
+        if self.name == "lru" and self.ordered is None:
+            assert gone == possible[: len(gone)]
+
+    @rule(limit=st.sampled_from([1, 2, 1000]))
+    def expire(self, limit: int) -> None:
+        old = {block for block in self.known if self.expired(block)}
+        gone = self.catalogue.expired(limit)
+        assert set(gone) <= old
+        assert len(gone) == min(limit, len(old))
+        for block in gone:
+            del self.known[block]
+
+    @rule(seconds=st.floats(0.0, 30.0))
+    def time_goes_by(self, seconds: float) -> None:
+        self.clock.now += seconds
+
+    @rule(
+        blocks=st.lists(st.sampled_from(BLOCKS), max_size=5),
+        seconds=st.floats(1.0, 60.0),
+        most=st.integers(0, 40),
+    )
+    def pin(self, blocks: list[bytes], seconds: float, most: int) -> None:
+        held = self.bytes_of(b for b, one in self.known.items() if one.pinned > self.clock.now)
+        expected = []
+        for block in blocks:
+            one = self.known.get(block)
+            if one is None or self.expired(block):
+                continue
+            if one.pinned <= self.clock.now:
+                if held + one.size > most:
+                    break
+                held += one.size
+            one.pinned = max(one.pinned, self.clock.now + seconds)
+            expected.append(block)
+        assert self.catalogue.pin(blocks, seconds, most) == expected
+
+    @rule(blocks=st.lists(st.sampled_from(BLOCKS), max_size=5))
+    def unpin(self, blocks: list[bytes]) -> None:
+        pinned = self.catalogue.unpin(blocks)
+        now, expected = self.clock.now, []
+        for block in blocks:
+            one = self.known.get(block)
+            if one is not None and one.pinned > now:
+                one.pinned = 0.0
+                expected.append(block)
+        assert pinned == expected
+
+    @precondition(lambda self: self.name == "lru" or not self.quotas)
+    @rule(space=st.sampled_from(SPACES), limit=st.integers(0, 30))
+    def set_quota(self, space: bytes, limit: int) -> None:
+        self.catalogue.set_quota(space, limit)
+        self.quotas[space] = limit
+
+    # --- what always holds -------------------------------------------------------------------
+
+    @invariant()
+    def it_adds_up(self) -> None:
+        if not hasattr(self, "catalogue"):
+            return
+        catalogue, known = self.catalogue, self.known
+        catalogue.check()
+        assert set(catalogue.blocks()) == set(known)
+        assert len(catalogue) == len(known)
+        assert catalogue.total_bytes == self.bytes_of(known)
+        there = [block for block in BLOCKS if block in known and not self.expired(block)]
+        assert [block for block in BLOCKS if block in catalogue] == there
+        assert [b for b in BLOCKS if catalogue.has_expired(b)] == [
+            b for b in BLOCKS if b in known and b not in there
+        ]
+        missing = next((i for i, b in enumerate(BLOCKS) if b not in there), len(BLOCKS))
+        assert catalogue.leading(BLOCKS) == missing
+        for space in SPACES:
+            mine = {block for block in known if block.startswith(space)}
+            assert set(catalogue.blocks(space)) == mine
+            held = self.bytes_of(mine)
+            assert catalogue.spaces().get(space, 0) == held
+            limit = self.quotas.get(space)
+            over = catalogue.over_quota(space, 7)
+            expected = 0 if limit is None else -1 if limit < 7 else max(0, held + 7 - limit)
+            assert over == expected
+
+    @invariant()
+    def what_is_pinned_is_counted(self) -> None:
+        if hasattr(self, "catalogue"):
+            pinned = [b for b, one in self.known.items() if one.pinned > self.clock.now]
+            assert self.catalogue.pinned_bytes == self.bytes_of(pinned)
+
+
+def machine_of(policy: str, kind: type[Machine] = Machine) -> Any:
+    """Return the test case of a machine with one eviction policy."""
+    kind = type(policy.upper(), (kind,), {"name": policy})
+    case = kind.TestCase
+    long = os.environ.get("KVKEEP_FUZZ") == "long"
+    case.settings = settings(
+        max_examples=1000 if long else 60 if policy == "lru" else 20,
+        stateful_step_count=30,
+        deadline=None,
+    )
+    return case
