@@ -14,8 +14,8 @@ __all__ = ["KeyAnswers"]
 
 _MOST: Final = 16_384
 _MOST_KEYS: Final = 64
-# Of fewer blocks, where a prompt and an answer differ is not known well enough.
-_LEAST_KEYS: Final = 8
+# Of fewer blocks, too little is known of where a prompt and an answer differ.
+_LEAST_KEYS: Final = 4
 
 
 class KeyAnswers:
@@ -25,7 +25,7 @@ class KeyAnswers:
     answer. While a policy is followed that evicts answers early, nothing would be learned, and the
     trial of an order by waits would not show what it could do.
 
-    Answers of fewer than eight blocks are left out, since blocks are all that is compared.
+    Answers of fewer than four blocks are left out, since blocks are all that is compared.
 
     Memory: the latest 16,384 answers that a prompt may continue, with 64 keys each at most. Cost:
     about 1 µs a request. Thread safety: none.
@@ -48,8 +48,7 @@ class KeyAnswers:
     def returned(self, wait: Wait, keys: Sequence[bytes], returns: Returns) -> None:
         """Teach ``returns`` what a prompt of these blocks, which ends ``wait``, has of its answer.
 
-        What is known by less than a block is not told: where the two differ, the tokens of that
-        block count as read.
+        Where the two differ is known to a block or two; nothing is told of the tokens there.
         """
         place, answer = self._answers.pop(wait, (0, ()))
         if not answer or not wait.evicted:
@@ -59,9 +58,11 @@ class KeyAnswers:
         while same < count and keys[place + same] == answer[same]:
             same += 1
         if same == len(answer):
-            again = wait.answer
+            again = until = wait.answer
         elif same < count and same + 1 < len(answer):
-            again = wait.answer * (same + 1) // len(answer) - 1
+            # A block of the answer may begin in the prompt.
+            again, until = (wait.answer * at // len(answer) for at in (max(0, same - 1), same + 1))
         else:
             return
-        returns.answers.returned(wait.namespace, wait.answer_kind, wait.answer, max(0, again))
+        kind, unsure = wait.answer_kind, until - again
+        returns.answers.returned(wait.namespace, kind, wait.answer, again, unsure)
