@@ -110,7 +110,6 @@ class Adaptive(EvictionPolicy):
         assert not len(self), "attended before anything is stored"
         self._returns = ReturnAware()
         self._returns.attend(returns, clock)
-        returns.listener = self
         self._policies.append(self._returns)
         self._try_waits()
 
@@ -163,7 +162,7 @@ class Adaptive(EvictionPolicy):
         ]
         if self._returns is not None:
             arrival = self._returns.returns.arrival
-            arrival.keys, arrival.blocks = keys, blocks
+            arrival.keys, arrival.blocks, arrival.listener = keys, blocks, self
             self._arrived += 1
             if arrival.before is not None:
                 self._came += 1
