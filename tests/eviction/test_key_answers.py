@@ -62,7 +62,7 @@ def test_what_is_cached_is_told_by_its_tokens() -> None:
 def test_a_short_answer_and_an_unknown_one_are_left_out() -> None:
     told = Told()
     wait = told.returns.began(Ended("end"), 80, 0.0)
-    told.answers.ended(wait, keys("ppabcdefg")[2:], 2)
+    told.answers.ended(wait, keys("ppabc")[2:], 2)
     assert not len(told.answers)
     wait.evicted = True
     told.answers.returned(wait, keys("ppnew"), told.returns)
