@@ -182,3 +182,15 @@ def test_what_shares_do_not_go_with_is_refused() -> None:
     with pytest.raises(InvalidValue, match="'c', but listed has no such tenant; it has 3"):
         ReplayRun("lru", 200, shares=(("c", 1.0),)).check(work)
     ReplayRun("lru", 200, shares=(("", 1.0),)).check(work)
+
+
+def test_adaptive_tries_waits_of_each_tenant_by_itself() -> None:
+    """A tenant's policy is fitted anew when its share changes, and forgotten when it has left.
+
+    Its conversations may then wait with blocks of an earlier trial.
+    """
+    trace = generate("tenants", seed=1, requests=600, unit_tokens=256, changed={"flood": 4})
+    workload = Workload.read(trace)
+    shared = simulate(workload, 150_000, "adaptive", shares={})
+    assert shared.requests == 600
+    assert 0 < shared.hit_tokens < shared.tokens

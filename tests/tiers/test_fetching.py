@@ -243,6 +243,7 @@ def test_a_store_fetches_what_the_simulation_fetches(
     assert back is not None
     real.returns.noted = lambda: None  # rounds begin below
     chance, fetched = random.Random(seed), 0
+    simulated.tiers.late = True
     talks: list[list[int]] = []
     for number in range(160):
         clock.now += chance.choice((1.0, 5.0, 30.0, 100.0))

@@ -377,11 +377,31 @@ def test_close_ends_a_write_that_hangs(bench: Bench, clock: Clock) -> None:
     store, back = full(bench, place, timeout=SHORT)
     clock.now += 1000
     place.hang("put")
+    store.memory.counters.count(demotions_dropped=1)
     back.wake()
     until(lambda: place.inside["put"])
     assert not store.close(2.0), "what memory had is not in the tier"
     place.heal()
     assert back.join(10)
+
+
+def test_without_drops_nothing_is_written_ahead(bench: Bench, clock: Clock) -> None:
+    store, back = full(bench, bench.memory(4000))
+    clock.now += 1000
+    rounds = itertools.count(1)
+    fetch_back, done = back.fetch_back, [0]
+
+    def counted() -> int:
+        done[0] = next(rounds)
+        return fetch_back()
+
+    back.fetch_back = counted  # type: ignore[method-assign]
+    back.wake()
+    until(lambda: done[0] == 1 and back.idle)
+    assert counts(store)["written_ahead"] == 0
+    store.memory.counters.count(demotions_dropped=1)
+    back.wake()
+    until(lambda: counts(store)["written_ahead"] == 9)
 
 
 def test_it_is_switched_off_with_the_fetches(bench: Bench) -> None:

@@ -89,6 +89,8 @@ class TierSimulator(ReadMoves, StoreMoves):
     Attributes:
         returns: follows conversations, if the ends of requests are reported to it.
         fetch_due: when to call `fetch_back` next, in seconds of the clock.
+        late: whether a tier takes what is written to it too late; then what memory evicts next is
+            written ahead. No simulated one does by itself.
     """
 
     def __init__(
@@ -114,6 +116,7 @@ class TierSimulator(ReadMoves, StoreMoves):
         )
         self.fetch_due = math.inf
         self._fetched_at = -math.inf
+        self.late = False
         self._below = range(1, len(levels))
         super().__init__(Planner(policy, len(levels) - 1), self._levels[0].catalogue)
         self._fetches: _SimulatedFetches | None = None
@@ -170,14 +173,15 @@ class TierSimulator(ReadMoves, StoreMoves):
     # --- fetching back ---------------------------------------------------------------------------
 
     def fetch_back(self) -> int:
-        """Do a round of fetches, then one of writes ahead, as a store does in the background.
+        """Do a round of fetches, as a store does in the background; return how many blocks.
 
-        Return how many blocks were fetched.
+        If tiers are `late`, a round of writes ahead follows.
         """
         assert self._fetches is not None
         self._fetched_at = self._clock()
         count = self._fetches.fetch_back()
-        self._levels[0].written_ahead += self._fetches.write_ahead()
+        if self.late:
+            self._levels[0].written_ahead += self._fetches.write_ahead()
         self.fetch_due = self._fetches.fetches.due
         return count
 

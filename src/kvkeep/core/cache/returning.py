@@ -71,8 +71,8 @@ class ReturnBoard(CacheObserver):
     def closed(self, sequence: Sequence, *, keep: bool, ended: Ended | None) -> None:
         """Begin to wait for the next request of the conversation."""
         request = self._running.pop(sequence.id)
-        hold, listener = sequence.hold, self.returns.listener
         arrival, prompt = request.arrival, request.tokens
+        hold, listener = sequence.hold, arrival.listener
         if not keep or hold.parent is None:
             if listener is not None:
                 listener.ended(arrival, None, (), 0, 0)

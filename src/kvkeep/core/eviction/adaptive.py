@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvkeep.core.eviction.base import Entry, EvictionPolicy
 from kvkeep.core.eviction.depths import CLASSES, Depths, chances_by_class, class_of
+from kvkeep.core.eviction.key_answers import KeyAnswers
 from kvkeep.core.eviction.returns import ReturnAware
 from kvkeep.core.eviction.reuse import BUCKETS, HITS, Hazards, Reuse, bucket_of
 from kvkeep.core.eviction.trials import Asked, KeyLists, KeyTrial, KeyWaits
@@ -86,6 +87,7 @@ class Adaptive(EvictionPolicy):
         self._learner = _Learner(remembered)
         self._policies: list[EvictionPolicy] = [self._learner, self._lists, self._depths]
         self._returns: ReturnAware | None = None  # if the cache attends it
+        self._answers = KeyAnswers()
         self._arrived = self._came = 0  # requests; those of known conversations
         self._below = 0
         self._fade = 1.0
@@ -108,7 +110,6 @@ class Adaptive(EvictionPolicy):
         assert not len(self), "attended before anything is stored"
         self._returns = ReturnAware()
         self._returns.attend(returns, clock)
-        returns.listener = self
         self._policies.append(self._returns)
         self._try_waits()
 
@@ -161,9 +162,11 @@ class Adaptive(EvictionPolicy):
         ]
         if self._returns is not None:
             arrival = self._returns.returns.arrival
-            arrival.keys, arrival.blocks = keys, blocks
+            arrival.keys, arrival.blocks, arrival.listener = keys, blocks, self
             self._arrived += 1
-            self._came += arrival.before is not None
+            if arrival.before is not None:
+                self._came += 1
+                self._answers.returned(arrival.before, keys, self._returns.returns)
         if blocks:
             learner.learn(blocks)
             self._try(blocks)
@@ -181,6 +184,8 @@ class Adaptive(EvictionPolicy):
         prompt, arrival.blocks = arrival.blocks, None
         if prompt is None:  # another fork ended
             return
+        if wait is not None:
+            self._answers.ended(wait, answer, place)
         below = self._below
         blocks = [
             Asked(key, False, before) for before, key in enumerate(answer, place) if key[0] < below

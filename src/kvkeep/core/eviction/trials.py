@@ -132,13 +132,17 @@ class KeyTrial:
 
 
 class _Group(Entry):
-    """Blocks that wait with one conversation, or are held by one request; the last one first."""
+    """Blocks that wait with one conversation, or are held by one request; the last one first.
 
-    __slots__ = ("blocks",)
+    ``trial`` holds them. A conversation may have groups in several: a policy that is fitted anew
+    begins another trial, and so does a tenant whose policy was forgotten.
+    """
 
-    def __init__(self, wait: Wait | None = None) -> None:
+    __slots__ = ("blocks", "trial")
+
+    def __init__(self, trial: KeyWaits) -> None:
         super().__init__()
-        self.wait = wait
+        self.trial = trial
         self.blocks: dict[_Block, None] = {}
 
 
@@ -176,7 +180,7 @@ class KeyWaits:
         """Request sampled blocks of a prompt, last to first; return how many were held."""
         kept, arrival = self._kept, self._returns.arrival
         before = arrival.before
-        running = arrival.held = _Group()
+        running = arrival.held = _Group(self)
         hits = 0
         for key, _, _ in blocks:
             block = kept.get(key)
@@ -217,14 +221,14 @@ class KeyWaits:
 
     def _keep(self, block: _Block, waits: Sequence[Wait], best: Wait) -> None:
         """Keep one block for the best of other ``waits``."""
-        group = block.group = _Group()
+        group = block.group = _Group(self)
         group.blocks[block] = None
         group.followers = len(waits)
         self._wait(group, best)
 
     def _leave(self, before: Wait) -> None:
         """Let go what a conversation that returned did not request again."""
-        for group in list(before.blocks):
+        for group in [group for group in before.blocks if group.trial is self]:
             for block in list(group.blocks):
                 living = [wait for wait in block.earlier if not wait.over]
                 if living:
@@ -270,10 +274,12 @@ class KeyWaits:
 
         Blocks of the answer from number ``read`` on are left behind.
         """
-        group: _Group = arrival.held or _Group()  # none of the prompt is in the sample
+        held: _Group | None = arrival.held
+        # None of the prompt is in the sample, or it was in that of an earlier trial.
+        group = _Group(self) if held is None or held.trial is not self else held
         kept = self._kept
         new: list[_Block] = []
-        left = _Group()
+        left = _Group(self)
         for key, _, before in answer:
             if key in kept:
                 continue

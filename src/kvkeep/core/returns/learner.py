@@ -137,20 +137,22 @@ class Arrival:
     """A running request: the wait that it ended, None for a new conversation, and its blocks.
 
     ``keys`` are those of the whole blocks of its prompt. They, ``blocks`` and ``held`` belong to
-    what tries policies (`Returns.listener`).
+    ``listener``, which tries policies.
     """
 
-    __slots__ = ("before", "blocks", "held", "keys")
+    __slots__ = ("before", "blocks", "held", "keys", "listener")
 
     def __init__(self, before: Wait | None) -> None:
         self.before = before
+        self.listener: ReturnListener | None = None
+        """What is told of its end, besides the learner: the policy that recorded its prompt."""
         self.keys: Sequence[bytes] = ()
         self.blocks: Any = None
         self.held: Any = None
 
 
 class ReturnListener(Protocol):
-    """What is told of the ends of requests, besides the learner."""
+    """What is told of the end of a request, besides the learner."""
 
     def ended(
         self, arrival: Arrival, wait: Wait | None, answer: Sequence[bytes], place: int, read: int
@@ -199,7 +201,6 @@ class Returns:
         self._changes = 0
         self.arrival = Arrival(None)
         """The request that arrived last."""
-        self.listener: ReturnListener | None = None
         self.forgotten = 0
         """Waits that were dropped because there were too many."""
 

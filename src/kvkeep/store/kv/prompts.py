@@ -62,7 +62,7 @@ class PromptStore(Store):
         limits = {
             self._names_of(name).space: parse_bytes(limit) for name, limit in config.quotas.items()
         }
-        shares = self._shares(config)
+        shares = _weights(self._names, config)
         front, below = open_tiers(config.tiers, kept.block_shape, shares=shares is not None)
         tiered = TieredStore(front, below, config.policy, notes=self._names.notes, shares=shares)
         if shares is not None:
@@ -73,15 +73,6 @@ class PromptStore(Store):
         for space, limit in limits.items():
             self._tiered.set_quota(space, limit)
         self._tiered.expect(self._names_of().space)
-
-    def _shares(self, config: StoreConfig) -> TenantWeights | None:
-        """Return the weights of tenants, with the spaces of those that are named."""
-        if config.shares is None:
-            return None
-        spaces: dict[bytes, str | None] = {self._names.shared().space: None}
-        for tenant in {**config.quotas, **config.shares, self.namespace.tenant: 0}:
-            spaces[self._names_of(tenant).space] = tenant
-        return TenantWeights(config.shares, spaces)
 
     @property
     def tiers(self) -> tuple[str, ...]:
@@ -396,6 +387,16 @@ def _announce(tiered: TieredStore, space: bytes, tenant: str | None) -> None:
     """Announce a tenant; a closed store still names blocks (`PromptStore.root`)."""
     with suppress(IllegalStep):
         tiered.announce(space, tenant)
+
+
+def _weights(names: TenantNames, config: StoreConfig) -> TenantWeights | None:
+    """Return the weights of tenants, with the spaces of those that are named."""
+    if config.shares is None:
+        return None
+    spaces: dict[bytes, str | None] = {names.shared().space: None}
+    for tenant in {**config.quotas, **config.shares, config.namespace.tenant: 0}:
+        spaces[names.of(tenant).space] = tenant
+    return TenantWeights(config.shares, spaces)
 
 
 def _chain(prompt: PromptBlocks) -> Chain:

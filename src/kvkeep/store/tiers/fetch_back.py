@@ -32,6 +32,7 @@ __all__ = ["FetchBack", "open_fetch_back"]
 
 _IDLE_READERS = 2  # of a tier: one is taken, the other is left to requests
 _PAUSES = 5  # that writes of a round take at most; then it is time for fetches
+_LATE = 60.0  # seconds after a dropped demotion in which blocks are written ahead
 _OTHERS = 1  # writes of a tier that wait or run, besides one of ours: the last one ends just now
 
 
@@ -41,8 +42,9 @@ class FetchBack(FetchMoves):
     A round begins after the end of a request or when `FetchPlanner.due`, a second after the last
     one at the earliest. It ends where a tier has not two idle readers, fails or hangs, so requests
     never wait for a fetch; and where evicted blocks have to be written down first, once half of the
-    memory that is kept free for that is taken. Then it writes such blocks ahead, for five seconds
-    at most, as long as the tier writes nothing else and does not fail.
+    memory that is kept free for that is taken. Then, if a demotion was dropped in the last minute,
+    it writes such blocks ahead, for five seconds at most, as long as the tier writes nothing else
+    and does not fail.
 
     Thread safety: all methods.
     """
@@ -61,6 +63,8 @@ class FetchBack(FetchMoves):
         self._closed = False
         self._running = False
         self._until = math.inf  # when to write no more in this round
+        self._dropped = 0  # demotions, as seen last
+        self._late_until = -math.inf
 
     def wake(self) -> None:
         """Begin a round soon: a request has ended."""
@@ -98,8 +102,9 @@ class FetchBack(FetchMoves):
             try:
                 with suppress(BackendFailed):  # the memory was closed meanwhile
                     self.fetch_back()
-                    self._until = time.monotonic() + _PAUSES * PAUSE
-                    self.write_ahead()
+                    if self._is_late():
+                        self._until = time.monotonic() + _PAUSES * PAUSE
+                        self.write_ahead()
             finally:
                 self._running = False
             with self._changed:
@@ -116,6 +121,16 @@ class FetchBack(FetchMoves):
             self._running = not self._closed
             self._awake = False
             return self._running
+
+    def _is_late(self) -> bool:
+        """Whether memory dropped a demotion lately, because its tier could not take it in time.
+
+        Elsewhere copies would only take room.
+        """
+        dropped, now = self._front.counters.demotions_dropped, time.monotonic()
+        if dropped > self._dropped:
+            self._dropped, self._late_until = dropped, now + _LATE
+        return now < self._late_until
 
     # --- the steps of a round --------------------------------------------------------------------
 
