@@ -127,6 +127,21 @@ def test_a_quota_holds_beside_shares(tmp_path: Path) -> None:
         store._tiered.check()
 
 
+@pytest.mark.parametrize("shares", [None, {}])
+@pytest.mark.parametrize("public", [1, 2, 6])
+def test_a_quota_holds_behind_a_public_prefix(
+    tmp_path: Path, public: int, shares: dict[str, float] | None
+) -> None:
+    with store_in(tmp_path, shares, quotas={"small": 4 * _RECORD}) as store:
+        row = prompt(9, public)
+        store.public.declare(row)
+        put(store, [*row, *prompt(1, 20)], "small")
+        for tier in (store._tiered.memory, *store._tiered.tiers):
+            held = tier.catalogue.spaces()
+            assert held.get(store._names_of("small").space, 0) <= 4 * _RECORD
+        store.check()
+
+
 def test_a_store_without_shares_has_none(tmp_path: Path) -> None:
     with store_in(tmp_path, None) as store:
         put(store, prompt(1, 4), "a")

@@ -17,6 +17,7 @@ from fetch_bench import (
     NEVER,
     PAGE,
     SIZE,
+    SPACE,
     AtOnce,
     Clock,
     Simulated,
@@ -37,6 +38,7 @@ from kvkeep.store.tiers import (
     Exclusive,
     Inclusive,
     PassThrough,
+    TenantWeights,
     TieredStore,
     open_tiers,
 )
@@ -65,6 +67,60 @@ def test_what_is_worth_more_than_the_victims_comes_back(tiering: type[TieringPol
     assert hits == evicted == 0
     assert tiers.request(talk(1, 7), FAST) == [6, 0], "read from memory"
     assert tiers.counts()[1] == fetched
+
+
+def test_tenants_with_shares_get_their_blocks_back() -> None:
+    tiers = Simulated(12, Inclusive(), shares=TenantWeights({}))
+    tiers.teach()
+    mine = talk(1, 6)
+    tiers.request(mine, LATER)
+    for number in range(2, 8):
+        tiers.request(talk(number, 4), FAST)
+    assert tiers.memory.leading(mine.blocks) < 6
+    tiers.clock.now += 50
+    while tiers.tiers.fetch_due <= tiers.clock.now:
+        tiers.tiers.fetch_back()
+    assert tiers.memory.leading(mine.blocks) == 6
+
+
+@pytest.mark.parametrize("shares", [None, TenantWeights({})])
+def test_a_full_quota_trades_no_blocks_of_equal_worth(
+    bench: Bench, clock: Clock, shares: TenantWeights | None
+) -> None:
+    below = bench.spec(bench.memory(4000), policy=POLICIES["returns"])
+    store = bench.store(memory(100), below, policy=Inclusive(), shares=shares)
+    store.returns.noted = lambda: None  # rounds begin here
+    back = store._reader.fetch_back
+    assert back is not None
+    store.memory.catalogue.set_quota(SPACE, 8 * PAGE)
+    for number in range(1, 4):
+        ask(store, talk(number, 4), LATER)
+    settle(store)
+    assert store.memory.catalogue.spaces()[SPACE] <= 8 * PAGE
+    for _ in range(5):
+        clock.now += 10
+        assert back.fetch_back() == 0
+
+
+def test_a_conversation_that_cannot_be_fetched_stops_no_other() -> None:
+    tiers = Simulated(16, Inclusive())
+    tiers.teach()
+    stuck, mine = talk(1, 5), talk(2, 5)
+    for one in (mine, stuck):
+        tiers.request(one, LATER)
+    for number in range(3, 9):
+        tiers.request(talk(number, 4), FAST)
+    tiers.clock.now += 50
+    moves = tiers.tiers._fetches
+    assert moves is not None
+    fetch = moves.fetch
+    moves.fetch = lambda block, level, size: (  # type: ignore[method-assign]
+        block not in stuck.blocks and fetch(block, level, size)
+    )
+    assert moves.fetch_back() > 0
+    assert tiers.memory.leading(mine.blocks) == 5
+    assert tiers.memory.leading(stuck.blocks) < 5
+    assert moves.fetches.due <= tiers.clock.now + 1.0
 
 
 @pytest.mark.parametrize("off", ["policy", "argument", "one level", "tiering"])

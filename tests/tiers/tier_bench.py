@@ -150,12 +150,13 @@ class Bench:
         front: int | MemorySpec,
         *tiers: TierSpec | FaultyBackend,
         policy: TieringPolicy | None = None,
+        **more: Any,
     ) -> TieredStore:
         """A store with memory for ``front`` blocks above ``tiers``."""
         if not isinstance(front, MemorySpec):
             front = MemorySpec(MemoryBackend(front * PAGE))
         below = [tier if isinstance(tier, TierSpec) else self.spec(tier) for tier in tiers]
-        store = TieredStore(front, below, policy)
+        store = TieredStore(front, below, policy, **more)
         self._stores.append(store)
         return store
 

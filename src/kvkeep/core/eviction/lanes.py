@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
+from fractions import Fraction
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvkeep.core.eviction.queues import AgeQueue
@@ -98,11 +99,15 @@ class Lanes:
         # level may be too high, until it comes first.
         self._order: list[tuple[float, int, Hashable]] = []
         self._items = 0
-        self.weights = 0.0
-        """Of all lanes that store something but the public ones."""
+        self._weights = Fraction()  # an exact sum: a float would drift as tenants come and go
 
     def __len__(self) -> int:
         return len(self._lanes)
+
+    @property
+    def weights(self) -> float:
+        """The weights of all lanes that store something but the public ones."""
+        return float(self._weights)
 
     def __iter__(self) -> Iterator[Lane]:
         """Return the lanes of tenants that store something."""
@@ -134,7 +139,7 @@ class Lanes:
         lane = self._lanes.get(tenant)
         if lane is None:
             lane = self._lanes[tenant] = self._returned(tenant)
-            self.weights += lane.weight
+            self._weights += Fraction(lane.weight)
         return lane
 
     def asks(self, tenant: Hashable) -> Lane:
@@ -150,7 +155,7 @@ class Lanes:
     def emptied(self, tenant: Hashable) -> None:
         """Record that a tenant stores nothing any longer."""
         lane = self._lanes.pop(tenant)
-        self.weights -= lane.weight
+        self._weights -= Fraction(lane.weight)
         lane.item = 0
         if lane.policy.remembers:
             self._leave(lane)
@@ -159,9 +164,9 @@ class Lanes:
         """Take over the claim of a tenant, which has changed."""
         lane = self._lanes.get(tenant)
         if lane is not None:
-            self.weights -= lane.weight
+            self._weights -= Fraction(lane.weight)
             lane.claim = self._claim_of(tenant)
-            self.weights += lane.weight
+            self._weights += Fraction(lane.weight)
             self.rank(lane)
         elif tenant in self._absent:
             self._absent[tenant].claim = self._claim_of(tenant)

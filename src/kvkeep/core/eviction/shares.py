@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import isfinite
 from typing import TYPE_CHECKING, Final
 
 from kvkeep.core.errors import InvalidValue
@@ -17,17 +16,18 @@ if TYPE_CHECKING:
 
 __all__ = ["MOST_WEIGHT", "Shares", "check_weights"]
 
+LEAST_WEIGHT: Final = 0.001
 MOST_WEIGHT: Final = 1e6
 _COMPARED: Final = 8
 
 
 def check_weights(weights: Mapping[str, float]) -> dict[str, float]:
-    """Return the weights of tenants; `InvalidValue` for one that is not above 0 … 1,000,000."""
+    """Return the weights of tenants; `InvalidValue` for one that is not 0.001 … 1,000,000."""
     for tenant, weight in weights.items():
         if not _is_weight(weight):
             raise InvalidValue(
-                f"the share of {tenant!r} is {weight!r}; a weight above 0, at most "
-                f"{MOST_WEIGHT:.0f}, is needed"
+                f"the share of {tenant!r} is {weight!r}; a weight from {LEAST_WEIGHT} to "
+                f"{MOST_WEIGHT:.0f} is needed"
             )
     return {tenant: float(weight) for tenant, weight in weights.items()}
 
@@ -35,7 +35,7 @@ def check_weights(weights: Mapping[str, float]) -> dict[str, float]:
 def _is_weight(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return isfinite(value) and 0 < value <= MOST_WEIGHT
+    return LEAST_WEIGHT <= value <= MOST_WEIGHT
 
 
 class Shares(EvictionPolicy):
@@ -249,6 +249,12 @@ class Shares(EvictionPolicy):
         oldest = lane.ages.oldest
         assert oldest is not None
         return lane.policy.least() or 0.0, oldest
+
+    def least(self) -> float | None:
+        lanes = self._givers()
+        if not lanes:
+            return None
+        return min(lanes, key=self._keep).policy.least()
 
     def portion(self, entry: Entry) -> int:
         """Return how many pages to take before its tenant is at its floor; 0.1 % at least."""

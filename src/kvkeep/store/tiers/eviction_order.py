@@ -119,6 +119,18 @@ class EvictionOrder:
             return self.shared
         return self.own.get(block[:SPACE_BYTES], self.shared)
 
+    def policies(self, space: bytes | None) -> list[EvictionPolicy]:
+        """Return the policies of which one gives the next victim, of ``space`` if it has a quota.
+
+        With shares, that is one policy that chooses the tenant.
+        """
+        if space is None or space not in self.quotas:
+            return [self.shared, *self.own.values()]
+        if self.tenants is None:
+            return [self.own[space]]
+        own = self.tenants.policy_of(space)
+        return [] if own is None else [own]
+
     def requested(self, blocks: Sequence[bytes]) -> None:
         """Record a request of ``blocks``, before any of them is added."""
         if not self._fitted:

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from kvkeep.core.keys import SPACE_BYTES
 from kvkeep.core.returns import AGES, BUCKETS, bucket_of
 from kvkeep.store.tiers.planner import HEADROOM, Copy, Demote
 
@@ -33,6 +34,7 @@ _MARGIN: Final = 2.0
 _MOST: Final = 4096  # conversations
 _MOST_BLOCKS: Final = 1 << 17  # of all conversations
 _MOST_AT_ONCE: Final = 4096  # blocks a round
+_MOST_FAILED: Final = 4  # conversations of which a block could not be fetched, a round
 _MOST_AHEAD: Final = 0.25  # of the blocks in memory that may be written ahead
 
 
@@ -206,28 +208,39 @@ class FetchMoves(ABC):
     def fetch_back(self) -> int:
         """Do one round of fetches; return how many blocks were fetched.
 
-        Where memory is full, a block is fetched if it is worth twice as much as the next victim.
+        Where memory or a quota is full, a block is fetched if it is worth twice as much as the
+        next victim. A conversation of which a block cannot be fetched is left for the next round;
+        after four of them, so are all others.
         """
-        count = 0
+        count = failed = 0
         for fetch in self.fetches.plan(self._memory, self.level_of):
             for block, level, size in zip(fetch.blocks, fetch.levels, fetch.sizes, strict=True):
-                if fetch.worth <= self._bar(size) or not self._planner.promote(block, level).stays:
-                    return count
+                if fetch.worth <= self._bar(block, size):
+                    break
+                if not self._planner.promote(block, level).stays:
+                    break
                 if block in self._memory:
                     continue
                 if not self.fetch(block, level, size):
-                    self.fetches.interrupted()
-                    return count
+                    failed += 1
+                    break
                 self._memory.waiting.fetched(block)
                 count += 1
+            if failed == _MOST_FAILED:
+                break
+        if failed:
+            self.fetches.interrupted()
         return count
 
-    def _bar(self, size: int) -> float:
-        """Return what a block of ``size`` bytes has to be worth more than, to be fetched."""
-        waiting = self._memory.waiting
-        if self.has_room(size) and not waiting.divided:
+    def _bar(self, block: bytes, size: int) -> float:
+        """Return what ``block`` of ``size`` bytes has to be worth more than, to be fetched."""
+        waiting, space = self._memory.waiting, block[:SPACE_BYTES]
+        over = self._memory.over_quota(space, size)
+        if over < 0:
+            return math.inf  # it never fits
+        if not over and self.has_room(size):
             return 0.0
-        least = waiting.least()
+        least = waiting.least(space if over else None)
         return math.inf if least is None else _MARGIN * max(0.0, least)
 
     def write_ahead(self) -> int:

@@ -236,6 +236,11 @@ class TierShares(Shares):
         """Return the policy to tell of a prompt with ``block``: that of its tenant."""
         return self._at_moment(self._lanes.asks(self.tenant(block)))
 
+    def policy_of(self, block: bytes) -> EvictionPolicy | None:
+        """Return the policy of a block's tenant; None if that stores nothing."""
+        lane = self._lanes.get(self.tenant(block))
+        return None if lane is None else lane.policy
+
     def givers(self) -> Iterator[TierTenant]:
         """Yield the tenant that gives each next victim.
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvkeep.core.eviction import ReturnAware
-
 if TYPE_CHECKING:
     import threading
     from collections.abc import Sequence
@@ -37,24 +35,16 @@ class TierWaits:
             with self._lock:
                 self._table.order.attend(waits)
 
-    def least(self) -> float | None:
+    def least(self, space: bytes | None = None) -> float | None:
         """Return what the next victim is worth, in returns a second; None if there is none.
 
-        With quotas, the most that the next victim of a namespace is worth.
+        Of the namespace ``space``, if it is given and has a quota. Else, as quotas let policies
+        differ, the most that the next victim of one is worth.
         """
         order = self._table.order
         with self._lock:
-            found = [
-                policy.least()
-                for policy in (order.shared, *order.own.values())
-                if isinstance(policy, ReturnAware)
-            ]
+            found = [policy.least() for policy in order.policies(space)]
         return max((worth for worth in found if worth is not None), default=None)
-
-    @property
-    def divided(self) -> bool:
-        """Whether a namespace has a quota."""
-        return bool(self._table.order.own)
 
     def sizes(self, blocks: Sequence[bytes]) -> list[int | None]:
         """Return the bytes of each record, None where it is not here."""

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvkeep.core.keys import SPACE_BYTES
 from kvkeep.store.tiers.planner import Refuse
 from kvkeep.store.tiers.prompt_holds import PromptHolds
 from kvkeep.store.tiers.prompt_moves import Placement, StoreMoves
@@ -116,12 +117,16 @@ class StoreRequest(StoreMoves):
         return Placement.NEW, len(self._leases)
 
     def _run(self, blocks: Sequence[bytes], at: int) -> Sequence[bytes]:
-        """Return the different blocks from ``at`` on that may be placed together, one at least."""
+        """Return the different blocks from ``at`` on that may be placed together, one at least.
+
+        They are of one namespace: behind a public prefix begins another.
+        """
+        space = blocks[at][:SPACE_BYTES]
         room = min(_RUN_BYTES, self._levels.memory.capacity // _RUN_SHARE)
         end, seen = at, set[bytes]()
         for block in blocks[at : at + _RUN_BLOCKS]:
             room -= self._raw_bytes[end] + HEADER_BYTES
-            if seen and (room < 0 or block in seen):
+            if seen and (room < 0 or block in seen or not block.startswith(space)):
                 break
             seen.add(block)
             end += 1
