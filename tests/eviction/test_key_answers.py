@@ -55,6 +55,32 @@ def test_what_says_nothing_teaches_nothing() -> None:
     assert Told().kept("p") == 80
 
 
+def test_of_a_long_answer_the_front_is_compared() -> None:
+    """Of 40 blocks, 16 keys are kept: a prompt that has these may contain the rest."""
+    told = Told()
+    text = "pp" + "".join(chr(200 + at) for at in range(40))
+
+    def wait() -> Wait:
+        wait = told.returns.began(Ended("end"), 4000, 0.0)
+        wait.prompt, wait.answer, wait.answer_kind, wait.evicted = 20, 4000, "end", True
+        told.answers.ended(wait, keys(text)[2:], 2)
+        return wait
+
+    for _ in range(30):
+        told.answers.returned(wait(), keys(text), told.returns)
+    assert told.returns.answers.kept(None, "end", 4000) == 4000
+    for _ in range(200):
+        told.answers.returned(wait(), keys("pp another"), told.returns)
+    assert told.returns.answers.kept(None, "end", 4000) < 500
+
+
+def test_as_many_answers_are_kept_as_a_memory_has_blocks() -> None:
+    answers, returns = KeyAnswers(8), Returns()
+    for _ in range(20):
+        answers.ended(returns.began(Ended("end"), 80, 0.0), keys("ppabcdefgh")[2:], 2)
+    assert len(answers) == 8
+
+
 def test_what_is_cached_is_told_by_its_tokens() -> None:
     assert Told().kept("ppnew prompt", evicted=False) == 80
 

@@ -87,7 +87,6 @@ class Adaptive(EvictionPolicy):
         self._learner = _Learner(remembered)
         self._policies: list[EvictionPolicy] = [self._learner, self._lists, self._depths]
         self._returns: ReturnAware | None = None  # if the cache attends it
-        self._answers = KeyAnswers()
         self._arrived = self._came = 0  # requests; those of known conversations
         self._below = 0
         self._fade = 1.0
@@ -126,6 +125,7 @@ class Adaptive(EvictionPolicy):
     def _size_for(self, size: int, block: int) -> None:
         """Begin trials for a memory of ``size``."""
         blocks = max(1, size // block)
+        self._answers = KeyAnswers(blocks)
         share = min(1.0, max(_SAMPLED, _LEAST / blocks))
         self._learner.watch(share, blocks)
         self._below = max(1, round(share * 256))

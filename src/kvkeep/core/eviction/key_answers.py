@@ -12,8 +12,9 @@ if TYPE_CHECKING:
 
 __all__ = ["KeyAnswers"]
 
-_MOST: Final = 16_384
-_MOST_KEYS: Final = 64
+_MOST: Final = 1024
+_MOST_KEYS: Final = 16
+_KEY: Final = 8  # bytes of a key, which is a hash
 # Of fewer blocks, too little is known of where a prompt and an answer differ.
 _LEAST_KEYS: Final = 4
 
@@ -27,12 +28,15 @@ class KeyAnswers:
 
     Answers of fewer than four blocks are left out, since blocks are all that is compared.
 
-    Memory: the latest 16,384 answers that a prompt may continue, with 64 keys each at most. Cost:
-    about 1 µs a request. Thread safety: none.
+    Memory: the latest answers that a prompt may continue, as many as a memory has blocks and 1,024
+    at most, with the first bytes of 16 keys each: a kilobyte. Cost: about 1 µs a request. Thread
+    safety: none.
     """
 
-    def __init__(self) -> None:
-        self._answers: OrderedDict[Wait, tuple[int, Sequence[bytes]]] = OrderedDict()
+    def __init__(self, blocks: int = _MOST) -> None:
+        self._most = min(_MOST, blocks)
+        # The place of an answer, the number of its blocks, and their first keys.
+        self._answers: OrderedDict[Wait, tuple[int, int, list[bytes]]] = OrderedDict()
 
     def __len__(self) -> int:
         """Return the number of answers."""
@@ -41,8 +45,9 @@ class KeyAnswers:
     def ended(self, wait: Wait, answer: Sequence[bytes], place: int) -> None:
         """Keep the keys of an answer, whose first block is number ``place`` of its request."""
         if len(answer) >= _LEAST_KEYS:
-            self._answers[wait] = place, answer[:_MOST_KEYS]
-            if len(self._answers) > _MOST:
+            keys = [key[:_KEY] for key in answer[:_MOST_KEYS]]
+            self._answers[wait] = place, len(answer), keys
+            if len(self._answers) > self._most:
                 self._answers.popitem(last=False)
 
     def returned(self, wait: Wait, keys: Sequence[bytes], returns: Returns) -> None:
@@ -50,18 +55,20 @@ class KeyAnswers:
 
         Where the two differ is known to a block or two; nothing is told of the tokens there.
         """
-        place, answer = self._answers.pop(wait, (0, ()))
-        if not answer or not wait.evicted:
+        place, blocks, answer = self._answers.pop(wait, (0, 0, []))
+        if not blocks or not wait.evicted:
             return  # what is cached tells it, by tokens
         count = min(len(answer), len(keys) - place)
         same = 0
-        while same < count and keys[place + same] == answer[same]:
+        while same < count and keys[place + same][:_KEY] == answer[same]:
             same += 1
-        if same == len(answer):
+        if same == blocks:
             again = until = wait.answer
-        elif same < count and same + 1 < len(answer):
+        elif same == len(answer):  # of the others nothing is known
+            again, until = wait.answer * (same - 1) // blocks, wait.answer
+        elif same < count and same + 1 < blocks:
             # A block of the answer may begin in the prompt.
-            again, until = (wait.answer * at // len(answer) for at in (max(0, same - 1), same + 1))
+            again, until = (wait.answer * at // blocks for at in (max(0, same - 1), same + 1))
         else:
             return
         kind, unsure = wait.answer_kind, until - again

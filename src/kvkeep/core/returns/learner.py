@@ -25,6 +25,7 @@ __all__ = ["Ended", "Returns", "Wait"]
 _LONGEST_STOP: Final = 64
 _MOST_CLASSES: Final = 4096  # beyond, what would be a new class counts as the more general one
 _MOST_TENANTS: Final = 4096
+_LONGEST: Final = 10  # class of the longest answers, of a million tokens and more
 _GAPS: Final = 5  # the latest pauses of a conversation, for their median
 # Learned anew after this many changes, or half of what waits: that bounds the cost of each.
 _LEARN: Final = 64
@@ -243,7 +244,8 @@ class Returns:
         gaps = () if before is None else before.gaps
         usual = bucket_of(sorted(gaps)[len(gaps) // 2]) // 4 if gaps else -1
         stop = self._stops.count(ended.stop)
-        kind = self._kind((stop, min(turns.bit_length(), 4), usual, tokens.bit_length() // 2))
+        length = min(tokens.bit_length() // 2, _LONGEST)
+        kind = self._kind((stop, min(turns.bit_length(), 4), usual, length))
         wait = Wait(kind, now, turns, gaps, self.tenant(tenant))
         self._waits[wait] = None
         self._changes += 1
