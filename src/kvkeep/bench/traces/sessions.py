@@ -191,7 +191,7 @@ class SessionReader:
                 f"multiple; give unit_tokens={math.lcm(block, self.unit_tokens)}"
             )
         scope = found.get("hash_id_scope")
-        if scope not in {None, "local", "global"}:
+        if scope not in (None, "local", "global"):  # it may be a list
             raise BadLine(f"hash_id_scope is {shown(scope)}; local or global is needed")
         name = self._named(optional_text(found, "id") or file.name.partition(".")[0])
         begin = self._spread_s * _word("begin", name) / 2**64
