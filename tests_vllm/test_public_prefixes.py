@@ -19,7 +19,7 @@ from vllm import SamplingParams
 from vllm.distributed.parallel_state import destroy_model_parallel
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-from vllm.utils.hashing import sha256
+from vllm.utils.hashing import sha256, xxhash
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
@@ -262,7 +262,7 @@ class Made:
         return tokens, request.cache_salt or "", tuple(images)
 
 
-def made(rng: random.Random, rows: list[list[int]], size: int) -> Made:
+def made(rng: random.Random, rows: list[list[int]], size: int, hashed: Any) -> Made:
     """A request that begins like one of the rows, or almost so."""
     tokens = [*rng.choice(rows), *(rng.randrange(2) for _ in range(rng.randrange(3 * size)))]
     if rng.random() < 0.3:
@@ -272,7 +272,7 @@ def made(rng: random.Random, rows: list[list[int]], size: int) -> Made:
     if rng.random() < 0.3:
         place = PlaceholderRange(offset=rng.randrange(len(tokens)), length=1)
         images = [MultiModalFeatureSpec(None, "image", rng.choice("ij"), place)]
-    salt, hasher = rng.choice([None, "a", "b"]), get_request_block_hasher(size, sha256)
+    salt, hasher = rng.choice([None, "a", "b"]), get_request_block_hasher(size, hashed)
     request = Request(
         "one", tokens, SamplingParams(max_tokens=99), None, mm_features=images, cache_salt=salt,
         block_hasher=hasher,
@@ -285,15 +285,21 @@ def made(rng: random.Random, rows: list[list[int]], size: int) -> Made:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_blocks_have_one_name_where_they_depend_on_the_same(seed: int) -> None:
-    """Two blocks of any requests have equal keys if and only if what they depend on is equal."""
-    init_none_hash(sha256)
+    """Two blocks of any requests have equal keys if and only if what they depend on is equal.
+
+    Hashes have 32 bytes or 16, with an adapter and without.
+    """
+    hashed, adapter = (sha256, xxhash)[seed % 2], (None, bytes(32))[seed // 2 % 2]
+    init_none_hash(hashed)
     rng, size = random.Random(seed), 4
     rows = [[rng.randrange(2) for _ in range(rng.randrange(3, 18))] for _ in range(3)]
     public = PublicBlocks(PublicPrefixes(rows), size)
     names: dict[bytes, object] = {}
     for _ in range(300):
-        one = made(rng, rows, size)
-        followed = FollowedRequest(one.request, RequestOptions(), public=public.hashes(one.request))
+        one = made(rng, rows, size, hashed)
+        followed = FollowedRequest(
+            one.request, RequestOptions(), adapter, public=public.hashes(one.request)
+        )
         assert len(followed.public) * size == one.public
         # An answer that continues a prefix is private.
         one.request.append_output_token_ids(rng.choice(rows))

@@ -63,6 +63,8 @@ BOTH = [
     ({"stream": True, "stream_options": {"include": 1}}, "stream_options.include"),
     ({"cache_salt": ""}, "cache_salt"),
     ({"cache_salt": 5}, "cache_salt"),
+    ({"cache_salt": "kvkeep-salt-public"}, "cache_salt"),
+    ({"cache_salt": "namespace x"}, "cache_salt"),
     ({"ignore_eos": 1}, "ignore_eos"),
     ({"kvkeep": {"stoer": False}}, "kvkeep.stoer"),
     ({"kvkeep": {"draft_tokens": -1}}, "kvkeep.draft_tokens"),

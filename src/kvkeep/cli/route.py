@@ -11,7 +11,7 @@ from kvkeep.cli.arguments import add_count, add_option, add_path, add_seconds, a
 from kvkeep.cli.listening import add_address, add_connection_limits, add_log_level, allowed_hosts
 from kvkeep.cli.tenants import add_public_prefixes
 from kvkeep.core.errors import InvalidValue, require, whole
-from kvkeep.core.prefix_file import read_prefixes
+from kvkeep.core.prefix_file import NoTokenizer, read_prefixes
 from kvkeep.core.public import PublicPrefixes
 
 if TYPE_CHECKING:
@@ -248,9 +248,7 @@ def _public(file: Path | None, tokenizer: Tokenizer | None) -> PublicPrefixes:
         return PublicPrefixes()
     try:
         return PublicPrefixes(read_prefixes(file, tokenizer))
-    except InvalidValue as error:
-        if tokenizer is not None:
-            raise
+    except NoTokenizer as error:
         raise InvalidValue(f"{error}; or give --model, which tokenizes in the router") from error
 
 

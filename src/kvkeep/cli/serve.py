@@ -19,6 +19,7 @@ from kvkeep.cli.tiers import open_default_store, open_store
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.geometry.units import format_bytes
 from kvkeep.core.prefix_file import read_prefixes
+from kvkeep.core.tokens import TOKEN_BYTES
 from kvkeep.observe import telemetry
 
 if TYPE_CHECKING:
@@ -232,6 +233,12 @@ def _announce(
         f"curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d '{body}'",
         flush=True,
     )
+    public = engine.cache.public
+    if len(public):
+        lengths = [len(row) // TOKEN_BYTES for row in public.rows]
+        short = sum(length < runner.page_size for length in lengths)
+        less = f"; {short} of them have less than a page, and are not shared" if short else ""
+        print(f"{len(public)} public prefixes are shared by all tenants{less}", flush=True)
     if not engine.cache.reuse:
         print("no KV is reused or kept: every prompt is computed in full (--no-reuse)", flush=True)
     if engine.store is not None:

@@ -14,9 +14,13 @@ if TYPE_CHECKING:
 
     from kvkeep.core.tokens import TokenArray, TokensLike
 
-__all__ = ["PrefixTokenizer", "read_prefixes"]
+__all__ = ["NoTokenizer", "PrefixTokenizer", "read_prefixes"]
 
 _MOST_BYTES = 1 << 28
+
+
+class NoTokenizer(InvalidValue):
+    """A text or a chat is given where only token ids can be read."""
 
 
 class PrefixTokenizer(Protocol):
@@ -42,7 +46,7 @@ def read_prefixes(file: Path, tokenizer: PrefixTokenizer | None) -> list[TokenAr
     try:
         with file.open("rb") as opened:
             raw = opened.read(_MOST_BYTES + 1)
-        lines = raw.decode("utf-8").splitlines()
+        lines = raw.decode("utf-8-sig").split("\n")  # U+2028 may be in a text
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidValue(f"cannot read public prefixes from {file}: {error}") from error
     if len(raw) > _MOST_BYTES:
@@ -53,21 +57,35 @@ def read_prefixes(file: Path, tokenizer: PrefixTokenizer | None) -> list[TokenAr
             try:
                 rows.append(_row(json.loads(line), tokenizer))
             except (ValueError, RecursionError) as error:
-                raise InvalidValue(f"{file}, line {number}: {error}") from error
+                kind = NoTokenizer if isinstance(error, NoTokenizer) else InvalidValue
+                raise kind(f"{file}, line {number}: {error}") from error
     return rows
 
 
 def _row(told: Any, tokenizer: PrefixTokenizer | None) -> TokenArray:
+    row = _tokens_of(told, tokenizer)
+    if not len(row):
+        raise InvalidValue("a public prefix has at least one token, got none")
+    return row
+
+
+def _tokens_of(told: Any, tokenizer: PrefixTokenizer | None) -> TokenArray:
     if isinstance(told, list):
         return as_tokens(told)
     if tokenizer is None:
-        raise InvalidValue("there is no tokenizer of the model; give lists of token ids")
+        raise NoTokenizer("there is no tokenizer of the model; give lists of token ids")
     if isinstance(told, str):
         return as_tokens(tokenizer.encode(told))
     messages = told.get("messages") if isinstance(told, dict) else None
     if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
         raise InvalidValue(
             'a prefix is a text, a list of token ids, or {"messages": [{"role": …, "content": …}]}'
+        )
+    others = sorted(told.keys() - {"messages"})
+    if others:
+        raise InvalidValue(
+            f"unknown field {others[0]!r} beside messages; of a prompt with tools or other fields, "
+            "give the token ids"
         )
     first, second = (
         as_tokens(tokenizer.chat([*messages, {"role": "user", "content": text}]))

@@ -34,10 +34,20 @@ if TYPE_CHECKING:
     from kvkeep.core.extras import Extras
     from kvkeep.core.tokens import TokenArray, TokensLike
 
-__all__ = ["FOLDED", "SCOPE", "Placed", "PublicPrefixes", "public_namespace", "salt_of"]
+__all__ = [
+    "FOLDED",
+    "SALT_MARK",
+    "SCOPE",
+    "Placed",
+    "PublicPrefixes",
+    "public_namespace",
+    "salt_of",
+]
 
 FOLDED = "namespace "
 """A tenant that begins so stands for further fields, such as another model: it shares nothing."""
+SALT_MARK = "kvkeep-salt-"
+"""What stands for a salt, where salts are not told, begins so: see `kvkeep.serve.kv_events`."""
 SCOPE = "public"
 """`Namespace.scope` of the KV that all tenants share."""
 _MOST_ROWS = 4096

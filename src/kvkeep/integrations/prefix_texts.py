@@ -34,8 +34,7 @@ class PrefixTexts:
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, with the model's start token if it has one."""
-        found: list[int] = self._tokenizer.encode(text)
-        return found
+        return self._encode(text, special=True)
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the tokens of a conversation, ready for the model's answer."""
@@ -49,5 +48,11 @@ class PrefixTexts:
             )
         except (template_error, ValueError, TypeError, KeyError) as error:
             raise InvalidValue(f"the model's chat template refuses this: {error}") from error
-        found: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        return self._encode(text, special=False)
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        try:
+            found: list[int] = self._tokenizer.encode(text, add_special_tokens=special)
+        except (TypeError, ValueError) as error:  # half of a character, as "\ud800"
+            raise InvalidValue(f"the model's tokenizer refuses this text: {error}") from error
         return found

@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from kvkeep.core.errors import InvalidValue
+from kvkeep.core.public import SALT_MARK
 
 __all__ = [
     "END",
@@ -50,8 +51,7 @@ _MOST_TOKENS = 1 << 22
 _LONGEST_HASH = 64  # bytes
 _LONGEST_NAME = 256  # characters of an adapter, a tier, a kind of layer
 
-_SALT_MARK = "kvkeep-salt-"
-PUBLIC_SALT = f"{_SALT_MARK}public"
+PUBLIC_SALT = f"{SALT_MARK}public"
 """In place of a salt's digest in the first block: all salts share what begins so."""
 _SALT_MAGIC = b"kvkeep salt 1\n"
 
@@ -165,7 +165,7 @@ def salt_digest(salt: str) -> str:
     Equal salts have equal digests everywhere, so a router can compute one from a request. A digest
     is returned unchanged. A guessable salt can be found by trying: use random ones.
     """
-    if salt.startswith(_SALT_MARK):
+    if salt.startswith(SALT_MARK):
         return salt
     digest = hashlib.sha256(_SALT_MAGIC + salt.encode("utf-8", "surrogatepass")).hexdigest()
-    return _SALT_MARK + digest[:32]
+    return SALT_MARK + digest[:32]

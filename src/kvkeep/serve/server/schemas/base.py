@@ -13,6 +13,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from kvkeep.core.errors import InvalidValue
+from kvkeep.core.public import FOLDED, SALT_MARK
 from kvkeep.serve.engine import SamplingParams
 
 __all__ = [
@@ -31,7 +32,20 @@ _DAY_S = 86_400.0
 
 Value = TypeVar("Value")
 Texts = Annotated[list[str], Field(fail_fast=True)]
-CacheSalt = Annotated[str, Field(min_length=1, max_length=256)]
+_OUR_SALTS = (FOLDED, SALT_MARK)
+
+
+def _salt(salt: str) -> str:
+    if salt.startswith(_OUR_SALTS):
+        raise PydanticCustomError(
+            "wrong_salt",
+            "a cache_salt must not begin with {mark}, which names what is not a client's",
+            {"mark": next(mark for mark in _OUR_SALTS if salt.startswith(mark))},
+        )
+    return salt
+
+
+CacheSalt = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_salt)]
 
 
 def field_error(field: str, what: str) -> PydanticCustomError:
