@@ -237,8 +237,8 @@ def _announce(
     if len(public):
         lengths = [len(row) // TOKEN_BYTES for row in public.rows]
         short = sum(length < runner.page_size for length in lengths)
-        less = f"; {short} of them have less than a page, and are not shared" if short else ""
-        print(f"{len(public)} public prefixes are shared by all tenants{less}", flush=True)
+        less = f", {short} shorter than a page and not shared" if short else ""
+        print(f"public prefixes: {len(public) - short} shared by all tenants{less}", flush=True)
     if not engine.cache.reuse:
         print("no KV is reused or kept: every prompt is computed in full (--no-reuse)", flush=True)
     if engine.store is not None:

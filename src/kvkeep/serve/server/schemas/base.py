@@ -39,8 +39,8 @@ def _salt(salt: str) -> str:
     if salt.startswith(_OUR_SALTS):
         raise PydanticCustomError(
             "wrong_salt",
-            "a cache_salt must not begin with {mark}, which names what is not a client's",
-            {"mark": next(mark for mark in _OUR_SALTS if salt.startswith(mark))},
+            "must not begin with {mark}, which is for names that the server makes",
+            {"mark": repr(next(mark for mark in _OUR_SALTS if salt.startswith(mark)))},
         )
     return salt
 
