@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import InvalidValue
 from kvkeep.integrations import loaded
+from kvkeep.integrations.vllm.keys import whole_hashes
 from kvkeep.store.identity import model_identity
 
 if TYPE_CHECKING:
@@ -81,8 +82,11 @@ class Adapters:
 
     @staticmethod
     def mixed(hashes: Sequence[bytes], digest: bytes) -> list[bytes]:
-        """Return the hashes of blocks for one adapter. Cost: 0.5 µs each."""
-        return [hashlib.sha256(digest + each).digest() for each in hashes]
+        """Return the hashes of blocks for one adapter. Cost: 0.5 µs each.
+
+        Hashes that have not 32 bytes count as `whole_hashes` makes them, as beside public ones.
+        """
+        return [hashlib.sha256(digest + each).digest() for each in whole_hashes(hashes)]
 
 
 def _files(path: str) -> _Files:
