@@ -91,7 +91,7 @@ def test_any_history_keeps_a_beginning(
 
 
 def test_nothing_is_learned_of_tokens_that_are_not_known() -> None:
-    """The first 20 tokens are read again, those from 400 on are not; in between, who knows."""
+    """The first 20 tokens are read again, those from 400 on are not; the others are not known."""
     known, unsure = AnswerShares(), AnswerShares()
     for _ in range(40):
         known.returned("a", "stop", 5000, 20)

@@ -60,7 +60,7 @@ class Lane:
 
     @property
     def weight(self) -> float:
-        """Its part of the weights of all; none for what is public."""
+        """Its part of the weights of all lanes; 0 for the public one."""
         return 0.0 if self.claim.public else self.claim.weight
 
 
@@ -99,15 +99,17 @@ class Lanes:
         # level may be too high, until it comes first.
         self._order: list[tuple[float, int, Hashable]] = []
         self._items = 0
-        self._weights = Fraction()  # an exact sum: a float would drift as tenants come and go
+        self._sum = Fraction()  # of weights, exactly: a float would drift as tenants come and go
+        self.weights = 0.0
+        """The weights of all lanes that store something but the public ones."""
 
     def __len__(self) -> int:
         return len(self._lanes)
 
-    @property
-    def weights(self) -> float:
-        """The weights of all lanes that store something but the public ones."""
-        return float(self._weights)
+    def _weigh(self, change: float) -> None:
+        """Add a lane's weight to those of all, or subtract it."""
+        self._sum += Fraction(change)
+        self.weights = float(self._sum)
 
     def __iter__(self) -> Iterator[Lane]:
         """Return the lanes of tenants that store something."""
@@ -139,7 +141,7 @@ class Lanes:
         lane = self._lanes.get(tenant)
         if lane is None:
             lane = self._lanes[tenant] = self._returned(tenant)
-            self._weights += Fraction(lane.weight)
+            self._weigh(lane.weight)
         return lane
 
     def asks(self, tenant: Hashable) -> Lane:
@@ -155,7 +157,7 @@ class Lanes:
     def emptied(self, tenant: Hashable) -> None:
         """Record that a tenant stores nothing any longer."""
         lane = self._lanes.pop(tenant)
-        self._weights -= Fraction(lane.weight)
+        self._weigh(-lane.weight)
         lane.item = 0
         if lane.policy.remembers:
             self._leave(lane)
@@ -164,9 +166,9 @@ class Lanes:
         """Take over the claim of a tenant, which has changed."""
         lane = self._lanes.get(tenant)
         if lane is not None:
-            self._weights -= Fraction(lane.weight)
+            self._weigh(-lane.weight)
             lane.claim = self._claim_of(tenant)
-            self._weights += Fraction(lane.weight)
+            self._weigh(lane.weight)
             self.rank(lane)
         elif tenant in self._absent:
             self._absent[tenant].claim = self._claim_of(tenant)

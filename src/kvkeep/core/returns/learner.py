@@ -146,14 +146,14 @@ class Arrival:
     def __init__(self, before: Wait | None) -> None:
         self.before = before
         self.listener: ReturnListener | None = None
-        """What is told of its end, besides the learner: the policy that recorded its prompt."""
+        """The policy that recorded its prompt and needs its end; None if none does."""
         self.keys: Sequence[bytes] = ()
         self.blocks: Any = None
         self.held: Any = None
 
 
 class ReturnListener(Protocol):
-    """What is told of the end of a request, besides the learner."""
+    """A policy that needs the ends of requests whose prompts it recorded."""
 
     def ended(
         self, arrival: Arrival, wait: Wait | None, answer: Sequence[bytes], place: int, read: int

@@ -63,8 +63,8 @@ class FollowedRequest:
     def hashes(self, first: int, end: int) -> Sequence[bytes]:
         """Return the hashes of these blocks, with the digest of the LoRA weights mixed in."""
         hashes: Sequence[bytes] = self.request.block_hashes[first:end]
-        if self.public:
-            public = self.public[first : first + len(hashes)]
+        public = self.public[first : first + len(hashes)]
+        if public:
             hashes = [*public, *whole_hashes(hashes[len(public) :])]
         return hashes if self.adapter is None else Adapters.mixed(hashes, self.adapter)
 

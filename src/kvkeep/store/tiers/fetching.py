@@ -1,8 +1,8 @@
-"""`FetchPlanner`: which blocks of waiting conversations go back into memory before they return,
-and which ones are written down before they have to leave it.
+"""`FetchPlanner`: which blocks of waiting conversations to move before a request needs it.
 
-A store performs the moves with bytes in the background (`kvkeep.store.tiers.fetch_back`), a replay
-on numbers (`kvkeep.bench.replay.tiers`).
+Some go back into memory before their conversation returns; others are written down before they have
+to leave memory. A store performs the moves with bytes in the background
+(`kvkeep.store.tiers.fetch_back`), a replay on numbers (`kvkeep.bench.replay.tiers`).
 """
 
 from __future__ import annotations
