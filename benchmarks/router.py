@@ -38,7 +38,7 @@ from kvkeep import PagedCache
 from kvkeep.core.returns import Ended
 from kvkeep.serve.kv_events import BlockRemoved, BlockStored, CacheMirror
 from kvkeep.serve.kv_events.wire import Batch, decode, encode
-from kvkeep.serve.router import CostModel, PrefixRouter
+from kvkeep.serve.router import RoutingCost, PrefixRouter
 from kvkeep.serve.router.affinity import with_key
 from kvkeep.serve.router.answers import AnswerReader
 from kvkeep.serve.router.conversations import ConversationTable
@@ -286,7 +286,7 @@ def replay(
     """Replay the trace over nodes of equal size; ``table`` keeps conversations at their nodes."""
     begun = time.perf_counter()
     now = 0.0
-    cost = CostModel(token_s=TRACE_BLOCK / SPEED, square_s=1e-9 * TRACE_BLOCK**2)
+    cost = RoutingCost(token_s=TRACE_BLOCK / SPEED, square_s=1e-9 * TRACE_BLOCK**2)
     names = [f"n{number}" for number in range(nodes)]
     router = PrefixRouter(names, cost=cost, clock=lambda: now) if routed else None
     made = {one: Node(one, pages, router if events else None) for one in names}

@@ -40,6 +40,7 @@ ROOMS: dict[str, set[str]] = {
     "core": set(),
     "core.pages": set(),  # does not know that prefixes exist
     "core.slots": set(),  # contiguous caches: nothing of theirs is a page
+    "core.cost": set(),  # sees tokens, bytes and seconds as numbers
     "core.returns": set(),  # sees ends of requests and seconds; no pages, no tokens
     "core.eviction": {"core.returns"},
     "core.miss_ratio": set(),  # sees keys, tokens and page ids of prompts, not the cache
@@ -52,12 +53,14 @@ ROOMS: dict[str, set[str]] = {
     "store": {"store.kv", "store.blocks", "store.identity", "store.tiers"},
     "store.codecs": set(),
     "store.backends": set(),  # see keys and bytes, no tokens and no tensors
-    "store.tiers": {"store.backends", "store.codecs", "core.eviction", "core.returns"},
+    "store.tiers": {
+        "store.backends", "store.codecs", "core.cost", "core.eviction", "core.returns",
+    },
     "store.identity": set(),  # sees modules and files of weights, nothing that is stored
-    "store.blocks": {"store.tiers", "store.backends", "core.returns"},
+    "store.blocks": {"store.tiers", "store.backends", "core.cost", "core.returns"},
     "store.kv": {
         "store.blocks", "store.identity", "store.tiers", "store.codecs", "store.backends",
-        "core.returns",
+        "core.cost", "core.returns",
     },
     "observe": set(),
     "observe.usage": set(),  # events of requests, in plain values; neither cache nor engine
@@ -67,24 +70,25 @@ ROOMS: dict[str, set[str]] = {
     "bench": set(),
     "bench.traces": set(),  # requests with their times; what replays them is another room
     "bench.replay": {
-        "core.cache", "core.eviction", "core.returns", "core.groups", "store.tiers",
+        "core.cache", "core.cost", "core.eviction", "core.returns", "core.groups", "store.tiers",
         "bench.traces",
     },
     "serve": set(),
     "serve.models": set(),
     "serve.engine": {
-        "core.cache", "core.pages", "core.groups", "core.returns", "store", "store.identity",
-        "serve.models",
+        "core.cache", "core.cost", "core.pages", "core.groups", "core.returns",
+        "store", "store.identity", "serve.models",
         "observe.usage",  # the events that it emits
     },
     "serve.http": set(),  # holds against hostile clients: of requests it knows bytes alone
     "serve.kv_events": set(),  # on the wire; of a cache it knows the hook
     "serve.messages": set(),  # one API in terms of another: JSON values alone
     "serve.router": {
-        "core.returns", "observe.usage", "serve.kv_events", "serve.http", "serve.messages",
+        "core.cost", "core.returns", "observe.usage", "serve.kv_events", "serve.http",
+        "serve.messages",
     },
     "serve.server": {
-        "core.cache",
+        "core.cache", "core.cost",
         "core.returns",  # how answers ended, for a capture
         "core.prefix",  # to draw it
         "bench.traces",  # to capture one
@@ -96,7 +100,7 @@ ROOMS: dict[str, set[str]] = {
         "serve.messages",
     },
     "integrations": {
-        "core.cache", "core.prefix", "core.eviction", "core.pages", "core.returns",
+        "core.cache", "core.cost", "core.prefix", "core.eviction", "core.pages", "core.returns",
         "store", "store.kv", "store.blocks", "store.identity", "store.tiers", "store.backends",
         "bench.traces",  # to capture one
         "observe.explain",  # why prompts missed a tree inside an engine
@@ -106,7 +110,7 @@ ROOMS: dict[str, set[str]] = {
         "store", "store.tiers", "store.backends", "store.codecs",
     },
     "cli": {
-        "core.cache", "core.prefix", "core.eviction", "core.groups",
+        "core.cache", "core.cost", "core.prefix", "core.eviction", "core.groups",
         "store", "store.tiers", "store.backends", "store.codecs", "store.identity",
         "observe.telemetry", "observe.usage",
         "bench.replay", "bench.traces",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvkeep.bench.replay.costs import PrefillCost
+from kvkeep.core.cost import PrefillCost
 from kvkeep.cli import main
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from replaying import Listed
 
 from kvkeep.bench.replay import ReplayRun, Workload
 from kvkeep.bench.replay.calls import calls_of
-from kvkeep.bench.replay.costs import PrefillCost
+from kvkeep.core.cost import PrefillCost
 from kvkeep.bench.replay.jobs import Jobs
 from kvkeep.bench.replay.loop import simulate_loop
 from kvkeep.bench.replay.tiered import simulate_tiers

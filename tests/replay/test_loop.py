@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from replaying import Chained, Listed, request
 
 from kvkeep.bench.replay import Outcome, Workload, simulate
-from kvkeep.bench.replay.costs import PrefillCost
+from kvkeep.core.cost import PrefillCost
 from kvkeep.bench.replay.loop import simulate_loop
 from kvkeep.bench.traces import TraceRequest
 from kvkeep.bench.traces.chain import Growing

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from replaying import Listed
 
 from kvkeep.bench.replay import ReplayRun, Workload
-from kvkeep.bench.replay.costs import PrefillCost
+from kvkeep.core.cost import PrefillCost
 from kvkeep.bench.replay.tiered import simulate_tiers
 from kvkeep.bench.traces import TraceRequest
 from kvkeep.cli import main

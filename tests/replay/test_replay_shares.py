@@ -18,7 +18,7 @@ from kvkeep.bench.replay import (
     simulate_tier_shares,
     simulate_tiers,
 )
-from kvkeep.bench.replay.costs import PrefillCost
+from kvkeep.core.cost import PrefillCost
 from kvkeep.bench.traces import TraceRequest, generate
 from kvkeep.core.errors import InvalidValue
 

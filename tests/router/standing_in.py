@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.serve.http import bind
-from kvkeep.serve.router import CostModel, PrefixRouter
+from kvkeep.serve.router import RoutingCost, PrefixRouter
 from kvkeep.serve.router.health import Timeouts
 from kvkeep.serve.router.listening import Server
 from kvkeep.serve.router.proxy import create_proxy
@@ -168,7 +168,7 @@ class Routing:
     """A proxy in a thread, in front of some instances."""
 
     def __init__(self, *urls: str, **options: Any) -> None:
-        self.router = PrefixRouter(urls, cost=options.pop("cost", CostModel(balance=0.0)))
+        self.router = PrefixRouter(urls, cost=options.pop("cost", RoutingCost(balance=0.0)))
         self.upstreams = Upstreams(urls, connect_s=2.0)
         waits = {"first_byte_s": 20.0, "probe_every_s": 0.05, "probe_s": 1.0}
         options["timeouts"] = Timeouts(**{**waits, **options.pop("timeouts", {})})

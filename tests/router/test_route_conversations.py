@@ -12,7 +12,7 @@ import pytest
 from standing_in import Routing, StandIn, eventually, routing
 
 from kvkeep.serve.kv_events import BlockStored
-from kvkeep.serve.router import CostModel
+from kvkeep.serve.router import RoutingCost
 from kvkeep.serve.router.conversations import ConversationTable
 
 CALL = {"index": 0, "id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -131,7 +131,7 @@ def test_an_answer_that_breaks_off_is_unfinished() -> None:
 
 def test_a_conversation_stays_at_its_instance() -> None:
     """Plain servers, which say nothing of their caches; and no client names anything."""
-    with routing("well", "well", "well", cost=CostModel()) as (proxy, made):
+    with routing("well", "well", "well", cost=RoutingCost()) as (proxy, made):
         for one in made:
             one.chunks = STOP
         prompts = [[number] * 40 for number in range(6)]
@@ -169,7 +169,7 @@ def test_where_blocks_are_announced_they_decide() -> None:
         ask(proxy, prompt)
         assert len(other.paths) == 1
     # Both hold nothing of it: it goes to the one that has done less, not back to the first.
-    with routing("well", "well", cost=CostModel(balance=1.0)) as (proxy, made):
+    with routing("well", "well", cost=RoutingCost(balance=1.0)) as (proxy, made):
         ask(proxy, prompt)
         (home,) = [one for one in made if one.paths]
         proxy.router.apply(home.url, [BlockStored([1], None, [7] * 16, 16, None, "GPU", None)])

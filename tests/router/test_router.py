@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvkeep.core.errors import InvalidValue
 from kvkeep.serve.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, salt_digest
-from kvkeep.serve.router import CostModel, HeldPrefix, PrefixRouter
+from kvkeep.serve.router import RoutingCost, HeldPrefix, PrefixRouter
 
 PROMPT = list(range(64))
 
@@ -59,8 +59,8 @@ def test_medium_none_is_the_gpu_and_a_slower_tier_costs_more(router):
     scores = {score.place.instance: score for score in router.score([*PROMPT, 1])}
     assert scores["a"].tiers == {"CPU": 64}
     assert scores["b"].tiers == {"GPU": 48}
-    quick = PrefixRouter(["a", "b"], cost=CostModel(tiers={"GPU": 0.0, "CPU": 0.0}))
-    slow = PrefixRouter(["a", "b"], cost=CostModel(tiers={"GPU": 0.0, "CPU": 1.0}))
+    quick = PrefixRouter(["a", "b"], cost=RoutingCost(tiers={"GPU": 0.0, "CPU": 0.0}))
+    slow = PrefixRouter(["a", "b"], cost=RoutingCost(tiers={"GPU": 0.0, "CPU": 1.0}))
     for one, best in ((quick, "a"), (slow, "b")):
         one.apply("a", [stored([1, 2, 3, 4], PROMPT, medium="CPU")])
         one.apply("b", [stored([1, 2, 3], PROMPT[:48])])
@@ -259,7 +259,7 @@ def test_events_and_prompts_at_once(router):
 
 @given(st.integers(1, 100_000), st.integers(0, 100_000), st.integers(0, 100_000))
 def test_more_cached_never_costs_more(tokens, one, other):
-    cost = CostModel()
+    cost = RoutingCost()
     less, more = sorted((one, other))
     assert cost.prefill_s(tokens, HeldPrefix(more, {"GPU": more})) <= cost.prefill_s(
         tokens, HeldPrefix(less, {"GPU": less})
@@ -268,7 +268,7 @@ def test_more_cached_never_costs_more(tokens, one, other):
 
 
 def test_seconds_add_up():
-    cost = CostModel(token_s=0.5, square_s=0.25, tiers={"GPU": 0.0, "CPU": 0.125})
+    cost = RoutingCost(token_s=0.5, square_s=0.25, tiers={"GPU": 0.0, "CPU": 0.125})
     assert cost.prefill_s(10, None) == 0.5 * 10 + 0.25 * 100
     held = HeldPrefix(6, {"GPU": 4, "CPU": 2})
     assert cost.prefill_s(10, held) == 2 * 0.125 + 0.5 * 4 + 0.25 * (100 - 36)
@@ -280,4 +280,4 @@ def test_seconds_add_up():
 )
 def test_costs_that_are_none(wrong):
     with pytest.raises(InvalidValue):
-        CostModel(**wrong)
+        RoutingCost(**wrong)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from kvkeep.bench.replay.costs import PrefillCost
+from kvkeep.core.cost import PrefillCost
 from kvkeep.cli.arguments import add_count, add_json, add_option, add_path
 from kvkeep.cli.calibrating import LENGTHS, measure_engine, measure_server
 from kvkeep.cli.model import add_dtype, add_model_arguments, choose_threads
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import argparse
     from pathlib import Path
 
-    from kvkeep.bench.replay.costs import Fit
+    from kvkeep.core.cost import Fit
     from kvkeep.cli.arguments import Commands
     from kvkeep.cli.calibrating import Readings
 

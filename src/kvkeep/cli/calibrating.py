@@ -12,7 +12,7 @@ from http.client import HTTPException
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.bench.replay.costs import Measured
+from kvkeep.core.cost import Measured
 from kvkeep.cli.arguments import model_name
 from kvkeep.cli.client import Address
 from kvkeep.cli.model import load

@@ -178,7 +178,7 @@ def _planned_runs(
         policies += [bound for bound in known if bound not in policies]
     cost = None
     if args.cost is not None:
-        from kvkeep.bench.replay.costs import PrefillCost  # noqa: PLC0415 - only needed with --cost
+        from kvkeep.core.cost import PrefillCost  # noqa: PLC0415 - only needed with --cost
 
         cost = PrefillCost.read(args.cost)
     shared = [] if args.share is None else _parts("--share", args.share)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvkeep.cli.arguments import Commands
     from kvkeep.serve.engine import Tokenizer
     from kvkeep.serve.kv_events import Source
-    from kvkeep.serve.router import CostModel
+    from kvkeep.serve.router import RoutingCost
     from kvkeep.serve.router.health import Timeouts
     from kvkeep.serve.router.prompts import Tokenize
 
@@ -208,8 +208,8 @@ def _of_rank(address: str, rank: int) -> str:
     return f"{host}:{int(port) + rank}" if rank and port.isdecimal() else address
 
 
-def _cost(args: argparse.Namespace) -> CostModel:
-    from kvkeep.serve.router import CostModel  # noqa: PLC0415
+def _cost(args: argparse.Namespace) -> RoutingCost:
+    from kvkeep.serve.router import RoutingCost  # noqa: PLC0415
 
     given: dict[str, Any] = {}
     if args.prefill_speed is not None:
@@ -220,7 +220,7 @@ def _cost(args: argparse.Namespace) -> CostModel:
         given["token_s"] = 1 / args.prefill_speed
     if args.balance is not None:
         given["balance"] = args.balance
-    return CostModel(**given)
+    return RoutingCost(**given)
 
 
 def _timeouts(args: argparse.Namespace) -> Timeouts:

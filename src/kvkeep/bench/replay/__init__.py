@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvkeep.bench.replay.bounds import BELADY, INFINITE, belady, infinite
-from kvkeep.bench.replay.costs import PrefillCost
+from kvkeep.core.cost import PrefillCost
 from kvkeep.bench.replay.grouping import GroupSizes, WindowSize
 from kvkeep.bench.replay.loop import simulate_loop
 from kvkeep.bench.replay.outcome import GROUP_REASONS, REASONS, Outcome, Spans

@@ -12,7 +12,7 @@ from kvkeep.bench.replay.outcome import Spans
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from kvkeep.bench.replay.costs import PrefillCost
+    from kvkeep.core.cost import PrefillCost
     from kvkeep.bench.replay.workload import Workload
 
     Floats = npt.NDArray[np.float64]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kvkeep.bench.replay.calls import Calls
-    from kvkeep.bench.replay.costs import PrefillCost
+    from kvkeep.core.cost import PrefillCost
     from kvkeep.bench.replay.outcome import Outcome
     from kvkeep.bench.replay.workload import Workload
 

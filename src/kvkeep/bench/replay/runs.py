@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from kvkeep.bench.replay.costs import PrefillCost
+    from kvkeep.core.cost import PrefillCost
     from kvkeep.bench.replay.workload import Workload
     from kvkeep.core.groups import GroupLayout
 

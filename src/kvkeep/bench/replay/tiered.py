@@ -22,7 +22,7 @@ from kvkeep.store.tiers import tiering as tiering_policy
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from kvkeep.bench.replay.costs import PrefillCost
+    from kvkeep.core.cost import PrefillCost
     from kvkeep.bench.replay.workload import Ids, Workload
     from kvkeep.core.returns import Ended
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from kvkeep.serve.router.cost import CostModel
+from kvkeep.serve.router.cost import RoutingCost
 from kvkeep.serve.router.held import HeldPrefix
 from kvkeep.serve.router.index import Place, PlacementIndex
 from kvkeep.serve.router.router import PrefixRouter, RouterStats, RouteTicket, Score
 
 __all__ = [
-    "CostModel",
+    "RoutingCost",
     "HeldPrefix",
     "Place",
     "PlacementIndex",

@@ -1,4 +1,4 @@
-"""`CostModel`: the expected cost of a prompt on an instance, in seconds."""
+"""`RoutingCost`: the expected cost of a prompt on an instance, in seconds."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
     from kvkeep.serve.router.held import HeldPrefix
 
-__all__ = ["CostModel"]
+__all__ = ["RoutingCost"]
 
 # Seconds per token of 128 KiB: memory at 20 GB/s, a disk at 3 GB/s, a network store at 1 GB/s.
 _TIERS = {"GPU": 0.0, "COMING": 0.0, "CPU": 7e-6, "DISK": 45e-6, "STORAGE": 130e-6}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CostModel:
+class RoutingCost:
     """Estimates the part of the time to the first token that depends on the choice of instance.
 
     Computing tokens m … n of a prompt takes ``token_s · (n - m) + square_s · (n² - m²)``; the

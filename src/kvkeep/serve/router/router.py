@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.tokens import as_tokens
 from kvkeep.serve.kv_events.wire import AllBlocksCleared, BlockStored, salt_digest
-from kvkeep.serve.router.cost import CostModel
+from kvkeep.serve.router.cost import RoutingCost
 from kvkeep.serve.router.held import HeldPrefix
 from kvkeep.serve.router.index import Place, PlacementIndex
 
@@ -105,7 +105,7 @@ class PrefixRouter:
 
     It is a `kvkeep.serve.kv_events.Receiver`. Instance names are the caller's; instances may differ
     in block size and hash function. Each prompt is scored as the seconds of prefill left there plus
-    the expected wait plus the penalty of `CostModel.balance`.
+    the expected wait plus the penalty of `RoutingCost.balance`.
 
     An instance has at most ``ranks`` data-parallel ranks; events of other ranks count for rank 0,
     so that no prompt is sent to a rank that does not exist. The index keeps at most
@@ -120,14 +120,14 @@ class PrefixRouter:
         self,
         instances: Iterable[str] = (),
         *,
-        cost: CostModel | None = None,
+        cost: RoutingCost | None = None,
         ranks: int = MOST_RANKS,
         most_blocks: int = 1_000_000,
         public: PublicPrefixes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ranks = whole("ranks", ranks, 1, MOST_RANKS)
-        self.cost = cost or CostModel()
+        self.cost = cost or RoutingCost()
         self._clock = clock
         self._lock = threading.Lock()
         ranked = sorted(self.cost.tiers, key=lambda tier: self.cost.tiers[tier])

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.bench.replay.costs import Measured, PrefillCost
+from kvkeep.core.cost import Measured, PrefillCost
 from kvkeep.core.errors import InvalidValue
-from kvkeep.serve.router import CostModel
+from kvkeep.serve.router import RoutingCost
 from kvkeep.serve.router.held import HeldPrefix
 
 COST = PrefillCost(
@@ -40,7 +40,7 @@ def test_each_token_costs_itself_and_those_before_it():
 
 
 def test_it_is_the_routers_cost_model_written_otherwise():
-    router = CostModel(
+    router = RoutingCost(
         token_s=COST.seconds_per_token, square_s=COST.seconds_per_token_pair / 2, tiers={"GPU": 0}
     )
     here = COST.prefill_s(300, 1000) - COST.seconds_fixed

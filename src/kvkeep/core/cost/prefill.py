@@ -1,32 +1,28 @@
-"""`PrefillCost`: seconds that an engine takes to compute prompts and answers."""
+"""`PrefillCost`: seconds that an engine takes to compute prompts and answers; how it is learned."""
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
-from itertools import combinations
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvkeep.bench.traces.fields import shown
-from kvkeep.core.errors import InvalidValue
+from kvkeep.core.cost.fit import OnlineFit, non_negative
+from kvkeep.core.errors import InvalidValue, told
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    import numpy.typing as npt
-
-    Floats = npt.NDArray[np.float64]
-
-__all__ = ["Fit", "Measured", "PrefillCost"]
+__all__ = ["Fit", "LearnedPrefill", "Measured", "PrefillCost"]
 
 _VERSION = 1
 _MAX_FILE = 1 << 20
 _MAX_VALUE = 1e12
 _MAX_NAME = 512
+_SEEDED = ((0, 64), (0, 1024), (0, 8192), (8128, 8192), (4096, 8192))  # spans that show a seed
 _NUMBERS = (
     "seconds_fixed",
     "seconds_per_token",
@@ -87,13 +83,13 @@ class PrefillCost:
         for field in _NUMBERS:
             value: object = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int | float):
-                raise InvalidValue(f"{field} is {shown(value)}; a number is needed")
+                raise InvalidValue(f"{field} is {told(value)}; a number is needed")
             if not 0 <= value <= _MAX_VALUE:  # NaN is in no range
-                raise InvalidValue(f"{field} is {shown(value)}; 0 … {_MAX_VALUE:g} is needed")
+                raise InvalidValue(f"{field} is {told(value)}; 0 … {_MAX_VALUE:g} is needed")
             object.__setattr__(self, field, float(value))
         name: object = self.name
         if not isinstance(name, str) or len(name) > _MAX_NAME:
-            raise InvalidValue(f"name is text of at most {_MAX_NAME} characters, got {shown(name)}")
+            raise InvalidValue(f"name is text of at most {_MAX_NAME} characters, got {told(name)}")
 
     def prefill_s(self, start: int, stop: int) -> float:
         """Return seconds for tokens ``start`` … ``stop - 1``; 0 if there are none."""
@@ -123,7 +119,7 @@ class PrefillCost:
                 raise InvalidValue(f"{point} is no valid measurement of a prompt")
         starts, stops, seconds = np.array([(p.start, p.stop, p.seconds) for p in points], float).T
         terms = np.stack((np.ones(len(points)), stops - starts, (stops**2 - starts**2) / 2), 1)
-        fixed, linear, pair = _non_negative(terms / seconds[:, None]).tolist()
+        fixed, linear, pair = non_negative(terms / seconds[:, None]).tolist()
         cost = cls(
             seconds_fixed=fixed,
             seconds_per_token=linear,
@@ -143,11 +139,11 @@ class PrefillCost:
     def of(cls, found: object) -> PrefillCost:
         """Return the cost of an `as_dict`. Raises `InvalidValue`."""
         if not isinstance(found, dict):
-            raise InvalidValue(f"a cost is an object, got {shown(found)}")
+            raise InvalidValue(f"a cost is an object, got {told(found)}")
         version = found.get("kvkeep_cost")
         if isinstance(version, bool) or version != _VERSION:
             raise InvalidValue(
-                f"kvkeep_cost is {shown(version)}; {_VERSION} is needed, as `kvkeep calibrate` "
+                f"kvkeep_cost is {told(version)}; {_VERSION} is needed, as `kvkeep calibrate` "
                 "writes it"
             )
         if "seconds_per_token" not in found:
@@ -186,26 +182,60 @@ class PrefillCost:
             raise InvalidValue(f"cannot write {path}: {error.strerror}") from error
 
 
-def _non_negative(terms: Floats) -> Floats:
-    """Return non-negative coefficients for which the terms come closest to 1 in each row.
+class LearnedPrefill:
+    """Learns the cost of prefill from the forward passes of an engine.
 
-    The optimum lies where some coefficients are 0 and the others are free. There are few terms, so
-    every choice of free coefficients is tried.
+    A pass computes pieces: tokens ``start`` … ``stop - 1`` of one prompt or several. ``seed`` is a
+    cost that was measured before; it holds until passes were observed, and afterwards where none
+    of such a size was. Thread safety: all methods. See `OnlineFit` for costs and robustness.
     """
-    count = terms.shape[1]
-    scale = np.abs(terms).max(0)
-    scaled = terms / scale  # n² beside 1: scaled to be comparable
-    best, least = np.zeros(count), math.inf
-    for size in range(1, count + 1):
-        for chosen in combinations(range(count), size):
-            some = list(chosen)
-            found = np.linalg.lstsq(scaled[:, some], np.ones(len(terms)), rcond=None)[0]
-            if (found < 0).any():
-                continue
-            rest = float(((scaled[:, some] @ found - 1) ** 2).sum())
-            # More terms must improve the fit by more than rounding errors.
-            if rest < least * (1 - 1e-9) - 1e-18:
-                best, least = np.zeros(count), rest
-                best[some] = found
-    result: Floats = best / scale
-    return result
+
+    def __init__(self, seed: PrefillCost | None = None) -> None:
+        self._seed = seed
+        seeds = []
+        if seed is not None:
+            seeds = [(_terms([span]), max(seed.prefill_s(*span), 1e-9)) for span in _SEEDED]
+        self._fit = OnlineFit(3, seeds=seeds, first=1)
+
+    @property
+    def known(self) -> bool:
+        """Whether there is a seed, or a pass was observed."""
+        return self._fit.known
+
+    @property
+    def error(self) -> float:
+        """The relative error to expect: 0.1 is 10 %; 1 as long as no pass was observed."""
+        return self._fit.error
+
+    @property
+    def observations(self) -> int:
+        """Passes observed."""
+        return self._fit.observations
+
+    @property
+    def cost(self) -> PrefillCost:
+        """The cost at present; the seed's decoding, size and name are kept."""
+        fixed, linear, pair = self._fit.coefficients
+        seed = self._seed or PrefillCost(seconds_per_token=0.0)
+        return replace(
+            seed, seconds_fixed=fixed, seconds_per_token=linear, seconds_per_token_pair=pair
+        )
+
+    def prefill_s(self, start: int, stop: int) -> float:
+        """Return the expected seconds for tokens ``start`` … ``stop - 1``; 0 if there are none."""
+        return 0.0 if stop <= start else self._fit.seconds(_terms([(start, stop)]))
+
+    def observe(self, pieces: Iterable[tuple[int, int]], seconds: float) -> None:
+        """Learn from a forward pass over ``pieces``, (start, stop) of each, in ``seconds``."""
+        terms = _terms(pieces)
+        if terms[1] > 0:
+            self._fit.observe(terms, seconds)
+
+
+def _terms(pieces: Iterable[tuple[int, int]]) -> tuple[float, float, float]:
+    """Return the terms of a pass: itself, its tokens, and its pairs of tokens."""
+    tokens, pairs = 0.0, 0.0
+    for start, stop in pieces:
+        tokens += stop - start
+        pairs += (stop * stop - start * start) / 2
+    return 1.0, tokens, pairs

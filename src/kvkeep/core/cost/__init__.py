@@ -1,0 +1,31 @@
+"""What computing and moving KV take, in seconds: measured, learned online, and compared.
+
+PrefillCost, TransferCost        the formulas, as values
+LearnedPrefill, LearnedTransfer  learn them from what happens
+CostModel                        all of an engine and its store, in one place and one file
+meet, best_prefix                decide what to load and what to compute
+"""
+
+from __future__ import annotations
+
+from kvkeep.core.cost.fit import OnlineFit
+from kvkeep.core.cost.meeting import Meeting, PrefixChoice, LoadablePrompt, best_prefix, meet
+from kvkeep.core.cost.model import CostModel
+from kvkeep.core.cost.prefill import Fit, LearnedPrefill, Measured, PrefillCost
+from kvkeep.core.cost.transfer import LearnedTransfer, TransferCost
+
+__all__ = [
+    "CostModel",
+    "Fit",
+    "LearnedPrefill",
+    "LearnedTransfer",
+    "Measured",
+    "Meeting",
+    "OnlineFit",
+    "PrefillCost",
+    "PrefixChoice",
+    "LoadablePrompt",
+    "TransferCost",
+    "best_prefix",
+    "meet",
+]

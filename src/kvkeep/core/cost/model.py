@@ -1,0 +1,150 @@
+"""`CostModel`: what an engine and its store have learned of their costs, in one place and file."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from typing import TYPE_CHECKING, Any, Final
+
+from kvkeep.core.cost.prefill import LearnedPrefill, PrefillCost
+from kvkeep.core.cost.transfer import LearnedTransfer, TransferCost
+from kvkeep.core.errors import InvalidValue, told
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+__all__ = ["CostModel"]
+
+_MAX_FILE: Final = 1 << 20
+_MOST_TIERS: Final = 64
+_MAX_NAME: Final = 512
+
+
+class CostModel:
+    """The costs of one model on one machine: of prefill, and of each tier's reads and writes.
+
+    All are learned while they are used. ``prefill``, ``reads`` and ``writes`` are seeds, measured
+    before. ``model`` names what computes, so that its costs are not taken for another's; "" if
+    unknown. The bytes of transfers are those of raw KV, so the codec is part of a tier's cost.
+
+    Thread safety: all methods.
+
+    Raises `InvalidValue` for more than 64 tiers, or a name that is too long.
+    """
+
+    def __init__(
+        self,
+        prefill: PrefillCost | None = None,
+        *,
+        reads: Mapping[str, TransferCost] | None = None,
+        writes: Mapping[str, TransferCost] | None = None,
+        model: str = "",
+    ) -> None:
+        given = {**(reads or {}), **(writes or {})}
+        if len(given) > _MOST_TIERS or any(len(name) > _MAX_NAME for name in (*given, model)):
+            raise InvalidValue(
+                f"costs are of {_MOST_TIERS} tiers at most, with names of {_MAX_NAME} characters"
+            )
+        self.model = model
+        self.prefill = LearnedPrefill(prefill)
+        self._lock = threading.Lock()
+        self._reads = {name: LearnedTransfer(cost) for name, cost in (reads or {}).items()}
+        self._writes = {name: LearnedTransfer(cost) for name, cost in (writes or {}).items()}
+
+    def reading(self, tier: str) -> LearnedTransfer:
+        """Return the cost of reads from ``tier``, a name that is unique in its store."""
+        with self._lock:
+            return self._reads.setdefault(tier, LearnedTransfer())
+
+    def writing(self, tier: str) -> LearnedTransfer:
+        """Return the cost of writes to ``tier``."""
+        with self._lock:
+            return self._writes.setdefault(tier, LearnedTransfer())
+
+    def load_s(self, tier_bytes: Mapping[str, float]) -> float:
+        """Return the expected seconds to read so many bytes from each tier, one after another.
+
+        Tiers of which nothing is known count as free: reading them is how they become known.
+        """
+        return sum(self.reading(tier).seconds(nbytes) for tier, nbytes in tier_bytes.items())
+
+    # --- shown and saved -------------------------------------------------------------------------
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all costs for JSON, with their errors and numbers of observations.
+
+        A file of it is one of `PrefillCost` as well, if anything of prefill is known.
+        """
+        with self._lock:
+            reads, writes = dict(self._reads), dict(self._writes)
+        tiers: dict[str, Any] = {}
+        for kind, costs in (("read", reads), ("write", writes)):
+            for name, learned in costs.items():
+                if learned.known:
+                    tiers.setdefault(name, {})[kind] = {
+                        **learned.cost.as_dict(), "error": learned.error,
+                        "observations": learned.observations,
+                    }  # fmt: skip
+        found: dict[str, Any] = {"model": self.model, "tiers": tiers}
+        if self.prefill.known:
+            found = {
+                **self.prefill.cost.as_dict(), "error": self.prefill.error,
+                "observations": self.prefill.observations, **found,
+            }  # fmt: skip
+        return found
+
+    @classmethod
+    def of(cls, found: object) -> CostModel:
+        """Return the model of an `as_dict`, or of a `PrefillCost`'s. Raises `InvalidValue`."""
+        if not isinstance(found, dict):
+            raise InvalidValue(f"costs are an object, got {told(found)}")
+        tiers, model = found.get("tiers", {}), found.get("model", "")
+        if not isinstance(tiers, dict) or not all(isinstance(one, dict) for one in tiers.values()):
+            raise InvalidValue(f"tiers are objects with read and write, got {told(tiers)}")
+        if not isinstance(model, str):
+            raise InvalidValue(f"model is text, got {told(model)}")
+        known = {
+            kind: {name: TransferCost.of(one[kind]) for name, one in tiers.items() if kind in one}
+            for kind in ("read", "write")
+        }
+        prefill = PrefillCost.of(found) if "kvkeep_cost" in found or not tiers else None
+        return cls(prefill, reads=known["read"], writes=known["write"], model=model)
+
+    @classmethod
+    def read(cls, path: Path) -> CostModel:
+        """Read a file that `write` or ``kvkeep calibrate`` wrote.
+
+        Raises `InvalidValue` with its name.
+        """
+        try:
+            found = json.loads(_text(path))
+        except (ValueError, RecursionError) as error:
+            raise InvalidValue(f"{path} is not JSON") from error
+        try:
+            return cls.of(found)
+        except InvalidValue as error:
+            raise InvalidValue(f"{path}: {error}") from error
+
+    def write(self, path: Path) -> None:
+        """Write a file, whole or not at all. Raises `InvalidValue` if it cannot be written."""
+        text = json.dumps(self.as_dict(), indent=2, allow_nan=False) + "\n"
+        draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        try:
+            draft.write_text(text, encoding="utf-8")
+            draft.replace(path)
+        except OSError as error:
+            draft.unlink(missing_ok=True)
+            raise InvalidValue(f"cannot write {path}: {error.strerror}") from error
+
+
+def _text(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MAX_FILE + 1)
+    except OSError as error:
+        raise InvalidValue(f"cannot read {path}: {error.strerror}") from error
+    if len(text) > _MAX_FILE:
+        raise InvalidValue(f"{path} has more than {_MAX_FILE:,} bytes: it is no cost file")
+    return text
