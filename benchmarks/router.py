@@ -38,7 +38,7 @@ from kvkeep import PagedCache
 from kvkeep.core.returns import Ended
 from kvkeep.serve.kv_events import BlockRemoved, BlockStored, CacheMirror
 from kvkeep.serve.kv_events.wire import Batch, decode, encode
-from kvkeep.serve.router import RoutingCost, PrefixRouter
+from kvkeep.serve.router import PrefixRouter, RoutingCost
 from kvkeep.serve.router.affinity import with_key
 from kvkeep.serve.router.answers import AnswerReader
 from kvkeep.serve.router.conversations import ConversationTable

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvkeep.bench.replay import Workload, simulate
-from kvkeep.core.cost import PrefillCost
 from kvkeep.bench.replay.loop import simulate_loop
 from kvkeep.bench.traces import generate, open_trace
+from kvkeep.core.cost import PrefillCost
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvkeep.core.cost import PrefillCost
 from kvkeep.cli import main
+from kvkeep.core.cost import PrefillCost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -12,11 +12,11 @@ from replaying import Listed
 
 from kvkeep.bench.replay import ReplayRun, Workload
 from kvkeep.bench.replay.calls import calls_of
-from kvkeep.core.cost import PrefillCost
 from kvkeep.bench.replay.jobs import Jobs
 from kvkeep.bench.replay.loop import simulate_loop
 from kvkeep.bench.replay.tiered import simulate_tiers
 from kvkeep.bench.traces import TraceRequest
+from kvkeep.core.cost import PrefillCost
 from kvkeep.core.errors import InvalidValue
 
 UNIT = 4

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from replaying import Chained, Listed, request
 
 from kvkeep.bench.replay import Outcome, Workload, simulate
-from kvkeep.core.cost import PrefillCost
 from kvkeep.bench.replay.loop import simulate_loop
 from kvkeep.bench.traces import TraceRequest
 from kvkeep.bench.traces.chain import Growing
+from kvkeep.core.cost import PrefillCost
 from kvkeep.core.errors import InvalidValue
 
 UNIT = 4

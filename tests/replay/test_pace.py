@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from replaying import Listed
 
 from kvkeep.bench.replay import ReplayRun, Workload
-from kvkeep.core.cost import PrefillCost
 from kvkeep.bench.replay.tiered import simulate_tiers
 from kvkeep.bench.traces import TraceRequest
 from kvkeep.cli import main
+from kvkeep.core.cost import PrefillCost
 from kvkeep.core.errors import InvalidValue
 
 UNIT = 4

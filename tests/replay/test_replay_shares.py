@@ -18,8 +18,8 @@ from kvkeep.bench.replay import (
     simulate_tier_shares,
     simulate_tiers,
 )
-from kvkeep.core.cost import PrefillCost
 from kvkeep.bench.traces import TraceRequest, generate
+from kvkeep.core.cost import PrefillCost
 from kvkeep.core.errors import InvalidValue
 
 UNIT = 4

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.serve.http import bind
-from kvkeep.serve.router import RoutingCost, PrefixRouter
+from kvkeep.serve.router import PrefixRouter, RoutingCost
 from kvkeep.serve.router.health import Timeouts
 from kvkeep.serve.router.listening import Server
 from kvkeep.serve.router.proxy import create_proxy

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvkeep.core.errors import InvalidValue
 from kvkeep.serve.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, salt_digest
-from kvkeep.serve.router import RoutingCost, HeldPrefix, PrefixRouter
+from kvkeep.serve.router import HeldPrefix, PrefixRouter, RoutingCost
 
 PROMPT = list(range(64))
 

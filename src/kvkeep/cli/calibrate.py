@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from kvkeep.core.cost import PrefillCost
 from kvkeep.cli.arguments import add_count, add_json, add_option, add_path
 from kvkeep.cli.calibrating import LENGTHS, measure_engine, measure_server
 from kvkeep.cli.model import add_dtype, add_model_arguments, choose_threads
+from kvkeep.core.cost import PrefillCost
 from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.geometry.units import parse_count
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     import argparse
     from pathlib import Path
 
-    from kvkeep.core.cost import Fit
     from kvkeep.cli.arguments import Commands
     from kvkeep.cli.calibrating import Readings
+    from kvkeep.core.cost import Fit
 
 __all__ = ["add_parser", "run"]
 

@@ -12,12 +12,12 @@ from http.client import HTTPException
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.core.cost import Measured
 from kvkeep.cli.arguments import model_name
 from kvkeep.cli.client import Address
 from kvkeep.cli.model import load
 from kvkeep.cli.progress import progress
 from kvkeep.cli.server import KEY_VARIABLE
+from kvkeep.core.cost import Measured
 from kvkeep.core.errors import InvalidValue
 
 if TYPE_CHECKING:

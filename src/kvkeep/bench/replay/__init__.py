@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from kvkeep.bench.replay.bounds import BELADY, INFINITE, belady, infinite
-from kvkeep.core.cost import PrefillCost
 from kvkeep.bench.replay.grouping import GroupSizes, WindowSize
 from kvkeep.bench.replay.loop import simulate_loop
 from kvkeep.bench.replay.outcome import GROUP_REASONS, REASONS, Outcome, Spans
@@ -14,6 +13,7 @@ from kvkeep.bench.replay.sharing import simulate_shares, simulate_tier_shares
 from kvkeep.bench.replay.simulate import simulate
 from kvkeep.bench.replay.tiered import simulate_tiers
 from kvkeep.bench.replay.workload import Workload
+from kvkeep.core.cost import PrefillCost
 
 __all__ = [
     "BELADY",

@@ -12,8 +12,8 @@ from kvkeep.bench.replay.outcome import Spans
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from kvkeep.core.cost import PrefillCost
     from kvkeep.bench.replay.workload import Workload
+    from kvkeep.core.cost import PrefillCost
 
     Floats = npt.NDArray[np.float64]
 

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvkeep.bench.replay.calls import Calls
-    from kvkeep.core.cost import PrefillCost
     from kvkeep.bench.replay.outcome import Outcome
     from kvkeep.bench.replay.workload import Workload
     from kvkeep.core.cache import Sequence
+    from kvkeep.core.cost import PrefillCost
     from kvkeep.core.eviction import EvictionPolicy
     from kvkeep.core.groups import GroupLayout
 

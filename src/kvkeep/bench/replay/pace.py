@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kvkeep.bench.replay.calls import Calls
-    from kvkeep.core.cost import PrefillCost
     from kvkeep.bench.replay.outcome import Outcome
     from kvkeep.bench.replay.workload import Workload
+    from kvkeep.core.cost import PrefillCost
 
 __all__ = ["Pace"]
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from kvkeep.core.cost import PrefillCost
     from kvkeep.bench.replay.workload import Workload
+    from kvkeep.core.cost import PrefillCost
     from kvkeep.core.groups import GroupLayout
 
 __all__ = ["BOUNDS", "ReplayRun", "RunLog", "increments", "replay"]

@@ -22,8 +22,8 @@ from kvkeep.store.tiers import tiering as tiering_policy
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from kvkeep.core.cost import PrefillCost
     from kvkeep.bench.replay.workload import Ids, Workload
+    from kvkeep.core.cost import PrefillCost
     from kvkeep.core.returns import Ended
 
 __all__ = ["Requests", "simulate_tiers"]

@@ -9,7 +9,7 @@ meet, best_prefix                decide what to load and what to compute
 from __future__ import annotations
 
 from kvkeep.core.cost.fit import OnlineFit
-from kvkeep.core.cost.meeting import Meeting, PrefixChoice, LoadablePrompt, best_prefix, meet
+from kvkeep.core.cost.meeting import LoadablePrompt, Meeting, PrefixChoice, best_prefix, meet
 from kvkeep.core.cost.model import CostModel
 from kvkeep.core.cost.prefill import Fit, LearnedPrefill, Measured, PrefillCost
 from kvkeep.core.cost.transfer import LearnedTransfer, TransferCost
@@ -19,12 +19,12 @@ __all__ = [
     "Fit",
     "LearnedPrefill",
     "LearnedTransfer",
+    "LoadablePrompt",
     "Measured",
     "Meeting",
     "OnlineFit",
     "PrefillCost",
     "PrefixChoice",
-    "LoadablePrompt",
     "TransferCost",
     "best_prefix",
     "meet",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["Meeting", "PrefixChoice", "LoadablePrompt", "best_prefix", "meet"]
+__all__ = ["LoadablePrompt", "Meeting", "PrefixChoice", "best_prefix", "meet"]
 
 
 class LoadablePrompt(NamedTuple):

@@ -8,12 +8,12 @@ from kvkeep.serve.router.index import Place, PlacementIndex
 from kvkeep.serve.router.router import PrefixRouter, RouterStats, RouteTicket, Score
 
 __all__ = [
-    "RoutingCost",
     "HeldPrefix",
     "Place",
     "PlacementIndex",
     "PrefixRouter",
     "RouteTicket",
     "RouterStats",
+    "RoutingCost",
     "Score",
 ]
