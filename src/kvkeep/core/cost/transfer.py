@@ -7,7 +7,7 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvkeep.core.cost.fit import OnlineFit
 from kvkeep.core.errors import InvalidValue, told
@@ -88,7 +88,8 @@ class LearnedTransfer:
         self._since = 0.0  # begin of the time that is observed next
         self._bytes = 0  # moved since then
         self._first = True  # whether that time began with nothing under way
-        self._spoilt = False  # by a transfer that failed
+        self._part: _Part | None = None  # what was observed last, while more goes on
+        self._spoilt = False  # by a transfer that failed, until nothing is under way
 
     @property
     def known(self) -> bool:
@@ -136,7 +137,7 @@ class LearnedTransfer:
         with self._lock:
             if not self._running:
                 self._since, self._bytes, self._first = self._clock(), 0, True
-                self._spoilt = False
+                self._part, self._spoilt = None, False
             self._running += 1
 
     def end(self, nbytes: int | None) -> None:
@@ -151,8 +152,26 @@ class LearnedTransfer:
             seconds = now - self._since
             if self._running and seconds < _CUT_S:
                 return
-            terms = float(self._first), float(self._bytes)
-            told_it = self._bytes > 0 and not self._spoilt
-            self._since, self._bytes, self._first, self._spoilt = now, 0, False, False
-        if told_it:
-            self._fit.observe(terms, seconds)
+            last = _Part(self._first, self._bytes, seconds)
+            self._since, self._bytes, self._first = now, 0, False
+            before, self._part = self._part, None
+            part: _Part | None = last
+            if self._running:
+                part, self._part = before, last
+            elif before is not None:
+                # What is left at the end is short, and was moved in the part before as well.
+                part = before.and_then(last)
+            spoilt = self._spoilt
+        if part is not None and part.nbytes and not spoilt:
+            self._fit.observe((float(part.first), float(part.nbytes)), part.seconds)
+
+
+class _Part(NamedTuple):
+    """Bytes moved without a pause; ``first``: nothing was under way before."""
+
+    first: bool
+    nbytes: int
+    seconds: float
+
+    def and_then(self, other: _Part) -> _Part:
+        return _Part(self.first, self.nbytes + other.nbytes, self.seconds + other.seconds)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvkeep.store.tiers.planner import Copy
     from kvkeep.store.tiers.write_queue import WriteQueue
 
-__all__ = ["ReadRequest", "Reader"]
+__all__ = ["ReadRequest", "Reader", "end_read"]
 
 _READ_AHEAD = 16  # blocks, at most
 _LEASED = 64  # blocks in memory that are leased at once, at most …
@@ -275,11 +275,11 @@ class ReadRequest(ReadMoves):
                     break  # from memory, where it was stored with another length
                 self._sources.append(self._source(ahead[0]))
                 self._sink(count, payload)
-                _end(ahead.popleft())
+                end_read(ahead.popleft())
                 count += 1
         finally:
             for left in (*ahead, *run):
-                _end(left)
+                end_read(left)
         if count < len(levels):  # a located block is missing: others may be, too
             for tier in self._levels.tiers:
                 tier.recheck(blocks[count : len(levels)])
@@ -364,7 +364,8 @@ def _never() -> bool:
     return False
 
 
-def _end(started: SharedRead | MemoryLease) -> None:
+def end_read(started: SharedRead | MemoryLease) -> None:
+    """Leave a read that `Reader.start` began."""
     if isinstance(started, SharedRead):
         started.leave()
     else:
