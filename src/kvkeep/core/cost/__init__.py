@@ -12,8 +12,8 @@ from __future__ import annotations
 from kvkeep.core.cost.fit import OnlineFit
 from kvkeep.core.cost.meeting import LoadablePrompt, Meeting, PrefixChoice, best_prefix, meet
 from kvkeep.core.cost.model import CostModel
-from kvkeep.core.cost.prefill import Fit, LearnedPrefill, Measured, PrefillCost
 from kvkeep.core.cost.overlap import Overlap
+from kvkeep.core.cost.prefill import Fit, LearnedPrefill, Measured, PrefillCost
 from kvkeep.core.cost.transfer import LearnedTransfer, TransferCost
 from kvkeep.core.cost.turns import LoadProgress, Turn, take_turns
 

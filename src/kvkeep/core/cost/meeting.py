@@ -61,7 +61,8 @@ def meet(
     ``compute_s(start, stop)`` are the seconds to compute tokens, ``load_s(tokens)`` to load as
     many; the first grows with ``stop``, the second with ``tokens``. Both begin when older prompts
     leave them room: after ``compute_free_s`` and ``load_free_s``. Of equals, the one that computes
-    most beside the load: that costs nothing, and is of use if the load is late. Cost: O(log blocks).
+    more beside the load: that costs nothing, and is of use if the load is late. Cost: O(log
+    blocks).
     """
     start, end, unit = prompt.computed, prompt.loaded, prompt.unit
     behind = compute_s(prompt.stop, prompt.tokens)

@@ -48,6 +48,7 @@ class Overlap:
         self._since: float | None = None  # the last progress of the load, or its begin
         self._first = 0.0  # its begin
         self._came = 0  # tokens
+        self._coming: list[tuple[int, int]] = []  # that have come, and are not in their place
         self._parts: list[tuple[int, int]] = []  # whose KV is there, behind `computed`; in order
 
     # --- loading ---------------------------------------------------------------------------------
@@ -67,7 +68,7 @@ class Overlap:
         return self._since is not None
 
     def came(self, start: int, stop: int, now: float, *, front: bool = False) -> None:
-        """Note that tokens have come; `put` follows when their KV is in its place.
+        """Note that tokens have come; `take`, and `put` when their KV is in its place, follow.
 
         ``front``: they were read from the front, so that those behind them have not come.
         """
@@ -75,6 +76,11 @@ class Overlap:
             self.reach = min(self.reach, start)
         self._came += stop - start
         self._since = now
+        self._coming.append((start, stop))
+
+    def take(self) -> None:
+        """Note that all tokens that have come are being brought to their places."""
+        self._coming.clear()
 
     def put(self, start: int, stop: int) -> None:
         """Note that the KV of tokens that came is in its place."""
@@ -109,12 +115,16 @@ class Overlap:
 
     def limit(self) -> int:
         """Return where a pass has to end at the latest: tokens behind it have come."""
-        ends = [start for start, _ in self._parts if start > self.computed]
+        ends = [
+            max(start, self.computed)
+            for start, stop in (*self._parts, *self._coming)
+            if stop > self.computed
+        ]
         return min([self.tokens, *ends])
 
     # --- planning --------------------------------------------------------------------------------
 
-    def progress(self, now: float, read_s: ReadSeconds) -> LoadProgress:
+    def progress(self, now: float, read_s: ReadSeconds, *, waited_s: float = 0.0) -> LoadProgress:
         """Return what `take_turns` needs; ``read_s(start, stop)`` is 0 if nothing is known."""
         stop = max(self.stop, self.computing)
         reach = self.limit() if self.over else self.reach
@@ -131,4 +141,4 @@ class Overlap:
         left = reach - self.computing
         first = expected(left if self._whole else min(left, _AHEAD * self.unit)) if left else 0.0
         elapsed = None if self._since is None else now - self._since
-        return LoadProgress(prompt, expected, first, elapsed, self.over)
+        return LoadProgress(prompt, expected, first, elapsed, self.over, waited_s)

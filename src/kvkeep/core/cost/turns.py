@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["LoadProgress", "Turn", "take_turns"]
 
 _LEAST: Final = 16  # tokens: shorter passes are not worth their fixed costs
+_UNKNOWN_S: Final = 0.05  # for which loads are waited for while nothing is known of computing …
+_FIRST: Final = 64  # … and the tokens of the pass that finds out
 _MOST_ERROR: Final = 0.5
 
 
@@ -39,6 +41,7 @@ class LoadProgress(NamedTuple):
         elapsed_s: seconds since the load's last progress, or since it began; None if it did not
             begin.
         over: whether nothing more will come.
+        waited_s: seconds for which nothing was computed of the prompt.
     """
 
     prompt: LoadablePrompt
@@ -46,6 +49,7 @@ class LoadProgress(NamedTuple):
     first_s: float = 0.0
     elapsed_s: float | None = None
     over: bool = False
+    waited_s: float = 0.0
 
     @property
     def late_s(self) -> float:
@@ -80,7 +84,7 @@ class Turn(NamedTuple):
 
 def take_turns(
     loads: Sequence[LoadProgress],
-    compute_s: ComputeSeconds,
+    compute_s: ComputeSeconds | None,
     *,
     error: float = 0.0,
     room_s: float = math.inf,
@@ -88,18 +92,19 @@ def take_turns(
 ) -> list[Turn]:
     """Return the turn of each prompt; they are in order, the oldest first.
 
-    ``compute_s(start, stop)`` are the seconds to compute tokens. ``error`` is that of the
-    expectations: the larger, the shorter the passes before a meeting. All passes together take no
+    ``compute_s(start, stop)`` are the seconds to compute tokens. None if nothing is known of that:
+    then loads are waited for, 50 ms at most, before a short pass finds out. ``error`` is that of
+    what is expected: the larger, the shorter the passes before a meeting. All passes together take no
     longer than ``room_s``, and none that would hold up an older prompt whose load is about to
     arrive. Computing begins after ``compute_free_s``. Cost: O(prompts · log blocks).
     """
+    if compute_s is None:
+        return [_unknown(one) for one in loads]
     turns: list[Turn] = []
     computing, loading, room = compute_free_s, 0.0, room_s
     for one in loads:
         prompt = one.prompt
-        met = meet(
-            prompt, compute_s, one.load_s, compute_free_s=computing, load_free_s=loading
-        )
+        met = meet(prompt, compute_s, one.load_s, compute_free_s=computing, load_free_s=loading)
         wanted = _stop(one, met.at, compute_s, error)
         stop = _within(prompt.computed, wanted, compute_s, room)
         if wanted == prompt.computed < prompt.stop or 0 < met.load_s < math.inf:
@@ -111,6 +116,16 @@ def take_turns(
         if met.at < prompt.loaded:
             loading += one.load_s(prompt.loaded - met.at)
     return turns
+
+
+def _unknown(one: LoadProgress) -> Turn:
+    prompt = one.prompt
+    at = stop = prompt.computed
+    if at >= prompt.loaded or one.over:
+        stop = prompt.loaded if at < prompt.loaded < prompt.stop else prompt.tokens
+    elif one.waited_s > _UNKNOWN_S:
+        stop = min(at + _FIRST, prompt.loaded)
+    return Turn(at, stop, 0.0, 0.0)
 
 
 def _stop(one: LoadProgress, at: int, compute_s: ComputeSeconds, error: float) -> int:

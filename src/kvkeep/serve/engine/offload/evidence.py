@@ -16,11 +16,11 @@ from kvkeep.observe.usage import LoadReport
 from kvkeep.store import Miss
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from kvkeep.store import Lookup, Prefetch
 
-    What = Literal["unavailable", "late", "never", "computed"]
+    What = Literal["unavailable", "late"]
 
 __all__ = ["Evidence"]
 
@@ -61,7 +61,7 @@ class Evidence:
         self._read: list[_Range] = []  # where the reads found them
         self._stopped: list[Miss] = []
         self._late = False
-        self._plan = ""
+        self._plan = 0.0, 0.0  # seconds with the rest loaded, and computed
 
     # --- noting ------------------------------------------------------------------------------
 
@@ -89,9 +89,7 @@ class Evidence:
 
     def planned(self, load_s: float, compute_s: float) -> None:
         """Note the seconds that loading the rest would take, and computing it."""
-        self._plan = (
-            f"loading would have taken {load_s * 1e3:,.0f} ms, computing {compute_s * 1e3:,.0f}"
-        )
+        self._plan = load_s, compute_s
 
     def came(self, start: int, stop: int) -> None:
         """Note that tokens ``start`` … ``stop - 1`` need no computing, since they were loaded."""
@@ -106,7 +104,9 @@ class Evidence:
     def stopped(self, why: Sequence[Miss], start: int, stop: int) -> None:
         """Note why tokens ``start`` … ``stop - 1`` were found and did not come."""
         tier = "" if self._answer is None else _at(_ranges(0, self._answer[0].tiers), start) or ""
-        self._stopped += self._cover(start, stop, why, "unavailable", "not read", tier=tier)
+        self._stopped += self._cover(
+            start, stop, why, lambda begin, end: _miss(begin, end, tier, "unavailable", "not read")
+        )
 
     def late(self) -> None:
         """Note that computing did not wait for the read, which was late."""
@@ -129,7 +129,7 @@ class Evidence:
         """Return the report of a load whose answer ended or was preempted."""
         sources = self._sources()
         missing = tuple(
-            Miss(start, stop, "", "computed", None, "")
+            self._slower(start, stop, "")
             for start, stop in self._gaps(sources[-1].stop if sources else self.pool)
         )
         asked = sources[-1].stop - self.pool if sources else 0
@@ -147,14 +147,8 @@ class Evidence:
         for start, stop in self._gaps(self._end):
             middle = min(max(start, found), stop)
             for begin, end in self._cut(start, middle, where):
-                what, detail = self._reason(end - begin)
-                tier = _at(where, begin) or ""
-                missing += self._cover(begin, end, self._stopped, what, detail, tier=tier)
-            behind: What = "never" if self.answered else "late"
-            detail = "" if self.answered else "no answer"
-            missing += self._cover(
-                middle, stop, self._behind, behind, detail, tier="" if self.answered else self._slow
-            )
+                missing += self._unread(begin, end, _at(where, begin) or "")
+            missing += self._cover(middle, stop, self._behind, self._not_found)
         late = any(fate.what == "late" for fate in missing)
         parts = tuple((*one,) for one in sources)
         return LoadReport(self._end - self.pool, parts, tuple(missing), self._seconds, late)
@@ -163,13 +157,28 @@ class Evidence:
     def _seconds(self) -> float:
         return self._last - self._began
 
-    def _reason(self, tokens: int) -> tuple[What, str]:
-        """Return why tokens that were found, and did not fail to come, were not loaded."""
-        if self._late:
-            return "late", "no answer"
-        if not self._came and tokens < self._page_size:
-            return "never", "part"
-        return "computed", "" if self._came else self._plan
+    def _unread(self, start: int, stop: int, tier: str) -> list[Miss]:
+        """Explain tokens that were found in ``tier`` and did not come."""
+        if not self._came and not self._stopped and stop - start < self._page_size:
+            return [Miss(start, stop, "", "never", None, "part")]
+
+        def gap(begin: int, end: int) -> Miss:
+            if self._late:
+                return _miss(begin, end, tier, "late", "no answer")
+            return self._slower(begin, end, tier)
+
+        return self._cover(start, stop, self._stopped, gap)
+
+    def _slower(self, start: int, stop: int, tier: str) -> Miss:
+        load_s, compute_s = self._plan
+        return Miss.slower(
+            start, stop, tier, load_s=load_s, compute_s=compute_s, overtaken=bool(self._came)
+        )
+
+    def _not_found(self, start: int, stop: int) -> Miss:
+        if self.answered:
+            return Miss(start, stop, "", "never", None, "")
+        return _miss(start, stop, self._slow, "late", "no answer")
 
     def _gaps(self, end: int) -> list[tuple[int, int]]:
         """Return the ranges from the pool's tokens to ``end`` that did not come."""
@@ -207,28 +216,22 @@ class Evidence:
         return list(pairwise(sorted({start, stop, *edges})))
 
     def _cover(
-        self,
-        start: int,
-        stop: int,
-        fates: Sequence[Miss],
-        what: What,
-        detail: str,
-        *,
-        tier: str,
+        self, start: int, stop: int, fates: Sequence[Miss], gap: Callable[[int, int], Miss]
     ) -> list[Miss]:
-        """Cut ``fates`` to tokens ``start`` … ``stop - 1``; tokens in the gaps get ``what``."""
+        """Cut ``fates`` to tokens ``start`` … ``stop - 1``; ``gap`` makes those between them."""
         covered: list[Miss] = []
-        at = None if what == "never" else time.time()
         for fate in fates:
             begin, end = max(start, fate.start), min(stop, fate.stop)
             if begin < end:
                 if start < begin:
-                    covered.append(Miss(start, begin, tier, what, at, detail))
+                    covered.append(gap(start, begin))
                 covered.append(replace(fate, start=begin, stop=end))
                 start = end
-        if start < stop:
-            covered.append(Miss(start, stop, tier, what, at, detail))
-        return covered
+        return [*covered, gap(start, stop)] if start < stop else covered
+
+
+def _miss(start: int, stop: int, tier: str, what: What, detail: str) -> Miss:
+    return Miss(start, stop, tier, what, time.time(), detail)
 
 
 def _ranges(start: int, runs: Iterable[tuple[str, int]]) -> list[_Range]:

@@ -67,6 +67,12 @@ class Load:
         """Whether the observers have the report of this load."""
         self.is_first = False
         """Whether this load counts in the request's statistics: set at its first admission."""
+        self.waited = False
+        """Whether its answer was passed over by an admission."""
+        self.prefetched = False
+        """Whether its prefetch was begun."""
+        self.done = False
+        """Whether its answer needs no more of it."""
         self.late = False
         """Whether its read is late, so that others need not wait for it."""
         self.alive_at = 0.0
@@ -131,11 +137,6 @@ class Load:
         if not wanted:
             prefetch.cancel()
 
-    @property
-    def prefetches(self) -> bool:
-        """Whether there is a prefetch, under way or done."""
-        return self._prefetch is not None
-
     def end_prefetch(self) -> None:
         """Cancel the prefetch, if there is one; what it has brought stays in memory."""
         with self._lock:
@@ -174,7 +175,8 @@ class Load:
             return total
 
         with self._lock:
-            return self._running.progress(now, read_s if self._looked_up else _unknown)
+            known = read_s if self._looked_up else _unknown
+            return self._running.progress(now, known, waited_s=now - self.alive_at)
 
     def compute(self, stop: int) -> None:
         """Note that a pass begins, up to ``stop``: nothing before it is read any more."""
@@ -203,6 +205,11 @@ class Load:
         with self._lock:
             return self._running.limit()
 
+    @property
+    def tiers(self) -> set[str]:
+        """The tiers that have what was found."""
+        return {tier for _, _, tier in self._runs}
+
     def is_through(self) -> bool:
         """Whether the load is of no more use: all is there, or nothing more will come."""
         with self._lock:
@@ -211,7 +218,7 @@ class Load:
                 return overlap.computed >= overlap.tokens - 1
             if overlap.met:
                 return True
-            return overlap.over and not self._chunks and overlap.limit() == overlap.tokens
+            return overlap.over and overlap.limit() == overlap.tokens
 
     @property
     def _running(self) -> Overlap:
@@ -297,6 +304,8 @@ class Load:
         with self._lock:
             chunks = list(self._chunks)
             self._chunks.clear()
+            if self._overlap is not None:
+                self._overlap.take()
         return chunks
 
     def cancel(self) -> list[LoadChunk]:
@@ -330,7 +339,8 @@ class Load:
             return
         self.evidence.read_from("", start, front)
         runs = list(sources)
-        for begin, stop in came:
+        for at, stop in came:
+            begin = at
             while begin < stop and runs:
                 tier, tokens = runs[0]
                 count = min(tokens, stop - begin)

@@ -110,12 +110,14 @@ class Loads(ABC):
             return bool(self._queued or self._running)
 
     def prefetch(self, load: Load) -> None:
-        """Read the KV of a waiting answer into memory, if it was found and none is being read."""
-        if load.prefetches or not load.answered or load.found - load.in_pool < self._page_size:
-            return
+        """Read the KV of a waiting answer into memory in the background, if it was found."""
+        if load.answered and not load.prefetched and load.found - load.in_pool >= self._page_size:
+            load.prefetched = True
+            self._lookups.submit(lambda: self._prefetch(load))
+
+    def _prefetch(self, load: Load) -> None:
         tokens = load.tokens[: load.found]
-        with suppress(IllegalStep):  # its owner has closed the store
-            load.prefetching(self._store.prefetch(tokens, load.in_pool, tenant=load.tenant))
+        load.prefetching(self._store.prefetch(tokens, load.in_pool, tenant=load.tenant))
 
     # --- reading ---------------------------------------------------------------------------------
 
