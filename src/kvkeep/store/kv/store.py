@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from kvkeep.core.cost import CostModel
     from kvkeep.core.extras import ExtraLike
     from kvkeep.core.geometry import KVGeometry
     from kvkeep.core.tokens import TokensLike
@@ -62,6 +63,8 @@ class KVStore(PromptLoads):
         snapshots: keep each group of layers apart, with `put_snapshot` and `get_snapshot`: windows
             without what lies behind them, and states. By default only if the layers differ in what
             they keep; if they differ in their windows alone, `put` and `get` keep them whole.
+        cost: what loading and computing take, as far as it is known; it learns from here on. An
+            engine that uses the same object learns it, too. A new one by default. (docs/cost.md)
 
     Raises:
         InvalidValue: an argument is wrong; nothing stays open.
@@ -91,11 +94,12 @@ class KVStore(PromptLoads):
         quotas: Mapping[str, int | str] | None = None,
         shares: Mapping[str, float] | None = None,
         snapshots: bool | None = None,
+        cost: CostModel | None = None,
     ) -> None:
         config = StoreConfig.of(
             geometry, model=model, revision=revision, tiers=tiers, layout=layout,
             block_tokens=block_tokens, tenant=tenant, lora=lora, rank=rank, policy=policy,
-            quotas=quotas, shares=shares, snapshots=snapshots,
+            quotas=quotas, shares=shares, snapshots=snapshots, cost=cost,
         )  # fmt: skip
         super().__init__(config)
 

@@ -69,6 +69,7 @@ class SharedRead:
         self._joined = 0
         self._lease: MemoryLease | None = None
         self._done = False
+        self._queued: Tier | None = None  # whose queue of reads counts this one
         self._watching: list[Callable[[], object]] = []
 
     # --- called by requests ----------------------------------------------------------------------
@@ -88,6 +89,8 @@ class SharedRead:
             lease = self._lease if self._joined == 0 else None
             if lease is not None:
                 self._lease = None
+            elif not self._joined and not self._began:
+                self._unqueue()  # a reader thread will skip it
         if lease is not None:
             lease.release()
 
@@ -140,9 +143,16 @@ class SharedRead:
         """Return when the present attempt is given up, under the lock."""
         return self._since + self._tiers[0].timeout if self._tiers else 0.0
 
+    def _unqueue(self) -> None:
+        """Wait for no tier any more, under the lock."""
+        if self._queued is not None:
+            self._queued.reads.queue(-self.raw_bytes)
+            self._queued = None
+
     def _finish(self) -> None:
         """End the read, under the lock, and wake all that wait for it."""
         self._done = True
+        self._unqueue()
         self._changed.notify_all()
         watching, self._watching = self._watching, []
         for wake in watching:
@@ -160,6 +170,7 @@ class SharedRead:
 
     def _read_next(self) -> None:
         """Queue a read in the first tier that accepts it, under the lock; end if none does."""
+        self._unqueue()
         while self._tiers:
             tier, self._attempt = self._tiers[0], self._attempt + 1
             self._began = False
@@ -170,6 +181,8 @@ class SharedRead:
                 partial(self._read, tier, self._attempt),
                 given_up=partial(self._over, tier, self._attempt),
             ):
+                self._queued = tier
+                tier.reads.queue(self.raw_bytes)
                 return
             else:
                 tier.health.note_failure(late="queue full")

@@ -7,6 +7,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kvkeep.core.cost import CostModel
 from kvkeep.store.tiers.demoting import Demoter
 from kvkeep.store.tiers.fetch_back import open_fetch_back
 from kvkeep.store.tiers.front import open_front
@@ -53,6 +54,7 @@ class TieredStore(TieredReads):
         policy: decides which level holds a block; `Inclusive` unless given.
         notes: of the store's namespaces, by space (`kvkeep.store.tiers.notes`), for all tiers.
         shares: weights by which tenants share each level with a budget; None: they do not.
+        cost: learns what reads and writes of each level take; a new model unless given.
 
     Attributes:
         returns: follows conversations, if the ends of requests are reported.
@@ -66,11 +68,13 @@ class TieredStore(TieredReads):
         *,
         notes: Mapping[bytes, bytes] | None = None,
         shares: TenantWeights | None = None,
+        cost: CostModel | None = None,
     ) -> None:
+        self.cost = CostModel() if cost is None else cost
         self.policy = policy or Inclusive()
         self.losses = LossLog([memory.name, *(tier.name for tier in tiers)])
         self.memory = open_front(memory, self.losses, self._evicted_from_memory, shares)
-        open_tier = partial(Tier, losses=self.losses, notes=notes, shares=shares)
+        open_tier = partial(Tier, losses=self.losses, notes=notes, shares=shares, cost=self.cost)
         self.tiers = [
             open_tier(spec, evicting=partial(self._evicting_from, level))
             for level, spec in enumerate(tiers, start=1)
@@ -82,7 +86,9 @@ class TieredStore(TieredReads):
         self._levels = Levels(self.memory, self.tiers, planner, self.losses, self.returns.used)
         self._queue = WriteQueue(self.memory, self.losses)
         self._demoter = Demoter(self._levels, self._queue)
-        self._reader = Reader(self._levels, self._queue, self._demoter)
+        self._reader = Reader(
+            self._levels, self._queue, self._demoter, self.cost.reading(memory.name)
+        )
         self._remover = Remover(self._levels, self._queue, self._reader)
         self._reader.fetch_back = open_fetch_back(self.returns, self._levels, self._reader)
         super().__init__(self._levels, self._reader)
