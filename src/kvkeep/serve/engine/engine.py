@@ -105,7 +105,7 @@ class Engine:
         self._model_checked = -_CHECK_S
         self._stats = EngineStats()
         self._notifier = Notifier(*observers)
-        self.cost: CostModel = getattr(store, "cost", None) or CostModel()
+        self.cost = CostModel() if store is None else store.cost
         """What computing takes, and the store's tiers; learned from what happens."""
         self._offload: Offload | None = None
         if store is not None:
