@@ -95,7 +95,9 @@ class World:
             assert self.now < 1e6, "no end"
             self.receive(left)
             pieces, progress = [], [self.progress(one) for one in left]
-            turns = self.policy(progress, self.compute_s, error=self.error, pass_s=self.compute.seconds_fixed)
+            turns = self.policy(
+                progress, self.compute_s, error=self.error, pass_s=self.compute.seconds_fixed
+            )
             assert len(turns) == len(left)
             budget = self.step_tokens
             for one, state, turn in zip(left, progress, turns, strict=True):

@@ -17,8 +17,6 @@ from simulated import Link, World, compute_only, load_only
 
 from kvkeep.core.cost import LoadablePrompt, LoadProgress, Overlap, PrefillCost, take_turns
 
-KINDS = pytest.mark.parametrize("kind", ["mean", "max"])
-
 
 class Case(NamedTuple):
     """Prompts that are stored whole, and what computing and loading take."""
@@ -42,9 +40,7 @@ class Case(NamedTuple):
         """The seconds of the longest pass, and of one block."""
         longest = max(self.tokens)
         first = max(0, longest - self.step_tokens)
-        return (
-            self.compute.prefill_s(first, longest) + self.token_s * self.unit + self.latency_s
-        )
+        return self.compute.prefill_s(first, longest) + self.token_s * self.unit + self.latency_s
 
 
 @st.composite
@@ -111,9 +107,7 @@ def test_a_load_that_stalls_is_overtaken(case, begins, lasts):
 
 @pytest.mark.parametrize("count", [1, 2, 8])
 def test_where_both_balance_it_takes_half(count):
-    compute = PrefillCost(
-        seconds_fixed=0.03, seconds_per_token=1e-3, seconds_per_token_pair=1e-7
-    )
+    compute = PrefillCost(seconds_fixed=0.03, seconds_per_token=1e-3, seconds_per_token_pair=1e-7)
     case = Case([4096] * count, compute, compute.prefill_s(0, 4096) / 4096, 0.0, 4, 64, 1024)
     both, alone = mean(case.run(error=0.05)), better(case, mean)
     assert 0.48 < both / alone < 1 / 1.7
