@@ -63,6 +63,12 @@ class CostModel:
         with self._lock:
             return self._writes.setdefault(tier, LearnedTransfer())
 
+    def reads(self) -> dict[str, TransferCost]:
+        """Return what is known of reads, by tier."""
+        with self._lock:
+            learned = dict(self._reads)
+        return {name: one.cost for name, one in learned.items() if one.known}
+
     def load_s(self, tier_bytes: Mapping[str, float]) -> float:
         """Return the expected seconds to read so many bytes from each tier, one after another.
 
@@ -118,8 +124,9 @@ class CostModel:
 
         Raises `InvalidValue` with its name.
         """
+        text = _text(path)
         try:
-            found = json.loads(_text(path))
+            found = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise InvalidValue(f"{path} is not JSON") from error
         try:
