@@ -115,7 +115,7 @@ class CostModel:
             kind: {name: TransferCost.of(one[kind]) for name, one in tiers.items() if kind in one}
             for kind in ("read", "write")
         }
-        prefill = PrefillCost.of(found) if "kvkeep_cost" in found or not tiers else None
+        prefill = PrefillCost.of(found) if "kvkeep_cost" in found or "tiers" not in found else None
         return cls(prefill, reads=known["read"], writes=known["write"], model=model)
 
     @classmethod
