@@ -6,34 +6,26 @@ import threading
 import time
 from contextlib import nullcontext
 from itertools import accumulate
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from kvkeep.store.blocks.stats import Put, closed_is_illegal, runs_of, seconds_of
+from kvkeep.store.kv.loaded import LoadedKV
 from kvkeep.store.kv.lookup import find_stored
 from kvkeep.store.kv.removal import delete_from
+from kvkeep.store.kv.tail import TailRead
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvkeep.store.kv.forms import KV, Form
     from kvkeep.store.kv.names import PromptBlocks
     from kvkeep.store.kv.removal import Followers
     from kvkeep.store.tiers import TieredStore
 
-__all__ = ["KVTransfers", "LoadedKV"]
+__all__ = ["KVTransfers"]
 
 _WAIT_S: Final = 60.0
 """Seconds that each slower tier has to write blocks for which a put waits."""
-
-
-class LoadedKV(NamedTuple):
-    """KV of the first ``tokens`` tokens from a prompt's ``start`` on.
-
-    ``tiers`` are ``(tier, tokens)`` in order, the tiers the KV was read from; empty unless they
-    were requested.
-    """
-
-    kv: KV | None
-    tokens: int
-    tiers: tuple[tuple[str, int], ...] = ()
 
 
 class KVTransfers:
@@ -141,3 +133,18 @@ class KVTransfers:
         self._followers.note(blocks[:count])
         parts = zip(read_from or (), [lengths[0] - skip, *lengths[1:]], strict=False)
         return LoadedKV(self._form.cut(into, 0, ends[count - 1]), ends[count - 1], runs_of(parts))
+
+    def tail(
+        self,
+        tiered: TieredStore,
+        prompt: PromptBlocks,
+        deadline: float | None,
+        begin: Callable[[], Callable[[LoadedKV], object]],
+    ) -> TailRead:
+        """See `KVStore.load_tail`; for ``begin`` see `TailRead`."""
+        until = None
+        if deadline is not None:
+            until = time.monotonic() + seconds_of("deadline", deadline)
+        found = find_stored(tiered, prompt, until)
+        self._followers.note(found.ids)
+        return TailRead(tiered, self._form, prompt, found, begin)
