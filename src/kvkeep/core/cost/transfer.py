@@ -205,7 +205,10 @@ class LearnedTransfer:
 
     def _active(self, now: float) -> int:
         """Return the transfers under way that do not hang, under the lock."""
-        return len(self._begun) - bisect_left(self._begun, now - _HANGS_S)
+        begun = self._begun
+        if not begun or begun[0] > now - _HANGS_S:
+            return len(begun)
+        return len(begun) - bisect_left(begun, now - _HANGS_S)
 
 
 class _Part(NamedTuple):

@@ -65,10 +65,13 @@ class RecordReader:
         if not self._calls.allowed("read", part):
             self._calls.note_failure("unavailable", "breaker")
             return None
-        with self._cost.transfer(raw_bytes) as transfer:
+        moved: int | None = None
+        self._cost.begin()
+        try:
             record, failed = self._load(block, raw_bytes, place, part)
-            if record is None:
-                transfer.moved = None if failed else 0
+            moved = raw_bytes if record is not None else None if failed else 0
+        finally:
+            self._cost.end(moved)
         return record
 
     def _load(
