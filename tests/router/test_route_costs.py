@@ -64,7 +64,7 @@ def test_prompts_are_scored_by_what_the_instances_tell(in_front_of):
     assert silent.told == 0
     assert router.cost_of(silent.url) is router.cost
     text = httpx.get(f"{proxy.url}/metrics").text
-    assert f'kvkeep_router_prefill_seconds_per_token{{instance="{slow.url}"}} 0.002' in text
+    assert f'kvkeep_router_prefill_token_seconds{{instance="{slow.url}"}} 0.002' in text
     assert outcomes(proxy, slow)["learned"] >= 2
 
 

@@ -110,6 +110,7 @@ def run(args: argparse.Namespace) -> int:
                 limits=limits,
                 store=store,
                 load_timeout=args.load_timeout,
+                cost=None if costs is None else costs.cost,
             )
             announce = partial(_announce, engine, settings, url_of(bound), publisher)
             app = create_app(

@@ -88,7 +88,7 @@ class RouterMetrics:
             ["instance", "outcome"],
         )
         self._prefill_speed = gauge(
-            "kvkeep_router_prefill_seconds_per_token",
+            "kvkeep_router_prefill_token_seconds",
             "Seconds per token of a prompt of 1,000 tokens, as prompts there are scored",
             ["instance"],
         )
