@@ -87,7 +87,7 @@ def of_costs(costs: LoadCosts) -> Iterator[Metric]:
         "kvkeep_store_loads",
         "Prompts of which the store had more than the pool, by what was done: loaded, computed, "
         "or both at once",
-        labels=["by"],
+        labels=["outcome"],
     )
     loads.add_metric(["both"], total.both)
     loads.add_metric(["computed"], total.computed)
