@@ -129,6 +129,11 @@ class LoadCosts:
         learned = self.cost.prefill
         return learned.prefill_s(0, _TOKENS) / _TOKENS if learned.known else None
 
+    def read_bytes_per_s(self, tier: str) -> float | None:
+        """The learned bandwidth of reads from a tier; None if it is unknown or has no bound."""
+        learned = self.cost.reading(tier)
+        return _speed(learned) if learned.known else None
+
     def tiers(self) -> dict[str, dict[str, dict[str, Any]]]:
         """Return, by tier and by read or write, the cost with its bandwidth and queue."""
         found: dict[str, dict[str, dict[str, Any]]] = {}
@@ -148,10 +153,14 @@ class LoadCosts:
         }
 
 
-def _now(learned: LearnedTransfer) -> dict[str, Any]:
+def _speed(learned: LearnedTransfer) -> float | None:
     speed = learned.cost.bytes_per_s
+    return speed if speed < math.inf else None
+
+
+def _now(learned: LearnedTransfer) -> dict[str, Any]:
     return {
-        "bytes_per_s": speed if speed < math.inf else None,
+        "bytes_per_s": _speed(learned),
         "queued_bytes": learned.queued,
         "busy_s": learned.busy_s,
         "running": learned.running,
