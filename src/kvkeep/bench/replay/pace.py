@@ -137,8 +137,8 @@ class Pace:
                     later = max(ready, self._read(level, units, came))
                     runs.append((end, later - ready))
                     ready = later
-            best = best_prefix(prompt.held, prompt.tokens, runs, self._compute)
-            left = -(-(best.tokens - prompt.held) // self._unit)
+            prefix = best_prefix(prompt.held, prompt.tokens, runs, self._compute)
+            left = -(-(prefix.tokens - prompt.held) // self._unit)
             return self._behind(prompt, _leading(slow, left), came)
         best = _Plan([0] * len(slow), prompt.stop - prompt.held, self.now, alone, self.now + alone)
         # A slow tier behind a fast one may not pay, though the fast one does.
