@@ -41,13 +41,14 @@ class Overlap:
         self.stop = tokens
         """The end of what is stored; unknown, all tokens, until it was looked up."""
         self.reach = tokens
-        """The first token that has come."""
+        """The first token from which all up to `stop` have come."""
         self.over = False
         """Whether nothing more comes."""
         self._whole = whole
         self._since: float | None = None  # the last progress of the load, or its begin
         self._first = 0.0  # its begin
         self._came = 0  # tokens
+        self._arrived: list[tuple[int, int]] = []  # all that came, in order
         self._coming: list[tuple[int, int]] = []  # that have come, and are not in their place
         self._parts: list[tuple[int, int]] = []  # whose KV is there, behind `computed`; in order
 
@@ -67,13 +68,13 @@ class Overlap:
         """Whether a lookup or a read is under way, or is over."""
         return self._since is not None
 
-    def came(self, start: int, stop: int, now: float, *, front: bool = False) -> None:
-        """Note that tokens have come; `take`, and `put` when their KV is in its place, follow.
-
-        ``front``: they were read from the front, so that those behind them have not come.
-        """
-        if not front:
-            self.reach = min(self.reach, start)
+    def came(self, start: int, stop: int, now: float) -> None:
+        """Note that tokens have come; `take`, and `put` when their KV is in its place, follow."""
+        self._arrived.append((start, stop))
+        self._arrived.sort()
+        for begin, end in reversed(self._arrived):
+            if begin < self.reach <= end:
+                self.reach = begin
         self._came += stop - start
         self._since = now
         self._coming.append((start, stop))
@@ -136,7 +137,13 @@ class Overlap:
             rate = (self._since - self._first) / self._came
 
         def expected(tokens: int) -> float:
-            return read_s(reach - tokens, reach) or rate * tokens
+            begin, seconds, left = reach - tokens, 0.0, 0
+            for start, end in (*self._arrived, (reach, reach)):
+                if begin < min(start, reach):
+                    seconds += read_s(begin, min(start, reach))
+                    left += min(start, reach) - begin
+                begin = max(begin, end)
+            return seconds or rate * left
 
         left = reach - self.computing
         first = expected(left if self._whole else min(left, _AHEAD * self.unit)) if left else 0.0

@@ -277,18 +277,15 @@ class Load:
         with self._lock:
             return self._running.computing
 
-    def arrived(self, chunk: LoadChunk, *, front: bool = False) -> bool:
-        """Queue a chunk that was read; False if it is not wanted any more.
-
-        ``front``: it was read from the front, not from the end.
-        """
+    def arrived(self, chunk: LoadChunk) -> bool:
+        """Queue a chunk that was read; False if it is not wanted any more."""
         if self.evidence is not None:
             self.evidence.now()
         stop = chunk.start + chunk.tokens
         with self._lock:
             wanted = not self._cancelled and stop > self._running.computing and chunk.tokens > 0
             if wanted:
-                self._running.came(chunk.start, stop, time.monotonic(), front=front)
+                self._running.came(chunk.start, stop, time.monotonic())
                 self._chunks.append(chunk)
         return wanted
 

@@ -169,13 +169,11 @@ class Loads(ABC):
     def _read_from(self, load: Load, start: int) -> None:
         """Read the tokens from ``start`` on, and deliver chunks."""
 
-    def _deliver(self, load: Load, chunk: LoadChunk, *, front: bool = False) -> bool:
-        wanted = load.arrived(chunk, front=front)
-        if wanted:
+    def _deliver(self, load: Load, chunk: LoadChunk) -> None:
+        if load.arrived(chunk):
             self.arrival.set()
         else:
             self.give_back(chunk)
-        return wanted
 
     def _lost(self, load: Load, holes: Sequence[tuple[int, int]]) -> None:
         """Note ``holes``, tokens that were found and did not come: lost, damaged or late.
@@ -274,13 +272,13 @@ class PageLoads(Loads):
             while start < end:
                 until = min(end, (start // self._block + 1) * self._block)
                 part = self._forms.part(kv, start - first, until - first)
-                self._sink(load, start, until, part, front=True)
+                self._sink(load, start, until, part)
                 start = until
             if not count:
                 break
         return start
 
-    def _sink(self, load: Load, start: int, stop: int, kv: Any, *, front: bool = False) -> None:
+    def _sink(self, load: Load, start: int, stop: int, kv: Any) -> None:
         """Bring the KV of tokens ``start`` … ``stop - 1`` into page order, and deliver it."""
         count = min(stop, load.stop) - start
         if count <= 0 or stop <= load.computing:
@@ -295,7 +293,7 @@ class PageLoads(Loads):
         except BaseException:
             self._buffers.give(block)
             raise
-        self._deliver(load, LoadChunk(start, count, block), front=front)
+        self._deliver(load, LoadChunk(start, count, block))
 
     def give_back(self, chunk: LoadChunk) -> None:
         self._buffers.give(chunk.block)

@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
-from kvkeep.core.cost import CostModel
 from kvkeep.core.errors import IllegalStep, InvalidValue
 from kvkeep.core.keys import Namespace
 from kvkeep.core.public import FOLDED
@@ -101,7 +100,7 @@ class Offload:
         self._mover: Mover = kind(store, runner, stats, timeout=timeout)
         self._loads = self._mover.loads
         self._overlaps = Overlaps(
-            self._loads, getattr(store, 'cost', None) or CostModel(), step_tokens=step_tokens,
+            self._loads, store.cost, step_tokens=step_tokens,
             token_bytes=runner.geometry.bytes_per_token, timeout=timeout,
         )  # fmt: skip
         self._admitted: list[Answer] = []  # whose loads were not reported
