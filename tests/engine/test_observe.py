@@ -30,7 +30,7 @@ from kvkeep.store.backends.disk import DiskBackend
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.tiers import Inclusive
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.usefixtures("load_first")]
 
 PAGE = 4
 BLOCK = 16

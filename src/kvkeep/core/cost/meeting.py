@@ -60,7 +60,9 @@ def meet(
 
     ``compute_s(start, stop)`` are the seconds to compute tokens, ``load_s(tokens)`` to load as
     many; the first grows with ``stop``, the second with ``tokens``. Both begin when older prompts
-    leave them room: after ``compute_free_s`` and ``load_free_s``. Cost: O(log blocks).
+    leave them room: after ``compute_free_s`` and ``load_free_s``. Of equals, the one that computes
+    more beside the load: that costs nothing, and is of use if the load is late. Cost: O(log
+    blocks).
     """
     start, end, unit = prompt.computed, prompt.loaded, prompt.unit
     behind = compute_s(prompt.stop, prompt.tokens)
@@ -84,8 +86,8 @@ def meet(
             low = middle + 1
         else:
             high = middle
-    places = [end, start]
-    places += [one * unit for one in (low - 1, low) if first <= one <= last]
+    places = [one * unit for one in (low - 1, low) if first <= one <= last]
+    places += [end, start]
     return min((at(one) for one in places), key=lambda one: one.seconds)
 
 
