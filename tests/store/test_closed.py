@@ -44,6 +44,7 @@ CALLS: dict[type, dict[str, Callable[[Any], object]]] = {
         "bind": lambda s: s.bind("loaded-" + "0" * 40),
         "put": lambda s: s.put(TOKENS, kv()),
         "get": lambda s: s.get(TOKENS),
+        "worth_loading": lambda s: s.worth_loading(TOKENS),
         "load_tail": lambda s: s.load_tail(TOKENS).read(lambda start, stop, kv: None),
         "lookup": lambda s: s.lookup(TOKENS),
         "keepers": lambda s: s.keepers([s.root() + b"x"]),
@@ -95,6 +96,7 @@ CALLS: dict[type, dict[str, Callable[[Any], object]]] = {
         "read_back": lambda s: s.read_back(
             IDS, [100] * 4, lambda at, raw: None, levels=[0] * 4, limit=TailLimit()
         ),
+        "relearn": lambda s: s.relearn(IDS, [100] * 4, 1),
         "prepare_reads": lambda s: s.prepare_reads(100),
         "write": lambda s: s.write(IDS, [100] * 4, fill),
         "prefetch": lambda s: s.prefetch(lambda: (IDS, [100] * 4)),

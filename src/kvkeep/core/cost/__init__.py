@@ -2,7 +2,7 @@
 
 PrefillCost, TransferCost        the formulas, as values
 LearnedPrefill, LearnedTransfer  learn them from what happens
-CostModel                        all of an engine and its store, in one place and one file
+CostModel, CostFile              all of an engine and its store, in one place and one file
 meet, best_prefix                decide what to load and what to compute
 Overlap, take_turns              do both at once, of several prompts
 """
@@ -14,10 +14,12 @@ from kvkeep.core.cost.meeting import LoadablePrompt, Meeting, PrefixChoice, best
 from kvkeep.core.cost.model import CostModel
 from kvkeep.core.cost.overlap import Overlap
 from kvkeep.core.cost.prefill import Fit, LearnedPrefill, Measured, PrefillCost
+from kvkeep.core.cost.saved import CostFile
 from kvkeep.core.cost.transfer import LearnedTransfer, TransferCost
 from kvkeep.core.cost.turns import LoadProgress, Turn, take_turns
 
 __all__ = [
+    "CostFile",
     "CostModel",
     "Fit",
     "LearnedPrefill",

@@ -122,6 +122,11 @@ class LearnedTransfer:
         return self._fit.observations
 
     @property
+    def age_s(self) -> float:
+        """Seconds since the last observation; infinite before the first."""
+        return self._clock() - self._observed
+
+    @property
     def running(self) -> int:
         """Transfers under way, without those that hang."""
         with self._lock:

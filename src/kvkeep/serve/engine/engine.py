@@ -58,7 +58,8 @@ class Engine:
     computed from the front, as far as `cost` says that loading pays; a load that turns slow is
     overtaken, and no request waits for one longer than ``load_timeout`` seconds. Computed KV is
     written to the store in the background. The store's creator closes it, after this engine's
-    `close`. ``observers`` get the events of each request.
+    `close`. ``observers`` get the events of each request. ``cost`` learns what computing takes;
+    with a store, the store's does.
 
     Cache and runner belong together (`PagedCache.bind`): another engine may use both after this
     one, but no cache is used with two runners. An engine whose runner was later given to another
@@ -83,6 +84,7 @@ class Engine:
         store: KVStore | None = None,
         load_timeout: float = 2.0,
         observers: Iterable[RequestObserver] = (),
+        cost: CostModel | None = None,
     ) -> None:
         theirs, ours = (cache.num_pages, cache.page_size), (runner.num_pages, runner.page_size)
         if theirs != ours:
@@ -105,8 +107,9 @@ class Engine:
         self._model_checked = -_CHECK_S
         self._stats = EngineStats()
         self._notifier = Notifier(*observers)
-        self.cost = CostModel() if store is None else store.cost
+        self.cost = (cost or CostModel()) if store is None else store.cost
         """What computing takes, and the store's tiers; learned from what happens."""
+        self.cost.prefill.kv_bytes_per_token = float(runner.geometry.bytes_per_token)
         self._offload: Offload | None = None
         if store is not None:
             if not cache.reuse:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from kvkeep.core.errors import InvalidValue, UnsupportedModel, whole
+from kvkeep.store.blocks.stats import closed_is_illegal
 from kvkeep.store.kv.forms import Form
 from kvkeep.store.kv.groups import SnapshotRecords
 from kvkeep.store.kv.kept import WholeBlocks
+from kvkeep.store.kv.paying import choose_load
 from kvkeep.store.kv.prompts import PromptStore
 from kvkeep.store.kv.removal import Followers
 from kvkeep.store.kv.snapshots import SnapshotTransfers
@@ -20,9 +23,12 @@ if TYPE_CHECKING:
     from kvkeep.core.tokens import TokensLike
     from kvkeep.store.kv.forms import KV
     from kvkeep.store.kv.loaded import LoadedKV
+    from kvkeep.store.kv.names import PromptBlocks
     from kvkeep.store.kv.options import StoreConfig
+    from kvkeep.store.kv.paying import LoadChoice, LoadPiece
     from kvkeep.store.kv.snapshot import Snapshot
     from kvkeep.store.kv.tail import TailRead
+    from kvkeep.store.tiers import Miss
 
 __all__ = ["PromptLoads"]
 
@@ -55,6 +61,8 @@ class PromptLoads(PromptStore):
         out: KV | None = None,
         form: Literal["tensor", "tuples"] = "tensor",
         sources: list[tuple[str, int]] | None = None,
+        pays: bool = False,
+        slower: list[Miss] | None = None,
         extra: ExtraLike | None = None,
     ) -> tuple[KV | None, int]:
         """Return the KV of the longest stored prefix of ``tokens`` from ``start`` on.
@@ -68,6 +76,10 @@ class PromptLoads(PromptStore):
                 its beginning. Otherwise new CPU memory is allocated.
             form: of new memory: one tensor, or "tuples", a pair for each layer.
             sources: a list to which ``(tier, tokens)`` of the tokens read is appended, in order.
+            pays: load only what is faster than computing it (`worth_loading`), and give a load up
+                that becomes slower than that. As long as ``cost.prefill`` knows nothing, all.
+            slower: a list to which the reasons are appended for tokens that are stored and were
+                not loaded because computing is faster.
             extra: as in `put`.
 
         Raises:
@@ -81,11 +93,40 @@ class PromptLoads(PromptStore):
         loaded = self._transfers("get", "get_snapshot").get(
             self._tiered, prompt, out, tuples=form == "tuples", deadline=deadline,
             sources=bool(began) or sources is not None,
+            choose=self._choosing(prompt, len(prompt.row)) if pays else None,
         )  # fmt: skip
         if sources is not None:
             sources += loaded.tiers
+        if slower is not None:
+            slower += loaded.slower
         self._reporter.get(began, len(prompt.row) - start, loaded)
         return loaded.kv, loaded.tokens
+
+    def worth_loading(
+        self,
+        tokens: TokensLike,
+        start: int = 0,
+        *,
+        length: int | None = None,
+        tenant: str | None = None,
+        extra: ExtraLike | None = None,
+    ) -> LoadChoice:
+        """Return how much of the stored prefix of ``tokens`` is worth loading; read no KV.
+
+        Loading takes what `cost` has learned of the tiers, computing what it has of prefill: tell
+        it with ``store.cost.prefill.observe([(start, stop)], seconds)`` after each pass. The
+        engine has the KV of the first ``start`` tokens. ``length`` is that of the prompt, if
+        ``tokens`` are its beginning alone. ``extra`` as in `put`.
+
+        Raises:
+            InvalidValue: tokens, ``start`` or ``length`` are wrong.
+            IllegalStep: the store is closed.
+        """
+        prompt = self._requested(self._prompt(tokens, start, tenant, extra))
+        length = len(prompt.row) if length is None else whole("length", length, len(prompt.row))
+        with closed_is_illegal():
+            pieces = self._kept.pieces(self._tiered, prompt, self.tiers)
+        return self._choosing(prompt, length)(pieces)
 
     def load_tail(
         self,
@@ -125,6 +166,8 @@ class PromptLoads(PromptStore):
         deadline: float | None = None,
         tenant: str | None = None,
         sources: list[tuple[str, int]] | None = None,
+        pays: bool = False,
+        slower: list[Miss] | None = None,
         extra: ExtraLike | None = None,
     ) -> Snapshot | None:
         """Return the snapshot at the longest stored position of ``tokens``; None if there is none.
@@ -139,6 +182,7 @@ class PromptLoads(PromptStore):
             limit: the longest position that is of use; by default all tokens.
             deadline: seconds from now.
             sources, extra: as in `get`.
+            pays, slower: as in `get`; the position is loaded whole or not at all.
 
         The tensors are new, in CPU memory and in the store's layout. Layers with a window have the
         tokens from `window_start` on.
@@ -151,14 +195,18 @@ class PromptLoads(PromptStore):
         transfers = self._kept_snapshots("get_snapshot")
         began = self._timing.begin()
         prompt = self._requested(self._prompt(tokens, start, tenant, extra))
+        choose = self._choosing(prompt, len(prompt.row)) if pays else None
         if limit is not None:
             limit = whole("limit", limit, start, len(prompt.row))
             prompt = prompt._replace(row=prompt.row[:limit])
         loaded = transfers.get(
-            self._tiered, prompt, deadline=deadline, sources=bool(began) or sources is not None
-        )
+            self._tiered, prompt, deadline=deadline, sources=bool(began) or sources is not None,
+            choose=choose,
+        )  # fmt: skip
         if sources is not None:
             sources += loaded.tiers
+        if slower is not None:
+            slower += loaded.slower
         self._reporter.get(began, len(prompt.row) - start, loaded)
         return loaded.snapshot
 
@@ -166,6 +214,11 @@ class PromptLoads(PromptStore):
     def snapshots(self) -> bool:
         """Whether this store keeps snapshots; if not, it keeps blocks of all layers."""
         return self._snapshots is not None
+
+    def _choosing(
+        self, prompt: PromptBlocks, length: int
+    ) -> Callable[[list[LoadPiece]], LoadChoice]:
+        return partial(choose_load, self.cost, prompt.start, length)
 
     def _transfers(self, call: str, instead: str) -> KVTransfers:
         if self._whole is None:

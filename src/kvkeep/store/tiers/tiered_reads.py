@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvkeep.core.errors import BackendFailed, IllegalStep
 from kvkeep.store.tiers.reading import ReadRequest
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from kvkeep.store.tiers.tail_reading import TailLimit
 
 __all__ = ["TieredReads"]
+
+_RELEARN_S: Final = 10.0
+_RELEARN_BLOCKS: Final = 4
 
 
 class TieredReads:
@@ -175,6 +178,16 @@ class TieredReads:
         if count < len(blocks) and not limit.first:
             self.check_open()  # if closed meanwhile, the rest may not be missing
         return request.delivered
+
+    def relearn(self, blocks: Sequence[bytes], raw_bytes: Sequence[int], level: int) -> None:
+        """Read a few of ``blocks``, which are not worth reading, if that may have changed.
+
+        They are read in the background if nothing was read from their level for ten seconds. It is
+        how a tier that was slow for a while becomes worth reading again.
+        """
+        self.check_open()
+        if level and blocks and self._levels.tier(level).reads.age_s > _RELEARN_S:
+            self.prefetch(lambda: (blocks[:_RELEARN_BLOCKS], raw_bytes[:_RELEARN_BLOCKS]))
 
     def prepare_reads(self, raw_bytes: int) -> None:
         """Touch the memory for reads of blocks that do not stay in memory, before the first."""
