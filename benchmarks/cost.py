@@ -2,12 +2,15 @@
 
     python benchmarks/cost.py [--quick] [--json] [--picture FILE] [--points N] [--repeats N]
         [--at-once N ...] [--from BYTES] [--to BYTES] [--latency SECONDS] [--device cpu|cuda]
+        [--paced SECONDS]
 
 A random Llama of 100 million parameters answers prompts of 4,096 tokens, one and eight at once. The
 KV of all of them is in a tier below memory whose reads share a token bucket. Three engines take
 turns at each bandwidth: one without a store computes all; one loads all that is stored and computes
 nothing meanwhile; one decides by what it has learned. Medians of the repeats; ratios are of the
 same repeat. ``--quick`` takes a small model and short prompts, and bandwidths around its balance.
+``--paced SECONDS`` computes nothing: a pass sleeps as long as it would take if a prompt took so
+many seconds, so that a busy machine disturbs the result less; reads and copies are real.
 """
 
 from __future__ import annotations
@@ -21,13 +24,13 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from kvkeep.core.cost import CostModel, Turn
+from kvkeep.core.cost import CostModel, PrefillCost, Turn
 from kvkeep.core.geometry import KVGeometry, parse_bytes
 from kvkeep.serve.engine import Engine, Limits, Runner, SamplingParams
 from kvkeep.store import KVStore
@@ -36,6 +39,7 @@ from kvkeep.store.backends.memory import MemoryBackend
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvkeep.serve.engine import Piece
     from kvkeep.store.backends.base import Room
 
 VOCABULARY = 4096
@@ -52,6 +56,11 @@ class Link:
         self._free = 0.0
         self._lock = threading.Lock()
 
+    def clear(self) -> None:
+        """Forget reads that were dropped and not waited for."""
+        with self._lock:
+            self._free = 0.0
+
     def take(self, nbytes: int) -> None:
         """Wait until ``nbytes`` have passed."""
         with self._lock:
@@ -66,6 +75,7 @@ class Throttled(MemoryBackend):
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
         self.link = Link()
+        self.timeout = 1e4  # the throttle is no fault
 
     def get(self, block: bytes, room: Room) -> memoryview | None:
         """As memory does, later."""
@@ -109,7 +119,9 @@ class Point:
         both = self.seconds["both"]
         if over == "better":
             over = min(("computed", "loaded"), key=self.median)
-        return statistics.median(one / other for one, other in zip(both, self.seconds[over]))
+        return statistics.median(
+            one / other for one, other in zip(both, self.seconds[over], strict=True)
+        )
 
     def as_dict(self) -> dict[str, object]:
         """The point for JSON."""
@@ -125,10 +137,29 @@ class Point:
         }
 
 
+class PacedRunner:
+    """A runner whose passes take as long as ``cost`` says, and compute nothing."""
+
+    def __init__(self, runner: Runner, cost: PrefillCost) -> None:
+        self._runner = runner
+        self._cost = cost
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def forward(self, pieces: Sequence[Piece]) -> torch.Tensor:
+        """Sleep, and return logits that are all alike."""
+        cost, seconds = self._cost, self._cost.seconds_fixed
+        for one in pieces:
+            seconds += cost.prefill_s(one.start, one.stop) - cost.seconds_fixed
+        time.sleep(seconds)
+        return torch.zeros(sum(one.outputs for one in pieces), self._runner.vocabulary)
+
+
 class Bench:
     """A model, and a tier that has the KV of all prompts."""
 
-    def __init__(self, *, quick: bool, prompts: int, device: str) -> None:
+    def __init__(self, *, quick: bool, prompts: int, device: str, paced: float | None) -> None:
         self.tokens = 1024 if quick else 4096
         width, layers = (384, 6) if quick else (768, 12)
         config = LlamaConfig(
@@ -138,12 +169,19 @@ class Bench:
             eos_token_id=None, pad_token_id=None,
         )  # fmt: skip
         torch.manual_seed(0)
-        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        real = device == "cpu" and paced is None
+        dtype = torch.float32 if real else torch.bfloat16
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval()
         self.parameters = sum(one.numel() for one in model.parameters())
         geometry = KVGeometry.from_config(config, dtype=str(dtype).removeprefix("torch."))
         pages = (prompts + 1) * (self.tokens // 16 + 2)
         self.runner = Runner(model, geometry, num_pages=pages, page_size=16)
+        if paced is not None:  # of the seconds a tenth is attention; a pass takes 1 %
+            each, pair = 0.9 * paced / self.tokens, 0.1 * paced * 2 / self.tokens**2
+            cost = PrefillCost(
+                seconds_fixed=0.01 * paced, seconds_per_token=each, seconds_per_token_pair=pair
+            )
+            self.runner = PacedRunner(self.runner, cost)  # type: ignore[assignment]
         self.prompt_bytes = geometry.bytes_per_token * self.tokens
         self.limits = Limits(step_tokens=256 if quick else 1024)
         self.tier = Throttled(int(self.prompt_bytes * (prompts + 1) * 1.1) + (64 << 20))
@@ -191,6 +229,7 @@ class Bench:
     def once(self, mode: str, at_once: int, cost: CostModel) -> tuple[float, float]:
         """Ask once in one mode."""
         prompts = self.prompts[:at_once]
+        self.tier.link.clear()
         if mode == "computed":
             engine = self.engine(None)
             try:
@@ -206,9 +245,7 @@ class Bench:
             finally:
                 engine.close()
 
-    def measure(
-        self, bytes_per_s: float, latency_s: float, at_once: int, repeats: int
-    ) -> Point:
+    def measure(self, bytes_per_s: float, latency_s: float, at_once: int, repeats: int) -> Point:
         """Measure all modes by turns at one bandwidth."""
         self.tier.link.bytes_per_s, self.tier.link.latency_s = bytes_per_s, latency_s
         cost = self.costs.get(bytes_per_s)
@@ -247,7 +284,9 @@ def summary(points: Sequence[Point]) -> list[str]:
         mine = [one for one in points if one.at_once == at_once]
         worst = max(mine, key=lambda one: one.ratio("better"))
         slow = max(mine, key=lambda one: one.ratio("computed"))
-        even = min(mine, key=lambda one: abs(math.log(one.median("loaded") / one.median("computed"))))
+        even = min(
+            mine, key=lambda one: abs(math.log(one.median("loaded") / one.median("computed")))
+        )
         lines += [
             f"{at_once} at once: at worst {worst.ratio('better'):.3f} of the better one "
             f"({worst.bytes_per_s / 1e6:.0f} MB/s; goal 1.03)",
@@ -261,21 +300,22 @@ def summary(points: Sequence[Point]) -> list[str]:
 
 def draw(points: Sequence[Point], path: str, title: str) -> None:
     """Draw the sweep."""
-    import matplotlib
+    import matplotlib as mpl  # noqa: PLC0415 - only for pictures
 
-    matplotlib.use("svg" if path.endswith(".svg") else "agg")
-    from matplotlib import pyplot
+    mpl.use("svg" if path.endswith(".svg") else "agg")
+    from matplotlib import pyplot as plt  # noqa: PLC0415 - behind the choice of the backend
 
     counts = sorted({one.at_once for one in points})
-    figure, axes = pyplot.subplots(1, len(counts), figsize=(5.2 * len(counts), 3.6), squeeze=False)
-    for axis, at_once in zip(axes[0], counts):
+    figure, axes = plt.subplots(1, len(counts), figsize=(5.2 * len(counts), 3.6), squeeze=False)
+    for axis, at_once in zip(axes[0], counts, strict=True):
         mine = sorted(
             (one for one in points if one.at_once == at_once), key=lambda one: one.bytes_per_s
         )
         x = [one.bytes_per_s / 1e6 for one in mine]
         names = {"computed": "computed alone", "loaded": "loaded alone", "both": "both at once"}
-        for mode, style in zip(MODES, ("--", ":", "-")):
-            axis.plot(x, [one.median(mode) for one in mine], style, marker="o", ms=3, label=names[mode])
+        for mode, style in zip(MODES, ("--", ":", "-"), strict=True):
+            y = [one.median(mode) for one in mine]
+            axis.plot(x, y, style, marker="o", ms=3, label=names[mode])
         axis.set_xscale("log")
         axis.set_yscale("log")
         axis.set_xlabel("bandwidth of the tier, MB/s")
@@ -301,8 +341,12 @@ def main() -> int:
     parser.add_argument("--to", dest="most", help="highest bandwidth a second (10GB)")
     parser.add_argument("--latency", type=float, default=0.0, help="seconds of each read")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--paced", type=float, help="seconds a prompt, slept instead of computed")
     options = parser.parse_args()
-    bench = Bench(quick=options.quick, prompts=max(options.at_once), device=options.device)
+    bench = Bench(
+        quick=options.quick, prompts=max(options.at_once), device=options.device,
+        paced=options.paced,
+    )  # fmt: skip
     for _ in range(2):
         alone, _ = bench.once("computed", 1, CostModel())
     balance = bench.prompt_bytes / alone

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Overlap"]
 
-_AHEAD: Final = 16  # blocks that a store reads at once: the first may come when all of them do
+_AHEAD: Final = 8  # blocks that a store reads at once: the first may come when all of them do
 
 
 class Overlap:
