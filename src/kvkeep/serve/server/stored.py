@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from kvkeep.core.cost import LoadablePrompt, Meeting, meet
 from kvkeep.observe.explain import Missing, missing
-from kvkeep.store.tiers import Miss
 
 if TYPE_CHECKING:
     from kvkeep.core.keys import Namespace
@@ -62,12 +61,12 @@ def _lookup(
             start += count
     sources, slower = _worth_loading(engine, store, sources, cached, len(tokens))
     fates = store.why(tokens, max(found.tokens, cached), tenant=tenant)
-    return sources, missing([*slower, *fates])
+    return sources, [*slower, *missing(fates)]
 
 
 def _worth_loading(
     engine: Engine, store: KVStore, sources: list[Source], cached: int, tokens: int
-) -> tuple[list[Source], list[Miss]]:
+) -> tuple[list[Source], list[Missing]]:
     """Return the sources that are worth loading, and those that are faster to compute."""
     cost = engine.cost
     if not sources or not cost.prefill.known:
@@ -91,10 +90,11 @@ def _worth_loading(
         best = meet(found, prefill.prefill_s, load_s)
     alone = prefill.prefill_s(cached, tokens)
     at = stop if alone <= best.seconds else best.at
+    why = "expected" if at == stop else "overtaken"
+    times = {"load_s": load_s(stop - cached), "compute_s": alone}
     slower = [
-        Miss.slower(begin, min(end, at), tier, load_s=load_s(stop - cached), compute_s=alone,
-                    overtaken=at < stop)
+        Missing(begin, min(end, at), "not_loaded", {"tier": tier, "why": why, **times})
         for begin, end, tier in sources
         if begin < at
-    ]  # fmt: skip
+    ]
     return [(max(begin, at), end, tier) for begin, end, tier in sources if end > at], slower
