@@ -11,7 +11,7 @@ from kvkeep.core.cost import LoadablePrompt, LoadProgress, take_turns
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from kvkeep.core.cost import CostModel, PrefillCost, Turn
+    from kvkeep.core.cost import CostModel, PrefillCost, PromptTurn
     from kvkeep.serve.engine.answer import Answer
     from kvkeep.serve.engine.offload.load import Load
     from kvkeep.serve.engine.offload.loads import Loads
@@ -81,7 +81,7 @@ class Overlaps:
         self,
         prompts: Sequence[Answer],
         progress: Sequence[LoadProgress],
-        turns: Sequence[Turn],
+        turns: Sequence[PromptTurn],
         now: float,
         give_up: Callable[[Answer], None],
     ) -> dict[int, int]:
@@ -102,7 +102,9 @@ class Overlaps:
             ends[id(answer)] = stop
         return ends
 
-    def _begin(self, answer: Answer, load: Load, one: LoadProgress, turn: Turn, now: float) -> None:
+    def _begin(
+        self, answer: Answer, load: Load, one: LoadProgress, turn: PromptTurn, now: float
+    ) -> None:
         """Let the read of ``load`` begin if it pays, or if nothing was read for long."""
         if not load.answered or load.reading or load.has_read:
             return
