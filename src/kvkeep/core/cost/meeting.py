@@ -66,12 +66,15 @@ def meet(
     """
     start, end, unit = prompt.computed, prompt.loaded, prompt.unit
     behind = compute_s(prompt.stop, prompt.tokens)
+    alone = compute_s(start, prompt.tokens)
 
     def at(position: int) -> Meeting:
         computing = compute_s(start, position)
         loading = load_s(end - position)
         computed = compute_free_s + computing
         loaded = load_free_s + loading if loading or position < end else 0.0
+        if position == prompt.stop:  # nothing is loaded, and all of the rest is computed at once
+            return Meeting(position, compute_free_s + alone, computed, loaded)
         return Meeting(position, max(computed, loaded) + behind, computed, loaded)
 
     if start >= end:

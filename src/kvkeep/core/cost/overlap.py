@@ -70,11 +70,10 @@ class Overlap:
 
     def came(self, start: int, stop: int, now: float) -> None:
         """Note that tokens have come; `take`, and `put` when their KV is in its place, follow."""
-        self._arrived.append((start, stop))
-        self._arrived.sort()
-        for begin, end in reversed(self._arrived):
-            if begin < self.reach <= end:
-                self.reach = begin
+        self._arrived = _merged([*self._arrived, (start, stop)])
+        begin, end = self._arrived[-1]
+        if begin < self.reach <= end:
+            self.reach = begin
         self._came += stop - start
         self._since = now
         self._coming.append((start, stop))
@@ -149,3 +148,14 @@ class Overlap:
         first = expected(left if self._whole else min(left, _AHEAD * self.unit)) if left else 0.0
         elapsed = None if self._since is None else now - self._since
         return LoadProgress(prompt, expected, first, elapsed, self.over, waited_s)
+
+
+def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return ``ranges`` in order, without those that touch."""
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(stop, found[-1][1])
+        else:
+            found.append((start, stop))
+    return found

@@ -87,6 +87,7 @@ def take_turns(
     compute_s: ComputeSeconds | None,
     *,
     error: float = 0.0,
+    pass_s: float = 0.0,
     room_s: float = math.inf,
     compute_free_s: float = 0.0,
 ) -> list[Turn]:
@@ -94,23 +95,29 @@ def take_turns(
 
     ``compute_s(start, stop)`` are the seconds to compute tokens. None if nothing is known of that:
     then loads are waited for, 50 ms at most, before a short pass finds out. ``error`` is that of
-    what is expected: the larger, the shorter the passes before a meeting. All passes together take no
+    what is expected: the larger, the shorter the passes before a meeting. ``pass_s`` of the seconds
+    are those of a pass, which prompts share. All passes together take no
     longer than ``room_s``, and none that would hold up an older prompt whose load is about to
     arrive. Computing begins after ``compute_free_s``. Cost: O(prompts · log blocks).
     """
     if compute_s is None:
         return [_unknown(one) for one in loads]
     turns: list[Turn] = []
-    computing, loading, room = compute_free_s, 0.0, room_s
+    computing, loading, room, passing = compute_free_s, 0.0, room_s, False
     for one in loads:
         prompt = one.prompt
         met = meet(prompt, compute_s, one.load_s, compute_free_s=computing, load_free_s=loading)
-        wanted = _stop(one, met.at, compute_s, error)
-        stop = _within(prompt.computed, wanted, compute_s, room)
+        wanted = _stop(one, met.at, compute_s, error, pass_s)
+        shared = pass_s if passing else 0.0  # an older one pays for the pass
+        stop = _within(prompt.computed, wanted, compute_s, room + shared)
         if wanted == prompt.computed < prompt.stop or 0 < met.load_s < math.inf:
             # A pass holds up what arrives meanwhile.
             room = min(room, max(met.load_s, 0.0))
-        room -= compute_s(prompt.computed, stop)
+        took = compute_s(prompt.computed, stop)
+        passing = passing or stop > prompt.computed
+        if stop == prompt.tokens:  # its first token is near: no long passes of others beside it
+            room = min(room, 2 * took)
+        room -= max(0.0, took - shared)
         turns.append(Turn(met.at, stop, met.compute_s, met.load_s))
         computing += compute_s(prompt.computed, met.at) + compute_s(prompt.stop, prompt.tokens)
         if met.at < prompt.loaded:
@@ -128,16 +135,20 @@ def _unknown(one: LoadProgress) -> Turn:
     return Turn(at, stop, 0.0, 0.0)
 
 
-def _stop(one: LoadProgress, at: int, compute_s: ComputeSeconds, error: float) -> int:
+def _stop(
+    one: LoadProgress, at: int, compute_s: ComputeSeconds, error: float, pass_s: float
+) -> int:
     """Return up to where the next pass should compute, if there is room for it."""
     prompt = one.prompt
     computed = prompt.computed
     if at >= prompt.loaded:  # nothing more is loaded: up to what is there, or to the end
         return prompt.loaded if computed < prompt.loaded < prompt.stop else prompt.tokens
     if at > computed:
-        sure = computed + int((at - computed) * (1 - min(error, _MOST_ERROR)))
-        sure = sure // prompt.unit * prompt.unit
-        return at if at - computed <= 2 * prompt.unit else max(sure, computed + prompt.unit)
+        error = min(error, _MOST_ERROR)
+        if at - computed <= 2 * prompt.unit or error * compute_s(computed, at) <= pass_s:
+            return at  # one more pass would take longer than what it could save
+        sure = computed + int((at - computed) * (1 - error))
+        return max(sure // prompt.unit * prompt.unit, computed + prompt.unit)
     # It waits; but not for longer than computing would have taken.
     free = _within(computed, prompt.loaded, compute_s, one.late_s)
     return free if free - computed >= _LEAST else computed

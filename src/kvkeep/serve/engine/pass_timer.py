@@ -56,6 +56,6 @@ class PassTimer:
 
     @staticmethod
     def _mark() -> Any:
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event

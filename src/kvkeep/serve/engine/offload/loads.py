@@ -17,6 +17,8 @@ from abc import ABC, abstractmethod
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from kvkeep.core.errors import IllegalStep
 from kvkeep.serve.engine.offload.forms import Buffers
 from kvkeep.serve.engine.offload.load import Load, LoadChunk
@@ -270,6 +272,7 @@ class PageLoads(Loads):
             )
             first, end = start, start + count
             while start < end:
+                assert isinstance(kv, torch.Tensor), "the default form is a tensor"
                 until = min(end, (start // self._block + 1) * self._block)
                 part = self._forms.part(kv, start - first, until - first)
                 self._sink(load, start, until, part)

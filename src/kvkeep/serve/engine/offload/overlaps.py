@@ -72,6 +72,7 @@ class Overlaps:
             progress,
             compute_s if known else None,
             error=self._error(prompts),
+            pass_s=cost.seconds_fixed,
             room_s=2 * cost.seconds_fixed if soon else float("inf"),
         )
         return self._ends(prompts, progress, turns, now, give_up)
