@@ -14,8 +14,9 @@ from kvkeep.integrations.vllm.messages import RankLookup
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvkeep.integrations.load_costs import RunCost
     from kvkeep.integrations.vllm.groups import Groups
-    from kvkeep.integrations.vllm.messages import LookupResults
+    from kvkeep.integrations.vllm.messages import WorkerNews
     from kvkeep.integrations.vllm.requests import FollowedRequest
     from kvkeep.integrations.vllm.shared import SharedStore
     from kvkeep.integrations.vllm.stats import Counts
@@ -29,8 +30,8 @@ _THREADS = 4
 class PendingLookup:
     """A lookup of the blocks ``first`` … ``limit - 1`` that takes longer than one step.
 
-    ``result`` is how far a request is stored, once it is known; ``message`` is the last question to
-    the workers.
+    ``result`` is how far a request is stored, once it is known, and ``runs`` what loading it takes,
+    if workers told; ``message`` is the last question to the workers.
     """
 
     first: int
@@ -41,6 +42,7 @@ class PendingLookup:
     message: RankLookup | None = None
     covered: int | None = None
     result: BlockReach | None = None
+    runs: Sequence[RunCost] = ()
 
     def drop(self) -> None:
         """Forget the thread's answer; if no thread has begun, none will."""
@@ -107,6 +109,16 @@ class BlockLookups:
             lookup.result = self._groups.reach(hashes, first, self._shared.knows)
         return lookup.result
 
+    def runs(self, followed: FollowedRequest, first: int, end: int) -> Sequence[RunCost]:
+        """Return what loading the blocks ``first`` … ``end - 1`` of the request takes, in pieces.
+
+        Empty if that is not known.
+        """
+        if self._shared is not None:
+            return self._shared.runs(followed.hashes(0, end), first, end)
+        runs = () if followed.lookup is None else followed.lookup.runs
+        return [run._replace(end=min(run.end, end)) for run in runs if run.end > first]
+
     def _start(
         self, followed: FollowedRequest, hashes: Sequence[bytes], first: int, limit: int
     ) -> PendingLookup:
@@ -144,7 +156,7 @@ class BlockLookups:
         messages, self._messages = self._messages, []
         return messages
 
-    def receive(self, results: LookupResults) -> None:
+    def receive(self, results: WorkerNews) -> None:
         """Take results of workers; a block counts as stored if all ranks have it."""
         for number, found in results.found.items():
             lookup = self._pending.get(number)
@@ -152,6 +164,7 @@ class BlockLookups:
                 continue
             all_found = self._found.setdefault(number, [])
             all_found += found
+            lookup.runs = max([lookup.runs, *results.runs.get(number, ())], key=_total_s)
             if len(all_found) < self._ranks:
                 continue
             end = min(reach.end for reach in all_found)
@@ -164,6 +177,7 @@ class BlockLookups:
                 message = lookup.message
                 assert message is not None
                 hashes = message.hashes[:end]
+                lookup.runs = ()
                 self._ask(lookup, RankLookup(message.request, number, lookup.first, hashes))
                 continue
             lookup.result = BlockReach(end, max(end, lookup.covered))
@@ -178,3 +192,7 @@ class BlockLookups:
     def close(self) -> None:
         """Cancel the lookups that have not begun."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _total_s(runs: Sequence[RunCost]) -> float:
+    return sum(run.seconds or 0.0 for run in runs)
