@@ -24,7 +24,7 @@ from kvkeep.integrations.vllm.adapters import Adapters
 from kvkeep.integrations.vllm.groups import BlockReach, Group, Groups
 from kvkeep.integrations.vllm.keys import keys_of
 from kvkeep.integrations.vllm.lookups import BlockLookups
-from kvkeep.integrations.vllm.messages import BlockSpan, WorkerNews, PageLoad, StepPlan
+from kvkeep.integrations.vllm.messages import BlockSpan, PageLoad, StepPlan, WorkerNews
 from kvkeep.integrations.vllm.options import ConnectorOptions, RequestOptions
 from kvkeep.integrations.vllm.pages import GroupPages
 from kvkeep.integrations.vllm.shared import SharedStore

@@ -17,7 +17,7 @@ from serving import Served
 from kvkeep.serve.http import bind
 from kvkeep.serve.kv_events import EventReader, Source
 from kvkeep.serve.models import bundled_model
-from kvkeep.serve.router import RoutingCost, PrefixRouter
+from kvkeep.serve.router import PrefixRouter, RoutingCost
 from kvkeep.serve.router.listening import Server
 from kvkeep.serve.router.proxy import create_proxy
 from kvkeep.serve.router.upstreams import Upstreams

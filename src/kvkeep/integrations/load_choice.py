@@ -22,8 +22,13 @@ _SLACK: Final = 1.25  # multiples of its expected seconds that a load may take �
 _SPARE: Final = 0.1  # … and the part of computing that it may take beyond
 _LEAST_PATIENCE_S: Final = 0.02
 _FAR: Final = 4  # multiples of the largest pass observed at which its cost is a guess
-_PROBE_SHARE: Final = 0.01  # of the time that is spent on probes of one tier
-_PROBE_PAUSE_S: Final = 0.5  # between two of them, at least
+_STAKE: Final = 0.25  # of computing that a load from an unknown tier may take; what came counts …
+_WHOLE_STAKE: Final = 0.5  # … and where it does not, as all must come or nothing is of use
+_PROBE_SHARE: Final = 0.1  # of the time in which a tier is read for probes: it is idle else
+_PROBE_PAUSE_S: Final = 1.0  # between two probes of a tier, at least …
+_LONGEST_PAUSE_S: Final = 10.0  # … and at most …
+_SURPRISED_PAUSE_S: Final = 0.25  # … and after one that was far from what was expected
+_SURPRISE: Final = 2.0
 _PROBE_LOST_S: Final = 60.0  # after which a probe that has not ended is not waited for
 _MOST_TIERS: Final = 256
 
@@ -79,10 +84,10 @@ class _Doubt:
 class LoadChooser:
     """Chooses how much of a stored prefix to load, down to nothing.
 
-    What is not known is loaded, for that is how it becomes known, but no longer than computing
-    would take. A tier from which a load came late is not loaded from until a probe of it came in
-    time. Prompts far longer than all that was computed so far are computed once, if loading does
-    not look faster than any pass: else a cost that was guessed too high would never be corrected.
+    What is not known is loaded, for that is how it becomes known; but not for long. A tier from
+    which a load came late is not loaded from until a probe of it came in time. Prompts far longer
+    than all that was computed so far are computed once, if loading does not look faster than any
+    pass: else a cost that was guessed too high would never be corrected.
 
     Thread safety: none. Cost: some µs.
 
@@ -153,7 +158,7 @@ class LoadChooser:
             expected = sure + sum((1 + run.error) * (run.seconds or 0.0) for run in loaded)
             patience = min(saved, _SLACK * expected + _SPARE * saved)
         else:
-            patience = saved
+            patience = saved * (_STAKE if divisible else _WHOLE_STAKE)
         patience = load_free_s + max(_LEAST_PATIENCE_S, patience)
         return LoadChoice(best.tokens, patience, saved, load_s, refused)
 
@@ -200,13 +205,19 @@ class LoadChooser:
         doubt.next_probe = self._clock() + _PROBE_LOST_S
         return True
 
-    def probed(self, tier: str, seconds: float, *, in_time: bool) -> None:
+    def probed(
+        self, tier: str, seconds: float, *, in_time: bool, expected: float | None = None
+    ) -> None:
         """Note that a probe of ``tier`` has ended, after ``seconds``; ``in_time``: with blocks.
 
-        The next one is due when 1 % of the time is spent on them.
+        The next one is due when probes took 10 % of the time, and earlier if this one took less
+        than half of the seconds that were ``expected``, or more than twice as many.
         """
         doubt = self._doubt(tier)
-        doubt.next_probe = self._clock() + max(_PROBE_PAUSE_S, seconds / _PROBE_SHARE)
+        pause = min(max(_PROBE_PAUSE_S, seconds / _PROBE_SHARE), _LONGEST_PAUSE_S)
+        if expected and not 1 / _SURPRISE < seconds / expected < _SURPRISE:
+            pause = max(_SURPRISED_PAUSE_S, seconds)
+        doubt.next_probe = self._clock() + pause
         if in_time:
             doubt.late = False
 

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from kvkeep.core.cost import CostModel
     from kvkeep.store import BlockStore
 
-__all__ = ["LoadCosts", "LoadPace", "Read", "RunCost"]
+__all__ = ["LoadCosts", "LoadPace", "ProbeEnd", "Read", "RunCost"]
 
-_PROBE_S: Final = 0.1  # what a probe should take at most, as far as is known
-_PROBE_BLOCKS: Final = 16
+_PROBE_S: Final = 0.25  # what a probe should take at most, as far as is known
+_PROBE_BLOCKS: Final = (1, 2, 4, 8, 16)  # in turn: reads of several blocks overlap
 _PROBE_END_S: Final = 2.0
 _EARLY: Final = 0.1  # of the seconds of computing, after which a load is compared with it
 _SLOWER: Final = 1.2  # multiples of the pace of computing at which a load ends
@@ -41,10 +41,24 @@ class LoadPace(NamedTuple):
 
 
 class Read(NamedTuple):
-    """What a read has brought: leading blocks, and the tier that was too slow for more, or ""."""
+    """What a read has brought: leading blocks.
+
+    ``late``: more would have come too slowly. ``failed``: the tier that then was slower than what
+    is known of it, or from which nothing came; "": none.
+    """
 
     blocks: int
-    late: str
+    late: bool
+    failed: str
+
+
+class ProbeEnd(NamedTuple):
+    """A probe of ``tier`` that has ended, after ``seconds``; ``came``: with blocks."""
+
+    tier: str
+    seconds: float
+    expected: float
+    came: bool
 
 
 class LoadCosts:
@@ -58,6 +72,7 @@ class LoadCosts:
 
     def __init__(self, store: BlockStore, cost: CostModel) -> None:
         self._store = store
+        self._probes = 0
         self.cost = cost
 
     def runs(self, keys: Sequence[bytes], nbytes: Sequence[int]) -> list[RunCost]:
@@ -104,25 +119,29 @@ class LoadCosts:
         finally:
             late = late or time.monotonic() >= pace.until
             meter.close(late=late)
-        waited = next((tier for end, tier in runs if end > count), "")
-        return Read(count, waited if late else "")
+        failed = ""
+        if late and count < len(keys):
+            failed, news = meter.stopped_in
+            failed = "" if news else failed
+        return Read(count, late, failed)
 
-    def probe(self, tier: str, keys: Sequence[bytes], sizes: Sequence[int]) -> tuple[float, bool]:
-        """Read a few of ``keys`` from ``tier`` for no request; return the seconds, and if any came.
-
-        Takes two seconds at most.
-        """
+    def probe(self, tier: str, keys: Sequence[bytes], sizes: Sequence[int]) -> ProbeEnd:
+        """Read a few of ``keys`` from ``tier`` for no request. Takes two seconds at most."""
         start = 0
         for end, name in self._store.sources(keys):
             if name == tier:
                 break
             start = end
-        count = 1
-        learned, most = self.cost.reading(tier), min(_PROBE_BLOCKS, len(keys) - start)
-        if count > most:
-            return 0.0, False
-        while count < most and learned.seconds(sum(sizes[start : start + count + 1])) <= _PROBE_S:
-            count += 1
+        learned, most = self.cost.reading(tier), 1
+        if learned.known:
+            most = _PROBE_BLOCKS[self._probes % len(_PROBE_BLOCKS)]
+            self._probes += 1
+        count = min(most, len(keys) - start)
+        while count > 1 and learned.seconds(sum(sizes[start : start + count])) > _PROBE_S:
+            count -= 1
+        if count < 1:
+            return ProbeEnd(tier, 0.0, 0.0, came=False)
+        expected = learned.seconds(sum(sizes[start : start + count]))
         copy = bytearray(max(sizes[start : start + count]))
 
         def take(_at: int, raw: memoryview) -> None:
@@ -133,7 +152,7 @@ class LoadCosts:
             keys[start : start + count], sizes[start : start + count], take,
             LoadPace(began + _PROBE_END_S), lambda: False,
         )  # fmt: skip
-        return time.monotonic() - began, read.blocks > 0
+        return ProbeEnd(tier, time.monotonic() - began, expected, came=read.blocks > 0)
 
 
 def _is_slow(arrived: int, blocks: int, seconds: float, compute_s: float) -> bool:
@@ -149,6 +168,7 @@ class _Meter:
     def __init__(
         self, cost: CostModel, runs: Sequence[tuple[int, str]], sizes: Sequence[int]
     ) -> None:
+        self._tiers = [(tier, cost.reading(tier).known) for _, tier in runs]
         self._runs = [(end, cost.reading(tier)) for end, tier in runs]
         self._sizes = sizes
         self._at = self._start = 0
@@ -167,6 +187,13 @@ class _Meter:
             self._at += 1
             self._start = self.arrived
             self._begin()
+
+    @property
+    def stopped_in(self) -> tuple[str, bool]:
+        """The tier of the block that did not come, and whether blocks from it are news of it."""
+        at = next((at for at, (end, _) in enumerate(self._runs) if end > self.arrived), -1)
+        tier, known = self._tiers[at]
+        return tier, not known and self.arrived > self._start
 
     def _end(self, *, moved: bool) -> None:
         nbytes = sum(self._sizes[self._start : self.arrived]) if moved else 0

@@ -21,6 +21,8 @@ __all__ = ["OnlineFit", "non_negative"]
 
 _RECENT: Final = 32  # observations that give the error …
 _PACE: Final = 9  # … and of these, the last ones, that give the pace
+_TURNED: Final = 3  # last observations that give it if they agree, and not with those before …
+_AGREE: Final = math.log(1.5)  # … by more than this factor
 _A_CELL: Final = 5  # observations kept of each size
 _CELLS: Final = 64  # sizes kept: those not observed for longest are forgotten
 _REFIT: Final = 16  # observations between two fits, once there are many
@@ -110,6 +112,9 @@ class OnlineFit:
             math.log(seconds / max(_dot(self._shape, row), _LEAST)) for row, seconds in self._recent
         ]
         pace = _median(ratios[-_PACE:])
+        last = ratios[-_TURNED:]
+        if len(last) == _TURNED and max(last) - min(last) < _AGREE < abs(_median(last) - pace):
+            pace = _median(last)
         self._pace = math.exp(pace)
         spread = _median([abs(ratio - pace) for ratio in ratios])
         # Few observations tell little: what they agree in may be chance.

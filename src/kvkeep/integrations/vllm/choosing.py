@@ -166,9 +166,11 @@ class LoadChoices:
             self._steps.ended(news.step)
         for request, end in news.loads.items():
             begun = self._loading.pop(request, None)
-            if end.late:
-                self._chooser.came_late(end.late)
+            if end.failed:
+                self._chooser.came_late(end.failed)
             elif begun is not None:
                 self._chooser.handed_over(max(0.0, time.monotonic() - begun[0] - end.seconds))
         for probe in news.probes:
-            self._chooser.probed(probe.tier, probe.seconds, in_time=probe.came)
+            self._chooser.probed(
+                probe.tier, probe.seconds, in_time=probe.came, expected=probe.expected
+            )

@@ -12,13 +12,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 if TYPE_CHECKING:
-    from kvkeep.integrations.load_costs import RunCost
+    from kvkeep.integrations.load_costs import ProbeEnd, RunCost
     from kvkeep.integrations.vllm.groups import BlockReach
     from kvkeep.store.blocks import ReturnNotes
 
 __all__ = [
-    "BlockSpan", "LoadEnd", "PageLoad", "Probe", "ProbeEnd", "RankLookup", "Save", "StepPlan",
-    "WorkerNews",
+    "BlockSpan", "LoadEnd", "PageLoad", "Probe", "RankLookup", "Save", "StepPlan", "WorkerNews",
 ]  # fmt: skip
 
 
@@ -56,10 +55,10 @@ class PageLoad:
 
 
 class LoadEnd(NamedTuple):
-    """A load that has ended, after ``seconds``; ``late``: the tier it waited for in vain."""
+    """A load that has ended, after ``seconds``; ``failed``: a tier that was too slow, or ""."""
 
     seconds: float
-    late: str
+    failed: str
 
 
 @dataclass(slots=True)
@@ -69,14 +68,6 @@ class Probe:
     tier: str
     group: int
     keys: list[bytes]
-
-
-class ProbeEnd(NamedTuple):
-    """A probe of ``tier`` that has ended, after ``seconds``; ``came``: with blocks."""
-
-    tier: str
-    seconds: float
-    came: bool
 
 
 @dataclass(slots=True)
@@ -151,7 +142,7 @@ class WorkerNews(KVConnectorWorkerMetadata):
         loads = dict(self.loads)
         for request, end in other.loads.items():
             mine = loads.get(request, end)
-            loads[request] = LoadEnd(max(mine.seconds, end.seconds), mine.late or end.late)
+            loads[request] = LoadEnd(max(mine.seconds, end.seconds), mine.failed or end.failed)
         return WorkerNews(
             _joined(self.found, other.found), _joined(self.runs, other.runs),
             max(self.step, other.step), loads, self.probes + other.probes,

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from kvkeep.core.errors import KVKeepError
-from kvkeep.integrations.load_costs import LoadPace
+from kvkeep.integrations.load_costs import LoadPace, ProbeEnd
 from kvkeep.integrations.vllm.device import DeviceCopies
 from kvkeep.integrations.vllm.groups import BlockReach
 from kvkeep.integrations.vllm.kept import log_fault
 from kvkeep.integrations.vllm.loaders import Loaders
-from kvkeep.integrations.vllm.messages import BlockSpan, LoadEnd, ProbeEnd, Save, WorkerNews
+from kvkeep.integrations.vllm.messages import BlockSpan, LoadEnd, Save, WorkerNews
 from kvkeep.integrations.vllm.naming import machine_of, namespace_of, warn_of_seeds
 from kvkeep.integrations.vllm.outer import require_own_engine
 from kvkeep.integrations.vllm.pages import pages_of
@@ -164,14 +164,14 @@ class WorkerSide:
 
     def _probe(self, probe: Probe) -> None:
         """In a thread: read a few blocks from a tier, for no request."""
-        shared, seconds, came = self._open(), 0.0, False
+        shared, end = self._open(), ProbeEnd(probe.tier, 0.0, 0.0, came=False)
         try:
             sizes = [shared.sizes[probe.group]] * len(probe.keys)
-            seconds, came = shared.costs.probe(probe.tier, probe.keys, sizes)
+            end = shared.costs.probe(probe.tier, probe.keys, sizes)
         except KVKeepError as error:
             _LOG.warning("a probe of %s failed: %s", probe.tier, error)
         finally:
-            self._probe_ends.append(ProbeEnd(probe.tier, seconds, came))
+            self._probe_ends.append(end)
 
     def _load(
         self, loading: _Loading, begun: torch.cuda.Event | None, went_on: Callable[[], None]
@@ -182,7 +182,7 @@ class WorkerSide:
         spans = loading.load.spans
         loading.missing = [page for span in spans for page in span.pages]
         nbytes = sum(len(span.keys) * shared.sizes[span.group] for span in spans)
-        filled, late = 0, ""
+        filled, late, failed = 0, False, ""
         try:
             for span in spans:
                 if loading.cancelled:
@@ -201,7 +201,7 @@ class WorkerSide:
                     lambda: loading.cancelled,
                 )
                 filled += read.blocks
-                late = read.late
+                late, failed = read.late, read.failed
                 if read.blocks < len(span.keys):
                     break
         except KVKeepError as error:
@@ -209,8 +209,8 @@ class WorkerSide:
         finally:
             loading.missing = loading.missing[filled:]
             seconds = time.monotonic() - started
-            self._count(loading, seconds, late=bool(late))
-            self._load_ends.append((loading.load.request, LoadEnd(seconds, late)))
+            self._count(loading, seconds, late=late)
+            self._load_ends.append((loading.load.request, LoadEnd(seconds, failed)))
             self._done.append(loading)
             shared.news.set()
 
