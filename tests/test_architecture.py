@@ -608,7 +608,7 @@ LARGE: dict[str, int] = {
 MOST_ARGUMENTS = 8
 WIDE: dict[str, int] = {  # what users write by name
     "kvkeep.core.cache.paged.PagedCache": 9,
-    "kvkeep.store.kv.store.KVStore": 13,
+    "kvkeep.store.kv.store.KVStore": 14,
 }
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tier_bench import PAGE, SHORT, Bench, get, name, put, settle, until
 
 from kvkeep.store.backends.memory import MemoryBackend
-from kvkeep.store.tiers import Exclusive, Inclusive, LossLog, MemorySpec
+from kvkeep.store.tiers import Exclusive, Inclusive, LossLog, MemorySpec, Miss
 
 if TYPE_CHECKING:
     from kvkeep.store.tiers import Loss, TieredStore, TierSpec
@@ -28,6 +28,15 @@ def told(store: TieredStore, number: int, since: float | None = None) -> tuple[s
     assert one is not None, "it is there"
     assert one.at is None or time.time() - 60 < one.at <= time.time()
     return one.tier, one.what, one.detail
+
+
+def test_a_load_that_does_not_pay_tells_both_times() -> None:
+    miss = Miss.slower(256, 512, "file", load_s=0.0804, compute_s=0.055)
+    assert (miss.start, miss.stop, miss.tier, miss.what) == (256, 512, "file", "slower")
+    assert miss.detail == "expected: loading would have taken 80.4 ms, computing 55 ms"
+    assert (miss.load_s, miss.compute_s) == (0.0804, 0.055)
+    late = Miss.slower(0, 8, "file", load_s=12.3456, compute_s=0.0005, overtaken=True)
+    assert late.detail == "overtaken: loading would have taken 12346 ms, computing 0.5 ms"
 
 
 # --- the map ---------------------------------------------------------------------------------

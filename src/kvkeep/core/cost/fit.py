@@ -66,6 +66,7 @@ class OnlineFit:
         """Number of observations so far."""
         if self._seeds:
             self._shape = self._fitted()
+        self._seeded = self._shape
 
     @property
     def known(self) -> bool:
@@ -123,7 +124,11 @@ class OnlineFit:
     def _fitted(self) -> tuple[float, ...]:
         """Fit the coefficients to all that is kept, with outliers weighted down."""
         rows = [one for cell in self._cells.values() for one in cell]
-        rows += [(row, seconds * self._pace) for row, seconds in self._seeds]
+        slower = 1.0  # than the seeds
+        if self._seeds and rows:
+            ratios = [seconds / max(_dot(self._seeded, row), _LEAST) for row, seconds in rows]
+            slower = _median(ratios)
+        rows += [(row, seconds * slower) for row, seconds in self._seeds]
         terms = np.array([row for row, _ in rows], float)
         seconds = np.array([one for _, one in rows], float)
         relative = terms / seconds[:, None]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
 import threading
 from typing import TYPE_CHECKING, Any, Final
 
+from kvkeep.core.cost.files import read_json, write_json
 from kvkeep.core.cost.prefill import LearnedPrefill, PrefillCost
 from kvkeep.core.cost.transfer import LearnedTransfer, TransferCost
 from kvkeep.core.errors import InvalidValue, told
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 
 __all__ = ["CostModel"]
 
-_MAX_FILE: Final = 1 << 20
 _MOST_TIERS: Final = 64
 _MAX_NAME: Final = 512
 
@@ -118,10 +116,7 @@ class CostModel:
 
         Raises `InvalidValue` with its name.
         """
-        try:
-            found = json.loads(_text(path))
-        except (ValueError, RecursionError) as error:
-            raise InvalidValue(f"{path} is not JSON") from error
+        found = read_json(path)
         try:
             return cls.of(found)
         except InvalidValue as error:
@@ -129,22 +124,4 @@ class CostModel:
 
     def write(self, path: Path) -> None:
         """Write a file, whole or not at all. Raises `InvalidValue` if it cannot be written."""
-        text = json.dumps(self.as_dict(), indent=2, allow_nan=False) + "\n"
-        draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        try:
-            draft.write_text(text, encoding="utf-8")
-            draft.replace(path)
-        except OSError as error:
-            draft.unlink(missing_ok=True)
-            raise InvalidValue(f"cannot write {path}: {error.strerror}") from error
-
-
-def _text(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            text = file.read(_MAX_FILE + 1)
-    except OSError as error:
-        raise InvalidValue(f"cannot read {path}: {error.strerror}") from error
-    if len(text) > _MAX_FILE:
-        raise InvalidValue(f"{path} has more than {_MAX_FILE:,} bytes: it is no cost file")
-    return text
+        write_json(path, self.as_dict())

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvkeep.core.cost.files import read_json, write_json
 from kvkeep.core.cost.fit import OnlineFit, non_negative
 from kvkeep.core.errors import InvalidValue, told
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 __all__ = ["Fit", "LearnedPrefill", "Measured", "PrefillCost"]
 
 _VERSION = 1
-_MAX_FILE = 1 << 20
 _MAX_VALUE = 1e12
 _MAX_NAME = 512
 _SEEDED = ((0, 64), (0, 1024), (0, 8192), (8128, 8192), (4096, 8192))  # spans that show a seed
@@ -154,17 +153,7 @@ class PrefillCost:
     @classmethod
     def read(cls, path: Path) -> PrefillCost:
         """Read a JSON file. Raises `InvalidValue` with its name."""
-        try:
-            with path.open("rb") as file:
-                text = file.read(_MAX_FILE + 1)
-        except OSError as error:
-            raise InvalidValue(f"cannot read {path}: {error.strerror}") from error
-        if len(text) > _MAX_FILE:
-            raise InvalidValue(f"{path} has more than {_MAX_FILE:,} bytes: it is no cost file")
-        try:
-            found = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise InvalidValue(f"{path} is not JSON") from error
+        found = read_json(path)
         try:
             return cls.of(found)
         except InvalidValue as error:
@@ -175,11 +164,7 @@ class PrefillCost:
 
         Raises `InvalidValue` if the file cannot be written.
         """
-        text = json.dumps({**self.as_dict(), **more}, indent=2, allow_nan=False)
-        try:
-            path.write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            raise InvalidValue(f"cannot write {path}: {error.strerror}") from error
+        write_json(path, {**self.as_dict(), **more})
 
 
 class LearnedPrefill:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import threading
 import time
+from bisect import bisect_left
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvkeep.core.cost.fit import OnlineFit
 from kvkeep.core.errors import InvalidValue, told
@@ -19,6 +20,9 @@ __all__ = ["LearnedTransfer", "TransferCost"]
 
 _MAX: Final = 1e12
 _CUT_S: Final = 0.25  # a longer time of uninterrupted transfers is observed in parts
+_HANGS_S: Final = 5.0  # after which a transfer is taken to hang: others do not wait for it
+_ENOUGH: Final = 64  # observations from which on …
+_PAUSE_S: Final = 0.02  # … short transfers are observed as often as that
 _SEEDED: Final = (1 << 12, 1 << 20, 1 << 26)  # bytes of transfers that show a seed
 
 
@@ -63,12 +67,21 @@ class TransferCost:
         return cls(**fields)
 
 
+@dataclass(slots=True)
+class ObservedTransfer:
+    """One transfer; set ``moved`` to the bytes that it moved: 0 for none, None if it failed."""
+
+    moved: int | None
+
+
 class LearnedTransfer:
     """Learns what moving bytes takes, from transfers that may run at the same time.
 
     What counts is the time in which at least one runs: transfers that share a link share its
     bandwidth, and those that wait for a latency wait together. Failed transfers teach nothing.
-    Thread safety: all methods. See `OnlineFit` for costs and robustness.
+
+    Thread safety: all methods. Cost: 2 µs a transfer; see `OnlineFit` for that of an observation,
+    of which there are at most 50 a second, and for robustness.
 
     Arguments:
         seed: a cost that was measured before.
@@ -84,11 +97,14 @@ class LearnedTransfer:
         self._fit = OnlineFit(2, seeds=seeds, first=1)
         self._clock = clock
         self._lock = threading.Lock()
-        self._running = 0
+        self._begun: list[float] = []  # when each transfer under way began, the newest last
+        self._queued = 0
+        self._observed = -math.inf  # when
         self._since = 0.0  # begin of the time that is observed next
         self._bytes = 0  # moved since then
         self._first = True  # whether that time began with nothing under way
-        self._spoilt = False  # by a transfer that failed
+        self._part: _Part | None = None  # what was observed last, while more goes on
+        self._spoilt = False  # by a transfer that failed, until nothing is under way
 
     @property
     def known(self) -> bool:
@@ -106,9 +122,25 @@ class LearnedTransfer:
         return self._fit.observations
 
     @property
+    def age_s(self) -> float:
+        """Seconds since the last observation; infinite before the first."""
+        return self._clock() - self._observed
+
+    @property
     def running(self) -> int:
-        """Transfers under way."""
-        return self._running
+        """Transfers under way, without those that hang."""
+        with self._lock:
+            return self._active(self._clock())
+
+    @property
+    def queued(self) -> int:
+        """Bytes of transfers that wait or are under way, as far as `queue` was told."""
+        return self._queued
+
+    @property
+    def busy_s(self) -> float:
+        """The expected seconds until a transfer that is queued now begins."""
+        return self._fit.coefficients[1] * max(0, self._queued)
 
     @property
     def cost(self) -> TransferCost:
@@ -120,39 +152,76 @@ class LearnedTransfer:
         """Return the expected seconds to move ``nbytes``; 0 for none, or if nothing is known."""
         return self._fit.seconds((1.0, nbytes)) if nbytes > 0 else 0.0
 
+    def queue(self, nbytes: int) -> None:
+        """Note that ``nbytes`` more wait to be moved; negative once they were, or are not to be."""
+        with self._lock:
+            self._queued += nbytes
+
     @contextmanager
-    def transfer(self, nbytes: int) -> Iterator[None]:
+    def transfer(self, nbytes: int) -> Iterator[ObservedTransfer]:
         """Observe a transfer of ``nbytes`` within the ``with`` block; an exception spoils it."""
+        transfer, moved = ObservedTransfer(nbytes), None
         self.begin()
-        moved: int | None = None
         try:
-            yield
-            moved = nbytes
+            yield transfer
+            moved = transfer.moved
         finally:
             self.end(moved)
 
     def begin(self) -> None:
         """Note that a transfer begins; `end` must follow, whatever happens."""
         with self._lock:
-            if not self._running:
-                self._since, self._bytes, self._first = self._clock(), 0, True
-                self._spoilt = False
-            self._running += 1
+            now = self._clock()
+            if not self._active(now):
+                self._since, self._bytes, self._first = now, 0, True
+                self._part, self._spoilt = None, False
+            self._begun.append(now)
 
     def end(self, nbytes: int | None) -> None:
-        """Note that a transfer has moved ``nbytes``; None: it failed, or moved nothing."""
+        """Note that a transfer has moved ``nbytes``, 0: there was nothing; None: it failed."""
         with self._lock:
-            self._running -= 1
+            # Not always the one that ends; so the oldest ones left are those that hang.
+            self._begun.pop()
             if nbytes is None:
                 self._spoilt = True
             else:
                 self._bytes += nbytes
             now = self._clock()
+            running = self._active(now)
             seconds = now - self._since
-            if self._running and seconds < _CUT_S:
+            if running and seconds < _CUT_S:
                 return
-            terms = float(self._first), float(self._bytes)
-            told_it = self._bytes > 0 and not self._spoilt
-            self._since, self._bytes, self._first, self._spoilt = now, 0, False, False
-        if told_it:
-            self._fit.observe(terms, seconds)
+            last = _Part(self._first, self._bytes, seconds)
+            self._since, self._bytes, self._first = now, 0, False
+            before, self._part = self._part, None
+            part: _Part | None = last
+            if running:
+                part, self._part = before, last
+            elif before is not None:
+                # What is left at the end is short, and was moved in the part before as well.
+                part = before.and_then(last)
+            if part is None or not part.nbytes or self._spoilt:
+                return
+            # Where transfers are short, fitting them all would cost more than they do.
+            if now - self._observed < _PAUSE_S and self._fit.observations >= _ENOUGH:
+                return
+            self._observed = now
+        self._fit.observe((float(part.first), float(part.nbytes)), part.seconds)
+
+    def _active(self, now: float) -> int:
+        """Return the transfers under way that do not hang, under the lock."""
+        begun = self._begun
+        if not begun or begun[0] > now - _HANGS_S:
+            return len(begun)
+        return len(begun) - bisect_left(begun, now - _HANGS_S)
+
+
+class _Part(NamedTuple):
+    """Bytes moved without a pause; ``first``: nothing was under way before."""
+
+    first: bool
+    nbytes: int
+    seconds: float
+
+    def and_then(self, other: _Part) -> _Part:
+        return _Part(self.first, self.nbytes + other.nbytes, self.seconds + other.seconds)

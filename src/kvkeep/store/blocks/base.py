@@ -27,6 +27,9 @@ class Store:
     therefore be mutable objects; closing replaces ``_tiered`` in one copy alone.
 
     Thread safety: all methods.
+
+    Attributes:
+        cost: what computing KV takes, and reading and writing it, learned while the store is used.
     """
 
     _by_name: ClassVar[SharedStores[Any]]
@@ -36,6 +39,7 @@ class Store:
         cls._by_name = SharedStores(cls.__name__)
 
     def __init__(self, tiered: TieredStore, unit: str) -> None:
+        self.cost = tiered.cost
         self._tiered = tiered
         self._timing = Timing(unit)
         self._unpin: list[Callable[[], None]] = []  # undoes the pinning of memory

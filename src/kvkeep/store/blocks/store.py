@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from kvkeep.core.cost import CostModel
 from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.keys import KEY_BYTES, as_namespace, space_of
 from kvkeep.store.blocks.base import Store
@@ -39,6 +40,8 @@ class BlockStore(Store):
         namespace: what the keys belong to; another namespace never finds these blocks.
         tiers: URLs, fastest first, or backends; see `KVStore`.
         policy: decides which blocks move to which tier; `kvkeep.store.tiers.Inclusive` by default.
+        cost: what loading and computing take, as far as it is known; it learns from here on. An
+            engine that uses the same object learns it, too. A new one by default.
 
     Raises:
         InvalidValue: an argument is wrong; nothing stays open.
@@ -58,14 +61,17 @@ class BlockStore(Store):
         *,
         tiers: Sequence[str | Backend] = ("memory://1GiB",),
         policy: TieringPolicy | None = None,
+        cost: CostModel | None = None,
     ) -> None:
         if policy is not None and not isinstance(policy, TieringPolicy):
             raise InvalidValue(f"policy is {policy!r}; a TieringPolicy is needed, as Inclusive()")
+        if cost is not None and not isinstance(cost, CostModel):
+            raise InvalidValue(f"cost is {cost!r}; a kvkeep.core.cost.CostModel is needed")
         self.namespace = as_namespace(namespace)
         self._space = space_of(self.namespace)
         front, below = open_tiers(tiers)
         notes = {self._space: note_of(self.namespace)}
-        super().__init__(TieredStore(front, below, policy, notes=notes), "blocks")
+        super().__init__(TieredStore(front, below, policy, notes=notes, cost=cost), "blocks")
         self._tiered.expect(self._space)
 
     @staticmethod
@@ -75,6 +81,7 @@ class BlockStore(Store):
         *,
         tiers: Sequence[str | Backend] = ("memory://1GiB",),
         policy: TieringPolicy | None = None,
+        cost: CostModel | None = None,
     ) -> BlockStore:
         """Return the store called ``name`` in this process; see `KVStore.shared`."""
         given = {
@@ -83,7 +90,7 @@ class BlockStore(Store):
             "policy": repr(policy or Inclusive()),
         }
         return BlockStore._take(
-            name, given, lambda: BlockStore(namespace, tiers=tiers, policy=policy)
+            name, given, lambda: BlockStore(namespace, tiers=tiers, policy=policy, cost=cost)
         )
 
     def pin_memory(self) -> None:

@@ -1,11 +1,13 @@
 """`KVStore`: the KV of token sequences, looked up by tokens, over tiers.
 
-store.py      KVStore · prompts.py: what it answers about prompts, whatever it keeps of them
+store.py      KVStore · loading.py: how it reads prompts
+prompts.py    what it answers about prompts, whatever it keeps of them
 options.py    the arguments of a KVStore, checked
 forms.py      layouts of KV: the caller's tensors, and the raw bytes of a block
 names.py      namespaces, tenants and block ids
 lookup.py     which blocks of a prompt are stored
-transfers.py  put and get · prefetch.py: reads in the background
+transfers.py  put and get · prefetch.py: reads in the background · tail.py: reads from the end
+loaded.py     what was read · paying.py: how much is worth reading
 reporting.py  counts, hooks and the log · binding.py: which model a store serves
 why.py        why tokens are missing
 removal.py    which blocks `remove` deletes
@@ -18,8 +20,10 @@ finding.py    the longest stored position
 
 from __future__ import annotations
 
+from kvkeep.store.kv.paying import LoadChoice
 from kvkeep.store.kv.prefetch import Prefetch
 from kvkeep.store.kv.snapshot import Snapshot
 from kvkeep.store.kv.store import KVStore
+from kvkeep.store.kv.tail import TailRead
 
-__all__ = ["KVStore", "Prefetch", "Snapshot"]
+__all__ = ["KVStore", "LoadChoice", "Prefetch", "Snapshot", "TailRead"]

@@ -215,6 +215,14 @@ class Form:
         for mine, theirs in zip(self._pieces(raw, tokens), self._flat(kv), strict=True):
             theirs.copy_(mine.narrow(axis, skip, count))
 
+    def view(self, raw: memoryview, tokens: int, *, skip: int = 0) -> KV:
+        """Return the raw bytes of a block of ``tokens``, without the first ``skip``, as KV."""
+        if self.blockwise:
+            return self._block(raw, tokens).narrow(self.token_axis, skip, tokens - skip)
+        parts, width = self._pieces(raw, tokens), len(self._parts)
+        layers = [tuple(parts[at : at + width]) for at in range(0, len(parts), width)]
+        return self.cut(layers, skip, tokens)
+
     def _flat(self, kv: Layers) -> list[Tensor]:
         return [part for number, layer in enumerate(kv) for part in self._layer(layer, number)]
 

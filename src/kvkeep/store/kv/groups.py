@@ -11,7 +11,7 @@ from kvkeep.store.kv.kept import KeptPrompts
 from kvkeep.store.kv.positions import BASE, PositionNames
 from kvkeep.store.kv.prefetch import Prefetch
 from kvkeep.store.kv.removal import delete_ids
-from kvkeep.store.kv.snapshots import tokens_by_tier
+from kvkeep.store.kv.snapshots import piece_of, tokens_by_tier
 from kvkeep.store.kv.why import misses_behind
 from kvkeep.store.tiers import Loss, Miss
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvkeep.store.kv.names import PromptBlocks
+    from kvkeep.store.kv.paying import LoadPiece
     from kvkeep.store.kv.positions import Position
     from kvkeep.store.kv.records import RecordForms
     from kvkeep.store.kv.removal import Followers
@@ -52,6 +53,13 @@ class SnapshotRecords(KeptPrompts):
         named = [tiers[level] for level in position.levels]
         parts = tokens_by_tier(zip(position.pieces, named, strict=True), position.tokens, 0)
         return Lookup(position.tokens, runs_of(parts), max(stored, position.tokens))
+
+    def pieces(
+        self, tiered: TieredStore, prompt: PromptBlocks, tiers: Sequence[str]
+    ) -> list[LoadPiece]:
+        names = PositionNames(self._forms, prompt)
+        position = PositionFinder(tiered, names, start=prompt.start).longest()
+        return [] if position is None else [piece_of(position, prompt.start, tiers)]
 
     def why(
         self, tiered: TieredStore, prompt: PromptBlocks, since: float | None

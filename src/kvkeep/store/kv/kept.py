@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvkeep.store.blocks.stats import Lookup, runs_of
-from kvkeep.store.kv.lookup import find_stored
+from kvkeep.store.kv.lookup import find_stored, pieces_of
 from kvkeep.store.kv.prefetch import start_prefetch
 from kvkeep.store.kv.removal import delete_from
 from kvkeep.store.kv.why import misses_behind
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvkeep.store.codecs import BlockShape
     from kvkeep.store.kv.forms import Form
     from kvkeep.store.kv.names import PromptBlocks
+    from kvkeep.store.kv.paying import LoadPiece
     from kvkeep.store.kv.prefetch import Prefetch
     from kvkeep.store.kv.removal import Followers
     from kvkeep.store.tiers import Miss, Removed, TieredStore
@@ -41,6 +42,12 @@ class KeptPrompts(ABC):
     @abstractmethod
     def lookup(self, tiered: TieredStore, prompt: PromptBlocks, tiers: Sequence[str]) -> Lookup:
         """Return the length of the stored prefix; ``tiers`` are the names of all levels."""
+
+    @abstractmethod
+    def pieces(
+        self, tiered: TieredStore, prompt: PromptBlocks, tiers: Sequence[str]
+    ) -> list[LoadPiece]:
+        """Return what is stored of the prompt from its ``start`` on, in pieces to load."""
 
     @abstractmethod
     def why(
@@ -85,6 +92,11 @@ class WholeBlocks(KeptPrompts):
         found = find_stored(tiered, prompt)
         names = map(tiers.__getitem__, found.levels)
         return Lookup(sum(found.lengths), runs_of(zip(names, found.lengths, strict=True)))
+
+    def pieces(
+        self, tiered: TieredStore, prompt: PromptBlocks, tiers: Sequence[str]
+    ) -> list[LoadPiece]:
+        return pieces_of(find_stored(tiered, prompt), prompt, self._form, tiers)
 
     def why(
         self, tiered: TieredStore, prompt: PromptBlocks, since: float | None

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvkeep.store.blocks.stats import closed_is_illegal
+from kvkeep.store.kv.paying import LoadPiece
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvkeep.core.tokens import TokenArray
+    from kvkeep.store.kv.forms import Form
     from kvkeep.store.kv.names import Names, PromptBlocks
     from kvkeep.store.tiers import TieredStore
 
-__all__ = ["StoredBlocks", "find_stored"]
+__all__ = ["StoredBlocks", "find_stored", "pieces_of"]
 
 
 class StoredBlocks(NamedTuple):
@@ -26,6 +31,11 @@ class StoredBlocks(NamedTuple):
     ids: list[bytes]
     levels: list[int]
     lengths: list[int]
+
+    def up_to(self, tokens: int) -> StoredBlocks:
+        """Return the leading blocks that have at most ``tokens`` tokens together."""
+        count = sum(end <= tokens for end in accumulate(self.lengths))
+        return StoredBlocks(self.ids[:count], self.levels[:count], self.lengths[:count])
 
 
 def find_stored(
@@ -52,6 +62,21 @@ def find_stored(
             found.levels.extend(level)
             found.lengths.append(tokens)
     return found
+
+
+def pieces_of(
+    found: StoredBlocks, prompt: PromptBlocks, form: Form, tiers: Sequence[str]
+) -> list[LoadPiece]:
+    """Return ``found`` as pieces to load, one for each run of a tier, from the start on."""
+    begin = prompt.start - prompt.start % prompt.names.block_tokens
+    at, pieces = prompt.start, list[LoadPiece]()
+    for level, run in groupby(zip(found.levels, found.lengths, strict=True), lambda one: one[0]):
+        begin += sum(tokens for _, tokens in run)
+        if begin > at:
+            tier = tiers[level]
+            pieces.append(LoadPiece(begin, tier, {tier: form.raw_bytes(begin - at)}))
+            at = begin
+    return pieces
 
 
 def _longest_tail(

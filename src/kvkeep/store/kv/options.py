@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Required, TypedDict
 
+from kvkeep.core.cost import CostModel
 from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.geometry import KVGeometry
 from kvkeep.store.blocks.shared import places_of
@@ -41,6 +42,7 @@ class StoreOptions(TypedDict, total=False):
     quotas: Mapping[str, int | str] | None
     shares: Mapping[str, float] | None
     snapshots: bool | None
+    cost: CostModel | None
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class StoreConfig:
         layout: of the caller's tensors.
         form: both, for blocks of all layers; or the forms of records of snapshots.
         namespace: model, revision, tenant, LoRA and rank, with the form and the block size.
+        cost: learns what loading and computing take. Users of a shared store need not agree on it:
+            the first one's is used.
     """
 
     geometry: KVGeometry
@@ -63,6 +67,7 @@ class StoreConfig:
     policy: TieringPolicy | None
     quotas: Mapping[str, int | str]
     shares: Mapping[str, float] | None = None
+    cost: CostModel | None = None
 
     @classmethod
     def of(
@@ -81,6 +86,7 @@ class StoreConfig:
         quotas: Mapping[str, int | str] | None = None,
         shares: Mapping[str, float] | None = None,
         snapshots: bool | None = None,
+        cost: CostModel | None = None,
     ) -> StoreConfig:
         """Check the arguments of a `KVStore`; a loaded ``model`` is read for its identity.
 
@@ -96,6 +102,8 @@ class StoreConfig:
             snapshots = not geometry.plain
         if policy is not None and not isinstance(policy, TieringPolicy):
             raise InvalidValue(f"policy is {policy!r}; a TieringPolicy is needed, as Inclusive()")
+        if cost is not None and not isinstance(cost, CostModel):
+            raise InvalidValue(f"cost is {cost!r}; a kvkeep.core.cost.CostModel is needed")
         if shares is not None:
             if not isinstance(shares, Mapping):
                 raise InvalidValue(f"shares are weights by tenant, as {{'a': 3}}; got {shares!r}")
@@ -108,7 +116,16 @@ class StoreConfig:
             snapshots=bool(snapshots),
         )  # fmt: skip
         return cls(
-            geometry, layout, form, block_tokens, namespace, tiers, policy, quotas or {}, shares
+            geometry,
+            layout,
+            form,
+            block_tokens,
+            namespace,
+            tiers,
+            policy,
+            quotas or {},
+            shares,
+            cost,
         )
 
     def compared(self) -> dict[str, object]:

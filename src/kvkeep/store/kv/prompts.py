@@ -64,7 +64,9 @@ class PromptStore(Store):
         }
         shares = _weights(self._names, config)
         front, below = open_tiers(config.tiers, kept.block_shape, shares=shares is not None)
-        tiered = TieredStore(front, below, config.policy, notes=self._names.notes, shares=shares)
+        tiered = TieredStore(
+            front, below, config.policy, notes=self._names.notes, shares=shares, cost=config.cost
+        )
         if shares is not None:
             self._names.made = partial(_announce, tiered)
         super().__init__(tiered, "tokens")

@@ -9,8 +9,8 @@ from kvkeep.store.blocks.stats import StoreCounters
 if TYPE_CHECKING:
     from kvkeep.store.blocks.stats import Put
     from kvkeep.store.blocks.timing import Timing
+    from kvkeep.store.kv.loaded import LoadedKV
     from kvkeep.store.kv.snapshots import LoadedSnapshot
-    from kvkeep.store.kv.transfers import LoadedKV
 
 __all__ = ["KVReporter"]
 

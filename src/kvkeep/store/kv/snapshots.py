@@ -10,24 +10,26 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from kvkeep.core.errors import InvalidValue
 from kvkeep.store.blocks.stats import Put, closed_is_illegal, runs_of, seconds_of
 from kvkeep.store.kv.finding import PositionFinder
+from kvkeep.store.kv.paying import LoadPiece
 from kvkeep.store.kv.positions import BASE, STATE, PositionNames
 from kvkeep.store.kv.removal import delete_ids
 from kvkeep.store.kv.snapshot import Snapshot
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import Tensor
 
     from kvkeep.store.kv.names import PromptBlocks
+    from kvkeep.store.kv.paying import LoadChoice
     from kvkeep.store.kv.positions import Position, PositionPiece
     from kvkeep.store.kv.records import KVRecords, RecordForms
     from kvkeep.store.kv.removal import Followers
-    from kvkeep.store.tiers import TieredStore, Written
+    from kvkeep.store.tiers import Miss, TieredStore, Written
 
     Layers = dict[int, tuple[Tensor, ...]]
 
-__all__ = ["LoadedSnapshot", "SnapshotTransfers", "tokens_by_tier"]
+__all__ = ["LoadedSnapshot", "SnapshotTransfers", "piece_of", "tokens_by_tier"]
 
 _WAIT_S: Final = 60.0
 """Seconds that each slower tier has to write records for which a put waits."""
@@ -37,12 +39,16 @@ _TRIES: Final = 16
 
 
 class LoadedSnapshot(NamedTuple):
-    """A snapshot, the tokens that it saves, its raw bytes, and ``(tier, tokens)`` in order."""
+    """A snapshot, the tokens that it saves, its raw bytes, and ``(tier, tokens)`` in order.
+
+    ``slower`` says what was stored and not loaded because computing is faster.
+    """
 
     snapshot: Snapshot | None = None
     tokens: int = 0
     raw_bytes: int = 0
     tiers: tuple[tuple[str, int], ...] = ()
+    slower: tuple[Miss, ...] = ()
 
 
 class _Gap(Exception):
@@ -254,23 +260,41 @@ class SnapshotTransfers:
         *,
         deadline: float | None,
         sources: bool,
+        choose: Callable[[list[LoadPiece]], LoadChoice] | None = None,
     ) -> LoadedSnapshot:
-        """See `KVStore.get_snapshot`; the position is not behind the prompt's end."""
+        """See `KVStore.get_snapshot`; the position is not behind the prompt's end.
+
+        ``choose`` decides whether a position is loaded; None: it is.
+        """
         until = None
         if deadline is not None:
             until = time.monotonic() + seconds_of("deadline", deadline)
         names = PositionNames(self._forms, prompt)
         finder = PositionFinder(tiered, names, start=prompt.start, until=until)
+        tiers = [tiered.memory.name, *(tier.name for tier in tiered.tiers)]
         for _ in range(_TRIES):
             position = finder.longest()
             if position is None:
                 break
-            left = None if until is None else max(0.0, until - time.monotonic())
+            choice, due = None, until
+            if choose is not None:
+                choice = choose([piece_of(position, prompt.start, tiers)])
+                if not choice.pays:
+                    first = position.pieces[0]
+                    tiered.relearn([first.id], [first.raw_bytes], position.levels[0])
+                    return LoadedSnapshot(slower=choice.misses)
+                if choice.patience_s is not None:
+                    end = time.monotonic() + choice.patience_s
+                    due = end if until is None else min(until, end)
+            left = None if due is None else max(0.0, due - time.monotonic())
             reading = _Reading(self._forms, prompt.start, position)
             count = reading.read(tiered, left, sources=sources)
             if count == len(position.pieces):
                 self._note(names, position.tokens, position.pieces)
                 return reading.loaded()
+            if choice is not None and due is not None and time.monotonic() >= due:
+                late = choice.overtaken(prompt.start, tiers[position.levels[count]])
+                return LoadedSnapshot(slower=(late,))
             # What was read is read again, most likely from memory, if a shorter position needs it:
             # then all records of a result were there at one time, also after a replacement.
             finder.bad(position.pieces[count])
@@ -327,6 +351,18 @@ class _Reading:
         )
         size = sum(piece.raw_bytes for piece in pieces)
         return LoadedSnapshot(snapshot, tokens - self._start, size, tiers)
+
+
+def piece_of(position: Position, start: int, tiers: Sequence[str]) -> LoadPiece:
+    """Return a position as one piece to load; ``tiers`` are the names of all levels."""
+    found: dict[str, int] = {}
+    for piece, level in zip(position.pieces, position.levels, strict=True):
+        part = 1.0
+        if piece.group == BASE and piece.start < start:
+            part = (piece.stop - start) / (piece.stop - piece.start)
+        tier = tiers[level]
+        found[tier] = found.get(tier, 0) + int(part * piece.raw_bytes)
+    return LoadPiece(position.tokens, max(found, key=found.__getitem__), found)
 
 
 def tokens_by_tier(

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Unpack
+from typing import TYPE_CHECKING, Unpack
 
-from kvkeep.core.errors import InvalidValue, UnsupportedModel, whole
+from kvkeep.core.errors import whole
 from kvkeep.core.returns import Ended
-from kvkeep.store.kv.forms import Form
-from kvkeep.store.kv.groups import SnapshotRecords
-from kvkeep.store.kv.kept import WholeBlocks
+from kvkeep.store.kv.loading import PromptLoads
 from kvkeep.store.kv.options import StoreConfig, StoreOptions
-from kvkeep.store.kv.prompts import PromptStore
 from kvkeep.store.kv.records import window_start
-from kvkeep.store.kv.removal import Followers
-from kvkeep.store.kv.snapshots import SnapshotTransfers
-from kvkeep.store.kv.transfers import KVTransfers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import torch
 
+    from kvkeep.core.cost import CostModel
     from kvkeep.core.extras import ExtraLike
     from kvkeep.core.geometry import KVGeometry
     from kvkeep.core.tokens import TokensLike
@@ -36,7 +31,7 @@ __all__ = ["KVStore"]
 _UNKNOWN = Ended()
 
 
-class KVStore(PromptStore):
+class KVStore(PromptLoads):
     """The KV of one model, stored in blocks of ``block_tokens`` tokens over several tiers.
 
     A block's key is a hash of all tokens up to its end and of a namespace: model, revision, dtype,
@@ -68,6 +63,8 @@ class KVStore(PromptStore):
         snapshots: keep each group of layers apart, with `put_snapshot` and `get_snapshot`: windows
             without what lies behind them, and states. By default only if the layers differ in what
             they keep; if they differ in their windows alone, `put` and `get` keep them whole.
+        cost: what loading and computing take, as far as it is known; it learns from here on. An
+            engine that uses the same object learns it, too. A new one by default. (docs/cost.md)
 
     Raises:
         InvalidValue: an argument is wrong; nothing stays open.
@@ -97,22 +94,14 @@ class KVStore(PromptStore):
         quotas: Mapping[str, int | str] | None = None,
         shares: Mapping[str, float] | None = None,
         snapshots: bool | None = None,
+        cost: CostModel | None = None,
     ) -> None:
         config = StoreConfig.of(
             geometry, model=model, revision=revision, tiers=tiers, layout=layout,
             block_tokens=block_tokens, tenant=tenant, lora=lora, rank=rank, policy=policy,
-            quotas=quotas, shares=shares, snapshots=snapshots,
+            quotas=quotas, shares=shares, snapshots=snapshots, cost=cost,
         )  # fmt: skip
-        followers = Followers()
-        self._form = config.form
-        self._whole: KVTransfers | None = None
-        self._snapshots: SnapshotTransfers | None = None
-        if isinstance(config.form, Form):
-            self._whole = KVTransfers(config.form, followers)
-            super().__init__(config, WholeBlocks(config.form, followers))
-        else:
-            self._snapshots = SnapshotTransfers(config.form, followers)
-            super().__init__(config, SnapshotRecords(config.form, followers))
+        super().__init__(config)
 
     @staticmethod
     def shared(name: str, geometry: KVGeometry, **options: Unpack[StoreOptions]) -> KVStore:
@@ -170,7 +159,7 @@ class KVStore(PromptStore):
             IllegalStep: the store is closed.
         """
         began = self._timing.begin()
-        transfers = self._transfers("put")
+        transfers = self._transfers("put", "put_snapshot")
         prompt = self._prompt(tokens, start, tenant, extra)
         if not start:  # else parts of it were asked for, or put, before
             self._requested(prompt)
@@ -182,53 +171,6 @@ class KVStore(PromptStore):
         )
         self._reporter.put(began, len(prompt.row) - start, put, self._tiered.memory.name)
         return put
-
-    def get(
-        self,
-        tokens: TokensLike,
-        start: int = 0,
-        *,
-        deadline: float | None = None,
-        tenant: str | None = None,
-        out: KV | None = None,
-        form: Literal["tensor", "tuples"] = "tensor",
-        sources: list[tuple[str, int]] | None = None,
-        extra: ExtraLike | None = None,
-    ) -> tuple[KV | None, int]:
-        """Return the KV of the longest stored prefix of ``tokens`` from ``start`` on.
-
-        The result is ``(kv, n)`` with the KV of ``tokens[start : start + n]``, or ``(None, 0)``.
-        It ends before the first block that is missing, damaged, or not read in time.
-
-        Args:
-            deadline: seconds from now.
-            out: room for all of ``tokens[start:]``, in any form that `put` takes; the result is
-                its beginning. Otherwise new CPU memory is allocated.
-            form: of new memory: one tensor, or "tuples", a pair for each layer.
-            sources: a list to which ``(tier, tokens)`` of the tokens read is appended, in order.
-            extra: as in `put`.
-
-        Raises:
-            InvalidValue: tokens, ``start``, ``out`` or ``form`` are wrong.
-            IllegalStep: the store is closed.
-        """
-        began = self._timing.begin()
-        if form not in ("tensor", "tuples"):
-            raise InvalidValue(f"form is {form!r}; it is 'tensor' or 'tuples'")
-        prompt = self._requested(self._prompt(tokens, start, tenant, extra))
-        loaded = self._transfers("get").get(
-            self._tiered, prompt, out, tuples=form == "tuples", deadline=deadline,
-            sources=bool(began) or sources is not None,
-        )  # fmt: skip
-        if sources is not None:
-            sources += loaded.tiers
-        self._reporter.get(began, len(prompt.row) - start, loaded)
-        return loaded.kv, loaded.tokens
-
-    @property
-    def snapshots(self) -> bool:
-        """Whether this store keeps snapshots; if not, it keeps blocks of all layers."""
-        return self._snapshots is not None
 
     def window_start(self, layer: int, tokens: int) -> int:
         """Return the first token that ``layer`` needs to go on behind ``tokens`` tokens.
@@ -299,52 +241,6 @@ class KVStore(PromptStore):
         self._reporter.put(began, given, put, self._tiered.memory.name)
         return put
 
-    def get_snapshot(
-        self,
-        tokens: TokensLike,
-        start: int = 0,
-        *,
-        limit: int | None = None,
-        deadline: float | None = None,
-        tenant: str | None = None,
-        sources: list[tuple[str, int]] | None = None,
-        extra: ExtraLike | None = None,
-    ) -> Snapshot | None:
-        """Return the snapshot at the longest stored position of ``tokens``; None if there is none.
-
-        At a position all groups of layers agree: the KV of every token before it, whole windows,
-        and a state exactly there. If a record proves damaged, missing or late, the longest shorter
-        position is tried.
-
-        Args:
-            start: the first token of layers that keep every token; positions up to there, and KV
-                in front of it, are not looked for. The caller has them.
-            limit: the longest position that is of use; by default all tokens.
-            deadline: seconds from now.
-            sources, extra: as in `get`.
-
-        The tensors are new, in CPU memory and in the store's layout. Layers with a window have the
-        tokens from `window_start` on.
-
-        Raises:
-            InvalidValue: tokens, ``start`` or ``limit`` are wrong.
-            UnsupportedModel: the store keeps blocks of all layers.
-            IllegalStep: the store is closed.
-        """
-        transfers = self._kept_snapshots("get_snapshot")
-        began = self._timing.begin()
-        prompt = self._requested(self._prompt(tokens, start, tenant, extra))
-        if limit is not None:
-            limit = whole("limit", limit, start, len(prompt.row))
-            prompt = prompt._replace(row=prompt.row[:limit])
-        loaded = transfers.get(
-            self._tiered, prompt, deadline=deadline, sources=bool(began) or sources is not None
-        )
-        if sources is not None:
-            sources += loaded.tiers
-        self._reporter.get(began, len(prompt.row) - start, loaded)
-        return loaded.snapshot
-
     def _keep_until(
         self, prompt: PromptBlocks, answer: int, ended: Ended, tenant: str | None
     ) -> int:
@@ -356,23 +252,6 @@ class KVStore(PromptStore):
         if stop < tokens:
             self._unread(prompt.names.full(prompt.row)[stop // self.block_tokens :], tokens - stop)
         return stop
-
-    def _transfers(self, call: str) -> KVTransfers:
-        if self._whole is None:
-            raise UnsupportedModel(
-                f"this store keeps snapshots, as the layers of the model differ; use "
-                f"{call}_snapshot instead of {call}"
-            )
-        return self._whole
-
-    def _kept_snapshots(self, call: str) -> SnapshotTransfers:
-        self._tiered.check_open()
-        if self._snapshots is None:
-            raise UnsupportedModel(
-                f"this store keeps blocks of all layers, with put and get; {call} needs "
-                "KVStore(…, snapshots=True)"
-            )
-        return self._snapshots
 
     def __repr__(self) -> str:
         return f"<KVStore of {self.namespace.model} over {self._places}>"

@@ -6,34 +6,28 @@ import threading
 import time
 from contextlib import nullcontext
 from itertools import accumulate
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from kvkeep.store.blocks.stats import Put, closed_is_illegal, runs_of, seconds_of
-from kvkeep.store.kv.lookup import find_stored
+from kvkeep.store.kv.loaded import LoadedKV
+from kvkeep.store.kv.lookup import find_stored, pieces_of
 from kvkeep.store.kv.removal import delete_from
+from kvkeep.store.kv.tail import TailRead
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvkeep.store.kv.forms import KV, Form
+    from kvkeep.store.kv.lookup import StoredBlocks
     from kvkeep.store.kv.names import PromptBlocks
+    from kvkeep.store.kv.paying import LoadChoice, LoadPiece
     from kvkeep.store.kv.removal import Followers
     from kvkeep.store.tiers import TieredStore
 
-__all__ = ["KVTransfers", "LoadedKV"]
+__all__ = ["KVTransfers"]
 
 _WAIT_S: Final = 60.0
 """Seconds that each slower tier has to write blocks for which a put waits."""
-
-
-class LoadedKV(NamedTuple):
-    """KV of the first ``tokens`` tokens from a prompt's ``start`` on.
-
-    ``tiers`` are ``(tier, tokens)`` in order, the tiers the KV was read from; empty unless they
-    were requested.
-    """
-
-    kv: KV | None
-    tokens: int
-    tiers: tuple[tuple[str, int], ...] = ()
 
 
 class KVTransfers:
@@ -104,19 +98,28 @@ class KVTransfers:
         tuples: bool,
         deadline: float | None,
         sources: bool,
+        choose: Callable[[list[LoadPiece]], LoadChoice] | None = None,
     ) -> LoadedKV:
-        """See `KVStore.get`; ``sources``: whether the tiers are to be named."""
+        """See `KVStore.get`; ``sources``: whether the tiers are to be named.
+
+        ``choose`` decides how much of what is stored to load; None: all of it.
+        """
         row, start, names = prompt
         if out is not None:
             self._form.check_room(out, len(row) - start)
         until = None
         if deadline is not None:
             until = time.monotonic() + seconds_of("deadline", deadline)
-        blocks, levels, lengths = find_stored(tiered, prompt, until)
+        found, choice = find_stored(tiered, prompt, until), None
+        if choose is not None:
+            choice = choose(pieces_of(found, prompt, self._form, _tier_names(tiered)))
+            found, until = self._cut(tiered, found, choice, start % names.block_tokens, until)
+        blocks, levels, lengths = found
         skip = start % names.block_tokens if lengths else 0
         total = sum(lengths) - skip
+        slower = () if choice is None else choice.misses
         if total <= 0:
-            return LoadedKV(None, 0)
+            return LoadedKV(None, 0, slower=slower)
         into = self._form.empty(total, tuples=tuples) if out is None else out
         ends = [end - skip for end in accumulate(lengths)]
 
@@ -136,8 +139,50 @@ class KVTransfers:
                 deadline=left,
                 sources=read_from,
             )
+        if choice is not None and count < len(blocks) and until and time.monotonic() >= until:
+            at = start + ends[count - 1] if count else start
+            slower = (choice.overtaken(at, _tier_names(tiered)[levels[count]]), *slower)
         if not count:
-            return LoadedKV(None, 0)
+            return LoadedKV(None, 0, slower=slower)
         self._followers.note(blocks[:count])
         parts = zip(read_from or (), [lengths[0] - skip, *lengths[1:]], strict=False)
-        return LoadedKV(self._form.cut(into, 0, ends[count - 1]), ends[count - 1], runs_of(parts))
+        tokens = ends[count - 1]
+        return LoadedKV(self._form.cut(into, 0, tokens), tokens, runs_of(parts), slower)
+
+    def _cut(
+        self,
+        tiered: TieredStore,
+        found: StoredBlocks,
+        choice: LoadChoice,
+        skip: int,
+        until: float | None,
+    ) -> tuple[StoredBlocks, float | None]:
+        """Return the blocks to load, and until when; read a few others if that may teach."""
+        kept = found.up_to(choice.tokens - choice.start + skip)
+        at = len(kept.ids)
+        if at < len(found.ids):
+            sizes = self._form.sizes(found.lengths[at:])
+            tiered.relearn(found.ids[at:], sizes, found.levels[at])
+        if choice.patience_s is not None:
+            due = time.monotonic() + choice.patience_s
+            until = due if until is None else min(until, due)
+        return kept, until
+
+    def tail(
+        self,
+        tiered: TieredStore,
+        prompt: PromptBlocks,
+        deadline: float | None,
+        begin: Callable[[], Callable[[LoadedKV], object]],
+    ) -> TailRead:
+        """See `KVStore.load_tail`; for ``begin`` see `TailRead`."""
+        until = None
+        if deadline is not None:
+            until = time.monotonic() + seconds_of("deadline", deadline)
+        found = find_stored(tiered, prompt, until)
+        self._followers.note(found.ids)
+        return TailRead(tiered, self._form, prompt, found, begin)
+
+
+def _tier_names(tiered: TieredStore) -> list[str]:
+    return [tiered.memory.name, *(tier.name for tier in tiered.tiers)]

@@ -7,7 +7,9 @@ levels.py        lookups over all levels: where a block is, or why it is missing
 tiering.py       policies that decide which tiers hold a block; adaptive.py chooses among them
 planner.py       decides the moves of blocks by a policy
 prompt_moves.py  order of moves to read or store a prompt, shared with the replay of traces
+tiered_reads.py  its lookups and reads
 reading.py       reads prompts; shared_read.py: one read of a block for several requests;
+                 tail_reading.py: the same from the end, until computing meets it;
                  block_prefetch.py: the handle of a read in the background
 writing.py       stores prompts; write_queue.py: pending writes and deletions of each tier
 demoting.py      moves evicted blocks to a lower tier
@@ -48,6 +50,7 @@ from kvkeep.store.tiers.memory import MemorySpec, MemoryTier
 from kvkeep.store.tiers.notes import note_of
 from kvkeep.store.tiers.opening import TIER_OPTIONS, TIERINGS, open_backend, open_tiers, tiering
 from kvkeep.store.tiers.removing import Removed
+from kvkeep.store.tiers.tail_reading import TailLimit
 from kvkeep.store.tiers.tier import Tier, TierOptions, TierSpec
 from kvkeep.store.tiers.tier_returns import TierReturns
 from kvkeep.store.tiers.tier_shares import TenantWeights
@@ -72,6 +75,7 @@ __all__ = [
     "PassThrough",
     "Removed",
     "SharedReturns",
+    "TailLimit",
     "TenantWeights",
     "Tier",
     "TierCounters",

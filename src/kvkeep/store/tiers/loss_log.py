@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["Loss", "LossKind", "LossLog", "Miss"]
 
 LossKind = Literal[
-    "evicted", "dropped", "refused", "removed", "damaged", "unavailable", "late", "never"
+    "evicted", "dropped", "refused", "removed", "damaged", "unavailable", "late", "slower", "never"
 ]
 
 
@@ -23,6 +23,8 @@ class Miss:
     """Why tokens ``start`` … ``stop - 1`` of a prompt do not come from a store.
 
     ``at`` is in Unix seconds, None where no moment is known; for several blocks it is the latest.
+    ``load_s`` and ``compute_s`` are the expected seconds with the tokens loaded, and computed, for
+    "slower"; None for others.
     ``tier`` names the tier that lost them, empty where no tier did. ``detail`` is one word, which
     ``": "`` and more text may follow:
 
@@ -37,6 +39,8 @@ class Miss:
     - "damaged": the record did not verify.
     - "unavailable": "breaker" (the circuit breaker is open), or the error.
     - "late": the tier did not answer in time.
+    - "slower": the tier has the tokens, and computing them is faster (`Miss.slower`): "expected"
+      (they were not read) or "overtaken" (they were computed while they were read). Both times.
     - "never": no loss is recorded; "part" if less is stored than is worth loading, "state" if the
       KV is stored, and no state or window behind which a model could go on.
     """
@@ -47,6 +51,27 @@ class Miss:
     what: LossKind
     at: float | None
     detail: str
+    load_s: float | None = None
+    compute_s: float | None = None
+
+    @classmethod
+    def slower(
+        cls, start: int, stop: int, tier: str, *, load_s: float, compute_s: float,
+        overtaken: bool = False,
+    ) -> Miss:  # fmt: skip
+        """Return why stored tokens were not loaded: computing them is faster.
+
+        ``load_s`` are the expected seconds of the request had they been loaded, ``compute_s`` with
+        them computed.
+        """
+        word = "overtaken" if overtaken else "expected"
+        times = f"loading would have taken {_ms(load_s)}, computing {_ms(compute_s)}"
+        return cls(start, stop, tier, "slower", time.time(), f"{word}: {times}", load_s, compute_s)
+
+
+def _ms(seconds: float) -> str:
+    number = seconds * 1e3
+    return f"{number:.3g} ms" if number < 1000 else f"{number:.0f} ms"
 
 
 class Loss(NamedTuple):

@@ -21,6 +21,7 @@ from kvkeep.store.tiers.workers import Workers
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence
 
+    from kvkeep.core.cost import LearnedTransfer
     from kvkeep.store.tiers.demoting import Demoter
     from kvkeep.store.tiers.fetch_back import FetchBack
     from kvkeep.store.tiers.levels import Levels
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from kvkeep.store.tiers.planner import Copy
     from kvkeep.store.tiers.write_queue import WriteQueue
 
-__all__ = ["ReadRequest", "Reader"]
+__all__ = ["ReadRequest", "Reader", "end_read"]
 
 _READ_AHEAD = 16  # blocks, at most
 _LEASED = 64  # blocks in memory that are leased at once, at most …
@@ -45,10 +46,14 @@ class Reader:
 
     Attributes:
         fetch_back: what reads blocks before their conversations return; it is closed with this.
+        copies: learns what copies of blocks out of memory take.
     """
 
-    def __init__(self, levels: Levels, queue: WriteQueue, demoter: Demoter) -> None:
+    def __init__(
+        self, levels: Levels, queue: WriteQueue, demoter: Demoter, copies: LearnedTransfer
+    ) -> None:
         self.levels = levels
+        self.copies = copies
         self.queue = queue
         self._demoter = demoter
         self._memory = levels.memory
@@ -275,11 +280,11 @@ class ReadRequest(ReadMoves):
                     break  # from memory, where it was stored with another length
                 self._sources.append(self._source(ahead[0]))
                 self._sink(count, payload)
-                _end(ahead.popleft())
+                end_read(ahead.popleft())
                 count += 1
         finally:
             for left in (*ahead, *run):
-                _end(left)
+                end_read(left)
         if count < len(levels):  # a located block is missing: others may be, too
             for tier in self._levels.tiers:
                 tier.recheck(blocks[count : len(levels)])
@@ -319,6 +324,8 @@ class ReadRequest(ReadMoves):
         memory, sink, ends = self._levels.memory, self._sink, self._replaced
         payloads = [lease.payload for lease in run]
         first, sources, name = at, self._sources, memory.name
+        copied: int | None = None
+        self._reader.copies.begin()
         try:
             for payload, size in zip(payloads, self._raw_bytes[at:], strict=False):
                 # else it was stored with another length
@@ -328,7 +335,9 @@ class ReadRequest(ReadMoves):
                 sink(at, payload)
                 at += 1
                 ends = self._ends  # of the first block, `fetch` has asked
+            copied = sum(map(len, payloads[: at - first]))
         finally:
+            self._reader.copies.end(copied)
             memory.release_all(run)
             payloads = payloads[: at - first]
             read = sum(map(len, payloads)) + HEADER_BYTES * len(payloads)
@@ -364,7 +373,8 @@ def _never() -> bool:
     return False
 
 
-def _end(started: SharedRead | MemoryLease) -> None:
+def end_read(started: SharedRead | MemoryLease) -> None:
+    """Leave a read that `Reader.start` began."""
     if isinstance(started, SharedRead):
         started.leave()
     else:

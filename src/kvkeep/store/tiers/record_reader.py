@@ -10,12 +10,13 @@ from kvkeep.core.errors import MissingExtra
 from kvkeep.core.keys import SPACE_BYTES
 from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.codecs import Damaged, OtherKey
-from kvkeep.store.tiers.record import BadRecord, OtherVersion
+from kvkeep.store.tiers.record import HEADER_BYTES, BadRecord, OtherVersion
 from kvkeep.store.tiers.record_codec import NotForUs, RecordRoom, WrongSize
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvkeep.core.cost import LearnedTransfer
     from kvkeep.store.tiers.calls import BackendCalls
     from kvkeep.store.tiers.known import KnownBlocks
     from kvkeep.store.tiers.loss_log import LossLog
@@ -32,17 +33,25 @@ class RecordReader:
     Damaged records are quarantined. Intact records that the tier must not serve, such as those of
     another key, are hidden until they are written anew.
 
+    ``cost`` learns what reads take, decoding included, by the bytes of raw KV.
+
     Thread safety: all methods. They run in the calling thread.
     """
 
     def __init__(
-        self, calls: BackendCalls, known: KnownBlocks, records: RecordCodec, losses: LossLog
+        self,
+        calls: BackendCalls,
+        known: KnownBlocks,
+        records: RecordCodec,
+        losses: LossLog,
+        cost: LearnedTransfer,
     ) -> None:
         self._calls = calls
         self._backend = calls.backend
         self._known = known
         self._records = records
         self._losses = losses
+        self._cost = cost
 
     def load(
         self, block: bytes, raw_bytes: int, place: Callable[[], memoryview]
@@ -56,6 +65,19 @@ class RecordReader:
         if not self._calls.allowed("read", part):
             self._calls.note_failure("unavailable", "breaker")
             return None
+        moved: int | None = None
+        self._cost.begin()
+        try:
+            record, failed = self._load(block, raw_bytes, place, part)
+            moved = raw_bytes if record is not None else None if failed else 0
+        finally:
+            self._cost.end(moved)
+        return record
+
+    def _load(
+        self, block: bytes, raw_bytes: int, place: Callable[[], memoryview], part: str
+    ) -> tuple[memoryview | None, bool]:
+        """Return the record, and whether the backend failed."""
         known, mark = block in self._known, self._known.before_query()
         started = time.monotonic()
         room = RecordRoom(self._records, raw_bytes, place)
@@ -67,17 +89,17 @@ class RecordReader:
         except WrongSize as wrong:
             self._calls.counters.count(read_seconds=time.monotonic() - started)
             self.quarantine(block, str(wrong))
-            return None
+            return None, False
         if call.failed:
-            return None
+            return None, True
         self._calls.counters.count(read_seconds=time.monotonic() - started)
         if record is None:
             if known:
                 self._known.catalogue.forget(block)
                 self._losses.note([block], self._calls.name, "removed", "gone")
             self._calls.counters.count(misses=1)
-            return None
-        return self._decoded(block, raw_bytes, record, room, mark)
+            return None, False
+        return self._decoded(block, raw_bytes, record, room, mark), False
 
     def _decoded(
         self, block: bytes, raw_bytes: int, record: memoryview, room: RecordRoom, mark: int
@@ -104,12 +126,20 @@ class RecordReader:
 
         The header in the result may be invalid. Counts neither a hit nor a miss.
         """
-        record: memoryview | None = None
         part = self._backend.part(block)
-        if self._calls.allowed("read", part):
-            with self._calls.to("get", "read", part) as call:
-                record = self._backend.get(block, call.callback(aligned))
-                call.decisive = record is not None
+        if not self._calls.allowed("read", part):
+            return None
+        with self._cost.transfer(0) as transfer:
+            record = self._fetch(block, part)
+            if record is not None:
+                transfer.moved = len(record) - HEADER_BYTES
+        return record
+
+    def _fetch(self, block: bytes, part: str) -> memoryview | None:
+        record: memoryview | None = None
+        with self._calls.to("get", "read", part) as call:
+            record = self._backend.get(block, call.callback(aligned))
+            call.decisive = record is not None
         if record is None:
             return None
         try:

@@ -69,6 +69,8 @@ class SharedRead:
         self._joined = 0
         self._lease: MemoryLease | None = None
         self._done = False
+        self._queued: Tier | None = None  # whose queue of reads counts this one
+        self._watching: list[Callable[[], object]] = []
 
     # --- called by requests ----------------------------------------------------------------------
 
@@ -87,6 +89,8 @@ class SharedRead:
             lease = self._lease if self._joined == 0 else None
             if lease is not None:
                 self._lease = None
+            elif not self._joined and not self._began:
+                self._unqueue()  # a reader thread will skip it
         if lease is not None:
             lease.release()
 
@@ -103,9 +107,9 @@ class SharedRead:
         with self._changed:
             while not self._done:
                 now = time.monotonic()
-                late = self._since + self._tiers[0].timeout if self._tiers else now
                 if until is not None and now >= until:
                     return None
+                late = self._late_at()
                 if now >= late:
                     self._give_up()  # also without tiers: `start` may not have run yet
                     continue
@@ -113,6 +117,46 @@ class SharedRead:
             lease = self._lease
         self._ended(self)
         return lease
+
+    def watch(self, wake: Callable[[], object]) -> None:
+        """Call ``wake``, under a lock, once the read is over: at once if it is already."""
+        with self._changed:
+            if not self._done:
+                self._watching.append(wake)
+                return
+        wake()
+
+    def due(self) -> float | None:
+        """Return when to ask again (monotonic seconds); None: the read is over, `wait` returns.
+
+        Gives up tiers that are late by now, as `wait` does.
+        """
+        with self._changed:
+            while not self._done:
+                late = self._late_at()
+                if time.monotonic() < late:
+                    return late
+                self._give_up()
+        return None
+
+    def _late_at(self) -> float:
+        """Return when the present attempt is given up, under the lock."""
+        return self._since + self._tiers[0].timeout if self._tiers else 0.0
+
+    def _unqueue(self) -> None:
+        """Wait for no tier any more, under the lock."""
+        if self._queued is not None:
+            self._queued.reads.queue(-self.raw_bytes)
+            self._queued = None
+
+    def _finish(self) -> None:
+        """End the read, under the lock, and wake all that wait for it."""
+        self._done = True
+        self._unqueue()
+        self._changed.notify_all()
+        watching, self._watching = self._watching, []
+        for wake in watching:
+            wake()
 
     # --- called by readers -----------------------------------------------------------------------
 
@@ -126,6 +170,7 @@ class SharedRead:
 
     def _read_next(self) -> None:
         """Queue a read in the first tier that accepts it, under the lock; end if none does."""
+        self._unqueue()
         while self._tiers:
             tier, self._attempt = self._tiers[0], self._attempt + 1
             self._began = False
@@ -136,12 +181,13 @@ class SharedRead:
                 partial(self._read, tier, self._attempt),
                 given_up=partial(self._over, tier, self._attempt),
             ):
+                self._queued = tier
+                tier.reads.queue(self.raw_bytes)
                 return
             else:
                 tier.health.note_failure(late="queue full")
             self._tiers.pop(0)
-        self._done = True
-        self._changed.notify_all()
+        self._finish()
 
     def _give_up(self) -> None:
         """Skip the first tier, which took too long, and try the next, under the lock."""
@@ -161,7 +207,9 @@ class SharedRead:
                 return
             self._began = True
             self._since = time.monotonic()  # the timeout excludes the wait for a thread
-            unwanted = self._done = not self._joined
+            unwanted = not self._joined
+            if unwanted:
+                self._finish()
         if unwanted:
             self._ended(self)
             return
@@ -207,14 +255,12 @@ class SharedRead:
             if draft is not None:
                 draft.discard()
             if current and self._cancelled:
-                self._done = True
-                self._changed.notify_all()
+                self._finish()
             elif current:
                 self._tiers.pop(0)
                 self._read_next()
             return
-        self._done = True
-        self._changed.notify_all()
+        self._finish()
         lease: MemoryLease | None = None
         try:
             if draft is None:

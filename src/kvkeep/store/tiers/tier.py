@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvkeep.core.cost import CostModel
 from kvkeep.core.eviction import LRU, EvictionPolicy
 from kvkeep.core.keys import SPACE_BYTES
 from kvkeep.store.tiers.breaker import Breakers
@@ -19,6 +20,7 @@ from kvkeep.store.tiers.known import KnownBlocks
 from kvkeep.store.tiers.listing import Listing
 from kvkeep.store.tiers.lookups import query_sizes
 from kvkeep.store.tiers.loss_log import LossLog
+from kvkeep.store.tiers.record import HEADER_BYTES
 from kvkeep.store.tiers.record_codec import RecordCodec
 from kvkeep.store.tiers.record_reader import RecordReader
 from kvkeep.store.tiers.space import PutFailed, TierSpace
@@ -97,12 +99,14 @@ class Tier:
         notes: descriptions of the store's namespaces, by space.
         evicting: called with each block that has to make room, before it is deleted.
         shares: weights of tenants; see `Catalogue`.
+        cost: learns what its reads and writes take, as ``reads`` and ``writes``.
     """
 
     def __init__(
         self,
         spec: TierSpec,
         *,
+        cost: CostModel | None = None,
         losses: LossLog | None = None,
         notes: Mapping[bytes, bytes] | None = None,
         evicting: Callable[[bytes], None] = lambda _block: None,
@@ -129,26 +133,20 @@ class Tier:
             self.name, self.backend, self.breaker, self.counters, self._list_again
         )
         self.health = TierHealth(self._calls, self.reading, self.writing)
+        cost = CostModel() if cost is None else cost
+        self.reads, self.writes = cost.reading(self.name), cost.writing(self.name)
         self._records = RecordCodec(spec.codec, spec.codec_of)
-        self._reader = RecordReader(self._calls, self._known, self._records, self.losses)
+        self._reader = RecordReader(
+            self._calls, self._known, self._records, self.losses, self.reads
+        )
         self._listing = Listing(
-            self._calls,
-            self._known,
-            self.losses,
-            {} if notes is None else notes,
-            self._reader.quarantine,
+            self._calls, self._known, self.losses, notes or {}, self._reader.quarantine
         )
         self.order = WriteOrder(self.name, self._known, lambda: self.timeout)
         self._space = TierSpace(
-            self._calls,
-            self._known,
-            self.losses,
-            options.writers,
-            evicting=evicting,
-            take_room=self.order.take_room,
-            relist=self.relist,
-            listed_at=lambda: self._listing.at,
-        )
+            self._calls, self._known, self.losses, options.writers, evicting=evicting,
+            take_room=self.order.take_room, relist=self.relist, listed_at=lambda: self._listing.at,
+        )  # fmt: skip
         self._expired_at = float("-inf")
 
     @property
@@ -327,6 +325,13 @@ class Tier:
                 if self.indexed:
                     self.catalogue.add(block, there[0])
                 return ""
+        with self.writes.transfer(0) as transfer:
+            why = self._put(block, record)
+            transfer.moved = 0 if why else len(record) - HEADER_BYTES
+        return why
+
+    def _put(self, block: bytes, record: memoryview) -> str:
+        """Encode and write ``record``; return the reason of a failure, else ""."""
         encoded = self._records.encode(block, record)
         if len(encoded) > (self.backend.capacity or len(encoded)):
             return "no room"  # evicting everything would not make room for it
@@ -346,10 +351,7 @@ class Tier:
         self.losses.note([block], self.name, "dropped", why)
 
     def remove(self, blocks: Sequence[bytes]) -> tuple[int, list[bytes]]:
-        """Delete ``blocks``; return the bytes freed, and the blocks that may be left.
-
-        The latter are hidden until they are written anew.
-        """
+        """Delete ``blocks``; return the bytes freed, and blocks that may be left: hidden now."""
         return self._space.remove(blocks)
 
     def clear(self, space: bytes | None) -> tuple[int, bool]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvkeep.core.errors import BackendFailed, IllegalStep
+from kvkeep.core.cost import CostModel
 from kvkeep.store.tiers.demoting import Demoter
 from kvkeep.store.tiers.fetch_back import open_fetch_back
 from kvkeep.store.tiers.front import open_front
@@ -17,21 +15,20 @@ from kvkeep.store.tiers.level_pins import LevelPins
 from kvkeep.store.tiers.levels import Levels
 from kvkeep.store.tiers.loss_log import LossLog
 from kvkeep.store.tiers.planner import Demote, Planner
-from kvkeep.store.tiers.reading import Reader, ReadRequest
+from kvkeep.store.tiers.reading import Reader
 from kvkeep.store.tiers.removing import Removed, Remover
 from kvkeep.store.tiers.tier import Tier
 from kvkeep.store.tiers.tier_returns import TierReturns
+from kvkeep.store.tiers.tiered_reads import TieredReads
 from kvkeep.store.tiers.tiering import Inclusive, TieringPolicy
 from kvkeep.store.tiers.write_queue import WriteQueue
 from kvkeep.store.tiers.writing import StoreRequest, Written
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from kvkeep.store.tiers.block_prefetch import BlockPrefetch
     from kvkeep.store.tiers.counters import TierStats
     from kvkeep.store.tiers.front import FrontOrder
-    from kvkeep.store.tiers.loss_log import Loss
     from kvkeep.store.tiers.memory import MemorySpec
     from kvkeep.store.tiers.tier import TierSpec
     from kvkeep.store.tiers.tier_shares import TenantWeights
@@ -41,7 +38,7 @@ __all__ = ["TieredStore"]
 _QUEUED_SHARE = 0.75  # of memory that blocks waiting to be written to one tier may take
 
 
-class TieredStore:
+class TieredStore(TieredReads):
     """Raw blocks by id, over memory and any number of tiers, fastest first.
 
     A `Planner` decides the moves of blocks between levels; a `Reader`, a `StoreRequest` for each
@@ -57,6 +54,7 @@ class TieredStore:
         policy: decides which level holds a block; `Inclusive` unless given.
         notes: of the store's namespaces, by space (`kvkeep.store.tiers.notes`), for all tiers.
         shares: weights by which tenants share each level with a budget; None: they do not.
+        cost: learns what reads and writes of each level take; a new model unless given.
 
     Attributes:
         returns: follows conversations, if the ends of requests are reported.
@@ -70,11 +68,13 @@ class TieredStore:
         *,
         notes: Mapping[bytes, bytes] | None = None,
         shares: TenantWeights | None = None,
+        cost: CostModel | None = None,
     ) -> None:
+        self.cost = CostModel() if cost is None else cost
         self.policy = policy or Inclusive()
         self.losses = LossLog([memory.name, *(tier.name for tier in tiers)])
         self.memory = open_front(memory, self.losses, self._evicted_from_memory, shares)
-        open_tier = partial(Tier, losses=self.losses, notes=notes, shares=shares)
+        open_tier = partial(Tier, losses=self.losses, notes=notes, shares=shares, cost=self.cost)
         self.tiers = [
             open_tier(spec, evicting=partial(self._evicting_from, level))
             for level, spec in enumerate(tiers, start=1)
@@ -86,13 +86,14 @@ class TieredStore:
         self._levels = Levels(self.memory, self.tiers, planner, self.losses, self.returns.used)
         self._queue = WriteQueue(self.memory, self.losses)
         self._demoter = Demoter(self._levels, self._queue)
-        self._reader = Reader(self._levels, self._queue, self._demoter)
+        self._reader = Reader(
+            self._levels, self._queue, self._demoter, self.cost.reading(memory.name)
+        )
         self._remover = Remover(self._levels, self._queue, self._reader)
         self._reader.fetch_back = open_fetch_back(self.returns, self._levels, self._reader)
+        super().__init__(self._levels, self._reader)
         self._pins = LevelPins(self.memory, self.tiers)
         self._lock = threading.Lock()
-        self._closed = False
-        self._process = os.getpid()
         share = int(self.memory.capacity * _QUEUED_SHARE)
         for tier in self.tiers:
             tier.writing.limit = min(tier.options.queue_bytes or share, share)
@@ -112,101 +113,7 @@ class TieredStore:
         for tier in self.tiers:
             tier.expect(space)
 
-    # --- lookups ---------------------------------------------------------------------------------
-
-    def locate(self, blocks: Sequence[bytes], until: float | None = None) -> list[int]:
-        """Return the level that each leading block would come from, up to the first missing one.
-
-        Level 0 is memory. Tiers that may hold unknown blocks are queried, each for its timeout at
-        most, and until ``until`` (monotonic seconds) at most.
-        """
-        self.check_open()
-        levels = self._levels.locate(blocks, until)
-        if len(levels) < len(blocks):
-            self.check_open()  # if closed meanwhile, the rest may not be missing
-        return levels
-
-    def locate_each(self, blocks: Sequence[bytes], until: float | None = None) -> list[int | None]:
-        """Return the level that each of ``blocks`` would come from, None for a missing one.
-
-        As `locate`, in one query a tier; a missing block does not hide those behind it.
-        """
-        self.check_open()
-        levels = self._levels.locate_each(blocks, until)
-        if None in levels:
-            self.check_open()  # see `locate`
-        return levels
-
-    def knows(self, block: bytes) -> bool:
-        """Whether ``block`` is known to be readable from some level; no I/O."""
-        self.check_open()
-        return self._levels.level_of(block) is not None
-
-    def holders(self, blocks: Sequence[bytes]) -> list[list[int]]:
-        """Return the levels known to hold each of ``blocks``, fastest first; no I/O."""
-        self.check_open()
-        return [self._levels.holders(block) for block in blocks]
-
-    def losses_of(self, blocks: Sequence[bytes], since: float | None = None) -> list[Loss | None]:
-        """Return why each of ``blocks`` is missing, None where it can be read; no I/O.
-
-        A tier whose circuit breaker is open, or that failed at or after ``since`` (Unix seconds),
-        counts as unavailable for the blocks that it may hold.
-        """
-        self.check_open()
-        return self._levels.losses_of(blocks, since)
-
-    # --- requests --------------------------------------------------------------------------------
-
-    def read(
-        self,
-        blocks: Sequence[bytes],
-        raw_bytes: Sequence[int],
-        sink: Callable[[int, memoryview], None],
-        *,
-        levels: Sequence[int] | None = None,
-        deadline: float | None = None,
-        cancelled: Callable[[], bool] | None = None,
-        sources: list[str] | None = None,
-    ) -> int:
-        """Pass the KV of ``blocks`` to ``sink``, in order, up to the first that is missing.
-
-        ``raw_bytes`` are their lengths; a record of another length is a miss. ``sink(i, raw)`` runs
-        in this thread while other threads read later blocks; it must copy ``raw``, and raises only
-        for bugs. ``levels`` is the result of `locate`, if that was called before. After
-        ``deadline`` seconds the read ends with the blocks that have arrived. The name of the tier
-        that each block was read from is appended to ``sources``.
-
-        Returns how many blocks were passed to ``sink``.
-        """
-        self.check_open()
-        until = None if deadline is None else time.monotonic() + deadline
-        if levels is None:
-            levels = self.locate(blocks, until)
-        if levels:
-            self._levels.requested(blocks[: len(levels)], raw_bytes[0])
-        with self._closed_is_illegal():
-            request = ReadRequest(
-                self._reader, raw_bytes, sink, until=until, cancelled=cancelled, sources=sources
-            )
-            count = request.read(blocks, levels)
-        if count < len(blocks):
-            self.check_open()  # if closed meanwhile, the rest may not be missing
-        return count
-
-    def prepare_reads(self, raw_bytes: int) -> None:
-        """Touch the memory for reads of blocks that do not stay in memory, before the first."""
-        self.check_open()
-        self._reader.prepare(raw_bytes)
-
-    def prefetch(self, plan: Callable[[], tuple[Sequence[bytes], Sequence[int]]]) -> BlockPrefetch:
-        """Read blocks into memory in the background, up to half of memory; return at once.
-
-        ``plan`` returns their ids and raw bytes. It is called in a thread of the store, so it may
-        call `locate`, which waits.
-        """
-        self.check_open()
-        return self._reader.prefetch(plan, self.check_open, lambda: self._closed)
+    # --- writes ----------------------------------------------------------------------------------
 
     def write(
         self,
@@ -362,35 +269,6 @@ class TieredStore:
     def idle(self) -> bool:
         """Whether no block is being read, written or deleted, and no prefetch waits or runs."""
         return self._reader.idle and not len(self._queue)
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
-
-    @property
-    def inherited(self) -> bool:
-        """Whether this process was forked from the one that opened the store."""
-        return os.getpid() != self._process
-
-    def check_open(self) -> None:
-        """Raise `IllegalStep` if the store is closed, or was opened by the parent process."""
-        if self._closed:
-            raise IllegalStep("the store is closed")
-        if self.inherited:
-            raise IllegalStep(
-                f"the store was opened by process {self._process}, and this one was forked from "
-                "it; open another store here"
-            )
-
-    @contextmanager
-    def _closed_is_illegal(self) -> Iterator[None]:
-        """Raise `IllegalStep` where memory fails because the store was closed meanwhile."""
-        try:
-            yield
-        except BackendFailed:
-            self.check_open()
-            raise
 
 
 def _flush(tier: Tier, flushed: list[bool]) -> None:

@@ -1,0 +1,156 @@
+"""`TailRequest`: reads a prompt from its end towards its front, until computing meets it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from kvkeep.store.tiers.prompt_holds import PromptHolds
+from kvkeep.store.tiers.reading import ReadRequest, end_read
+from kvkeep.store.tiers.shared_read import SharedRead
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvkeep.store.tiers.memory import MemoryLease
+    from kvkeep.store.tiers.reading import Reader
+
+__all__ = ["TailLimit", "TailRequest"]
+
+
+class TailLimit:
+    """The first block that a `TailRequest` still wants; others move it while the request reads.
+
+    Thread safety: all methods.
+
+    Attributes:
+        first: position of that block.
+        changed: event that is set when ``first`` has moved, or a read has ended.
+    """
+
+    def __init__(self) -> None:
+        self.first = 0
+        self.changed = threading.Event()
+        self._lock = threading.Lock()
+
+    def move(self, first: int) -> None:
+        """Want no blocks before ``first``. A lower position than before changes nothing."""
+        with self._lock:
+            self.first = max(self.first, first)
+        self.changed.set()
+
+
+class TailRequest(ReadRequest):
+    """One request that reads a prompt's blocks, the last one first.
+
+    ``sink(i, raw)`` is called in the calling thread for each block that arrives, in about this
+    order: one that is slow does not keep back those before it. Blocks that are missing are passed
+    over. Blocks before ``limit`` are not begun any more, and dropped if they arrive. The read ends
+    at ``until``, whatever the tiers do.
+
+    Attributes:
+        delivered: positions of the blocks passed to ``sink``, in the order of their arrival.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        raw_bytes: Sequence[int],
+        sink: Callable[[int, memoryview], None],
+        *,
+        limit: TailLimit,
+        until: float | None = None,
+        sources: list[str] | None = None,
+    ) -> None:
+        super().__init__(reader, raw_bytes, sink, until=until, sources=sources)
+        self._wanted = limit
+        self.delivered: list[int] = []
+
+    def read(self, blocks: Sequence[bytes], levels: Sequence[int]) -> int:
+        """Read ``blocks``, which are at ``levels``; return how many were delivered.
+
+        The whole prompt counts as used, also what was computed: without its front, its tail is
+        never found.
+        """
+        with PromptHolds(self._levels, blocks) as self._holds:
+            with self.keeping_above(blocks, levels):
+                count = self.fetch(blocks, levels)
+            self.use(blocks, ())
+            for move in self.planner.read([blocks[at] for at in sorted(self.delivered)]):
+                self.copy(move)
+        return count
+
+    def fetch(self, blocks: Sequence[bytes], levels: Sequence[int]) -> int:
+        ahead: dict[int, SharedRead | MemoryLease] = {}  # by position, the last ones first
+        missing: list[bytes] = []
+        wanted, left = self._wanted, len(levels)
+        self._mark = self._reader.replacements
+        try:
+            while not self._replaced(blocks) and not self._is_late():
+                wanted.changed.clear()
+                for at in [at for at in ahead if at < wanted.first]:
+                    end_read(ahead.pop(at))
+                while left > wanted.first and len(ahead) < self._limit(self._raw_bytes[left - 1]):
+                    left -= 1
+                    ahead[left] = self._begin(blocks[left], left, levels[left])
+                if not ahead:
+                    break
+                over, due = self._arrived(ahead)
+                if over is None:
+                    wanted.changed.wait(self._patience(due))
+                    continue
+                started = ahead.pop(over)
+                try:
+                    if not self._deliver(blocks, started, over):
+                        missing.append(blocks[over])
+                finally:
+                    end_read(started)
+        finally:
+            for started in ahead.values():
+                end_read(started)
+        if missing:
+            for tier in self._levels.tiers:
+                tier.recheck(missing)
+        return len(self.delivered)
+
+    def _begin(self, block: bytes, at: int, level: int) -> SharedRead | MemoryLease:
+        started = self._reader.start(block, self._raw_bytes[at], level)
+        if isinstance(started, SharedRead):
+            started.watch(self._wanted.changed.set)
+        return started
+
+    def _arrived(
+        self, ahead: dict[int, SharedRead | MemoryLease]
+    ) -> tuple[int | None, float | None]:
+        """Return the position of a read that is over, or None, and when to ask again."""
+        soonest: float | None = None
+        for at, started in ahead.items():
+            due = started.due() if isinstance(started, SharedRead) else None
+            if due is None:
+                return at, None
+            soonest = due if soonest is None else min(soonest, due)
+        return None, soonest
+
+    def _deliver(self, blocks: Sequence[bytes], started: SharedRead | MemoryLease, at: int) -> bool:
+        """Pass a block to the sink; return False if it is missing."""
+        lease = self._await(started)
+        if lease is None:
+            return False
+        if at < self._wanted.first or self._replaced(blocks):
+            return True  # not missing; nobody wants it
+        payload = lease.payload
+        if len(payload) != self._raw_bytes[at]:
+            return False  # from memory, where it was stored with another length
+        self._sink(at, payload)
+        self.delivered.append(at)
+        self._sources.append(self._source(started))
+        return True
+
+    def _patience(self, due: float | None) -> float | None:
+        """Return the seconds until ``due``, or until the end of the time for the read."""
+        ends = [one for one in (due, self._until) if one is not None]
+        return max(0.0, min(ends) - time.monotonic()) if ends else None
+
+    def _is_late(self) -> bool:
+        return self._until is not None and time.monotonic() >= self._until

@@ -1,0 +1,99 @@
+"""All costs in one place: kept apart by tier, saved and read again."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvkeep.core.cost import CostModel, PrefillCost, TransferCost
+from kvkeep.core.errors import InvalidValue
+
+PREFILL = PrefillCost(seconds_per_token=1e-4, name="a model")
+
+
+def learned() -> CostModel:
+    model = CostModel(PREFILL, reads={"file": TransferCost(seconds_per_byte=1e-9)}, model="m1")
+    for _ in range(20):
+        with model.reading("s3").transfer(1 << 20):
+            pass
+        model.prefill.observe([(0, 1000)], 0.2)
+    model.writing("file")  # asked for, and nothing is known
+    return model
+
+
+def test_a_file_holds_all_that_was_learned(tmp_path):
+    model, path = learned(), tmp_path / "cost.json"
+    model.write(path)
+    again = CostModel.read(path)
+    assert again.model == "m1"
+    assert again.prefill.prefill_s(0, 3000) == pytest.approx(
+        model.prefill.prefill_s(0, 3000), rel=0.05
+    )
+    for tier in ("s3", "file"):
+        assert again.reading(tier).seconds(1 << 24) == pytest.approx(
+            model.reading(tier).seconds(1 << 24), rel=0.2
+        )
+    assert not again.writing("file").known
+    assert list(tmp_path.iterdir()) == [path]
+    assert PrefillCost.read(path).name == "a model"  # replay and the router read it as well
+
+
+def test_a_file_of_calibrate_is_a_seed(tmp_path):
+    path = tmp_path / "cost.json"
+    PREFILL.write(path, measured=[])
+    assert CostModel.read(path).prefill.prefill_s(0, 10) == pytest.approx(1e-3)
+
+
+def test_tiers_alone_can_be_known(tmp_path):
+    model = CostModel(reads={"file": TransferCost(seconds_per_byte=1e-9)})
+    model.write(tmp_path / "cost.json")
+    again = CostModel.read(tmp_path / "cost.json")
+    assert not again.prefill.known
+    assert again.reading("file").known
+
+
+def test_loads_from_several_tiers_take_turns():
+    model = CostModel(
+        reads={
+            "file": TransferCost(seconds_fixed=1, seconds_per_byte=1e-3),
+            "s3": TransferCost(seconds_fixed=2, seconds_per_byte=1e-2),
+        }
+    )
+    took = model.load_s({"file": 10_000, "s3": 1000, "nowhere": 1 << 30})
+    assert took == pytest.approx(1 + 10 + 2 + 10, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "not JSON"),
+        ("[]", "an object"),
+        ("{}", "kvkeep_cost is None"),
+        ('{"tiers": []}', "tiers are objects"),
+        ('{"tiers": {"file": 3}}', "tiers are objects"),
+        ('{"tiers": {"file": {"read": 3}}}', "seconds_per_byte"),
+        ('{"tiers": {"file": {"read": {"seconds_per_byte": -1}}}}', "seconds_per_byte is -1"),
+        ('{"tiers": {"file": {"read": {"seconds_per_byte": true}}}}', "a number is needed"),
+        ('{"tiers": {"file": {"read": {"seconds_per_byte": NaN}}}}', "seconds_per_byte is nan"),
+        ('{"model": 3, "tiers": {"file": {}}}', "model is text"),
+        (json.dumps({"tiers": {f"t{at}": {"read": {"seconds_per_byte": 1}} for at in range(65)}}),
+         "64 tiers"),
+        (json.dumps({"model": "m" * 513, "tiers": {"a": {}}}), "512 characters"),
+        (" " * ((1 << 20) + 1), "more than 1,048,576 bytes"),
+    ],
+)  # fmt: skip
+def test_files_that_are_none_say_why(text, said, tmp_path):
+    path = tmp_path / "cost.json"
+    path.write_text(text)
+    with pytest.raises(InvalidValue) as error:
+        CostModel.read(path)
+    assert said in str(error.value)
+    assert "cost.json" in str(error.value)
+
+
+def test_files_that_are_not_there(tmp_path):
+    with pytest.raises(InvalidValue, match="cannot read"):
+        CostModel.read(tmp_path / "none.json")
+    with pytest.raises(InvalidValue, match="cannot write"):
+        learned().write(tmp_path / "no folder" / "cost.json")
