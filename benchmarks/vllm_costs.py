@@ -50,9 +50,10 @@ class Throttled(Served):
 
             def slow(backend: Any, block: bytes, room: Any) -> Any:
                 record = get(backend, block, room)
-                if record is not None and Throttled.rate:
+                rate = Throttled.rate
+                if record is not None and rate:
                     with Throttled._line:
-                        time.sleep(len(record) / 1e6 / Throttled.rate)
+                        time.sleep(len(record) / 1e6 / rate)
                 return record
 
             DiskBackend.get = slow  # type: ignore[method-assign]

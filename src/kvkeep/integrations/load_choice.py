@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from kvkeep.core.cost import LearnedPrefill
 
-__all__ = ["LoadChoice", "LoadChooser", "StoredRun"]
+__all__ = ["LoadChooser", "LoadDecision", "StoredRun"]
 
 _UNSURE: Final = 0.5  # of the error of an expected load that counts against it …
 _LEAST_GAIN: Final = 0.02  # … and the part of computing that a load saves at least
@@ -49,7 +49,7 @@ class StoredRun(NamedTuple):
     error: float = 0.0
 
 
-class LoadChoice(NamedTuple):
+class LoadDecision(NamedTuple):
     """What to load of a stored prefix.
 
     Attributes:
@@ -129,7 +129,7 @@ class LoadChooser:
         divisible: bool = True,
         compute_free_s: float = 0.0,
         load_free_s: float = 0.0,
-    ) -> LoadChoice:
+    ) -> LoadDecision:
         """Return what to load of a prompt of ``tokens``, of which ``computed`` are there.
 
         ``runs`` are the pieces stored behind these, in order. Not ``divisible``: all of them are
@@ -137,7 +137,7 @@ class LoadChooser:
         """
         end = runs[-1].end
         if not self._prefill.known:
-            return LoadChoice(end, math.inf, 0.0, 0.0, "")
+            return LoadDecision(end, math.inf, 0.0, 0.0, "")
         alone = self.compute_s(computed, tokens)
         sure = self._handover.seconds((1.0,))
         load_s = sure + sum(run.seconds or 0.0 for run in runs)
@@ -160,7 +160,7 @@ class LoadChooser:
         else:
             patience = saved * (_STAKE if divisible else _WHOLE_STAKE)
         patience = load_free_s + max(_LEAST_PATIENCE_S, patience)
-        return LoadChoice(best.tokens, patience, saved, load_s, refused)
+        return LoadDecision(best.tokens, patience, saved, load_s, refused)
 
     def _counted_s(self, run: StoredRun) -> float:
         """Return the seconds that count for ``run``: infinite while its tier is in doubt."""
@@ -218,8 +218,8 @@ class LoadChooser:
         if expected and not 1 / _SURPRISE < seconds / expected < _SURPRISE:
             pause = max(_SURPRISED_PAUSE_S, seconds)
         doubt.next_probe = self._clock() + pause
-        if in_time:
-            doubt.late = False
+        if in_time and not (expected and seconds > _SURPRISE * expected):
+            doubt.late = False  # what is known of it holds
 
     def _doubt(self, tier: str) -> _Doubt:
         if len(self._doubts) >= _MOST_TIERS and tier not in self._doubts:

@@ -29,6 +29,7 @@ _REFIT: Final = 16  # observations between two fits, once there are many
 _ROUNDS: Final = 4  # of weighting outliers down
 _FAR: Final = 1.5  # multiples of the median residual from which an observation is an outlier
 _LEAST: Final = 1e-9  # seconds
+_EXPLAINED: Final = 1e-3  # of its seconds that the coefficients give at least for an observation
 
 
 class OnlineFit:
@@ -102,7 +103,7 @@ class OnlineFit:
             if len(self._cells) > _CELLS:
                 self._cells.popitem(last=False)
             self._recent.append((row, seconds))
-            if self.observations >= self._fit_at:
+            if self.observations >= self._fit_at or not self._explains(row, seconds):
                 self._fit_at = self.observations + min(self.observations, _REFIT)
                 self._shape = self._fitted()
             self._measure()
@@ -110,16 +111,28 @@ class OnlineFit:
     def _measure(self) -> None:
         """Set pace and error by the last observations."""
         ratios = [
-            math.log(seconds / max(_dot(self._shape, row), _LEAST)) for row, seconds in self._recent
+            math.log(seconds / _dot(self._shape, row))
+            for row, seconds in self._recent
+            if self._explains(row, seconds)
         ]
-        pace = _median(ratios[-_PACE:])
-        last = ratios[-_TURNED:]
-        if len(last) == _TURNED and max(last) - min(last) < _AGREE < abs(_median(last) - pace):
-            pace = _median(last)
+        if not ratios:
+            self._pace, self._error = 1.0, 1.0
+            return
+        last = ratios[-_PACE:]
+        pace = _median(last)
+        newest = ratios[-_TURNED:]
+        agree = max(newest) - min(newest) < _AGREE < abs(_median(newest) - pace)
+        if len(newest) == _TURNED and agree:
+            last, ratios = newest, newest
+            pace = _median(newest)
         self._pace = math.exp(pace)
-        spread = _median([abs(ratio - pace) for ratio in ratios])
+        spread = _median([abs(ratio - pace) for ratio in last])
         # Few observations tell little: what they agree in may be chance.
         self._error = min(1.0, max(math.expm1(spread), 1 / (1 + len(ratios))))
+
+    def _explains(self, row: Sequence[float], seconds: float) -> bool:
+        """Whether a term of ``row`` has a coefficient: other rows may all have lacked it."""
+        return _dot(self._shape, row) > _EXPLAINED * seconds
 
     def _fitted(self) -> tuple[float, ...]:
         """Fit the coefficients to all that is kept, with outliers weighted down."""

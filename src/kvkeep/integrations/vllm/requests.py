@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from vllm.v1.request import Request
 
-    from kvkeep.integrations.load_choice import LoadChoice
+    from kvkeep.integrations.load_choice import LoadDecision
     from kvkeep.integrations.vllm.lookups import PendingLookup
     from kvkeep.integrations.vllm.options import RequestOptions
 
@@ -59,7 +59,7 @@ class FollowedRequest:
     ran: int = -1
     states: set[int] = field(default_factory=set)
     lookup: PendingLookup | None = None
-    choice: LoadChoice | None = None
+    choice: LoadDecision | None = None
     found: int = 0
     had: int = 0
     promised: int = 0

@@ -6,7 +6,6 @@ import threading
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
-from kvkeep.core.cost import CostModel
 from kvkeep.core.errors import IllegalStep, InvalidValue
 from kvkeep.integrations.cost_files import costs_in
 from kvkeep.integrations.load_costs import LoadCosts, RunCost
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
 
+    from kvkeep.core.cost import CostModel
     from kvkeep.integrations.options import EngineOptions
     from kvkeep.integrations.vllm.groups import Groups
     from kvkeep.integrations.vllm.options import ConnectorOptions
@@ -53,8 +53,6 @@ class SharedStore(OpenStore):
         groups: Groups,
         sizes: list[int],
         options: ConnectorOptions,
-        *,
-        cost: CostModel | None = None,
     ) -> None:
         other = _ENGINES.get(engine)
         if other is not None and not other.closed:
@@ -66,7 +64,7 @@ class SharedStore(OpenStore):
         super().__init__(store, options.flush_timeout)
         self.groups = groups
         self.sizes = sizes
-        self.costs = LoadCosts(store, cost or CostModel())
+        self.costs = LoadCosts(store)
         self.news = threading.Event()
         self._replay = store.replay()
         _ENGINES[engine] = self

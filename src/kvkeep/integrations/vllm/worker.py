@@ -118,11 +118,11 @@ class WorkerSide:
         warn_of_seeds(config)
         where = f"{machine_of(config, self._groups.layers, self._pages[0].device)} {described}"
         namespace = namespace_of(config, self._options, self._groups, where)
-        store = BlockStore(namespace, tiers=self._options.tiers)
+        cost = engine_costs(self._options, config)
+        store = BlockStore(namespace, tiers=self._options.tiers, cost=cost)
         sizes = [pages.record_bytes for pages in self._pages]
         engine = config.kv_transfer_config.engine_id
-        cost = engine_costs(self._options, config)
-        shared = SharedStore(engine, store, self._groups, sizes, self._options, cost=cost)
+        shared = SharedStore(engine, store, self._groups, sizes, self._options)
         states = sum(sizes[at] for at in self._groups.states)
         _LOG.info(
             "kvkeep stores blocks of %d tokens, %d bytes, and states of %d bytes, in %s",
