@@ -37,7 +37,7 @@ class World:
         """Ask for the prompt that was asked for longest ago; return the seconds."""
         at = self._turn % len(PROMPTS)
         self._turn += 1
-        self.engine.forget()
+        self.engine.forget_all()
         began = time.monotonic()
         same([self.cold[at]], self.engine.ask([PROMPTS[at]], max_tokens=2))
         return time.monotonic() - began

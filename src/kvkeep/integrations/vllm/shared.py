@@ -100,7 +100,7 @@ class SharedStore(OpenStore):
         return _ENGINES.get(engine)
 
 
-def engine_costs(options: EngineOptions, vllm_config: VllmConfig) -> CostModel:
+def engine_costs(options: EngineOptions, vllm_config: VllmConfig | None) -> CostModel:
     """Return the costs of an engine to begin with. Raises `InvalidValue` for a wrong file."""
-    model = vllm_config.model_config
+    model = None if vllm_config is None else vllm_config.model_config
     return costs_in(options.cost, "" if model is None else str(model.model))
