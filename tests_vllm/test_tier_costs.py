@@ -22,7 +22,7 @@ __all__ = ["cold_slow", "llama_slow"]
 def world(llama_slow: str, cold_slow: list[Answer], tmp_path: Path) -> Iterator[World]:
     """Six prompts on a disk; vLLM's memory is emptied before each request."""
     tier = f"file://{tmp_path}/kv?size=1GiB"
-    options = {"compare_costs": True, "buffer": "64MiB"}
+    options = {"compare_costs": True, "buffer": "8MiB"}
     with throttled() as disk, tiered(llama_slow, tier, options=options) as one:
         made = World(one, disk, cold_slow)
         for _ in PROMPTS:
