@@ -94,9 +94,11 @@ def test_a_slow_tier_is_not_and_is_again_once_it_is_fast(world: World) -> None:
     for _ in range(2):
         world.disk.block_s = TOO_SLOW_S
         world.until("slower_tokens")
-        loaded = one["loaded_tokens"]
-        quick = [world.next() for _ in range(4)]
-        assert one["loaded_tokens"] == loaded
+        quick = []
+        for _ in range(4):  # some first blocks may be in memory, where a probe has put them
+            slower = one["slower_tokens"]
+            quick.append(world.next())
+            assert one["slower_tokens"] > slower
         assert min(quick) < TOO_SLOW_S * BLOCKS / 2, quick
         world.disk.block_s = 0.0
         world.until("loaded_tokens")
