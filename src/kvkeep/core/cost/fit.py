@@ -98,12 +98,13 @@ class OnlineFit:
         cell = tuple(math.frexp(value)[1] for value in row)
         with self._lock:
             self.observations += 1
+            new = cell not in self._cells
             self._cells.setdefault(cell, deque(maxlen=_A_CELL)).append((row, seconds))
             self._cells.move_to_end(cell)
             if len(self._cells) > _CELLS:
                 self._cells.popitem(last=False)
             self._recent.append((row, seconds))
-            if self.observations >= self._fit_at or not self._explains(row, seconds):
+            if new or self.observations >= self._fit_at or not self._explains(row, seconds):
                 self._fit_at = self.observations + min(self.observations, _REFIT)
                 self._shape = self._fitted()
             self._measure()
