@@ -120,6 +120,13 @@ class LoadChooser:
             seconds += more * self._prefill.cost.seconds_fixed
         return seconds
 
+    def saves_s(self, computed: int, end: int, tokens: int) -> float | None:
+        """Return the seconds of computing that tokens up to ``end`` save; None: unknown."""
+        if not self._prefill.known:
+            return None
+        rest = self.compute_s(min(end, tokens - 1), tokens)
+        return max(0.0, self.compute_s(computed, tokens) - rest)
+
     def choose(
         self,
         computed: int,

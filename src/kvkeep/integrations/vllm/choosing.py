@@ -61,6 +61,10 @@ class LoadChoices:
 
     # --- choices ---------------------------------------------------------------------------------
 
+    def saves_s(self, tokens: int, computed: int, limit: int) -> float | None:
+        """Return the seconds that loading a prompt up to block ``limit`` saves; None: unknown."""
+        return self._chooser.saves_s(computed, limit * self._groups.block_tokens, tokens)
+
     def best_end(
         self,
         followed: FollowedRequest,

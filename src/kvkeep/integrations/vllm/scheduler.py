@@ -137,7 +137,10 @@ class SchedulerSide:
         least = self._options.min_tokens or size
         if self._gain(request, limit, computed) < least:
             return 0
-        reach = self._lookups.reach(followed, first, limit)
+        saves_s = None
+        if self._choices is not None:
+            saves_s = self._choices.saves_s(request.num_tokens, computed, limit)
+        reach = self._lookups.reach(followed, first, limit, saves_s)
         if reach is None:
             return None
         end = reach.end

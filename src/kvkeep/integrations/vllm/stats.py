@@ -31,6 +31,7 @@ METRICS = {
     "load_seconds": "Seconds of all loads together",
     "save_seconds": "Seconds that the model waited for its KV to be copied",
     "late_lookups": "Lookups in shared tiers that took longer than lookup_timeout",
+    "skipped_lookups": "Lookups in shared tiers not waited for, as that takes longer than it saves",
     "ignored_params": "Requests with wrong kv_transfer_params, which were ignored",
 }
 
