@@ -94,12 +94,11 @@ def test_a_slow_tier_is_not_and_is_again_once_it_is_fast(world: World) -> None:
     for _ in range(2):
         world.disk.block_s = TOO_SLOW_S
         world.until("slower_tokens")
-        quick = []
-        for _ in range(4):  # some first blocks may be in memory, where a probe has put them
-            slower = one["slower_tokens"]
-            quick.append(world.next())
-            assert one["slower_tokens"] > slower
-        assert min(quick) < TOO_SLOW_S * BLOCKS / 2, quick
+        refused = one["slower_requests"]
+        took = [world.next() for _ in range(8)]
+        # What little is known may be wrong once or twice; a load ends early then.
+        assert one["slower_requests"] >= refused + 5
+        assert max(took) < TOO_SLOW_S * BLOCKS / 2, took
         world.disk.block_s = 0.0
         world.until("loaded_tokens")
     assert one["slower_requests"] > 0
