@@ -6,7 +6,7 @@ from pydantic import ConfigDict, Field
 
 from kvkeep.serve.server.schemas.base import ResponseModel
 
-__all__ = ["CostResponse", "LoadChoices", "LoadCounts", "TierCost", "TransferNow"]
+__all__ = ["CostResponse", "LoadCounts", "LoadTotals", "TierCost", "TransferNow"]
 
 _LEARNED = "The relative error to expect: 0.1 is 10 %; 1 as long as nothing was observed."
 
@@ -47,7 +47,7 @@ class LoadCounts(ResponseModel):
     avoided_s: float = Field(description="Expected seconds by which loading would be slower.")
 
 
-class LoadChoices(ResponseModel):
+class LoadTotals(ResponseModel):
     """What was decided."""
 
     recent: LoadCounts = Field(description="Of the last 1,000 loads.")
@@ -74,9 +74,9 @@ class CostResponse(ResponseModel):
     observations: int | None = Field(None, description="Forward passes observed.")
     model: str = Field(description="The model and the device; empty if unknown.")
     tiers: dict[str, TierCost] = Field(description="By the names of the store's tiers.")
-    loads: LoadChoices
+    loads: LoadTotals
 
     @classmethod
     def of(cls, found: dict[str, Any]) -> "CostResponse":
-        """Return the response of a `LoadCosts.as_dict`."""
+        """Return the response of a `EngineCosts.as_dict`."""
         return cls.model_validate(found)
