@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvkeep import PagedCache
+from kvkeep.core.cost import PrefillCost
 from kvkeep.core.returns import Ended
 from kvkeep.serve.kv_events import BlockRemoved, BlockStored, CacheMirror
 from kvkeep.serve.kv_events.wire import Batch, decode, encode
@@ -286,7 +287,10 @@ def replay(
     """Replay the trace over nodes of equal size; ``table`` keeps conversations at their nodes."""
     begun = time.perf_counter()
     now = 0.0
-    cost = RoutingCost(token_s=TRACE_BLOCK / SPEED, square_s=1e-9 * TRACE_BLOCK**2)
+    prefill = PrefillCost(
+        seconds_per_token=TRACE_BLOCK / SPEED, seconds_per_token_pair=2e-9 * TRACE_BLOCK**2
+    )
+    cost = RoutingCost(prefill=prefill)
     names = [f"n{number}" for number in range(nodes)]
     router = PrefixRouter(names, cost=cost, clock=lambda: now) if routed else None
     made = {one: Node(one, pages, router if events else None) for one in names}

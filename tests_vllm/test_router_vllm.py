@@ -14,6 +14,7 @@ import httpx
 import pytest
 from serving import Served
 
+from kvkeep.core.cost import PrefillCost
 from kvkeep.serve.http import bind
 from kvkeep.serve.kv_events import EventReader, Source
 from kvkeep.serve.models import bundled_model
@@ -83,7 +84,8 @@ class Routing:
 
     def __init__(self, instances: list[Instance], *, events: bool = True) -> None:
         self.names = [one.url for one in instances]
-        self.router = PrefixRouter(self.names, cost=RoutingCost(token_s=1e-3))
+        cost = RoutingCost(prefill=PrefillCost(seconds_per_token=1e-3))
+        self.router = PrefixRouter(self.names, cost=cost)
         sources = [Source(one.url, one.events, one.replay, "kv") for one in instances if events]
         self.reader = EventReader(sources, self.router, check_s=1.0)
         self.upstreams = Recording(self.names)

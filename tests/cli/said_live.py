@@ -50,6 +50,10 @@ def live(**changed: Any) -> dict[str, Any]:
                 "damaged": 1, "read_bytes": 9_000_000, "written_bytes": 4_320_133_120,
             },
         ],
+        "loads": {
+            "prefill_tokens_per_s": None, "loads": 0, "loaded_tokens": 0,
+            "computed_stored_tokens": 0, "saved_s": 0.0,
+        },
         "what_if": [
             {"times": times, "pages": int(1024 * times), "hit_rate": rate}
             for times, rate in ((0.5, 0.41), (1, 0.64), (2, 0.71), (4, 0.8))

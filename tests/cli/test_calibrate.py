@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvkeep.cli import main
-from kvkeep.core.cost import PrefillCost
+from kvkeep.core.cost import CostModel, PrefillCost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,6 +36,41 @@ def test_the_engine_is_measured(tmp_path, capsys):
         (0, 32), (16, 32), (0, 96), (48, 96), (80, 96), (0, 256), (128, 256), (240, 256),
     ]  # fmt: skip
     assert all(one["seconds"] > 0 for one in measured)
+
+
+@pytest.mark.model
+def test_tiers_are_measured(tmp_path, capsys):
+    out = tmp_path / "cost.json"
+    urls = [
+        "memory://64MiB",
+        f"file://{tmp_path}/one?size=256MiB",
+        f"file://{tmp_path}/two?size=256MiB&codec=int8",
+    ]
+    tiers = [word for url in urls for word in ("--tier", url)]
+    words = ["calibrate", "--lengths", "32,64", "--repeats", "1", "--decode", "2", "--memory",
+             "16MiB", "--block-tokens", "64"]  # fmt: skip
+    assert main([*words, *tiers, "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    for text in ("memory", "file", "file2", "/s", "tokens/s"):
+        assert text in said
+    cost = CostModel.read(out)
+    assert set(cost.reads()) == {"memory", "file", "file2"}
+    for name, read in cost.reads().items():
+        assert 0 < read.seconds(1 << 20) < 60, name
+    found = json.loads(out.read_text())
+    assert found["tiers"]["file2"]["place"].startswith("file://")
+    assert found["tiers"]["file"]["write"]["seconds_per_byte"] > 0
+    assert " on " in found["model"]
+    left = {path.name for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {"cost.json", "FORMAT", "ledger"}, "what was written is deleted"
+    for wrong, message in (
+        (["--tier", "none://x"], "no tier is called none"),
+        (["--tier", "file://"], "file"),
+        (["--tier", urls[1], "--url", "http://127.0.0.1:1"], "leave out --url"),
+        (["--tier", urls[1], "--block-tokens", "3"], "a multiple of the page size"),
+    ):
+        assert main(["calibrate", *SMALL, "--memory", "16MiB", *wrong]) == 2
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.model

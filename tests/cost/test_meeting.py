@@ -44,6 +44,8 @@ def test_no_other_place_is_better(prompt, cost, load, compute_free, load_free):
     )
 
     def seconds(at: int) -> float:
+        if at == prompt.stop:  # all of the rest is computed at once
+            return compute_free + cost.prefill_s(prompt.computed, prompt.tokens)
         computed = compute_free + cost.prefill_s(prompt.computed, at)
         loaded = load_free + load.seconds(prompt.loaded - at) if at < prompt.loaded else 0.0
         return max(computed, loaded) + cost.prefill_s(prompt.stop, prompt.tokens)

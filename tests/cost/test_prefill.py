@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 
 from kvkeep.core.cost import Measured, PrefillCost
 from kvkeep.core.errors import InvalidValue
-from kvkeep.serve.router import RoutingCost
-from kvkeep.serve.router.held import HeldPrefix
 
 COST = PrefillCost(
     seconds_fixed=0.01,
@@ -37,14 +35,6 @@ def test_each_token_costs_itself_and_those_before_it():
     assert cost.prefill_s(30, 30) == cost.prefill_s(31, 30) == 0
     assert COST.decode_s(11) == pytest.approx(0.2)
     assert COST.decode_s(1) == COST.decode_s(0) == 0
-
-
-def test_it_is_the_routers_cost_model_written_otherwise():
-    router = RoutingCost(
-        token_s=COST.seconds_per_token, square_s=COST.seconds_per_token_pair / 2, tiers={"GPU": 0}
-    )
-    here = COST.prefill_s(300, 1000) - COST.seconds_fixed
-    assert router.prefill_s(1000, HeldPrefix(300, {"GPU": 300})) == pytest.approx(here)
 
 
 @given(SECONDS, st.floats(1e-6, 1e-2), st.floats(0, 1e-5, allow_subnormal=False))

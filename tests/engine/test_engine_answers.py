@@ -13,7 +13,7 @@ from kvkeep.core.geometry import KVGeometry
 from kvkeep.serve.engine import Engine, Limits, Runner, SamplingParams
 from kvkeep.store import KVStore
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.usefixtures("load_first")]
 
 BLOCK, COUNT, TALKS = 8, 20, 14
 

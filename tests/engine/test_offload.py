@@ -1,203 +1,27 @@
 """The engine over a store: the same tokens as without it, what is loaded, and stores that fail.
 
-The store is a dictionary with the interface of `kvkeep.store.KVStore` that can be made slow, or to
-hang, drop and forget; `test_store_real.py` has the real one.
+The store is a dictionary (`dict_store.py`); `test_store_real.py` has the real one.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from dict_store import BLOCK, PAGE, DictStore, House, few, finish
 
 from kvkeep.core.cache import PagedCache
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.geometry import KVGeometry
 from kvkeep.core.keys import Namespace
 from kvkeep.core.pages.tensors import PagedTensors
-from kvkeep.serve.engine import Engine, Limits, SamplingParams
+from kvkeep.serve.engine import Engine
 from kvkeep.serve.engine.offload.forms import Buffers, Forms
-from kvkeep.store.identity import is_loaded
 
-pytestmark = pytest.mark.model
-
-PAGE = 4
-BLOCK = 8
-
-
-class Put(NamedTuple):
-    tokens: int
-    skipped: int
-    dropped: int
-
-
-class Lookup(NamedTuple):
-    tokens: int
-
-
-class Prefetch:
-    def __init__(self, store, tokens):
-        self._store, self._ready = store, tokens
-        self._began = time.monotonic()
-
-    @property
-    def done(self):
-        store = self._store
-        return not store.hung.is_set() and time.monotonic() - self._began >= store.fetch_seconds
-
-    def wait(self, timeout=None):
-        return self._ready if self.done else 0
-
-    def cancel(self):
-        self._store.cancelled += 1
-
-
-class DictStore:
-    """An exact store in memory, without tiers: (tenant, all tokens up to a block's end) → KV."""
-
-    snapshots = False
-
-    def __init__(self, geometry, *, block_tokens=BLOCK, layout="NHD"):
-        self.geometry, self.block_tokens, self.layout = geometry, block_tokens, layout
-        self.namespace = Namespace(model="tiny", dtype=geometry.dtype)
-        self.blocks = {}
-        self.written = 0  # tokens of all puts
-        self.fetch_seconds = 0.0
-        self.hung = threading.Event()
-        self.lookups_hang = threading.Event()
-        self.drops = False
-        self.ends = []  # tokens of answers, and how they ended
-        self.cancelled = self.touched = self.told_of = 0
-        self._at = 1 if geometry.latent_dim is not None else 3 if layout == "HND" else 2
-
-    def bind(self, identity):
-        assert is_loaded(identity)
-
-    def _ends(self, tenant, tokens):
-        """The ends of consecutive stored blocks from the beginning of ``tokens``."""
-        at, size = 0, self.block_tokens
-        while (tenant, tokens[: at + size].tobytes()) in self.blocks and at + size <= len(tokens):
-            at += size
-            yield at
-        for end in range(min(at + size - 1, len(tokens)), at, -1):
-            if (tenant, tokens[:end].tobytes()) in self.blocks:
-                yield end
-                return
-
-    def put(self, tokens, kv, start=0, *, wait=False, tail=False, tenant=None):
-        assert isinstance(tenant, str)
-        assert start % self.block_tokens == 0
-        assert kv.shape[self._at] == len(tokens) - start
-        assert tail or (len(tokens) - start) % self.block_tokens == 0
-        count = len(tokens) - start
-        self.written += count
-        if self.drops:
-            return Put(0, 0, count)
-        for at in range(start, len(tokens), self.block_tokens):
-            stop = min(at + self.block_tokens, len(tokens))
-            part = kv.narrow(self._at, at - start, stop - at).clone()
-            self.blocks.setdefault((tenant, tokens[:stop].tobytes()), part)
-        return Put(count, 0, 0)
-
-    def lookup(self, tokens, *, tenant=None):
-        while self.lookups_hang.is_set():
-            time.sleep(0.001)
-        return Lookup(max(self._ends(tenant, tokens), default=0))
-
-    def touch(self, tokens, *, tenant=None):
-        self.touched += 1
-
-    def worth(self, answer, *, ended=None, first=None, tenant=None):
-        return answer
-
-    def ended(self, tokens, *, prompt, ended, tenant=None):
-        assert 0 < prompt <= len(tokens)
-        self.ends.append((len(tokens) - prompt, ended))
-
-    def unkept(self, tokens, start=0, *, tenant=None):
-        self.told_of += len(tokens) - start
-
-    def prefetch(self, tokens, start=0, *, tenant=None):
-        return Prefetch(self, self.lookup(tokens, tenant=tenant).tokens)
-
-    def get(self, tokens, start=0, *, deadline=None, tenant=None, sources=None):
-        if self.hung.is_set():
-            time.sleep(deadline)
-            return None, 0
-        ends = list(self._ends(tenant, tokens))
-        if not ends or ends[-1] <= start:
-            return None, 0
-        whole = torch.cat([self.blocks[tenant, tokens[:end].tobytes()] for end in ends], self._at)
-        return whole.narrow(self._at, start, ends[-1] - start).contiguous(), ends[-1] - start
-
-    def flush(self, timeout=None):
-        return True
-
-
-class Watched:
-    """Wraps a runner and counts the tokens it computes."""
-
-    def __init__(self, runner):
-        self._runner = runner
-        self.computed = 0
-        self.steps = 0
-
-    def __getattr__(self, name):
-        return getattr(self._runner, name)
-
-    def forward(self, pieces):
-        self.computed += sum(len(piece.tokens) for piece in pieces)
-        self.steps += 1
-        return self._runner.forward(pieces)
-
-
-class House:
-    """A model, a store that stays, and engines with fresh pools that come and go."""
-
-    def __init__(self, bench, *, num_pages=96, **store):
-        self.bench, self.num_pages = bench, num_pages
-        self.store = DictStore(bench.runner.geometry, **store)
-
-    def engine(self, *, cache=None, load_timeout=5.0, **limits):
-        """An engine; pages unknown to its ``cache`` hold values that would change results."""
-        if cache is None:
-            self.bench.spoil()
-        runner = Watched(self.bench.runner)
-        cache = cache or runner.cache()
-        engine = Engine(
-            runner, cache, limits=Limits(**limits), store=self.store, load_timeout=load_timeout
-        )
-        return engine, runner
-
-    def ask(self, *prompts, params=None, **how):
-        """Return what a new engine answers to all prompts at once; checks and closes it."""
-        add = {key: how.pop(key) for key in ("namespace", "store") if key in how}
-        engine, runner = self.engine(**how)
-        requests = [engine.add(prompt, params or few(6), **add) for prompt in prompts]
-        done = finish(engine)
-        assert engine.close(10)
-        engine.cache.check()
-        assert engine.cache.stats().sequences == 0
-        return [done[request.id] for request in requests], runner, engine.stats()
-
-
-def few(count, **more):
-    return SamplingParams(max_tokens=count, **more)
-
-
-def finish(engine):
-    """Step until no request is left; return the completions by request id."""
-    done = {}
-    while engine.has_work:
-        for delta in engine.step():
-            assert delta.error is None, delta.error
-            if delta.completion is not None:
-                done[delta.request.id] = delta.completion
-    return done
+pytestmark = [pytest.mark.model, pytest.mark.usefixtures("load_first")]
 
 
 @pytest.fixture
@@ -480,7 +304,7 @@ def test_a_store_that_hangs_costs_the_deadline(house, prompt, where):
     assert engine.close()
 
 
-@pytest.mark.parametrize("method", ["put", "lookup", "prefetch", "get"])
+@pytest.mark.parametrize("method", ["put", "lookup", "prefetch", "load_tail"])
 def test_a_store_that_raises_is_a_miss(house, prompt, method, monkeypatch, caplog):
     text = prompt(40, 1)
     house.ask(text)
@@ -489,24 +313,22 @@ def test_a_store_that_raises_is_a_miss(house, prompt, method, monkeypatch, caplo
         raise OSError("planted")
 
     monkeypatch.setattr(house.store, method, broken)
-    text = np.concatenate((text, prompt(9, 3)))
-    (answer,), _, _ = house.ask(text)
-    assert [*answer.tokens] == house.bench.greedy(text, 6)
+    texts = [prompt(9, 4), np.concatenate((text, prompt(9, 3)))]
+    answers, _, _ = house.ask(*texts, max_running=1)
+    for one, answer in zip(texts, answers, strict=True):
+        assert [*answer.tokens] == house.bench.greedy(one, 6)
     assert "planted" in caplog.text
 
 
-def test_a_store_that_loses_blocks_between_asking_and_reading(house, prompt, monkeypatch):
+def test_a_store_that_loses_blocks_between_asking_and_reading(house, prompt):
     text = prompt(40, 1)
     house.ask(text)
-    get = house.store.get
-
-    def half(tokens, start=0, **how):
-        return get(tokens[:16], start, **how)
-
-    monkeypatch.setattr(house.store, "get", half)
-    (answer,), _, _ = house.ask(text)
-    assert [*answer.tokens] == house.bench.greedy(text, 6)
-    assert answer.loaded_tokens == 16
+    for holes, loaded in ({16}, 31), ({0, 16}, 23), ({8, 24, 32}, 16), ({0, 8, 16, 24, 32}, 0):
+        house.store.holes = holes
+        (answer,), runner, _ = house.ask(text)
+        assert [*answer.tokens] == house.bench.greedy(text, 6)
+        assert answer.loaded_tokens == loaded
+        assert runner.computed == 40 - loaded + 5
 
 
 def test_abort_at_every_point(house, prompt):

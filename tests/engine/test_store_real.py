@@ -13,7 +13,7 @@ from kvkeep.core.cache import PagedCache
 from kvkeep.serve.engine import Engine, Limits, SamplingParams
 from kvkeep.store import KVStore
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.usefixtures("load_first")]
 
 PAGE = 4
 BLOCK = 16

@@ -297,9 +297,33 @@ def test_what_another_namespace_has_in_part(served: Served) -> None:
 STORE: dict[str, dict[str, Any]] = {
     "evicted": {"at": 990.0, "tier": "disk", "cause": "pressure"},
     "not_admitted": {"why": "queue_full", "tier": "disk"},
+    "not_loaded": {"tier": "disk", "why": "expected", "load_s": 0.08, "compute_s": 0.055},
     "tier_unavailable": {"tier": "disk", "why": "late", "waited_s": 0.5},
     "damaged": {"tier": "disk"},
 }
+
+
+@pytest.mark.parametrize(
+    ("evidence", "said"),
+    [
+        (
+            STORE["not_loaded"],
+            "loading them from tier 'disk' would have taken 80 ms, computing 55 ms",
+        ),
+        ({**STORE["not_loaded"], "load_s": 1.234}, "would have taken 1.23 s, computing 55 ms"),
+        ({"tier": None}, "loading them from a tier would have taken longer"),
+        (
+            {"tier": "disk", "why": "overtaken"},
+            "they were computed while others were loaded from tier 'disk'",
+        ),
+    ],
+)
+def test_why_stored_tokens_were_computed(served: Served, evidence: Any, said: str) -> None:
+    served.open("b", A).close()
+    served.explainer.loaded("b", [], [Missing(0, 36, "not_loaded", evidence)])
+    assert said in served.why("b").sentence
+    summary = served.explainer.summary(10).causes[0].sentence
+    assert f"were faster to compute: {served.why('b').sentence.partition('because ')[2]}" in summary
 
 
 @pytest.mark.parametrize("reason", STORE)

@@ -34,7 +34,7 @@ def model():
 @pytest.fixture
 def kept(model):
     """It, over a store of the test's own."""
-    with KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK) as kept:
+    with KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK, loading="all") as kept:
         yield kept
 
 
@@ -49,7 +49,7 @@ def test_greedy_answers_are_those_of_the_model_alone(family, tokens):
     expected = model.generate(first, max_new_tokens=12)
     turn = torch.cat((expected, prompt(3, seed=2)), 1)  # a conversation goes on
     expected_turn = model.generate(turn, max_new_tokens=12)
-    with KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK) as kept:
+    with KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK, loading="all") as kept:
         for _ in range(2):
             assert torch.equal(kept.generate(first, max_new_tokens=12), expected)
         assert kept.last.loaded == tokens - 1
@@ -58,7 +58,7 @@ def test_greedy_answers_are_those_of_the_model_alone(family, tokens):
 
 
 def test_only_what_was_not_stored_is_computed(model):
-    with KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK) as kept:
+    with KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK, loading="all") as kept:
         counts = computed(model)
         text = kept.generate(prompt(40), max_new_tokens=10)
         assert counts == [40] + [1] * 9
@@ -96,7 +96,7 @@ def test_wrong_kv_would_be_seen(kept):
 def test_what_is_loaded_is_bit_for_bit_what_was_computed(dtype):
     model = build().to(dtype)
     ids = prompt(3 * BLOCK + 5)
-    with KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK) as kept:
+    with KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK, loading="all") as kept:
         cache = DynamicCache()
         with torch.inference_mode():
             model(ids, past_key_values=cache)
@@ -134,7 +134,7 @@ def test_other_ways_to_generate(family, how):
     how = {"max_new_tokens": 10, **how} if "generation_config" not in how else how
     mask = {"attention_mask": torch.ones(1, 50, dtype=torch.long)}
     expected = model.generate(prompt(50), **{**mask, **how})
-    with KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK) as kept:
+    with KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK, loading="all") as kept:
         for _ in range(2):
             found = kept.generate(prompt(50), **how)
             assert torch.equal(
@@ -215,7 +215,7 @@ def test_a_static_cache_is_stored_as_it_is(family):
     cache = StaticCache(config=model.config, max_cache_len=64)
     with torch.inference_mode():
         model(ids, past_key_values=cache)
-    with KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK) as kept:
+    with KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK, loading="all") as kept:
         assert kept.save(ids, cache) == 3 * BLOCK
         expected = model.generate(ids, max_new_tokens=9)
         assert torch.equal(kept.generate(ids, max_new_tokens=9), expected)
@@ -229,7 +229,7 @@ def test_a_window_that_was_passed_is_enough():
     text = prompt(3 * BLOCK + 9)
     with torch.inference_mode():
         model(text[:, : 3 * BLOCK], past_key_values=cache)
-    with KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK) as kept:
+    with KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK, loading="all") as kept:
         kept.save(text[:, : 3 * BLOCK], cache)
         assert kept.load(text).tokens == 3 * BLOCK
         found = kept.generate(text, max_new_tokens=5)
@@ -261,7 +261,7 @@ def test_caches_that_do_not_fit_are_refused(kept):
 
 
 def loaded_by(model, store, tokens, **how):
-    with KeptModel(model, tiers=store, block_tokens=BLOCK, **how) as kept:
+    with KeptModel(model, tiers=store, block_tokens=BLOCK, loading="all", **how) as kept:
         return kept.load(tokens).tokens
 
 
@@ -269,7 +269,7 @@ def loaded_by(model, store, tokens, **how):
 def folder(model, tmp_path):
     """A disk tier in which ``model`` stored a text."""
     tiers = ["memory://16MiB", f"file://{tmp_path}/kv?size=64MiB"]
-    with KeptModel(model, tiers=tiers, block_tokens=BLOCK) as kept:
+    with KeptModel(model, tiers=tiers, block_tokens=BLOCK, loading="all") as kept:
         kept.generate(prompt(60), max_new_tokens=3)
         assert kept.store.flush(30)
     return tiers
@@ -324,7 +324,10 @@ def test_a_store_that_is_shared(model):
         geometry, model="llama", revision=revision_of(model), layout="HND", block_tokens=BLOCK
     )
     with store:
-        with KeptModel(model, store=store) as one, KeptModel(model, store=store) as two:
+        with (
+            KeptModel(model, store=store, loading="all") as one,
+            KeptModel(model, store=store, loading="all") as two,
+        ):
             one.generate(prompt(50), max_new_tokens=1)
             assert two.load(prompt(50)).tokens == 49
             alice = KeptModel(model, store=store, tenant="alice")
@@ -358,7 +361,8 @@ from kvkeep.integrations.transformers import KeptModel
 from kvkeep.serve.models import bundled_model
 model = transformers.AutoModelForCausalLM.from_pretrained(bundled_model())
 ids = torch.arange(100, 300)[None]
-with KeptModel(model, tiers=["memory://16MiB", sys.argv[1]], block_tokens=16) as kept:
+tiers = ["memory://16MiB", sys.argv[1]]
+with KeptModel(model, tiers=tiers, block_tokens=16, loading="all") as kept:
     text = kept.generate(ids, max_new_tokens=8)
 print(kept.last.loaded, *text[0].tolist())
 """
@@ -404,7 +408,7 @@ def test_blocks_that_were_damaged_are_computed_again(folder, tmp_path, harm):
                 file.write_bytes(b"")
             case "remove":
                 file.unlink()
-    with KeptModel(model, tiers=folder, block_tokens=BLOCK) as kept:
+    with KeptModel(model, tiers=folder, block_tokens=BLOCK, loading="all") as kept:
         assert torch.equal(kept.generate(prompt(60), max_new_tokens=9), expected)
         assert kept.last.loaded == 0
 
@@ -472,7 +476,7 @@ def test_caches_that_are_none_are_refused(kept, given):
 
 def test_weights_that_change_are_noticed():
     model = build()
-    with KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK) as kept:
+    with KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK, loading="all") as kept:
         kept.generate(prompt(40), max_new_tokens=1)
         with torch.no_grad():
             model.lm_head.weight.mul_(2)
@@ -516,7 +520,7 @@ def swapped(model):
 )  # fmt: skip
 def test_a_live_model_that_changes_is_noticed_at_the_next_call(change):
     model = build()
-    with KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK) as kept:
+    with KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK, loading="all") as kept:
         kept.generate(prompt(40), max_new_tokens=1)
         with torch.no_grad():
             change(model)
@@ -561,7 +565,7 @@ def test_adapters_that_change_are_noticed_at_the_next_call(change):
         model.add_adapter(how, name)
     model.set_adapter("one")
     model.eval()
-    with KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK) as kept:
+    with KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK, loading="all") as kept:
         kept.generate(prompt(40), max_new_tokens=1)
         kept.generate(prompt(40), max_new_tokens=1)
         assert kept.last.loaded == 39
@@ -573,7 +577,7 @@ def test_adapters_that_change_are_noticed_at_the_next_call(change):
 def test_a_model_that_is_as_it_was_goes_on():
     """What it looks like is compared at each call, and what it is where that is another."""
     model = build()
-    with KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK) as kept:
+    with KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK, loading="all") as kept:
         kept.generate(prompt(40), max_new_tokens=1)
         with torch.no_grad():
             model.lm_head.weight.add_(0.0)
@@ -642,7 +646,7 @@ def test_lengths_that_change_every_key_are_left_out(rope_type):
         build(rope_parameters=rope, max_position_embeddings=positions) for _ in range(2)
     )  # two, because a model remembers how long its last text was
     text = prompt(120)
-    with KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK) as kept:
+    with KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK, loading="all") as kept:
         for tokens, loaded in ((40, 0), (40, 39), (100, 0), (45, 39), (100, 0), (50, 44)):
             expected = alone.generate(text[:, :tokens], max_new_tokens=9)
             found = kept.generate(text[:, :tokens], max_new_tokens=9)

@@ -37,7 +37,7 @@ def model():
 
 @pytest.fixture
 def kept(model):
-    with KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK) as kept:
+    with KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK, loading="all") as kept:
         yield kept
 
 
@@ -68,7 +68,7 @@ def test_rows_are_answered_as_if_alone(family, how):
     expected = alone(model, TEXTS, NEW)
     batch = padded(TEXTS)
     columns = batch["input_ids"].shape[1]
-    with KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK) as kept:
+    with KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK, loading="all") as kept:
         for known in (0, sum(map(len, TEXTS)) - len(TEXTS)):
             found = kept.generate(**batch, max_new_tokens=NEW, **CACHES[how](model))
             assert same(answers(found, columns), expected)
@@ -116,7 +116,7 @@ def test_each_row_has_its_own_stored_prefix(kept):
 
 def test_blocks_that_rows_share_are_read_once(model):
     texts = [after(150, 9, seed) for seed in range(40, 44)]
-    with KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK) as kept:
+    with KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK, loading="all") as kept:
         kept.generate(DOCUMENT[None], max_new_tokens=1)
         before = kept.store.stats().hit_tokens
         kept.generate(**padded(texts), max_new_tokens=1)
@@ -238,7 +238,7 @@ TREES = st.lists(
 @settings(max_examples=25, deadline=None)
 @given(before=TREES, now=TREES)
 def test_any_batch_after_any_other(tiny, before, now):
-    with KeptModel(tiny, tiers=["memory://4MiB"], block_tokens=BLOCK) as kept:
+    with KeptModel(tiny, tiers=["memory://4MiB"], block_tokens=BLOCK, loading="all") as kept:
         for shape in (before, now):
             texts = [after(*text) for text in shape]
             counts = computed(tiny)
@@ -289,7 +289,7 @@ def test_one_row_beyond_the_length_where_keys_change():
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     model, plain = (build(rope_parameters=rope, max_position_embeddings=64) for _ in range(2))
     short, long = DOCUMENT[:40], DOCUMENT[:100]
-    with KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK) as kept:
+    with KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK, loading="all") as kept:
         for texts, loaded in (([short], 0), ([short, long], 0), ([short, short[:30]], 68)):
             expected = plain.generate(**padded(texts), max_new_tokens=4)
             assert torch.equal(kept.generate(**padded(texts), max_new_tokens=4), expected)
@@ -303,7 +303,7 @@ def test_a_model_that_takes_no_positions():
     model = BloomForCausalLM(config).eval()
     texts = [after(150, 9, seed) for seed in (90, 91)]
     expected = alone(model, texts, NEW)
-    with KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK) as kept:
+    with KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK, loading="all") as kept:
         for _ in range(2):
             found = kept.generate(torch.stack(texts), max_new_tokens=NEW)
             assert same(answers(found, 159), expected)

@@ -85,13 +85,13 @@ def test_a_family(case, tmp_path):
         found = kept.generate(**batch, max_new_tokens=NEW, **how)[:, -NEW:]
         assert all(map(torch.equal, found, expected))
 
-    with KeptModel(model, tiers=tiers, block_tokens=BLOCK) as kept:
+    with KeptModel(model, tiers=tiers, block_tokens=BLOCK, loading="all") as kept:
         ask(kept)
         assert kept.last.loaded == 0
         ask(kept)
         assert kept.last.loaded == LOADED
     model = made(case)
-    with KeptModel(model, tiers=tiers, block_tokens=BLOCK) as kept:
+    with KeptModel(model, tiers=tiers, block_tokens=BLOCK, loading="all") as kept:
         counts = computed(model)
         for how in ({}, {"cache_implementation": "static"}):
             ask(kept, **how)
@@ -119,7 +119,7 @@ def test_logits_are_those_of_one_pass(case, dtype):
     expected = model.generate(**batch, **LOGITS).logits[0]
     close = {"atol": 2e-5, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.15, "rtol": 0.1}
     other = model.generate(**padded(TEXTS[1:]), **LOGITS).logits[0]
-    with KeptModel(model, tiers=["memory://8MiB"], block_tokens=BLOCK) as kept:
+    with KeptModel(model, tiers=["memory://8MiB"], block_tokens=BLOCK, loading="all") as kept:
         for how in ({}, {}, {"cache_implementation": "static"}):
             found = kept.generate(**batch, **LOGITS, **how).logits[0]
             torch.testing.assert_close(found, expected, **close)
@@ -139,7 +139,7 @@ def test_windows_of_any_length(family, window):
     model = build(family, sliding_window=window)
     expected = alone(model, TEXTS, NEW)
     batch = padded(TEXTS)
-    with KeptModel(model, tiers=["memory://8MiB"], block_tokens=BLOCK) as kept:
+    with KeptModel(model, tiers=["memory://8MiB"], block_tokens=BLOCK, loading="all") as kept:
         for already in (False, True):
             cache = DynamicCache(config=model.config)
             found = kept.generate(**batch, past_key_values=cache, max_new_tokens=NEW)[:, -NEW:]

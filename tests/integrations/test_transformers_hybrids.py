@@ -48,7 +48,7 @@ def check(kept, **inputs):
 
 def opened(model, path):
     tiers = ["memory://64MiB", f"file://{path}?size=64MiB&sync=never"]
-    return KeptModel(model, tiers=tiers, block_tokens=BLOCK)
+    return KeptModel(model, tiers=tiers, block_tokens=BLOCK, loading="all")
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - REFUSED.keys()))
@@ -94,7 +94,7 @@ def test_what_does_not_go_on_exactly_is_refused_by_a_trial(family):
 @pytest.mark.parametrize("family", ["qwen3_next", "gemma3_text", "deepseek_v3"])
 def test_beams_samples_chunks_and_bfloat16(family):
     model = build_hybrid(family)
-    with KeptModel(model, block_tokens=BLOCK) as kept:
+    with KeptModel(model, block_tokens=BLOCK, loading="all") as kept:
         for how in ({"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}):
             for _ in range(2):
                 want = model.generate(TEXT, max_new_tokens=NEW, **how)
@@ -102,7 +102,7 @@ def test_beams_samples_chunks_and_bfloat16(family):
         want = model.generate(OTHER, max_new_tokens=NEW)
         assert torch.equal(kept.generate(OTHER, max_new_tokens=NEW, prefill_chunk_size=40), want)
     half = build_hybrid(family).to(torch.bfloat16)
-    with KeptModel(half, block_tokens=BLOCK) as kept:
+    with KeptModel(half, block_tokens=BLOCK, loading="all") as kept:
         first = kept.generate(TEXT, max_new_tokens=NEW)
         assert torch.equal(kept.generate(TEXT, max_new_tokens=NEW), first), "at the same cuts"
         assert kept.last.loaded >= 128
@@ -114,7 +114,7 @@ def test_load_and_save_with_the_models_own_cache(family):
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(TEXT[:, :96], past_key_values=cache)
-    with KeptModel(model, block_tokens=BLOCK) as kept:
+    with KeptModel(model, block_tokens=BLOCK, loading="all") as kept:
         assert kept.load(TEXT).tokens == 0
         assert kept.save(TEXT[:, :96], cache) == 96
         assert kept.save(TEXT[:, :96], cache) == 0
@@ -130,7 +130,7 @@ def test_load_and_save_with_the_models_own_cache(family):
 
 
 def test_a_cache_of_the_users_cannot_take_states():
-    with KeptModel(build_hybrid("qwen3_next"), block_tokens=BLOCK) as kept:
+    with KeptModel(build_hybrid("qwen3_next"), block_tokens=BLOCK, loading="all") as kept:
         for how in (
             {"cache_implementation": "static"},
             {"past_key_values": DynamicCache(config=kept.model.config)},
@@ -144,7 +144,7 @@ def test_a_cache_of_the_users_cannot_take_states():
 
 def test_windows_are_not_kept_whole():
     """In a cache of the model's own, a sliding layer holds its window, and no more."""
-    with KeptModel(build_hybrid("gemma3_text"), block_tokens=BLOCK) as kept:
+    with KeptModel(build_hybrid("gemma3_text"), block_tokens=BLOCK, loading="all") as kept:
         kept.generate(TEXT, max_new_tokens=1)
         cache = kept.load(TEXT).cache
         assert [layer.keys.shape[-2] for layer in cache.layers] == [8, 149, 8, 149]
@@ -173,7 +173,7 @@ def test_a_store_for_whole_blocks_keeps_windows_whole_as_ever():
 def test_conversations_are_followed(family, tmp_path):
     """Each turn goes on where the last answer ended: all but the first are returns."""
     tiers = ["memory://64MiB?policy=returns", f"file://{tmp_path}?size=64MiB&policy=returns"]
-    with KeptModel(build_hybrid(family), tiers=tiers, block_tokens=BLOCK) as kept:
+    with KeptModel(build_hybrid(family), tiers=tiers, block_tokens=BLOCK, loading="all") as kept:
         text = prompt(40, seed=1)
         for turn in range(3):
             text = kept.generate(text, max_new_tokens=BLOCK, do_sample=False)

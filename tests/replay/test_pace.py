@@ -12,10 +12,13 @@ from hypothesis import strategies as st
 from replaying import Listed
 
 from kvkeep.bench.replay import ReplayRun, Workload
+from kvkeep.bench.replay.calls import calls_of
+from kvkeep.bench.replay.outcome import Outcome
+from kvkeep.bench.replay.pace import LOADINGS, Pace
 from kvkeep.bench.replay.tiered import simulate_tiers
 from kvkeep.bench.traces import TraceRequest
 from kvkeep.cli import main
-from kvkeep.core.cost import PrefillCost
+from kvkeep.core.cost import CostModel, PrefillCost, TransferCost
 from kvkeep.core.errors import InvalidValue
 
 UNIT = 4
@@ -27,6 +30,11 @@ COST = PrefillCost(
     kv_bytes_per_token=10.0,
 )
 SPEEDS = (None, 90.0, 25.0)
+
+
+def at(speeds):
+    return tuple(None if one is None else TransferCost(seconds_per_byte=1 / one) for one in speeds)
+
 
 ROWS = st.lists(
     st.tuples(
@@ -61,7 +69,7 @@ def test_times_against_worked_out_ones(rows, tiering):
         return simulate_tiers(work, sizes, tiering, **more)
 
     plain = simulate()
-    timed = simulate(cost=COST, bandwidths=SPEEDS)
+    timed = simulate(cost=COST, reads=at(SPEEDS), loading="all")
     assert timed.hit_tokens == plain.hit_tokens
     assert timed.misses == plain.misses
     assert [tier["hits"] for tier in timed.tiers] == [tier["hits"] for tier in plain.tiers]
@@ -99,13 +107,58 @@ def test_a_slow_tier_costs_time_and_a_fast_one_saves_it():
     work = workload([(3, number % 3, 12, 2) for number in range(60)])
     sizes = [6 * UNIT, 60 * UNIT]
 
-    def ttft(bandwidth):
-        return simulate_tiers(work, sizes, cost=COST, bandwidths=(None, bandwidth)).latency[
-            "ttft_s"
-        ]["p50"]
+    def ttft(bandwidth, loading):
+        reads = at((None, bandwidth))
+        found = simulate_tiers(work, sizes, cost=COST, reads=reads, loading=loading)
+        return found.latency["ttft_s"]["p50"]
 
     alone = simulate_tiers(work, sizes[:1], cost=COST).latency["ttft_s"]["p50"]
-    assert ttft(1e9) < ttft(500.0) < alone < ttft(20.0)
+    assert ttft(1e9, "all") < ttft(500.0, "all") < alone < ttft(20.0, "all")
+    for bandwidth in (500.0, 20.0):
+        both, prefix = (ttft(bandwidth, loading) for loading in ("both", "prefix"))
+        assert both <= prefix <= min(alone, ttft(bandwidth, "all"))
+    assert ttft(90.0, "both") < min(alone, ttft(90.0, "prefix"))
+
+
+BANDWIDTHS = st.floats(0.0, 6.0).map(lambda exponent: 10.0**exponent)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    ROWS,
+    st.lists(st.tuples(*[st.integers(0, 6)] * 3), min_size=14, max_size=14),
+    BANDWIDTHS,
+    BANDWIDTHS,
+    st.floats(0, 3),
+)
+def test_tiers_of_any_speed_slow_no_request_down(rows, found, one, other, latency):
+    """The first token comes as early as with memory alone, or earlier, whatever is stored."""
+    work = workload(rows)
+    reads = [None] + [
+        TransferCost(seconds_fixed=latency, seconds_per_byte=1 / speed) for speed in (one, other)
+    ]
+
+    def seconds(loading, levels):
+        pace = Pace(work, calls_of(work, None, 1.0, closed_loop=False), COST, reads, loading)
+        waits, outcome = [], Outcome("", 0, UNIT, "", "")
+        for number in pace:
+            left, some = int(work.prompt_units[number]), []
+            for units in found[number][:levels] + (0,) * (3 - levels):
+                some.append(min(left, units))
+                left -= some[-1]
+            pace.served(number, some, min(sum(some) * UNIT, int(work.tokens[number])), outcome)
+            waits.append(pace.now - float(work.times[number]))
+        pace.finish(outcome)
+        assert outcome.latency["loaded_tokens"] >= 0
+        assert outcome.latency["computed_stored_tokens"] >= 0
+        return waits
+
+    for loading in ("both", "prefix"):
+        for waited, alone in zip(seconds(loading, 3), seconds(loading, 1), strict=True):
+            assert waited <= alone + 1e-9
+    # Of one prompt alone, no other way of loading is faster than both at once.
+    first = [seconds(loading, 3)[0] for loading in LOADINGS]
+    assert first[0] <= min(first) + 1e-9
 
 
 def test_users_wait_for_answers():
@@ -122,17 +175,17 @@ def test_users_wait_for_answers():
     ("wrong", "message"),
     [
         (lambda work: simulate_tiers(work, [99], users=3), "prompts cost something"),
-        (lambda work: simulate_tiers(work, [99], bandwidths=(1.0,)), "prompts cost something"),
+        (lambda work: simulate_tiers(work, [99], reads=at((1.0,))), "prompts cost something"),
         (
             lambda work: simulate_tiers(
-                work, [99], cost=PrefillCost(seconds_per_token=1), bandwidths=(1.0,)
+                work, [99], cost=PrefillCost(seconds_per_token=1), reads=at((1.0,))
             ),
             "kv_bytes_per_token",
         ),
-        (lambda work: ReplayRun("lru", 99, bandwidths=(1.0,)), "bandwidths need tiers"),
+        (lambda work: ReplayRun("lru", 99, reads=at((1.0,))), "needs tiers"),
         (
-            lambda work: ReplayRun("lru", 9, below=(9,), cost=COST, bandwidths=(0.0,)),
-            "a bandwidth is",
+            lambda work: ReplayRun("lru", 9, below=(9,), cost=COST, loading="most"),
+            "loading is one of",
         ),
     ],
 )
@@ -156,7 +209,53 @@ def test_from_the_command_line(tmp_path, capsys):
     assert main([*arguments, *timed]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["latency"]["loaded_s"] > 0
+    found = {}
+    for loading in LOADINGS:
+        slow = [*timed[:-1], "10B", "--loading", loading]
+        assert main([*arguments, *slow]) == 0
+        found[loading] = json.loads(capsys.readouterr().out)["latency"]
+    assert found["all"]["computed_stored_tokens"] == 0 < found["both"]["computed_stored_tokens"]
+    p99 = [found[loading]["ttft_s"]["p99"] for loading in LOADINGS]
+    assert p99 == sorted(p99)
     assert main([*arguments, "--cost", str(cost), "--bandwidth", "fast"]) == 2
     assert "fast" in capsys.readouterr().err
+    assert main([*arguments, "--cost", str(cost), "--bandwidth", "0"]) == 2
+    assert "above 0" in capsys.readouterr().err
     assert main(["replay", str(trace), "--capacity", "3072", *timed]) == 2
     assert "--bandwidth needs tiers" in capsys.readouterr().err
+
+
+def test_tiers_of_the_cost_file(tmp_path, capsys):
+    trace, cost = tmp_path / "trace.jsonl", tmp_path / "cost.json"
+    lines = [
+        {"timestamp": 900 * number, "input_length": 3072, "output_length": 3,
+         "hash_ids": [10 * (number % 4) + at for at in range(6)]}
+        for number in range(20)
+    ]  # fmt: skip
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    tiers = {
+        "s3": TransferCost(seconds_fixed=0.05, seconds_per_byte=1e-6),
+        "file": TransferCost(seconds_per_byte=1e-7),
+        "memory": TransferCost(seconds_per_byte=1e-12),
+    }
+    CostModel(COST, reads=tiers).write(cost)
+    words = ["replay", str(trace), "--policy", "lru", "--json", "--jobs", "1", "--cost", str(cost),
+             "--tiering", "inclusive"]  # fmt: skip
+
+    def latency(*more):
+        assert main([*words, *more]) == 0
+        shown = capsys.readouterr()
+        return json.loads(shown.out)["latency"], shown.err
+
+    found, said = latency("--capacity", "3072+51200", "--loading", "all")
+    assert "file (9.5 MiB/s)" in said
+    assert main([one for one in words if one != "--json"] + ["--capacity", "3072+51200"]) == 0
+    assert " loaded" in capsys.readouterr().out
+    assert "s3" not in said
+    same, _ = latency("--capacity", "3072+51200", "--loading", "all", "--bandwidth", "10MB")
+    assert found["loaded_s"] == pytest.approx(same["loaded_s"])
+    _, said = latency("--capacity", "3072+3072+51200")
+    assert said.index("file") < said.index("s3")
+    assert latency("--capacity", "3072")[1] == ""
+    assert main([*words, "--capacity", "3072+3072+3072+9999"]) == 2
+    assert "3 tiers below memory need as many" in capsys.readouterr().err

@@ -8,6 +8,7 @@ import pytest
 from replaying import Chained, Listed, request, workload
 
 from kvkeep.bench.replay import BELADY, INFINITE, PlannedMemory, ReplayRun, Workload, replay
+from kvkeep.core.cost import PrefillCost, TransferCost
 
 
 def advice_for(work: Workload, plan: PlannedMemory):
@@ -39,6 +40,25 @@ def scans(requests: int, seed: int = 0) -> Workload:
         for number in range(requests)
     ]
     return workload(paths)
+
+
+@pytest.mark.parametrize(("bandwidth", "pays"), [(1e9, True), (0.001, False)])
+def test_a_tier_that_saves_no_time_is_not_recommended(bandwidth, pays):
+    cost = PrefillCost(seconds_per_token=0.001, kv_bytes_per_token=100.0)
+    read = TransferCost(seconds_per_byte=1 / bandwidth)
+    work = chats(20, 8)
+    plan = PlannedMemory(300, 40_000, cost=cost, read=read)
+    assert advice_for(work, PlannedMemory(300, 40_000))[0].disk
+    advice, _ = advice_for(work, plan)
+    assert advice.disk == pays
+    assert (advice.tiering is not None) == pays
+    said = " ".join(advice.reasons)
+    if pays:
+        assert "With it, first tokens take" in said
+        assert "100.0 % of what is found in it is loaded" in said
+    else:
+        assert "But it saves no time" in said
+        assert "nothing below it" in advice.recommendation
 
 
 def test_nothing_is_shared():

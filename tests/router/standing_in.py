@@ -36,6 +36,7 @@ class StandIn:
     "half" an answer · "waits" until the client goes · "stalls" after a head · "stops" in the
     middle · "garbage" · "stopped": nothing, on no path. ``tokens`` are what it says that any text
     is. /health is answered with ``health`` in all moods but the last, and not counted as asked.
+    ``cost`` is the answer of /kv/cost, counted by ``told``; b"hangs": none.
     """
 
     def __init__(self, mood: str = "well") -> None:
@@ -44,6 +45,8 @@ class StandIn:
         self.asked: list[tuple[str, dict[str, str], bytes]] = []
         self.left = 0
         self.health = "200"
+        self.cost: bytes | None = None
+        self.told = 0
         self.probes = 0
         self.chunks = CHUNKS
         self._serving: set[asyncio.Task[Any]] = set()
@@ -98,7 +101,14 @@ class StandIn:
                     await reader.read(1)
                 else:
                     head = f"HTTP/1.1 {self.health} X\r\nconnection: close\r\ncontent-length: 0"
-                    writer.write(head.encode() + b"\r\n\r\n")
+                    more = "" if self.cost is None else "\r\nx-kvkeep-cost: 1"
+                    writer.write((head + more).encode() + b"\r\n\r\n")
+                return
+            if path == "/kv/cost" and self.cost is not None:
+                self.told += 1
+                if self.cost == b"hangs":
+                    await reader.read(1)
+                writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n" + self.cost)
                 return
             self.asked.append((path, headers, body))
             await self._answer(path, body, reader, writer)

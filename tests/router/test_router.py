@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvkeep.core.cost import CostModel, PrefillCost, TransferCost
 from kvkeep.core.errors import InvalidValue
 from kvkeep.serve.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, salt_digest
 from kvkeep.serve.router import HeldPrefix, PrefixRouter, RoutingCost
@@ -59,8 +60,9 @@ def test_medium_none_is_the_gpu_and_a_slower_tier_costs_more(router):
     scores = {score.place.instance: score for score in router.score([*PROMPT, 1])}
     assert scores["a"].tiers == {"CPU": 64}
     assert scores["b"].tiers == {"GPU": 48}
-    quick = PrefixRouter(["a", "b"], cost=RoutingCost(tiers={"GPU": 0.0, "CPU": 0.0}))
-    slow = PrefixRouter(["a", "b"], cost=RoutingCost(tiers={"GPU": 0.0, "CPU": 1.0}))
+    free, dear = (TransferCost(seconds_per_byte=one) for one in (0.0, 1.0))
+    quick = PrefixRouter(["a", "b"], cost=RoutingCost(tiers={"GPU": free, "CPU": free}))
+    slow = PrefixRouter(["a", "b"], cost=RoutingCost(tiers={"GPU": free, "CPU": dear}))
     for one, best in ((quick, "a"), (slow, "b")):
         one.apply("a", [stored([1, 2, 3, 4], PROMPT, medium="CPU")])
         one.apply("b", [stored([1, 2, 3], PROMPT[:48])])
@@ -268,15 +270,70 @@ def test_more_cached_never_costs_more(tokens, one, other):
 
 
 def test_seconds_add_up():
-    cost = RoutingCost(token_s=0.5, square_s=0.25, tiers={"GPU": 0.0, "CPU": 0.125})
+    prefill = PrefillCost(
+        seconds_per_token=0.5, seconds_per_token_pair=0.5, kv_bytes_per_token=100.0
+    )
+    free, slow = TransferCost(seconds_per_byte=0), TransferCost(seconds_per_byte=0.00125)
+    cost = RoutingCost(prefill=prefill, tiers={"GPU": free, "CPU": slow})
     assert cost.prefill_s(10, None) == 0.5 * 10 + 0.25 * 100
     held = HeldPrefix(6, {"GPU": 4, "CPU": 2})
     assert cost.prefill_s(10, held) == 2 * 0.125 + 0.5 * 4 + 0.25 * (100 - 36)
     assert cost.prefill_s(6, held) == 0.125 + 0.5 + 0.25 * (36 - 25)  # the last is computed
+    # What is slower to load than to compute is computed, and the rest is loaded.
+    slower = RoutingCost(
+        prefill=prefill, tiers={"GPU": free, "CPU": TransferCost(seconds_per_byte=1.0)}
+    )
+    assert slower.prefill_s(10, held) == 0.5 * 6 + 0.25 * (100 - 16)
+
+
+def test_what_was_learned_replaces_what_is_assumed():
+    prefill = PrefillCost(seconds_fixed=0.1, seconds_per_token=0.01)
+    disk, other = TransferCost(seconds_per_byte=1e-8), TransferCost(seconds_per_byte=2e-8)
+    found = CostModel(prefill, reads={"file": disk, "file2": other, "s3": disk, "memory": other})
+    cost = RoutingCost(balance=0.5).learned(found)
+    assert cost.prefill.prefill_s(0, 100) == pytest.approx(1.1)
+    assert cost.prefill.kv_bytes_per_token == RoutingCost().prefill.kv_bytes_per_token
+    bandwidths = {medium: 1 / one.seconds_per_byte for medium, one in cost.tiers.items()
+                  if one.seconds_per_byte}  # fmt: skip
+    # Of two places of one medium the slower counts.
+    assert bandwidths == pytest.approx({"CPU": 5e7, "DISK": 5e7, "STORAGE": 1e8})
+    assert cost.balance == 0.5
+    assert RoutingCost().learned(CostModel()) == RoutingCost()
+    for seconds in (1e-12, 1e9):
+        with pytest.raises(InvalidValue, match=r"1,000 tokens"):
+            cost.learned(CostModel(PrefillCost(seconds_per_token=seconds)))
+
+
+def test_an_instance_is_scored_by_its_own_cost():
+    router = PrefixRouter(["a", "b", "c"])
+
+    def of(seconds):
+        return RoutingCost(prefill=PrefillCost(seconds_per_token=seconds))
+
+    router.learn("a", of(1e-3))
+    router.learn("b", of(1e-4))
+    seconds = {score.place.instance: score.prefill_s for score in router.score(PROMPT)}
+    assert seconds["a"] == pytest.approx(10 * seconds["b"])
+    assert seconds["c"] == pytest.approx(RoutingCost().prefill_s(len(PROMPT), None))
+    # Errors of measuring prefer no instance: costs that are alike are one.
+    router.learn("c", of(1.1e-4))
+    assert router.cost_of("c") is router.cost_of("b")
+    router.learn("c", of(2e-4))
+    assert router.cost_of("c") == of(2e-4)
+    router.learn("c", None)
+    router.remove("b")
+    router.learn("b", of(1.0))  # it is gone
+    assert router.cost_of("c") is router.cost_of("b") is router.cost
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"token_s": 0}, {"token_s": -1}, {"balance": float("nan")}, {"tiers": {"GPU": -1}}]
+    "wrong",
+    [
+        {"prefill": PrefillCost(seconds_per_token=0)},
+        {"balance": float("nan")},
+        {"memory_s": 0},
+        {"running_s": -1},
+    ],
 )
 def test_costs_that_are_none(wrong):
     with pytest.raises(InvalidValue):

@@ -12,11 +12,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvkeep.core.cache import PagedCache
+from kvkeep.core.cost import CostModel, PrefillCost, TransferCost
 from kvkeep.core.groups import GroupLayout, WindowSpec
 from kvkeep.observe.usage import TenantLedger
 from kvkeep.serve.engine.stats import EngineStats
 from kvkeep.serve.http import BodyBudget, ConnectionLimits, Connections
 from kvkeep.serve.server import families
+from kvkeep.serve.server.load_costs import LoadCosts
 from kvkeep.serve.server.metrics import ServerMetrics
 from kvkeep.serve.server.retention import Retention
 from kvkeep.store.blocks.stats import StoreStats
@@ -86,6 +88,11 @@ def all_of_it():
         kept_tokens=5, unkept_tokens=4, given_tokens=3, lost_tokens=2, num_blocks=1
     )
     metrics.tenants = TenantLedger(PAGE)
+    transfer = TransferCost(seconds_fixed=0.001, seconds_per_byte=1e-9)
+    cost = CostModel(
+        PrefillCost(seconds_per_token=0.001), reads={"file": transfer}, writes={"file": transfer}
+    )
+    metrics.costs = LoadCosts(cost)
     metrics.connections, metrics.bodies = Connections(ConnectionLimits()), BodyBudget()
     found = told(metrics, cache, store=store(), namespaces={"": 4})
     names = {family.name for family in found}

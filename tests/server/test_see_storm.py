@@ -17,7 +17,7 @@ CLIENTS = 6
 EACH = 9
 REASONS = {
     "new", "diverged", "evicted", "not_admitted", "other_namespace", "page_remainder",
-    "computing", "tier_unavailable", "damaged", "last_token",
+    "computing", "tier_unavailable", "damaged", "not_loaded", "last_token",
 }  # fmt: skip
 
 

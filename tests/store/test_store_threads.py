@@ -71,7 +71,12 @@ class Worker(threading.Thread):
         self.error: BaseException | None = None
 
     def run(self) -> None:
-        steps = [self.puts] * 4 + [self.gets] * 6 + [self.pins, self.prefetches, self.looks]
+        steps = (
+            [self.puts] * 4
+            + [self.gets] * 6
+            + [self.tails] * 3
+            + [self.pins, self.prefetches, self.looks]
+        )
         try:
             while not self.stop.is_set():
                 at = self.chance.randrange(len(PROMPTS))
@@ -107,6 +112,25 @@ class Worker(threading.Thread):
             want = KV[at, who][start : start + count]
             assert np.array_equal(plain(GQA, kv), want), "another's KV"
             self.got += count
+
+    def tails(self, at: int, who: str) -> None:
+        tokens = PROMPTS[at]
+        start = self.chance.randrange(len(tokens) + 1) if self.chance.random() < 0.3 else 0
+        tail = self.store.load_tail(tokens, start, tenant=who)
+        after = self.chance.randrange(1, 8) if self.chance.random() < 0.3 else 0
+        came: list[tuple[int, int]] = []
+
+        def take(begin: int, stop: int, kv: Any) -> None:
+            assert np.array_equal(plain(GQA, kv), KV[at, who][begin:stop]), "another's KV"
+            came.append((begin, stop))
+            if len(came) == after:
+                tail.stop_before(begin)
+
+        deadline = self.chance.random() * 0.002 if self.chance.random() < 0.3 else None
+        delivered = tail.read(take, deadline=deadline)
+        count = sum(stop - begin for begin, stop in delivered)
+        assert count == sum(stop - begin for begin, stop in came)
+        self.got += count
 
     def pins(self, at: int, who: str) -> None:
         self.store.pin(PROMPTS[at], self.chance.random() / 10, tenant=who)

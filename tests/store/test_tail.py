@@ -180,6 +180,8 @@ def test_blocks_on_their_way_are_dropped() -> None:
         reading.start()
         faulty.wait_inside("get", 4)  # of the last four blocks
         tail.stop_before(32)
+        reads, begun = store.cost.reading("faulty"), 16 * store.geometry.bytes_per_token
+        _until(lambda: reads.queued == begun)
         faulty.heal()
         reading.join(5)
         assert tail.delivered == ((32, 40),)
@@ -204,16 +206,18 @@ def test_what_was_removed_meanwhile_is_not_delivered() -> None:
 
 def test_old_and_new_kv_are_not_mixed() -> None:
     """A replacement in the middle of the read: what comes is old, or nothing."""
-    with _behind_faults() as (store, _):
-        tail, taken = store.load_tail(TOKENS), Taken(store, TOKENS)
+    tokens = list(range(200))  # more blocks than are read ahead
+    with open_store() as store:
+        put(store, tokens)
+        tail, taken = store.load_tail(tokens), Taken(store, tokens)
 
         def sink(start: int, stop: int, kv: Any) -> None:
             taken(start, stop, kv)
-            if stop == 32:
-                data = numbers(store.geometry, TOKENS) ^ 0xFF
-                store.put(TOKENS, given(store.geometry, data), replace=True)
+            if stop == 192:
+                data = numbers(store.geometry, tokens) ^ 0xFF
+                store.put(tokens, given(store.geometry, data), replace=True)
 
-        assert tail.read(sink) == ((28, 40),)
+        assert tail.read(sink) == ((188, 200),)
         assert len(taken.order) == 3
 
 
@@ -227,7 +231,7 @@ def test_a_sink_that_raises_ends_the_read() -> None:
 
         with pytest.raises(ValueError, match="ours"):
             tail.read(sink)
-        assert tail.delivered == ((32, 40),)
+        assert all(start >= 32 for start, _ in tail.delivered)
         assert tail.done
         with pytest.raises(IllegalStep, match="read was called before"):
             tail.read(sink)

@@ -1,24 +1,28 @@
-"""``kvkeep calibrate``: measure the time of prefill and decode, for ``kvkeep replay --cost``."""
+"""``kvkeep calibrate``: measure what prompts, answers and tiers take, for ``--cost``."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Any
 
-from kvkeep.cli.arguments import add_count, add_json, add_option, add_path
+from kvkeep.cli.arguments import add_count, add_json, add_option, add_path, count
 from kvkeep.cli.calibrating import LENGTHS, measure_engine, measure_server
 from kvkeep.cli.model import add_dtype, add_model_arguments, choose_threads
+from kvkeep.cli.tables import print_table
 from kvkeep.core.cost import PrefillCost
 from kvkeep.core.errors import InvalidValue, whole
-from kvkeep.core.geometry.units import parse_count
+from kvkeep.core.geometry.units import format_bytes, parse_count
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Sequence
     from pathlib import Path
 
     from kvkeep.cli.arguments import Commands
     from kvkeep.cli.calibrating import Readings
-    from kvkeep.core.cost import Fit
+    from kvkeep.cli.calibrating_tiers import TierReadings
+    from kvkeep.core.cost import Fit, TransferCost
 
 __all__ = ["add_parser", "run"]
 
@@ -29,10 +33,11 @@ def add_parser(commands: Commands) -> None:
     """Add the command and its options."""
     parser = commands.add_parser(
         "calibrate",
-        help="measure the time of prompts and answers, for kvkeep replay",
+        help="measure the time of prompts, answers and tiers, for kvkeep replay, route and serve",
         description="Measure the time that prompts of several lengths take, with and without a "
         "cached prefix, and the time of an answer; fit a cost to the times and write it as JSON. "
-        "Measures kvkeep's own engine, or a server with OpenAI's API. See docs/calibrate.md.",
+        "Measures kvkeep's own engine, or a server with OpenAI's API; and with --tier what reads "
+        "and writes of the model's KV take. See docs/calibrate.md.",
     )
     add_model_arguments(parser, memory="256MiB")
     add_dtype(parser)
@@ -42,6 +47,21 @@ def add_parser(commands: Commands) -> None:
     )
     server.add_argument(
         "--name", help="name of the model there (default: the first that it serves)"
+    )
+    tiers = parser.add_argument_group("tiers as well")
+    tiers.add_argument(
+        "--tier",
+        metavar="URL",
+        action="append",
+        default=[],
+        help="tier to measure with blocks of the model's KV, codec included: file:///path, "
+        "valkey://host:6379, s3://bucket; may be repeated. What is written there is deleted",
+    )
+    add_option(
+        tiers,
+        "--block-tokens N",
+        "tokens per stored block, as in kvkeep serve (default: 256, rounded up to whole pages)",
+        type=count,
     )
     measuring = parser.add_argument_group("measuring")
     add_option(
@@ -63,6 +83,10 @@ def run(args: argparse.Namespace) -> int:
     whole("--decode", args.decode, 2)
     if args.url is not None and args.model is not None:
         raise InvalidValue("--model measures the engine and --url a server: give one of the two")
+    if args.url is not None and args.tier:
+        raise InvalidValue(
+            "--tier is measured with KV of the model: leave out --url, or measure the tiers apart"
+        )
     if args.out is not None and not args.out.absolute().parent.is_dir():
         raise InvalidValue(f"cannot write {args.out}: there is no folder {args.out.parent}")
     lengths = None if args.lengths is None else _lengths(args.lengths)
@@ -77,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         kv_bytes_per_token=readings.kv_bytes,
         name=readings.name,
     )
-    measured = {
+    measured: dict[str, Any] = {
         "measured": [
             {"start": one.start, "stop": one.stop, "seconds": one.seconds, "fit_error": error}
             for one, error in zip(readings.prefill, fit.errors, strict=True)
@@ -85,6 +109,8 @@ def run(args: argparse.Namespace) -> int:
         "median_error": fit.median_error,
         "largest_error": fit.largest_error,
     }
+    measured["model"] = readings.model
+    measured["tiers"] = {tier.name: tier.as_dict() for tier in readings.tiers}
     if args.out is not None:
         fit.cost.write(args.out, **measured)
     if args.json:
@@ -125,8 +151,33 @@ def _print(readings: Readings, fit: Fit, out: Path | None) -> None:
         print("That is large: was the machine busy? More --repeats can help.")
     if readings.remark:
         print(readings.remark)
+    _print_tiers(readings.tiers, cost.kv_bytes_per_token)
     if out is not None:
         print(f"Written to {out}.")
+
+
+def _print_tiers(tiers: Sequence[TierReadings], token_bytes: float) -> None:
+    """Print what tiers take, and how many tokens a second that is."""
+    if not tiers:
+        return
+    rows = []
+    for tier in tiers:
+        cells = [tier.name]
+        for cost in (tier.read, tier.write):
+            if cost is None:
+                cells += ["", ""]
+            else:
+                cells += [_seconds(cost.seconds_fixed), _speed(cost)]
+        tokens = tier.block_bytes * tier.blocks / token_bytes
+        cells.append(f"{tokens / tier.read.seconds(tokens * token_bytes):,.0f}")
+        rows.append(cells)
+    head = ["tier", "per read", "bytes read", "per write", "bytes written", "tokens/s"]
+    print_table(head, rows)
+
+
+def _speed(cost: TransferCost) -> str:
+    speed = cost.bytes_per_s
+    return f"{format_bytes(int(speed))}/s" if speed < math.inf else ""
 
 
 def _seconds(value: float) -> str:

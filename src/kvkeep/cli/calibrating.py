@@ -13,10 +13,13 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.cli.arguments import model_name
+from kvkeep.cli.calibrating_tiers import measure_tiers
 from kvkeep.cli.client import Address
+from kvkeep.cli.costs import model_on
 from kvkeep.cli.model import load
 from kvkeep.cli.progress import progress
 from kvkeep.cli.server import KEY_VARIABLE
+from kvkeep.cli.tiers import block_tokens
 from kvkeep.core.cost import Measured
 from kvkeep.core.errors import InvalidValue
 
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from http.client import HTTPResponse
 
+    from kvkeep.cli.calibrating_tiers import TierReadings
     from kvkeep.serve.engine import Completion
 
 __all__ = ["LENGTHS", "Readings", "Timed", "measure_engine", "measure_server"]
@@ -40,13 +44,18 @@ _SYLLABLES = tuple(first + last for first in "bdfglmnprstv" for last in "aeiou")
 
 @dataclass(slots=True)
 class Readings:
-    """The measurements; times in seconds. ``remark`` is a note for the user."""
+    """The measurements; times in seconds. ``remark`` is a note for the user.
+
+    ``model`` is `model_on`'s name of the engine, "" for a server.
+    """
 
     name: str
     prefill: list[Measured] = field(default_factory=list)
     decode_s: float = 0.0
     kv_bytes: float = 0.0
     remark: str = ""
+    model: str = ""
+    tiers: list[TierReadings] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +132,9 @@ def measure_engine(args: argparse.Namespace, wanted: Sequence[int] | None) -> Re
             answers += [Timed(len(prompt), 0, len(d.tokens), d.ttft_s, d.seconds) for d in done]
             advance()
     readings.decode_s = _pace(answers)
+    readings.model = model_on(runner)
+    if args.tier:
+        readings.tiers = measure_tiers(args.tier, runner.geometry, block_tokens(args, runner))
     return readings
 
 

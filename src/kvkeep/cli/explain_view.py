@@ -30,6 +30,7 @@ _WORDS: Final = {
     "page_remainder": "the rest of a page that is not shared",
     "not_resumable": "cached, but a request cannot go on behind them",
     "computing": "being computed by another request",
+    "not_loaded": "stored, but faster to compute",
     "tier_unavailable": "in a tier that was unavailable",
     "damaged": "the stored blocks were damaged",
     "last_token": "the last token, whose logits are needed",
@@ -42,6 +43,7 @@ _WHY: Final = {
     "admission": "the policy did not admit it",
     "queue_full": "the queue to the tier was full",
     "given_up": "the request was aborted before it was stored",
+    "overtaken": "others were loaded meanwhile",
     "breaker": "its circuit breaker is open",
     "late": "it was too slow",
     "error": "it failed",
@@ -193,6 +195,8 @@ def _evidence(reason: str, of: Object, tokens: int) -> str:
         )
     if reason == "computing":
         return text(of, "by")
+    if reason == "not_loaded":
+        return _not_loaded(of)
     if reason == "tier_unavailable":
         waited = number(of, "waited_s")
         why = _WHY.get(text(of, "why"), text(of, "why"))
@@ -204,6 +208,14 @@ def _evidence(reason: str, of: Object, tokens: int) -> str:
     if reason == "page_remainder":
         return f"pages have {plural(whole(of, 'page_size'), 'token')}"
     return ", ".join(f"{visible(name)} {visible(str(value))[:80]}" for name, value in of.items())
+
+
+def _not_loaded(of: Object) -> str:
+    load_s, compute_s, tier = number(of, "load_s"), number(of, "compute_s"), text(of, "tier")
+    why = _WHY["overtaken"] if text(of, "why") == "overtaken" else ""
+    if load_s and compute_s and not why:
+        why = f"loading would have taken {seconds(load_s)}, computing {seconds(compute_s)}"
+    return ", ".join(part for part in (f"in {tier}" if tier else "", why) if part)
 
 
 def _unresumed(of: Object) -> str:

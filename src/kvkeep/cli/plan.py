@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 from kvkeep.bench.replay import PlannedMemory
 from kvkeep.cli import replaying
-from kvkeep.cli.arguments import add_json, add_option
+from kvkeep.cli.arguments import add_json, add_option, add_path
 from kvkeep.cli.drawing import visible
 from kvkeep.cli.trace import add_reading_arguments, opened
+from kvkeep.core.cost import PrefillCost
 from kvkeep.core.errors import InvalidValue
 
 if TYPE_CHECKING:
@@ -42,6 +43,12 @@ def add_parser(commands: Commands) -> None:
         help="memory for KV: tokens, such as 3M; or bytes, such as 40GiB, with --model",
     )
     add_option(parser, "--disk SIZE", "a tier below it, in tokens or bytes (default: none)")
+    add_path(
+        parser,
+        "--cost",
+        "what prompts and tiers take, as `kvkeep calibrate --tier` measures it: with --disk the "
+        "plan then says what the tier saves in seconds, and advises against one that saves none",
+    )
     replaying.add_replay_arguments(parser.add_argument_group("replaying"))
     replaying.add_price_arguments(parser)
     replaying.add_report_arguments(parser)
@@ -60,9 +67,14 @@ def run(args: argparse.Namespace) -> int:
     disk = 0 if args.disk is None else kept.tokens(args.disk, page_tokens)
     if disk and groups is not None:
         raise InvalidValue("tiers are replayed without windows and states; leave out --disk")
+    cost, read = None, None
+    if args.cost is not None:
+        cost = PrefillCost.read(args.cost)
+        reads = replaying.tier_reads(args.cost, 1 if disk else 0)
+        read = reads[1] if reads else None
     prices = replaying.prices_of(args, kept, page_tokens)
     workload = replaying.read_workload(trace)
-    plan = PlannedMemory(memory, disk, groups)
+    plan = PlannedMemory(memory, disk, groups, cost, read)
     runs = plan.runs(workload)
     outcomes = replaying.replayed(workload, runs, args)
     advice = plan.advice(dict(zip(runs, outcomes, strict=True)))

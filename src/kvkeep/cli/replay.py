@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvkeep.bench.replay import BELADY, BOUNDS, GROUP_REASONS, INFINITE, ReplayRun
+from kvkeep.bench.replay import BELADY, BOUNDS, GROUP_REASONS, INFINITE, LOADINGS, ReplayRun
 from kvkeep.bench.replay.planning import amount
 from kvkeep.cli import replaying
 from kvkeep.cli.arguments import add_json, add_option, add_path, add_switch, count
@@ -16,6 +16,7 @@ from kvkeep.cli.sharing import part, print_shares
 from kvkeep.cli.tables import print_table
 from kvkeep.cli.tenants import weights_in
 from kvkeep.cli.trace import add_reading_arguments, opened
+from kvkeep.core.cost import PrefillCost, TransferCost
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.eviction import POLICIES
 from kvkeep.core.geometry import parse_bytes
@@ -133,7 +134,16 @@ def _add_loop(loop: argparse._ArgumentGroup) -> None:
         loop,
         "--bandwidth LIST",
         "with --cost and tiers: bytes per second at which each tier below memory is read, "
-        "such as 20GB,3GB (default: reads take no time)",
+        "such as 20GB,3GB (default: the tiers in the file of --cost, fastest first; without "
+        "any, reads take no time)",
+    )
+    loop.add_argument(
+        "--loading",
+        choices=LOADINGS,
+        default=LOADINGS[0],
+        help="what is read from tiers: as much as pays, from the back while the front is computed "
+        "(both, the default); the prefix that pays, before the rest is computed, as vLLM and "
+        "SGLang do (prefix); or whatever is stored (all)",
     )
 
 
@@ -178,19 +188,10 @@ def _planned_runs(
         policies += [bound for bound in known if bound not in policies]
     cost = None
     if args.cost is not None:
-        from kvkeep.core.cost import PrefillCost  # noqa: PLC0415 - only needed with --cost
-
         cost = PrefillCost.read(args.cost)
     shared = [] if args.share is None else _parts("--share", args.share)
     shares = tuple(weights_in(shared).items())
-    speeds = _bandwidths(args.bandwidth)
-    if speeds and not any(below for _, *below in sizes):
-        raise InvalidValue("--bandwidth needs tiers below memory, such as --capacity 1M+8M")
-    if len(speeds) > max(map(len, sizes)):
-        raise InvalidValue(
-            "--bandwidth takes one value for each tier below memory; got "
-            f"{args.bandwidth} for --capacity {args.capacity}"
-        )
+    reads = _reads(args, max(map(len, sizes)) - 1)
     runs: list[ReplayRun] = []
     for policy in policies:
         if policy == INFINITE:
@@ -208,7 +209,10 @@ def _planned_runs(
             some = [run]
             if below:
                 tierings = _parts("--tiering", args.tiering)
-                some = [replace(run, tiering=one, bandwidths=speeds) for one in tierings]
+                here = reads[: len(below) + 1]
+                some = [
+                    replace(run, tiering=one, reads=here, loading=args.loading) for one in tierings
+                ]
             runs += some
             runs += [replace(one, shares=shares) for one in some] if shares else []
     return list(dict.fromkeys(runs))
@@ -221,11 +225,21 @@ def _parts(option: str, text: str) -> list[str]:
     return list(dict.fromkeys(parts))
 
 
-def _bandwidths(text: str | None) -> tuple[float | None, ...]:
-    """Return bytes per second of each tier; memory, the first, takes no time."""
-    if text is None:
-        return ()
-    return (None, *(float(parse_bytes(part.removesuffix("/s"))) for part in text.split(",")))
+def _reads(args: argparse.Namespace, levels: int) -> tuple[TransferCost | None, ...]:
+    """Return the cost to read each tier; memory, the first, takes no time."""
+    if args.bandwidth is None:
+        return () if args.cost is None else replaying.tier_reads(args.cost, levels)
+    if not levels:
+        raise InvalidValue("--bandwidth needs tiers below memory, such as --capacity 1M+8M")
+    speeds = [parse_bytes(part.removesuffix("/s")) for part in args.bandwidth.split(",")]
+    if len(speeds) > levels:
+        raise InvalidValue(
+            "--bandwidth takes one value for each tier below memory; got "
+            f"{args.bandwidth} for --capacity {args.capacity}"
+        )
+    if not all(speeds):
+        raise InvalidValue(f"--bandwidth takes bytes per second above 0, got {args.bandwidth}")
+    return (None, *(TransferCost(seconds_per_byte=1 / speed) for speed in speeds))
 
 
 def _named(args: argparse.Namespace) -> str:
@@ -259,18 +273,27 @@ def _print(workload: Workload, runs: Sequence[ReplayRun], outcomes: Sequence[Out
     timed = [one for one in outcomes if one.latency]
     if timed:
         names = ("p50", "p90", "p99")
+        loaded = [_loaded(one) for one in timed]
         print_table(
-            ["seconds to the first token", *names, "saved"],
+            ["seconds to the first token", *names, "saved", *["loaded"] * any(loaded)],
             [
                 [
                     f"{one.policy}, {amount(one.capacity_tokens)}",
                     *(_seconds(one.latency["ttft_s"].get(name)) for name in names),
                     f"{one.latency['saved_s']:,.0f} s",
+                    *[share] * any(loaded),
                 ]
-                for one in timed
+                for one, share in zip(timed, loaded, strict=True)
             ],
         )
         _print_jobs([one for one in timed if one.latency.get("jobs")])
+
+
+def _loaded(outcome: Outcome) -> str:
+    """Return the share of tokens that were loaded, of those stored in tiers that take time."""
+    loaded = outcome.latency["loaded_tokens"]
+    stored = loaded + outcome.latency["computed_stored_tokens"]
+    return part(loaded / stored) if stored else ""
 
 
 def _print_jobs(outcomes: Sequence[Outcome]) -> None:

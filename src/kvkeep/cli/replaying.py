@@ -11,25 +11,32 @@ from typing import TYPE_CHECKING, Any
 from kvkeep.bench.replay import GroupSizes, RunLog, Workload, replay
 from kvkeep.bench.replay.runs import increments
 from kvkeep.cli.arguments import add_option, add_path, add_switch, count
+from kvkeep.cli.drawing import visible
 from kvkeep.cli.progress import progress
+from kvkeep.core.cost import CostModel
 from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.geometry import KVGeometry, parse_bytes, parse_count
+from kvkeep.core.geometry.units import format_bytes
 from kvkeep.core.groups import GroupPlan
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
+    from pathlib import Path
 
     from kvkeep.bench.replay import Outcome, ReplayRun
     from kvkeep.bench.replay.report import Prices
     from kvkeep.bench.traces import FileTrace
+    from kvkeep.core.cost import TransferCost
     from kvkeep.core.groups import GroupLayout
 
 __all__ = [
     "ModelSizes", "add_price_arguments", "add_replay_arguments", "add_report_arguments",
-    "check_out", "facts", "prices_of", "read_workload", "replayed", "report",
+    "check_out", "facts", "prices_of", "read_workload", "replayed", "report", "tier_reads",
 ]  # fmt: skip
 
+_FRONTS = ("memory", "shm", "buffer")  # names of tiers in front of all others
+_READ = 64 << 20  # bytes of a read by which tiers are ranked
 _LOG = ".runs.jsonl"  # suffix of the log of finished replays, beside a report
 
 
@@ -185,6 +192,29 @@ def read_workload(trace: FileTrace) -> Workload:
         increments(advance) as read,
     ):
         return Workload.read(trace, read)
+
+
+def tier_reads(path: Path, levels: int) -> tuple[TransferCost | None, ...]:
+    """Return the cost to read memory and ``levels`` tiers below it; () if the file has no tiers.
+
+    The tiers are those of the file, fastest first. Raises `InvalidValue` if it has fewer.
+    """
+    found = CostModel.read(path).reads()
+    known = {name: cost for name, cost in found.items() if name not in _FRONTS}
+    if not levels or not known:
+        return ()
+    if len(known) < levels:
+        raise InvalidValue(
+            f"{path} has the costs of {', '.join(map(visible, known))}; {levels} tiers below "
+            "memory need as many, or --bandwidth"
+        )
+    ranked = sorted(known.items(), key=lambda one: one[1].seconds(_READ))[:levels]
+    said = ", ".join(
+        f"{visible(name)} ({format_bytes(int(_READ / cost.seconds(_READ)))}/s)"
+        for name, cost in ranked
+    )
+    print(f"tiers below memory, by {path}: {said}", file=sys.stderr)
+    return (None, *(cost for _, cost in ranked))
 
 
 def replayed(

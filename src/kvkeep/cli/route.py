@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.cli.arguments import add_count, add_option, add_path, add_seconds, add_switch, count
@@ -56,7 +57,15 @@ def add_parser(commands: Commands) -> None:
     )
     add_public_prefixes(parser)
     costs = parser.add_argument_group("cost of a prompt")
-    add_option(costs, "--prefill-speed N", "tokens per second (default: 15,000)", type=float)
+    add_path(
+        costs,
+        "--cost",
+        "costs as `kvkeep calibrate` or a server writes them, for all instances (default: those "
+        "that instances of kvkeep serve learn; for others 15,000 tokens per second)",
+    )
+    add_option(
+        costs, "--prefill-speed N", "instead of --cost: tokens per second of a prompt", type=float
+    )
     add_option(
         costs,
         "--balance X",
@@ -169,6 +178,7 @@ def run(args: argparse.Namespace) -> int:
                 timeouts=timeouts,
                 bodies=bodies,
                 usage=args.usage,
+                learn_costs=args.cost is None and args.prefill_speed is None,
             )
             serve(proxy, bound, limits=limits, ready=lambda url: _announce(url, names, sources))
         finally:
@@ -209,18 +219,23 @@ def _of_rank(address: str, rank: int) -> str:
 
 
 def _cost(args: argparse.Namespace) -> RoutingCost:
+    from kvkeep.core.cost import CostModel  # noqa: PLC0415
     from kvkeep.serve.router import RoutingCost  # noqa: PLC0415
 
-    given: dict[str, Any] = {}
-    if args.prefill_speed is not None:
-        if not args.prefill_speed > 0:
-            raise InvalidValue(
-                f"--prefill-speed is {args.prefill_speed}; a number above 0 is needed"
-            )
-        given["token_s"] = 1 / args.prefill_speed
-    if args.balance is not None:
-        given["balance"] = args.balance
-    return RoutingCost(**given)
+    cost = RoutingCost() if args.balance is None else RoutingCost(balance=args.balance)
+    if args.cost is not None:
+        if args.prefill_speed is not None:
+            raise InvalidValue("--cost and --prefill-speed both give the cost; leave one out")
+        found = CostModel.read(args.cost)
+        try:
+            return cost.learned(found)
+        except InvalidValue as error:
+            raise InvalidValue(f"{args.cost}: {error}") from error
+    if args.prefill_speed is None:
+        return cost
+    if not 0 < args.prefill_speed < math.inf:
+        raise InvalidValue(f"--prefill-speed is {args.prefill_speed}; a number above 0 is needed")
+    return replace(cost, prefill=replace(cost.prefill, seconds_per_token=1 / args.prefill_speed))
 
 
 def _timeouts(args: argparse.Namespace) -> Timeouts:

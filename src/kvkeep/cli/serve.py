@@ -10,12 +10,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvkeep.cli.arguments import model_name
+from kvkeep.cli.costs import kept_costs
 from kvkeep.cli.listening import allowed_hosts
 from kvkeep.cli.model import choose_threads, load
 from kvkeep.cli.serve_options import add_options
 from kvkeep.cli.server import KEY_VARIABLE, api_key
 from kvkeep.cli.tenants import eviction_of, weights_of
-from kvkeep.cli.tiers import open_default_store, open_store
+from kvkeep.cli.tiers import default_tiers, open_default_store, open_store
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.geometry.units import format_bytes
 from kvkeep.core.prefix_file import read_prefixes
@@ -25,11 +26,12 @@ from kvkeep.observe import telemetry
 if TYPE_CHECKING:
     import argparse
     import socket
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from kvkeep.bench.traces import Capture
     from kvkeep.cli.arguments import Commands
     from kvkeep.core.cache import PagedCache
+    from kvkeep.core.cost import CostFile
     from kvkeep.observe.telemetry.tracing import Tracing
     from kvkeep.serve.engine import Engine, Runner
     from kvkeep.serve.kv_events import EventPublisher
@@ -94,7 +96,8 @@ def run(args: argparse.Namespace) -> int:
         cache.public.declare(*public)
         with (
             _publisher(args, cache) as publisher,
-            _store(args, runner, settings.name) or nullcontext() as store,
+            kept_costs(args.cost, runner, _tiers(args)) as costs,
+            _store(args, runner, settings.name, costs) or nullcontext() as store,
             _capture(args, cache, settings.name) as capture,
             _tracing(args) as tracing,
         ):
@@ -107,6 +110,7 @@ def run(args: argparse.Namespace) -> int:
                 limits=limits,
                 store=store,
                 load_timeout=args.load_timeout,
+                cost=None if costs is None else costs.cost,
             )
             announce = partial(_announce, engine, settings, url_of(bound), publisher)
             app = create_app(
@@ -169,12 +173,23 @@ def _tracing(args: argparse.Namespace) -> Iterator[Tracing | None]:
             tracing.close()
 
 
-def _store(args: argparse.Namespace, runner: Runner, name: str) -> KVStore | None:
-    if args.no_store or args.no_reuse:
+def _store(
+    args: argparse.Namespace, runner: Runner, name: str, costs: CostFile | None
+) -> KVStore | None:
+    if not _tiers(args):
         return None
+    cost = None if costs is None else costs.cost
     if args.tier:
-        return open_store(args, runner, name=name, tiers=args.tier, shares=weights_of(args))
-    return open_default_store(args, runner, name=name, shares=weights_of(args))
+        return open_store(
+            args, runner, name=name, tiers=args.tier, shares=weights_of(args), cost=cost
+        )
+    return open_default_store(args, runner, name=name, shares=weights_of(args), cost=cost)
+
+
+def _tiers(args: argparse.Namespace) -> Sequence[str]:
+    if args.no_store or args.no_reuse:
+        return ()
+    return args.tier or default_tiers()
 
 
 def _listen(listener: Listener, bound: socket.socket) -> int:

@@ -24,6 +24,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default="1 GiB of memory, and at most 20 GiB or a tenth of the free space in "
         "$XDG_CACHE_HOME/kvkeep/store",
     )
+    add_path(
+        parser,
+        "--cost",
+        "what prompts and tiers take, as kvkeep calibrate measures it: read at the start, if the "
+        "file exists, and written as the server learns it (default: a file for each model, device "
+        "and tiers in $XDG_CACHE_HOME/kvkeep/costs)",
+    )
     add_switch(parser, "--no-store", "keep KV in the pool only, without tiers")
     add_switch(parser, "--no-answers", "write only the KV of prompts to the tiers")
     add_switch(parser, "--no-reuse", "compute every prompt in full; neither reuse nor keep KV")

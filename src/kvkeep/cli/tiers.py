@@ -17,10 +17,18 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping, Sequence
 
+    from kvkeep.core.cost import CostModel
     from kvkeep.serve.engine import Runner
     from kvkeep.store import KVStore
 
-__all__ = ["add_store_arguments", "cache_folder", "open_default_store", "open_store"]
+__all__ = [
+    "add_store_arguments",
+    "block_tokens",
+    "cache_folder",
+    "default_tiers",
+    "open_default_store",
+    "open_store",
+]
 
 _BLOCK_TOKENS = 256
 _MEMORY_BYTES = 1 << 30
@@ -63,31 +71,38 @@ def open_store(
     name: str,
     tiers: Sequence[str],
     shares: Mapping[str, float] | None = None,
+    cost: CostModel | None = None,
 ) -> KVStore:
     """Open the store of the model in ``args`` over ``tiers``. Raises `InvalidValue`.
 
-    ``shares`` are weights of tenants; see `KVStore`.
+    ``shares`` are weights of tenants, ``cost`` is what is known of costs; see `KVStore`.
     """
     from kvkeep.store import KVStore  # noqa: PLC0415 - torch
     from kvkeep.store.tiers import tiering  # noqa: PLC0415
 
-    block = args.block_tokens
-    if block is None:
-        block = -(-_BLOCK_TOKENS // runner.page_size) * runner.page_size
-    if block < 1 or block % runner.page_size:
-        raise InvalidValue(
-            f"--block-tokens is {block}; a multiple of the page size, {runner.page_size}, is needed"
-        )
     return KVStore(
         runner.geometry,
         model=name,
         revision=runner.identity,
         tiers=list(tiers),
         policy=tiering(args.tiering),
-        block_tokens=block,
+        block_tokens=block_tokens(args, runner),
         shares=shares,
         snapshots=runner.layout is not None,
+        cost=cost,
     )
+
+
+def block_tokens(args: argparse.Namespace, runner: Runner) -> int:
+    """Return the tokens of a block, by ``--block-tokens``. Raises `InvalidValue`."""
+    block: int | None = args.block_tokens
+    if block is None:
+        block = -(-_BLOCK_TOKENS // runner.page_size) * runner.page_size
+    if block < 1 or block % runner.page_size:
+        raise InvalidValue(
+            f"--block-tokens is {block}; a multiple of the page size, {runner.page_size}, is needed"
+        )
+    return block
 
 
 def open_default_store(
@@ -96,6 +111,7 @@ def open_default_store(
     *,
     name: str,
     shares: Mapping[str, float] | None = None,
+    cost: CostModel | None = None,
 ) -> KVStore | None:
     """Open the store used without ``--tier``: memory, and a capped folder in the user's cache.
 
@@ -104,18 +120,25 @@ def open_default_store(
     from kvkeep.store.tiers import tiering  # noqa: PLC0415
 
     tiering(args.tiering)  # a wrong name is an error, not a missing tier
-    memory = f"memory://{_MEMORY_BYTES}"
+    memory, _ = default_tiers()
     try:
-        return open_store(args, runner, name=name, tiers=[memory, _disk_tier()], shares=shares)
+        return open_store(
+            args, runner, name=name, tiers=[memory, _disk_tier()], shares=shares, cost=cost
+        )
     except (KVKeepError, OSError) as error:
         if args.block_tokens is not None and isinstance(error, InvalidValue):
             raise
         _warn(f"KV is not stored on disk: {error}")
     try:
-        return open_store(args, runner, name=name, tiers=[memory], shares=shares)
+        return open_store(args, runner, name=name, tiers=[memory], shares=shares, cost=cost)
     except KVKeepError as error:
         _warn(f"KV is not stored outside the pool: {error}")
         return None
+
+
+def default_tiers() -> tuple[str, str]:
+    """Return the places of the tiers used without ``--tier``; their sizes differ by machine."""
+    return f"memory://{_MEMORY_BYTES}", f"file://{quote(str(cache_folder()))}"
 
 
 def cache_folder() -> Path:
@@ -134,7 +157,7 @@ def _disk_tier() -> str:
             f"a tenth of the free space at {exists} is {format_bytes(share)}, which is too little; "
             "name another place with --tier file:///path?size=…"
         )
-    return f"file://{quote(str(folder))}?size={min(_DISK_BYTES, share)}"
+    return f"{default_tiers()[1]}?size={min(_DISK_BYTES, share)}"
 
 
 def _warn(message: str) -> None:

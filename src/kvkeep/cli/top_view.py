@@ -47,6 +47,7 @@ def draw(picture: Picture, address: str, width: int, height: int, *, ends: str =
         _ttft(picture.live, width),
         _pages(picture.live, width),
         *_conversations(picture.live, width),
+        *_loads(picture.live, width),
         *([_what_if(picture.live, width)] if tall else []),
     ]
     foot = _foot(width, ends)
@@ -179,6 +180,23 @@ def _conversations(live: Mapping[str, Any], width: int) -> list[Text]:
     line.append(
         f" · {amount(round(soon))} expected within a minute", "green" if soon >= 0.5 else ""
     )
+    return [fit(line, width)]
+
+
+def _loads(live: Mapping[str, Any], width: int) -> list[Text]:
+    """Draw how much of what is stored was loaded lately; nothing without loads."""
+    known = below(live, "loads")
+    loaded, computed = whole(known, "loaded_tokens"), whole(known, "computed_stored_tokens")
+    if not loaded + computed:
+        return []
+    line = _labelled("loads").append(f"{percent(loaded, loaded + computed)} loaded", "bold")
+    line.append(f" of {amount(loaded + computed)} stored tokens")
+    if computed:
+        line.append(", the others are faster to compute")
+    if width >= ROOMY:
+        line.append(f" · {seconds(number(known, 'saved_s'))} of computing saved", "dim")
+        if speed := number(known, "prefill_tokens_per_s"):
+            line.append(f" · it computes {amount(round(speed))} tokens/s", "dim")
     return [fit(line, width)]
 
 

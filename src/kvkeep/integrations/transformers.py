@@ -10,16 +10,20 @@ class, attention and weights of the model are not changed.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Self
 
 from kvkeep.core.errors import IllegalStep, InvalidValue, UnsupportedModel
-from kvkeep.core.returns import Ended
 from kvkeep.integrations.transformers_caches import check_cache, fill, grown, held, length_of
+from kvkeep.integrations.transformers_meeting import RowLoad
 from kvkeep.integrations.transformers_model import geometry_of, needs_snapshots, rope_limit
 from kvkeep.integrations.transformers_prefill import Prefill
 from kvkeep.integrations.transformers_rows import rows_of
 from kvkeep.integrations.transformers_settings import GenerateSettings
 from kvkeep.integrations.transformers_snapshots import PreparedRows, SnapshotRuns
+from kvkeep.integrations.transformers_storing import StoredRows
+from kvkeep.integrations.transformers_timing import PassClock
 from kvkeep.store import KVStore
 from kvkeep.store.identity import ModelWatch, model_identity
 
@@ -32,7 +36,6 @@ if TYPE_CHECKING:
     from transformers.generation.utils import GenerateOutput
 
     from kvkeep.core.tokens import TokenArray
-    from kvkeep.integrations.transformers_rows import Rows
     from kvkeep.store.backends import Backend
 
 __all__ = ["KeptModel", "LoadedPrefix", "ReuseReport", "revision_of"]
@@ -86,6 +89,8 @@ class KeptModel:
         block_tokens: unit in which texts that differ later share KV, in tokens. A text that
             continues a stored one reuses it to the token.
         tenant: the owner of the KV; other tenants do not find it. Default: the store's tenant.
+        loading: "paying": load what is faster than computing it, as `KVStore.cost` has learned; of
+            one text, read the end while the beginning is computed. "all": load all that is found.
 
     Attributes:
         model: the model.
@@ -108,7 +113,11 @@ class KeptModel:
         store: KVStore | None = None,
         block_tokens: int = _BLOCK_TOKENS,
         tenant: str | None = None,
+        loading: Literal["paying", "all"] = "paying",
     ) -> None:
+        if loading not in ("paying", "all"):
+            raise InvalidValue(f"loading is {loading!r}; it is 'paying' or 'all'")
+        self._paying = loading == "paying"
         self.model = model
         self.last: ReuseReport | None = None
         geometry = geometry_of(model)
@@ -141,10 +150,14 @@ class KeptModel:
         else:
             store.bind(self._identity)
         self.store = store
+        self._rows = StoredRows(store, tenant, self._servable)
+        self._clock = PassClock(model, store.cost.prefill)
         self._runs: SnapshotRuns | None = None
         if store.snapshots:
             try:
-                self._runs = SnapshotRuns(model, store, tenant)
+                self._runs = SnapshotRuns(
+                    model, store, tenant, clock=self._clock, paying=self._paying
+                )
             except UnsupportedModel:
                 self.close()
                 raise
@@ -169,16 +182,14 @@ class KeptModel:
         chunk = settings.value("prefill_chunk_size")
         if self._runs is not None:
             return self._generate(self._runs, settings, chunk)  # type: ignore[no-any-return]
-        prefill = Prefill(self.model, self.store.geometry, rows, chunk=chunk)
+        prefill = Prefill(self.model, self.store.geometry, rows, clock=self._clock, chunk=chunk)
         cache, stored = self._begin(settings, prefill)
-        output: Any = self.model.generate(  # type: ignore[operator]
-            **settings.passed, past_key_values=cache
-        )
+        output = self._answer(settings, cache)
         if settings.cache is None:
-            stored = self._store_prompts(prefill, rows, cache, copies=settings.copies)
+            stored = self._rows.store_prompts(prefill, rows, cache, copies=settings.copies)
         if settings.copies == 1:  # of several answers, only the common prompt is stored
             sequences: Any = getattr(output, "sequences", output)
-            stored += self._store_answers(settings, sequences, cache)
+            stored += self._rows.store_answers(settings, sequences, cache)
         self.last = ReuseReport(sum(map(len, rows.texts)), prefill.loaded, stored, prefill.shared)
         return output  # type: ignore[no-any-return]
 
@@ -193,9 +204,7 @@ class KeptModel:
         if given is not None:
             runs.fill(given, prepared)
             cache = given
-        output: Any = self.model.generate(  # type: ignore[operator]
-            **settings.passed, past_key_values=cache
-        )
+        output = self._answer(settings, cache)
         sequences: Any = getattr(output, "sequences", output)
         stored = prepared.stored
         if settings.copies == 1 and self._servable(
@@ -204,6 +213,15 @@ class KeptModel:
             stored += runs.keep_answers(settings, prepared, sequences, cache)
         self.last = ReuseReport(sum(map(len, rows.texts)), prepared.loaded, stored, prepared.shared)
         return output
+
+    def _answer(self, settings: GenerateSettings, cache: Cache) -> Any:
+        """Call the model's own ``generate``, which goes on behind ``cache``."""
+        # The passes over a cache of the user may be compiled: they are left alone.
+        listening = self._clock.listening() if settings.cache is None else nullcontext()
+        with listening:
+            return self.model.generate(  # type: ignore[operator]
+                **settings.passed, past_key_values=cache
+            )
 
     def load(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
@@ -221,7 +239,7 @@ class KeptModel:
             servable = self._servable(rows.longest)
             loaded = self._runs.load(rows) if servable else (self._runs.caches.empty(), 0)
             return LoadedPrefix(*loaded)
-        prefill = Prefill(self.model, self.store.geometry, rows)
+        prefill = Prefill(self.model, self.store.geometry, rows, clock=self._clock)
         if self._servable(rows.longest):
             prefill.load(self._get)
         tokens = min(prefill.levels) if any(prefill.known) else 0
@@ -271,7 +289,7 @@ class KeptModel:
                     "returns"
                 )
         return sum(
-            self._store(text, past_key_values, row, pad)
+            self._rows.store(text, past_key_values, row, pad)
             for row, (text, pad) in enumerate(zip(rows.texts, rows.pads, strict=True))
             if self._servable(rows.longest + 1)
         )
@@ -304,7 +322,10 @@ class KeptModel:
         rows, given = settings.rows, settings.cache
         if not self._servable(rows.longest):
             return grown(()) if given is None else given, 0
-        prefill.load(self._get)
+        if self._paying and len(rows.texts) == 1:
+            prefill.meet(self._begin_load)
+        else:
+            prefill.load(partial(self._get, pays=self._paying))
         prefill.share()
         if given is None:
             cache = prefill.reach(rows.columns, last=False)
@@ -312,83 +333,24 @@ class KeptModel:
                 cache.batch_repeat_interleave(settings.copies)
             return cache, 0
         cache = prefill.reach(rows.columns - 1, last=True)
-        stored = self._store_prompts(prefill, rows, cache)
+        stored = self._rows.store_prompts(prefill, rows, cache)
         if settings.copies > 1:
             cache.batch_repeat_interleave(settings.copies)
         fill(given, cache)
         return given, stored
 
-    def _get(self, text: TokenArray, start: int) -> Any:
+    def _get(self, text: TokenArray, start: int, *, pays: bool = False) -> Any:
         """Load KV, for `Prefill`."""
-        return self.store.get(text, start, tenant=self._tenant, form="tuples")
+        return self.store.get(text, start, tenant=self._tenant, form="tuples", pays=pays)
 
-    def _store_prompts(self, prefill: Prefill, rows: Rows, cache: Cache, *, copies: int = 1) -> int:
-        """Store prompts without their last tokens, and common prefixes; return tokens stored.
-
-        A prefix that rows share is stored to the token, for other prompts that begin with it.
-        ``copies`` are the rows of the cache for each prompt, which share its KV.
-        """
-        if not self._servable(rows.longest + 1):
-            return 0
-        ends = [(shared.rows[0], shared.tokens) for shared in prefill.parted]
-        ends += [(row, len(text) - 1) for row, text in enumerate(rows.texts)]
-        return sum(
-            self._store(rows.texts[row][:end], cache, row * copies, rows.pads[row])
-            for row, end in ends
-        )
-
-    def _store_answers(
-        self, settings: GenerateSettings, sequences: torch.Tensor, cache: Cache
-    ) -> int:
-        """Store prompts with their answers up to the end token; return tokens newly stored."""
-        columns, total = settings.rows.columns, sequences.shape[1]
-        if not self._servable(settings.rows.longest + total - columns + 1):
-            return 0
-        accepted = 0
-        for row, pad, text, prompt, ended in settings.answers(sequences):
-            accepted += self._store(
-                text, cache, row, pad, stored=prompt - 1, answer=(prompt, ended)
-            )
-            self.store.ended(text, prompt=prompt, ended=ended, tenant=self._tenant)
-        return accepted
-
-    def _store(
-        self,
-        text: TokenArray,
-        cache: Cache,
-        row: int,
-        pad: int,
-        *,
-        stored: int = 0,
-        answer: tuple[int, Ended] | None = None,
-    ) -> int:
-        """Store the KV of ``text`` in row ``row`` of ``cache``, behind ``pad`` columns of padding.
-
-        ``stored`` of its tokens were stored just now; windows may have dropped them from the cache.
-        ``answer`` says where an answer begins, and how it ended.
-        """
-        layers = [
-            held(cache, layer)
-            for layer in range(min(self.store.geometry.layers, len(cache.layers)))
-        ]
-        if not layers:
-            return 0
-        tokens = min(length_of(cache) - pad, len(text))
-        start = max(0, max(layer.first for layer in layers) - pad)
-        block = self.store.block_tokens
-        if -(-start // block) * block > stored:
-            return 0  # behind a gap, no lookup would find it
-        kv = tuple(
-            tuple(
-                part[row, :, start + pad - first : tokens + pad - first] for part in (keys, values)
-            )
-            for first, keys, values in layers
-        )
-        begin, ended = (None, Ended()) if answer is None else (min(answer[0], tokens), answer[1])
-        put = self.store.put(
-            text[:tokens], kv, start, tail=True, answer=begin, ended=ended, tenant=self._tenant
-        )
-        return put.tokens
+    def _begin_load(self, text: TokenArray, start: int) -> RowLoad | None:
+        """Return the load of a text's KV beside its computation; None if computing is faster."""
+        tail = self.store.load_tail(text, start, tenant=self._tenant)
+        load = RowLoad(tail, self.store.cost, len(text) + 1)
+        if load.pays:
+            return load
+        tail.relearn()
+        return None
 
     def _check_model(self) -> None:
         """Raise `IllegalStep` if the model changed, or is in training mode."""

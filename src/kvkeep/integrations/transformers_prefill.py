@@ -1,6 +1,7 @@
 """`Prefill`: the KV of a batch's prompts, from the store, from each other, and from the model.
 
-    load      read the stored KV of each row; common prefixes are read once
+    load      read the stored KV of each row; common prefixes are read once. That of a text alone
+              is read from its end while its front is computed (`RowLoad`)
     share     compute common prefixes of several rows once
     reach     compute the rest, in few passes over the rows that need them (`passes`)
 
@@ -24,11 +25,15 @@ if TYPE_CHECKING:
 
     from kvkeep.core.geometry import KVGeometry
     from kvkeep.core.tokens import TokenArray
+    from kvkeep.integrations.transformers_meeting import RowLoad
     from kvkeep.integrations.transformers_rows import Rows, SharedRows
+    from kvkeep.integrations.transformers_timing import PassClock
 
     Layers = Sequence[tuple[torch.Tensor, ...]]
     Get = Callable[[TokenArray, int], tuple[Layers | None, int]]
     """Return the KV of a text's longest stored prefix behind a number of tokens, and its tokens."""
+    Begin = Callable[[TokenArray, int], RowLoad | None]
+    """Return the load of a text's KV behind a number of tokens; None: none pays."""
 
 __all__ = ["Prefill"]
 
@@ -57,9 +62,16 @@ class Prefill:
     """
 
     def __init__(
-        self, model: PreTrainedModel, geometry: KVGeometry, rows: Rows, *, chunk: int | None = None
+        self,
+        model: PreTrainedModel,
+        geometry: KVGeometry,
+        rows: Rows,
+        *,
+        clock: PassClock,
+        chunk: int | None = None,
     ) -> None:
-        """``chunk``: the most columns of one pass."""
+        """``chunk``: the most columns of one pass; ``clock`` times them."""
+        self._clock = clock
         self._model = model
         self._geometry = geometry
         self._rows = rows
@@ -67,6 +79,7 @@ class Prefill:
         self._pieces: list[tuple[KVSlice, ...]] = [()] * len(rows.texts)
         self._order, self._common = shared_prefixes(rows.texts)
         self._stored: list[int] = [0] * len(rows.texts)
+        self._beside = 0  # tokens computed while others were loaded
         self.loaded = 0
         self.shared = 0
         self.parted: list[SharedRows] = []
@@ -92,13 +105,32 @@ class Prefill:
             start = self.known[row]
             layers, count = get(self._rows.texts[row][:-1], start)
             if layers is not None:
-                moved = [tuple(part.to(self._model.device) for part in one) for one in layers]
-                self._pieces[row] += (KVSlice(start, start + count, moved),)
+                self._add(row, start + count, layers)
         for shared in self._common:  # and back: a later row may have loaded more
             best = max(shared.rows, key=self.known.__getitem__)
             for row in shared.rows:
                 self._lend(best, row, shared.tokens)
         self._stored = self.known
+
+    def meet(self, begin: Begin) -> None:
+        """Load the KV of the only row from its end, and compute its front meanwhile."""
+        (text,), (pad,) = self._rows.texts, self._rows.pads
+        load = begin(text[:-1], 0)
+        if load is None:
+            return
+        with load:
+            while (step := load.next(known := self.known[0])) is not None:
+                if step.layers is not None:
+                    self._add(0, step.stop, step.layers)
+                else:
+                    self._compute((0,), pad + known, pad + step.stop)
+                    self._beside += step.stop - known
+        self._stored = self.known
+
+    def _add(self, row: int, stop: int, layers: Layers) -> None:
+        """Take KV of ``row`` that was loaded, from the end of what is known up to ``stop``."""
+        moved = [tuple(part.to(self._model.device) for part in one) for one in layers]
+        self._pieces[row] += (KVSlice(self.known[row], stop, moved),)
 
     def _lend(self, lender: int, row: int, tokens: int) -> None:
         """Give ``row`` the KV that ``lender`` has of their ``tokens`` common first tokens."""
@@ -128,7 +160,7 @@ class Prefill:
         steps = passes(self.levels, columns)
         for row, stored in enumerate(self._stored):
             first = next((step.start for step in steps if row in step.rows), columns)
-            self.loaded += max(0, min(stored, first - self._rows.pads[row]))
+            self.loaded += max(0, min(stored, first - self._rows.pads[row]) - self._beside)
         if steps and not last:
             columns = steps.pop().start
         for step in steps:
@@ -149,13 +181,14 @@ class Prefill:
         size = self._chunk or stop - start
         for begin in range(start, stop, size):
             end = min(begin + size, stop)
-            one_pass(
-                self._model,
-                cache,
-                self._rows.ids[index, begin:end],
-                self._rows.mask[index, skip:end],
-                self._rows.positions[index, begin:end],
-            )
+            with self._clock.timing(len(rows), begin - skip, end - skip):
+                one_pass(
+                    self._model,
+                    cache,
+                    self._rows.ids[index, begin:end],
+                    self._rows.mask[index, skip:end],
+                    self._rows.positions[index, begin:end],
+                )
         parts = [held(cache, layer) for layer in range(self._geometry.layers)]
         for at, (row, pad) in enumerate(zip(rows, pads, strict=True)):
             known, end = self.known[row], stop - skip - pad

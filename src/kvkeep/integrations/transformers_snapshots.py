@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from kvkeep.core.tokens import TokenArray
     from kvkeep.integrations.transformers_rows import Rows
     from kvkeep.integrations.transformers_settings import GenerateSettings
+    from kvkeep.integrations.transformers_timing import PassClock
     from kvkeep.store import KVStore, Snapshot
 
 __all__ = ["PreparedRows", "SnapshotRuns"]
@@ -61,8 +62,19 @@ class SnapshotRuns:
         UnsupportedModel: the model does not go on exactly from a snapshot.
     """
 
-    def __init__(self, model: PreTrainedModel, store: KVStore, tenant: str | None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        store: KVStore,
+        tenant: str | None,
+        *,
+        clock: PassClock,
+        paying: bool,
+    ) -> None:
+        """``paying``: load only snapshots that are faster to load than to compute."""
         self._model = model
+        self._paying = paying
+        self._clock = clock
         self._store = store
         self._tenant = tenant
         self.caches = CacheLayers(model, store.geometry)
@@ -129,7 +141,7 @@ class SnapshotRuns:
         Returns the tokens loaded, the tokens newly stored, and the snapshot there.
         """
         store, end = self._store, len(text) - last
-        found = store.get_snapshot(text, limit=end, tenant=self._tenant)
+        found = store.get_snapshot(text, limit=end, tenant=self._tenant, pays=self._paying)
         begin = at = 0 if found is None else found.tokens
         reach = store.lookup(text, tenant=self._tenant).stored_tokens if self._stateful else 0
         stops = {self._stored_to(n + last, last) for n in (end, min(reach, end), *common)}
@@ -161,7 +173,8 @@ class SnapshotRuns:
         for begin in range(start, stop, size):
             end = min(begin + size, stop)
             mask, positions = torch.ones((1, end), dtype=torch.long), torch.arange(begin, end)[None]
-            one_pass(self._model, cache, ids[:, begin:end], mask, positions)
+            with self._clock.timing(1, begin, end):
+                one_pass(self._model, cache, ids[:, begin:end], mask, positions)
 
     def keep_answers(
         self, settings: GenerateSettings, prepared: PreparedRows, answered: torch.Tensor,

@@ -6,6 +6,7 @@ from kvkeep.bench.replay.bounds import BELADY, INFINITE, belady, infinite
 from kvkeep.bench.replay.grouping import GroupSizes, WindowSize
 from kvkeep.bench.replay.loop import simulate_loop
 from kvkeep.bench.replay.outcome import GROUP_REASONS, REASONS, Outcome, Spans
+from kvkeep.bench.replay.pace import LOADINGS
 from kvkeep.bench.replay.paging import Paging
 from kvkeep.bench.replay.planning import Advice, PlannedMemory
 from kvkeep.bench.replay.runs import BOUNDS, ReplayRun, RunLog, replay
@@ -20,6 +21,7 @@ __all__ = [
     "BOUNDS",
     "GROUP_REASONS",
     "INFINITE",
+    "LOADINGS",
     "REASONS",
     "Advice",
     "GroupSizes",

@@ -40,16 +40,24 @@ class RequestTimes:
         """Arrival, admission, first token and last token."""
         self.prefill, self.saved, self.loaded = np.zeros((3, requests))
         """Seconds to compute the prompt, seconds saved by hits, seconds to read from tiers."""
+        self.loaded_tokens = 0
+        """Tokens read from tiers that take time …"""
+        self.computed_stored_tokens = 0
+        """… and those that were computed though such a tier has them."""
         self._seen: list[tuple[float, int, int]] = []
 
     def begin(self, number: int, now: float, cost: PrefillCost, cached: int, tokens: int) -> float:
         """Record that computing a prompt of ``tokens`` begins; return the seconds it takes."""
         # The last token is always computed: the answer follows from it.
         seconds = cost.prefill_s(min(cached, tokens - 1), tokens)
+        self.computing(number, now, seconds, cost.prefill_s(0, tokens) - seconds)
+        return seconds
+
+    def computing(self, number: int, now: float, seconds: float, saved: float) -> None:
+        """Record when a prompt is admitted, its seconds of computing, and those saved by hits."""
         self.began[number] = now
         self.prefill[number] = seconds
-        self.saved[number] = cost.prefill_s(0, tokens) - seconds
-        return seconds
+        self.saved[number] = saved
 
     def seen(self, now: float, blocks: int, hit_blocks: int) -> None:
         """Record the totals of prompt blocks and hit blocks at ``now``."""
@@ -78,6 +86,8 @@ class RequestTimes:
             "prefill_s": prefill,
             "saved_s": float(self.saved.sum()),
             "loaded_s": float(self.loaded.sum()),
+            "loaded_tokens": self.loaded_tokens,
+            "computed_stored_tokens": self.computed_stored_tokens,
             "span_s": span,
             "utilisation": prefill / span if span else 0.0,
             "rows": waits.as_rows(),

@@ -16,6 +16,7 @@ from kvkeep.bench.replay.outcome import (
 )  # fmt: skip
 from kvkeep.bench.replay.runs import ReplayRun
 from kvkeep.bench.replay.simulate import SESSIONS
+from kvkeep.core.cost import TransferCost
 from kvkeep.core.eviction import POLICIES
 from kvkeep.core.eviction import policy as policy_named
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from kvkeep.bench.replay.outcome import Outcome
     from kvkeep.bench.replay.workload import Workload
+    from kvkeep.core.cost import PrefillCost
     from kvkeep.core.groups import GroupLayout
 
 __all__ = ["Advice", "PlannedMemory", "amount"]
@@ -31,6 +33,7 @@ __all__ = ["Advice", "PlannedMemory", "amount"]
 _USUAL = "lru"
 _TIERINGS = ("inclusive", "exclusive", "adaptive")
 _TIMES = (0.25, 0.5, 1.0, 2.0, 4.0)
+_NEVER = TransferCost(seconds_per_byte=1e12)  # nothing is loaded from a tier that slow
 _WORTH = 0.01
 """The least improvement that justifies a change, as a share of all prompt tokens."""
 
@@ -58,12 +61,15 @@ class PlannedMemory:
     """The memory to plan for: its tokens, and those of a tier below it (0: none).
 
     Shares are of prompt tokens, with one page per unit of the trace. ``groups`` are those of a
-    model with windows or states, in such pages; it is planned without a tier.
+    model with windows or states, in such pages; it is planned without a tier. With ``cost``, that
+    of prompts, and ``read``, that of the tier, the plan says what the tier saves in seconds.
     """
 
     memory_tokens: int
     disk_tokens: int = 0
     groups: GroupLayout | None = None
+    cost: PrefillCost | None = None
+    read: TransferCost | None = None
 
     def runs(self, workload: Workload) -> list[ReplayRun]:
         """Return the replays to run: policies, less and more memory, tiers, and the bounds."""
@@ -83,8 +89,22 @@ class PlannedMemory:
                 for name in _TIERINGS
             ]
             found.append(ReplayRun(BELADY, self.memory_tokens, below=below))
+            if self.cost is not None:
+                found += [
+                    self.timed(policy, name, read)
+                    for policy in (_USUAL, "adaptive")
+                    for name in _TIERINGS
+                    for read in (self.read, _NEVER)
+                ]
         found.append(ReplayRun(INFINITE, 0))
         return list(dict.fromkeys(found))
+
+    def timed(self, policy: str, tiering: str, read: TransferCost | None) -> ReplayRun:
+        """Return the replay that takes time, with a tier that takes ``read``."""
+        return ReplayRun(
+            policy, self.memory_tokens, below=(self.disk_tokens,), tiering=tiering, cost=self.cost,
+            reads=(None, read),
+        )  # fmt: skip
 
     def _run(self, policy: str, tokens: int | None = None) -> ReplayRun:
         size = self.memory_tokens if tokens is None else tokens
@@ -102,12 +122,12 @@ class _Reading:
         self._here = {
             run.policy: outcome.token_hit_rate
             for run, outcome in outcomes.items()
-            if run.capacity_tokens == plan.memory_tokens and not run.below
+            if run.capacity_tokens == plan.memory_tokens and not run.below and run.cost is None
         }
         self._tiers = {
             (run.policy, run.tiering): outcome.token_hit_rate
             for run, outcome in outcomes.items()
-            if run.below and run.policy != BELADY
+            if run.below and run.policy != BELADY and run.cost is None
         }
         self._usual = self._here[_USUAL]
         self._most = outcomes[ReplayRun(INFINITE, 0)].token_hit_rate
@@ -116,11 +136,16 @@ class _Reading:
         policy, why_policy = self._policy()
         kept = self._here[policy]
         below, why_disk = self._disk(kept)
-        disk, tiering = below is not None, None
+        tiering = None
+        if below is not None and not self._saves_time(*below):
+            below = None
+            why_disk += " But it saves no time: computing is faster than loading from it."
         if below is not None:
             policy, tiering = below
+            why_disk += self._seconds(*below)
             kept = self._tiers[below]
             why_policy = f"In memory alone: {why_policy[0].lower()}{why_policy[1:]}"
+        disk = below is not None
         size = amount(self._plan.memory_tokens)
         words = [f"Keep {size} in memory with the policy {policy.removesuffix(SESSIONS)}"]
         if policy.endswith(SESSIONS):
@@ -196,6 +221,36 @@ class _Reading:
             + "; ".join(f"{name} {_share(rate)}" for name, rate in rates.items())
             + "."
         )
+
+    def _saves_time(self, policy: str, tiering: str) -> bool:
+        """Whether the tier makes first tokens come sooner; True where that is not replayed."""
+        found = self._ttft(policy, tiering)
+        return found is None or found[0]["mean"] < (1 - _WORTH) * found[1]["mean"]
+
+    def _seconds(self, policy: str, tiering: str) -> str:
+        """Return the seconds to the first token with the tier, and without loading from it."""
+        found = self._ttft(policy, tiering)
+        if found is None:
+            return ""
+        told = [f"{one['p50']:.3g} s in the median, {one['p99']:.3g} s at p99" for one in found]
+        loaded = self._all[self._plan.timed(policy, tiering, self._plan.read)].latency
+        stored = loaded["loaded_tokens"] + loaded["computed_stored_tokens"]
+        said = f" With it, first tokens take {told[0]}; with memory alone {told[1]}."
+        if stored:
+            said += (
+                f" {_share(loaded['loaded_tokens'] / stored)} of what is found in it is loaded; "
+                "the rest is faster to compute."
+            )
+        return said
+
+    def _ttft(self, policy: str, tiering: str) -> list[dict[str, float]] | None:
+        """Return the seconds to the first token with the tier, and with memory alone."""
+        plan = self._plan
+        if plan.cost is None:
+            return None
+        found = [self._all.get(plan.timed(policy, tiering, read)) for read in (plan.read, _NEVER)]
+        times = [one.latency["ttft_s"] for one in found if one is not None]
+        return times if len(times) == len(found) and all(times) else None
 
     def _pair(self, most: float) -> tuple[str, str]:
         """Return the best policy and tiering; prefer the usual and adaptive ones if as good."""

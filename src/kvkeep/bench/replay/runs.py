@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvkeep.bench.replay.bounds import BELADY, INFINITE, belady, infinite
 from kvkeep.bench.replay.loop import simulate_loop
 from kvkeep.bench.replay.outcome import Outcome
+from kvkeep.bench.replay.pace import check_loading
 from kvkeep.bench.replay.paging import Paging
 from kvkeep.bench.replay.sharing import check_tenants, simulate_shares, simulate_tier_shares
 from kvkeep.bench.replay.simulate import SESSIONS, simulate
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvkeep.bench.replay.workload import Workload
-    from kvkeep.core.cost import PrefillCost
+    from kvkeep.core.cost import PrefillCost, TransferCost
     from kvkeep.core.groups import GroupLayout
 
 __all__ = ["BOUNDS", "ReplayRun", "RunLog", "increments", "replay"]
@@ -39,7 +39,7 @@ BOUNDS = (BELADY, INFINITE)
 
 _CURVE_OF = "lru"
 _SAMPLED_BLOCKS = 0.1  # share of the blocks that the what-if curve samples
-_VERSION = 7  # of replays: outcomes in a log of another version are not reused
+_VERSION = 8  # of replays: outcomes in a log of another version are not reused
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +51,10 @@ class ReplayRun:
     moves blocks between them (`kvkeep.store.tiers.tiering`); ``fetch_back`` is that of
     `simulate_tiers`. With ``cost`` computing takes time, and ``users`` may send requests in turn,
     or sessions wait for their answers in a ``closed_loop`` (`simulate_loop`); tiers, the first
-    included, are then read at ``bandwidths`` (`simulate_tiers`). ``groups`` are those of a model
-    with windows or states, with pages of their size. With ``shares``, pairs of a tenant and its
-    weight, tenants share the memory and the tiers, and are compared with each alone
-    (`simulate_shares`, `simulate_tier_shares`). Raises `InvalidValue` for invalid values.
+    included, then take time to read, by ``reads`` and ``loading`` (`simulate_tiers`). ``groups``
+    are those of a model with windows or states, with pages of their size. With ``shares``, pairs of
+    a tenant and its weight, tenants share the memory and the tiers, and are compared with each
+    alone (`simulate_shares`, `simulate_tier_shares`). Raises `InvalidValue` for invalid values.
     """
 
     policy: str
@@ -67,7 +67,8 @@ class ReplayRun:
     users: int | None = None
     closed_loop: bool = False
     fetch_back: bool = True
-    bandwidths: tuple[float | None, ...] = ()
+    reads: tuple[TransferCost | None, ...] = ()
+    loading: str = "both"
     groups: GroupLayout | None = None
     shares: tuple[tuple[str, float], ...] = ()
 
@@ -93,11 +94,9 @@ class ReplayRun:
             raise InvalidValue("in a closed loop answers are waited for: that needs their cost")
         if self.closed_loop and self.users is not None:
             raise InvalidValue("sessions begin at their times or when users are free, not both")
-        if self.bandwidths and not (self.below and self.cost):
-            raise InvalidValue("bandwidths need tiers and the cost of prompts")
-        for speed in self.bandwidths:
-            if speed is not None and not 0 < speed < math.inf:
-                raise InvalidValue(f"a bandwidth is {speed}; a number above 0 is needed")
+        if self.reads and not (self.below and self.cost):
+            raise InvalidValue("the cost of reads needs tiers and the cost of prompts")
+        check_loading(self.loading)
 
     def _check_tiers(self) -> None:
         tiering(self.tiering)
@@ -184,7 +183,8 @@ class ReplayRun:
                 self.tiering,
                 self.policy,
                 cost=self.cost,
-                bandwidths=self.bandwidths,
+                reads=self.reads,
+                loading=self.loading,
                 users=self.users,
                 closed_loop=self.closed_loop,
                 fetch_back=self.fetch_back,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from kvkeep.bench.replay.workload import Ids, Workload
-    from kvkeep.core.cost import PrefillCost
+    from kvkeep.core.cost import PrefillCost, TransferCost
     from kvkeep.core.returns import Ended
 
 __all__ = ["Requests", "simulate_tiers"]
@@ -36,7 +36,8 @@ def simulate_tiers(
     policy: str = "lru",
     *,
     cost: PrefillCost | None = None,
-    bandwidths: Sequence[float | None] = (),
+    reads: Sequence[TransferCost | None] = (),
+    loading: str = "both",
     users: int | None = None,
     closed_loop: bool = False,
     speed: float = 1.0,
@@ -58,10 +59,15 @@ def simulate_tiers(
     is then "lru+shares/inclusive".
 
     With ``cost`` requests wait in line, and the outcome has a ``latency``, as from `simulate_loop`,
-    which explains ``users``, ``closed_loop`` and ``speed``. Blocks found below the first tier are
-    read at ``bandwidths``, in bytes per second of each tier (at once where None or not given), one
-    request at a time from each tier, while the prompt before is computed; ``loaded_s`` is the sum
-    of these times. The memory of running requests is not subtracted from the first tier.
+    which explains ``users``, ``closed_loop`` and ``speed``. ``reads`` are the costs to read each
+    tier (None or not given: no time); one request is read at a time from each, while the prompt
+    before is computed. ``loading`` says what is read: "both", as much as pays, from the back while
+    the front is computed, as `kvkeep.core.cost.meet` decides; "prefix", the prefix that pays,
+    before the rest is computed, as vLLM and SGLang do; "all", whatever is stored. With the first
+    two no prompt takes longer than without the tier. ``loaded_s`` is the sum of the times of
+    reading, ``loaded_tokens`` are those read, and ``computed_stored_tokens`` those that were
+    computed though a tier with a cost has them; both count as hits. The memory of running requests
+    is not subtracted from the first tier.
 
     Cost: 5 to 10 µs a block.
     """
@@ -69,10 +75,10 @@ def simulate_tiers(
         raise InvalidValue("tiers have capacities, fastest first; none were given")
     pace = None
     if cost is not None:
-        speeds = [*bandwidths, *(None for _ in capacities_tokens)][: len(capacities_tokens)]
+        costs = [*reads, *(None for _ in capacities_tokens)][: len(capacities_tokens)]
         calls = calls_of(workload, users, speed, closed_loop=closed_loop)
-        pace = Pace(workload, calls, cost, speeds)
-    elif bandwidths or users is not None or closed_loop:
+        pace = Pace(workload, calls, cost, costs, loading)
+    elif reads or users is not None or closed_loop:
         raise InvalidValue("how long tiers and users take matters where prompts cost something")
     begun = time.perf_counter()
     paging = Paging(workload.unit_tokens)

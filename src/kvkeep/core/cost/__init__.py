@@ -2,8 +2,9 @@
 
 PrefillCost, TransferCost        the formulas, as values
 LearnedPrefill, LearnedTransfer  learn them from what happens
-CostModel                        all of an engine and its store, in one place and one file
+CostModel, CostFile              all of an engine and its store, in one place and one file
 meet, best_prefix                decide what to load and what to compute
+Overlap, take_turns              do both at once, of several prompts
 """
 
 from __future__ import annotations
@@ -11,21 +12,29 @@ from __future__ import annotations
 from kvkeep.core.cost.fit import OnlineFit
 from kvkeep.core.cost.meeting import LoadablePrompt, Meeting, PrefixChoice, best_prefix, meet
 from kvkeep.core.cost.model import CostModel
+from kvkeep.core.cost.overlap import Overlap
 from kvkeep.core.cost.prefill import Fit, LearnedPrefill, Measured, PrefillCost
+from kvkeep.core.cost.saved import CostFile
 from kvkeep.core.cost.transfer import LearnedTransfer, TransferCost
+from kvkeep.core.cost.turns import LoadProgress, Turn, take_turns
 
 __all__ = [
+    "CostFile",
     "CostModel",
     "Fit",
     "LearnedPrefill",
     "LearnedTransfer",
+    "LoadProgress",
     "LoadablePrompt",
     "Measured",
     "Meeting",
     "OnlineFit",
+    "Overlap",
     "PrefillCost",
     "PrefixChoice",
     "TransferCost",
+    "Turn",
     "best_prefix",
     "meet",
+    "take_turns",
 ]

@@ -60,16 +60,21 @@ def meet(
 
     ``compute_s(start, stop)`` are the seconds to compute tokens, ``load_s(tokens)`` to load as
     many; the first grows with ``stop``, the second with ``tokens``. Both begin when older prompts
-    leave them room: after ``compute_free_s`` and ``load_free_s``. Cost: O(log blocks).
+    leave them room: after ``compute_free_s`` and ``load_free_s``. Of equals, the one that computes
+    more beside the load: that costs nothing, and is of use if the load is late. Cost: O(log
+    blocks).
     """
     start, end, unit = prompt.computed, prompt.loaded, prompt.unit
     behind = compute_s(prompt.stop, prompt.tokens)
+    alone = compute_s(start, prompt.tokens)
 
     def at(position: int) -> Meeting:
         computing = compute_s(start, position)
         loading = load_s(end - position)
         computed = compute_free_s + computing
         loaded = load_free_s + loading if loading or position < end else 0.0
+        if position == prompt.stop:  # nothing is loaded, and all of the rest is computed at once
+            return Meeting(position, compute_free_s + alone, computed, loaded)
         return Meeting(position, max(computed, loaded) + behind, computed, loaded)
 
     if start >= end:
@@ -84,8 +89,8 @@ def meet(
             low = middle + 1
         else:
             high = middle
-    places = [end, start]
-    places += [one * unit for one in (low - 1, low) if first <= one <= last]
+    places = [one * unit for one in (low - 1, low) if first <= one <= last]
+    places += [end, start]
     return min((at(one) for one in places), key=lambda one: one.seconds)
 
 

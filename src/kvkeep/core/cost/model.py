@@ -61,6 +61,12 @@ class CostModel:
         with self._lock:
             return self._writes.setdefault(tier, LearnedTransfer())
 
+    def reads(self) -> dict[str, TransferCost]:
+        """Return what is known of reads, by tier."""
+        with self._lock:
+            learned = dict(self._reads)
+        return {name: one.cost for name, one in learned.items() if one.known}
+
     def load_s(self, tier_bytes: Mapping[str, float]) -> float:
         """Return the expected seconds to read so many bytes from each tier, one after another.
 
@@ -107,7 +113,7 @@ class CostModel:
             kind: {name: TransferCost.of(one[kind]) for name, one in tiers.items() if kind in one}
             for kind in ("read", "write")
         }
-        prefill = PrefillCost.of(found) if "kvkeep_cost" in found or not tiers else None
+        prefill = PrefillCost.of(found) if "kvkeep_cost" in found or "tiers" not in found else None
         return cls(prefill, reads=known["read"], writes=known["write"], model=model)
 
     @classmethod

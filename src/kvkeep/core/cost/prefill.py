@@ -176,6 +176,8 @@ class LearnedPrefill:
     """
 
     def __init__(self, seed: PrefillCost | None = None) -> None:
+        self.kv_bytes_per_token = 0.0 if seed is None else seed.kv_bytes_per_token
+        """The size of a token's KV, 0 if unknown; it is part of `cost`."""
         self._seed = seed
         seeds = []
         if seed is not None:
@@ -205,11 +207,15 @@ class LearnedPrefill:
 
     @property
     def cost(self) -> PrefillCost:
-        """The cost at present; the seed's decoding, size and name are kept."""
+        """The cost at present; the seed's decoding and name are kept."""
         fixed, linear, pair = self._fit.coefficients
         seed = self._seed or PrefillCost(seconds_per_token=0.0)
         return replace(
-            seed, seconds_fixed=fixed, seconds_per_token=linear, seconds_per_token_pair=pair
+            seed,
+            seconds_fixed=fixed,
+            seconds_per_token=linear,
+            seconds_per_token_pair=pair,
+            kv_bytes_per_token=self.kv_bytes_per_token,
         )
 
     def prefill_s(self, start: int, stop: int) -> float:

@@ -34,12 +34,13 @@ REASONS = (
     "page_remainder",
     "not_resumable",
     "computing",
+    "not_loaded",
     "tier_unavailable",
     "damaged",
     "last_token",
 )
 """Reasons why a token was computed; every computed token has exactly one."""
-STORE_REASONS = frozenset({"evicted", "not_admitted", "tier_unavailable", "damaged"})
+STORE_REASONS = frozenset({"evicted", "not_admitted", "not_loaded", "tier_unavailable", "damaged"})
 """Reasons that a store can report for tokens that were not loaded from it."""
 BEFORE, BEHIND = 8, 16
 """Tokens shown before the first differing token, and from it on."""
@@ -79,7 +80,7 @@ class Span:
 class Missing:
     """A store's reason for tokens that were not loaded from it.
 
-    ``reason``: "evicted", "not_admitted", "tier_unavailable" or "damaged"; else `InvalidValue`.
+    ``reason`` is one of `STORE_REASONS`; else `InvalidValue`.
     """
 
     start: int

@@ -66,6 +66,8 @@ class ExplainedRequest:
             return whole | {"evictions": 1} | said
         if one.reason == "not_admitted":
             return {"why": "unknown", "tier": None} | said
+        if one.reason == "not_loaded":
+            return {"tier": None, "why": "expected", "load_s": None, "compute_s": None} | said
         if one.reason == "tier_unavailable":
             return {"tier": None, "why": "error", "waited_s": None} | said
         return {"tier": None} | said

@@ -161,6 +161,8 @@ def _because(reason: str, evidence: Mapping[str, Any]) -> str:
         case "computing":
             by = evidence.get("by")
             return f"{'another request' if by is None else _request(by)} was just computing them"
+        case "not_loaded":
+            return _not_loaded(evidence, where)
         case "tier_unavailable":
             return f"{where} has them and {_UNAVAILABLE.get(evidence.get('why', ''), 'failed')}"
         case "damaged":
@@ -193,6 +195,24 @@ def _evicted(evidence: Mapping[str, Any]) -> str:
     if by is not None and needed is not None:
         return f"{text}, when {_request(by)} needed {needed:,} page{'s' * (needed != 1)}"
     return text if cause is None else f"{text}, {cause}"
+
+
+def _not_loaded(evidence: Mapping[str, Any], where: str) -> str:
+    """Return why stored tokens were computed, with the expected seconds of both."""
+    if evidence.get("why") == "overtaken":
+        return f"they were computed while others were loaded from {where}"
+    load_s, compute_s = evidence.get("load_s"), evidence.get("compute_s")
+    if not load_s or not compute_s:
+        return f"loading them from {where} would have taken longer"
+    return (
+        f"loading them from {where} would have taken {_short(load_s)}, computing "
+        f"{_short(compute_s)}"
+    )
+
+
+def _short(seconds: float) -> str:
+    """Format the seconds of a load: "80 ms", "1.2 s"."""
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def _unresumed(evidence: Mapping[str, Any]) -> str:
@@ -249,6 +269,8 @@ def _of_prompts(reason: str, evidence: Mapping[str, Any]) -> str:
             return f"come again after {place} evicted them"
         case "not_admitted":
             return f"come again, and {_WHY_NOT.get(evidence.get('why', ''), 'they were not kept')}"
+        case "not_loaded":
+            return f"were faster to compute: {_because(reason, evidence)}"
         case "tier_unavailable" | "damaged" | "other_namespace" | "computing":
             return f"could not be reused: {_because(reason, evidence)}"
         case "not_resumable" if evidence.get("group") == "window":

@@ -46,6 +46,8 @@ def _converted(miss: Miss, word: str, waited_s: float | None) -> tuple[str, dict
             return "not_admitted", {"why": _DROPPED.get(word, word.replace(" ", "_"))}
         case "refused":
             return "not_admitted", {"why": word if word in _REFUSED else "unknown"}
+        case "slower":
+            return "not_loaded", {"why": word, "load_s": miss.load_s, "compute_s": miss.compute_s}
         case "damaged":
             return "damaged", {}
         case "late":

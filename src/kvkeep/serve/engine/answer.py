@@ -108,8 +108,8 @@ class Answer:
 
     @property
     def loading(self) -> bool:
-        """Whether it runs, and chunks from the store are still to come into its pages."""
-        return self.load is not None and self.load.loading
+        """Whether it runs, and KV from the store may still come into its pages."""
+        return self.sequence is not None and self.load is not None and not self.load.done
 
     @property
     def pending(self) -> bool:

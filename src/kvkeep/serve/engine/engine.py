@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvkeep.core.cache.sessions import check_session
+from kvkeep.core.cost import CostModel
 from kvkeep.core.errors import IllegalStep, InvalidValue, QueueFull
 from kvkeep.core.keys import Namespace, as_namespace
 from kvkeep.core.tokens import as_tokens
@@ -15,6 +16,7 @@ from kvkeep.serve.engine.checks import RequestChecks
 from kvkeep.serve.engine.limits import Limits
 from kvkeep.serve.engine.offload.offload import Offload
 from kvkeep.serve.engine.params import SamplingParams
+from kvkeep.serve.engine.pass_timer import PassTimer
 from kvkeep.serve.engine.passes import GroupPasses
 from kvkeep.serve.engine.planning import PassPlanner
 from kvkeep.serve.engine.request import CacheUse, Request
@@ -51,10 +53,13 @@ class Engine:
 
     ``tokenizer`` encodes text prompts and decodes tokens; without one, prompts are token ids and
     completions have no text. ``limits`` bound the batch and the queue. With a cache of
-    ``reuse=False`` every prompt is computed in full. A ``store`` extends the cache: a waiting
-    request loads the prompt tokens that the store has and the pool has not, for ``load_timeout``
-    seconds at most, and computed KV is written to the store in the background. The store's creator
-    closes it, after this engine's `close`. ``observers`` get the events of each request.
+    ``reuse=False`` every prompt is computed in full. A ``store`` extends the cache: prompt tokens
+    that the store has and the pool has not are loaded from the end of the prompt while it is
+    computed from the front, as far as `cost` says that loading pays; a load that turns slow is
+    overtaken, and no request waits for one longer than ``load_timeout`` seconds. Computed KV is
+    written to the store in the background. The store's creator closes it, after this engine's
+    `close`. ``observers`` get the events of each request. ``cost`` learns what computing takes;
+    with a store, the store's does.
 
     Cache and runner belong together (`PagedCache.bind`): another engine may use both after this
     one, but no cache is used with two runners. An engine whose runner was later given to another
@@ -79,6 +84,7 @@ class Engine:
         store: KVStore | None = None,
         load_timeout: float = 2.0,
         observers: Iterable[RequestObserver] = (),
+        cost: CostModel | None = None,
     ) -> None:
         theirs, ours = (cache.num_pages, cache.page_size), (runner.num_pages, runner.page_size)
         if theirs != ours:
@@ -101,6 +107,9 @@ class Engine:
         self._model_checked = -_CHECK_S
         self._stats = EngineStats()
         self._notifier = Notifier(*observers)
+        self.cost = (cost or CostModel()) if store is None else store.cost
+        """What computing takes, and the store's tiers; learned from what happens."""
+        self.cost.prefill.kv_bytes_per_token = float(runner.geometry.bytes_per_token)
         self._offload: Offload | None = None
         if store is not None:
             if not cache.reuse:
@@ -108,8 +117,9 @@ class Engine:
                     "a store needs a cache that reuses: leave out store, or the cache's reuse=False"
                 )
             self._offload = Offload(
-                store, runner, cache, self._stats, timeout=load_timeout, notifier=self._notifier
-            )
+                store, runner, cache, self._stats,
+                timeout=load_timeout, step_tokens=limits.step_tokens, notifier=self._notifier,
+            )  # fmt: skip
         passes = None if runner.layout is None else GroupPasses(runner.plan, runner.layout)
         self._scheduler = Scheduler(
             cache,
@@ -122,8 +132,9 @@ class Engine:
         self._step = EngineStep(
             runner,
             self._scheduler,
-            PassPlanner(self._scheduler, limits, passes),
+            PassPlanner(self._scheduler, limits, passes, offload=self._offload),
             self._stats,
+            timer=PassTimer(self.cost.prefill, runner.device),
             offload=self._offload,
             notifier=self._notifier,
             passes=passes,

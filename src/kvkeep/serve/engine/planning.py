@@ -16,6 +16,7 @@ from kvkeep.serve.engine.scheduler import Refused
 if TYPE_CHECKING:
     from kvkeep.serve.engine.answer import Answer
     from kvkeep.serve.engine.limits import Limits
+    from kvkeep.serve.engine.offload.offload import Offload
     from kvkeep.serve.engine.passes import GroupPasses
     from kvkeep.serve.engine.scheduler import Scheduler
 
@@ -41,11 +42,17 @@ class PassPlanner:
     """
 
     def __init__(
-        self, scheduler: Scheduler, limits: Limits, passes: GroupPasses | None = None
+        self,
+        scheduler: Scheduler,
+        limits: Limits,
+        passes: GroupPasses | None = None,
+        *,
+        offload: Offload | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._limits = limits
         self._passes = passes  # None: every layer keeps every token
+        self._offload = offload
         self.refused: list[Refused] = []
         """Answers that can never go on, although no other runs; the step ends and clears them."""
 
@@ -133,15 +140,14 @@ class PassPlanner:
     def chunks(self) -> list[Chunk]:
         """Return the chunks to compute: newest tokens of decoding answers, then prompts in order.
 
-        Answers whose prompts are being loaded are left out.
+        Where a store loads a prompt's tail, its pass ends before that; it may be left out.
         """
         chunks: list[Chunk] = []
         prompts: list[Answer] = []
         budget = self._limits.step_tokens
+        ends = {} if self._offload is None else self._offload.plan(self._scheduler.running)
         for answer in self._scheduler.running:
             sequence = answer.running_sequence
-            if answer.loading:
-                continue
             if not answer.decoding:
                 prompts.append(answer)
             elif answer.computed < sequence.num_tokens:
@@ -151,7 +157,9 @@ class PassPlanner:
         for answer in prompts:
             if budget <= 0:
                 break
-            stop = min(answer.computed + budget, answer.num_tokens)
+            stop = min(answer.computed + budget, ends.get(id(answer), answer.num_tokens))
+            if stop <= answer.computed:
+                continue  # it waits for its load, or for that of an older one
             if self._passes is not None:
                 if answer.sequence is None:
                     continue  # preempted for one before it

@@ -179,8 +179,8 @@ class Scheduler:
                 continue
             if answer.slots > slots:
                 break
-            if self._offload is not None and self._offload.should_wait(answer):
-                continue
+            if self._offload is not None:
+                self._offload.look_up(answer)
             try:
                 self._open(answer)
             except OutOfPages as error:

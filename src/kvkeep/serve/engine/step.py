@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvkeep.observe.usage import RequestEnded
     from kvkeep.serve.engine.logprobs import TokenLogprob
     from kvkeep.serve.engine.offload.offload import Offload
+    from kvkeep.serve.engine.pass_timer import PassTimer
     from kvkeep.serve.engine.passes import GroupPasses
     from kvkeep.serve.engine.planning import Chunk, PassPlanner
     from kvkeep.serve.engine.request import Request
@@ -49,6 +50,7 @@ class EngineStep:
         planner: PassPlanner,
         stats: EngineStats,
         *,
+        timer: PassTimer,
         offload: Offload | None,
         notifier: Notifier | None = None,
         passes: GroupPasses | None = None,
@@ -58,6 +60,7 @@ class EngineStep:
         self._planner = planner
         self._passes = passes
         self._stats = stats
+        self._timer = timer
         self._offload = offload
         self._notifier = notifier or Notifier()
         # Requests that ended in this step: emitted after the step's other events about them.
@@ -99,7 +102,7 @@ class EngineStep:
                     if request.id in scheduler.requests
                 )
         else:
-            idle = all(answer.loading for answer in scheduler.running)
+            idle = not scheduler.running or any(answer.loading for answer in scheduler.running)
             assert idle or self._passes is not None, "a runnable answer was idle"
             if self._passes is not None:  # before a load writes to pages that these read
                 self._runner.copy(self._passes.copies())
@@ -113,11 +116,14 @@ class EngineStep:
         if self._passes is not None:
             runner.copy(self._passes.copies())
         runner.copy([copy for sequence in sequences for copy in sequence.copies()])
-        logits = runner.forward([_piece(chunk) for chunk in chunks])
+        logits = self._forward(chunks)
         self._stats.steps += 1
         self._stats.computed_tokens += sum(chunk.stop - chunk.start for chunk in chunks)
         for chunk in chunks:
             chunk.answer.computed = chunk.stop
+        if self._offload is not None:
+            self._offload.computed(chunks)
+        for chunk in chunks:
             if not chunk.answer.drafts:  # drafts are published once they are verified
                 self._checkpoint(chunk.answer)
                 self._publish(chunk.answer)
@@ -127,6 +133,19 @@ class EngineStep:
         for request in list(self._scheduler.searches_to_advance()):
             if request.live[0].has_logits:  # not preempted for one before it
                 self._advance_beams(request, deltas)
+
+    def _forward(self, chunks: list[Chunk]) -> torch.Tensor:
+        """Compute ``chunks``, and learn from those of prompts how long that takes."""
+        offload = self._offload
+        if offload is not None:
+            offload.computes(chunks)
+        self._timer.begin()
+        logits = self._runner.forward([_piece(chunk) for chunk in chunks])
+        if any(not chunk.answer.generated for chunk in chunks):
+            self._timer.end([(chunk.start, chunk.stop) for chunk in chunks])
+        if offload is not None and any(chunk.answer.loading for chunk in chunks):
+            self._timer.wait()  # else later passes would be planned before it is known how far
+        return logits
 
     def _report_computed(self, chunks: list[Chunk], seconds: float) -> None:
         """Report the prompt tokens computed of each request, with their share of the step."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvkeep.core.tokens import TokenArray
     from kvkeep.serve.http import BodyBudget, Connections
     from kvkeep.serve.kv_events import EventReader
+    from kvkeep.serve.router.costs import CostOutcome
     from kvkeep.serve.router.expected import ExpectedReturns
     from kvkeep.serve.router.health import Doubt
     from kvkeep.serve.router.prompts import TokenizeOutcome
@@ -81,6 +82,16 @@ class RouterMetrics:
             "kvkeep_router_suspect", "1: no requests until it answers a probe", ["instance"]
         )
         self._probes = counter("kvkeep_router_probes", "Health probes", ["instance", "outcome"])
+        self._costs = counter(
+            "kvkeep_router_costs",
+            "Readings of an instance's costs, by what became of them",
+            ["instance", "outcome"],
+        )
+        self._prefill_speed = gauge(
+            "kvkeep_router_prefill_token_seconds",
+            "Seconds per token of a prompt of 1,000 tokens, as prompts there are scored",
+            ["instance"],
+        )
         self._doubts = counter(
             "kvkeep_router_doubts", "Times an instance became suspect", ["instance", "why"]
         )
@@ -111,6 +122,10 @@ class RouterMetrics:
         """Count a probe."""
         self._probes.labels(instance, "answered" if answered else "failed").inc()
 
+    def cost_read(self, instance: str, outcome: CostOutcome) -> None:
+        """Count a reading of an instance's costs."""
+        self._costs.labels(instance, outcome.value).inc()
+
     def tokenized(self, outcome: TokenizeOutcome) -> None:
         """Count a request to /tokenize."""
         self._tokenized.labels(outcome.value).inc()
@@ -123,6 +138,8 @@ class RouterMetrics:
             running, waiting = router.load(name)
             self._running.labels(name).set(running)
             self._waiting.labels(name).set(waiting)
+            seconds = router.cost_of(name).prefill.prefill_s(0, 1_000) / 1_000
+            self._prefill_speed.labels(name).set(seconds)
             held, evicted = router.blocks(name)
             self._held.labels(name, "known").set(held)
             self._held.labels(name, "evicted").set(evicted)

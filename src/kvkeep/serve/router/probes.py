@@ -10,6 +10,7 @@ from kvkeep.serve.router.upstreams import UpstreamFailed
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvkeep.serve.router.costs import InstanceCosts
     from kvkeep.serve.router.health import Health, Timeouts
     from kvkeep.serve.router.upstreams import Upstreams
 
@@ -27,6 +28,7 @@ class Probes:
 
     A stopped process still accepts connections, so a probe succeeds only with a response; any
     status below 500 counts. ``on_probe`` is called with the instance and whether it answered.
+    ``costs`` reads the instance's costs between two probes; None: they are not read.
     """
 
     def __init__(
@@ -35,11 +37,13 @@ class Probes:
         health: Health,
         timeouts: Timeouts,
         on_probe: Callable[[str, bool], None],
+        costs: InstanceCosts | None = None,
     ) -> None:
         self._upstreams = upstreams
         self._health = health
         self._timeouts = timeouts
         self._on_probe = on_probe
+        self._costs = costs
 
     async def run(self) -> None:
         """Probe until cancelled."""
@@ -57,6 +61,8 @@ class Probes:
             answered = await self._answers(name)
             self._on_probe(name, answered)
             self._health.probed(name, answered=answered)
+            if self._costs is not None:
+                await self._costs.probed(name, answered=answered)
             times = min(times * 2, _LONGEST_PAUSE) if self._health.silent(name) else 1
             pause = self._timeouts.probe_every_s * times - (clock() - begun)
             # A minimum pause, so that doubts in quick succession cause no flood of probes.

@@ -22,6 +22,7 @@ from kvkeep.serve.http import BodyBudget, BodyGuard, BodyRefused, body_of, unles
 from kvkeep.serve.router.affinity import with_key
 from kvkeep.serve.router.answers import UNFINISHED, AnswerReader
 from kvkeep.serve.router.conversations import ConversationTable
+from kvkeep.serve.router.costs import InstanceCosts
 from kvkeep.serve.router.expected import ExpectedReturns
 from kvkeep.serve.router.health import InstanceHealth, Timeouts
 from kvkeep.serve.router.message_endpoint import MessagesEndpoint
@@ -99,25 +100,33 @@ def create_proxy(
     bodies: BodyBudget | None = None,
     conversations: ConversationTable | None = None,
     usage: bool = False,
+    learn_costs: bool = True,
 ) -> Starlette:
     """Return an ASGI application in front of ``upstreams``, whose names are the router's instances.
 
     ``reader`` is used for /metrics only. ``hosts`` are the accepted names in the Host header (None:
     all). See `PromptParser` for ``tokenize``, `Timeouts` for time limits and tries, `BodyBudget`
-    for the memory of request bodies, `ConversationTable` for what is learned of answers, and
-    `TenantRoutes` for ``usage``. API keys and bodies are forwarded unchanged and never logged.
+    for the memory of request bodies, `ConversationTable` for what is learned of answers,
+    `TenantRoutes` for ``usage``, and `InstanceCosts` for ``learn_costs``.
+
+    API keys and bodies are forwarded unchanged and never logged.
     """
     bodies = bodies or BodyBudget()
     expected = ExpectedReturns(ConversationTable() if conversations is None else conversations)
     metrics = RouterMetrics(bodies, router.cost.tiers, expected)
+    timeouts = timeouts or Timeouts()
+    costs = None
+    if learn_costs:
+        costs = InstanceCosts(upstreams, router, timeouts.probe_s, metrics.cost_read)
     proxy = _Proxy(
         router,
         upstreams,
         reader,
         tokenize,
-        timeouts=timeouts or Timeouts(),
+        timeouts=timeouts,
         metrics=metrics,
         expected=expected,
+        costs=costs,
     )
 
     @asynccontextmanager
@@ -208,6 +217,7 @@ class _Proxy:
         timeouts: Timeouts,
         metrics: RouterMetrics,
         expected: ExpectedReturns,
+        costs: InstanceCosts | None,
     ) -> None:
         self._router = router
         self._expected = expected
@@ -221,7 +231,7 @@ class _Proxy:
             upstreams, timeouts, tokenize, on_outcome=self._metrics.tokenized
         )
         self._health.subscribe(self._metrics.doubted)
-        self.probes = Probes(upstreams, self._health, timeouts, self._metrics.probed)
+        self.probes = Probes(upstreams, self._health, timeouts, self._metrics.probed, costs)
 
     async def health(self, request: Request) -> Response:
         """Report the state of each instance; 200 while one is up, else 503."""

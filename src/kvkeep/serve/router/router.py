@@ -130,7 +130,8 @@ class PrefixRouter:
         self.cost = cost or RoutingCost()
         self._clock = clock
         self._lock = threading.Lock()
-        ranked = sorted(self.cost.tiers, key=lambda tier: self.cost.tiers[tier])
+        self._costs: dict[str, RoutingCost] = {}  # of instances that told theirs
+        ranked = sorted(self.cost.tiers, key=lambda tier: self.cost.tiers[tier].seconds(1 << 20))
         self._index = PlacementIndex(ranked, most_blocks=most_blocks, public=public)
         self._loads: dict[str, dict[Place, _Load]] = {}
         self._windows: set[tuple[Place, int]] = set()
@@ -152,7 +153,26 @@ class PrefixRouter:
         with self._lock:
             self._loads.pop(instance, None)
             self._adapters.pop(instance, None)
+            self._costs.pop(instance, None)
             self._index.remove_instance(instance)
+
+    def learn(self, instance: str, cost: RoutingCost | None) -> None:
+        """Score prompts on an instance by a cost of its own; None: by the router's again.
+
+        Instances with costs that are alike share one, so that none of them is preferred for errors
+        of measuring.
+        """
+        with self._lock:
+            own = self._costs.pop(instance, None)
+            if cost is None or instance not in self._loads:
+                return
+            known = (*self._costs.values(), *(() if own is None else (own,)))
+            self._costs[instance] = next((one for one in known if one.alike(cost)), cost)
+
+    def cost_of(self, instance: str) -> RoutingCost:
+        """Return the cost by which prompts on an instance are scored."""
+        with self._lock:
+            return self._costs.get(instance, self.cost)
 
     def apply(self, instance: str, events: Sequence[KVEvent], rank: int = 0) -> None:
         """Apply KV events of an instance, in order. Unusable events are counted and skipped.
@@ -245,7 +265,6 @@ class PrefixRouter:
         self, length: int, held: dict[Place, HeldPrefix], among: Collection[str] | None
     ) -> list[Score]:
         now = self._clock()
-        cost = self.cost
         places = [
             (place, load)
             for instance, ranks in self._loads.items()
@@ -257,23 +276,27 @@ class PrefixRouter:
         least = min((load.recent_s for _, load in places), default=0.0)
         scores = []
         nothing = HeldPrefix()
-        unknown_s = cost.prefill_s(length, None)
+        unknown_s = {id(cost): cost.prefill_s(length, None) for cost in self._known_costs()}
         for place, load in places:
+            cost = self._costs.get(place.instance, self.cost)
             there = held.get(place, nothing)
-            wait = load.waiting_s + load.requests * cost.running_s
+            wait = load.waiting_s + load.requests * self.cost.running_s
             scores.append(
                 Score(
                     place,
                     min(there.tokens, length),
                     there.tiers,
-                    cost.prefill_s(length, there) if there.tokens else unknown_s,
+                    cost.prefill_s(length, there) if there.tokens else unknown_s[id(cost)],
                     wait,
-                    cost.balance * (load.recent_s - least),
+                    self.cost.balance * (load.recent_s - least),
                 )
             )
         # Ties go to the place with the least recent work.
         scores.sort(key=lambda score: (score.seconds, score.balance_s))
         return scores
+
+    def _known_costs(self) -> list[RoutingCost]:
+        return [self.cost, *self._costs.values()]
 
     def _fade(self, load: _Load, now: float) -> None:
         if load.recent_s:

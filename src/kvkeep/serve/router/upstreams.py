@@ -26,6 +26,9 @@ _OWN_HEADERS = frozenset(
 MESSAGES_HEADER = "x-kvkeep-messages"
 """In answers to GET /health: this server has Anthropic's API."""
 
+COST_HEADER = "x-kvkeep-cost"
+"""In answers to GET /health: GET /kv/cost has what this server has learned of its costs."""
+
 
 class UpstreamFailed(Exception):
     """An instance did not respond, or broke off. ``reached``: it may have got the request."""
@@ -64,6 +67,7 @@ class Upstreams:
             raise InvalidValue("a router needs at least one instance, got none")
         self.health = Health(self.names, clock=clock)
         self._with_messages: set[str] = set()
+        self._with_cost: set[str] = set()
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=connect_s),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
@@ -74,12 +78,20 @@ class Upstreams:
         """Whether the instance has Anthropic's API as kvkeep serves it, with pins."""
         return name in self._with_messages
 
+    def has_cost(self, name: str) -> bool:
+        """Whether the instance has said that it knows its costs."""
+        return name in self._with_cost
+
     def note_health(self, name: str, response: httpx.Response) -> None:
         """Note what an answered probe says of the instance."""
-        if response.headers.get(MESSAGES_HEADER) is not None:
-            self._with_messages.add(name)
-        else:
-            self._with_messages.discard(name)
+        for header, having in (
+            (MESSAGES_HEADER, self._with_messages),
+            (COST_HEADER, self._with_cost),
+        ):
+            if response.headers.get(header) is not None:
+                having.add(name)
+            else:
+                having.discard(name)
 
     @asynccontextmanager
     async def request(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvkeep.serve.server.schemas.see import (
     LiveConversations,
+    LiveLoads,
     LivePages,
     LivePoint,
     LiveResponse,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from kvkeep.core.cache import CacheStats
     from kvkeep.observe.usage.history import FirstTokenTimes
     from kvkeep.serve.engine import EngineStats
+    from kvkeep.serve.server.load_costs import LoadCosts
     from kvkeep.serve.server.service import Service
     from kvkeep.store.tiers import TierStats
 
@@ -103,7 +105,8 @@ class Live:
             pages=_pages(cache),
             ttft=LiveTtft(cold=_times(cold), warm=_times(warm)),
             history=usage.history(),
-            tiers=[_tier(tier) for tier in tiers],
+            tiers=[_tier(tier, service.costs) for tier in tiers],
+            loads=_loads(service.costs),
             what_if=[
                 LivePoint(
                     times=point.times,
@@ -199,7 +202,18 @@ def _times(times: FirstTokenTimes) -> LiveTimes:
     return LiveTimes(**asdict(times))
 
 
-def _tier(tier: TierStats) -> LiveTier:
+def _loads(costs: LoadCosts) -> LiveLoads:
+    recent, seconds = costs.recent, costs.prefill_seconds_per_token
+    return LiveLoads(
+        prefill_tokens_per_s=1 / seconds if seconds else None,
+        loads=recent.loads,
+        loaded_tokens=recent.loaded_tokens,
+        computed_stored_tokens=recent.computed_stored_tokens,
+        saved_s=recent.saved_s,
+    )
+
+
+def _tier(tier: TierStats, costs: LoadCosts) -> LiveTier:
     counted = {name: int(value) for name, value in tier.counters.items()}
     return LiveTier(
         name=showable(tier.name),
@@ -218,4 +232,5 @@ def _tier(tier: TierStats) -> LiveTier:
         damaged=counted["damaged"],
         read_bytes=counted["read_bytes"],
         written_bytes=counted["written_bytes"],
+        read_bytes_per_s=costs.read_bytes_per_s(tier.name),
     )

@@ -13,7 +13,7 @@ from kvkeep.observe.telemetry import PageTimes
 from kvkeep.observe.usage import UsageTable
 from kvkeep.observe.usage.history import WARM
 from kvkeep.serve.http import metrics as http_metrics
-from kvkeep.serve.server import families, tenant_families
+from kvkeep.serve.server import cost_families, families, tenant_families
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvkeep.core.cache import CacheStats, PagedCache
     from kvkeep.observe.usage import TenantLedger
     from kvkeep.serve.http import BodyBudget, Connections
+    from kvkeep.serve.server.load_costs import LoadCosts
     from kvkeep.serve.server.retention import Retention
     from kvkeep.serve.server.tier_retention import TierRetention
 
@@ -38,7 +39,8 @@ class ServerMetrics:
     ``usage`` counts requests by namespace. The attributes set later add families: ``events``
     returns a publisher's figures (`PublisherStats.as_dict`), ``reasons`` the computed tokens by
     reason since the start (an explainer's), ``tenants`` counts by tenant, ``retention`` and
-    ``tier_retention`` pin prefixes, ``connections`` and ``bodies`` are the HTTP server's.
+    ``tier_retention`` pin prefixes, ``costs`` are what the engine has learned, ``connections`` and
+    ``bodies`` are the HTTP server's.
 
     Thread safety: all methods.
     """
@@ -57,6 +59,7 @@ class ServerMetrics:
         self.tenants: TenantLedger | None = None
         self.retention: Retention | None = None
         self.tier_retention: TierRetention | None = None
+        self.costs: LoadCosts | None = None
         self.connections: Connections | None = None
         self.bodies: BodyBudget | None = None
         self.requests = Counter(
@@ -153,6 +156,8 @@ class ServerMetrics:
                 found += families.of_events(self.events())
             if store is not None:
                 found += families.of_store(engine, store)
+            if self.costs is not None:
+                found += cost_families.of_costs(self.costs)
             if self.retention is not None:
                 found += tenant_families.of_retention(self.retention)
             if self.tier_retention is not None:

@@ -13,6 +13,7 @@ from kvkeep.core.keys import Namespace
 from kvkeep.serve.http import BodyBudget
 from kvkeep.serve.server.errors import ApiError, outcome_of
 from kvkeep.serve.server.live import Live
+from kvkeep.serve.server.load_costs import LoadCosts
 from kvkeep.serve.server.metrics import ServerMetrics
 from kvkeep.serve.server.record import JobRecorder
 from kvkeep.serve.server.retention import Retention
@@ -62,6 +63,8 @@ class Service:
         tenants = TenantUsage(engine, settings, self.namespace)
         self.watching = Watching(engine.cache, tenants, explain=settings.explain)
         self.metrics = ServerMetrics(self.watching.usage)
+        self.costs = LoadCosts(engine.cost)
+        self.metrics.costs = self.costs
         self.metrics.bodies = self.bodies
         self.metrics.tenants = tenants.ledger
         self._observers = observers
@@ -86,7 +89,7 @@ class Service:
 
     def start(self) -> None:
         """Begin to take requests, in the running event loop."""
-        self.engine.observe(*self.watching.start(), *self._observers)
+        self.engine.observe(*self.watching.start(), self.costs.see, *self._observers)
         self.worker.start()
 
     def stop(self) -> None:

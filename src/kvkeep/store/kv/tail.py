@@ -119,6 +119,20 @@ class TailRead:
             ended(LoadedKV(None, sum(b - a for a, b in self.delivered), self.sources))
         return self.delivered
 
+    def room(self) -> KV:
+        """Return new memory for all of the KV: a pair of tensors for each layer."""
+        return self._form.empty(self.stop - self.start, tuples=True)
+
+    def relearn(self) -> None:
+        """Call this where the KV is not worth reading: it is tried whether that still holds.
+
+        A few blocks are read in the background, if their tier was not read for ten seconds.
+        """
+        blocks = self._blocks[-4:]
+        if blocks:
+            sizes = self._form.sizes(one.stop - one.begin for one in blocks)
+            self._tiered.relearn([one.id for one in blocks], sizes, blocks[0].level)
+
     # --- the thread that computes ----------------------------------------------------------------
 
     def stop_before(self, token: int) -> None:

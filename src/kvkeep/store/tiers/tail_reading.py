@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvkeep.store.tiers.prompt_holds import PromptHolds
 from kvkeep.store.tiers.reading import ReadRequest, end_read
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from kvkeep.store.tiers.reading import Reader
 
 __all__ = ["TailLimit", "TailRequest"]
+
+_AT_ONCE: Final = 4  # blocks read from a tier without latency
 
 
 class TailLimit:
@@ -91,7 +93,7 @@ class TailRequest(ReadRequest):
                 wanted.changed.clear()
                 for at in [at for at in ahead if at < wanted.first]:
                     end_read(ahead.pop(at))
-                while left > wanted.first and len(ahead) < self._limit(self._raw_bytes[left - 1]):
+                while left > wanted.first and len(ahead) < self._window(left - 1, levels):
                     left -= 1
                     ahead[left] = self._begin(blocks[left], left, levels[left])
                 if not ahead:
@@ -113,6 +115,23 @@ class TailRequest(ReadRequest):
             for tier in self._levels.tiers:
                 tier.recheck(missing)
         return len(self.delivered)
+
+    def _window(self, at: int, levels: Sequence[int]) -> int:
+        """Return how many blocks to read at once, of which the one at ``at`` is one.
+
+        Few, so that those from the end come first and few are dropped where computing meets them;
+        more from a tier with a long latency.
+        """
+        raw_bytes = self._raw_bytes[at]
+        most = self._limit(raw_bytes)
+        if not levels[at]:
+            return most
+        reads = self._levels.tiers[levels[at] - 1].reads
+        cost = reads.cost
+        block_s = cost.seconds_per_byte * raw_bytes
+        if not reads.known or not block_s:
+            return min(most, _AT_ONCE)
+        return min(most, _AT_ONCE + int(cost.seconds_fixed / block_s))
 
     def _begin(self, block: bytes, at: int, level: int) -> SharedRead | MemoryLease:
         started = self._reader.start(block, self._raw_bytes[at], level)

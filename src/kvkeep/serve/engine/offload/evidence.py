@@ -1,8 +1,8 @@
 """`Evidence`: records the progress of one load, and makes the report of it.
 
-    pool            came          stop         found            end
-─────┼───────────────┼─────────────┼─────────────┼───────────────┼──▶ tokens
-     │    sources    │ read failed │ not in time │ not stored    │ the last token
+    pool                                  found            end
+─────┼──────────────┼──────────┼────────────┼───────────────┼──▶ tokens
+     │   computed   │   lost   │   loaded   │  not stored   │ the last token
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from kvkeep.observe.usage import LoadReport
 from kvkeep.store import Miss
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from kvkeep.store import Lookup, Prefetch
 
-    What = Literal["unavailable", "late", "never"]
+    What = Literal["unavailable", "late"]
 
 __all__ = ["Evidence"]
 
@@ -37,80 +37,84 @@ class Evidence:
     ``end`` is the number of tokens worth loading, all but the last; ``tiers`` are the store's,
     fastest first.
 
-    Thread safety: one thread writes at a time: the lookup's, then the reader's, then the engine's,
-    which makes the report when the others are done or have run out of time.
+    Thread safety: `read_from` and `stopped` belong to the thread that reads, `looked_up` to the
+    one that looks up, the others to the engine's. It makes the report when the others are done, or
+    their results are of no more use.
     """
 
     def __init__(self, end: int, page_size: int, tiers: Sequence[str]) -> None:
         self.since = time.time()
         """When the load was made, in Unix seconds."""
-        self.stop = 0
-        """Tokens to read, once the answer is admitted."""
         self.pool = 0
         """Tokens that the pool had at admission."""
         self.asks = False
         """Whether a page or more was worth loading."""
-        self.answered = False
-        """Whether the lookup was over at admission."""
         self._end = end
         self._page_size = page_size
         self._front = tiers[0]
         self._began = self._last = time.monotonic()
         self._answer: tuple[Lookup, Sequence[Miss]] | None = None
         self._slow = ""
-        self._found = 0
-        self._ready: int | None = None
-        self._where: list[_Range] = []  # where the lookup found tokens
-        self._fetched: list[_Range] = []  # where the prefetch read them
-        self._came: list[_Range] = []  # where the reads found them
         self._behind: Sequence[Miss] = ()
-        self._stopped: Sequence[Miss] = ()
-        self._in_time = True
+        self._fetched: list[_Range] = []  # where the prefetch read them
+        self._came: list[_Range] = []  # that were of use
+        self._read: list[_Range] = []  # where the reads found them
+        self._stopped: list[Miss] = []
+        self._late = False
+        self._plan = 0.0, 0.0  # seconds with the rest loaded, and computed
 
     # --- noting ------------------------------------------------------------------------------
+
+    @property
+    def answered(self) -> bool:
+        """Whether the lookup is over."""
+        return self._answer is not None
 
     def looked_up(self, there: Lookup, behind: Sequence[Miss]) -> None:
         """Note the result of the lookup, and ``behind``: the reasons for tokens not found."""
         self.now()
         self._answer = there, behind
 
-    def brought(self, prefetch: Prefetch, ready: int) -> None:
-        """Note the end of the prefetch: ``ready`` tokens can be read, most of them from memory."""
+    def brought(self, prefetch: Prefetch) -> None:
+        """Note the end of the prefetch."""
         self._fetched = _ranges(prefetch.start, prefetch.sources)
-        self._ready = ready
-        if ready < self._found:  # the wait for the rest ended just now
-            self.now()
 
     def begins(self, pool: int, *, wanted: bool) -> None:
-        """Note the admission, with ``pool`` tokens cached; a lookup that ends later is ignored.
+        """Note the admission, with ``pool`` tokens cached.
 
         ``wanted`` is whether anything was worth loading when the load was made.
         """
-        if self._answer is not None:
-            there, self._behind = self._answer
-            self._found, self._where = there.tokens, _ranges(0, there.tiers)
-            self.answered = True
         self.pool = pool
         self.asks = wanted and self._end - pool >= self._page_size
 
-    def came(self, at: int, start: int, tokens: int, sources: Sequence[tuple[str, int]]) -> None:
-        """Note a chunk of ``tokens`` tokens from ``start`` on; tokens before ``at`` are not new."""
-        for one in _ranges(start, [*sources, (self._front, tokens)]):
-            begin, stop = max(at, one.start), min(start + tokens, one.stop)
-            if begin < stop:
-                self._came.append(_Range(begin, stop, one.tier))
+    def planned(self, load_s: float, compute_s: float) -> None:
+        """Note the seconds that loading the rest would take, and computing it."""
+        self._plan = load_s, compute_s
 
-    def stopped(self, why: Sequence[Miss]) -> None:
-        """Note why the read ended early, though it had time left."""
-        self._stopped = why
+    def came(self, start: int, stop: int) -> None:
+        """Note that tokens ``start`` … ``stop - 1`` need no computing, since they were loaded."""
+        self._came.append(_Range(start, stop, ""))
+        self.now()
+
+    def read_from(self, tier: str, start: int, stop: int) -> None:
+        """Note the tier that gave tokens ``start`` … ``stop - 1``; "": the first."""
+        if start < stop:
+            self._read.append(_Range(start, stop, tier or self._front))
+
+    def stopped(self, why: Sequence[Miss], start: int, stop: int) -> None:
+        """Note why tokens ``start`` … ``stop - 1`` were found and did not come."""
+        tier = "" if self._answer is None else _at(_ranges(0, self._answer[0].tiers), start) or ""
+        self._stopped += self._cover(
+            start, stop, why, lambda begin, end: _miss(begin, end, tier, "unavailable", "not read")
+        )
 
     def late(self) -> None:
-        """Note that the read ran out of time."""
-        self._in_time = False
+        """Note that computing did not wait for the read, which was late."""
+        self._late = True
         self.now()
 
     def unanswered(self, why: Sequence[Miss]) -> None:
-        """Note that the lookup was not over at admission; ``why`` may name the slow tier."""
+        """Note that computing did not wait for the lookup; ``why`` may name the slow tier."""
         self._behind = [one for one in why if one.what != "never"]
         self._slow = next((one.tier for one in why if one.what == "late"), "")
         self.now()
@@ -124,86 +128,110 @@ class Evidence:
     def report_so_far(self) -> LoadReport:
         """Return the report of a load whose answer ended or was preempted."""
         sources = self._sources()
-        asked = sources[-1][1] - self.pool if sources else 0
-        return LoadReport(asked, sources, (), self._last - self._began)
+        missing = tuple(
+            self._slower(start, stop, "")
+            for start, stop in self._gaps(sources[-1].stop if sources else self.pool)
+        )
+        asked = sources[-1].stop - self.pool if sources else 0
+        return LoadReport(asked, tuple((*one,) for one in sources), missing, self._seconds)
 
     def report(self) -> LoadReport:
         """Return the report: the tokens that came, by tier, and why the others did not."""
         if not self.asks:
-            return LoadReport(seconds=self._last - self._began)
-        sources = self._sources()
-        at = sources[-1][1] if sources else self.pool
-        found = min(max(self._found, at), self._end)
-        stop = min(max(self.stop, at), found)
-        unread: What = "unavailable" if self._in_time else "late"
-        behind: What = "never" if self.answered else "late"
-        missing = [
-            *self._cover(at, stop, self._stopped, unread, "not read"),
-            *self._not_in_time(stop, found),
-            *self._cover(
-                found, self._end, self._behind, behind, "" if self.answered else "no answer"
-            ),
-        ]
+            return LoadReport(seconds=self._seconds)
+        found, where = 0, list[_Range]()
+        if self._answer is not None:
+            there, self._behind = self._answer
+            found, where = min(there.tokens, self._end), _ranges(0, there.tiers)
+        sources, missing = self._sources(), list[Miss]()
+        for start, stop in self._gaps(self._end):
+            middle = min(max(start, found), stop)
+            for begin, end in self._cut(start, middle, where):
+                missing += self._unread(begin, end, _at(where, begin) or "")
+            missing += self._cover(middle, stop, self._behind, self._not_found)
         late = any(fate.what == "late" for fate in missing)
-        return LoadReport(
-            self._end - self.pool, sources, tuple(missing), self._last - self._began, late
+        parts = tuple((*one,) for one in sources)
+        return LoadReport(self._end - self.pool, parts, tuple(missing), self._seconds, late)
+
+    @property
+    def _seconds(self) -> float:
+        return self._last - self._began
+
+    def _unread(self, start: int, stop: int, tier: str) -> list[Miss]:
+        """Explain tokens that were found in ``tier`` and did not come."""
+        if not self._came and not self._stopped and stop - start < self._page_size:
+            return [Miss(start, stop, "", "never", None, "part")]
+
+        def gap(begin: int, end: int) -> Miss:
+            if self._late:
+                return _miss(begin, end, tier, "late", "no answer")
+            return self._slower(begin, end, tier)
+
+        return self._cover(start, stop, self._stopped, gap)
+
+    def _slower(self, start: int, stop: int, tier: str) -> Miss:
+        load_s, compute_s = self._plan
+        return Miss.slower(
+            start, stop, tier, load_s=load_s, compute_s=compute_s, overtaken=bool(self._came)
         )
 
-    def _sources(self) -> tuple[tuple[int, int, str], ...]:
+    def _not_found(self, start: int, stop: int) -> Miss:
+        if self.answered:
+            return Miss(start, stop, "", "never", None, "")
+        return _miss(start, stop, self._slow, "late", "no answer")
+
+    def _gaps(self, end: int) -> list[tuple[int, int]]:
+        """Return the ranges from the pool's tokens to ``end`` that did not come."""
+        gaps, at = [], self.pool
+        for start, stop, _ in [*sorted(self._came), _Range(end, end, "")]:
+            if at < start:
+                gaps.append((at, start))
+            at = max(at, stop)
+        return gaps
+
+    def _sources(self) -> list[_Range]:
         """Return the tokens that came, by tier.
 
         Tokens read from memory count for the tier below from which they were fetched for this load.
         """
-        cuts = sorted(
-            {edge for part in (self._came, self._fetched, self._where) for one in part
-             for edge in one[:2]}
-        )  # fmt: skip
+        where = [] if self._answer is None else _ranges(0, self._answer[0].tiers)
         sources: list[_Range] = []
-        for start, stop in pairwise(cuts):
-            tier = _at(self._came, start)
-            if tier is None:
-                continue
-            if tier == self._front:
-                tier = _at(self._fetched, start) or tier
-            if tier == self._front:
-                tier = _at(self._where, start) or tier
-            if sources and sources[-1].stop == start and sources[-1].tier == tier:
-                sources[-1] = _Range(sources[-1].start, stop, tier)
-            else:
-                sources.append(_Range(start, stop, tier))
-        return tuple((*one,) for one in sources)
+        for part in sorted(self._came):
+            for start, stop in self._cut(part.start, part.stop, self._read, self._fetched, where):
+                tier = _at(self._read, start) or self._front
+                if tier == self._front:
+                    tier = _at(self._fetched, start) or tier
+                if tier == self._front:
+                    tier = _at(where, start) or tier
+                if sources and sources[-1].stop == start and sources[-1].tier == tier:
+                    sources[-1] = _Range(sources[-1].start, stop, tier)
+                else:
+                    sources.append(_Range(start, stop, tier))
+        return sources
 
-    def _not_in_time(self, start: int, stop: int) -> list[Miss]:
-        """Explain tokens that were found but not read: too slow, or less than a page."""
-        if self._ready is not None and self._ready < self._found:
-            return self._cover(start, stop, (), "late", "no answer")
-        return [Miss(start, stop, "", "never", None, "part")] if start < stop else []
+    @staticmethod
+    def _cut(start: int, stop: int, *by: Iterable[_Range]) -> list[tuple[int, int]]:
+        """Return ``start`` … ``stop`` in pieces that lie within ranges, or outside."""
+        edges = {edge for part in by for one in part for edge in one[:2] if start < edge < stop}
+        return list(pairwise(sorted({start, stop, *edges})))
 
     def _cover(
-        self, start: int, stop: int, fates: Sequence[Miss], what: What, detail: str
+        self, start: int, stop: int, fates: Sequence[Miss], gap: Callable[[int, int], Miss]
     ) -> list[Miss]:
-        """Cut ``fates`` to tokens ``start`` … ``stop - 1``; tokens in the gaps get ``what``."""
+        """Cut ``fates`` to tokens ``start`` … ``stop - 1``; ``gap`` makes those between them."""
         covered: list[Miss] = []
         for fate in fates:
             begin, end = max(start, fate.start), min(stop, fate.stop)
             if begin < end:
-                covered += self._same(start, begin, what, detail)
+                if start < begin:
+                    covered.append(gap(start, begin))
                 covered.append(replace(fate, start=begin, stop=end))
                 start = end
-        return covered + self._same(start, stop, what, detail)
+        return [*covered, gap(start, stop)] if start < stop else covered
 
-    def _same(self, start: int, stop: int, what: What, detail: str) -> list[Miss]:
-        """Return misses with one reason, split by the tier where the lookup found the tokens."""
-        if start >= stop:
-            return []
-        if what == "never":
-            return [Miss(start, stop, "", what, None, detail)]
-        now = time.time()
-        edges = {edge for one in self._where for edge in one[:2] if start < edge < stop}
-        return [
-            Miss(begin, end, _at(self._where, begin) or self._slow, what, now, detail)
-            for begin, end in pairwise(sorted({start, stop, *edges}))
-        ]
+
+def _miss(start: int, stop: int, tier: str, what: What, detail: str) -> Miss:
+    return Miss(start, stop, tier, what, time.time(), detail)
 
 
 def _ranges(start: int, runs: Iterable[tuple[str, int]]) -> list[_Range]:

@@ -53,6 +53,11 @@ class Forms:
         kv = whole.flatten(self._at, self._at + 1).narrow(self._at, 0, tokens)
         return (kv.transpose(2, 3) if self._tokens_are_hnd else kv).contiguous()
 
+    def part(self, kv: Tensor, start: int, stop: int) -> Tensor:
+        """Return tokens ``start`` … ``stop - 1`` of a store's ``kv``, as a view."""
+        at = 3 if self._tokens_are_hnd and kv.dim() == 5 else self._at
+        return kv.narrow(at, start, stop - start)
+
     def by_page(self, kv: Tensor, tokens: int, block: Tensor) -> None:
         """Write the first ``tokens`` tokens of a store's ``kv`` to ``block``, from its first page.
 

@@ -1,8 +1,8 @@
-"""`Loads`: loads KV of prompts from a store into pages, in the background.
+"""`Loads`: reads KV of prompts from a store, in the background; `PageLoads` those of plain models.
 
-    lookup ──▶ prefetch (while the answer waits) ──▶ admitted ──▶ chunks ──▶ done
-                    │                                    │
-                    └── late: read what is ready ────────┴── a slow chunk: keep those before
+    lookup ──▶ prefetch (while the answer waits) ──▶ admitted ──▶ queued ──▶ read ──▶ chunks
+                                                        │
+                                                        └── computed from the front meanwhile
 
 Threads of this module call the store, so that a tier that hangs never holds up the engine; the
 engine's thread only writes chunks that have arrived to pages.
@@ -15,7 +15,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,7 +26,7 @@ from kvkeep.serve.engine.offload.threads import DaemonThreads
 from kvkeep.serve.engine.offload.writes import block_keys
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Sequence
 
     from kvkeep.core.pages.tensors import PagedTensors
     from kvkeep.observe.usage import LoadReport
@@ -34,18 +34,20 @@ if TYPE_CHECKING:
     from kvkeep.serve.engine.offload.writes import Known
     from kvkeep.store import KVStore, Miss
 
-__all__ = ["GRACE_S", "Loads", "PageLoads"]
+__all__ = ["Loads", "PageLoads"]
 
 _log = logging.getLogger(__name__)
 
-# A lookup may wait for a server; a read mostly finds its blocks prefetched in memory.
+# A lookup may wait for a server. Of reads, one runs at a time, unless it is late.
 _LOOKUP_THREADS = 4
-_READ_THREADS = 2
-# Bytes of one chunk, and how many chunks exist at once.
-_CHUNK_BYTES = 32 << 20
-_CHUNKS = 6
-# Seconds beyond its deadline after which the engine stops waiting for a read.
-GRACE_S = 0.5
+_READ_THREADS = 4
+# Host memory for blocks that wait for the engine's thread.
+_BUFFER_BYTES = 192 << 20
+_MOST_BUFFERS = 256
+# Blocks that are read from the front at once.
+_FRONT = 16
+# Seconds between two looks at whether a read that waits for a buffer was cancelled.
+_LOOK_S = 0.05
 # Seconds that close waits for each thread.
 _CLOSE_S = 0.5
 
@@ -53,9 +55,12 @@ _CLOSE_S = 0.5
 class Loads(ABC):
     """Looks prompts up in a store, and reads their KV into memory.
 
-    Reads for one answer may take ``timeout`` seconds in all. Thread safety: all methods belong to
-    the engine's thread; ``arrival`` is set whenever a lookup ends, a chunk arrives or a load ends.
+    Thread safety: all methods belong to the engine's thread; ``arrival`` is set whenever a lookup
+    ends, a chunk arrives or a load ends.
     """
+
+    whole = False
+    """Whether only all that is stored of a prompt is of use."""
 
     def __init__(self, store: KVStore, known: Known, *, page_size: int, timeout: float) -> None:
         self.arrival = threading.Event()
@@ -66,22 +71,26 @@ class Loads(ABC):
         self._block = store.block_tokens
         self._lookups = DaemonThreads("kvkeep lookups", _LOOKUP_THREADS, _log)
         self._reads = DaemonThreads("kvkeep reads", _READ_THREADS, _log)
+        self._lock = threading.Lock()
+        self._queued: list[tuple[Any, Load]] = []  # by the order of their answers
+        self._running: list[Load] = []
 
-    # --- lookup ------------------------------------------------------------------------------
+    # --- lookup and prefetch ---------------------------------------------------------------------
 
     def start(self, load: Load) -> None:
-        """Look up ``load.tokens`` in the background, and prefetch those that the pool lacks."""
+        """Look up ``load.tokens`` in the background."""
         self._lookups.submit(lambda: self._run_lookup(load))
 
     def _run_lookup(self, load: Load) -> None:
+        found: tuple[int, Sequence[tuple[str, int]]] = 0, ()
         try:
             if not load.cancelled:
-                self._look_up(load)
+                found = self._look_up(load)
         finally:
-            load.looked_up()
+            load.looked_up(*found)
             self.arrival.set()
 
-    def _look_up(self, load: Load) -> None:
+    def _look_up(self, load: Load) -> tuple[int, Sequence[tuple[str, int]]]:
         tokens, tenant = load.tokens, load.tenant
         began = time.monotonic()
         there = self._store.lookup(tokens, tenant=tenant)
@@ -91,33 +100,76 @@ class Loads(ABC):
         self._known.found(stored, missing=keys[found // self._block :], since=began)
         if load.in_pool >= self._block:  # reused from the pool, so the store sees no read of them
             self._store.touch(tokens[: min(found, load.in_pool)], tenant=tenant)
-        if load.is_worthwhile(self._page_size) and found - load.in_pool >= self._page_size:
-            prefetch = self._store.prefetch(tokens[:found], load.in_pool, tenant=tenant)
-            load.prefetching(prefetch, found)
         if load.evidence is not None:
             behind = self._store.why(tokens, found, tenant=tenant, since=load.evidence.since)
             load.evidence.looked_up(there, behind)
+        return found, there.tiers
 
-    # --- reading -----------------------------------------------------------------------------
+    @property
+    def busy(self) -> bool:
+        """Whether a read is queued or under way."""
+        with self._lock:
+            return bool(self._queued or self._running)
 
-    def begin(self, load: Load, cached: int) -> None:
-        """Start to read behind the ``cached`` tokens that the pool has; the answer is admitted.
+    def prefetch(self, load: Load) -> None:
+        """Read the KV of a waiting answer into memory in the background, if it was found."""
+        if load.answered and not load.prefetched and load.found - load.in_pool >= self._page_size:
+            load.prefetched = True
+            self._lookups.submit(lambda: self._prefetch(load))
 
-        ``load.loading`` is then whether any chunk will come.
-        """
-        load.begin(cached, self._page_size)
-        if not load.loading:
-            self.cancel(load)
-            return
-        held = 0.0 if load.held_since is None else time.monotonic() - load.held_since
-        # Ready tokens are worth reading even if the lookup took all of the time.
-        seconds = max(self._timeout - held, self._timeout / 4)
-        start = cached // self._page_size * self._page_size
-        self._reads.submit(lambda: self._read_all(load, start, seconds))
+    def _prefetch(self, load: Load) -> None:
+        tokens = load.tokens[: load.found]
+        load.prefetching(self._store.prefetch(tokens, load.in_pool, tenant=load.tenant))
+
+    # --- reading ---------------------------------------------------------------------------------
+
+    def queue(self, order: Any, load: Load) -> None:
+        """Read ``load`` when those queued with a lower ``order`` are read, or are late."""
+        with self._lock:
+            if load.reading or load.has_read or any(one is load for _, one in self._queued):
+                return
+            self._queued.append((order, load))
+            self._queued.sort(key=lambda one: one[0])
+        self.go_on()
+
+    def unqueue(self, load: Load) -> None:
+        """Do not read ``load``, if its read has not begun."""
+        with self._lock:
+            self._queued = [one for one in self._queued if one[1] is not load]
+
+    def go_on(self) -> None:
+        """Begin the next read, if none is under way but late ones."""
+        with self._lock:
+            free = bool(self._queued) and self._may_begin()
+        if free:
+            self._reads.submit(self._read_queued)
+
+    def _may_begin(self) -> bool:
+        return len(self._running) < _READ_THREADS and all(one.late for one in self._running)
+
+    def _read_queued(self) -> None:
+        while True:
+            with self._lock:
+                if not self._queued or not self._may_begin():
+                    return
+                _, load = self._queued.pop(0)
+                self._running.append(load)
+            try:
+                self._read(load)
+            finally:
+                load.end_read()
+                with self._lock:
+                    self._running.remove(load)
+                self.arrival.set()
+
+    def _read(self, load: Load) -> None:
+        begin = load.begin_read()
+        if begin is not None:
+            self._read_from(load, begin // self._page_size * self._page_size)
 
     @abstractmethod
-    def _read_all(self, load: Load, start: int, seconds: float) -> None:
-        """Read from token ``start`` on, for ``seconds`` in all, and `Load.end_read`."""
+    def _read_from(self, load: Load, start: int) -> None:
+        """Read the tokens from ``start`` on, and deliver chunks."""
 
     def _deliver(self, load: Load, chunk: LoadChunk) -> None:
         if load.arrived(chunk):
@@ -125,18 +177,22 @@ class Loads(ABC):
         else:
             self.give_back(chunk)
 
-    def _forget_stored(self, load: Load, start: int) -> None:
-        """Forget that blocks from ``start`` on are stored: they are lost or damaged.
+    def _lost(self, load: Load, holes: Sequence[tuple[int, int]]) -> None:
+        """Note ``holes``, tokens that were found and did not come: lost, damaged or late.
 
-        The next save then writes them again.
+        The next save writes them again.
         """
+        start = holes[0][0]
         keys = block_keys(load.namespace, load.tokens, self._block)[start // self._block :]
         self._known.found([], missing=keys, since=time.monotonic())
+        if load.evidence is not None:
+            for begin, stop in holes[:4]:
+                load.evidence.stopped(self._why(load, begin, load.evidence.since), begin, stop)
 
     def _why(self, load: Load, start: int, since: float) -> tuple[Miss, ...]:
         return self._store.why(load.tokens, start, tenant=load.tenant, since=since)
 
-    # --- the engine's side -------------------------------------------------------------------
+    # --- the engine's side -----------------------------------------------------------------------
 
     @abstractmethod
     def give_back(self, chunk: LoadChunk) -> None:
@@ -159,6 +215,7 @@ class Loads(ABC):
 
     def cancel(self, load: Load) -> None:
         """Stop ``load`` and free its chunks."""
+        self.unqueue(load)
         for chunk in load.cancel():
             self.give_back(chunk)
 
@@ -169,66 +226,89 @@ class Loads(ABC):
 
 
 class PageLoads(Loads):
-    """Loads for a model in which every layer keeps every token: chunks in page order."""
+    """Loads for a model in which every layer keeps every token: chunks are blocks of pages.
+
+    They come from the end of the prompt, since it is computed from its front. Blocks in memory in
+    front of slower ones come first: nothing is computed as fast.
+    """
 
     def __init__(
         self, store: KVStore, tensors: PagedTensors, forms: Forms, known: Known, *, timeout: float
     ) -> None:
         super().__init__(store, known, page_size=tensors.page_size, timeout=timeout)
         self._forms = forms
-        blocks = max(1, _CHUNK_BYTES // (self._block * tensors.geometry.bytes_per_token))
-        self._chunk = blocks * self._block
+        pages = self._block // self._page_size
+        count = _BUFFER_BYTES // (pages * tensors.page_bytes)
         self._buffers = Buffers(
-            _CHUNKS,
-            self._chunk // self._page_size,
+            max(4, min(_MOST_BUFFERS, count)),
+            pages,
             tensors.page_bytes,
             pinned=tensors.device.type == "cuda",
         )
 
-    def _read_all(self, load: Load, start: int, seconds: float) -> None:
-        """Read from token ``start`` on, chunk by chunk, for ``seconds`` in all."""
-        evidence = load.evidence
+    def _read_from(self, load: Load, start: int) -> None:
+        tokens = load.tokens[: load.found]  # a tail is found only by all of its tokens
+        tail = self._store.load_tail(tokens, start, deadline=self._timeout, tenant=load.tenant)
+        runs, front = tail.runs, start
+        load.located(start, tail.stop, runs, tail.stop_before)
         try:
-            while start < load.stop and seconds > 0 and not load.cancelled:
-                block = self._buffers.take(self._timeout)
-                if block is None:
-                    continue  # the engine is computing, and has not written any chunk yet
-                began = time.monotonic()
-                stop = min(load.stop, (start // self._chunk + 1) * self._chunk)
-                chunk = LoadChunk(start, 0, block)
-                try:
-                    load.due = began + seconds + GRACE_S
-                    chunk = self._read(load, start, stop, block, seconds)
-                finally:
-                    load.due = None
-                    self._deliver(load, chunk)
-                start += chunk.tokens
-                seconds -= time.monotonic() - began
-                if start < stop:
-                    self._forget_stored(load, start)
-                    if evidence is not None and seconds > 0:
-                        evidence.stopped(self._why(load, start, evidence.since))
-                    break
-            if seconds <= 0 and evidence is not None:
-                evidence.late()
+            if len(runs) > 1 and runs[0][0] == self._store.tiers[0]:
+                front = self._read_front(load, start, start + runs[0][1])
+                tail.stop_before(front)
+            tail.read(lambda begin, stop, kv: self._sink(load, begin, stop, kv))
         finally:
-            load.end_read()
-            self.arrival.set()
+            load.sources_known(start, front, tail.delivered, tail.sources)
+        if not load.cancelled:
+            came = [(start, front), *tail.delivered]
+            if holes := _holes(came, load.computing, load.stop):
+                self._lost(load, holes)
 
-    def _read(self, load: Load, start: int, stop: int, block: Tensor, seconds: float) -> LoadChunk:
-        """Read tokens ``start`` … ``stop - 1`` into ``block``, or as many as the store gives."""
-        # A tail is found only by all of its tokens, even if not all of them are wanted.
-        tokens = load.tokens[: load.ready if stop == load.stop else stop]
-        sources: list[tuple[str, int]] | None = None if load.evidence is None else []
-        kv, count = self._store.get(
-            tokens, start, deadline=seconds, tenant=load.tenant, sources=sources
-        )
-        count = min(count, stop - start)
-        if count <= 0:
-            return LoadChunk(start, 0, block)
-        assert isinstance(kv, torch.Tensor), "the default form is a tensor"
-        self._forms.by_page(kv, count, block)
-        return LoadChunk(start, count, block, sources or ())
+    def _read_front(self, load: Load, start: int, stop: int) -> int:
+        """Read the tokens ``start`` … ``stop - 1``, which are in memory; return how far it came."""
+        while start < stop and not load.cancelled:
+            end = min(stop, (start // self._block + _FRONT) * self._block)
+            kv, count = self._store.get(
+                load.tokens[:end], start, deadline=self._timeout, tenant=load.tenant
+            )
+            first, end = start, start + count
+            while start < end:
+                assert isinstance(kv, torch.Tensor), "the default form is a tensor"
+                until = min(end, (start // self._block + 1) * self._block)
+                part = self._forms.part(kv, start - first, until - first)
+                self._sink(load, start, until, part)
+                start = until
+            if not count:
+                break
+        return start
+
+    def _sink(self, load: Load, start: int, stop: int, kv: Any) -> None:
+        """Bring the KV of tokens ``start`` … ``stop - 1`` into page order, and deliver it."""
+        count = min(stop, load.stop) - start
+        if count <= 0 or stop <= load.computing:
+            return
+        block = None
+        while block is None:
+            if load.cancelled:
+                return
+            block = self._buffers.take(_LOOK_S)  # the engine computes, and writes none to pages
+        try:
+            self._forms.by_page(kv, count, block)
+        except BaseException:
+            self._buffers.give(block)
+            raise
+        self._deliver(load, LoadChunk(start, count, block))
 
     def give_back(self, chunk: LoadChunk) -> None:
         self._buffers.give(chunk.block)
+
+
+def _holes(came: Sequence[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
+    """Return the ranges between ``start`` and ``stop`` that are in none of ``came``, in order."""
+    holes: list[tuple[int, int]] = []
+    for begin, end in came:
+        if begin > start:
+            holes.append((start, begin))
+        start = max(start, end)
+    if start < stop:
+        holes.append((start, stop))
+    return holes

@@ -33,8 +33,11 @@ class Mover(ABC):
     loads: Loads
 
     @abstractmethod
-    def restore(self, answer: Answer, chunk: LoadChunk) -> int:
-        """Write a chunk to the pages of ``answer``; return up to where its tokens are there now."""
+    def restore(self, answer: Answer, chunk: LoadChunk) -> bool:
+        """Write a chunk to the pages of ``answer``; False if there is no room for it.
+
+        What is computed of its tokens stays, in pages that others may read.
+        """
 
     @abstractmethod
     def has_news(self, answer: Answer) -> bool:
@@ -83,13 +86,15 @@ class PageMover(Mover):
         self.known = self._writes.known
         self.loads = PageLoads(store, tensors, forms, self.known, timeout=timeout)
 
-    def restore(self, answer: Answer, chunk: LoadChunk) -> int:
-        start, tokens, block, _ = chunk
+    def restore(self, answer: Answer, chunk: LoadChunk) -> bool:
         size = self._tensors.page_size
-        count = -(-tokens // size)
-        pages = answer.running_sequence.pages[start // size : start // size + count]
-        self._tensors.write(pages, block[:count])
-        return start + tokens
+        first = chunk.start // size
+        stop = first - (-chunk.tokens // size)
+        # The first page not computed in full: others before it may be published.
+        begin = max(first, answer.computed // size)
+        pages = answer.running_sequence.pages[begin:stop]
+        self._tensors.write(pages, chunk.block[begin - first : stop - first])
+        return True
 
     def has_news(self, answer: Answer) -> bool:
         return answer.computed >= answer.trail.next

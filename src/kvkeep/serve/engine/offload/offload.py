@@ -1,9 +1,9 @@
 """`Offload`: the engine's side of a store that outlives it.
 
-While a request waits, `Offload` prefetches the stored KV of its prompt that the pool lacks; once
-the request is admitted, `Offload` loads that KV into its pages. Computed KV is written to the store
-in the background. A store that fails or hangs costs a request ``timeout`` seconds at most, never an
-error.
+Once a request is admitted, `Offload` loads the stored KV of its prompt that the pool lacks into its
+pages, from the end, while the engine computes the prompt from the front, as far as both pays. While
+a request waits, its KV may be read into memory. Computed KV is written to the store in the
+background. A store that fails, hangs or is slow costs a request little time, never an error.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from kvkeep.observe.usage import LoadReport, Notifier, PromptStored, RequestLoad
 from kvkeep.serve.engine.offload.evidence import Evidence
 from kvkeep.serve.engine.offload.load import Load
 from kvkeep.serve.engine.offload.mover import Mover, PageMover
+from kvkeep.serve.engine.offload.overlaps import Overlaps
 from kvkeep.serve.engine.offload.snapshots import SnapshotMover
 from kvkeep.serve.engine.offload.writes import NEVER
 from kvkeep.store import Removed
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from kvkeep.core.cache import PagedCache
     from kvkeep.core.tokens import TokenArray
     from kvkeep.serve.engine.answer import Answer
-    from kvkeep.serve.engine.offload.load import LoadChunk
+    from kvkeep.serve.engine.planning import Chunk
     from kvkeep.serve.engine.runner import Runner
     from kvkeep.serve.engine.stats import EngineStats
     from kvkeep.store import KVStore
@@ -69,6 +70,7 @@ class Offload:
         stats: EngineStats,
         *,
         timeout: float,
+        step_tokens: int,
         notifier: Notifier | None = None,
     ) -> None:
         if store.geometry != runner.geometry:
@@ -94,10 +96,14 @@ class Offload:
         self._cache = cache
         self._stats = stats
         self._notifier = notifier or Notifier()
-        self._timeout = timeout
         kind = PageMover if runner.layout is None else SnapshotMover
         self._mover: Mover = kind(store, runner, stats, timeout=timeout)
         self._loads = self._mover.loads
+        self._overlaps = Overlaps(
+            self._loads, store.cost, step_tokens=step_tokens,
+            token_bytes=runner.geometry.bytes_per_token, timeout=timeout,
+        )  # fmt: skip
+        self._admitted: list[Answer] = []  # whose loads were not reported
         self._tenants: OrderedDict[Namespace, str] = OrderedDict()
 
     def _tenant(self, namespace: Namespace) -> str:
@@ -129,11 +135,21 @@ class Offload:
     # --- before admission --------------------------------------------------------------------
 
     def prefetch(self, waiting: list[Answer]) -> None:
-        """Start loads for the first of the ``waiting`` answers."""
-        for answer in waiting[:_AHEAD]:
-            self._load_of(answer)
+        """Look up the first of the ``waiting`` answers, and read their KV into memory.
 
-    def _load_of(self, answer: Answer) -> Load:
+        They are read while no running answer is.
+        """
+        busy = self._loads.busy
+        for answer in waiting[:_AHEAD]:
+            load = self.look_up(answer)
+            if busy:
+                load.end_prefetch()
+                load.prefetched = False
+            elif load.waited:  # it was not admitted in the step in which it came
+                self._loads.prefetch(load)
+            load.waited = True
+
+    def look_up(self, answer: Answer) -> Load:
         """Return the answer's load, started now if it has none."""
         if answer.load is None:
             tokens, namespace = answer.tokens(), answer.request.namespace
@@ -141,68 +157,105 @@ class Offload:
             evidence = None
             if self._notifier.observers:
                 evidence = Evidence(len(tokens) - 1, self._runner.page_size, self._store.tiers)
-            answer.load = Load(tokens, namespace, self._tenant(namespace), in_pool, evidence)
+            answer.load = Load(
+                tokens, namespace, self._tenant(namespace), in_pool, evidence,
+                unit=self._store.block_tokens, whole=self._loads.whole,
+            )  # fmt: skip
             self._loads.start(answer.load)
         return answer.load
-
-    def should_wait(self, answer: Answer) -> bool:
-        """Whether ``answer``, next in the queue, should wait for its prefetch.
-
-        True for ``timeout`` seconds at most.
-        """
-        load = self._load_of(answer)
-        if load.settled or not load.is_worthwhile(self._runner.page_size):
-            return False
-        now = time.monotonic()
-        if load.held_since is None:
-            load.held_since = now
-        if now - load.held_since < self._timeout:
-            return True
-        self._stats.late_loads += 1
-        return False
 
     # --- while it runs -----------------------------------------------------------------------
 
     def admitted(self, answer: Answer) -> None:
-        """Start to read the KV prefetched for ``answer``, which has its pages now."""
-        sequence, load = answer.running_sequence, answer.load
-        if load is None:
-            return
-        self._loads.begin(load, sequence.num_cached)
-        if not load.loading:
-            answer.load = None
-            self._report(answer, load)
-            return
-        # Loaded tokens may go into a page that is a pending copy: the copy comes first.
-        self._runner.copy(sequence.copies())
+        """Begin to load behind the tokens that the pool has; ``answer`` has its pages now."""
+        load = self.look_up(answer)
+        load.admitted(answer.running_sequence.num_cached, self._runner.page_size)
+        self._admitted.append(answer)
+
+    def plan(self, running: Sequence[Answer]) -> dict[int, int]:
+        """Return where the next pass has to end, by the `id` of each answer that has a limit."""
+        return self._overlaps.plan(running, self._give_up)
+
+    def computes(self, chunks: Iterable[Chunk]) -> None:
+        """Note that a pass over ``chunks`` begins: their tokens are not read any more."""
+        for answer, _, stop, _ in chunks:
+            if answer.loading:
+                assert answer.load is not None
+                answer.load.compute(stop)
+
+    def computed(self, chunks: Iterable[Chunk]) -> None:
+        """Note that a pass over ``chunks`` has ended; they go on behind what was loaded."""
+        now = time.monotonic()
+        for answer, *_ in chunks:
+            load = answer.load
+            if load is not None and not load.done:
+                load.alive_at = now
+                self._advance(answer, load)
 
     def receive(self, running: Iterable[Answer]) -> None:
         """Write chunks that have arrived to the pages of their answers, and publish them."""
         for answer in running:
             load = answer.load
-            if load is None:
+            if load is None or load.done:
                 continue
             for chunk in load.take():
-                self._write(answer, chunk, load)
+                load.late = False
+                if chunk.start + chunk.tokens > answer.computed:
+                    self._runner.copy(answer.running_sequence.copies())
+                    if self._mover.restore(answer, chunk):
+                        load.put(chunk)
                 self._loads.give_back(chunk)
-            if load.is_through():
-                self._report(answer, load)
-                self.cancel(answer)
+            self._advance(answer, load)
+        self._report_all()
 
-    def _write(self, answer: Answer, chunk: LoadChunk, load: Load) -> None:
-        position = self._mover.restore(answer, chunk)
-        loaded = position - answer.computed
-        if loaded <= 0:
-            return
-        if load.evidence is not None:
-            load.evidence.came(answer.computed, chunk.start, chunk.tokens, chunk.sources)
-        answer.computed = position
-        if answer.request.store:
-            answer.running_sequence.publish(position)
-        self._stats.loaded_tokens += loaded
-        if load.is_first:
-            self._stats.cached_tokens += loaded
-            answer.request.note_loaded(loaded)
+    def _advance(self, answer: Answer, load: Load) -> None:
+        """Go on behind what was loaded, if computing has reached it."""
+        computed, saved = load.advance(answer.computed)
+        if saved:
+            loaded = sum(stop - start for start, stop in saved)
+            if load.evidence is not None:
+                for part in saved:
+                    load.evidence.came(*part)
+            answer.computed = computed
+            load.alive_at = time.monotonic()
+            if answer.request.store:
+                answer.running_sequence.publish(computed)
+            self._stats.loaded_tokens += loaded
+            if load.is_first:
+                self._stats.cached_tokens += loaded
+                answer.request.note_loaded(loaded)
+        if load.is_through():
+            self._end(load)
+
+    def _end(self, load: Load) -> None:
+        """End a load that is of no more use; its report follows when its read has returned."""
+        late = load.late or not load.answered
+        if late:
+            self._stats.late_loads += 1
+            if load.evidence is not None:
+                load.evidence.late()
+        load.done = True
+        self._loads.cancel(load)
+
+    def _give_up(self, answer: Answer) -> None:
+        """End the load of an answer that has waited too long for it."""
+        if answer.load is not None:
+            answer.load.late = True
+            self._end(answer.load)
+
+    def _report_all(self) -> None:
+        """Report loads that are over."""
+        left: list[Answer] = []
+        for answer in self._admitted:
+            load = answer.load
+            if load is None:
+                continue
+            if not load.done or load.reading:
+                left.append(answer)
+                continue
+            answer.load = None
+            self._report(answer, load)
+        self._admitted = left
 
     def _report(self, answer: Answer, load: Load, *, called_off: bool = False) -> None:
         """Report an admitted answer's load to the observers, once."""
@@ -224,7 +277,7 @@ class Offload:
         if load is not None:
             self._loads.cancel(load)
             answer.load = None
-            self._report(answer, load, called_off=True)
+            self._report(answer, load, called_off=not load.done)
 
     def save(self, answer: Answer, *, last: bool = False) -> None:
         """Queue computed blocks of ``answer`` for the store; in the ``last`` call also its tail.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import IllegalStep, OutOfPages
 from kvkeep.serve.engine.offload.load import LoadChunk
-from kvkeep.serve.engine.offload.loads import GRACE_S, Loads
+from kvkeep.serve.engine.offload.loads import Loads
 from kvkeep.serve.engine.offload.mover import Mover
 from kvkeep.serve.engine.offload.queue import OffloadQueue
 from kvkeep.serve.engine.offload.snapshot_pages import SnapshotPages, SnapshotWrite
@@ -64,28 +64,27 @@ class SnapshotMover(Mover):
 
     # --- from the store --------------------------------------------------------------------------
 
-    def restore(self, answer: Answer, chunk: LoadChunk) -> int:
-        """Write a snapshot, and leave a checkpoint there; 0 if there is no room for its rows."""
+    def restore(self, answer: Answer, chunk: LoadChunk) -> bool:
+        """Write a snapshot, and leave a checkpoint there; False without room for its rows."""
         snapshot = chunk.block
         assert isinstance(snapshot, Snapshot)
         sequence, position = answer.running_sequence, snapshot.tokens
         groups = sequence.groups
         assert groups is not None
         if position <= groups.position:
-            return groups.position
-        self._runner.copy(sequence.copies())
+            return False
         first = groups.position  # pages up to there are others', too
         try:
             groups.load(position)
         except OutOfPages:
-            return 0
+            return False
         self._pages.write(sequence, snapshot, first)
         layout = self._layout
         if layout.state is not None and position % (layout.grid * layout.page_size) == 0:
             copy = groups.checkpoint(position)
             if copy is not None:
                 self._runner.copy([copy])
-        return position
+        return True
 
     # --- to the store ----------------------------------------------------------------------------
 
@@ -246,38 +245,26 @@ class SnapshotMover(Mover):
 
 
 class _SnapshotLoads(Loads):
-    """Loads whole snapshots."""
+    """Loads whole snapshots, beside computing: the first to be there wins."""
 
-    def _read_all(self, load: Load, start: int, seconds: float) -> None:
+    whole = True
+
+    def _read_from(self, load: Load, start: int) -> None:
         """Read the snapshot at the longest position that is worth reading."""
-        evidence = load.evidence
-        try:
-            if load.cancelled:
-                return
-            began = time.monotonic()
-            snapshot, sources = None, None if evidence is None else list[tuple[str, int]]()
-            try:
-                load.due = began + seconds + GRACE_S
-                snapshot = self._store.get_snapshot(
-                    load.tokens, start, limit=load.stop, deadline=seconds, tenant=load.tenant,
-                    sources=sources,
-                )  # fmt: skip
-            finally:
-                load.due = None
-            in_time = time.monotonic() - began <= seconds
-            if snapshot is not None:
-                tokens = snapshot.tokens - start
-                self._deliver(load, LoadChunk(start, tokens, snapshot, sources or ()))
-            if snapshot is None or snapshot.tokens < load.stop:
-                stop = start if snapshot is None else snapshot.tokens
-                self._forget_stored(load, stop)
-                if evidence is not None and in_time:
-                    evidence.stopped(self._why(load, stop, evidence.since))
-            if evidence is not None and not in_time:
-                evidence.late()
-        finally:
-            load.end_read()
-            self.arrival.set()
+        sources: list[tuple[str, int]] = []
+        snapshot = self._store.get_snapshot(
+            load.tokens, start, limit=load.stop, deadline=self._timeout, tenant=load.tenant,
+            sources=sources,
+        )  # fmt: skip
+        stop = start
+        if snapshot is not None:
+            stop = snapshot.tokens
+            load.sources_known(start, start, [(start, stop)], sources)
+            self._deliver(load, LoadChunk(start, stop - start, snapshot))
+        if not load.cancelled and stop < load.stop:
+            begin = max(stop, load.computing)
+            if begin < load.stop:
+                self._lost(load, [(begin, load.stop)])
 
     def give_back(self, chunk: LoadChunk) -> None:
         """Nothing is kept: the snapshot's memory is its own."""

@@ -4,6 +4,7 @@ Modules here have no ``from __future__ import annotations``: FastAPI reads annot
 """
 
 from kvkeep.serve.server.routes import (
+    cost,
     kv,
     map,
     messages,
@@ -24,6 +25,7 @@ ROUTERS = (
     kv.router,
     see.router,
     usage.router,
+    cost.router,
     map.router,
     operations.router,
     ui.router,

@@ -19,6 +19,8 @@ async def health(service: ServiceOf, response: Response) -> HealthResponse:
     """200 while requests are accepted, else 503. Needs no API key."""
     service.refuse_if_closed()
     response.headers["x-kvkeep-messages"] = "1"  # for a router: /v1/messages is here
+    if service.settings.api_key is None:
+        response.headers["x-kvkeep-cost"] = "1"  # and /kv/cost
     return HealthResponse(status="ok")
 
 

@@ -8,9 +8,9 @@ from kvkeep.serve.server.schemas.base import ResponseModel
 from kvkeep.serve.server.schemas.prompt import PromptRequest
 
 __all__ = [
-    "DivergedText", "ExplainRequest", "ExplainResponse", "LivePages", "LivePoint", "LiveResponse",
-    "LiveSession", "LiveTenant", "LiveTier", "LiveTimes", "LiveTotals", "LiveTtft", "PrefillCause",
-    "PromptSpan", "RequestSummary", "RequestsResponse", "SummaryResponse",
+    "DivergedText", "ExplainRequest", "ExplainResponse", "LiveLoads", "LivePages", "LivePoint",
+    "LiveResponse", "LiveSession", "LiveTenant", "LiveTier", "LiveTimes", "LiveTotals", "LiveTtft",
+    "PrefillCause", "PromptSpan", "RequestSummary", "RequestsResponse", "SummaryResponse",
 ]  # fmt: skip
 
 _REUSED = "Tokens by source: pool, or the name of a tier."
@@ -165,6 +165,23 @@ class LiveTier(ResponseModel):
     damaged: int
     read_bytes: int
     written_bytes: int
+    read_bytes_per_s: float | None = Field(
+        description="The bandwidth of reads, as learned; null if it is unknown or without a bound."
+    )
+
+
+class LiveLoads(ResponseModel):
+    """What computing takes, and what was loaded lately; /kv/cost has more."""
+
+    prefill_tokens_per_s: float | None = Field(
+        description="Of a prompt of 1,000 tokens, as learned; null if it is unknown."
+    )
+    loads: int = Field(description="The last prompts of which the store had more than the pool.")
+    loaded_tokens: int = Field(description="Of these: tokens that came from the store.")
+    computed_stored_tokens: int = Field(
+        description="Of these: stored tokens that were computed, because that is faster."
+    )
+    saved_s: float = Field(description="Expected seconds of computing what was loaded.")
 
 
 class LivePoint(ResponseModel):
@@ -240,6 +257,7 @@ class LiveResponse(ResponseModel):
         description="[seconds since 1970, prompt tokens, reused tokens] per 5 s, for 10 minutes."
     )
     tiers: list[LiveTier]
+    loads: LiveLoads
     what_if: list[LivePoint] | None
     tenants: list[LiveTenant] = Field(description="The 20 with the most prompt tokens.")
     sessions: list[LiveSession] = Field(description="The 20 seen last.")

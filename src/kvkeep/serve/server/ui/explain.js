@@ -50,6 +50,12 @@ const WORDS = {
       field === "tenant" ? "cache_salt" : field, " is ", theirs(ours || "(none)"), " here and ",
       theirs(other || "(none)"), " there"]), "."],
   computing: (said) => [to(said.by, `Request ${said.by}`), " was computing it at the time."],
+  not_loaded: (said) => [said.tier ? `The ${sourceName(said.tier)} has it, and computing it is faster`
+    : "It is stored, and computing it is faster", said.why === "overtaken"
+    ? ": the rest was loaded meanwhile."
+    : said.load_s && said.compute_s
+      ? `: loading would have taken ${seconds(said.load_s)}, computing ${seconds(said.compute_s)}.`
+      : "."],
   tier_unavailable: (said) => [`The ${sourceName(said.tier)} `, {
     breaker: "was not read, because it had failed", late: "answered too late", error: "failed",
   }[said.why] || "was unavailable", said.waited_s ? `, after ${seconds(said.waited_s)}` : "", "."],

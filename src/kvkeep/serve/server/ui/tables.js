@@ -88,6 +88,7 @@ const tiers = new Table(byId("tiers-table"), "Tiers", [
   {head: "blocks", number: true, text: (tier) => (tier.blocks === null ? "–" : amount(tier.blocks))},
   {head: "hits", number: true, text: (tier) => rate(tier.hits, tier.hits + tier.misses)},
   {head: "reads", number: true, text: (tier) => flow(moved.get(tier.name)?.reads || 0)},
+  {head: "read speed", number: true, text: (tier) => flow(tier.read_bytes_per_s || 0)},
   {head: "writes", number: true, text: (tier) => flow(moved.get(tier.name)?.writes || 0)},
   {head: "queue", number: true, text: (tier) => (tier.queued_bytes ? bytes(tier.queued_bytes) : "–")},
   {
@@ -122,9 +123,15 @@ const tenants = new Table(byId("tenants-table"), "Tenants", [
   {head: "pages", number: true, text: (one) => amount(one.pages)},
 ]);
 
+// How much of what is stored was loaded lately, because that is faster than computing it.
+const loaded = ({loaded_tokens: some, computed_stored_tokens: computed}) =>
+  (some + computed ? ` Lately ${rate(some, some + computed)} of the stored tokens were loaded`
+    + `${computed ? "; the others are faster to compute" : ""}.` : "");
+
 export const drawTables = (live) => {
   moved = speed(live);
-  say(byId("tiers-said"), live.tiers.length ? "Where KV goes that the pool has no room for."
+  say(byId("tiers-said"), live.tiers.length
+    ? `Where KV goes that the pool has no room for.${loaded(live.loads)}`
     : "This server keeps KV in its pool alone: it was started without a store.");
   tiers.draw(live.tiers, (one) => one.name);
   say(byId("sessions-said"), live.sessions.length

@@ -55,6 +55,7 @@ export const REASONS = {
   page_remainder: "rest of a page",
   not_resumable: "no state there",
   computing: "being computed",
+  not_loaded: "faster to compute",
   tier_unavailable: "tier unavailable",
   damaged: "damaged",
   last_token: "last token",

@@ -1,0 +1,103 @@
+"""Costs that are kept in a file from one run to the next."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+
+import pytest
+
+from kvkeep.core.cost import CostFile, CostModel, PrefillCost, TransferCost
+from kvkeep.core.errors import InvalidValue
+
+
+def learned():
+    cost = CostModel(
+        PrefillCost(seconds_fixed=0.01, seconds_per_token=0.001, kv_bytes_per_token=512.0),
+        reads={"file": TransferCost(seconds_fixed=0.001, seconds_per_byte=1e-9)},
+        writes={"file": TransferCost(seconds_per_byte=2e-9)},
+    )
+    for stop in (64, 500, 4_000) * 6:
+        cost.prefill.observe([(0, stop)], 0.02 + 0.002 * stop)
+    return cost
+
+
+def test_what_was_learned_is_there_again(tmp_path):
+    path = tmp_path / "cost.json"
+    learned().write(path)
+    file = CostFile.open(path, "a model")
+    assert file.cost.model == "a model"  # the file had none: a seed
+    assert file.cost.prefill.prefill_s(0, 1_000) == pytest.approx(2.02, rel=0.05)
+    assert file.cost.prefill.cost.kv_bytes_per_token == 512
+    file.close()
+    file.close()
+    again = CostFile.open(path, "a model")
+    assert again.cost.prefill.prefill_s(0, 1_000) == pytest.approx(2.02, rel=0.05)
+    assert again.cost.reads()["file"].seconds(1 << 20) == pytest.approx(0.002048, rel=0.05)
+    again.close()
+    assert os.listdir(tmp_path) == ["cost.json"]
+
+
+def test_costs_of_another_model_are_refused(tmp_path):
+    path = tmp_path / "cost.json"
+    CostFile.open(path, "one").close()
+    with pytest.raises(InvalidValue, match=r"costs of 'one', and this is 'other': name another"):
+        CostFile.open(path, "other")
+    assert json.loads(path.read_text())["model"] == "one"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"tiers": 3}', '{"kvkeep_cost": 9}', "[" * 9999])
+def test_damaged_files(tmp_path, caplog, text):
+    path = tmp_path / "cost.json"
+    path.write_text(text)
+    with pytest.raises(InvalidValue, match=r"cost\.json"):
+        CostFile.open(path, "m")
+    assert path.read_text() == text
+    with caplog.at_level(logging.WARNING):
+        file = CostFile.begin(path, "m")
+    assert "learned anew" in caplog.text
+    assert not file.cost.prefill.known
+    file.close()
+    assert json.loads(path.read_text()) == {"model": "m", "tiers": {}}
+
+
+def test_folders(tmp_path, caplog):
+    with pytest.raises(InvalidValue, match="there is no folder"):
+        CostFile.open(tmp_path / "none" / "cost.json", "m")
+    file = CostFile.begin(tmp_path / "none" / "deep" / "cost.json", "m")
+    file.close()
+    assert (tmp_path / "none" / "deep" / "cost.json").exists()
+    (tmp_path / "file").write_text("")
+    assert CostFile.begin(tmp_path / "file" / "cost.json", "m") is None
+    assert "costs are not kept" in caplog.text
+
+
+def test_a_place_that_goes_away_is_a_warning(tmp_path, caplog):
+    file = CostFile.begin(tmp_path / "costs" / "cost.json", "m")
+    (tmp_path / "costs").rmdir()
+    file.save()
+    file.save()
+    assert file.failed == 2
+    assert caplog.text.count("costs are not kept") == 1
+    (tmp_path / "costs").mkdir()
+    file.close()
+    assert (tmp_path / "costs" / "cost.json").exists()
+
+
+def test_it_is_written_now_and_then_and_never_by_halves(tmp_path):
+    path = tmp_path / "cost.json"
+    file = CostFile.open(path, "m", every_s=0.001)
+    end = time.monotonic() + 20
+    while not path.exists():
+        assert time.monotonic() < end
+    for number in range(200):
+        file.cost.prefill.observe([(0, 10 + number)], 0.1 + number / 100)
+        CostModel.read(path)
+    file.close()
+    assert CostModel.read(path).prefill.prefill_s(0, 100) == pytest.approx(
+        file.cost.prefill.prefill_s(0, 100), rel=1e-3
+    )
+    assert not any(one.name == "kvkeep costs" for one in threading.enumerate())
