@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CODECS", "codec_of", "make_codec"]
 
-CODECS = ("raw", "lossless", "int8", "fp8")
+CODECS = ("raw", "lossless", "int8", "fp8", "int4")
 """Names of codecs; a codec's index is its number."""
 
 
@@ -32,7 +32,7 @@ def make_codec(
         InvalidValue: the name is unknown, or the codec cannot encode such blocks.
         MissingExtra: the codec needs a package that is not installed.
     """
-    if name not in CODECS:
+    if name.partition(":")[0] not in CODECS:
         raise InvalidValue(f"codec is {name!r}; it is one of {', '.join(CODECS)}")
     codec = _make(name, shape)
     return codec if key is None else EncryptedCodec(codec, key, old_keys)
@@ -71,6 +71,13 @@ def _make(name: str, shape: BlockShape) -> Codec:
     if name == "lossless":
         return LosslessCodec(shape)
     require("torch", "torch")
+    name, colon, setting = name.partition(":")
+    if name == "int4":
+        from kvkeep.store.codecs.int4 import Int4Codec  # noqa: PLC0415
+
+        return Int4Codec(shape, setting)
+    if colon:
+        raise InvalidValue(f"codec {name} has no setting, got {setting!r}")
     if name == "int8":
         from kvkeep.store.codecs.int8 import Int8Codec  # noqa: PLC0415
 
