@@ -89,7 +89,9 @@ def _train() -> tuple[LlamaForCausalLM, float]:
         )
     )
     matrices = [
-        p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "head" not in n
+        p
+        for n, p in model.named_parameters()
+        if p.ndim == 2 and "embed" not in n and "head" not in n
     ]
     ids = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in ids]
@@ -115,7 +117,11 @@ def _train() -> tuple[LlamaForCausalLM, float]:
                 one.zero_grad()
             done += 1
             if done % 20 == 0:
-                print(f"step {done}: {float(loss):.3f} nats, {time.time() - began:.0f} s", file=sys.stderr, flush=True)
+                print(
+                    f"step {done}: {float(loss):.3f} nats, {time.time() - began:.0f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
     return model, _loss(model, held_out)
 
 
