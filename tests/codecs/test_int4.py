@@ -13,11 +13,11 @@ from codec_blocks import (
     encode,
     numbers_of,
     raw_of,
-    read_int4,
     token_bytes,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from int4_reader import read_int4
 from test_quantised import HALF_ULP, any_block
 
 from kvkeep.core.errors import InvalidValue

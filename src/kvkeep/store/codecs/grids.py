@@ -269,7 +269,7 @@ class Grid:
         return least, greatest
 
     def fit(self, least: Tensor, greatest: Tensor, sections: Sections) -> tuple[Tensor, Tensor]:
-        """Write scales and zero points; return (scales, offsets): a number is offset + code · scale.
+        """Write scales and zero points; return both: a number is offset + code · scale.
 
         Each group's numbers are then at most half a scale away from a code.
         """

@@ -40,7 +40,7 @@ def turns(base: float, tokens: int, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def turn(numbers: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Return ``numbers`` [..., tokens, dim] (float32) with each pair rotated forwards, a new tensor.
+    """Return new numbers [..., tokens, dim] (float32), with each pair rotated forwards.
 
     With negated ``sines`` it rotates backwards.
     """
@@ -55,7 +55,7 @@ def turn(numbers: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 
 def find_base(keys: Tensor) -> float:
-    """Return the base of the rotation in ``keys`` [heads, tokens, dim], float32; 0 if there is none.
+    """Return the base of the rotation in ``keys`` [heads, tokens, dim] (float32); 0 without one.
 
     Cost: some ten milliseconds, whatever the size: it looks at 128 tokens.
     """
