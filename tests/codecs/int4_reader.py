@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 from codec_blocks import numbers_of
 
 from kvkeep.core.geometry import DTYPES
-from kvkeep.store.codecs import BlockShape
+
+if TYPE_CHECKING:
+    from kvkeep.store.codecs import BlockShape
 
 __all__ = ["read_int4"]
 
