@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CODECS", "codec_of", "make_codec"]
 
-CODECS = ("raw", "lossless", "int8", "fp8", "int4")
+CODECS = ("raw", "lossless", "int8", "fp8", "int4", "transform")
 """Names of codecs; a codec's index is its number."""
 
 
@@ -76,6 +76,10 @@ def _make(name: str, shape: BlockShape) -> Codec:
         from kvkeep.store.codecs.int4 import Int4Codec  # noqa: PLC0415
 
         return Int4Codec(shape, setting)
+    if name == "transform":
+        from kvkeep.store.codecs.transform import TransformCodec, bases_of  # noqa: PLC0415
+
+        return TransformCodec(shape, bases_of(setting))
     if colon:
         raise InvalidValue(f"codec {name} has no setting, got {setting!r}")
     if name == "int8":
