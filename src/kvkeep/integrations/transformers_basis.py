@@ -71,9 +71,7 @@ class Prompts:
         self._pieces = [ids[at : at + step][None] for at in range(0, len(ids) - step + 1, step)]
         self._context = context
         self.speeds = _speeds(model)
-        self.parts = tuple(
-            (part.shape[1], part.shape[3]) for pair in self.kv(0) for part in pair
-        )
+        self.parts = tuple((part.shape[1], part.shape[3]) for pair in self.kv(0) for part in pair)
         self.rotated = tuple(range(0, len(self.parts), 2)) if self._turned_back_vary_less() else ()
         if not self.rotated:
             self.speeds = np.empty(0)

@@ -17,7 +17,7 @@ import torch
 
 from kvkeep.core.errors import InvalidValue
 from kvkeep.store.codecs.basis import WIDEST, Basis, Group
-from kvkeep.store.codecs.positions import Positions, rotate
+from kvkeep.store.codecs.positions import RUN_TOKENS, Positions, rotate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -181,8 +181,12 @@ class BasisFit:
         for number, part in enumerate(parts):
             given = part.detach().float().cpu().clone()
             if number in self.rotated:
-                cosines, sines = self._positions.turns(0, tokens)
-                rotate(given, cosines, -sines)
+                pairs = len(self.speeds)
+                for at in range(0, tokens, RUN_TOKENS):
+                    some = given[at : at + RUN_TOKENS]
+                    cosines, sines = self._positions.turns(at, len(some))
+                    first, second = some[..., :pairs], some[..., pairs : 2 * pairs]
+                    rotate(first, second, cosines[:, None], -sines[:, None])
             heads += given.unbind(1)
         return [torch.cat([heads[head] for head in group], 1).double() for group in self._groups]
 

@@ -18,68 +18,74 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-__all__ = ["Positions", "rotate"]
+__all__ = ["RUN_TOKENS", "SAMPLE_TOKENS", "Positions", "rotate"]
 
-_SAMPLE = 64  # tokens
+RUN_TOKENS = 1024
+"""The most tokens that are turned at once."""
+
+SAMPLE_TOKENS = 64
+"""Tokens in which the position is looked for."""
+
 _STEP = 256  # positions of the inner one of the two tables
-_KEPT = 64
+_KEPT = 4
 
 
 class Positions:
     """Finds positions below ``longest``, of heads with pairs that turn by ``speeds`` a token.
 
-    Thread safety: immutable, apart from a cache of 64 tables.
+    `turns` gives cosines and sines for ``heads`` heads.
+
+    Thread safety: immutable, apart from a cache of four tables.
     """
 
-    def __init__(self, speeds: NDArray[np.float64], longest: int) -> None:
+    def __init__(self, speeds: NDArray[np.float64], longest: int, heads: int = 1) -> None:
         self._speeds = speeds
-        self._outer = _turns(-np.arange(0, max(1, longest), _STEP), speeds)
-        self._inner = _turns(-np.arange(_STEP), speeds)
-        self._back = torch.from_numpy(_turns(-np.arange(_SAMPLE), speeds))
+        self._heads = heads
+        outer = _turns(-np.arange(0, max(1, longest), _STEP), speeds).astype(np.complex64)
+        inner = _turns(-np.arange(_STEP), speeds).astype(np.complex64)
+        self._outer = torch.from_numpy(outer)
+        self._inner = torch.from_numpy(np.concatenate([inner.real, -inner.imag], 1).T.copy())
+        self._back = torch.from_numpy(_turns(-np.arange(SAMPLE_TOKENS), speeds).astype("c8"))
+        self._forth = _turns(np.arange(RUN_TOKENS), speeds)
         self.turns = lru_cache(maxsize=_KEPT)(self._table)
 
     def _table(self, start: int, tokens: int) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines [tokens, 1, pairs], float32, from position ``start`` on."""
-        angles = np.arange(start, start + tokens)[:, None, None] * self._speeds
-        return (
-            torch.from_numpy(np.cos(angles).astype(np.float32)),
-            torch.from_numpy(np.sin(angles).astype(np.float32)),
-        )
+        """Return cosines and sines, float32, of up to 1024 tokens from ``start`` on.
+
+        They are [tokens, heads · pairs], the pairs of one head behind those of another.
+        """
+        turned = self._forth[:tokens] * _turns(np.array([start]), self._speeds)
+        both = turned.real.astype(np.float32), turned.imag.astype(np.float32)
+        cosines, sines = (torch.from_numpy(np.tile(one, self._heads)) for one in both)
+        return cosines, sines
 
     def correlate(self, keys: Tensor, means: Tensor) -> Tensor:
-        """Return how ``keys`` [tokens, heads, dim] are turned from ``means`` [heads, dim].
+        """Return how ``keys`` [tokens, 2 · heads · pairs] are turned from ``means`` [2 · …].
 
-        The result [pairs], complex, is a sum over the first tokens and all heads; sum it over
-        layers. `find` finds the position in it.
+        First channels of pairs come before second ones. The result [pairs], complex, is a sum over
+        the first tokens and all heads; sum it over groups. `find` finds the position in it.
         """
-        pairs = len(self._speeds)
-        keys = keys[:_SAMPLE].float()
-        first, second = keys[..., :pairs], keys[..., pairs : 2 * pairs]
-        middle = torch.complex(means[:, :pairs], -means[:, pairs : 2 * pairs])
-        turned = torch.complex(first, second) * middle
-        return (turned.sum(1) * self._back[: len(keys)]).sum(0)
+        half = keys.shape[1] // 2
+        middle = torch.complex(means[:half], -means[half:])
+        turned = torch.complex(keys[:, :half], keys[:, half:]) * middle
+        turned = turned.view(len(keys), -1, len(self._speeds)).sum(1)
+        return (turned * self._back[: len(keys)]).sum(0)
 
     def find(self, turned: Tensor) -> int:
         """Return the position of the first token."""
-        scores = (self._outer * turned.numpy()) @ self._inner.T
-        scores = np.nan_to_num(scores.real, nan=0.0)
-        outer, inner = np.unravel_index(int(scores.argmax()), scores.shape)
-        return int(outer) * _STEP + int(inner)
+        moved = self._outer * turned
+        scores = torch.cat([moved.real, moved.imag], 1) @ self._inner
+        return int(scores.nan_to_num().argmax())
 
 
-def _turns(positions: NDArray[np.int64], speeds: NDArray[np.float64]) -> NDArray[np.complex64]:
+def _turns(positions: NDArray[np.int64], speeds: NDArray[np.float64]) -> NDArray[np.complex128]:
     """Return the turn of each pair by each position."""
-    turned: NDArray[np.complex64] = np.exp(1j * positions[:, None] * speeds).astype(np.complex64)
+    turned: NDArray[np.complex128] = np.exp(1j * positions[:, None] * speeds)
     return turned
 
 
-def rotate(numbers: Tensor, cosines: Tensor, sines: Tensor) -> None:
-    """Turn the pairs of ``numbers`` [tokens, heads, dim], float32, in place.
-
-    ``cosines`` and ``sines`` are [tokens, 1, pairs]; with negated sines it turns back.
-    """
-    pairs = cosines.shape[-1]
-    first, second = numbers[..., :pairs], numbers[..., pairs : 2 * pairs]
+def rotate(first: Tensor, second: Tensor, cosines: Tensor, sines: Tensor) -> None:
+    """Turn pairs of channels in place, float32; with negated ``sines`` they turn back."""
     moved = first * sines
     first.mul_(cosines).sub_(second * sines)
     second.mul_(cosines).add_(moved)

@@ -35,16 +35,19 @@ from kvkeep.store.codecs.code_bands import CodeBands
 from kvkeep.store.codecs.frames import Frames
 from kvkeep.store.codecs.group_transform import GroupTransform
 from kvkeep.store.codecs.one_thread import one_thread
-from kvkeep.store.codecs.positions import Positions
+from kvkeep.store.codecs.positions import RUN_TOKENS, Positions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from typing import Any
 
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from kvkeep.store.codecs.base import BlockShape
     from kvkeep.store.codecs.basis import Basis
 
+    Bits = NDArray[Any]
     Turns = tuple[Tensor, Tensor]
 
 __all__ = ["TransformCodec", "bases_of"]
@@ -52,7 +55,6 @@ __all__ = ["TransformCodec", "bases_of"]
 _HEAD = struct.Struct(f"<{DIGEST_BYTES}sII")
 _PIECE = struct.Struct("<II")
 _RAW = 1 << 31
-_RUN = 1024  # tokens
 _NUMBERS = 1 << 20  # of a piece
 _LATEST = 1 << 31  # positions above it would not fit the sines
 
@@ -114,7 +116,7 @@ class TransformCodec(Codec):
         self._item = DTYPES[shape.dtype]
         self._token_bytes = sum(heads * dim for heads, dim in shape.parts) * self._item
         frames = Frames()
-        self._plans = {basis.digest: _Plan(basis, frames) for basis in reversed(bases)}
+        self._plans = {basis.digest: _Plan(basis, self._dtype, frames) for basis in reversed(bases)}
         self._own = self._plans[bases[0].digest]
 
     def bound(self, raw_bytes: int) -> int:
@@ -123,7 +125,7 @@ class TransformCodec(Codec):
         return raw_bytes + _HEAD.size + _PIECE.size * len(list(self._own.pieces(tokens)))
 
     def encode(self, raw: memoryview, out: memoryview, bound_to: bytes) -> int:
-        """Encode piece by piece. A read-only ``raw`` is copied first: torch needs writable memory."""
+        """Encode piece by piece."""
         del bound_to
         tokens, rest = divmod(len(raw), self._token_bytes)
         assert tokens, "a block without a token"
@@ -141,22 +143,18 @@ class TransformCodec(Codec):
         return at
 
     def _encode_piece(
-        self, piece: _Piece, views: list[Tensor], turns: Turns | None, out: memoryview
+        self, piece: _Piece, views: list[Bits], turns: Turns | None, out: memoryview
     ) -> int:
-        gathered = [group.gather(views) for group in piece.groups]
-        coded = [
-            group.encode(numbers, turns)
-            for group, numbers in zip(piece.groups, gathered, strict=True)
-        ]
+        coded = [group.encode(views, turns) for group in piece.groups]
         joined = piece.bands.join([codes for codes, _ in coded])
         places, values = piece.bands.take_exceptions(joined)
         where = np.flatnonzero(np.concatenate([exact for _, exact in coded])).astype("<u4")
         rows = [
-            _bytes(numbers[torch.from_numpy(exact)])
-            for numbers, (_, exact) in zip(gathered, coded, strict=True)
+            group.rows_of(views, exact)
+            for group, (_, exact) in zip(piece.groups, coded, strict=True)
         ]
         lists = b"".join([where.tobytes(), *rows, places.astype("<u4").tobytes(), values.tobytes()])
-        raw_size = sum(one.numel() for one in gathered) * self._item
+        raw_size = sum(group.width for group in piece.groups) * piece.count * self._item
         if len(lists) < raw_size:
             frames = np.empty(piece.bands.bound(piece.count), np.uint8).data
             size = piece.bands.write(joined, frames)
@@ -167,11 +165,13 @@ class TransformCodec(Codec):
                 out[end : end + size] = frames[:size]
                 return end + size
         _PIECE.pack_into(out, 0, _RAW, 0)
-        out[_PIECE.size : _PIECE.size + raw_size] = b"".join(map(_bytes, gathered))
+        out[_PIECE.size : _PIECE.size + raw_size] = b"".join(
+            group.rows_of(views, slice(None)) for group in piece.groups
+        )
         return _PIECE.size + raw_size
 
     def decode(self, encoded: memoryview, out: memoryview, bound_to: bytes) -> None:
-        """Decode piece by piece into ``out``. A read-only ``encoded`` is copied first."""
+        """Decode piece by piece into ``out``."""
         del bound_to
         tokens, rest = divmod(len(out), self._token_bytes)
         if rest or not tokens:
@@ -194,14 +194,12 @@ class TransformCodec(Codec):
             raise Damaged(f"{len(reader.rest)} bytes after the last piece")
 
     def _decode_piece(
-        self, piece: _Piece, reader: _Reader, turns: Turns | None, views: list[Tensor]
+        self, piece: _Piece, reader: _Reader, turns: Turns | None, views: list[Bits]
     ) -> None:
         exact, exceptions = _PIECE.unpack(reader.take(_PIECE.size))
-        every = torch.arange(piece.count)
         if exact == _RAW:
             for group in piece.groups:
-                rows = reader.rows(piece.count, group.width, self._dtype)
-                group.place(rows, every, views)
+                group.place(reader.take(piece.count * group.width * self._item), slice(None), views)
             return
         if exact > piece.count * len(piece.groups) or exceptions > piece.count * piece.bands.rows:
             raise Damaged(f"{exact} exact tokens and {exceptions} exceptions of {piece.count}")
@@ -210,13 +208,10 @@ class TransformCodec(Codec):
         )
         if (np.diff(which) < 0).any():
             raise Damaged("exact tokens are not in the order of the groups")
-        kept = [
-            (
-                tokens[which == number],
-                reader.rows(int((which == number).sum()), group.width, self._dtype),
-            )
-            for number, group in enumerate(piece.groups)
-        ]
+        kept = []
+        for number, group in enumerate(piece.groups):
+            at = tokens[which == number]
+            kept.append((at, reader.take(len(at) * group.width * self._item)))
         places = reader.integers(exceptions, piece.bands.rows * piece.count)
         values = np.frombuffer(reader.take(exceptions), np.int8)
         joined, size = piece.bands.read(reader.rest, piece.count)
@@ -227,21 +222,20 @@ class TransformCodec(Codec):
         for group, one, (at, rows) in zip(piece.groups, codes, kept, strict=True):
             group.decode(one, turns, views)
             if len(at):
-                group.place(rows, torch.from_numpy(at), views)
+                group.place(rows, at, views)
 
-    def _views(self, buffer: memoryview, tokens: int) -> list[Tensor]:
-        """Return each part of ``buffer`` as [tokens, heads, dim], whatever the layout."""
-        writable = bytearray(buffer) if buffer.readonly else buffer
-        numbers = torch.frombuffer(writable, dtype=torch.uint8).view(self._dtype)
+    def _views(self, buffer: memoryview, tokens: int) -> list[Bits]:
+        """Return each part of ``buffer`` as integers [tokens, heads, dim], whatever the layout."""
+        bits = np.frombuffer(buffer, f"u{self._item}")
         views = []
         at = 0
         for heads, dim in self._shape.parts:
-            part = numbers[at : at + tokens * heads * dim]
-            at += part.numel()
+            part = bits[at : at + tokens * heads * dim]
+            at += len(part)
             if self._shape.layout == "HND":
-                views.append(part.view(heads, tokens, dim).transpose(0, 1))
+                views.append(part.reshape(heads, tokens, dim).transpose(1, 0, 2))
             else:
-                views.append(part.view(tokens, heads, dim))
+                views.append(part.reshape(tokens, heads, dim))
         return views
 
 
@@ -261,28 +255,33 @@ class _Piece(NamedTuple):
 class _Plan:
     """A basis as its codec uses it. Immutable, apart from caches."""
 
-    def __init__(self, basis: Basis, frames: Frames) -> None:
+    def __init__(self, basis: Basis, dtype: torch.dtype, frames: Frames) -> None:
         self.basis = basis
         self._frames = frames
-        self._groups = [GroupTransform(group, basis) for group in basis.groups]
-        self._positions = Positions(basis.speeds, basis.longest) if basis.rotated else None
+        self._groups = [GroupTransform(group, basis, dtype) for group in basis.groups]
+        pairs = len(basis.speeds)
+        self._positions = None
+        if pairs:
+            heads = max(group.turned for group in self._groups) // pairs
+            self._positions = Positions(basis.speeds, basis.longest, heads)
         self._batches: dict[int, list[tuple[list[GroupTransform], CodeBands]]] = {}
 
     def pieces(self, tokens: int) -> Iterator[_Piece]:
         """Yield the pieces of a block of ``tokens`` tokens."""
-        for first in range(0, tokens, _RUN):
-            count = min(_RUN, tokens - first)
+        for first in range(0, tokens, RUN_TOKENS):
+            count = min(RUN_TOKENS, tokens - first)
             for groups, bands in self._batched(count):
                 yield _Piece(first, count, groups, bands)
 
-    def find_start(self, views: Sequence[Tensor]) -> int:
+    def find_start(self, views: Sequence[Bits]) -> int:
         """Return the position of the first token as the keys show it."""
         if self._positions is None:
             return 0
         turned = torch.zeros(len(self.basis.speeds), dtype=torch.complex64)
         for group in self._groups:
-            for part, heads, means in group.means():
-                turned += self._positions.correlate(views[part][:, heads], means)
+            found = group.correlate(self._positions, views)
+            if found is not None:
+                turned += found
         return self._positions.find(turned)
 
     def turns(self, start: int, piece: _Piece) -> Turns | None:
@@ -324,21 +323,11 @@ class _Reader:
         taken, self.rest = self.rest[:size], self.rest[size:]
         return taken
 
-    def integers(self, count: int, limit: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    def integers(self, count: int, limit: int) -> NDArray[np.int64]:
         found = np.frombuffer(self.take(4 * count), "<u4").astype(np.int64)
         if count and int(found.max()) >= limit:
             raise Damaged(f"{int(found.max())} is no place among {limit}")
         return found
-
-    def rows(self, count: int, width: int, dtype: torch.dtype) -> Tensor:
-        taken = bytearray(self.take(count * width * dtype.itemsize))
-        if not taken:
-            return torch.empty((count, width), dtype=dtype)
-        return torch.frombuffer(taken, dtype=dtype).view(count, width)
-
-
-def _bytes(numbers: Tensor) -> bytes:
-    return numbers.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _geometry(parts: Sequence[tuple[int, int]]) -> str:
