@@ -1,7 +1,7 @@
 """A second model for `codecs.py`: a small Llama, trained here on the text of Python's own library.
 
 It differs from the bundled model in what a codec sees: heads of 64 in place of 32, grouped-query
-attention of 2 to 1, more layers, no text learned by heart. Training is seeded, takes about three
+attention of 2 to 1, more layers, no text learned by heart. Training is seeded, takes about five
 minutes of one core, and is done once: the weights are kept in ``build/codecs_model``.
 
     python benchmarks/codecs_model.py            # train, and print the loss
@@ -88,11 +88,9 @@ def _train() -> tuple[LlamaForCausalLM, float]:
             tie_word_embeddings=True,
         )
     )
-    matrices = [
-        p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "head" not in n
-    ]
-    ids = {id(p) for p in matrices}
-    others = [p for p in model.parameters() if id(p) not in ids]
+    matrices = [one for one in model.model.layers.parameters() if one.ndim == 2]
+    ids = set(map(id, matrices))
+    others = [one for one in model.parameters() if id(one) not in ids]
     optimisers = [
         torch.optim.Muon(matrices, lr=2e-2, momentum=0.95, weight_decay=0.0),
         torch.optim.AdamW(others, lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0),
@@ -115,7 +113,8 @@ def _train() -> tuple[LlamaForCausalLM, float]:
                 one.zero_grad()
             done += 1
             if done % 20 == 0:
-                print(f"step {done}: {float(loss):.3f} nats, {time.time() - began:.0f} s", file=sys.stderr, flush=True)
+                said = f"step {done} of {total}: {loss.item():.3f} nats"
+                print(f"{said}, {time.time() - began:.0f} s", file=sys.stderr, flush=True)
     return model, _loss(model, held_out)
 
 

@@ -11,6 +11,7 @@ from kvkeep.core.geometry import DTYPES
 from kvkeep.store.codecs import BlockShape, make_codec
 
 GUARD = 4096
+EXACT = ("raw", "lossless")
 KEY = bytes(range(32))
 NAME = b"the header of a record"
 
@@ -58,7 +59,7 @@ def numbers_of(raw: bytes | memoryview, dtype: str) -> np.ndarray:
 
 def every_codec(shape: BlockShape, key: bytes | None = None):
     narrow = not shape.dtype or DTYPES[shape.dtype] == 1
-    names = ("raw", "lossless") if narrow else ("raw", "lossless", "int8", "fp8")
+    names = EXACT if narrow else (*EXACT, "int8", "fp8", "int4", "int4:2", "int4:5", "int4:6")
     return [make_codec(name, shape, key) for name in names]
 
 

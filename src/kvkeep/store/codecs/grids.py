@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "AS_IS", "PER_CHANNEL", "PER_TOKEN", "ROTATED", "Grid", "Region", "Rows", "Sections",
-    "range_error",
+    "AS_IS", "PER_CHANNEL", "PER_TOKEN", "ROTATED", "Grid", "Rows", "Sections", "range_error",
 ]  # fmt: skip
 
 AS_IS, PER_CHANNEL, PER_TOKEN, ROTATED = 0, 1, 2, 3
@@ -148,6 +147,7 @@ class Sections(NamedTuple):
     rotation: Tensor
     exponents: Tensor
     zeros: Tensor
+    padding: Tensor
     planes: list[list[Tensor]]
 
 
@@ -196,7 +196,13 @@ class Grid:
             for region in self.regions
             for width in PLANES[self.bits]
         )
-        return 4 * (1 + (self.kind == ROTATED)) + self._centres * 2 + self._scales * 2 + planes
+        return self._before + planes
+
+    @property
+    def _before(self) -> int:
+        """Bytes before the planes."""
+        size = 4 * (1 + (self.kind == ROTATED)) + self._centres * 2 + self._scales * 2
+        return -(-size // 8) * 8
 
     @property
     def _centres(self) -> int:
@@ -226,20 +232,23 @@ class Grid:
         exponents = take(self._scales).view(rows.count, self._along, self.groups)
         zeros = take(self._scales).view(torch.int8).view(rows.count, self._along, self.groups)
         planes = []
+        padding = take(self._before - at)
         for region in self.regions:
             each = [plane_bytes(region.unit, width) for width in PLANES[self.bits]]
             shape = region.rows, region.runs
             planes.append([take(size * shape[0] * shape[1]).view(*shape, size) for size in each])
         if self.centred:
             centres = centres.view(rows.count, rows.width)
-        return Sections(base, centres, rotation, exponents, zeros, planes)
+        return Sections(base, centres, rotation, exponents, zeros, padding, planes)
 
     def cut(self, numbers: Tensor, region: Region, rows: slice, tokens: slice) -> Tensor:
         """Return a view [rows, runs, tokens of a run, groups, group] of a piece of all numbers."""
         piece = numbers[rows, tokens]
         return piece.view(len(piece), -1, region.run, self.groups, self.group)
 
-    def share(self, each: Tensor, region: Region, rows: slice, runs: slice, tokens: slice) -> Tensor:
+    def share(
+        self, each: Tensor, region: Region, rows: slice, runs: slice, tokens: slice
+    ) -> Tensor:
         """Return a view of ``each`` [rows, runs or tokens, groups] that broadcasts with `cut`."""
         if self.kind == PER_TOKEN:
             piece = each[rows, tokens]
@@ -260,7 +269,7 @@ class Grid:
         return least, greatest
 
     def fit(self, least: Tensor, greatest: Tensor, sections: Sections) -> tuple[Tensor, Tensor]:
-        """Write scales and zero points; return (scales, offsets): a number is offset + code · scale.
+        """Write scales and zero points; return both: a number is offset + code · scale.
 
         Each group's numbers are then at most half a scale away from a code.
         """

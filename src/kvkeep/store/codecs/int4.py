@@ -13,7 +13,7 @@ Encoded bytes, little-endian:
                 kind 2 with 128 tokens or more: centres [rows, width], the upper half of a float32
                 kind 3: base of the rotation, float32
                 exponents of the scales, uint8, then zero points, int8: [rows, runs, width] for
-                kinds 1 and 3, [rows, tokens, width / group] for kind 2
+                kinds 1 and 3, [rows, tokens, width / group] for kind 2; zeros up to a multiple of 8
                 planes (planes.py) of the whole runs [rows, runs, bytes], then of the last run
                 zeros up to a multiple of 8
 
@@ -38,7 +38,7 @@ from kvkeep.store.codecs.grids import (
     Rows,
     range_error,
 )
-from kvkeep.store.codecs.planes import BITS, pack, unpack
+from kvkeep.store.codecs.planes import BITS, pack, padded, unpack
 from kvkeep.store.codecs.rotation import BASES, find_base, turn, turns
 
 if TYPE_CHECKING:
@@ -175,14 +175,15 @@ class Int4Codec(Codec):
         peak = torch.maximum(whole.amax(), -whole.amin())
         grids = [Grid(rows, kind, bits) for kind in (PER_CHANNEL, PER_TOKEN)]
         least = min(grid.bytes for grid in grids)
-        if not bool(peak <= self._most) or least >= rows.numbers * self._item:
+        most = min(1.1 * least, rows.numbers * self._item - _ALIGNED)
+        if not bool(peak <= self._most) or least > most:
             return Grid(rows, AS_IS, 0), whole, 0.0
         middle = max(0, rows.count // 2 - 1)
         sample = whole[middle : middle + _SAMPLE_ROWS, : rows.lengths()[-1]]
         errors = {
             grid.kind: range_error(sample, grid.kind, grid.group)
             for grid in grids
-            if grid.bytes <= 1.1 * least
+            if grid.bytes <= most
         }
         base = self._base_of(part, rows, sample) if PER_CHANNEL in errors else 0.0
         if base:
@@ -191,7 +192,9 @@ class Int4Codec(Codec):
             error = range_error(turn(sample, cosines, -sines), ROTATED, 1)
             if error < min(errors.values()):
                 cosines, sines = turns(base, rows.tokens, rows.width)
-                return rotated, turn(whole, cosines, -sines), base
+                for head in whole:
+                    head.copy_(turn(head, cosines, -sines))
+                return rotated, whole, base
         kind = min(errors, key=errors.__getitem__)
         return next(grid for grid in grids if grid.kind == kind), whole, 0.0
 
@@ -210,6 +213,7 @@ class Int4Codec(Codec):
 
     def _encode_part(self, target: Tensor, grid: Grid, numbers: Tensor, base: float) -> None:
         sections = grid.sections(target)
+        sections.padding.zero_()
         if grid.kind == ROTATED:
             sections.rotation.copy_(torch.tensor([base], dtype=torch.float32))
         if grid.centred:
@@ -222,17 +226,15 @@ class Int4Codec(Codec):
         inverse = scales.reciprocal()
         last = 2**grid.bits - 1
         for region, planes in zip(grid.regions, sections.planes, strict=True):
+            stored = padded(region.unit)
             for rows, runs, tokens in region.pieces():
                 places = region, rows, runs, tokens
                 codes = grid.cut(numbers, region, rows, tokens) - grid.share(offsets, *places)
                 codes.mul_(grid.share(inverse, *places)).round_().clamp_(0, last)
-                units = codes.to(torch.uint8).view(-1, region.unit)
-                packed = [
-                    torch.empty((len(units), plane.shape[2]), dtype=torch.uint8)
-                    for plane in planes
-                ]
-                pack(units, packed, grid.bits)
-                for plane, filled in zip(planes, packed, strict=True):
+                units = torch.empty((codes.numel() // region.unit, stored), dtype=torch.uint8)
+                units[:, : region.unit] = codes.view(len(units), -1)
+                units[:, region.unit :] = 0
+                for plane, filled in zip(planes, pack(units, grid.bits), strict=True):
                     plane[rows, runs] = filled.view(plane[rows, runs].shape)
 
     def _decode_part(self, source: Tensor, grid: Grid, views: list[Tensor]) -> None:
@@ -252,12 +254,10 @@ class Int4Codec(Codec):
             for rows, runs, tokens in region.pieces():
                 places = region, rows, runs, tokens
                 packed = [plane[rows, runs].flatten(0, 1) for plane in planes]
-                codes = unpack(packed, grid.bits, region.unit).float()
-                numbers = torch.addcmul(
-                    grid.share(offsets, *places),
-                    codes.view(rows.stop - rows.start, -1, region.run, grid.groups, grid.group),
-                    grid.share(scales, *places),
-                ).view(rows.stop - rows.start, -1, grid.rows.width)
+                codes = unpack(packed, grid.bits)[:, : region.unit].float()
+                numbers = codes.view(rows.stop - rows.start, -1, grid.rows.width)
+                parts = grid.cut(numbers, region, slice(None), slice(None))
+                parts.mul_(grid.share(scales, *places)).add_(grid.share(offsets, *places))
                 if centres is not None:
                     numbers += centres[rows, None]
                 if grid.kind == ROTATED:
