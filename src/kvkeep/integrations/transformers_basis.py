@@ -144,9 +144,8 @@ class Prompts:
                 for pair in kv
                 for part in pair
             ]
-            found.append(
-                bytearray(b"".join(one.view(-1).view(torch.uint8).numpy() for one in parts))
-            )
+            flat = torch.cat([one.view(-1) for one in parts])
+            found.append(bytearray(flat.view(torch.uint8).numpy().tobytes()))
         return found
 
     def _kv_of(self, blocks: Sequence[bytearray], like: KV) -> KV:
@@ -155,9 +154,8 @@ class Prompts:
             numbers = torch.frombuffer(block, dtype=torch.bfloat16)
             tokens = len(numbers) // sum(heads * dim for heads, dim in self.parts)
             sizes = [tokens * heads * dim for heads, dim in self.parts]
-            for part, given, (heads, dim) in zip(
-                pieces, numbers.split(sizes), self.parts, strict=True
-            ):
+            cut = torch.split(numbers, sizes)  # type: ignore[no-untyped-call]
+            for part, given, (heads, dim) in zip(pieces, cut, self.parts, strict=True):
                 part.append(given.view(tokens, heads, dim))
         flat = [torch.cat(part).transpose(0, 1)[None].to(like[0][0]) for part in pieces]
         return list(zip(flat[::2], flat[1::2], strict=True))

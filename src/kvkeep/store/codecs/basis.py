@@ -21,7 +21,7 @@ import json
 import os
 import stat
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ import numpy as np
 from kvkeep.core.errors import InvalidValue
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
@@ -111,22 +111,12 @@ class Basis:
     speeds: NDArray[np.float64]
     longest: int
     groups: tuple[Group, ...]
-    digest: bytes
+    digest: bytes = b""
 
-    @classmethod
-    def of(
-        cls,
-        model: str,
-        parts: Sequence[tuple[int, int]],
-        rotated: Sequence[int],
-        speeds: NDArray[np.float64],
-        longest: int,
-        groups: Sequence[Group],
-    ) -> Basis:
-        """Return the basis of these values, with its digest."""
-        made = cls(model, tuple(parts), tuple(rotated), speeds, longest, tuple(groups), b"")
-        digest = hashlib.sha256(made._unsigned()).digest()[:DIGEST_BYTES]
-        return cls(model, made.parts, made.rotated, speeds, longest, made.groups, digest)
+    def signed(self) -> Basis:
+        """Return it with the digest that belongs to it."""
+        digest = hashlib.sha256(self._unsigned()).digest()[:DIGEST_BYTES]
+        return replace(self, digest=digest)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file; replace one that is there.
@@ -143,10 +133,6 @@ class Basis:
         except OSError as error:
             temporary.unlink(missing_ok=True)
             raise InvalidValue(f"the basis {place} cannot be written: {error.strerror}") from error
-
-    def head_dims(self) -> list[int]:
-        """Return the channels of every head, in the order of their numbers."""
-        return [dim for heads, dim in self.parts for _ in range(heads)]
 
     def _unsigned(self) -> bytes:
         described = {

@@ -114,8 +114,9 @@ class BasisFit:
         """
         if self._tokens < 2 or not self._draws:
             raise InvalidValue("a basis is fitted to KV and gradients: add both")
-        groups = [self._group(number, 2 * noise) for number in range(len(self._groups))]
-        return Basis.of(model, self.parts, self.rotated, self.speeds, longest, groups)
+        groups = tuple(self._group(number, 2 * noise) for number in range(len(self._groups)))
+        basis = Basis(model, self.parts, self.rotated, self.speeds, longest, groups)
+        return basis.signed()
 
     def _group(self, number: int, variance: float) -> Group:
         spectrum, forth, back = self._axes(number)
@@ -172,7 +173,8 @@ class BasisFit:
             ridge[channels] += _RIDGE * total.diagonal()[channels].mean()
             at = channels.stop
         values, vectors = torch.linalg.eigh(total + torch.diag(ridge))
-        return (vectors * values.clamp(min=0).sqrt()) @ vectors.T
+        root: Tensor = (vectors * values.clamp(min=0).sqrt()) @ vectors.T
+        return root
 
     def _gathered(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Return each group's channels [tokens, width], turned back to position 0, float64."""

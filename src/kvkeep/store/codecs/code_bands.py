@@ -118,7 +118,7 @@ class CodeBands:
             for first in range(0, tokens * rows, FRAME_BYTES):
                 frame = packed[first : first + FRAME_BYTES]
                 if len(frame):
-                    at += self._frames.write(memoryview(frame), 1, out[at:])
+                    at += self._frames.write(frame.data, 1, out[at:])
         return at
 
     def read(self, encoded: memoryview, tokens: int) -> tuple[Codes, int]:
@@ -137,7 +137,7 @@ class CodeBands:
             else:
                 packed = np.empty(-(-len(codes) // count), np.uint8)
             for first in range(0, len(packed), FRAME_BYTES):
-                frame = memoryview(packed[first : first + FRAME_BYTES])
+                frame = packed[first : first + FRAME_BYTES].data
                 at += self._frames.read(encoded[at:], frame)
             if count > 1:
                 _unpack(packed, count, largest, codes)
@@ -151,7 +151,7 @@ def _pack(codes: Codes, count: int, largest: int) -> NDArray[np.uint8]:
     full = np.zeros(size * count, np.int8)
     full[: len(codes)] = codes
     digits = (full + np.int8(largest)).view(np.uint8).reshape(count, size)
-    packed = digits[-1].copy()
+    packed: NDArray[np.uint8] = digits[-1].copy()
     for digit in digits[-2::-1]:
         packed *= np.uint8(2 * largest + 1)
         packed += digit

@@ -74,7 +74,7 @@ class Frames:
         """
         if len(encoded) < FRAME_HEAD:
             raise Damaged(f"the encoded bytes end after {len(encoded)} bytes of a frame")
-        (length,) = _LENGTH.unpack_from(encoded)
+        length: int = _LENGTH.unpack_from(encoded)[0]
         size = length & ~_AS_IS
         body = encoded[FRAME_HEAD : FRAME_HEAD + size]
         if len(body) != size:

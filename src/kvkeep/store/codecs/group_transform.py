@@ -68,7 +68,6 @@ class GroupTransform:
         self._forward = torch.from_numpy(group.forward[order])
         self._rows = torch.from_numpy(np.ascontiguousarray(group.rows[:, order]))
         self._product = _product()
-        self._float_rows = None if self._product else self._rows.float()
 
     def correlate(self, positions: Positions, views: Sequence[Bits]) -> Tensor | None:
         """Return how the group's keys are turned, see `Positions.correlate`; None without keys."""
@@ -150,11 +149,10 @@ class GroupTransform:
         """Return the numbers of ``codes`` [tokens, rank] before they are turned, float32."""
         if not self.rank:
             return self._mean.repeat(len(codes), 1)
-        if self._product is not None:
+        if self._product is not None and len(codes) > 1:
             sums = self._product(codes, self._rows).float()
-        else:
-            assert self._float_rows is not None
-            sums = torch.mm(codes.float(), self._float_rows)
+        else:  # torch gets a transposed matrix of one row wrong
+            sums = torch.mm(codes.float(), self._rows.float())
         # Not fused: a fused sum is rounded once, and not every machine has it.
         return sums.mul_(self._scale).add_(self._mean)
 

@@ -79,7 +79,9 @@ class LosslessCodec(Codec):
             sample = memoryview(b"".join(pieces))
         if not sample:
             return 0
-        sizes = {len(self._frames.compress(sample, size)): size for size in reversed(self._item_sizes)}
+        sizes = {
+            len(self._frames.compress(sample, size)): size for size in reversed(self._item_sizes)
+        }
         smallest = min(sizes)
         return sizes[smallest] if smallest < _WORTH * len(sample) else 0
 

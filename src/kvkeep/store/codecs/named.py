@@ -65,6 +65,11 @@ def codec_of(
 def _make(name: str, shape: BlockShape) -> Codec:
     if name == "raw" or (shape.kinds and name != "lossless" and not shape.kinds[0].dtype):
         return RawCodec()  # of states alone, there is nothing that a lossy codec may change
+    if name.partition(":")[0] == "transform":
+        require("torch", "torch")
+        from kvkeep.store.codecs.transform import transform_of  # noqa: PLC0415
+
+        return transform_of(name.partition(":")[2], shape)
     if shape.kinds:
         exact = "lossless" if name == "lossless" else "raw"
         return KindsCodec([_make(name if kind.dtype else exact, kind) for kind in shape.kinds])
@@ -76,10 +81,6 @@ def _make(name: str, shape: BlockShape) -> Codec:
         from kvkeep.store.codecs.int4 import Int4Codec  # noqa: PLC0415
 
         return Int4Codec(shape, setting)
-    if name == "transform":
-        from kvkeep.store.codecs.transform import TransformCodec, bases_of  # noqa: PLC0415
-
-        return TransformCodec(shape, bases_of(setting))
     if colon:
         raise InvalidValue(f"codec {name} has no setting, got {setting!r}")
     if name == "int8":

@@ -37,7 +37,7 @@ def _openmp() -> ctypes.CDLL | None:
     """Return the library of OpenMP that torch has loaded into the process."""
     try:
         process = ctypes.CDLL(None)
-        assert process.omp_set_num_threads, process.omp_get_max_threads
-    except (OSError, TypeError, AttributeError):
+    except (OSError, TypeError):
         return None
-    return process
+    names = ("omp_set_num_threads", "omp_get_max_threads")
+    return process if all(hasattr(process, name) for name in names) else None

@@ -34,8 +34,10 @@ from kvkeep.store.codecs.basis import DIGEST_BYTES, load_basis
 from kvkeep.store.codecs.code_bands import CodeBands
 from kvkeep.store.codecs.frames import Frames
 from kvkeep.store.codecs.group_transform import GroupTransform
+from kvkeep.store.codecs.kinds import KindsCodec
 from kvkeep.store.codecs.one_thread import one_thread
 from kvkeep.store.codecs.positions import RUN_TOKENS, Positions
+from kvkeep.store.codecs.raw import RawCodec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -50,7 +52,7 @@ if TYPE_CHECKING:
     Bits = NDArray[Any]
     Turns = tuple[Tensor, Tensor]
 
-__all__ = ["TransformCodec", "bases_of"]
+__all__ = ["TransformCodec", "transform_of"]
 
 _HEAD = struct.Struct(f"<{DIGEST_BYTES}sII")
 _PIECE = struct.Struct("<II")
@@ -59,11 +61,13 @@ _NUMBERS = 1 << 20  # of a piece
 _LATEST = 1 << 31  # positions above it would not fit the sines
 
 
-def bases_of(setting: str) -> list[Basis]:
-    """Return the bases that the setting ``basis=FILE[,FILE…]`` of the codec names.
+def transform_of(setting: str, shape: BlockShape) -> Codec:
+    """Return the codec with the ``setting`` basis=FILE[,FILE…]: it writes with the first basis.
+
+    Of several kinds of records, those that the basis is not for stay raw; the first is KV.
 
     Raises:
-        InvalidValue: it names none, or one cannot be read.
+        InvalidValue: the setting names no basis, one cannot be read, or is for another geometry.
     """
     name, _, files = setting.partition("=")
     if name != "basis" or not all(files.split(",")):
@@ -71,7 +75,15 @@ def bases_of(setting: str) -> list[Basis]:
             "codec transform needs a basis of the model: transform:basis=FILE, which kvkeep codec "
             f"fit makes; got {setting!r}"
         )
-    return [load_basis(file) for file in files.split(",")]
+    bases = [load_basis(file) for file in files.split(",")]
+    if not shape.kinds:
+        return TransformCodec(shape, bases)
+    first = TransformCodec(shape.kinds[0], bases)
+    others = (
+        TransformCodec(kind, bases) if kind.parts == bases[0].parts else RawCodec()
+        for kind in shape.kinds[1:]
+    )
+    return KindsCodec([first, *others])
 
 
 class TransformCodec(Codec):
@@ -154,9 +166,9 @@ class TransformCodec(Codec):
             for group, (_, exact) in zip(piece.groups, coded, strict=True)
         ]
         lists = b"".join([where.tobytes(), *rows, places.astype("<u4").tobytes(), values.tobytes()])
-        raw_size = sum(group.width for group in piece.groups) * piece.count * self._item
+        raw_size = sum(group.width for group in piece.groups) * piece.size * self._item
         if len(lists) < raw_size:
-            frames = np.empty(piece.bands.bound(piece.count), np.uint8).data
+            frames = np.empty(piece.bands.bound(piece.size), np.uint8).data
             size = piece.bands.write(joined, frames)
             if len(lists) + size < raw_size:
                 _PIECE.pack_into(out, 0, len(where), len(places))
@@ -199,12 +211,12 @@ class TransformCodec(Codec):
         exact, exceptions = _PIECE.unpack(reader.take(_PIECE.size))
         if exact == _RAW:
             for group in piece.groups:
-                group.place(reader.take(piece.count * group.width * self._item), slice(None), views)
+                group.place(reader.take(piece.size * group.width * self._item), slice(None), views)
             return
-        if exact > piece.count * len(piece.groups) or exceptions > piece.count * piece.bands.rows:
-            raise Damaged(f"{exact} exact tokens and {exceptions} exceptions of {piece.count}")
+        if exact > piece.size * len(piece.groups) or exceptions > piece.size * piece.bands.rows:
+            raise Damaged(f"{exact} exact tokens and {exceptions} exceptions of {piece.size}")
         which, tokens = np.divmod(
-            reader.integers(exact, piece.count * len(piece.groups)), piece.count
+            reader.integers(exact, piece.size * len(piece.groups)), piece.size
         )
         if (np.diff(which) < 0).any():
             raise Damaged("exact tokens are not in the order of the groups")
@@ -212,12 +224,12 @@ class TransformCodec(Codec):
         for number, group in enumerate(piece.groups):
             at = tokens[which == number]
             kept.append((at, reader.take(len(at) * group.width * self._item)))
-        places = reader.integers(exceptions, piece.bands.rows * piece.count)
+        places = reader.integers(exceptions, piece.bands.rows * piece.size)
         values = np.frombuffer(reader.take(exceptions), np.int8)
-        joined, size = piece.bands.read(reader.rest, piece.count)
+        joined, size = piece.bands.read(reader.rest, piece.size)
         reader.take(size)
         joined.reshape(-1)[places] = values
-        codes = [np.empty((group.rank, piece.count), np.int8) for group in piece.groups]
+        codes = [np.empty((group.rank, piece.size), np.int8) for group in piece.groups]
         piece.bands.split(joined, codes)
         for group, one, (at, rows) in zip(piece.groups, codes, kept, strict=True):
             group.decode(one, turns, views)
@@ -240,16 +252,16 @@ class TransformCodec(Codec):
 
 
 class _Piece(NamedTuple):
-    """``count`` tokens of some groups."""
+    """``size`` tokens of some groups."""
 
     first: int
-    count: int
+    size: int
     groups: list[GroupTransform]
     bands: CodeBands
 
     @property
     def tokens(self) -> slice:
-        return slice(self.first, self.first + self.count)
+        return slice(self.first, self.first + self.size)
 
 
 class _Plan:
@@ -288,7 +300,7 @@ class _Plan:
         """Return cosines and sines of the piece's tokens."""
         if self._positions is None:
             return None
-        return self._positions.turns(start + piece.first, piece.count)
+        return self._positions.turns(start + piece.first, piece.size)
 
     def _batched(self, count: int) -> list[tuple[list[GroupTransform], CodeBands]]:
         # Of a run of another length the batches differ; there are at most 1024 lengths, and the
