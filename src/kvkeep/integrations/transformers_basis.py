@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from kvkeep.core.errors import InvalidValue
+from kvkeep.core.errors import InvalidValue, require, whole
 from kvkeep.store.codecs.base import BlockShape
 from kvkeep.store.codecs.basis_fit import BasisFit
 from kvkeep.store.codecs.transform import TransformCodec
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from kvkeep.store.codecs.base import Codec
     from kvkeep.store.codecs.basis import Basis
 
-__all__ = ["FittedBasis", "Prompts", "fit_basis", "sum_up"]
+__all__ = ["FittedBasis", "Prompts", "fit_basis", "fit_basis_of", "sum_up"]
 
 CONTEXT, FOLLOWING = 1024, 256
 """Tokens of a prompt whose KV is coded, and tokens behind it that it is judged by."""
@@ -154,7 +155,7 @@ class Prompts:
             numbers = torch.frombuffer(block, dtype=torch.bfloat16)
             tokens = len(numbers) // sum(heads * dim for heads, dim in self.parts)
             sizes = [tokens * heads * dim for heads, dim in self.parts]
-            cut = torch.split(numbers, sizes)  # type: ignore[no-untyped-call]
+            cut = torch.split(numbers, sizes)
             for part, given, (heads, dim) in zip(pieces, cut, self.parts, strict=True):
                 part.append(given.view(tokens, heads, dim))
         flat = [torch.cat(part).transpose(0, 1)[None].to(like[0][0]) for part in pieces]
@@ -181,29 +182,33 @@ def fit_basis(
     *,
     nats: float = 2e-3,
     width: int = 256,
+    context: int = CONTEXT,
     name: str = "",
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int], object] | None = None,
 ) -> FittedBasis:
     """Fit a basis to ``model`` (a causal language model of Transformers) on the text ``ids``.
 
     ``nats`` a token are allowed on prompts that are not fitted; ``width`` is the most channels that
-    are transformed together: more make records smaller and decoding slower. ``progress`` is called
-    with (prompts done, all prompts). A text of 30,000 tokens or more is right; with less, the
+    are transformed together: more make records smaller and decoding slower. ``context`` are the
+    tokens of a prompt: how much errors matter depends on it, so take what is served. ``progress``
+    is called after each prompt with 1. A text of 30,000 tokens or more is right; with less, the
     sensitivity is known less well, and records are larger for the same nats.
 
-    Cost: nine passes forth and eight back for each 1280 tokens. Memory: as to train on 256 tokens
-    behind a prompt of 1024, without states of an optimiser.
+    Cost: nine passes forth and eight back for each prompt. Memory: as to train on 256 tokens behind
+    a prompt, without states of an optimiser. Alters ``requires_grad`` of the model's parameters.
 
     Raises:
         InvalidValue: the text is too short, or the model is not of a kind that can be fitted.
     """
+    if not nats > 0:
+        raise InvalidValue(f"nats a token are above 0, got {nats}")
+    whole("context", context, _BLOCK)
+    least = 3 * (context + FOLLOWING)
+    if len(ids) < least:
+        raise InvalidValue(f"the text has {len(ids)} tokens; at least {least} are needed")
     for parameter in model.parameters():
         parameter.requires_grad_(requires_grad=False)
-    prompts = Prompts(model, ids)
-    if len(prompts) < 3:
-        raise InvalidValue(
-            f"the text has {len(ids)} tokens; at least {3 * (CONTEXT + FOLLOWING)} are needed"
-        )
+    prompts = Prompts(model, ids, context=context)
     judged = range(len(prompts))[:: round(1 / _JUDGED)][:6]
     fitted = [number for number in range(len(prompts)) if number not in judged]
     fit = sum_up(prompts, fitted, width, progress)
@@ -228,20 +233,51 @@ def sum_up(
     prompts: Prompts,
     fitted: Sequence[int],
     width: int,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int], object] | None = None,
 ) -> BasisFit:
     """Return the sums over the KV of these prompts and its gradients. Seeded by 0."""
     fit = BasisFit(prompts.parts, prompts.rotated, prompts.speeds, width)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        for done, prompt in enumerate(fitted):
-            if progress is not None:
-                progress(done, len(fitted))
+        for prompt in fitted:
             kv = prompts.kv(prompt)
             fit.add_numbers(_flat(kv))
             for _ in range(_DRAWS):
                 fit.add_gradients(_flat(prompts.gradients(prompt, kv)), FOLLOWING)
+            if progress is not None:
+                progress(1)
     return fit
+
+
+def fit_basis_of(
+    path: str | os.PathLike[str],
+    text: str,
+    *,
+    dtype: str = "float32",
+    device: str = "auto",
+    tokens: int = 40_000,
+    **settings: Any,
+) -> FittedBasis:
+    """Load the model in ``path`` and fit a basis on the first ``tokens`` of ``text``.
+
+    ``settings`` are those of `fit_basis`.
+
+    Raises:
+        InvalidValue: there is no such model; or as `fit_basis`.
+    """
+    transformers = require("transformers", "transformers")
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+        model.to(device)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise InvalidValue(f"the model in {path} cannot be loaded: {error}") from error
+    ids = torch.tensor(tokenizer(text, verbose=False).input_ids)
+    return fit_basis(model, ids[:tokens], **settings)
 
 
 def _flat(kv: KV) -> list[Tensor]:
