@@ -95,7 +95,7 @@ def bundled(quick: bool) -> OneModel:
     probe = bundled_probe(prompts=1 if quick else 3)
     text = "\n\n".join(topics[name] for name in sorted(topics)[1::4])
     rows = _rows(text, max(ANSWERED) + 64, 8 if quick else 24)
-    answering = ReuseProbe(probe._model, rows, following=64)  # noqa: SLF001 - the same model
+    answering = ReuseProbe(probe.model, rows, following=64)
     said = "the bundled model: 4 layers, 2 KV heads of 32, text that it was trained on"
     return OneModel("bundled", said, probe, answering)
 
@@ -116,7 +116,7 @@ def trained() -> OneModel:
     return OneModel("trained", said, probe, answering)
 
 
-def _loaded(path: Any) -> Any:  # noqa: ANN401
+def _loaded(path: Any) -> Any:
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
     from transformers.utils import logging  # noqa: PLC0415
 
@@ -167,7 +167,7 @@ def _fits(name: str, shape: BlockShape) -> bool:
 
 def fitted(probe: ReuseProbe) -> list[str]:
     """Return `int4` with the bits by part that suit the model, at each ratio of `FITTED`."""
-    measured = sensitivities(probe, min(1024, probe.deepest))
+    measured = sensitivities(probe)
     sizes = [heads * dim for heads, dim in probe.shape.parts]
     return [f"int4:{allocate(measured, sizes, 16 / ratio - OVERHEAD)}" for ratio in FITTED]
 
@@ -243,10 +243,10 @@ def picture(path: str, models: dict[str, tuple[str, list[Quality]]]) -> None:
     import matplotlib as mpl  # noqa: PLC0415
 
     mpl.use("svg" if path.endswith(".svg") else "agg")
-    from matplotlib import pyplot  # noqa: PLC0415
+    from matplotlib import pyplot as plt  # noqa: PLC0415
 
-    pyplot.rcParams.update({"svg.hashsalt": "kvkeep", "font.size": 9})
-    figure, panels = pyplot.subplots(1, len(models), figsize=(4.6 * len(models), 3.6), sharey=True)
+    plt.rcParams.update({"svg.hashsalt": "kvkeep", "font.size": 9})
+    figure, panels = plt.subplots(1, len(models), figsize=(4.6 * len(models), 3.6), sharey=True)
     for panel, (said, found) in zip(
         [panels] if len(models) == 1 else panels, models.values(), strict=True
     ):

@@ -9,7 +9,7 @@ from kvkeep.core.errors import InvalidValue, require
 from kvkeep.store.codecs import BlockShape, make_codec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     import torch
     from torch import Tensor
@@ -49,7 +49,7 @@ class ReuseProbe:
 
     def __init__(
         self,
-        model: Any,  # noqa: ANN401 - PreTrainedModel, which need not be installed
+        model: Any,
         prompts: Tensor,
         *,
         following: int = 256,
@@ -57,7 +57,7 @@ class ReuseProbe:
         block_tokens: int = 256,
     ) -> None:
         self._torch = require("torch", "torch")
-        self._model = model
+        self.model = model
         self._ids = prompts
         self.following = following
         self.deepest = prompts.shape[1] - following
@@ -77,7 +77,7 @@ class ReuseProbe:
         kept: list[KV] = []
         with self._torch.inference_mode():
             for ids in self._ids[:, : self.deepest]:
-                cache = self._model(ids[None], use_cache=True, logits_to_keep=1).past_key_values
+                cache = self.model(ids[None], use_cache=True, logits_to_keep=1).past_key_values
                 layers = getattr(cache, "layers", ())
                 if not layers or any(one.keys.shape[2] != self.deepest for one in layers):
                     raise InvalidValue("the model's layers do not all keep K and V of every token")
@@ -162,7 +162,7 @@ class ReuseProbe:
             for prompt, ids in enumerate(self._ids):
                 cache = self._cache([(k[prompt, None], v[prompt, None]) for k, v in kv])
                 next_ids = ids[None, depth : depth + self.following]
-                logits = self._model(next_ids, past_key_values=cache).logits
+                logits = self.model(next_ids, past_key_values=cache).logits
                 said.append(logits.double().log_softmax(-1))
         together: Tensor = self._torch.cat(said)
         return together
@@ -175,7 +175,7 @@ class ReuseProbe:
             cache = self._cache(kv)
             ids = self._ids[:, depth : depth + tail]
             for _ in range(tokens):
-                logits = self._model(ids, past_key_values=cache, logits_to_keep=1).logits
+                logits = self.model(ids, past_key_values=cache, logits_to_keep=1).logits
                 ids = logits[:, -1].argmax(-1, keepdim=True)
                 answer.append(ids)
         together: Tensor = torch.cat(answer, 1)
@@ -190,7 +190,7 @@ class ReuseProbe:
             float(which.double().mean()), statistics.mean(first) if first else exact.shape[1]
         )
 
-    def _cache(self, kv: KV) -> Any:  # noqa: ANN401
+    def _cache(self, kv: KV) -> Any:
         cache = require("transformers", "hf").DynamicCache()
         for layer, (keys, values) in enumerate(kv):
             cache.update(keys.clone(), values.clone(), layer)

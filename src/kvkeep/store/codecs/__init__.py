@@ -24,7 +24,7 @@ from __future__ import annotations
 from kvkeep.store.codecs.base import BlockShape, Codec, Damaged, OtherKey
 from kvkeep.store.codecs.encrypted import ENCRYPTED, WITHOUT_KEY_ID, inner_number
 from kvkeep.store.codecs.keyfile import generate_key, load_key
-from kvkeep.store.codecs.named import CODECS, codec_of, make_codec
+from kvkeep.store.codecs.named import CODECS, codec_name, codec_of, make_codec
 
 __all__ = [
     "CODECS",
@@ -34,6 +34,7 @@ __all__ = [
     "Codec",
     "Damaged",
     "OtherKey",
+    "codec_name",
     "codec_of",
     "generate_key",
     "inner_number",

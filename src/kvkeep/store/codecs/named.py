@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from kvkeep.store.codecs.base import BlockShape, Codec
 
-__all__ = ["CODECS", "codec_of", "make_codec"]
+__all__ = ["CODECS", "codec_name", "codec_of", "make_codec"]
 
 CODECS = ("raw", "lossless", "int8", "fp8", "int4", "transform")
 """Names of codecs; a codec's index is its number."""
@@ -36,6 +36,14 @@ def make_codec(
         raise InvalidValue(f"codec is {name!r}; it is one of {', '.join(CODECS)}")
     codec = _make(name, shape)
     return codec if key is None else EncryptedCodec(codec, key, old_keys)
+
+
+def codec_name(number: int) -> str:
+    """Return the name of a codec, by its number in records."""
+    inside = inner_number(number)
+    if inside is not None:
+        return f"encrypted {codec_name(inside)}"
+    return CODECS[number] if number < len(CODECS) else f"codec {number}"
 
 
 def codec_of(

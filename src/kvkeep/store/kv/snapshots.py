@@ -13,6 +13,7 @@ from kvkeep.store.kv.finding import PositionFinder
 from kvkeep.store.kv.positions import BASE, STATE, PositionNames
 from kvkeep.store.kv.removal import delete_ids
 from kvkeep.store.kv.snapshot import Snapshot
+from kvkeep.store.kv.transfers import tails_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -131,7 +132,11 @@ class SnapshotTransfers:
             sizes = [piece.raw_bytes for piece in pieces]
             ids = [piece.id for piece in pieces]
             try:
-                written = tiered.write(ids, sizes, fill, wait=_WAIT_S if wait else None)
+                before = names.chain(tokens)
+                before += tails_of(tiered, names.names, names.row, names.full)
+                written = tiered.write(
+                    ids, sizes, fill, wait=_WAIT_S if wait else None, before=before
+                )
             except _Gap:
                 tiered.losses.note(ids, tiered.memory.name, "dropped", "no room")
                 return Put(0, 0, tokens - start, 0, failed)
@@ -269,6 +274,10 @@ class SnapshotTransfers:
             reading = _Reading(self._forms, prompt.start, position)
             count = reading.read(tiered, left, sources=sources)
             if count == len(position.pieces):
+                if any(piece.id in tiered.inexact for piece in position.pieces):
+                    # A later position has other records, and begins with the same blocks.
+                    tail = position.tokens % names.size > 0
+                    tiered.inexact.add(names.chain(position.tokens), tails=tail)
                 self._note(names, position.tokens, position.pieces)
                 return reading.loaded()
             # What was read is read again, most likely from memory, if a shorter position needs it:

@@ -276,6 +276,10 @@ class Tier:
         """Return the decoded record of ``block`` in new memory; see `RecordReader.fetch`."""
         return self._reader.fetch(block)
 
+    def refuses(self, record: memoryview) -> bool:
+        """Whether memory's ``record`` must not be written here: it is not exact, and this is."""
+        return self._records.refuses(record)
+
     # --- writing: in a thread of `writing` -------------------------------------------------------
 
     def save(self, block: bytes, record: memoryview) -> bool:
@@ -287,6 +291,9 @@ class Tier:
         if self.knows(block):
             self.counters.count(already=1)
             return True
+        if self.refuses(record):  # callers ask before; nothing gets past this
+            self._dropped(block, "lossy")
+            return False
         if not self._known.wait_deleted(block, self.timeout):
             self._dropped(block, "no time")
             return False

@@ -13,6 +13,7 @@ from kvkeep.core.errors import BackendFailed, IllegalStep
 from kvkeep.store.tiers.demoting import Demoter
 from kvkeep.store.tiers.fetch_back import open_fetch_back
 from kvkeep.store.tiers.front import open_front
+from kvkeep.store.tiers.inexact import InexactBlocks
 from kvkeep.store.tiers.level_pins import LevelPins
 from kvkeep.store.tiers.levels import Levels
 from kvkeep.store.tiers.loss_log import LossLog
@@ -60,6 +61,8 @@ class TieredStore:
 
     Attributes:
         returns: follows conversations, if the ends of requests are reported.
+        inexact: the blocks that callers were given and that are not exact: what is stored under
+            their names, or behind them, may be made of them.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class TieredStore:
         shares: TenantWeights | None = None,
     ) -> None:
         self.policy = policy or Inclusive()
+        self.inexact = InexactBlocks()
         self.losses = LossLog([memory.name, *(tier.name for tier in tiers)])
         self.memory = open_front(memory, self.losses, self._evicted_from_memory, shares)
         open_tier = partial(Tier, losses=self.losses, notes=notes, shares=shares)
@@ -175,7 +179,8 @@ class TieredStore:
         in this thread while other threads read later blocks; it must copy ``raw``, and raises only
         for bugs. ``levels`` is the result of `locate`, if that was called before. After
         ``deadline`` seconds the read ends with the blocks that have arrived. The name of the tier
-        that each block was read from is appended to ``sources``.
+        that each block was read from is appended to ``sources``; of KV that is not exact with its
+        codec behind it: "s3, int8".
 
         Returns how many blocks were passed to ``sink``.
         """
@@ -187,8 +192,9 @@ class TieredStore:
             self._levels.requested(blocks[: len(levels)], raw_bytes[0])
         with self._closed_is_illegal():
             request = ReadRequest(
-                self._reader, raw_bytes, sink, until=until, cancelled=cancelled, sources=sources
-            )
+                self._reader, raw_bytes, sink,
+                until=until, cancelled=cancelled, sources=sources, inexact=self.inexact,
+            )  # fmt: skip
             count = request.read(blocks, levels)
         if count < len(blocks):
             self.check_open()  # if closed meanwhile, the rest may not be missing
@@ -215,8 +221,12 @@ class TieredStore:
         fill: Callable[[int, memoryview], None],
         *,
         wait: float | None = None,
+        before: Sequence[bytes] = (),
     ) -> Written:
         """Store ``blocks``; ``fill(i, raw)`` writes the KV of those that no level has yet.
+
+        ``before`` are the prompt's blocks before them: if a caller was given one of them, or one of
+        ``blocks``, and it was not exact, neither is what follows, and exact tiers do not store it.
 
         Returns when they are in memory; writes to the tiers that the policy admits follow in the
         background. From the first block without room on, blocks are dropped. With ``wait``, waits
@@ -227,8 +237,9 @@ class TieredStore:
         if blocks:
             self._levels.requested(blocks, raw_bytes[0])
         request = StoreRequest(
-            self._levels, self._queue, self._demoter, raw_bytes=raw_bytes, fill=fill, until=until
-        )
+            self._levels, self._queue, self._demoter,
+            raw_bytes=raw_bytes, fill=fill, until=until, exact=self.inexact.exact(before, blocks),
+        )  # fmt: skip
         with self._closed_is_illegal():
             request.store(blocks)
         for tier in self.tiers if wait is not None else ():
@@ -313,8 +324,9 @@ class TieredStore:
                 continue
             move = self._levels.planner.evict(item.block, 0)
             if isinstance(move, Demote):
-                tier = self._levels.tier(move.target)
-                self._queue.write(tier, item.block, _left(until), saved.append)
+                tier = self._demoter.target(item.block, move)
+                if tier is not None:
+                    self._queue.write(tier, item.block, _left(until), saved.append)
         written = [tier.health.settled(_left(until)) for tier in self.tiers]
         return all(written) and all(saved)
 
