@@ -37,7 +37,10 @@ class Damaged(Exception):
 
 
 class OtherKey(Exception):
-    """The encoded bytes name a key that this codec does not have. They need not be damaged."""
+    """The encoded bytes name a key, or a basis, that this codec does not have.
+
+    They need not be damaged.
+    """
 
 
 class Codec(ABC):
@@ -77,5 +80,5 @@ class Codec(ABC):
             Damaged: ``encoded`` is invalid for this size and ``bound_to``; ``out`` is undefined.
                 Only an encrypting codec detects every change: others rely on the checksum of the
                 record.
-            OtherKey: ``encoded`` was encrypted with another key.
+            OtherKey: ``encoded`` was encrypted with another key, or transformed by another basis.
         """

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CODECS", "codec_name", "codec_of", "make_codec"]
 
-CODECS = ("raw", "lossless", "int8", "fp8", "int4")
+CODECS = ("raw", "lossless", "int8", "fp8", "int4", "transform")
 """Names of codecs; a codec's index is its number."""
 
 
@@ -73,6 +73,11 @@ def codec_of(
 def _make(name: str, shape: BlockShape) -> Codec:
     if name == "raw" or (shape.kinds and name != "lossless" and not shape.kinds[0].dtype):
         return RawCodec()  # of states alone, there is nothing that a lossy codec may change
+    if name.partition(":")[0] == "transform":
+        require("torch", "torch")
+        from kvkeep.store.codecs.transform import transform_of  # noqa: PLC0415
+
+        return transform_of(name.partition(":")[2], shape)
     if shape.kinds:
         exact = "lossless" if name == "lossless" else "raw"
         return KindsCodec([_make(name if kind.dtype else exact, kind) for kind in shape.kinds])
