@@ -38,7 +38,8 @@ class Completion:
     """The answers of a finished request; best first if they were ranked (`best_of`, `beams`).
 
     ``cached_tokens`` of the ``prompt_tokens`` were reused, of which ``loaded_tokens`` came from the
-    store, ``lossy_tokens`` of these not exact. ``ttft_s`` and ``seconds`` run from the request's arrival to its first and last token.
+    store, of which ``lossy_tokens`` are not exact. ``ttft_s`` and ``seconds`` run from the
+    request's arrival to its first and last token.
     """
 
     choices: tuple[Choice, ...]
