@@ -9,8 +9,10 @@ import torch
 
 from kvkeep.core.geometry import DTYPES
 from kvkeep.store.codecs import BlockShape, make_codec
+from kvkeep.store.codecs.encrypted import EncryptedCodec
 
 GUARD = 4096
+EXACT = ("raw", "lossless")
 KEY = bytes(range(32))
 NAME = b"the header of a record"
 
@@ -58,8 +60,14 @@ def numbers_of(raw: bytes | memoryview, dtype: str) -> np.ndarray:
 
 def every_codec(shape: BlockShape, key: bytes | None = None):
     narrow = not shape.dtype or DTYPES[shape.dtype] == 1
-    names = ("raw", "lossless") if narrow else ("raw", "lossless", "int8", "fp8")
-    return [make_codec(name, shape, key) for name in names]
+    names = EXACT if narrow else (*EXACT, "int8", "fp8", "int4", "int4:2", "int4:5", "int4:6")
+    made = [make_codec(name, shape, key) for name in names]
+    if not narrow:
+        from transform_bases import codec_for
+
+        codec = codec_for(shape)
+        made.append(codec if key is None else EncryptedCodec(codec, key))
+    return made
 
 
 class Guarded:

@@ -7,21 +7,25 @@ import sys
 
 import pytest
 from codec_blocks import KEY, LLAMA, SHAPES
+from transform_bases import basis_of
 
 from kvkeep.core.errors import InvalidValue, MissingExtra
 from kvkeep.store.codecs import CODECS, BlockShape, codec_of, make_codec
 
-NUMBERS = {"raw": 0, "lossless": 1, "int8": 2, "fp8": 3}
+NUMBERS = {"raw": 0, "lossless": 1, "int8": 2, "fp8": 3, "int4": 4, "transform": 5}
 
 
-def test_codec_numbers_never_change():
+def test_codec_numbers_never_change(tmp_path):
     """Records on disks contain them: numbers may be added, never reused."""
-    assert {name: make_codec(name, LLAMA).number for name in CODECS} == NUMBERS
-    assert [make_codec(name, LLAMA).name for name in CODECS] == list(CODECS)
-    assert [make_codec(name, LLAMA).exact for name in CODECS] == [True, True, False, False]
+    basis_of(LLAMA).save(tmp_path / "basis")
+    settings = {"transform": f":basis={tmp_path / 'basis'}"}
+    made = [make_codec(f"{name}{settings.get(name, '')}", LLAMA) for name in CODECS]
+    assert {codec.name: codec.number for codec in made} == NUMBERS
+    assert [codec.name for codec in made] == list(CODECS)
+    assert [codec.exact for codec in made] == [True, True, False, False, False, False]
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", [name for name in CODECS if name != "transform"])
 def test_a_number_selects_the_codec(name):
     for key in (None, KEY):
         made = make_codec(name, LLAMA, key)
@@ -30,7 +34,7 @@ def test_a_number_selects_the_codec(name):
         assert (found.name, found.number) == (made.name, made.number)
 
 
-@pytest.mark.parametrize("number", [-1, 4, 63, 68, 127, 132, 255, 2**31])
+@pytest.mark.parametrize("number", [-1, 5, 6, 63, 69, 70, 127, 133, 134, 255, 2**31])
 def test_unknown_numbers_have_no_codec(number):
     assert codec_of(number, LLAMA, KEY) is None
 
@@ -42,9 +46,9 @@ def test_codecs_without_their_key_or_type_are_none():
     assert codec_of(66, BlockShape(), KEY) is None
 
 
-@pytest.mark.parametrize("name", ["", "zstd", "RAW", "raw ", "int4"])
+@pytest.mark.parametrize("name", ["", "zstd", "RAW", "raw ", "int3", "zstd:4"])
 def test_other_names_are_refused(name):
-    with pytest.raises(InvalidValue, match="raw, lossless, int8, fp8"):
+    with pytest.raises(InvalidValue, match="raw, lossless, int8, fp8, int4, transform"):
         make_codec(name, LLAMA)
 
 

@@ -14,7 +14,7 @@ from kvkeep.core.errors import whole
 from kvkeep.core.geometry.units import format_bytes
 from kvkeep.core.keys import SPACE_BYTES
 from kvkeep.store.backends.buffers import aligned
-from kvkeep.store.codecs import CODECS, inner_number
+from kvkeep.store.codecs import codec_name
 from kvkeep.store.tiers.record import BadRecord, RecordHeader, read_header
 
 if TYPE_CHECKING:
@@ -23,21 +23,13 @@ if TYPE_CHECKING:
     from kvkeep.cli.store_place import NamespaceRecords, OpenTier
     from kvkeep.store.backends import Listed
 
-__all__ = ["codec_name", "ls", "stat"]
+__all__ = ["ls", "stat"]
 
 _AGES: tuple[tuple[str, int | None], ...] = (
     ("under 1 minute", 60), ("1 minute … 1 hour", 3600), ("1 hour … 1 day", 86_400),
     ("1 … 7 days", 7 * 86_400), ("7 … 30 days", 30 * 86_400), ("over 30 days", None),
 )  # fmt: skip
 _BAR = 30
-
-
-def codec_name(number: int) -> str:
-    """Return the name of a codec, as in URLs."""
-    inside = inner_number(number)
-    if inside is not None:
-        return f"encrypted {codec_name(inside)}"
-    return CODECS[number] if number < len(CODECS) else f"codec {number}"
 
 
 # --- ls --------------------------------------------------------------------------------------

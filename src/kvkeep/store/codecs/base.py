@@ -37,7 +37,10 @@ class Damaged(Exception):
 
 
 class OtherKey(Exception):
-    """The encoded bytes name a key that this codec does not have. They need not be damaged."""
+    """The encoded bytes name a key, or a basis, that this codec does not have.
+
+    They need not be damaged.
+    """
 
 
 class Codec(ABC):
@@ -54,6 +57,16 @@ class Codec(ABC):
     name: str
     number: int
     exact: bool = True
+
+    @property
+    def label(self) -> str:
+        """The name for statistics."""
+        return self.name
+
+    def chosen(self, raw: memoryview) -> Codec:
+        """Return the codec that encodes ``raw``: itself, unless it chooses among others."""
+        del raw
+        return self
 
     @abstractmethod
     def bound(self, raw_bytes: int) -> int:
@@ -77,5 +90,5 @@ class Codec(ABC):
             Damaged: ``encoded`` is invalid for this size and ``bound_to``; ``out`` is undefined.
                 Only an encrypting codec detects every change: others rely on the checksum of the
                 record.
-            OtherKey: ``encoded`` was encrypted with another key.
+            OtherKey: ``encoded`` was encrypted with another key, or transformed by another basis.
         """

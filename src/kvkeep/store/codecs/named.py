@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import InvalidValue, require
+from kvkeep.store.codecs.auto import AutoCodec, AutoSetting, candidates
 from kvkeep.store.codecs.encrypted import ENCRYPTED, EncryptedCodec, inner_number
 from kvkeep.store.codecs.kinds import KindsCodec
 from kvkeep.store.codecs.lossless import LosslessCodec
@@ -15,9 +16,9 @@ if TYPE_CHECKING:
 
     from kvkeep.store.codecs.base import BlockShape, Codec
 
-__all__ = ["CODECS", "codec_of", "make_codec"]
+__all__ = ["CODECS", "codec_name", "codec_of", "make_codec"]
 
-CODECS = ("raw", "lossless", "int8", "fp8")
+CODECS = ("raw", "lossless", "int8", "fp8", "int4", "transform")
 """Names of codecs; a codec's index is its number."""
 
 
@@ -32,10 +33,32 @@ def make_codec(
         InvalidValue: the name is unknown, or the codec cannot encode such blocks.
         MissingExtra: the codec needs a package that is not installed.
     """
-    if name not in CODECS:
-        raise InvalidValue(f"codec is {name!r}; it is one of {', '.join(CODECS)}")
+    kind, _, setting = name.partition(":")
+    if kind == "auto":
+        return _auto(AutoSetting.of(setting), shape, key, old_keys)
+    if kind not in CODECS:
+        raise InvalidValue(f"codec is {name!r}; it is one of {', '.join(CODECS)}, auto")
     codec = _make(name, shape)
     return codec if key is None else EncryptedCodec(codec, key, old_keys)
+
+
+def _auto(
+    setting: AutoSetting, shape: BlockShape, key: bytes | None, old_keys: Sequence[bytes]
+) -> AutoCodec:
+    codecs = [
+        (make_codec(name, shape, key, old_keys), nats)
+        for name, nats in candidates(setting.figures, shape).items()
+        if nats <= setting.nats
+    ]
+    return AutoCodec(codecs, setting.nats, bandwidth=setting.bandwidth)
+
+
+def codec_name(number: int) -> str:
+    """Return the name of a codec, by its number in records."""
+    inside = inner_number(number)
+    if inside is not None:
+        return f"encrypted {codec_name(inside)}"
+    return CODECS[number] if number < len(CODECS) else f"codec {number}"
 
 
 def codec_of(
@@ -65,12 +88,24 @@ def codec_of(
 def _make(name: str, shape: BlockShape) -> Codec:
     if name == "raw" or (shape.kinds and name != "lossless" and not shape.kinds[0].dtype):
         return RawCodec()  # of states alone, there is nothing that a lossy codec may change
+    if name.partition(":")[0] == "transform":
+        require("torch", "torch")
+        from kvkeep.store.codecs.transform import transform_of  # noqa: PLC0415
+
+        return transform_of(name.partition(":")[2], shape)
     if shape.kinds:
         exact = "lossless" if name == "lossless" else "raw"
         return KindsCodec([_make(name if kind.dtype else exact, kind) for kind in shape.kinds])
     if name == "lossless":
         return LosslessCodec(shape)
     require("torch", "torch")
+    name, colon, setting = name.partition(":")
+    if name == "int4":
+        from kvkeep.store.codecs.int4 import Int4Codec  # noqa: PLC0415
+
+        return Int4Codec(shape, setting)
+    if colon:
+        raise InvalidValue(f"codec {name} has no setting, got {setting!r}")
     if name == "int8":
         from kvkeep.store.codecs.int8 import Int8Codec  # noqa: PLC0415
 

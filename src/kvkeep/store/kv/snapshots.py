@@ -14,6 +14,7 @@ from kvkeep.store.kv.paying import LoadPiece
 from kvkeep.store.kv.positions import BASE, STATE, PositionNames
 from kvkeep.store.kv.removal import delete_ids
 from kvkeep.store.kv.snapshot import Snapshot
+from kvkeep.store.kv.transfers import tails_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -137,7 +138,11 @@ class SnapshotTransfers:
             sizes = [piece.raw_bytes for piece in pieces]
             ids = [piece.id for piece in pieces]
             try:
-                written = tiered.write(ids, sizes, fill, wait=_WAIT_S if wait else None)
+                before = names.chain(tokens)
+                before += tails_of(tiered, names.names, names.row, names.full)
+                written = tiered.write(
+                    ids, sizes, fill, wait=_WAIT_S if wait else None, before=before
+                )
             except _Gap:
                 tiered.losses.note(ids, tiered.memory.name, "dropped", "no room")
                 return Put(0, 0, tokens - start, 0, failed)
@@ -290,6 +295,10 @@ class SnapshotTransfers:
             reading = _Reading(self._forms, prompt.start, position)
             count = reading.read(tiered, left, sources=sources)
             if count == len(position.pieces):
+                if any(piece.id in tiered.inexact for piece in position.pieces):
+                    # A later position has other records, and begins with the same blocks.
+                    tail = position.tokens % names.size > 0
+                    tiered.inexact.add(names.chain(position.tokens), tails=tail)
                 self._note(names, position.tokens, position.pieces)
                 return reading.loaded()
             if choice is not None and due is not None and time.monotonic() >= due:

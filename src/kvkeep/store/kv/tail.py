@@ -44,6 +44,7 @@ class TailRead:
         start, stop: the tokens whose KV is stored; equal if none is.
         runs: ``(tier, tokens)`` of these, in order.
         unit: tokens of a block. Delivered ranges begin at a multiple of it, or at `start`.
+        source: while ``sink`` of `read` is called, where its KV is from, as `KVStore.get` names it.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class TailRead:
         self._limit = TailLimit()
         self._lock = threading.Lock()
         self._arrived: dict[int, str] = {}  # position of a block → the tier that it came from
+        self.source = ""
         self._begun = False
         self._over = threading.Event()
 
@@ -100,20 +102,21 @@ class TailRead:
         def take(at: int, raw: memoryview) -> None:
             begin, stop = blocks[at].begin, blocks[at].stop
             skip = max(0, self.start - begin)
+            self.source = sources[-1]
+            if lengths[at] < self.unit and blocks[at].id in self._tiered.inexact:
+                self._tiered.inexact.add((), tails=True)
             sink(begin + skip, stop, self._form.view(raw, lengths[at], skip=skip))
             with self._lock:
-                self._arrived[at] = ""
+                self._arrived[at] = self.source
 
         ended = self._begin()
         try:
             with closed_is_illegal():
-                came = self._tiered.read_back(
+                self._tiered.read_back(
                     [one.id for one in blocks], self._form.sizes(lengths), take,
                     levels=[one.level for one in blocks], limit=self._limit, deadline=deadline,
                     sources=sources,
                 )  # fmt: skip
-            with self._lock:
-                self._arrived |= zip(came, sources, strict=True)
         finally:
             self._over.set()
             ended(LoadedKV(None, sum(b - a for a, b in self.delivered), self.sources))
@@ -183,7 +186,7 @@ class TailRead:
 
     @property
     def sources(self) -> tuple[tuple[str, int], ...]:
-        """``(tier, tokens)`` of what was delivered, in order, once `read` has returned."""
+        """``(tier, tokens)`` of what was delivered, in order, as `KVStore.get` names them."""
         with self._lock:
             arrived = [(self._blocks[at], self._arrived[at]) for at in sorted(self._arrived)]
         return runs_of((tier, self._tokens(one)) for one, tier in arrived if tier)

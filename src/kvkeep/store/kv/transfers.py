@@ -17,14 +17,15 @@ from kvkeep.store.kv.tail import TailRead
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvkeep.core.tokens import TokenArray
     from kvkeep.store.kv.forms import KV, Form
     from kvkeep.store.kv.lookup import StoredBlocks
-    from kvkeep.store.kv.names import PromptBlocks
+    from kvkeep.store.kv.names import Names, PromptBlocks
     from kvkeep.store.kv.paying import LoadChoice, LoadPiece
     from kvkeep.store.kv.removal import Followers
     from kvkeep.store.tiers import TieredStore
 
-__all__ = ["KVTransfers"]
+__all__ = ["KVTransfers", "tails_of"]
 
 _WAIT_S: Final = 60.0
 """Seconds that each slower tier has to write blocks for which a put waits."""
@@ -81,8 +82,9 @@ class KVTransfers:
                 failed = delete_from(tiered, old, self._followers, tiered.supersede).failed
             self._followers.note([*full[:first], *blocks])
             written = tiered.write(
-                blocks, self._form.sizes(lengths), fill, wait=_WAIT_S if wait else None
-            )
+                blocks, self._form.sizes(lengths), fill, wait=_WAIT_S if wait else None,
+                before=full[:first] + tails_of(tiered, names, row, full),
+            )  # fmt: skip
         kept = sum(lengths[at] for at in written.kept)
         skipped = sum(lengths[at] for at in written.already)
         dropped = sum(lengths) - kept - skipped
@@ -145,6 +147,8 @@ class KVTransfers:
         if not count:
             return LoadedKV(None, 0, slower=slower)
         self._followers.note(blocks[:count])
+        if lengths[count - 1] < names.block_tokens and blocks[count - 1] in tiered.inexact:
+            tiered.inexact.add((), tails=True)
         parts = zip(read_from or (), [lengths[0] - skip, *lengths[1:]], strict=False)
         tokens = ends[count - 1]
         return LoadedKV(self._form.cut(into, 0, tokens), tokens, runs_of(parts), slower)
@@ -186,3 +190,20 @@ class KVTransfers:
 
 def _tier_names(tiered: TieredStore) -> list[str]:
     return [tiered.memory.name, *(tier.name for tier in tiered.tiers)]
+
+
+def tails_of(tiered: TieredStore, names: Names, row: TokenArray, full: list[bytes]) -> list[bytes]:
+    """Return the ids of all tails of a prompt, if a caller was given a tail that is not exact.
+
+    The block that contains its tokens has another id. Cost: 1 µs a token, else none.
+    """
+    if not tiered.inexact.tails:
+        return []
+    size = names.block_tokens
+    return [
+        tail
+        for start in range(0, len(row), size)
+        for tail in names.tails(
+            full[max(0, start // size - 1) : start // size], row[start : start + size], start=start
+        )
+    ]

@@ -11,6 +11,7 @@ from kvkeep.store.tiers.planner import Drop
 
 if TYPE_CHECKING:
     from kvkeep.store.tiers.levels import Levels
+    from kvkeep.store.tiers.planner import Demote
     from kvkeep.store.tiers.tier import Tier
     from kvkeep.store.tiers.write_queue import WriteQueue
 
@@ -49,7 +50,11 @@ class Demoter:
             self._note_refused(move)
             memory.left(block)
             return
-        tier = self._levels.tier(move.target)
+        tier = self.target(block, move)
+        if tier is None:
+            losses.note([block], memory.name, "evicted", memory.catalogue.policy)
+            memory.left(block)
+            return
         # Ask in this order: a deletion that ends in between is seen by the second question.
         if not self._queue.is_pending(tier, block) and tier.knows(block):
             memory.left(block)
@@ -60,6 +65,20 @@ class Demoter:
             memory.left(block)
 
         self._queue.write(tier, block, 0.0, moved)
+
+    def target(self, block: bytes, move: Demote) -> Tier | None:
+        """Return the tier that memory demotes ``block`` to: exact ones do not take lossy KV."""
+        first = self._levels.tier(move.target)
+        if not self._levels.mixed:
+            return first
+        lease = self._levels.memory.lease(block)
+        if lease is None:
+            return first
+        below = self._levels.tiers[move.target - 1 :]
+        try:
+            return next((tier for tier in below if not tier.refuses(lease.record)), None)
+        finally:
+            lease.release()
 
     def _count(self, saved: bool) -> None:
         self._levels.memory.counters.count(demotions=int(saved), demotions_dropped=int(not saved))
@@ -95,7 +114,13 @@ class Demoter:
         if isinstance(move, Drop):
             self._note_refused(move)
             return
-        source, target = self._levels.tier(level), self._levels.tier(move.target)
+        source = self._levels.tier(level)
+        below = self._levels.tiers[move.target - 1 :]
+        if not source.codec.exact:  # what it has is not for exact tiers
+            below = [tier for tier in below if not tier.codec.exact]
+        if not below:
+            return
+        target = below[0]
         over = threading.Event()
 
         def ended(moved: bool) -> None:

@@ -186,7 +186,8 @@ class FetchBack(FetchMoves):
 
     def move_out(self, block: bytes, level: int) -> None:
         tier = self._levels.tier(level)
-        tier.writing.submit(partial(self._queue.move_out, tier, block))
+        if tier.codec.exact:  # else its copy stays: see `Reader`
+            tier.writing.submit(partial(self._queue.move_out, tier, block))
 
     def _allowed(self, tier: Tier, size: int) -> bool:
         """Whether a fetch delays no request."""

@@ -45,6 +45,8 @@ class Levels:
         self.losses = losses
         self._using = using
         self._levels = list(enumerate(tiers, start=1))
+        self.mixed = len({tier.codec.exact for tier in tiers}) == 2
+        """Whether some tiers are exact and others are not."""
         places: list[FrontMemory | Tier] = [memory, *tiers]
         self._expiring = [one for one in places if one.catalogue.ttl is not None]
 

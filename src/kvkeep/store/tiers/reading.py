@@ -10,7 +10,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import BackendFailed
+from kvkeep.store.codecs import codec_name
 from kvkeep.store.tiers.block_prefetch import BlockPrefetch, PrefetchProgress
+from kvkeep.store.tiers.inexact import BEHIND, EXACT, origin
 from kvkeep.store.tiers.prompt_holds import PromptHolds
 from kvkeep.store.tiers.prompt_moves import ReadMoves
 from kvkeep.store.tiers.record import HEADER_BYTES
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from kvkeep.core.cost import LearnedTransfer
     from kvkeep.store.tiers.demoting import Demoter
     from kvkeep.store.tiers.fetch_back import FetchBack
+    from kvkeep.store.tiers.inexact import InexactBlocks
     from kvkeep.store.tiers.levels import Levels
     from kvkeep.store.tiers.memory import MemoryLease
     from kvkeep.store.tiers.planner import Copy
@@ -113,7 +116,9 @@ class Reader:
         with suppress(BackendFailed):  # the memory was closed meanwhile
             if tier is not None and read.stays and block in self._memory:
                 level = 1 + list(self.levels.tiers).index(tier)
-                if self.levels.planner.leaves(level):
+                # A lossy tier keeps its copy: an exact one would not take it back from memory, and
+                # to encode it again would add to its error.
+                if self.levels.planner.leaves(level) and tier.codec.exact:
                     tier.writing.submit(partial(self.queue.move_out, tier, block))
                 self._demoter.demote_ahead()
 
@@ -226,7 +231,8 @@ class ReadRequest(ReadMoves):
 
     ``sink(i, raw)`` is called for each block in order, in the calling thread; later blocks are read
     meanwhile. Reading ends early at ``until`` (monotonic seconds), or when ``cancelled()`` is true.
-    The name of the tier that each block was read from is appended to ``sources``.
+    The name of the tier that each block was read from is appended to ``sources``, with its codec if
+    it is lossy. Such blocks are added to ``inexact``, unless nobody is given them.
     """
 
     def __init__(
@@ -238,6 +244,7 @@ class ReadRequest(ReadMoves):
         until: float | None = None,
         cancelled: Callable[[], bool] | None = None,
         sources: list[str] | None = None,
+        inexact: InexactBlocks | None = None,
     ) -> None:
         super().__init__(reader.levels.planner, reader.levels.memory.catalogue)
         self._reader = reader
@@ -247,6 +254,7 @@ class ReadRequest(ReadMoves):
         self._until = until
         self._cancelled = cancelled or _never
         self._sources = [] if sources is None else sources
+        self._inexact = inexact
         self._holds: PromptHolds | None = None
         self._mark = 0  # the reader's `replacements` at the begin
 
@@ -278,7 +286,8 @@ class ReadRequest(ReadMoves):
                 payload = lease.payload
                 if len(payload) != self._raw_bytes[count]:
                     break  # from memory, where it was stored with another length
-                self._sources.append(self._source(ahead[0]))
+                name = self._source(ahead[0])
+                self._sources.append(self._given(blocks[count], lease, name))
                 self._sink(count, payload)
                 end_read(ahead.popleft())
                 count += 1
@@ -331,7 +340,7 @@ class ReadRequest(ReadMoves):
                 # else it was stored with another length
                 if len(payload) != size or ends(blocks):
                     break
-                sources.append(name)
+                sources.append(self._given(blocks[at], run[at - first], name))
                 sink(at, payload)
                 at += 1
                 ends = self._ends  # of the first block, `fetch` has asked
@@ -358,6 +367,15 @@ class ReadRequest(ReadMoves):
     def _source(self, started: SharedRead | MemoryLease) -> str:
         tier = started.source if isinstance(started, SharedRead) else None
         return self._levels.memory.name if tier is None else tier.name
+
+    def _given(self, block: bytes, lease: MemoryLease, name: str) -> str:
+        """Return the name of a source, and remember ``block`` if its KV is not exact."""
+        made = origin(lease.record)
+        if made == EXACT:
+            return name
+        if self._inexact is not None:
+            self._inexact.add([block])
+        return f"{name}, {'inexact' if made == BEHIND else codec_name(made)}"
 
     def copy(self, move: Copy) -> None:
         tier = self._levels.tier(move.target)

@@ -4,7 +4,7 @@
          0      8  magic: "kvkeepB\\n"
          8      2  format version, 1
         10      2  number of the codec
-        12      4  flags, 0
+        12      4  flags: 1 if the KV is not exact although the codec is
         16     16  space of the namespace
         32     32  block key
         64      8  length of the raw KV, before the codec, in bytes
@@ -27,10 +27,21 @@ from dataclasses import dataclass
 from kvkeep.core.errors import require
 from kvkeep.core.keys import BLOCK_ID_BYTES
 
-__all__ = ["HEADER_BYTES", "BadRecord", "RecordHeader", "naming", "read_header", "seal", "verify"]
+__all__ = [
+    "HEADER_BYTES",
+    "INEXACT",
+    "BadRecord",
+    "RecordHeader",
+    "naming",
+    "read_header",
+    "seal",
+    "verify",
+]
 
 HEADER_BYTES = 128
 VERSION = 1
+INEXACT = 1
+"""Flag of a record: its KV was computed behind lossy KV, say, or was lossy before it came here."""
 _MAGIC = b"kvkeepB\n"
 _NAME = struct.Struct("<8sHHI48sQ")
 _REST = struct.Struct("<Q16s24x")
@@ -48,13 +59,17 @@ class OtherVersion(BadRecord):
 
 @dataclass(frozen=True, slots=True)
 class RecordHeader:
-    """The header of a record: block id, codec number, lengths in bytes, checksum of the payload."""
+    """The header of a record: block id, codec number, lengths in bytes, checksum of the payload.
+
+    ``inexact``: its KV is not exact although the codec is.
+    """
 
     block: bytes
     codec: int
     raw_bytes: int
     payload_bytes: int
     checksum: bytes
+    inexact: bool = False
 
     @property
     def record_bytes(self) -> int:
@@ -62,17 +77,19 @@ class RecordHeader:
         return HEADER_BYTES + self.payload_bytes
 
 
-def naming(block: bytes, codec: int, raw_bytes: int) -> bytes:
+def naming(block: bytes, codec: int, raw_bytes: int, *, inexact: bool = False) -> bytes:
     """Return the first 72 bytes of a header, which name the block, its codec and its raw length."""
     assert len(block) == BLOCK_ID_BYTES
-    return _NAME.pack(_MAGIC, VERSION, codec, 0, block, raw_bytes)
+    return _NAME.pack(_MAGIC, VERSION, codec, INEXACT * inexact, block, raw_bytes)
 
 
-def seal(record: memoryview, block: bytes, codec: int, raw_bytes: int) -> None:
+def seal(
+    record: memoryview, block: bytes, codec: int, raw_bytes: int, *, inexact: bool = False
+) -> None:
     """Write the header of a record whose payload is in place. Cost: a checksum, about 20 GB/s."""
     payload = record[HEADER_BYTES:]
     xxhash = require("xxhash", "store")
-    head = naming(block, codec, raw_bytes)
+    head = naming(block, codec, raw_bytes, inexact=inexact)
     head += _REST.pack(len(payload), xxhash.xxh3_128_digest(payload))
     record[:HEADER_BYTES] = head + xxhash.xxh3_64_digest(head)
 
@@ -94,10 +111,10 @@ def read_header(record: memoryview | bytes) -> RecordHeader:
         raise BadRecord("the header's checksum is wrong")
     if version != VERSION:
         raise OtherVersion(f"the record has format version {version}; this kvkeep reads {VERSION}")
-    if flags:
+    if flags & ~INEXACT:
         raise OtherVersion(f"the record has flags {flags:#x}, which this kvkeep does not know")
     payload_bytes, checksum = _REST.unpack_from(head, _NAME.size)
-    return RecordHeader(block, codec, raw_bytes, payload_bytes, checksum)
+    return RecordHeader(block, codec, raw_bytes, payload_bytes, checksum, bool(flags & INEXACT))
 
 
 def verify(record: memoryview, block: bytes) -> RecordHeader:

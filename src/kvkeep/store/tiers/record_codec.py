@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kvkeep.core.errors import OutOfRoom
 from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.codecs import WITHOUT_KEY_ID
+from kvkeep.store.tiers.inexact import BEHIND, EXACT, mark, origin
 from kvkeep.store.tiers.record import HEADER_BYTES, BadRecord, naming, seal, verify
 
 if TYPE_CHECKING:
@@ -62,13 +63,19 @@ class RecordCodec:
         The result is ``record`` itself, with its header written, or this thread's buffer.
         """
         raw = record[HEADER_BYTES:]
-        if self.codec.number != _RAW:
-            encoded = self.scratch.take(HEADER_BYTES + self.codec.bound(len(raw)))
-            named = naming(block, self.codec.number, len(raw))
-            size = self.codec.encode(raw, encoded[HEADER_BYTES:], named)
+        codec = self.codec.chosen(raw)
+        inexact = codec.exact and origin(record) != EXACT
+        if codec.number != _RAW:
+            encoded = self.scratch.take(HEADER_BYTES + codec.bound(len(raw)))
+            named = naming(block, codec.number, len(raw), inexact=inexact)
+            size = codec.encode(raw, encoded[HEADER_BYTES:], named)
             record = encoded[: HEADER_BYTES + size]
-        seal(record, block, self.codec.number, len(raw))
+        seal(record, block, codec.number, len(raw), inexact=inexact)
         return record
+
+    def refuses(self, record: memoryview) -> bool:
+        """Whether the tier promises exact KV, and memory's ``record`` is not."""
+        return self.codec.exact and origin(record) != EXACT
 
     def verify(self, block: bytes, record: memoryview) -> tuple[RecordHeader, Codec]:
         """Return the header of a record that was read, and the codec that decodes it.
@@ -84,6 +91,8 @@ class RecordCodec:
                 f"its header says {header.raw_bytes} raw bytes, the payload has "
                 f"{header.payload_bytes}"
             )
+        if self.codec.exact and header.inexact:
+            raise NotForUs("its KV is not exact, and the tier's is")
         if header.codec == self.codec.number:
             return header, self.codec
         codec = None
@@ -108,8 +117,7 @@ class RecordCodec:
             scratch[:] = record
             record = scratch
         final = room.final()
-        named = naming(header.block, header.codec, header.raw_bytes)
-        codec.decode(record[HEADER_BYTES:], final[HEADER_BYTES:], named)
+        _decode(codec, header, record, final)
         return final
 
     def decode_alone(self, codec: Codec, header: RecordHeader, record: memoryview) -> memoryview:
@@ -121,8 +129,7 @@ class RecordCodec:
         if codec.number == _RAW:
             return record
         raw = aligned(HEADER_BYTES + header.raw_bytes)
-        named = naming(header.block, header.codec, header.raw_bytes)
-        codec.decode(record[HEADER_BYTES:], raw[HEADER_BYTES:], named)
+        _decode(codec, header, record, raw)
         return raw
 
 
@@ -164,3 +171,11 @@ class RecordRoom:
         if size == raw and codec.number == _RAW:
             return self.final()
         return self._records.scratch.take(size)
+
+
+def _decode(codec: Codec, header: RecordHeader, record: memoryview, final: memoryview) -> None:
+    """Decode into ``final``, and mark there of what origin the KV is."""
+    named = naming(header.block, header.codec, header.raw_bytes, inexact=header.inexact)
+    codec.decode(record[HEADER_BYTES:], final[HEADER_BYTES:], named)
+    exact = BEHIND if header.inexact else EXACT
+    mark(final, exact if codec.exact else header.codec)

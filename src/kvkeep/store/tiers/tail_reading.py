@@ -13,6 +13,7 @@ from kvkeep.store.tiers.shared_read import SharedRead
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from kvkeep.store.tiers.inexact import InexactBlocks
     from kvkeep.store.tiers.memory import MemoryLease
     from kvkeep.store.tiers.reading import Reader
 
@@ -64,8 +65,9 @@ class TailRequest(ReadRequest):
         limit: TailLimit,
         until: float | None = None,
         sources: list[str] | None = None,
+        inexact: InexactBlocks | None = None,
     ) -> None:
-        super().__init__(reader, raw_bytes, sink, until=until, sources=sources)
+        super().__init__(reader, raw_bytes, sink, until=until, sources=sources, inexact=inexact)
         self._wanted = limit
         self.delivered: list[int] = []
 
@@ -161,9 +163,9 @@ class TailRequest(ReadRequest):
         payload = lease.payload
         if len(payload) != self._raw_bytes[at]:
             return False  # from memory, where it was stored with another length
+        self._sources.append(self._given(blocks[at], lease, self._source(started)))
         self._sink(at, payload)
         self.delivered.append(at)
-        self._sources.append(self._source(started))
         return True
 
     def _patience(self, due: float | None) -> float | None:

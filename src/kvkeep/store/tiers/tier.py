@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from kvkeep.core.cost import CostModel
 from kvkeep.core.eviction import LRU, EvictionPolicy
 from kvkeep.core.keys import SPACE_BYTES
+from kvkeep.store.codecs import AutoCodec
 from kvkeep.store.tiers.breaker import Breakers
 from kvkeep.store.tiers.calls import BackendCalls
 from kvkeep.store.tiers.catalogue import Catalogue
@@ -136,6 +137,8 @@ class Tier:
         cost = CostModel() if cost is None else cost
         self.reads, self.writes = cost.reading(self.name), cost.writing(self.name)
         self._records = RecordCodec(spec.codec, spec.codec_of)
+        if isinstance(spec.codec, AutoCodec):
+            spec.codec.follow(lambda: (self.counters.read_bytes, self.counters.read_seconds))
         self._reader = RecordReader(
             self._calls, self._known, self._records, self.losses, self.reads
         )
@@ -274,6 +277,10 @@ class Tier:
         """Return the decoded record of ``block`` in new memory; see `RecordReader.fetch`."""
         return self._reader.fetch(block)
 
+    def refuses(self, record: memoryview) -> bool:
+        """Whether memory's ``record`` must not be written here: it is not exact, and this is."""
+        return self._records.refuses(record)
+
     # --- writing: in a thread of `writing` -------------------------------------------------------
 
     def save(self, block: bytes, record: memoryview) -> bool:
@@ -285,6 +292,9 @@ class Tier:
         if self.knows(block):
             self.counters.count(already=1)
             return True
+        if self.refuses(record):  # callers ask before; nothing gets past this
+            self._dropped(block, "lossy")
+            return False
         if not self._known.wait_deleted(block, self.timeout):
             self._dropped(block, "no time")
             return False
@@ -426,7 +436,7 @@ class Tier:
         return TierStats(
             name=self.name,
             place=self.backend.describe(),
-            codec=self.codec.name,
+            codec=self.codec.label,
             blocks=len(self.catalogue) if self.indexed else None,
             used_bytes=self.catalogue.total_bytes if self.indexed else None,
             capacity=self.backend.capacity,

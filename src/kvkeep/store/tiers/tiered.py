@@ -122,8 +122,12 @@ class TieredStore(TieredReads):
         fill: Callable[[int, memoryview], None],
         *,
         wait: float | None = None,
+        before: Sequence[bytes] = (),
     ) -> Written:
         """Store ``blocks``; ``fill(i, raw)`` writes the KV of those that no level has yet.
+
+        ``before`` are the prompt's blocks before them: if a caller was given one of them, or one of
+        ``blocks``, and it was not exact, neither is what follows, and exact tiers do not store it.
 
         Returns when they are in memory; writes to the tiers that the policy admits follow in the
         background. From the first block without room on, blocks are dropped. With ``wait``, waits
@@ -134,8 +138,9 @@ class TieredStore(TieredReads):
         if blocks:
             self._levels.requested(blocks, raw_bytes[0])
         request = StoreRequest(
-            self._levels, self._queue, self._demoter, raw_bytes=raw_bytes, fill=fill, until=until
-        )
+            self._levels, self._queue, self._demoter,
+            raw_bytes=raw_bytes, fill=fill, until=until, exact=self.inexact.exact(before, blocks),
+        )  # fmt: skip
         with self._closed_is_illegal():
             request.store(blocks)
         for tier in self.tiers if wait is not None else ():
@@ -220,8 +225,9 @@ class TieredStore(TieredReads):
                 continue
             move = self._levels.planner.evict(item.block, 0)
             if isinstance(move, Demote):
-                tier = self._levels.tier(move.target)
-                self._queue.write(tier, item.block, _left(until), saved.append)
+                tier = self._demoter.target(item.block, move)
+                if tier is not None:
+                    self._queue.write(tier, item.block, _left(until), saved.append)
         written = [tier.health.settled(_left(until)) for tier in self.tiers]
         return all(written) and all(saved)
 

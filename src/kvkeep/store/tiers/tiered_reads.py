@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from kvkeep.core.errors import BackendFailed, IllegalStep
+from kvkeep.store.tiers.inexact import InexactBlocks
 from kvkeep.store.tiers.reading import ReadRequest
 from kvkeep.store.tiers.tail_reading import TailRequest
 
@@ -30,11 +31,16 @@ class TieredReads:
     """The lookups and reads of a `TieredStore`.
 
     Thread safety: all methods.
+
+    Attributes:
+        inexact: the blocks that callers were given and that are not exact: what is stored under
+            their names, or behind them, may be made of them.
     """
 
     def __init__(self, levels: Levels, reader: Reader) -> None:
         self._levels = levels
         self._reader = reader
+        self.inexact = InexactBlocks()
         self._closed = False
         self._process = os.getpid()
 
@@ -130,7 +136,8 @@ class TieredReads:
         in this thread while other threads read later blocks; it must copy ``raw``, and raises only
         for bugs. ``levels`` is the result of `locate`, if that was called before. After
         ``deadline`` seconds the read ends with the blocks that have arrived. The name of the tier
-        that each block was read from is appended to ``sources``.
+        that each block was read from is appended to ``sources``; of KV that is not exact with its
+        codec behind it: "s3, int8".
 
         Returns how many blocks were passed to ``sink``.
         """
@@ -142,8 +149,9 @@ class TieredReads:
             self._levels.requested(blocks[: len(levels)], raw_bytes[0])
         with self._closed_is_illegal():
             request = ReadRequest(
-                self._reader, raw_bytes, sink, until=until, cancelled=cancelled, sources=sources
-            )
+                self._reader, raw_bytes, sink,
+                until=until, cancelled=cancelled, sources=sources, inexact=self.inexact,
+            )  # fmt: skip
             count = request.read(blocks, levels)
         if count < len(blocks):
             self.check_open()  # if closed meanwhile, the rest may not be missing
@@ -164,7 +172,7 @@ class TieredReads:
 
         As `read`, except that missing blocks are passed over, and one that is late does not keep
         back others. ``sources`` are in the order of the result: the positions of the blocks
-        passed to ``sink``, as they arrived.
+        passed to ``sink``, as they arrived. Each is appended before ``sink`` is called.
         """
         self.check_open()
         until = None if deadline is None else time.monotonic() + deadline
@@ -172,8 +180,9 @@ class TieredReads:
             self._levels.requested(blocks, raw_bytes[0])
         with self._closed_is_illegal():
             request = TailRequest(
-                self._reader, raw_bytes, sink, limit=limit, until=until, sources=sources
-            )
+                self._reader, raw_bytes, sink,
+                limit=limit, until=until, sources=sources, inexact=self.inexact,
+            )  # fmt: skip
             count = request.read(blocks, levels) if blocks else 0
         if count < len(blocks) and not limit.first:
             self.check_open()  # if closed meanwhile, the rest may not be missing

@@ -92,7 +92,8 @@ class WriteQueue:
         """Queue the write of ``block`` from memory; False if the queue is full or the tier fails.
 
         Waits for room in the queue for at most ``wait`` seconds, None: without limit. ``then`` is
-        called in any case, with whether the tier has the block.
+        called in any case, with whether the tier has the block. KV that is not exact is not queued
+        for an exact tier.
 
         Raises:
             BackendFailed: the memory was closed.
@@ -106,6 +107,11 @@ class WriteQueue:
         except BackendFailed:
             self.end(tier, block, pending, saved=False)
             raise
+        if lease is not None and tier.refuses(lease.record):
+            lease.release()
+            self.end(tier, block, pending, saved=False)
+            self._losses.note([block], tier.name, "refused", "lossy")
+            return True
         memory.catalogue.holds.hold(block)
 
         def done(saved: bool) -> None:
@@ -180,7 +186,11 @@ class WriteQueue:
 
         try:
             lease = self._memory.lease(block)
-            taken = lease is not None and tier.writing.submit(save, len(lease.record), 0.0, drop)
+            taken = (
+                lease is not None
+                and not tier.refuses(lease.record)
+                and tier.writing.submit(save, len(lease.record), 0.0, drop)
+            )
         finally:
             if not taken:
                 drop()

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvkeep.core.keys import SPACE_BYTES
+from kvkeep.store.tiers.inexact import BEHIND, EXACT, mark, origin
 from kvkeep.store.tiers.planner import Refuse
 from kvkeep.store.tiers.prompt_holds import PromptHolds
 from kvkeep.store.tiers.prompt_moves import Placement, StoreMoves
 from kvkeep.store.tiers.record import HEADER_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator, Sequence
+    from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
     from kvkeep.store.tiers.demoting import Demoter
     from kvkeep.store.tiers.levels import Levels
     from kvkeep.store.tiers.memory import MemoryLease
     from kvkeep.store.tiers.planner import Copy
+    from kvkeep.store.tiers.tier import Tier
     from kvkeep.store.tiers.write_queue import WriteQueue
 
 __all__ = ["StoreRequest", "Written"]
@@ -45,7 +48,8 @@ class StoreRequest(StoreMoves):
 
     ``fill(i, raw)`` writes the KV of block ``i``; it is called for blocks that no level has. The
     request waits for room in write queues, and for memory that queued writes hold, until ``until``
-    (monotonic seconds).
+    (monotonic seconds). The first ``exact`` blocks are exact: they replace those in memory that are
+    not, and the others are not written to exact tiers.
 
     Attributes:
         written: the blocks stored so far.
@@ -60,6 +64,7 @@ class StoreRequest(StoreMoves):
         raw_bytes: Sequence[int],
         fill: Callable[[int, memoryview], None],
         until: float,
+        exact: int = sys.maxsize,
     ) -> None:
         super().__init__(levels.planner, levels.memory.catalogue)
         self.written = Written()
@@ -69,6 +74,8 @@ class StoreRequest(StoreMoves):
         self._raw_bytes = raw_bytes
         self._fill = fill
         self._until = until
+        self._exact = exact
+        self._run_exact = True
         self._leases: Sequence[MemoryLease] = ()  # of the run that is being placed
         self._error: BaseException | None = None  # of ``fill``
         self._full: set[str] = set()  # names of tiers whose queue was full
@@ -98,8 +105,9 @@ class StoreRequest(StoreMoves):
             raise self._error
         memory = self._levels.memory
         run = self._run(blocks, at)
+        self._run_exact = at < self._exact
         absent = memory.absent(run)
-        self._leases = () if absent else memory.lease_all(run)
+        self._leases = () if absent else self._usable(memory.lease_all(run))
         if self._leases:
             self.written.already += range(at, at + len(self._leases))
             return Placement.IN_MEMORY, len(self._leases)
@@ -121,10 +129,11 @@ class StoreRequest(StoreMoves):
 
         They are of one namespace: behind a public prefix begins another.
         """
+        most = _RUN_BLOCKS if at >= self._exact else min(_RUN_BLOCKS, self._exact - at)
         space = blocks[at][:SPACE_BYTES]
         room = min(_RUN_BYTES, self._levels.memory.capacity // _RUN_SHARE)
         end, seen = at, set[bytes]()
-        for block in blocks[at : at + _RUN_BLOCKS]:
+        for block in blocks[at : at + most]:
             room -= self._raw_bytes[end] + HEADER_BYTES
             if seen and (room < 0 or block in seen or not block.startswith(space)):
                 break
@@ -132,8 +141,21 @@ class StoreRequest(StoreMoves):
             end += 1
         return blocks[at:end]
 
+    def _usable(self, leases: Sequence[MemoryLease]) -> Sequence[MemoryLease]:
+        """Return the leading leases of records that need not be replaced by exact ones."""
+        if not self._run_exact:
+            return leases
+        lossy = (at for at, lease in enumerate(leases) if origin(lease.record) != EXACT)
+        end = next(lossy, len(leases))
+        self._levels.memory.release_all(leases[end:])
+        return leases[:end]
+
     def _is_below(self, block: bytes) -> bool:
-        return any(tier.serves(block) for tier in self._levels.tiers)
+        """Whether a tier serves ``block``: an exact one, if it is exact and there is one."""
+        tiers: Iterable[Tier] = self._levels.tiers
+        if self._run_exact and self._levels.mixed:
+            tiers = [tier for tier in tiers if tier.codec.exact]
+        return any(tier.serves(block) for tier in tiers)
 
     def _keep(self, run: Sequence[bytes], at: int) -> Sequence[MemoryLease]:
         """Fill memory for the blocks of ``run``; return leases on those that found room."""
@@ -145,6 +167,8 @@ class StoreRequest(StoreMoves):
             drafts = memory.reserve_all(run, raw_bytes)
         filled = 0
         try:
+            for draft in drafts:
+                mark(draft.view, EXACT if self._run_exact else BEHIND)
             for raw in [draft.view[HEADER_BYTES:] for draft in drafts]:
                 self._fill(at + filled, raw)
                 filled += 1
@@ -171,6 +195,9 @@ class StoreRequest(StoreMoves):
         for move in moves:
             tier, block = self._levels.tier(move.target), move.block
             if tier.knows(block):
+                continue
+            if tier.codec.exact and not self._run_exact:
+                self._levels.losses.note([block], tier.name, "refused", "lossy")
                 continue
             if isinstance(move, Refuse):
                 self._refused.setdefault(tier.name, []).append(block)

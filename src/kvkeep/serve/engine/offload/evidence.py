@@ -199,10 +199,12 @@ class Evidence:
         for part in sorted(self._came):
             for start, stop in self._cut(part.start, part.stop, self._read, self._fetched, where):
                 tier = _at(self._read, start) or self._front
+                tier, comma, codec = tier.partition(", ")  # of KV that is not exact
                 if tier == self._front:
-                    tier = _at(self._fetched, start) or tier
+                    tier = (_at(self._fetched, start) or tier).partition(", ")[0]
                 if tier == self._front:
                     tier = _at(where, start) or tier
+                tier += comma + codec
                 if sources and sources[-1].stop == start and sources[-1].tier == tier:
                     sources[-1] = _Range(sources[-1].start, stop, tier)
                 else:

@@ -12,7 +12,7 @@ from kvkeep.core.cost import Overlap
 from kvkeep.core.errors import IllegalStep
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from kvkeep.core.cost import LoadProgress
     from kvkeep.core.keys import Namespace
@@ -29,11 +29,22 @@ class LoadChunk(NamedTuple):
     """KV of ``tokens`` tokens from position ``start`` on.
 
     ``block`` has it in page order, in a block of `Buffers`; or it is a snapshot.
+    ``sources`` are ``(tier, tokens)`` in order, as `KVStore.get` names them.
     """
 
     start: int
     tokens: int
     block: Any
+    sources: Sequence[tuple[str, int]] = ()
+
+    def lossy(self, at: int, stop: int) -> int:
+        """Return how many of the tokens ``at`` … ``stop - 1`` are not exact."""
+        count, start = 0, self.start
+        for source, tokens in self.sources:
+            if ", " in source:  # the codec is named
+                count += max(0, min(stop, start + tokens) - max(at, start))
+            start += tokens
+        return count
 
 
 class Load:
@@ -89,6 +100,7 @@ class Load:
         self._cancelled = False
         self._reading = False
         self._read = False
+        self._inexact: list[LoadChunk] = []  # without their blocks
         self._chunks: deque[LoadChunk] = deque()
 
     # --- lookup and prefetch ---------------------------------------------------------------------
@@ -199,6 +211,13 @@ class Load:
         """Note that a chunk was written to its pages."""
         with self._lock:
             self._running.put(chunk.start, chunk.start + chunk.tokens)
+            if any(", " in source for source, _ in chunk.sources):
+                self._inexact.append(chunk._replace(block=None))
+
+    def lossy(self, start: int, stop: int) -> int:
+        """Return how many of the tokens ``start`` … ``stop - 1``, which came, are not exact."""
+        with self._lock:
+            return sum(chunk.lossy(start, stop) for chunk in self._inexact)
 
     def limit(self) -> int:
         """Return where a pass has to end at the latest."""
@@ -322,19 +341,11 @@ class Load:
             start += tokens
 
     def sources_known(
-        self,
-        start: int,
-        front: int,
-        came: Iterable[tuple[int, int]],
-        sources: Iterable[tuple[str, int]],
+        self, came: Iterable[tuple[int, int]], sources: Iterable[tuple[str, int]]
     ) -> None:
-        """Note the tiers of what came: from ``start`` to ``front`` memory, then ``sources``.
-
-        These are ``(tier, tokens)`` of the ranges ``came``, in order.
-        """
+        """Note ``sources``, ``(tier, tokens)`` of the ranges ``came``, in order."""
         if self.evidence is None:
             return
-        self.evidence.read_from("", start, front)
         runs = list(sources)
         for at, stop in came:
             begin = at

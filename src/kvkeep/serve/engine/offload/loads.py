@@ -255,9 +255,9 @@ class PageLoads(Loads):
             if len(runs) > 1 and runs[0][0] == self._store.tiers[0]:
                 front = self._read_front(load, start, start + runs[0][1])
                 tail.stop_before(front)
-            tail.read(lambda begin, stop, kv: self._sink(load, begin, stop, kv))
+            tail.read(lambda begin, stop, kv: self._sink(load, begin, stop, kv, tail.source))
         finally:
-            load.sources_known(start, front, tail.delivered, tail.sources)
+            load.sources_known(tail.delivered, tail.sources)
         if not load.cancelled:
             came = [(start, front), *tail.delivered]
             if holes := _holes(came, load.computing, load.stop):
@@ -267,22 +267,28 @@ class PageLoads(Loads):
         """Read the tokens ``start`` … ``stop - 1``, which are in memory; return how far it came."""
         while start < stop and not load.cancelled:
             end = min(stop, (start // self._block + _FRONT) * self._block)
+            sources: list[tuple[str, int]] = []
             kv, count = self._store.get(
-                load.tokens[:end], start, deadline=self._timeout, tenant=load.tenant
-            )
+                load.tokens[:end], start, deadline=self._timeout, tenant=load.tenant,
+                sources=sources,
+            )  # fmt: skip
             first, end = start, start + count
+            load.sources_known([(first, end)], sources)
             while start < end:
                 assert isinstance(kv, torch.Tensor), "the default form is a tensor"
                 until = min(end, (start // self._block + 1) * self._block)
                 part = self._forms.part(kv, start - first, until - first)
-                self._sink(load, start, until, part)
+                self._sink(load, start, until, part, _source_at(sources, start - first))
                 start = until
             if not count:
                 break
         return start
 
-    def _sink(self, load: Load, start: int, stop: int, kv: Any) -> None:
-        """Bring the KV of tokens ``start`` … ``stop - 1`` into page order, and deliver it."""
+    def _sink(self, load: Load, start: int, stop: int, kv: Any, source: str) -> None:
+        """Bring the KV of tokens ``start`` … ``stop - 1`` into page order, and deliver it.
+
+        It is from ``source``, as `KVStore.get` names it.
+        """
         count = min(stop, load.stop) - start
         if count <= 0 or stop <= load.computing:
             return
@@ -296,10 +302,19 @@ class PageLoads(Loads):
         except BaseException:
             self._buffers.give(block)
             raise
-        self._deliver(load, LoadChunk(start, count, block))
+        self._deliver(load, LoadChunk(start, count, block, [(source, count)]))
 
     def give_back(self, chunk: LoadChunk) -> None:
         self._buffers.give(chunk.block)
+
+
+def _source_at(sources: Sequence[tuple[str, int]], offset: int) -> str:
+    """Return the source of the token at ``offset``; ``sources`` are ``(tier, tokens)`` in order."""
+    for name, tokens in sources:
+        if offset < tokens:
+            return name
+        offset -= tokens
+    raise AssertionError(f"{sources} end before {offset} more tokens")
 
 
 def _holes(came: Sequence[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:

@@ -213,6 +213,7 @@ class Offload:
         computed, saved = load.advance(answer.computed)
         if saved:
             loaded = sum(stop - start for start, stop in saved)
+            lossy = sum(load.lossy(*part) for part in saved)
             if load.evidence is not None:
                 for part in saved:
                     load.evidence.came(*part)
@@ -223,7 +224,7 @@ class Offload:
             self._stats.loaded_tokens += loaded
             if load.is_first:
                 self._stats.cached_tokens += loaded
-                answer.request.note_loaded(loaded)
+                answer.request.note_loaded(loaded, lossy)
         if load.is_through():
             self._end(load)
 

@@ -259,8 +259,8 @@ class _SnapshotLoads(Loads):
         stop = start
         if snapshot is not None:
             stop = snapshot.tokens
-            load.sources_known(start, start, [(start, stop)], sources)
-            self._deliver(load, LoadChunk(start, stop - start, snapshot))
+            load.sources_known([(start, stop)], sources)
+            self._deliver(load, LoadChunk(start, stop - start, snapshot, sources))
         if not load.cancelled and stop < load.stop:
             begin = max(stop, load.computing)
             if begin < load.stop:

@@ -1,0 +1,284 @@
+"""int4: codes of 2 to 8 bits, four unless told otherwise, between a group's least and greatest.
+
+The layout is KIVI's (arXiv 2402.02750): keys share a scale along tokens, values along channels, and
+each group has a zero point. Keys are turned back by their rotary embedding first (rotation.py), and
+a setting gives each part its number of bits: ``int4:6454`` is 6, 4, 5 and 4 bits for the parts of a
+model of two layers, ``int4:54`` is 5 for all keys and 4 for all values.
+
+Encoded bytes, little-endian:
+
+    heads       one byte per part: kind · 16 + bits; zeros up to a multiple of 8
+    each part   kind 0: its raw bytes
+                kinds 1 to 3: base of the scales, float32
+                kind 2 with 128 tokens or more: centres [rows, width], the upper half of a float32
+                kind 3: base of the rotation, float32
+                exponents of the scales, uint8, then zero points, int8: [rows, runs, width] for
+                kinds 1 and 3, [rows, tokens, width / group] for kind 2; zeros up to a multiple of 8
+                planes (planes.py) of the whole runs [rows, runs, bytes], then of the last run
+                zeros up to a multiple of 8
+
+`docs/codecs.md` says what rows, runs, width and groups are, and bounds the error.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvkeep.core.errors import InvalidValue
+from kvkeep.core.geometry import DTYPES
+from kvkeep.store.codecs.base import Codec, Damaged
+from kvkeep.store.codecs.grids import (
+    AS_IS,
+    PER_CHANNEL,
+    PER_TOKEN,
+    ROTATED,
+    Grid,
+    Rows,
+    range_error,
+)
+from kvkeep.store.codecs.planes import BITS, pack, padded, unpack
+from kvkeep.store.codecs.rotation import BASES, find_base, turn, turns
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from kvkeep.store.codecs.base import BlockShape
+
+__all__ = ["Int4Codec"]
+
+_KINDS = (AS_IS, PER_CHANNEL, PER_TOKEN, ROTATED)
+_ALIGNED = 8
+_SAMPLE_ROWS = 2
+_FEW_TOKENS = 64  # fewer do not show a rotation
+_SEARCHES = 2  # blocks in which a part's rotation is searched for
+_NEAR_MAXIMUM = 0.25  # of the type's maximum: no sum, difference or rotation overflows
+
+
+class Int4Codec(Codec):
+    """Codes of few bits, with scale and zero point by group.
+
+    ``setting`` are digits 2, 3, 4, 5, 6 or 8, one for each part, or a pattern that repeats.
+
+    A codec remembers which rotation each part has, so only its first blocks are searched. What it
+    remembers changes the size of the error, never how a record is read.
+
+    Memory: about three times the raw size of the largest part, beside the two buffers. torch
+    computes in the calling thread, in pieces too small for its thread pool.
+
+    Raises:
+        InvalidValue: the bytes are opaque or have one-byte numbers, or ``setting`` is wrong.
+    """
+
+    name = "int4"
+    number = 4
+    exact = False
+
+    def __init__(self, shape: BlockShape, setting: str = "") -> None:
+        if not shape.dtype or not shape.parts:
+            raise InvalidValue(
+                "codec int4 needs the element type, and these bytes are opaque; "
+                "raw and lossless work on any bytes"
+            )
+        if DTYPES[shape.dtype] < 2:
+            raise InvalidValue(
+                f"codec int4 shortens numbers of two bytes or more, and those of {shape.dtype} "
+                "have one; use raw or lossless"
+            )
+        if shape.layout not in ("NHD", "HND"):
+            raise InvalidValue(f"layout is 'NHD' or 'HND', got {shape.layout!r}")
+        self._bits = _bits_of(setting or "4", len(shape.parts))
+        self._item = DTYPES[shape.dtype]
+        self._dtype: torch.dtype = getattr(torch, shape.dtype)
+        self._most = torch.finfo(self._dtype).max * _NEAR_MAXIMUM
+        self._parts = shape.parts
+        self._heads_first = shape.layout == "HND"
+        self._token_bytes = sum(heads * dim for heads, dim in shape.parts) * self._item
+        self._bases: dict[int, float] = {}  # of the rotation of each part
+        self._searched = [0] * len(shape.parts)
+
+    def bound(self, raw_bytes: int) -> int:
+        """Return the raw size plus heads and padding: parts that do not shrink stay as they are."""
+        return raw_bytes + _aligned(len(self._parts)) + _ALIGNED * len(self._parts)
+
+    def encode(self, raw: memoryview, out: memoryview, bound_to: bytes) -> int:
+        """Encode part by part. A read-only ``raw`` is copied first: torch needs writable memory."""
+        del bound_to
+        tokens, rest = divmod(len(raw), self._token_bytes)
+        assert tokens, "a block without a token"
+        assert not rest, f"{len(raw)} bytes are not whole tokens of {self._token_bytes}"
+        given, target = _tensor(raw), _tensor(out)
+        at = _aligned(len(self._parts))
+        target[:at] = 0
+        for part, (start, rows) in enumerate(self._layout(tokens)):
+            size = rows.numbers * self._item
+            numbers = given[start : start + size].view(self._dtype)
+            grid, turned, base = self._choose(part, rows, numbers)
+            target[part] = grid.kind << 4 | grid.bits
+            if grid.kind == AS_IS:
+                out[at : at + size] = raw[start : start + size]
+            else:
+                self._encode_part(target[at : at + grid.bytes], grid, turned, base)
+            end = at + (grid.bytes or size)
+            at = _aligned(end)
+            target[end:at] = 0
+        return at
+
+    def decode(self, encoded: memoryview, out: memoryview, bound_to: bytes) -> None:
+        """Decode part by part into ``out``. A read-only ``encoded`` is copied first."""
+        del bound_to
+        tokens, rest = divmod(len(out), self._token_bytes)
+        if rest or not tokens:
+            raise Damaged(f"{len(out)} bytes are not whole tokens of {self._token_bytes}")
+        heads = bytes(encoded[: len(self._parts)])
+        at = _aligned(len(self._parts))
+        if len(encoded) < at or any(
+            one >> 4 not in _KINDS or (one & 15) not in (BITS if one >> 4 else (0,))
+            for one in heads
+        ):
+            raise Damaged(f"{len(encoded)} bytes do not begin with kinds of {len(heads)} parts")
+        layout = list(self._layout(tokens))
+        grids = [
+            Grid(rows, head >> 4, head & 15) for head, (_, rows) in zip(heads, layout, strict=True)
+        ]
+        sizes = [grid.bytes or grid.rows.numbers * self._item for grid in grids]
+        if at + sum(map(_aligned, sizes)) != len(encoded):
+            raise Damaged(f"{len(encoded)} bytes; {at + sum(map(_aligned, sizes))} are expected")
+        source = _tensor(encoded)
+        restored = _tensor(out).view(self._dtype)
+        for (start, rows), grid, size in zip(layout, grids, sizes, strict=True):
+            if grid.kind == AS_IS:
+                out[start : start + size] = encoded[at : at + size]
+            else:
+                first = start // self._item
+                numbers = restored[first : first + rows.numbers]
+                self._decode_part(source[at : at + size], grid, rows.views(numbers))
+            at += _aligned(size)
+
+    def _layout(self, tokens: int) -> Iterator[tuple[int, Rows]]:
+        """Yield the offset of each part in the raw bytes, and its rows."""
+        start = 0
+        for heads, dim in self._parts:
+            yield start, Rows(heads, tokens, dim, self._heads_first)
+            start += heads * tokens * dim * self._item
+
+    def _choose(self, part: int, rows: Rows, numbers: Tensor) -> tuple[Grid, Tensor, float]:
+        """Return how a part is encoded, its numbers [rows, tokens, width] in float32, and a base.
+
+        They are turned back if the grid is of that kind; the base is then the rotation's.
+        """
+        bits = self._bits[part]
+        whole = rows.float32(numbers)
+        peak = torch.maximum(whole.amax(), -whole.amin())
+        grids = [Grid(rows, kind, bits) for kind in (PER_CHANNEL, PER_TOKEN)]
+        least = min(grid.bytes for grid in grids)
+        most = min(1.1 * least, rows.numbers * self._item - _ALIGNED)
+        if not bool(peak <= self._most) or least > most:
+            return Grid(rows, AS_IS, 0), whole, 0.0
+        middle = max(0, rows.count // 2 - 1)
+        sample = whole[middle : middle + _SAMPLE_ROWS, : rows.lengths()[-1]]
+        errors = {
+            grid.kind: range_error(sample, grid.kind, grid.group)
+            for grid in grids
+            if grid.bytes <= most
+        }
+        base = self._base_of(part, rows, sample) if PER_CHANNEL in errors else 0.0
+        if base:
+            rotated = Grid(rows, ROTATED, bits)
+            cosines, sines = turns(base, sample.shape[1], rows.width)
+            error = range_error(turn(sample, cosines, -sines), ROTATED, 1)
+            if error < min(errors.values()):
+                cosines, sines = turns(base, rows.tokens, rows.width)
+                for head in whole:
+                    head.copy_(turn(head, cosines, -sines))
+                return rotated, whole, base
+        kind = min(errors, key=errors.__getitem__)
+        return next(grid for grid in grids if grid.kind == kind), whole, 0.0
+
+    def _base_of(self, part: int, rows: Rows, sample: Tensor) -> float:
+        known = self._bases.get(part)
+        if known is None and rows.rotatable and sample.shape[1] >= _FEW_TOKENS:
+            if self._searched[part] == _SEARCHES:
+                return 0.0
+            self._searched[part] += 1
+            known = find_base(sample)
+            if known:
+                # Parts mostly agree; one base for all keeps the table of turns small.
+                near = [b for b in self._bases.values() if 0.9 < b / known < 1.1]
+                known = self._bases[part] = near[0] if near else known
+        return known or 0.0
+
+    def _encode_part(self, target: Tensor, grid: Grid, numbers: Tensor, base: float) -> None:
+        sections = grid.sections(target)
+        sections.padding.zero_()
+        if grid.kind == ROTATED:
+            sections.rotation.copy_(torch.tensor([base], dtype=torch.float32))
+        if grid.centred:
+            middle = (numbers.amax(1) + numbers.amin(1)).mul_(0.5)
+            upper = middle.view(torch.int32).bitwise_right_shift_(16)
+            sections.centres.copy_(upper)
+            numbers = numbers - upper.bitwise_left_shift_(16).view(torch.float32)[:, None]
+        least, greatest = grid.extremes(numbers)
+        scales, offsets = grid.fit(least, greatest, sections)
+        inverse = scales.reciprocal()
+        last = 2**grid.bits - 1
+        for region, planes in zip(grid.regions, sections.planes, strict=True):
+            stored = padded(region.unit)
+            for rows, runs, tokens in region.pieces():
+                places = region, rows, runs, tokens
+                codes = grid.cut(numbers, region, rows, tokens) - grid.share(offsets, *places)
+                codes.mul_(grid.share(inverse, *places)).round_().clamp_(0, last)
+                units = torch.empty((codes.numel() // region.unit, stored), dtype=torch.uint8)
+                units[:, : region.unit] = codes.view(len(units), -1)
+                units[:, region.unit :] = 0
+                for plane, filled in zip(planes, pack(units, grid.bits), strict=True):
+                    plane[rows, runs] = filled.view(plane[rows, runs].shape)
+
+    def _decode_part(self, source: Tensor, grid: Grid, views: list[Tensor]) -> None:
+        sections = grid.sections(source)
+        scales, offsets = grid.read(sections)
+        centres = None
+        if grid.centred:
+            centres = sections.centres.int().bitwise_left_shift_(16).view(torch.float32)
+            if not bool(centres.isfinite().all()):
+                raise Damaged("a centre is not finite")
+        if grid.kind == ROTATED:
+            base = float(sections.rotation)
+            if not BASES[0] * 0.9 <= base <= BASES[1] * 1.1 or not grid.rows.rotatable:
+                raise Damaged(f"{base} is no base of a rotation")
+            cosines, sines = turns(base, grid.rows.tokens, grid.rows.width)
+        for region, planes in zip(grid.regions, sections.planes, strict=True):
+            for rows, runs, tokens in region.pieces():
+                places = region, rows, runs, tokens
+                packed = [plane[rows, runs].flatten(0, 1) for plane in planes]
+                codes = unpack(packed, grid.bits)[:, : region.unit].float()
+                numbers = codes.view(rows.stop - rows.start, -1, grid.rows.width)
+                parts = grid.cut(numbers, region, slice(None), slice(None))
+                parts.mul_(grid.share(scales, *places)).add_(grid.share(offsets, *places))
+                if centres is not None:
+                    numbers += centres[rows, None]
+                if grid.kind == ROTATED:
+                    numbers = turn(numbers, cosines[tokens], sines[tokens])
+                grid.rows.put(views, rows, tokens, numbers)
+
+
+def _bits_of(setting: str, parts: int) -> tuple[int, ...]:
+    wrong = [digit for digit in setting if not digit.isascii() or digit not in "234568"]
+    if wrong or not setting or parts % len(setting):
+        raise InvalidValue(
+            f"int4:{setting} is not understood: give one digit, 2, 3, 4, 5, 6 or 8, for each of "
+            f"the {parts} parts (K and V of each layer), or a pattern that repeats, as int4:54"
+        )
+    return tuple(map(int, setting)) * (parts // len(setting))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+def _tensor(buffer: memoryview) -> Tensor:
+    writable = bytearray(buffer) if buffer.readonly else buffer
+    return torch.frombuffer(writable, dtype=torch.uint8)
