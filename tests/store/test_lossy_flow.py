@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from store_kv import MODEL, disk, records
 
 from kvkeep.core.geometry import KVGeometry
@@ -219,26 +219,35 @@ class LossyFlow(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.folder: Path | None = None
+        self.folder = Path(tempfile.mkdtemp(prefix="kvkeep-flow-"))
+        self.store: KVStore | None = None
+        self.pool = truth(0)
+
+    @initialize(tiering=st.sampled_from(TIERINGS), above=st.booleans())
+    def open(self, tiering, above):
+        self.reopen(tiering, above, MEMORY, lost=False)
 
     @rule(
         tiering=st.sampled_from(TIERINGS),
         above=st.booleans(),
         memory=st.sampled_from(["memory://32KiB", MEMORY]),
+        lost=st.booleans(),
     )
-    def reopen(self, tiering, above, memory):
-        """A new process: its pool is empty."""
+    def reopen(self, tiering, above, memory, lost):
+        """A new process: its pool is empty, and the exact tier may be, too."""
         self.close()
+        if lost:
+            shutil.rmtree(self.folder / "exact", ignore_errors=True)
+        if not records(self.folder / "lossy"):
+            filled(self.folder / "lossy", 30, tail=True)
         exact = disk(self.folder / "exact", codec="lossless", size="64KiB")
-        lossy = disk(self.folder / "lossy", codec="int4", size="64KiB")
+        lossy = disk(self.folder / "lossy", codec="int8", size="1MiB")
         tiers = (exact, lossy) if above else (lossy, exact)
         self.store = opened(memory, *tiers, tiering=tiering)
         self.pool = truth(0)
 
     def close(self) -> None:
-        if self.folder is None:
-            self.folder = Path(tempfile.mkdtemp(prefix="kvkeep-flow-"))
-        if getattr(self, "store", None) is not None:
+        if self.store is not None:
             self.store.close()
 
     def compute(self, tokens: int) -> None:
@@ -250,56 +259,53 @@ class LossyFlow(RuleBasedStateMachine):
                 new = new + 0.01
             self.pool = torch.cat([self.pool, new], 2)
 
-    @precondition(lambda self: hasattr(self, "store"))
-    @rule(tokens=st.integers(1, 40))
-    def get(self, tokens):
+    @rule(
+        kept=st.sampled_from([0, 0, 7, 20]),
+        asked=st.integers(0, 40),
+        tokens=st.integers(1, 48),
+        whole=st.booleans(),
+        tail=st.booleans(),
+    )
+    def request(self, kept, asked, tokens, whole, tail):
+        """Load what the pool lacks, of which it kept a part; compute the rest; store it."""
+        self.pool = self.pool[:, :, :kept]
         have = self.pool.shape[2]
-        if have < tokens:
-            kv, count, _ = got(self.store, tokens, have)
+        if have < asked:
+            kv, count, _ = got(self.store, asked, have)
             if count:
                 self.pool = torch.cat([self.pool, kv], 2)
-
-    @precondition(lambda self: hasattr(self, "store"))
-    @rule(tokens=st.integers(1, 40), from_start=st.booleans(), tail=st.booleans())
-    def put(self, tokens, from_start, tail):
-        have = 0 if from_start else min(tokens, self.pool.shape[2]) // BLOCK * BLOCK
+        start = 0 if whole else self.pool.shape[2] // BLOCK * BLOCK
         self.compute(tokens)
-        if have < tokens:
-            kv = self.pool[:, :, have:tokens]
-            self.store.put(range(tokens), kv, start=have, tail=tail, wait=True)
+        if start < tokens:
+            kv = self.pool[:, :, start:tokens]
+            self.store.put(range(tokens), kv, start=start, tail=tail, wait=True)
 
-    @precondition(lambda self: hasattr(self, "store"))
     @rule(tokens=st.integers(1, 40))
     def prefetch(self, tokens):
         self.store.prefetch(range(tokens)).wait(5)
 
-    @precondition(lambda self: hasattr(self, "store"))
     @rule()
     def clear(self):
         self.store.clear()
 
-    @precondition(lambda self: hasattr(self, "store"))
     @rule()
     def flush(self):
         self.store.flush()
 
-    @precondition(lambda self: hasattr(self, "store"))
-    @rule(tokens=st.integers(0, 20))
-    def evict(self, tokens):
-        """The pool loses what is behind ``tokens``."""
-        self.pool = self.pool[:, :, :tokens]
-
     @invariant()
     def exact_stays_exact(self):
-        if self.folder is not None:
-            assert_exact(self.folder / "exact")
+        assert_exact(self.folder / "exact")
 
     def teardown(self):
-        if self.folder is not None:
-            self.close()
-            assert_exact(self.folder / "exact")
-            shutil.rmtree(self.folder)
+        self.close()
+        assert_exact(self.folder / "exact")
+        shutil.rmtree(self.folder)
 
 
-LossyFlow.TestCase.settings = settings(max_examples=30, stateful_step_count=15, deadline=None)
+LossyFlow.TestCase.settings = settings(
+    max_examples=40,
+    stateful_step_count=15,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),  # slow because it is real
+)
 TestLossyFlow = LossyFlow.TestCase
