@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     from kvkeep.store.codecs.basis import Basis
 
 NATS = 2e-3
-DEPTHS = (512, 1024, 2048)
+DEPTHS = (1024, 2048)
 CONTEXT = 2048
 DRAWS = 8
-WIDTHS = (32, 64, 128, 256, 512)
+WIDTHS = (64, 128, 256, 512)
 CHOSEN = 256  # the default of kvkeep codec fit
 NOISES = (0.3, 1.0, 3.0)  # times that at which the spectrum predicts NATS
 FIRST, NEWEST = 4, 64  # tokens that are exact in two of the variants
@@ -120,14 +120,14 @@ def models(quick: bool) -> list[OneModel]:
     names = sorted(topics)
     fitted = "\n\n".join(topics[name] for number, name in enumerate(names) if number % 7)
     judged = "\n\n".join(topics[name] for name in names[::7])
-    model = AutoModelForCausalLM.from_pretrained(bundled_model(), dtype=torch.float32).eval()
-    tokens = 16_000 if quick else 48_000
+    model = AutoModelForCausalLM.from_pretrained(bundled_model(), dtype=torch.float32)
+    tokens = 16_000 if quick else 36_000
     found = [OneModel("the bundled model", model, ids(fitted)[:tokens], _probe(model, ids(judged)))]
     if not quick:
         from codecs_model import second_model, texts  # noqa: PLC0415
 
         learned, unseen = ("".join(part) for part in texts())
-        model = second_model().model.eval()
+        model = second_model().model
         prompts = ids(unseen[: 40 * CONTEXT])
         found.append(OneModel("a model trained here", model, ids(learned[: 8 * tokens])[:tokens],
                               _probe(model, prompts)))  # fmt: skip

@@ -19,6 +19,7 @@ def test_a_basis_is_fitted_and_used(tmp_path, capsys):
     from kvkeep.serve.models import bundled_model
     from kvkeep.store.codecs import BlockShape, make_codec
     from kvkeep.store.codecs.basis import load_basis
+    from kvkeep.store.identity import model_identity
 
     out = tmp_path / "basis"
     assert main(["codec", "fit", "--out", str(out), *SMALL, "--nats", "0.02", "--json"]) == 0
@@ -26,7 +27,8 @@ def test_a_basis_is_fitted_and_used(tmp_path, capsys):
     basis = load_basis(out)
     assert said["basis"] == basis.digest.hex()
     assert said["bytes"] == out.stat().st_size
-    assert (said["model"], said["rotated"], said["groups"]) == ("kvkeep-tiny", True, 2)
+    assert said["model"] == f"kvkeep-tiny ({model_identity(bundled_model())})"
+    assert (said["rotated"], said["groups"]) == (True, 2)
     assert 4 < said["ratio"] < 20
     assert 0 < said["nats"] < 0.1
 

@@ -13,6 +13,7 @@ from kvkeep.core.errors import InvalidValue, require, whole
 from kvkeep.store.codecs.base import BlockShape
 from kvkeep.store.codecs.basis_fit import BasisFit
 from kvkeep.store.codecs.transform import TransformCodec
+from kvkeep.store.identity import model_identity
 
 if TYPE_CHECKING:
     import os
@@ -256,11 +257,12 @@ def fit_basis_of(
     dtype: str = "float32",
     device: str = "auto",
     tokens: int = 40_000,
+    name: str = "",
     **settings: Any,
 ) -> FittedBasis:
     """Load the model in ``path`` and fit a basis on the first ``tokens`` of ``text``.
 
-    ``settings`` are those of `fit_basis`.
+    ``settings`` are those of `fit_basis`. The basis says ``name`` and the identity of the files.
 
     Raises:
         InvalidValue: there is no such model; or as `fit_basis`.
@@ -277,7 +279,8 @@ def fit_basis_of(
     except (OSError, ValueError, RuntimeError) as error:
         raise InvalidValue(f"the model in {path} cannot be loaded: {error}") from error
     ids = torch.tensor(tokenizer(text, verbose=False).input_ids)
-    return fit_basis(model, ids[:tokens], **settings)
+    name = f"{name} ({model_identity(path)})"
+    return fit_basis(model, ids[:tokens], name=name, **settings)
 
 
 def _flat(kv: KV) -> list[Tensor]:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["DIGEST_BYTES", "WIDEST", "Basis", "Group", "load_basis"]
+__all__ = ["DIGEST_BYTES", "WIDEST", "Basis", "HeadGroup", "load_basis"]
 
 DIGEST_BYTES = 16
 WIDEST = 1024
@@ -52,7 +52,7 @@ _LONGEST_PROMPT = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Group:
+class HeadGroup:
     """Heads whose channels are transformed together; ``width`` channels, ``rank`` codes a token.
 
     Attributes:
@@ -110,7 +110,7 @@ class Basis:
     rotated: tuple[int, ...]
     speeds: NDArray[np.float64]
     longest: int
-    groups: tuple[Group, ...]
+    groups: tuple[HeadGroup, ...]
     digest: bytes = b""
 
     def signed(self) -> Basis:
@@ -261,7 +261,7 @@ class _Plan:
             raise InvalidValue(f"the basis {place} has a number that is not finite")
         groups = []
         for number, (heads, _, _) in enumerate(self.groups):
-            group = Group(heads, *arrays[6 * number : 6 * number + 6])
+            group = HeadGroup(heads, *arrays[6 * number : 6 * number + 6])
             if not ((group.scale > 0).all() and (group.tolerance > 0).all()):
                 raise InvalidValue(
                     f"the basis {place} has a scale or tolerance that is not above 0"

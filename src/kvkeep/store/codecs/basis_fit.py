@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvkeep.core.errors import InvalidValue
-from kvkeep.store.codecs.basis import WIDEST, Basis, Group
+from kvkeep.store.codecs.basis import WIDEST, Basis, HeadGroup
 from kvkeep.store.codecs.positions import RUN_TOKENS, Positions, rotate
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class BasisFit:
         basis = Basis(model, self.parts, self.rotated, self.speeds, longest, groups)
         return basis.signed()
 
-    def _group(self, number: int, variance: float) -> Group:
+    def _group(self, number: int, variance: float) -> HeadGroup:
         spectrum, forth, back = self._axes(number)
         active = spectrum > variance * _LEFT_OUT
         rows = back[active] * math.sqrt(12 * variance)
@@ -138,7 +138,7 @@ class BasisFit:
         left_out = back[~active] * spectrum[~active].sqrt()[:, None]
         error = (meant.square().sum(0) / 12 + left_out.square().sum(0)).sqrt() * _TOLERATED
         mean = self._sums[number] / self._tokens
-        return Group(
+        return HeadGroup(
             heads=self._groups[number],
             mean=mean.float().numpy(),
             scale=scale.float().numpy(),

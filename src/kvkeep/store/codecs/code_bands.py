@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from kvkeep.store.codecs.frames import FRAME_BYTES, FRAME_HEAD, Frames
+from kvkeep.store.codecs.frames import FRAME_BYTES, FRAME_HEAD, BloscFrames
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,7 +56,7 @@ class CodeBands:
         rows: codes a token, all groups together.
     """
 
-    def __init__(self, spreads: Sequence[NDArray[np.float32]], frames: Frames) -> None:
+    def __init__(self, spreads: Sequence[NDArray[np.float32]], frames: BloscFrames) -> None:
         self._frames = frames
         self._runs: list[_Run] = []
         self._bands: list[tuple[int, int, int]] = []  # number, first place, rows

@@ -15,7 +15,7 @@ import numpy as np
 from kvkeep.core.errors import require
 from kvkeep.store.codecs.base import Damaged
 
-__all__ = ["FRAME_BYTES", "FRAME_HEAD", "Frames"]
+__all__ = ["FRAME_BYTES", "FRAME_HEAD", "BloscFrames"]
 
 FRAME_BYTES = 1 << 20
 """The most raw bytes of a frame."""
@@ -32,7 +32,7 @@ _BLOSC_ZSTD = 4  # in the flags' highest three bits
 _BLOSC_COPIED = 2  # flag of uncompressed buffers; frames store those without Blosc
 
 
-class Frames:
+class BloscFrames:
     """Compresses and decompresses single frames. Needs numcodecs (extra ``store``).
 
     Thread safety: all methods. The GIL is released while Blosc works, in the calling thread.

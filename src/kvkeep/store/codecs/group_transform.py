@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from kvkeep.store.codecs.basis import Basis, Group
+    from kvkeep.store.codecs.basis import Basis, HeadGroup
     from kvkeep.store.codecs.positions import Positions
 
     Bits = NDArray[Any]
@@ -54,7 +54,7 @@ class GroupTransform:
     Thread safety: immutable.
     """
 
-    def __init__(self, group: Group, basis: Basis, dtype: torch.dtype) -> None:
+    def __init__(self, group: HeadGroup, basis: Basis, dtype: torch.dtype) -> None:
         self.group = group
         self.width, self.rank = group.width, group.rank
         self._dtype = dtype

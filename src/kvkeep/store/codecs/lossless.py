@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from kvkeep.core.geometry import DTYPES
 from kvkeep.store.codecs.base import Codec, Damaged
-from kvkeep.store.codecs.frames import FRAME_BYTES, FRAME_HEAD, Frames
+from kvkeep.store.codecs.frames import FRAME_BYTES, FRAME_HEAD, BloscFrames
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,7 +42,7 @@ class LosslessCodec(Codec):
     number = 1
 
     def __init__(self, shape: BlockShape) -> None:
-        self._frames = Frames()
+        self._frames = BloscFrames()
         self._item_sizes = (DTYPES[shape.dtype],) if shape.dtype else (2, 4, 1)
 
     def bound(self, raw_bytes: int) -> int:

@@ -32,7 +32,7 @@ from kvkeep.core.geometry import DTYPES
 from kvkeep.store.codecs.base import Codec, Damaged, OtherKey
 from kvkeep.store.codecs.basis import DIGEST_BYTES, load_basis
 from kvkeep.store.codecs.code_bands import CodeBands
-from kvkeep.store.codecs.frames import Frames
+from kvkeep.store.codecs.frames import BloscFrames
 from kvkeep.store.codecs.group_transform import GroupTransform
 from kvkeep.store.codecs.kinds import KindsCodec
 from kvkeep.store.codecs.one_thread import one_thread
@@ -127,7 +127,7 @@ class TransformCodec(Codec):
         self._dtype: torch.dtype = getattr(torch, shape.dtype)
         self._item = DTYPES[shape.dtype]
         self._token_bytes = sum(heads * dim for heads, dim in shape.parts) * self._item
-        frames = Frames()
+        frames = BloscFrames()
         self._plans = {basis.digest: _Plan(basis, self._dtype, frames) for basis in reversed(bases)}
         self._own = self._plans[bases[0].digest]
 
@@ -267,7 +267,7 @@ class _Piece(NamedTuple):
 class _Plan:
     """A basis as its codec uses it. Immutable, apart from caches."""
 
-    def __init__(self, basis: Basis, dtype: torch.dtype, frames: Frames) -> None:
+    def __init__(self, basis: Basis, dtype: torch.dtype, frames: BloscFrames) -> None:
         self.basis = basis
         self._frames = frames
         self._groups = [GroupTransform(group, basis, dtype) for group in basis.groups]
