@@ -39,7 +39,7 @@ class Tail:
         self.start, self.stop = start, blocks[-1][1] if blocks else start
         self.runs = (("dict", self.stop - start),) if blocks else ()
         self.delivered = ()
-        self.sources = ()
+        self.sources, self.source = (), "dict"
 
     def stop_before(self, token):
         self._limit = max(self._limit, token)
