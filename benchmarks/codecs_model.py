@@ -1,8 +1,9 @@
-"""A second model for `codecs.py`: a small Llama, trained here on the text of Python's own library.
+"""The models of `kv_codecs.py`: the bundled one, and a small Llama that is trained here.
 
-It differs from the bundled model in what a codec sees: heads of 64 in place of 32, grouped-query
-attention of 2 to 1, more layers, no text learned by heart. Training is seeded, takes about five
-minutes of one core, and is done once: the weights are kept in ``build/codecs_model``.
+It learns the text of Python's own library, and differs from the bundled model in what a codec
+sees: heads of 64 in place of 32, grouped-query attention of 2 to 1, more layers, no text learned by
+heart. Training is seeded, takes about five minutes of one core, and is done once: the weights are
+kept in ``build/codecs_model``.
 
     python benchmarks/codecs_model.py            # train, and print the loss
 """
@@ -13,17 +14,19 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from pydoc_data.topics import topics
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from kvkeep.bench.codecs import ReuseProbe
 from kvkeep.serve.models import bundled_model
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import LlamaForCausalLM
 
-__all__ = ["Trained", "second_model"]
+__all__ = ["Trained", "bundled_probe", "rows_of", "second_model", "texts"]
 
 HOME = Path(__file__).parents[1] / "build" / "codecs_model"
 SEED = 7
@@ -32,6 +35,31 @@ PHASES = ((150, 256, 8), (110, 512, 4), (40, 2560, 1))
 """Steps, tokens of a row, rows of a step: short rows teach words, long ones teach distance."""
 WARMUP = 20
 HELD_OUT = 8  # of so many entries, one is never trained on
+
+
+def bundled_probe(tokens: int = 2048, following: int = 256, prompts: int = 1) -> ReuseProbe:
+    """The bundled model on the Python language reference, most of which it was trained on."""
+    text = "\n\n".join(topics[name] for name in sorted(topics)[::7])
+    return ReuseProbe(_loaded(bundled_model()), rows_of(text, tokens + following, prompts),
+                      following=following)  # fmt: skip
+
+
+def _loaded(path: Any) -> Any:
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+    from transformers.utils import logging  # noqa: PLC0415
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return model.eval()
+
+
+def rows_of(text: str, length: int, rows: int) -> Tensor:
+    """Return [rows, length] token ids of ``text``, one after the other."""
+    from transformers import AutoTokenizer  # noqa: PLC0415
+
+    ids = torch.tensor(AutoTokenizer.from_pretrained(bundled_model())(text).input_ids)
+    return ids[: min(rows, len(ids) // length) * length].view(-1, length)
 
 
 class Trained(NamedTuple):
@@ -120,7 +148,7 @@ def _train() -> tuple[LlamaForCausalLM, float]:
 
 @torch.inference_mode()
 def _loss(model: LlamaForCausalLM, text: Tensor, row: int = 2048, rows: int = 6) -> float:
-    model.eval()
+    model.train(False)
     losses = [
         float(model(part[None], labels=part[None]).loss)
         for part in (text[i * row : (i + 1) * row] for i in range(min(rows, len(text) // row)))

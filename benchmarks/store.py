@@ -7,7 +7,7 @@ the figure is their median, with the smallest and the largest.
     python benchmarks/store.py                  # about three minutes
     python benchmarks/store.py --quick          # fewer rounds, less data
     python benchmarks/store.py --only disk      # one part: memory, disk, lookup, valkey, open,
-                                                # slow, codecs
+                                                # slow
     python benchmarks/store.py --dir /mnt/nvme  # the disk to measure (the temporary directory's)
     python benchmarks/store.py --json
 
@@ -57,7 +57,7 @@ LLAMA = KVGeometry(32, 8, 128, "bfloat16")
 SMALL = KVGeometry(1, 1, 8, "bfloat16")
 BLOCK = 256
 BLOCK_BYTES = BLOCK * LLAMA.bytes_per_token
-PARTS = ("memory", "disk", "lookup", "valkey", "open", "slow", "codecs")
+PARTS = ("memory", "disk", "lookup", "valkey", "open", "slow")
 
 
 class Bench:
@@ -322,34 +322,9 @@ def slow(bench: Bench) -> None:
                  beside="with a healthy disk", goal=0.8, size=2 * BLOCK_BYTES)  # fmt: skip
 
 
-def codecs(bench: Bench) -> None:
-    """Measure ratio, speed per core, and the effect of quantising on the next token."""
-    from block_codecs import KL_GOAL, Model, all_figures  # noqa: PLC0415
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    model = Model(prompts=1 if bench.rounds < 4 else 3)
-    for one in all_figures(model, bench.rounds):
-        if one.codec in ("lossless", "int8"):
-            lossless = one.codec == "lossless"
-            real = one.case.startswith("the shipped")
-            goal = (1.3 if lossless else 1.9) if real else None
-            name = f"{one.codec}, {one.case}"
-            bench.figures.append(Figure(name, "×", one.ratio, goal=goal, part="codecs"))
-            goal = 1.0 if real and lossless else None
-            bench.figures.append(
-                Figure("  decoding, a core", "GB/s", one.decode[1], goal=goal, part="codecs")
-            )
-    bench.figures.append(
-        Figure("int8, KL divergence of the next token", "nats",
-               model.divergence("int8"), goal=KL_GOAL["int8"], better="less", part="codecs")
-    )  # fmt: skip
-    torch.set_num_threads(threads)
-
-
 RUN: dict[str, Callable[[Bench], None]] = {
     "memory": memory, "disk": disk, "lookup": lookup, "valkey": valkey, "open": opening,
-    "slow": slow, "codecs": codecs,
+    "slow": slow,
 }  # fmt: skip
 
 

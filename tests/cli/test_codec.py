@@ -1,4 +1,4 @@
-"""``kvkeep codec fit``: a basis of the bundled model, a tier that uses it, and wrong input."""
+"""``kvkeep codec``: a basis and figures of the bundled model, tiers that use them, wrong input."""
 
 from __future__ import annotations
 
@@ -74,3 +74,39 @@ def test_a_short_text_and_no_model_are_refused(tmp_path, capsys):
     text.write_bytes(b"\xff\xfe")
     assert main(["codec", "fit", "--out", out, *SMALL, "--text", str(text)]) == 2
     assert "no text in UTF-8" in capsys.readouterr().err
+
+
+@pytest.mark.model
+def test_figures_are_measured_and_used(tmp_path, capsys):
+    from kvkeep.store.codecs import BlockShape, make_codec
+
+    out = tmp_path / "figures"
+    few = ["--codecs", "raw,int8,int4", "--context", "64", "--prompts", "1"]
+    assert main(["codec", "measure", "--out", str(out), *few, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert json.loads(out.read_text()) == said
+    nats = {one["codec"]: one["nats"] for one in said["codecs"]}
+    assert list(nats) == ["raw", "int8", "int4"]
+    assert nats["raw"] == 0 < nats["int8"] < nats["int4"] < 0.1
+    parts = tuple((heads, dim) for heads, dim in said["parts"])
+    shape = BlockShape("bfloat16", "NHD", parts)
+    auto = make_codec(f"auto:nats={nats['int8']},figures={out}", shape)
+    assert [codec.name for codec, _ in auto.codecs] == ["raw", "lossless", "int8"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "--out FILE is missing"),
+        (["--out", "/no/folder/figures"], "there is no folder"),
+        (["--out", "x", "--prompts", "0"], "--prompts"),
+        (["--out", "x", "--context", "0"], "--context"),
+        (["--out", "x", "--text", "/no/text"], "cannot read /no/text"),
+    ],
+)
+def test_wrong_input_to_measure_is_one_line(options, said, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert main(["codec", "measure", *options]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1

@@ -24,9 +24,9 @@ PROMPT = [7, 8, 9, 10] * 80
 
 
 @contextmanager
-def serving(folder, **settings):
+def serving(folder, codec="raw", **settings):
     runner = Runner.load(bundled_model(), num_pages=512, page_size=16, device="cpu")
-    tiers = ["memory://16MiB", f"file://{folder}/tier?size=256MiB"]
+    tiers = ["memory://16MiB", f"file://{folder}/tier?size=256MiB&codec={codec}"]
     revision = runner.identity
     with KVStore(
         runner.geometry, model=NAME, revision=revision, tiers=tiers, block_tokens=64
@@ -83,6 +83,19 @@ def test_a_server_after_a_server(tmp_path):
         stats = server.stats()["store"]
         assert [tier["name"] for tier in stats["tiers"]] == ["memory", "file"]
         server.assert_idle()
+
+
+def test_lossy_tokens_are_told(tmp_path):
+    with serving(tmp_path, "int8") as server:
+        assert "lossy_tokens" not in ask(server)["usage"]["kvkeep"]
+    with serving(tmp_path, "int8") as server:
+        again = ask(server)
+        assert loaded(again) == len(PROMPT) - 1
+        assert again["usage"]["kvkeep"]["lossy_tokens"] == len(PROMPT) - 1
+        told = server.http.get(f"/kv/explain/{again['id']}").raise_for_status().json()
+        assert "file, int8" in {span["source"] for span in told["spans"]}
+        assert "kvkeep_loaded_tokens_total" in metrics(server)
+        assert "lossy_tokens" not in ask(server)["usage"]["kvkeep"]  # from the pool
 
 
 def test_clearing_one_salt_and_all(tmp_path):

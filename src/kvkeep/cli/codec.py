@@ -1,4 +1,4 @@
-"""``kvkeep codec fit``: fit a basis of the codec `transform` to a model."""
+"""``kvkeep codec``: fit a basis of the codec `transform`; measure what codecs change."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvkeep.cli.arguments import add_count, add_json, add_model_path, add_option, add_path
 from kvkeep.cli.arguments import model_name as name_of
+from kvkeep.cli.codec_measure import add_measure, text_of
 from kvkeep.cli.model import choose_threads
 from kvkeep.cli.progress import progress
 from kvkeep.core.errors import InvalidValue, whole
@@ -20,16 +21,16 @@ __all__ = ["add_parser", "run"]
 
 _WIDEST = 1024
 _FOLLOWING = 256  # tokens by which a prompt is judged
-_CHARACTERS = 1 << 20  # of the built-in text: about 300,000 tokens
 
 
 def add_parser(commands: Commands) -> None:
     """Add the command, its action and its options."""
     codec = commands.add_parser(
         "codec",
-        help="fit the codec transform to a model",
+        help="fit the codec transform to a model, and measure what codecs change",
         description="Fit the codec transform to a model, for tiers with "
-        "codec=transform:basis=FILE. See docs/codecs.md.",
+        "codec=transform:basis=FILE; measure what codecs change of what a model says, for tiers "
+        "with codec=auto. See docs/codecs.md.",
     )
     actions = codec.add_subparsers(title="actions", metavar="ACTION", required=True)
     fit = actions.add_parser(
@@ -62,6 +63,7 @@ def add_parser(commands: Commands) -> None:
     )
     add_json(fit)
     fit.set_defaults(run=run)
+    add_measure(actions)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -73,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidValue("--out FILE is missing: the basis is written there")
     if not args.out.absolute().parent.is_dir():
         raise InvalidValue(f"cannot write {args.out}: there is no folder {args.out.parent}")
-    text = _text(args)
+    text = text_of(args.text)
     choose_threads(args)  # before torch is imported
     from kvkeep.integrations.transformers_basis import fit_basis_of  # noqa: PLC0415 - torch
     from kvkeep.serve.models import bundled_model  # noqa: PLC0415
@@ -112,17 +114,3 @@ def run(args: argparse.Namespace) -> int:
         print(f"  That is more than the {args.nats:.2g} allowed: more --tokens can help.")
     print(f"Written to {args.out}. A tier uses it with codec=transform:basis={args.out}")
     return 0
-
-
-def _text(args: argparse.Namespace) -> str:
-    if args.text is None:
-        from pydoc_data.topics import topics  # noqa: PLC0415 - large
-
-        return "\n\n".join(topics[name] for name in sorted(topics))[:_CHARACTERS]
-    try:
-        text: str = args.text.read_text("utf-8")
-    except OSError as error:
-        raise InvalidValue(f"cannot read {args.text}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InvalidValue(f"{args.text} is no text in UTF-8") from error
-    return text

@@ -33,6 +33,7 @@ _WHY_NOT = {
     "answer": "they are an answer, and those were not to be stored",
     "unread": "they are an answer, and answers like it were never read again",
     "queue_full": "they were dropped on their way to be stored, because the queue was full",
+    "lossy": "they are not exact, and the tier stores exact KV only",
     "given_up": "the request that computed them before ended before it published them",
 }
 _SIMPLE = {"last_token": "the last token always is computed"}

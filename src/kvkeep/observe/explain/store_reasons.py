@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["missing"]
 
 _REMOVED = {"cleared": "cleared", "removed": "asked"}
-_REFUSED = frozenset({"admission", "answer", "unread"})
+_REFUSED = frozenset({"admission", "answer", "lossy", "unread"})
 _DROPPED = {"queue full": "queue_full", "no time": "queue_full"}
 
 

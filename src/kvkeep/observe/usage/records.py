@@ -63,7 +63,7 @@ class LoadReport:
             computed in any case. 0 if they are less than a page, since no page is then loaded; of a
             request that ended while it was loaded, only the tokens that had come.
         sources: ``(start, stop, tier)`` of tokens that came, in order; ``tier`` had them at the
-            lookup, or was read since.
+            lookup, or was read since. KV that is not exact has its codec behind it: "s3, int8".
         missing: the other requested tokens, in order: ``sources`` and ``missing`` together cover
             tokens ``pool`` … ``pool + requested - 1`` without gaps.
         seconds: from the lookup to the last block, or to the result that there is none.

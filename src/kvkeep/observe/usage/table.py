@@ -169,7 +169,7 @@ class UsageTable:
     def _loaded(self, event: RequestLoaded) -> None:
         with self._lock:
             for start, stop, tier in event.report.sources:
-                self._totals.reused(tier, stop - start)
+                self._totals.reused(tier.partition(", ")[0], stop - start)
             row, counts = self._running.get(event.request.id, (None, ()))
             if row is not None:
                 tokens = event.report.tokens

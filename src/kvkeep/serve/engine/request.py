@@ -74,6 +74,8 @@ class Request:
         """Prompt tokens reused from pool and store; None before the first admission."""
         self.loaded_tokens = 0
         """Those of ``cached_tokens`` that came from the store."""
+        self.lossy_tokens = 0
+        """Those of ``loaded_tokens`` that are not exact."""
         self.seed = fresh_seed() if params.seed is None else params.seed
         self.live: list[Answer] = [Answer(self, 0)]
         """Answers that wait or run."""
@@ -103,9 +105,10 @@ class Request:
         """Whether the prompt is computed and its answers are separate."""
         return bool(self.ended) or len(self.live) > 1 or bool(self.live and self.live[0].generated)
 
-    def note_loaded(self, tokens: int) -> None:
-        """Count prompt tokens that came from the store."""
+    def note_loaded(self, tokens: int, lossy: int) -> None:
+        """Count prompt tokens that came from the store, and those of them that are not exact."""
         self.loaded_tokens += tokens
+        self.lossy_tokens += lossy
         self.cached_tokens = (self.cached_tokens or 0) + tokens
 
     def first_token_now(self) -> None:
@@ -123,6 +126,7 @@ class Request:
             ttft_s=(self._first_token or now) - self._began,
             seconds=now - self._began,
             loaded_tokens=self.loaded_tokens,
+            lossy_tokens=self.lossy_tokens,
         )
 
     def ended_as(self, completion: Completion) -> RequestEnded:

@@ -38,7 +38,8 @@ class Completion:
     """The answers of a finished request; best first if they were ranked (`best_of`, `beams`).
 
     ``cached_tokens`` of the ``prompt_tokens`` were reused, of which ``loaded_tokens`` came from the
-    store. ``ttft_s`` and ``seconds`` run from the request's arrival to its first and last token.
+    store, of which ``lossy_tokens`` are not exact. ``ttft_s`` and ``seconds`` run from the
+    request's arrival to its first and last token.
     """
 
     choices: tuple[Choice, ...]
@@ -47,6 +48,7 @@ class Completion:
     ttft_s: float
     seconds: float
     loaded_tokens: int = 0
+    lossy_tokens: int = 0
 
     @property
     def text(self) -> str:

@@ -209,6 +209,7 @@ def usage_of(completions: Sequence[Completion], retains: Sequence[Keep] = ()) ->
         ),
         kvkeep=ExtraUsage(
             loaded_tokens=sum(completion.loaded_tokens for completion in completions),
+            lossy_tokens=sum(completion.lossy_tokens for completion in completions) or None,
             **retained(retains),
         ),
     )

@@ -12,6 +12,7 @@ transform.py   decorrelated by a basis fitted to the model (torch, numcodecs): b
                basis_fit.py, what makes it · group_transform.py, the arithmetic · code_bands.py,
                entropy coding · positions.py, where keys are in their prompt · one_thread.py
 frames.py      bytes compressed by zstd: for lossless and transform
+auto.py        the one of them with which a tier's blocks arrive first
 kinds.py       a codec for each kind of record of a store: KV, and states, which stay exact
 encrypted.py   AES-256-GCM around another codec (cryptography)
 keyfile.py     key files
@@ -21,6 +22,7 @@ keyfile.py     key files
 
 from __future__ import annotations
 
+from kvkeep.store.codecs.auto import AutoCodec
 from kvkeep.store.codecs.base import BlockShape, Codec, Damaged, OtherKey
 from kvkeep.store.codecs.encrypted import ENCRYPTED, WITHOUT_KEY_ID, inner_number
 from kvkeep.store.codecs.keyfile import generate_key, load_key
@@ -30,6 +32,7 @@ __all__ = [
     "CODECS",
     "ENCRYPTED",
     "WITHOUT_KEY_ID",
+    "AutoCodec",
     "BlockShape",
     "Codec",
     "Damaged",

@@ -58,6 +58,16 @@ class Codec(ABC):
     number: int
     exact: bool = True
 
+    @property
+    def label(self) -> str:
+        """The name for statistics."""
+        return self.name
+
+    def chosen(self, raw: memoryview) -> Codec:
+        """Return the codec that encodes ``raw``: itself, unless it chooses among others."""
+        del raw
+        return self
+
     @abstractmethod
     def bound(self, raw_bytes: int) -> int:
         """Return the maximum encoded size of ``raw_bytes`` bytes."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import InvalidValue, require
+from kvkeep.store.codecs.auto import AutoCodec, AutoSetting, candidates
 from kvkeep.store.codecs.encrypted import ENCRYPTED, EncryptedCodec, inner_number
 from kvkeep.store.codecs.kinds import KindsCodec
 from kvkeep.store.codecs.lossless import LosslessCodec
@@ -32,10 +33,24 @@ def make_codec(
         InvalidValue: the name is unknown, or the codec cannot encode such blocks.
         MissingExtra: the codec needs a package that is not installed.
     """
-    if name.partition(":")[0] not in CODECS:
-        raise InvalidValue(f"codec is {name!r}; it is one of {', '.join(CODECS)}")
+    kind, _, setting = name.partition(":")
+    if kind == "auto":
+        return _auto(AutoSetting.of(setting), shape, key, old_keys)
+    if kind not in CODECS:
+        raise InvalidValue(f"codec is {name!r}; it is one of {', '.join(CODECS)}, auto")
     codec = _make(name, shape)
     return codec if key is None else EncryptedCodec(codec, key, old_keys)
+
+
+def _auto(
+    setting: AutoSetting, shape: BlockShape, key: bytes | None, old_keys: Sequence[bytes]
+) -> AutoCodec:
+    codecs = [
+        (make_codec(name, shape, key, old_keys), nats)
+        for name, nats in candidates(setting.figures, shape).items()
+        if nats <= setting.nats
+    ]
+    return AutoCodec(codecs, setting.nats, bandwidth=setting.bandwidth)
 
 
 def codec_name(number: int) -> str:

@@ -11,16 +11,17 @@ from kvkeep.core.errors import BackendFailed, InvalidValue, require
 from kvkeep.core.eviction import POLICIES
 from kvkeep.store.backends import Backend, TierURL
 from kvkeep.store.backends.memory import MemoryBackend
-from kvkeep.store.codecs import BlockShape, codec_of, load_key, make_codec
+from kvkeep.store.codecs import AutoCodec, BlockShape, codec_of, load_key, make_codec
 from kvkeep.store.tiers.adaptive import AdaptiveTiering
 from kvkeep.store.tiers.memory import MemorySpec
 from kvkeep.store.tiers.tier import TierOptions, TierSpec
 from kvkeep.store.tiers.tiering import Exclusive, Inclusive
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvkeep.store.backends.shm import ShmBackend
+    from kvkeep.store.codecs import Codec
     from kvkeep.store.tiers.tiering import TieringPolicy
 
 __all__ = ["TIERINGS", "TIER_OPTIONS", "open_backend", "open_tiers", "tiering"]
@@ -162,7 +163,11 @@ def _open(place: str | Backend, shape: BlockShape, *, first: bool) -> MemorySpec
     key = None if key_file is None else load_key(key_file)
     old_keys = [] if old_files is None else [load_key(file) for file in old_files.split(",")]
     codec = make_codec(name, shape, key, old_keys)
-    others = lru_cache(maxsize=256)(partial(codec_of, shape=shape, key=key, old_keys=old_keys))
+    others: Callable[[int], Codec | None] = lru_cache(maxsize=256)(
+        partial(codec_of, shape=shape, key=key, old_keys=old_keys)
+    )
+    if isinstance(codec, AutoCodec):
+        others = _others(codec, others)
     if url.scheme in _FRONT and first and codec.number == 0:
         if url.scheme == "shm" and policy_name != "lru":
             raise InvalidValue(
@@ -194,6 +199,18 @@ def _open(place: str | Backend, shape: BlockShape, *, first: bool) -> MemorySpec
     if timeout is not None:
         backend.timeout = timeout
     return TierSpec(url.scheme, backend, codec, others, options)
+
+
+def _others(
+    auto: AutoCodec, others: Callable[[int], Codec | None]
+) -> Callable[[int], Codec | None]:
+    """Return what finds the codec of a number: of those to choose from, or any other."""
+    own = {codec.number: codec for codec, _ in auto.codecs}
+
+    def codec_of(number: int) -> Codec | None:
+        return own.get(number) or others(number)
+
+    return codec_of
 
 
 def _open_front(url: TierURL, policy: str, ttl: float | None) -> MemorySpec:

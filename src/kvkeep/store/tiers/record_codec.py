@@ -63,7 +63,7 @@ class RecordCodec:
         The result is ``record`` itself, with its header written, or this thread's buffer.
         """
         raw = record[HEADER_BYTES:]
-        codec = self.codec
+        codec = self.codec.chosen(raw)
         inexact = codec.exact and origin(record) != EXACT
         if codec.number != _RAW:
             encoded = self.scratch.take(HEADER_BYTES + codec.bound(len(raw)))

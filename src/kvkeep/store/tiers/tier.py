@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvkeep.core.eviction import LRU, EvictionPolicy
 from kvkeep.core.keys import SPACE_BYTES
+from kvkeep.store.codecs import AutoCodec
 from kvkeep.store.tiers.breaker import Breakers
 from kvkeep.store.tiers.calls import BackendCalls
 from kvkeep.store.tiers.catalogue import Catalogue
@@ -130,6 +131,8 @@ class Tier:
         )
         self.health = TierHealth(self._calls, self.reading, self.writing)
         self._records = RecordCodec(spec.codec, spec.codec_of)
+        if isinstance(spec.codec, AutoCodec):
+            spec.codec.follow(lambda: (self.counters.read_bytes, self.counters.read_seconds))
         self._reader = RecordReader(self._calls, self._known, self._records, self.losses)
         self._listing = Listing(
             self._calls,
@@ -431,7 +434,7 @@ class Tier:
         return TierStats(
             name=self.name,
             place=self.backend.describe(),
-            codec=self.codec.name,
+            codec=self.codec.label,
             blocks=len(self.catalogue) if self.indexed else None,
             used_bytes=self.catalogue.total_bytes if self.indexed else None,
             capacity=self.backend.capacity,

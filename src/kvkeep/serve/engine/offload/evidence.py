@@ -163,10 +163,12 @@ class Evidence:
             tier = _at(self._came, start)
             if tier is None:
                 continue
+            tier, comma, codec = tier.partition(", ")  # of KV that is not exact
             if tier == self._front:
-                tier = _at(self._fetched, start) or tier
+                tier = (_at(self._fetched, start) or tier).partition(", ")[0]
             if tier == self._front:
                 tier = _at(self._where, start) or tier
+            tier += comma + codec
             if sources and sources[-1].stop == start and sources[-1].tier == tier:
                 sources[-1] = _Range(sources[-1].start, stop, tier)
             else:

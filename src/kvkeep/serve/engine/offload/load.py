@@ -25,13 +25,22 @@ class LoadChunk(NamedTuple):
     """KV of ``tokens`` tokens from position ``start`` on.
 
     ``block`` has it in page order, in a block of `Buffers`; or it is a snapshot.
-    ``sources`` are ``(tier, tokens)`` in order; empty for a load without evidence.
+    ``sources`` are ``(tier, tokens)`` in order, as `KVStore.get` names them.
     """
 
     start: int
     tokens: int
     block: Any
     sources: Sequence[tuple[str, int]] = ()
+
+    def lossy(self, at: int, stop: int) -> int:
+        """Return how many of the tokens ``at`` … ``stop - 1`` are not exact."""
+        count, start = 0, self.start
+        for source, tokens in self.sources:
+            if ", " in source:  # the codec is named
+                count += max(0, min(stop, start + tokens) - max(at, start))
+            start += tokens
+        return count
 
 
 class Load:

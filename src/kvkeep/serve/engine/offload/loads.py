@@ -219,7 +219,7 @@ class PageLoads(Loads):
         """Read tokens ``start`` … ``stop - 1`` into ``block``, or as many as the store gives."""
         # A tail is found only by all of its tokens, even if not all of them are wanted.
         tokens = load.tokens[: load.ready if stop == load.stop else stop]
-        sources: list[tuple[str, int]] | None = None if load.evidence is None else []
+        sources: list[tuple[str, int]] = []
         kv, count = self._store.get(
             tokens, start, deadline=seconds, tenant=load.tenant, sources=sources
         )
@@ -228,7 +228,7 @@ class PageLoads(Loads):
             return LoadChunk(start, 0, block)
         assert isinstance(kv, torch.Tensor), "the default form is a tensor"
         self._forms.by_page(kv, count, block)
-        return LoadChunk(start, count, block, sources or ())
+        return LoadChunk(start, count, block, sources)
 
     def give_back(self, chunk: LoadChunk) -> None:
         self._buffers.give(chunk.block)

@@ -191,7 +191,8 @@ class Offload:
 
     def _write(self, answer: Answer, chunk: LoadChunk, load: Load) -> None:
         position = self._mover.restore(answer, chunk)
-        loaded = position - answer.computed
+        at = answer.computed
+        loaded = position - at
         if loaded <= 0:
             return
         if load.evidence is not None:
@@ -202,7 +203,7 @@ class Offload:
         self._stats.loaded_tokens += loaded
         if load.is_first:
             self._stats.cached_tokens += loaded
-            answer.request.note_loaded(loaded)
+            answer.request.note_loaded(loaded, chunk.lossy(at, position))
 
     def _report(self, answer: Answer, load: Load, *, called_off: bool = False) -> None:
         """Report an admitted answer's load to the observers, once."""

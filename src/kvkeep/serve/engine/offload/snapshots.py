@@ -255,7 +255,7 @@ class _SnapshotLoads(Loads):
             if load.cancelled:
                 return
             began = time.monotonic()
-            snapshot, sources = None, None if evidence is None else list[tuple[str, int]]()
+            snapshot, sources = None, list[tuple[str, int]]()
             try:
                 load.due = began + seconds + GRACE_S
                 snapshot = self._store.get_snapshot(
@@ -267,7 +267,7 @@ class _SnapshotLoads(Loads):
             in_time = time.monotonic() - began <= seconds
             if snapshot is not None:
                 tokens = snapshot.tokens - start
-                self._deliver(load, LoadChunk(start, tokens, snapshot, sources or ()))
+                self._deliver(load, LoadChunk(start, tokens, snapshot, sources))
             if snapshot is None or snapshot.tokens < load.stop:
                 stop = start if snapshot is None else snapshot.tokens
                 self._forget_stored(load, stop)

@@ -42,6 +42,11 @@ class ExtraUsage(ResponseModel):
     """Details that only kvkeep has."""
 
     loaded_tokens: int = Field(description="Those of the cached tokens that came from the store.")
+    lossy_tokens: int | None = Field(
+        default=None,
+        description="Those of the loaded tokens whose KV is not exact: decoded from records of a "
+        "lossy codec, or computed behind such. Only if there are any.",
+    )
     retained_tokens: int | None = Field(
         default=None,
         description="Prompt tokens kept in the tiers for prompt_cache_retention. Only if asked.",

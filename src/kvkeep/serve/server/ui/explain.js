@@ -41,6 +41,7 @@ const WORDS = {
     store_false: "Its request had store: false, so it was not cached.",
     answer: "It is part of an answer, and only prompts were to be stored.",
     unread: "It is part of an answer, and answers like it were never read again.",
+    lossy: "It was not exact, and the tier stores exact KV only.",
     admission: "The tier admits only prompts that recur, and this came for the first time.",
     queue_full: "The tier's write queue was full, so it was dropped.",
     given_up: "Its request was aborted before it was published.",

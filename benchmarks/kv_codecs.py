@@ -15,11 +15,11 @@ differ, and the mean number of tokens before they do. Seeded; one thread.
 ``int4:…`` with bits of its own for each part: those that lower the divergence most, measured on
 the first prompt, at 3.5 times smaller (`kvkeep.bench.codecs.allocate`).
 
-    python benchmarks/codecs.py                       # the tables
-    python benchmarks/codecs.py --json                # for machines
-    python benchmarks/codecs.py --quick               # the bundled model, fewer rounds
-    python benchmarks/codecs.py --picture FILE.svg    # bytes against nats
-    python benchmarks/codecs.py --codecs int8,int4:53
+    python benchmarks/kv_codecs.py                       # the tables
+    python benchmarks/kv_codecs.py --json                # for machines
+    python benchmarks/kv_codecs.py --quick               # the bundled model, fewer rounds
+    python benchmarks/kv_codecs.py --picture FILE.svg    # bytes against nats
+    python benchmarks/kv_codecs.py --codecs int8,int4:53
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from codecs_model import bundled_probe, rows_of, second_model, texts
 from kvkeep.bench.codecs import ReuseProbe, Speed, allocate, measure, sensitivities
-from kvkeep.serve.models import bundled_model
 from kvkeep.store.codecs import CODECS, BlockShape, make_codec
 
 if TYPE_CHECKING:
@@ -86,18 +86,11 @@ class OneModel:
     answering: ReuseProbe
 
 
-def bundled_probe(tokens: int = 2048, following: int = 256, prompts: int = 1) -> ReuseProbe:
-    """The bundled model on the Python language reference, most of which it was trained on."""
-    text = "\n\n".join(topics[name] for name in sorted(topics)[::7])
-    return ReuseProbe(_loaded(bundled_model()), _rows(text, tokens + following, prompts),
-                      following=following)  # fmt: skip
-
-
 def bundled(quick: bool) -> OneModel:
     """The bundled model; its answers continue other prompts, of the same text."""
     probe = bundled_probe(prompts=1 if quick else 3)
     text = "\n\n".join(topics[name] for name in sorted(topics)[1::4])
-    rows = _rows(text, max(ANSWERED) + 64, 8 if quick else 24)
+    rows = rows_of(text, max(ANSWERED) + 64, 8 if quick else 24)
     answering = ReuseProbe(probe.model, rows, following=64)
     said = "the bundled model: 4 layers, 2 KV heads of 32, text that it was trained on"
     return OneModel("bundled", said, probe, answering)
@@ -105,35 +98,16 @@ def bundled(quick: bool) -> OneModel:
 
 def trained() -> OneModel:
     """A model trained here, on text that it has never seen."""
-    from codecs_model import second_model, texts  # noqa: PLC0415
-
     model, loss = second_model()
     unseen = "".join(texts()[1])
-    probe = ReuseProbe(model.eval(), _rows(unseen, max(DEPTHS) + 256, 3))
-    rows = _rows(unseen, max(ANSWERED) + 64, 24)
+    probe = ReuseProbe(model.train(False), rows_of(unseen, max(DEPTHS) + 256, 3))
+    rows = rows_of(unseen, max(ANSWERED) + 64, 24)
     answering = ReuseProbe(model, rows, following=64)
     said = (
         f"a model trained here: {model.config.num_hidden_layers} layers, 2 KV heads of 64, "
         f"{model.num_parameters() / 1e6:.1f} M parameters, {loss:.2f} nats a token on unseen text"
     )
     return OneModel("trained", said, probe, answering)
-
-
-def _loaded(path: Any) -> Any:
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415
-    from transformers.utils import logging  # noqa: PLC0415
-
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-
-
-def _rows(text: str, length: int, rows: int) -> Tensor:
-    """Return [rows, length] token ids of ``text``, one after the other."""
-    from transformers import AutoTokenizer  # noqa: PLC0415
-
-    ids = torch.tensor(AutoTokenizer.from_pretrained(bundled_model())(text).input_ids)
-    return ids[: min(rows, len(ids) // length) * length].view(-1, length)
 
 
 # --- speed ---------------------------------------------------------------------------------------
