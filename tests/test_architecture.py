@@ -69,6 +69,7 @@ ROOMS: dict[str, set[str]] = {
     "observe.telemetry": {"observe.usage"},
     "bench": set(),
     "bench.traces": set(),  # requests with their times; what replays them is another room
+    "bench.codecs": {"store.codecs"},  # what a codec does to a model; nothing of tiers
     "bench.replay": {
         "core.cache", "core.cost", "core.eviction", "core.returns", "core.groups", "store.tiers",
         "bench.traces",
@@ -114,7 +115,7 @@ ROOMS: dict[str, set[str]] = {
         "core.cache", "core.cost", "core.prefix", "core.eviction", "core.groups",
         "store", "store.tiers", "store.backends", "store.codecs", "store.identity",
         "observe.telemetry", "observe.usage",
-        "bench.replay", "bench.traces",
+        "bench.codecs", "bench.replay", "bench.traces",
         "serve.engine", "serve.models", "serve.server", "serve.kv_events", "serve.http",
         "serve.router",
         "integrations",  # to fit a basis
@@ -139,6 +140,7 @@ EXTERNAL: dict[str, set[str]] = {
     "torch": {
         "core.pages.tensors", "core.pages.prepared", "core.slots.tensors", "core.groups.tensors",
         "store.kv", "store.identity", "store.codecs", "serve.engine", "integrations",
+        "bench.codecs", "cli.codec_measure",
     },
     "vllm": {"integrations.vllm", "integrations.vllm_plugin"},
     "sglang": {"integrations.sglang"},
@@ -148,6 +150,7 @@ EXTERNAL: dict[str, set[str]] = {
     "transformers": {
         "serve.engine", "integrations",
         "cli.model",  # to quieten its progress bars
+        "cli.codec_measure", "bench.codecs",  # measure on a model of theirs
     },
     "flash_attn": {"serve.engine.attention.flash"},  # if it is installed
     "flash_attn_interface": {"serve.engine.attention.flash"},

@@ -281,7 +281,7 @@ def test_a_tier_transforms_and_another_basis_is_a_miss(tmp_path: Path) -> None:
 
 def test_a_basis_of_another_geometry_is_refused_at_opening(tmp_path: Path) -> None:
     basis_for(KVGeometry(3, 2, 64, "bfloat16"), 1).save(tmp_path / "basis")
-    with pytest.raises(InvalidValue, match="6 parts .* has 4 parts"):
+    with pytest.raises(InvalidValue, match=r"6 parts .* has 4 parts"):
         wide("memory://4MiB", disk(tmp_path / "d", codec=f"transform:basis={tmp_path / 'basis'}"))
 
 

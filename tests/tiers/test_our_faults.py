@@ -64,7 +64,7 @@ def test_a_fault_of_ours_while_writing(
     real = getattr(owner, method)
 
     def only_in_the_tier(self: object, *args: object, **more: object) -> object:
-        mine = (tier.catalogue, tier._records, tier._known)
+        mine = (tier.catalogue, tier.records, tier._known)
         return broken() if any(self is one for one in mine) else real(self, *args, **more)
 
     with monkeypatch.context() as patch:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["BlockShape", "Codec", "Damaged", "OtherKey"]
 
@@ -67,6 +71,10 @@ class Codec(ABC):
         """Return the codec that encodes ``raw``: itself, unless it chooses among others."""
         del raw
         return self
+
+    def follow(self, moved: Callable[[], tuple[float, float]]) -> None:
+        """Learn a tier's bandwidth from ``moved``, its bytes and seconds so far, if it matters."""
+        del moved
 
     @abstractmethod
     def bound(self, raw_bytes: int) -> int:

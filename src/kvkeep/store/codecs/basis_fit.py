@@ -188,7 +188,7 @@ class BasisFit:
                     some = given[at : at + RUN_TOKENS]
                     cosines, sines = self._positions.turns(at, len(some))
                     first, second = some[..., :pairs], some[..., pairs : 2 * pairs]
-                    rotate(first, second, cosines[:, None], -sines[:, None])
+                    rotate(first, second, (cosines[:, None], -sines[:, None]))
             heads += given.unbind(1)
         return [torch.cat([heads[head] for head in group], 1).double() for group in self._groups]
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "AS_IS", "PER_CHANNEL", "PER_TOKEN", "ROTATED", "Grid", "Rows", "Sections", "range_error",
+    "AS_IS", "PER_CHANNEL", "PER_TOKEN", "ROTATED", "Grid", "PartRows", "Sections", "range_error",
 ]  # fmt: skip
 
 AS_IS, PER_CHANNEL, PER_TOKEN, ROTATED = 0, 1, 2, 3
@@ -45,7 +45,7 @@ def _divisor(number: int, most: int) -> int:
 
 
 @dataclass(frozen=True)
-class Rows:
+class PartRows:
     """The rows of a part, [count, tokens, width] in number, however the layout orders them."""
 
     heads: int
@@ -110,7 +110,7 @@ class Rows:
             views[row // each][row % each, tokens] = some
 
 
-class Region(NamedTuple):
+class RunRegion(NamedTuple):
     """Consecutive runs of equal length, of all rows."""
 
     rows: int
@@ -155,7 +155,7 @@ class Sections(NamedTuple):
 class Grid:
     """How a part is encoded: its kind and its bits (0 as it is), and where everything is."""
 
-    rows: Rows
+    rows: PartRows
     kind: int
     bits: int
 
@@ -175,15 +175,15 @@ class Grid:
         return self.kind == PER_TOKEN and self.rows.tokens >= _CENTRED_TOKENS
 
     @cached_property
-    def regions(self) -> tuple[Region, ...]:
+    def regions(self) -> tuple[RunRegion, ...]:
         """The runs of equal length, then the last one if it is longer."""
         rows, lengths = self.rows, self.rows.lengths()
         runs = len(lengths)
         if lengths[0] == lengths[-1]:
-            return (Region(rows.count, 0, runs, lengths[0], rows.width, 0),)
+            return (RunRegion(rows.count, 0, runs, lengths[0], rows.width, 0),)
         return (
-            Region(rows.count, 0, runs - 1, lengths[0], rows.width, 0),
-            Region(rows.count, sum(lengths[:-1]), 1, lengths[-1], rows.width, runs - 1),
+            RunRegion(rows.count, 0, runs - 1, lengths[0], rows.width, 0),
+            RunRegion(rows.count, sum(lengths[:-1]), 1, lengths[-1], rows.width, runs - 1),
         )
 
     @cached_property
@@ -241,13 +241,13 @@ class Grid:
             centres = centres.view(rows.count, rows.width)
         return Sections(base, centres, rotation, exponents, zeros, padding, planes)
 
-    def cut(self, numbers: Tensor, region: Region, rows: slice, tokens: slice) -> Tensor:
+    def cut(self, numbers: Tensor, region: RunRegion, rows: slice, tokens: slice) -> Tensor:
         """Return a view [rows, runs, tokens of a run, groups, group] of a piece of all numbers."""
         piece = numbers[rows, tokens]
         return piece.view(len(piece), -1, region.run, self.groups, self.group)
 
     def share(
-        self, each: Tensor, region: Region, rows: slice, runs: slice, tokens: slice
+        self, each: Tensor, region: RunRegion, rows: slice, runs: slice, tokens: slice
     ) -> Tensor:
         """Return a view of ``each`` [rows, runs or tokens, groups] that broadcasts with `cut`."""
         if self.kind == PER_TOKEN:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import threading
 import time
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
     Bits = NDArray[Any]
 
-__all__ = ["GroupTransform"]
+__all__ = ["GroupTransform", "Workspace", "words_of"]
 
 _LARGEST = 127  # of a code
 _SLICE = 1 << 16  # numbers decoded at once, in float32: they stay in the processor's cache
@@ -38,12 +40,43 @@ class _Run(NamedTuple):
     place: slice
 
 
+class Workspace(threading.local):
+    """Memory for slices of numbers of ``dtype``, for each thread: 1.3 MiB at most.
+
+    New memory for each slice costs as much as the arithmetic: the kernel clears its pages.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._numbers = torch.empty(_SLICE, dtype=torch.float32)
+        self._sums = torch.empty(_SLICE, dtype=torch.int32)
+        self._spare = torch.empty(_SLICE, dtype=torch.float32)
+        self._rounded = torch.empty(_SLICE, dtype=dtype)
+
+    def numbers(self, tokens: int, width: int) -> Tensor:
+        """Return float32 memory [tokens, width]."""
+        return self._numbers[: tokens * width].view(tokens, width)
+
+    def sums(self, tokens: int, width: int) -> Tensor:
+        """Return int32 memory [tokens, width]."""
+        return self._sums[: tokens * width].view(tokens, width)
+
+    def rounded(self, tokens: int, width: int) -> Tensor:
+        """Return memory [tokens, width] of the block's type."""
+        return self._rounded[: tokens * width].view(tokens, width)
+
+    def spare(self, tokens: int, pairs: int) -> tuple[Tensor, Tensor]:
+        """Return float32 memory [tokens, pairs], twice."""
+        both = self._spare[: 2 * tokens * pairs].view(2, tokens, pairs)
+        return both[0], both[1]
+
+
 class GroupTransform:
     """Turns numbers of the heads of ``group`` into codes, and codes into numbers.
 
-    ``views`` in the methods are the parts of a block [tokens, heads, dim], as unsigned integers of
-    the size of ``dtype``. ``turns`` are cosines and sines of the tokens' positions, one head's
-    behind another's for at least ``turned`` pairs, if parts are rotated.
+    ``views`` in the methods are the parts of a block [tokens, heads, words]: a word is an unsigned
+    integer that holds `words_of` numbers of ``dtype``, to copy several at once. ``turns`` are
+    cosines and sines of the tokens' positions, one head's behind another's for at least ``turned``
+    pairs, if parts are rotated.
 
     Inside, the group's channels have another order: first the first channels of all pairs, then
     the second ones, then the others. So a rotation is a few operations on whole rows.
@@ -58,10 +91,13 @@ class GroupTransform:
         self.group = group
         self.width, self.rank = group.width, group.rank
         self._dtype = dtype
-        self._bits = np.dtype(f"u{dtype.itemsize}")
         self._whole = list(_runs(group.heads, basis.parts))
         self._runs, self.turned = _sorted_runs(group.heads, basis)
         order = _order(self._runs, self._whole, self.width)
+        self._words = np.dtype(f"u{dtype.itemsize * words_of(basis, dtype)}")
+        self._runs = _in_words(self._runs, words_of(basis, dtype))
+        self._whole = _in_words(self._whole, words_of(basis, dtype))
+        self._row = self.width // words_of(basis, dtype)
         self._mean = torch.from_numpy(group.mean[order])
         self._scale = torch.from_numpy(group.scale[order])
         self._tolerance = torch.from_numpy(group.tolerance[order])
@@ -73,11 +109,14 @@ class GroupTransform:
         """Return how the group's keys are turned, see `Positions.correlate`; None without keys."""
         if not self.turned:
             return None
-        keys = self._numbers([one[:SAMPLE_TOKENS] for one in views])
+        keys = self._numbers(views, slice(min(SAMPLE_TOKENS, len(views[0]))))
         return positions.correlate(keys[:, : 2 * self.turned], self._mean[: 2 * self.turned])
 
     def encode(
-        self, views: Sequence[Bits], turns: tuple[Tensor, Tensor] | None
+        self,
+        views: Sequence[Bits],
+        turns: tuple[Tensor, Tensor] | None,
+        memory: Workspace,
     ) -> tuple[NDArray[np.int8], NDArray[np.bool_]]:
         """Return codes [rank, tokens], and which tokens are exact.
 
@@ -88,14 +127,14 @@ class GroupTransform:
         exact = np.empty(tokens, np.bool_)
         end = torch.finfo(self._dtype).max / 2
         for some in self._slices(tokens):
-            given = self._numbers([one[some] for one in views])
+            given = self._numbers(views, some)
             kept = ~(given.abs().amax(1) < end)
             given.masked_fill_(kept[:, None], 0)
             if turns is not None:
-                self._rotate(given, turns[0][some], -turns[1][some])
+                self._rotate(given, (turns[0][some], -turns[1][some]), memory)
             wanted = torch.mm(given - self._mean, self._forward).round_()
             coded = wanted.clamp_(-_LARGEST, _LARGEST).to(torch.int8)
-            error = self._restore(coded).sub_(given).abs_()
+            error = self._restore(coded, memory).sub_(given).abs_()
             kept |= ~(error <= self._tolerance).all(1)
             coded.masked_fill_(kept[:, None], 0)
             torch.from_numpy(codes)[:, some] = coded.T
@@ -107,28 +146,30 @@ class GroupTransform:
         codes: NDArray[np.int8],
         turns: tuple[Tensor, Tensor] | None,
         views: Sequence[Bits],
+        memory: Workspace,
     ) -> None:
         """Write the numbers of ``codes`` [rank, tokens] into ``views``."""
         for some in self._slices(codes.shape[1]):
             given = torch.from_numpy(np.ascontiguousarray(codes[:, some]))
-            numbers = self._restore(given.T)
+            numbers = self._restore(given.T, memory)
             if turns is not None:
-                self._rotate(numbers, turns[0][some], turns[1][some])
-            bits = numbers.to(self._dtype).view(torch.uint8).numpy().view(self._bits)
-            _scatter(bits, self._runs, [one[some] for one in views])
+                self._rotate(numbers, (turns[0][some], turns[1][some]), memory)
+            rounded = memory.rounded(*numbers.shape).copy_(numbers)
+            words = rounded.view(torch.uint8).numpy().view(self._words)
+            _scatter(words, self._runs, views, some)
 
     def rows_of(self, views: Sequence[Bits], tokens: slice | NDArray[np.bool_]) -> bytes:
         """Return the numbers [n, width] of these tokens as they are."""
-        given = [one[tokens] for one in views]
-        gathered = np.empty((len(given[0]), self.width), self._bits)
-        _gather(given, self._whole, gathered)
-        return gathered.tobytes()
+        if isinstance(tokens, slice):
+            return _gathered(views, self._whole, tokens, self._row).tobytes()
+        every = _gathered(views, self._whole, slice(0, len(tokens)), self._row)
+        return every[tokens].tobytes()
 
     def place(
         self, rows: memoryview, tokens: slice | NDArray[np.int64], views: Sequence[Bits]
     ) -> None:
         """Write the numbers [n, width] in ``rows`` to these tokens of ``views``."""
-        given = np.frombuffer(rows, self._bits).reshape(-1, self.width)
+        given = np.frombuffer(rows, self._words).reshape(-1, self._row)
         for part, heads, channels, place in self._whole:
             target = views[part][:, heads, channels]
             target[tokens] = given[:, place].reshape(len(given), *target.shape[1:])
@@ -138,40 +179,62 @@ class GroupTransform:
         for at in range(0, tokens, step):
             yield slice(at, min(tokens, at + step))
 
-    def _numbers(self, views: Sequence[Bits]) -> Tensor:
+    def _numbers(self, views: Sequence[Bits], tokens: slice) -> Tensor:
         """Return the channels [tokens, width] in the order inside, float32, in a new tensor."""
-        gathered = np.empty((len(views[0]), self.width), self._bits)
-        _gather(views, self._runs, gathered)
+        gathered = _gathered(views, self._runs, tokens, self._row)
         numbers = torch.from_numpy(gathered.view(np.uint8)).view(self._dtype)
         return numbers.to(torch.float32)
 
-    def _restore(self, codes: Tensor) -> Tensor:
-        """Return the numbers of ``codes`` [tokens, rank] before they are turned, float32."""
-        if not self.rank:
-            return self._mean.repeat(len(codes), 1)
-        if self._product is not None and len(codes) > 1:
-            sums = self._product(codes, self._rows).float()
-        else:  # torch gets a transposed matrix of one row wrong
-            sums = torch.mm(codes.float(), self._rows.float())
-        # Not fused: a fused sum is rounded once, and not every machine has it.
-        return sums.mul_(self._scale).add_(self._mean)
+    def _restore(self, codes: Tensor, memory: Workspace) -> Tensor:
+        """Return the numbers of ``codes`` [tokens, rank] before they are turned, float32.
 
-    def _rotate(self, numbers: Tensor, cosines: Tensor, sines: Tensor) -> None:
+        They are in ``memory``, until the next call.
+        """
+        numbers = memory.numbers(len(codes), self.width)
+        if not self.rank:
+            return numbers.copy_(self._mean)
+        if self._product is not None and len(codes) > 1:
+            sums = memory.sums(len(codes), self.width)
+            numbers.copy_(self._product(codes, self._rows, out=sums))
+        else:  # torch gets a transposed matrix of one row wrong
+            torch.mm(codes.float(), self._rows.float(), out=numbers)
+        # Not fused: a fused sum is rounded once, and not every machine has it.
+        return numbers.mul_(self._scale).add_(self._mean)
+
+    def _rotate(self, numbers: Tensor, turns: tuple[Tensor, Tensor], memory: Workspace) -> None:
         if self.turned:
             first = numbers[:, : self.turned]
             second = numbers[:, self.turned : 2 * self.turned]
-            rotate(first, second, cosines[:, : self.turned], sines[:, : self.turned])
+            cosines, sines = (one[:, : self.turned] for one in turns)
+            rotate(first, second, (cosines, sines), memory.spare(*first.shape))
 
 
-def _gather(views: Sequence[Bits], runs: Sequence[_Run], gathered: Bits) -> None:
+def words_of(basis: Basis, dtype: torch.dtype) -> int:
+    """Return how many numbers are copied at once: up to 8 bytes, in which heads can be cut."""
+    return math.gcd(8 // dtype.itemsize, len(basis.speeds), *(dim for _, dim in basis.parts))
+
+
+def _in_words(runs: Sequence[_Run], size: int) -> list[_Run]:
+    """Return runs whose channels and places count words of ``size`` numbers."""
+
+    def cut(one: slice) -> slice:
+        return slice(one.start // size, one.stop // size)
+
+    return [run._replace(channels=cut(run.channels), place=cut(run.place)) for run in runs]
+
+
+def _gathered(views: Sequence[Bits], runs: Sequence[_Run], tokens: slice, width: int) -> Bits:
+    """Return the channels [tokens, width] of these tokens, in the order of ``runs``."""
+    gathered = np.empty((len(range(tokens.start or 0, tokens.stop)), width), views[0].dtype)
     for part, heads, channels, place in runs:
-        source = views[part][:, heads, channels]
+        source = views[part][tokens, heads, channels]
         gathered[:, place].reshape(source.shape)[...] = source
+    return gathered
 
 
-def _scatter(gathered: Bits, runs: Sequence[_Run], views: Sequence[Bits]) -> None:
+def _scatter(gathered: Bits, runs: Sequence[_Run], views: Sequence[Bits], tokens: slice) -> None:
     for part, heads, channels, place in runs:
-        target = views[part][:, heads, channels]
+        target = views[part][tokens, heads, channels]
         target[...] = gathered[:, place].reshape(target.shape)
 
 
@@ -237,12 +300,12 @@ def _order(runs: Sequence[_Run], whole: Sequence[_Run], width: int) -> NDArray[n
 
 
 @cache
-def _product() -> Callable[[Tensor, Tensor], Tensor] | None:
+def _product() -> Callable[..., Tensor] | None:
     """Return torch's product of int8 matrices, if it is right and faster than that of float32.
 
     Processors without instructions for int8 are slow at it, or add in too few bits.
     """
-    product: Callable[[Tensor, Tensor], Tensor] | None = getattr(torch, "_int_mm", None)
+    product: Callable[..., Tensor] | None = getattr(torch, "_int_mm", None)
     if product is None:
         return None
     generator = torch.Generator().manual_seed(0)

@@ -35,7 +35,7 @@ from kvkeep.store.codecs.grids import (
     PER_TOKEN,
     ROTATED,
     Grid,
-    Rows,
+    PartRows,
     range_error,
 )
 from kvkeep.store.codecs.planes import BITS, pack, padded, unpack
@@ -158,14 +158,14 @@ class Int4Codec(Codec):
                 self._decode_part(source[at : at + size], grid, rows.views(numbers))
             at += _aligned(size)
 
-    def _layout(self, tokens: int) -> Iterator[tuple[int, Rows]]:
+    def _layout(self, tokens: int) -> Iterator[tuple[int, PartRows]]:
         """Yield the offset of each part in the raw bytes, and its rows."""
         start = 0
         for heads, dim in self._parts:
-            yield start, Rows(heads, tokens, dim, self._heads_first)
+            yield start, PartRows(heads, tokens, dim, self._heads_first)
             start += heads * tokens * dim * self._item
 
-    def _choose(self, part: int, rows: Rows, numbers: Tensor) -> tuple[Grid, Tensor, float]:
+    def _choose(self, part: int, rows: PartRows, numbers: Tensor) -> tuple[Grid, Tensor, float]:
         """Return how a part is encoded, its numbers [rows, tokens, width] in float32, and a base.
 
         They are turned back if the grid is of that kind; the base is then the rotation's.
@@ -198,7 +198,7 @@ class Int4Codec(Codec):
         kind = min(errors, key=errors.__getitem__)
         return next(grid for grid in grids if grid.kind == kind), whole, 0.0
 
-    def _base_of(self, part: int, rows: Rows, sample: Tensor) -> float:
+    def _base_of(self, part: int, rows: PartRows, sample: Tensor) -> float:
         known = self._bases.get(part)
         if known is None and rows.rotatable and sample.shape[1] >= _FEW_TOKENS:
             if self._searched[part] == _SEARCHES:

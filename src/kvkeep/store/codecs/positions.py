@@ -84,8 +84,19 @@ def _turns(positions: NDArray[np.int64], speeds: NDArray[np.float64]) -> NDArray
     return turned
 
 
-def rotate(first: Tensor, second: Tensor, cosines: Tensor, sines: Tensor) -> None:
-    """Turn pairs of channels in place, float32; with negated ``sines`` they turn back."""
-    moved = first * sines
-    first.mul_(cosines).sub_(second * sines)
-    second.mul_(cosines).add_(moved)
+def rotate(
+    first: Tensor,
+    second: Tensor,
+    turns: tuple[Tensor, Tensor],
+    spare: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Turn pairs of channels in place, float32; with negated sines they turn back.
+
+    ``turns`` are cosines and sines; ``spare`` is memory of the size of ``first``, twice.
+    """
+    cosines, sines = turns
+    ahead, behind = spare or (torch.empty_like(first), torch.empty_like(first))
+    torch.mul(first, sines, out=ahead)
+    torch.mul(second, sines, out=behind)
+    first.mul_(cosines).sub_(behind)
+    second.mul_(cosines).add_(ahead)

@@ -33,7 +33,7 @@ from kvkeep.store.codecs.base import Codec, Damaged, OtherKey
 from kvkeep.store.codecs.basis import DIGEST_BYTES, load_basis
 from kvkeep.store.codecs.code_bands import CodeBands
 from kvkeep.store.codecs.frames import BloscFrames
-from kvkeep.store.codecs.group_transform import GroupTransform
+from kvkeep.store.codecs.group_transform import GroupTransform, Workspace, words_of
 from kvkeep.store.codecs.kinds import KindsCodec
 from kvkeep.store.codecs.one_thread import one_thread
 from kvkeep.store.codecs.positions import RUN_TOKENS, Positions
@@ -93,8 +93,8 @@ class TransformCodec(Codec):
     type; a token for which that would not hold is stored exactly. A record of another basis raises
     `OtherKey`.
 
-    Computes in the calling thread. Memory: a piece's codes, numbers and float32 numbers, about
-    20 MiB, beside the two buffers.
+    Computes in the calling thread. Memory beside the two buffers: a few MiB for the codes of a
+    piece, and 1.3 MiB for each thread.
 
     Raises:
         InvalidValue: a basis is for another geometry, or blocks have no numbers to transform.
@@ -127,6 +127,7 @@ class TransformCodec(Codec):
         self._dtype: torch.dtype = getattr(torch, shape.dtype)
         self._item = DTYPES[shape.dtype]
         self._token_bytes = sum(heads * dim for heads, dim in shape.parts) * self._item
+        self._memory = Workspace(self._dtype)
         frames = BloscFrames()
         self._plans = {basis.digest: _Plan(basis, self._dtype, frames) for basis in reversed(bases)}
         self._own = self._plans[bases[0].digest]
@@ -143,7 +144,7 @@ class TransformCodec(Codec):
         assert tokens, "a block without a token"
         assert not rest, f"{len(raw)} bytes are not whole tokens of {self._token_bytes}"
         plan = self._own
-        views = self._views(raw, tokens)
+        views = self._views(raw, tokens, plan.words)
         with one_thread():
             start = plan.find_start(views)
             _HEAD.pack_into(out, 0, plan.basis.digest, start, 0)
@@ -157,7 +158,7 @@ class TransformCodec(Codec):
     def _encode_piece(
         self, piece: _Piece, views: list[Bits], turns: Turns | None, out: memoryview
     ) -> int:
-        coded = [group.encode(views, turns) for group in piece.groups]
+        coded = [group.encode(views, turns, self._memory) for group in piece.groups]
         joined = piece.bands.join([codes for codes, _ in coded])
         places, values = piece.bands.take_exceptions(joined)
         where = np.flatnonzero(np.concatenate([exact for _, exact in coded])).astype("<u4")
@@ -178,7 +179,7 @@ class TransformCodec(Codec):
                 return end + size
         _PIECE.pack_into(out, 0, _RAW, 0)
         out[_PIECE.size : _PIECE.size + raw_size] = b"".join(
-            group.rows_of(views, slice(None)) for group in piece.groups
+            group.rows_of(views, slice(0, piece.size)) for group in piece.groups
         )
         return _PIECE.size + raw_size
 
@@ -196,7 +197,7 @@ class TransformCodec(Codec):
             raise OtherKey(f"the record is transformed by the basis {digest.hex()}")
         if start >= _LATEST or zeros:
             raise Damaged(f"{start} is no position of a first token")
-        views = self._views(out, tokens)
+        views = self._views(out, tokens, plan.words)
         reader = _Reader(encoded[_HEAD.size :])
         with one_thread():
             for piece in plan.pieces(tokens):
@@ -232,22 +233,25 @@ class TransformCodec(Codec):
         codes = [np.empty((group.rank, piece.size), np.int8) for group in piece.groups]
         piece.bands.split(joined, codes)
         for group, one, (at, rows) in zip(piece.groups, codes, kept, strict=True):
-            group.decode(one, turns, views)
+            group.decode(one, turns, views, self._memory)
             if len(at):
                 group.place(rows, at, views)
 
-    def _views(self, buffer: memoryview, tokens: int) -> list[Bits]:
-        """Return each part of ``buffer`` as integers [tokens, heads, dim], whatever the layout."""
-        bits = np.frombuffer(buffer, f"u{self._item}")
+    def _views(self, buffer: memoryview, tokens: int, words: int) -> list[Bits]:
+        """Return each part of ``buffer`` as [tokens, heads, words], whatever the layout.
+
+        A word is an integer with so many numbers.
+        """
+        bits = np.frombuffer(buffer, f"u{self._item * words}")
         views = []
         at = 0
         for heads, dim in self._shape.parts:
-            part = bits[at : at + tokens * heads * dim]
+            part = bits[at : at + tokens * heads * dim // words]
             at += len(part)
             if self._shape.layout == "HND":
-                views.append(part.reshape(heads, tokens, dim).transpose(1, 0, 2))
+                views.append(part.reshape(heads, tokens, -1).transpose(1, 0, 2))
             else:
-                views.append(part.reshape(tokens, heads, dim))
+                views.append(part.reshape(tokens, heads, -1))
         return views
 
 
@@ -272,6 +276,7 @@ class _Plan:
         self._frames = frames
         self._groups = [GroupTransform(group, basis, dtype) for group in basis.groups]
         pairs = len(basis.speeds)
+        self.words = words_of(basis, dtype)
         self._positions = None
         if pairs:
             heads = max(group.turned for group in self._groups) // pairs

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvkeep.store.tiers.tier import Tier
     from kvkeep.store.tiers.write_queue import WriteQueue
 
-__all__ = ["Demoter"]
+__all__ = ["Demoter", "left_until"]
 
 _LOG = logging.getLogger("kvkeep.tiers")
 _PATIENCE = 0.2  # share of a tier's timeout that the tier above waits for it to take a block
@@ -66,6 +66,22 @@ class Demoter:
 
         self._queue.write(tier, block, 0.0, moved)
 
+    def copy_down(self, until: float | None) -> bool:
+        """Write the blocks that memory would demote to tiers; return whether all were saved.
+
+        Waits until ``until`` (monotonic seconds) at most.
+        """
+        levels, saved = self._levels, list[bool]()
+        for item in levels.memory.backend.list():
+            if item.block not in levels.memory:  # it expired
+                continue
+            move = self._planner.evict(item.block, 0)
+            tier = None if isinstance(move, Drop) else self.target(item.block, move)
+            if tier is not None:
+                self._queue.write(tier, item.block, left_until(until), saved.append)
+        written = [tier.health.settled(left_until(until)) for tier in levels.tiers]
+        return all(written) and all(saved)
+
     def target(self, block: bytes, move: Demote) -> Tier | None:
         """Return the tier that memory demotes ``block`` to: exact ones do not take lossy KV."""
         first = self._levels.tier(move.target)
@@ -76,7 +92,7 @@ class Demoter:
             return first
         below = self._levels.tiers[move.target - 1 :]
         try:
-            return next((tier for tier in below if not tier.refuses(lease.record)), None)
+            return next((tier for tier in below if not tier.records.refuses(lease.record)), None)
         finally:
             lease.release()
 
@@ -172,3 +188,8 @@ class Demoter:
         except Exception:  # noqa: BLE001 - logged
             _LOG.exception("tier %s: reading a block to demote it failed", source.name)
             return None
+
+
+def left_until(until: float | None) -> float | None:
+    """Return the seconds left until ``until`` (monotonic); None if there is no end."""
+    return None if until is None else max(0.0, until - time.monotonic())

@@ -47,12 +47,19 @@ class RecordCodec:
     """Encodes, verifies and decodes the records of one tier.
 
     ``codec`` encodes what the tier writes; ``codec_of`` returns the codec of a number in a record's
-    header, None if it is unknown: other processes may write with another codec.
+    header, None if it is unknown: other processes may write with another codec. ``moved`` are bytes
+    and seconds of the tier's reads so far, for a codec that depends on its bandwidth.
 
     Thread safety: all methods. Memory: a buffer of the largest record for each thread.
     """
 
-    def __init__(self, codec: Codec, codec_of: Callable[[int], Codec | None]) -> None:
+    def __init__(
+        self,
+        codec: Codec,
+        codec_of: Callable[[int], Codec | None],
+        moved: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0),
+    ) -> None:
+        codec.follow(moved)
         self.codec = codec
         self._codec_of = codec_of
         self.scratch = _Scratch()

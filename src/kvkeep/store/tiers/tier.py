@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from kvkeep.core.cost import CostModel
 from kvkeep.core.eviction import LRU, EvictionPolicy
 from kvkeep.core.keys import SPACE_BYTES
-from kvkeep.store.codecs import AutoCodec
 from kvkeep.store.tiers.breaker import Breakers
 from kvkeep.store.tiers.calls import BackendCalls
 from kvkeep.store.tiers.catalogue import Catalogue
@@ -86,8 +85,7 @@ class Tier:
 
     `load` and `save` run in the thread that calls them, one of ``reading`` and ``writing``. No
     failure of the backend raises: it is a miss or a drop, counted and logged, and several in a row
-    open the circuit breaker of that kind of call (`kvkeep.store.tiers.breaker`). Bugs of kvkeep
-    itself do raise.
+    open the circuit breaker of that kind of call (`kvkeep.store.tiers.breaker`). Our bugs do raise.
 
     A backend with a budget is *indexed*: its blocks are listed once and tracked from then on. One
     without a budget evicts by its own rules, so it is queried each time.
@@ -136,11 +134,9 @@ class Tier:
         self.health = TierHealth(self._calls, self.reading, self.writing)
         cost = CostModel() if cost is None else cost
         self.reads, self.writes = cost.reading(self.name), cost.writing(self.name)
-        self._records = RecordCodec(spec.codec, spec.codec_of)
-        if isinstance(spec.codec, AutoCodec):
-            spec.codec.follow(lambda: (self.counters.read_bytes, self.counters.read_seconds))
+        self.records = RecordCodec(spec.codec, spec.codec_of, self.counters.moved)
         self._reader = RecordReader(
-            self._calls, self._known, self._records, self.losses, self.reads
+            self._calls, self._known, self.records, self.losses, self.reads
         )
         self._listing = Listing(
             self._calls, self._known, self.losses, notes or {}, self._reader.quarantine
@@ -277,10 +273,6 @@ class Tier:
         """Return the decoded record of ``block`` in new memory; see `RecordReader.fetch`."""
         return self._reader.fetch(block)
 
-    def refuses(self, record: memoryview) -> bool:
-        """Whether memory's ``record`` must not be written here: it is not exact, and this is."""
-        return self._records.refuses(record)
-
     # --- writing: in a thread of `writing` -------------------------------------------------------
 
     def save(self, block: bytes, record: memoryview) -> bool:
@@ -292,9 +284,6 @@ class Tier:
         if self.knows(block):
             self.counters.count(already=1)
             return True
-        if self.refuses(record):  # callers ask before; nothing gets past this
-            self._dropped(block, "lossy")
-            return False
         if not self._known.wait_deleted(block, self.timeout):
             self._dropped(block, "no time")
             return False
@@ -321,6 +310,8 @@ class Tier:
 
     def _store(self, block: bytes, record: memoryview, part: str) -> str:
         """Write ``record`` unless the backend has it; return the reason of a failure, else ""."""
+        if self.records.refuses(record):  # callers ask before; nothing gets past this
+            return "lossy"
         if self.backend.shared and not self.is_hidden(block):
             there: list[int | None] = [None]
             with self._calls.to("sizes", "write", part) as call:
@@ -342,7 +333,7 @@ class Tier:
 
     def _put(self, block: bytes, record: memoryview) -> str:
         """Encode and write ``record``; return the reason of a failure, else ""."""
-        encoded = self._records.encode(block, record)
+        encoded = self.records.encode(block, record)
         if len(encoded) > (self.backend.capacity or len(encoded)):
             return "no room"  # evicting everything would not make room for it
         with self._space.within_quota(block, len(encoded)) as fits:

@@ -8,13 +8,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvkeep.core.cost import CostModel
-from kvkeep.store.tiers.demoting import Demoter
+from kvkeep.store.tiers.demoting import Demoter, left_until
 from kvkeep.store.tiers.fetch_back import open_fetch_back
 from kvkeep.store.tiers.front import open_front
 from kvkeep.store.tiers.level_pins import LevelPins
 from kvkeep.store.tiers.levels import Levels
 from kvkeep.store.tiers.loss_log import LossLog
-from kvkeep.store.tiers.planner import Demote, Planner
+from kvkeep.store.tiers.planner import Planner
 from kvkeep.store.tiers.reading import Reader
 from kvkeep.store.tiers.removing import Removed, Remover
 from kvkeep.store.tiers.tier import Tier
@@ -126,12 +126,10 @@ class TieredStore(TieredReads):
     ) -> Written:
         """Store ``blocks``; ``fill(i, raw)`` writes the KV of those that no level has yet.
 
-        ``before`` are the prompt's blocks before them: if a caller was given one of them, or one of
-        ``blocks``, and it was not exact, neither is what follows, and exact tiers do not store it.
-
-        Returns when they are in memory; writes to the tiers that the policy admits follow in the
-        background. From the first block without room on, blocks are dropped. With ``wait``, waits
-        up to that many seconds in all, for room in full queues and for the end of all writes.
+        ``before`` are the prompt's blocks before them: behind one in `inexact` nothing is exact.
+        Returns when they are in memory; tiers that the policy admits are written in the background.
+        From the first block without room on, blocks are dropped. With ``wait``, waits up to that
+        many seconds in all, for room in full queues and for the end of all writes.
         """
         self.check_open()
         until = 0.0 if wait is None else time.monotonic() + wait
@@ -209,27 +207,13 @@ class TieredStore(TieredReads):
 
     def _flush(self, timeout: float | None) -> bool:
         until = None if timeout is None else time.monotonic() + timeout
-        complete = self._copy_down(until)
+        complete = self._demoter.copy_down(until)
         flushed: list[bool] = []
         for tier in self.tiers:
-            tier.writing.submit(partial(_flush, tier, flushed), 0, _left(until))
-        written = [tier.health.settled(_left(until)) for tier in self.tiers]
+            tier.writing.submit(partial(_flush, tier, flushed), 0, left_until(until))
+        written = [tier.health.settled(left_until(until)) for tier in self.tiers]
         complete &= not self._queue.waits_for_deletions
         return complete and all(written) and flushed == [True] * len(self.tiers)
-
-    def _copy_down(self, until: float | None) -> bool:
-        """Write the blocks that memory would demote to tiers; return whether all were saved."""
-        saved: list[bool] = []
-        for item in self.memory.backend.list():
-            if item.block not in self.memory:  # it expired
-                continue
-            move = self._levels.planner.evict(item.block, 0)
-            if isinstance(move, Demote):
-                tier = self._demoter.target(item.block, move)
-                if tier is not None:
-                    self._queue.write(tier, item.block, _left(until), saved.append)
-        written = [tier.health.settled(_left(until)) for tier in self.tiers]
-        return all(written) and all(saved)
 
     def close(self, timeout: float = 10.0) -> bool:
         """Flush, ``timeout`` seconds at most, and close every tier; return whether all was written.
@@ -247,16 +231,16 @@ class TieredStore(TieredReads):
         complete = self._flush(timeout)
         threads = [(tier, work) for tier in self.tiers for work in (tier.reading, tier.writing)]
         for tier, work in threads:
-            complete &= work is tier.reading or tier.health.settled(_left(until))
+            complete &= work is tier.reading or tier.health.settled(left_until(until))
             work.close(0.0)
         for tier, work in threads:  # running calls end within the timeout, or the backend hangs
-            work.join(min(_left(until) or 0.0, tier.timeout - work.longest))
-        self._reader.join(_left(until) or 0.0)
+            work.join(min(left_until(until) or 0.0, tier.timeout - work.longest))
+        self._reader.join(left_until(until) or 0.0)
         for tier in self.tiers:
             # Closing a backend that hangs may hang, too: do it in a daemon thread.
             closing = threading.Thread(target=tier.close, name=f"kvkeep {tier.name}", daemon=True)
             closing.start()
-            closing.join(max(0.5, _left(until) or 0.0))
+            closing.join(max(0.5, left_until(until) or 0.0))
         self.memory.backend.close()
         return complete
 
@@ -279,7 +263,3 @@ class TieredStore(TieredReads):
 
 def _flush(tier: Tier, flushed: list[bool]) -> None:
     flushed.append(tier.flush())
-
-
-def _left(until: float | None) -> float | None:
-    return None if until is None else max(0.0, until - time.monotonic())

@@ -107,7 +107,7 @@ class WriteQueue:
         except BackendFailed:
             self.end(tier, block, pending, saved=False)
             raise
-        if lease is not None and tier.refuses(lease.record):
+        if lease is not None and tier.records.refuses(lease.record):
             lease.release()
             self.end(tier, block, pending, saved=False)
             self._losses.note([block], tier.name, "refused", "lossy")
@@ -188,7 +188,7 @@ class WriteQueue:
             lease = self._memory.lease(block)
             taken = (
                 lease is not None
-                and not tier.refuses(lease.record)
+                and not tier.records.refuses(lease.record)
                 and tier.writing.submit(save, len(lease.record), 0.0, drop)
             )
         finally:
