@@ -105,6 +105,22 @@ def test_tokens_of_its_own_are_the_instances(two):
         tokenize({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]})
 
 
+def test_the_router_reads_what_its_instances_have_learned(two):
+    made, _, url = two
+    for number, one in enumerate(made):
+        for length in (40, 90, 200):
+            ask(one.url, [7 + number] * length)
+
+    def outcomes(one: Instance) -> set[str]:
+        text = httpx.get(f"{url}/metrics").text
+        name = rf'^kvkeep_router_costs_total{{instance="{one.url}",outcome="(.*)"}}'
+        return set(re.findall(name, text, re.M))
+
+    # On a busy machine an instance may not yet be sure of what it has learned.
+    eventually(lambda: all(outcomes(one) for one in made))
+    assert all(outcomes(one) <= {"learned", "unsure"} for one in made)
+
+
 def goes_to(prompt: str | list[int], made: list[Instance], url: str) -> int:
     """Which instance gets this prompt."""
     before = [one.requests() for one in made]

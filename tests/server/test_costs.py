@@ -86,6 +86,12 @@ def test_what_is_slow_is_computed_and_said_to_be(faulty):
         assert evidence["tier"] == "faulty"
         assert 0 < evidence["compute_s"] < evidence["load_s"]
         assert "loading them from tier 'faulty' would have taken" in found["sentence"]
+        # A prompt that is not sent is judged by the same.
+        server.engine.cache.clear()
+        asked = server.http.post("/kv/explain", json={"prompt": prompts[0]}).json()
+        # Memory may have the end of it meanwhile: then that is loaded.
+        assert asked["computed"]["not_loaded"] >= 64
+        assert asked["computed"]["not_loaded"] + asked["reused"].get("memory", 0) == 512
         said = costs(server)
         read = said["tiers"]["faulty"]["read"]
         assert read["observations"] > 0
@@ -110,6 +116,8 @@ def test_what_is_fast_is_loaded(tmp_path):
         for prompt in prompts:
             ask(server, prompt)
         forget_pool(server, *prompts)
+        asked = server.http.post("/kv/explain", json={"prompt": prompts[0]}).json()
+        assert sum(asked["reused"].values()) > 0
         for prompt in prompts:
             explained(server, ask(server, prompt))
         said = costs(server)

@@ -134,11 +134,13 @@ class _TierMeasurement:
         )
 
     def _write(self, store: KVStore, advance: Callable[[], object]) -> None:
+        from kvkeep.serve.engine.samples import sample_kv  # noqa: PLC0415 - seconds, for torch
+
         until = time.monotonic() + _LONGEST_S
         for number, blocks in enumerate(self._sizes()):
             if number < 2 or time.monotonic() < until:
                 prompt = self._prompt(number, blocks)
-                put = store.put(prompt, self._kv(blocks), wait=True)
+                put = store.put(prompt, sample_kv(self._geometry, len(prompt)), wait=True)
                 if put.tokens < len(prompt):
                     raise InvalidValue(
                         f"{store.stats().tiers[-1].place} takes no record of {self._bytes:,} bytes"
@@ -159,17 +161,3 @@ class _TierMeasurement:
 
     def _prompt(self, number: int, blocks: int) -> list[int]:
         return list(range(number << 20, (number << 20) + blocks * self._block))
-
-    def _kv(self, blocks: int) -> Any:
-        """Return KV of normally distributed numbers: codecs find in it what they find in KV."""
-        import torch  # noqa: PLC0415 - seconds
-
-        shape, tokens = self._geometry, blocks * self._block
-        dtype = getattr(torch, shape.dtype)
-        if shape.latent_dim is not None:
-            return torch.randn(shape.layers, tokens, shape.head_dim).to(dtype)
-        keys, values = (
-            torch.randn(shape.layers, tokens, shape.rank_heads, width).to(dtype)
-            for width in (shape.head_dim, shape.value_dim)
-        )
-        return tuple(zip(keys, values, strict=True))

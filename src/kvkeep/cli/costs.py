@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvkeep.cli.tiers import cache_folder
@@ -14,6 +12,7 @@ from kvkeep.core.cost import CostFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from kvkeep.serve.engine import Runner
 
@@ -24,7 +23,9 @@ _EVERY_S = 300.0
 
 def model_on(runner: Runner) -> str:
     """Return the name of a model on a device, by which its costs are told from others."""
-    return f"{runner.identity} on {_device(runner)}"
+    from kvkeep.serve.engine.samples import device_name  # noqa: PLC0415 - loaded with the runner
+
+    return f"{runner.identity} on {device_name(runner.device)}"
 
 
 @contextmanager
@@ -53,22 +54,3 @@ def kept_costs(
     finally:
         if file is not None:
             file.close()
-
-
-def _device(runner: Runner) -> str:
-    """Return the device's name: that of the GPU, or of the processor."""
-    if runner.device.type == "cuda":
-        import torch  # noqa: PLC0415 - loaded with the runner
-
-        return torch.cuda.get_device_name(runner.device)
-    if runner.device.type != "cpu":
-        return str(runner.device)
-    try:
-        with Path("/proc/cpuinfo").open(encoding="utf-8", errors="replace") as file:
-            for line in file:
-                name, _, value = line.partition(":")
-                if name.strip() == "model name" and value.strip():
-                    return value.strip()[:100]
-    except OSError:
-        pass  # no Linux
-    return platform.processor() or platform.machine() or "cpu"

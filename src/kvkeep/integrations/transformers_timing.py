@@ -42,16 +42,17 @@ class PassClock:
         """Time the passes that ``generate`` makes, until the end of the ``with`` block."""
         begun: list[float] = []
 
-        def before(_module: Any, _given: Any, _named: Any) -> None:
-            begun[:] = [self._now()]
+        def before(_module: Any, given: Any, named: dict[str, Any]) -> None:
+            # Passes of an answer's single tokens are not waited for.
+            begun[:] = [self._now()] if _shape(given, named)[1] > 1 else []
 
         def after(_module: Any, given: Any, named: dict[str, Any], _result: Any) -> None:
-            ids = named.get("input_ids", given[0] if given else None)
             cache = named.get("past_key_values")
-            if ids is None or cache is None or ids.shape[1] < 2 or not begun:
+            if not begun or cache is None:
                 return
+            rows, columns = _shape(given, named)
             stop = int(cache.get_seq_length())  # the pass has added its columns
-            self._observe(len(ids), stop - ids.shape[1], stop, begun[0])
+            self._observe(rows, stop - columns, stop, begun[0])
 
         hooks = [
             self._model.register_forward_pre_hook(before, with_kwargs=True),
@@ -71,3 +72,9 @@ class PassClock:
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)
         return time.perf_counter()
+
+
+def _shape(given: Any, named: dict[str, Any]) -> tuple[int, int]:
+    """Return rows and columns of a pass; none if it is not given tokens."""
+    ids = named.get("input_ids", given[0] if given else None)
+    return (0, 0) if ids is None else (int(ids.shape[0]), int(ids.shape[1]))
