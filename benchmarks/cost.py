@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from kvkeep.core.cost import CostModel, PrefillCost, Turn
+from kvkeep.core.cost import CostModel, PrefillCost, PromptTurn
 from kvkeep.core.geometry import KVGeometry, parse_bytes
 from kvkeep.serve.engine import Engine, Limits, Runner, SamplingParams
 from kvkeep.store import KVStore
@@ -96,7 +96,7 @@ def load_all(loads, compute_s, **_how):
         stop = at = prompt.computed
         if at >= prompt.loaded or one.over:
             stop = prompt.loaded if at < prompt.loaded < prompt.stop else prompt.tokens
-        turns.append(Turn(at, stop, 0.0, 0.0))
+        turns.append(PromptTurn(at, stop, 0.0, 0.0))
     return turns
 
 

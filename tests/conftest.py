@@ -41,7 +41,7 @@ def browser():
 
 def wait_for_all(loads, compute_s, **_how):
     """As `kvkeep.core.cost.take_turns`; nothing is computed of a prompt that is being loaded."""
-    from kvkeep.core.cost import Turn
+    from kvkeep.core.cost import PromptTurn
 
     turns = []
     for one in loads:
@@ -49,7 +49,7 @@ def wait_for_all(loads, compute_s, **_how):
         stop = at = prompt.computed
         if at >= prompt.loaded or one.over:
             stop = prompt.loaded if at < prompt.loaded < prompt.stop else prompt.tokens
-        turns.append(Turn(at, stop, 0.0, 0.0))
+        turns.append(PromptTurn(at, stop, 0.0, 0.0))
     return turns
 
 

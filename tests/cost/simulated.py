@@ -8,7 +8,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from kvkeep.core.cost import LoadablePrompt, LoadProgress, Overlap, PrefillCost, Turn, take_turns
+from kvkeep.core.cost import (
+    LoadablePrompt,
+    LoadProgress,
+    Overlap,
+    PrefillCost,
+    PromptTurn,
+    take_turns,
+)
 
 TICK = 0.002  # of an engine that waits
 
@@ -116,7 +123,7 @@ class World:
             return LoadProgress(LoadablePrompt(at, at, at, one.tokens, 1))
         return one.overlap.progress(self.now, self.read_s)
 
-    def begin(self, one: Prompt, state: LoadProgress, turn: Turn) -> None:
+    def begin(self, one: Prompt, state: LoadProgress, turn: PromptTurn) -> None:
         if one.through or one.reading or turn.at >= state.prompt.loaded:
             return
         if any(other.reading and not other.through and other.blocks for other in self.prompts):
@@ -185,7 +192,7 @@ class World:
 
 def compute_only(loads, compute_s, **_how):
     """As `take_turns`, with nothing loaded."""
-    return [Turn(one.prompt.loaded, one.prompt.tokens, 0.0, 0.0) for one in loads]
+    return [PromptTurn(one.prompt.loaded, one.prompt.tokens, 0.0, 0.0) for one in loads]
 
 
 def load_only(loads, compute_s, **_how):
@@ -196,5 +203,5 @@ def load_only(loads, compute_s, **_how):
         stop = at = prompt.computed
         if at >= prompt.loaded or one.over:
             stop = prompt.loaded if at < prompt.loaded < prompt.stop else prompt.tokens
-        turns.append(Turn(at, stop, 0.0, 0.0))
+        turns.append(PromptTurn(at, stop, 0.0, 0.0))
     return turns

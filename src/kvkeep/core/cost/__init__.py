@@ -16,7 +16,7 @@ from kvkeep.core.cost.overlap import Overlap
 from kvkeep.core.cost.prefill import Fit, LearnedPrefill, Measured, PrefillCost
 from kvkeep.core.cost.saved import CostFile
 from kvkeep.core.cost.transfer import LearnedTransfer, TransferCost
-from kvkeep.core.cost.turns import LoadProgress, Turn, take_turns
+from kvkeep.core.cost.turns import LoadProgress, PromptTurn, take_turns
 
 __all__ = [
     "CostFile",
@@ -32,8 +32,8 @@ __all__ = [
     "Overlap",
     "PrefillCost",
     "PrefixChoice",
+    "PromptTurn",
     "TransferCost",
-    "Turn",
     "best_prefix",
     "meet",
     "take_turns",

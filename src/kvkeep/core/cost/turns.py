@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     ComputeSeconds = Callable[[int, int], float]
 
-__all__ = ["LoadProgress", "Turn", "take_turns"]
+__all__ = ["LoadProgress", "PromptTurn", "take_turns"]
 
 _LEAST: Final = 16  # tokens: shorter passes are not worth their fixed costs
 _UNKNOWN_S: Final = 0.05  # for which loads are waited for while nothing is known of computing …
@@ -65,7 +65,7 @@ class LoadProgress(NamedTuple):
         return max(0.0, self.expected_s(tokens) - (self.elapsed_s or 0.0)) + self.late_s
 
 
-class Turn(NamedTuple):
+class PromptTurn(NamedTuple):
     """The next pass over a prompt.
 
     Attributes:
@@ -90,7 +90,7 @@ def take_turns(
     pass_s: float = 0.0,
     room_s: float = math.inf,
     compute_free_s: float = 0.0,
-) -> list[Turn]:
+) -> list[PromptTurn]:
     """Return the turn of each prompt; they are in order, the oldest first.
 
     ``compute_s(start, stop)`` are the seconds to compute tokens. None if nothing is known of that:
@@ -102,7 +102,7 @@ def take_turns(
     """
     if compute_s is None:
         return [_unknown(one) for one in loads]
-    turns: list[Turn] = []
+    turns: list[PromptTurn] = []
     computing, loading, room, passing = compute_free_s, 0.0, room_s, False
     for one in loads:
         prompt = one.prompt
@@ -116,23 +116,23 @@ def take_turns(
         took = compute_s(prompt.computed, stop)
         passing = passing or stop > prompt.computed
         if stop == prompt.tokens:  # its first token is near: no long passes of others beside it
-            room = min(room, 2 * took)
+            room = min(room, 1.25 * took)
         room -= max(0.0, took - shared)
-        turns.append(Turn(met.at, stop, met.compute_s, met.load_s))
+        turns.append(PromptTurn(met.at, stop, met.compute_s, met.load_s))
         computing += compute_s(prompt.computed, met.at) + compute_s(prompt.stop, prompt.tokens)
         if met.at < prompt.loaded:
             loading += one.load_s(prompt.loaded - met.at)
     return turns
 
 
-def _unknown(one: LoadProgress) -> Turn:
+def _unknown(one: LoadProgress) -> PromptTurn:
     prompt = one.prompt
     at = stop = prompt.computed
     if at >= prompt.loaded or one.over:
         stop = prompt.loaded if at < prompt.loaded < prompt.stop else prompt.tokens
     elif one.waited_s > _UNKNOWN_S:
         stop = min(at + _FIRST, prompt.loaded)
-    return Turn(at, stop, 0.0, 0.0)
+    return PromptTurn(at, stop, 0.0, 0.0)
 
 
 def _stop(

@@ -1,8 +1,9 @@
 """`RequestRecord` and the events in the life of a request: frozen, each emitted once.
 
-begun ──▶ admitted ──▶ loaded (with a store) ──▶ computed, stored … ──▶ ended
+begun ──▶ admitted ──▶ loaded (with a store), computed, stored … ──▶ ended
 
-A request that is aborted while it waits ends without being admitted.
+A prompt is computed while it is loaded, so the events between come in any order. A request that is
+aborted while it waits ends without being admitted.
 """
 
 from __future__ import annotations
@@ -64,8 +65,9 @@ class LoadReport:
             request that ended while it was loaded, only the tokens that had come.
         sources: ``(start, stop, tier)`` of tokens that came, in order; ``tier`` had them at the
             lookup, or was read since.
-        missing: the other requested tokens, in order: ``sources`` and ``missing`` together cover
-            tokens ``pool`` … ``pool + requested - 1`` without gaps.
+        missing: the other requested tokens, in order, among them those that were computed while
+            the rest was loaded. ``sources`` and ``missing`` together cover tokens ``pool`` …
+            ``pool + requested - 1`` once; either may lie before the other.
         seconds: from the lookup to the last block, or to the result that there is none.
         late: whether tokens were left out because loading took too long.
     """

@@ -18,7 +18,7 @@ class EngineStats:
     right. ``deferred`` answers waited for a prefix that another request computed.
 
     With a store: ``loaded_tokens`` were loaded into pages (those of a request's first admission are
-    part of its ``cached_tokens``), ``late_loads`` took longer than a request waits,
+    part of its ``cached_tokens``), ``late_loads`` were late and overtaken by computing,
     ``kept_tokens`` were handed to the store, and ``unkept_tokens``, in full blocks, were dropped
     because its queue was full. Observers raised ``observer_errors`` times.
     """

@@ -120,7 +120,7 @@ _ENGINE_COUNTERS: _Table = {
 # The same, for an engine with a store.
 _OFFLOAD_COUNTERS: _Table = {
     "kvkeep_store_loaded_tokens": ("loaded_tokens", "Tokens loaded from the store into pages"),
-    "kvkeep_store_late_loads": ("late_loads", "Loads that took longer than a request waits"),
+    "kvkeep_store_late_loads": ("late_loads", "Loads that were late and overtaken"),
     "kvkeep_store_kept_tokens": ("kept_tokens", "Tokens handed to the store"),
     "kvkeep_store_unkept_tokens": (
         "unkept_tokens",

@@ -11,7 +11,7 @@ from kvkeep.core.cost import LoadablePrompt, LoadProgress, take_turns
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from kvkeep.core.cost import CostModel, PrefillCost, Turn
+    from kvkeep.core.cost import CostModel, PrefillCost, PromptTurn
     from kvkeep.serve.engine.answer import Answer
     from kvkeep.serve.engine.offload.load import Load
     from kvkeep.serve.engine.offload.loads import Loads
@@ -73,7 +73,7 @@ class Overlaps:
             compute_s if known else None,
             error=self._error(prompts),
             pass_s=cost.seconds_fixed,
-            room_s=2 * cost.seconds_fixed if soon else float("inf"),
+            room_s=1.25 * cost.seconds_fixed if soon else float("inf"),
         )
         return self._ends(prompts, progress, turns, now, give_up)
 
@@ -81,7 +81,7 @@ class Overlaps:
         self,
         prompts: Sequence[Answer],
         progress: Sequence[LoadProgress],
-        turns: Sequence[Turn],
+        turns: Sequence[PromptTurn],
         now: float,
         give_up: Callable[[Answer], None],
     ) -> dict[int, int]:
@@ -102,7 +102,9 @@ class Overlaps:
             ends[id(answer)] = stop
         return ends
 
-    def _begin(self, answer: Answer, load: Load, one: LoadProgress, turn: Turn, now: float) -> None:
+    def _begin(
+        self, answer: Answer, load: Load, one: LoadProgress, turn: PromptTurn, now: float
+    ) -> None:
         """Let the read of ``load`` begin if it pays, or if nothing was read for long."""
         if not load.answered or load.reading or load.has_read:
             return
