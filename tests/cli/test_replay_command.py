@@ -131,7 +131,7 @@ def hybrid(tmp_path):
     return str(path)
 
 
-def test_a_model_with_windows(hybrid, trace, capsys):
+def test_a_model_with_windows(hybrid, trace, short, capsys):
     words = ["--capacity", "20GiB", "--policy", "lru", "--jobs", "1", "--json"]
     assert main(["replay", trace, *words, "--model", hybrid]) == 0
     (found,) = (json.loads(line) for line in capsys.readouterr().out.splitlines())
@@ -142,9 +142,9 @@ def test_a_model_with_windows(hybrid, trace, capsys):
     assert sum(found["misses"].values()) + found["hit_tokens"] == found["tokens"]
     words = ["--memory", "20GiB", "--model", hybrid, "--jobs", "1"]
     prices = ["--gpu-hour", "2", "--prefill-speed", "1000", "--memory-price", "3"]
-    assert main(["plan", trace, *words, *prices]) == 0
+    assert main(["plan", short, *words, *prices]) == 0
     assert "Windows and states of earlier" in " ".join(capsys.readouterr().out.split())
-    assert main(["plan", trace, *words, "--disk", "1TiB"]) == 2
+    assert main(["plan", short, *words, "--disk", "1TiB"]) == 2
     assert "leave out --disk" in capsys.readouterr().err
 
 
