@@ -75,8 +75,9 @@ class TailMachine(RuleBasedStateMachine):
     def data(self, text: list[int], version: int) -> np.ndarray:
         return numbers(self.store.geometry, text) ^ np.uint8(version * 29 % 256)
 
-    def found(self, text: list[int]) -> int:
-        end = 0
+    def found(self, text: list[int], start: int) -> int:
+        """Where what is stored ends, without a gap from the block of ``start`` on."""
+        end = start // SIZE * SIZE
         while end + SIZE <= len(text) and tuple(text[: end + SIZE]) in self.blocks:
             end += SIZE
         return end
@@ -126,7 +127,7 @@ class TailMachine(RuleBasedStateMachine):
     @rule(target=handles, text=st.sampled_from(TEXTS), start=st.integers(0, 9))
     def find(self, text: list[int], start: int) -> Handle:
         tail = self.store.load_tail(text, start)
-        found = max(start, self.found(text))
+        found = max(start, self.found(text, start))
         assert (tail.start, tail.stop) == (start, found)
         assert sum(tokens for _, tokens in tail.runs) == found - start
         assert sum(tail.tier_bytes(start, found).values()) == (
@@ -204,11 +205,12 @@ class TailMachine(RuleBasedStateMachine):
                 assert wanted <= set(spread(delivered)) <= set(spread(want))
             else:
                 assert delivered == want
+        names = self.store._names.of(None)
         if fault:  # what is damaged is gone for good; what is not there was not lost by the model
             self.blocks = {
                 held: version
                 for held, version in self.blocks.items()
-                if self.store.lookup(list(held)).tokens >= len(held)
+                if self.store._tiered.knows(names.full(np.array(held, np.int32))[-1])
             }
             for other in self.open:
                 other.disturbed = True

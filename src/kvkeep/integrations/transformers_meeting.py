@@ -30,8 +30,8 @@ __all__ = ["LoadStep", "RowLoad"]
 
 _LEAST: Final = 256  # tokens of a pass, if as many are to be computed
 _AT_ONCE: Final = 4  # blocks that come together: readers of a tier
-_LATE: Final = 2.0  # times the expected seconds, and …
-_LATE_S: Final = 0.02  # … these more, after which what has come tells how fast the rest will be
+_LATE: Final = 2.0  # times the expected seconds of these blocks, and …
+_LATE_S: Final = 0.02  # … these more, without a block: then the load is late
 _POLL_S: Final = 0.02
 _GAIN: Final = (0.1, 0.3)  # by how much both at once has to be better: the models' error
 _TOLD: Final = 8  # blocks that tell how fast the load is
@@ -151,17 +151,19 @@ class RowLoad:
         """
         tail, now = self._tail, time.monotonic()
         came = sum(stop - start for start, stop in tail.delivered)
-        soon = min(tail.stop - tail.start, came + _AT_ONCE * tail.unit)
-        elapsed = now - max(self._began, min(self._free_at, now))
+        begun = max(self._began, min(self._free_at, now))
         pace = None  # seconds a token, of what has come
         if came >= _TOLD * tail.unit:
-            pace = max(0.0, self._last - max(self._began, min(self._free_at, now))) / came
-        late = elapsed > _LATE * self._load_s(tail.stop - soon, tail.stop) + _LATE_S
+            pace = max(0.0, self._last - begun) / came
+        # Some blocks are read at once, and may come at once.
+        soon = min(_AT_ONCE * tail.unit, tail.stop - tail.start)
+        silence = now - max(self._last, begun)
+        late = silence > _LATE * self._load_s(tail.stop - soon, tail.stop) + _LATE_S
 
         def load_s(tokens: int) -> float:
             expected = self._load_s(goal - tokens, goal)
             if late:  # of a tier that stalls, nothing that was learned is true
-                return max(expected, elapsed * tokens / soon)
+                return max(expected, silence * tokens / soon)
             return expected if pace is None else pace * tokens
 
         found = meet(

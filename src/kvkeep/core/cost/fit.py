@@ -31,6 +31,9 @@ _ROUNDS: Final = 4  # of weighting outliers down
 _FAR: Final = 1.5  # multiples of the median residual from which an observation is an outlier
 _LEAST: Final = 1e-9  # seconds
 _EXPLAINED: Final = 1e-3  # of its seconds that the coefficients give at least for an observation
+# Observations of about one size do not tell a fixed cost from one of each unit: of the error, at
+# most this may be left with other terms than the first, or with more of them.
+_WORTH: Final = 0.8
 
 
 class OnlineFit:
@@ -173,7 +176,9 @@ class OnlineFit:
         weights = np.ones(len(rows))
         found = np.zeros(self._terms)
         for _ in range(_ROUNDS):
-            found = non_negative(relative * weights[:, None], weights, first=self._first)
+            found = non_negative(
+                relative * weights[:, None], weights, first=self._first, worth=_WORTH
+            )
             off = np.abs(relative @ found - 1)
             weights = np.sqrt(1 / np.maximum(1, off / max(_FAR * float(np.median(off)), 1e-6)))
         return tuple(found.tolist())
@@ -184,12 +189,14 @@ def _cell(row: Sequence[float]) -> tuple[int, ...]:
     return tuple(math.frexp(value)[1] for value in row)
 
 
-def non_negative(terms: Floats, goals: Floats | None = None, *, first: int = 0) -> Floats:
+def non_negative(
+    terms: Floats, goals: Floats | None = None, *, first: int = 0, worth: float = 1 - 1e-9
+) -> Floats:
     """Return non-negative coefficients for which ``terms @ coefficients`` comes closest to goals.
 
     ``goals`` are 1 if not given. The optimum lies where some coefficients are 0 and the others are
-    free. There are few terms, so every choice of free coefficients is tried; of equals the one with
-    fewest, and term ``first`` before others.
+    free. There are few terms, so every choice of free coefficients is tried: those with few first,
+    and term ``first`` before others. A later one has to leave less than ``worth`` of what is left.
     """
     count = terms.shape[1]
     wanted = np.ones(len(terms)) if goals is None else goals
@@ -204,8 +211,7 @@ def non_negative(terms: Floats, goals: Floats | None = None, *, first: int = 0) 
             if (found < 0).any():
                 continue
             rest = float(((scaled[:, some] @ found - wanted) ** 2).sum())
-            # More terms must improve the fit by more than rounding errors.
-            if rest < least * (1 - 1e-9) - 1e-18:
+            if rest < least * worth - 1e-18:
                 best, least = np.zeros(count), rest
                 best[some] = found
     result: Floats = best / scale
