@@ -48,7 +48,7 @@ class SymbolicRunner:
         self.num_pages, self.layout = num_pages, layout
         self.page_size = layout.page_size
         self.max_tokens = longest
-        self.geometry = None
+        self.geometry = SimpleNamespace(bytes_per_token=0)
         self.plan = SimpleNamespace(pages_for=self.pages_for)
         self.tensors = self
         self.groups = None

@@ -10,7 +10,7 @@ from see_help import ask, forget_pool, storing, tokens_of, written
 from faults import FaultyBackend
 from kvkeep.store.backends.memory import MemoryBackend
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.usefixtures("load_first")]
 
 BIG = "memory://16MiB"
 # Two prompts that part within a block: of their third block each has its own.

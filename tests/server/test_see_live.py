@@ -11,7 +11,7 @@ import pytest
 from real_server import eventually
 from see_help import COMPLETIONS, ask, tokens_of
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.usefixtures("load_first")]
 
 FRESH_S = 0.6  # an answer is half a second old at most
 

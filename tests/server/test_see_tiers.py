@@ -12,7 +12,7 @@ from see_help import BLOCK, ask, explained, forget_pool, only, storing, tokens_o
 from faults import FaultyBackend
 from kvkeep.store.backends.memory import MemoryBackend
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.usefixtures("load_first")]
 
 BIG = "memory://16MiB"
 LONG = 257  # four blocks, and the last token

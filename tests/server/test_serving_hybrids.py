@@ -17,7 +17,7 @@ from kvkeep.serve.models import bundled_model
 from kvkeep.serve.server import ServerSettings
 from kvkeep.store import KVStore
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.usefixtures("load_first")]
 
 COUNT = 4
 SERVED = [family for family in FAMILIES if family not in NOT_RESUMING]

@@ -15,7 +15,7 @@ from kvkeep.serve.models import bundled_model
 from kvkeep.serve.server import ServerSettings
 from kvkeep.store import KVStore
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.usefixtures("load_first")]
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

@@ -22,7 +22,7 @@ from kvkeep.serve.server.retention import Keep
 from kvkeep.serve.server.tier_retention import TierRetention
 from kvkeep.store import KVStore
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.usefixtures("load_first")]
 
 BLOCK = 64
 A, B = Namespace(tenant="a"), Namespace(tenant="b")

@@ -33,6 +33,8 @@ _AT_ONCE: Final = 4  # blocks that come together: readers of a tier
 _LATE: Final = 2.0  # times the expected seconds, and …
 _LATE_S: Final = 0.02  # … these more, after which what has come tells how fast the rest will be
 _POLL_S: Final = 0.02
+_GAIN: Final = (0.1, 0.3)  # by how much both at once has to be better: the models' error
+_TOLD: Final = 8  # blocks that tell how fast the load is
 
 
 class LoadStep(NamedTuple):
@@ -68,14 +70,26 @@ class RowLoad:
             cost.reading(tier).busy_s for tier in tail.tier_bytes(tail.start, tail.stop)
         )
         self._thread: threading.Thread | None = None
-
-    @property
-    def pays(self) -> bool:
+        self.pays = tail.start < tail.stop
         """Whether loading some of the KV is expected to be faster than computing all of it."""
-        tail = self._tail
-        if tail.start == tail.stop:
-            return False
-        return not self._cost.prefill.known or self._plan(tail.start, tail.stop).at < tail.stop
+        self._passes = 0
+        self._last = 0.0  # when a block came
+        self._beside = False  # whether to compute while it is loaded
+        if self.pays and cost.prefill.known:
+            self._decide()
+
+    def _decide(self) -> None:
+        """Decide whether to load, to compute, or both: only if that gains more than it may err."""
+        tail, prefill = self._tail, self._cost.prefill
+        waits = max(0.0, self._free_at - self._began)
+        alone = prefill.prefill_s(tail.start, self._tokens)
+        loaded = waits + self._load_s(tail.start, tail.stop)
+        loaded += prefill.prefill_s(tail.stop, self._tokens)
+        reads = [self._cost.reading(tier).error for tier, _ in tail.runs]
+        gain = min(max(prefill.error, *reads, _GAIN[0]), _GAIN[1])
+        both, _ = self._plan(tail.start, tail.stop)
+        self._beside = both.seconds < (1 - gain) * min(alone, loaded)
+        self.pays = self._beside or loaded < alone
 
     def __enter__(self) -> Self:
         self._room = self._tail.room()
@@ -108,7 +122,11 @@ class RowLoad:
             if not self._cost.prefill.known:
                 self._changed.wait()  # it ends when the tiers' timeouts are over, at the latest
                 continue
-            plan = self._plan(known, goal)
+            plan, late = self._plan(known, goal)
+            self._beside |= late
+            if not self._beside:
+                self._changed.wait(_POLL_S)
+                continue
             if plan.at == goal == tail.stop:
                 return None
             if plan.at > known:
@@ -117,32 +135,42 @@ class RowLoad:
         return None
 
     def _compute(self, known: int, stop: int) -> LoadStep:
-        """Return the next pass towards ``stop``: half of the way, so that plans can change."""
+        """Return the next pass towards ``stop``: a part of the way, so that plans can change."""
         unit, left = self._tail.unit, stop - known
         if left > 2 * _LEAST:
-            stop = (known + max(_LEAST, left // 2)) // unit * unit
+            part = 2 if self._passes else 4  # the first one, before anything has come
+            stop = (known + max(_LEAST, left // part)) // unit * unit
+        self._passes += 1
         self._tail.stop_before(stop)
         return LoadStep(stop, None)
 
-    def _plan(self, known: int, goal: int) -> Meeting:
-        """Return where computing behind ``known`` and loading before ``goal`` should meet."""
+    def _plan(self, known: int, goal: int) -> tuple[Meeting, bool]:
+        """Return where computing behind ``known`` and loading before ``goal`` should meet.
+
+        And whether the load is late.
+        """
         tail, now = self._tail, time.monotonic()
         came = sum(stop - start for start, stop in tail.delivered)
         soon = min(tail.stop - tail.start, came + _AT_ONCE * tail.unit)
         elapsed = now - max(self._began, min(self._free_at, now))
+        pace = None  # seconds a token, of what has come
+        if came >= _TOLD * tail.unit:
+            pace = max(0.0, self._last - max(self._began, min(self._free_at, now))) / came
         late = elapsed > _LATE * self._load_s(tail.stop - soon, tail.stop) + _LATE_S
 
         def load_s(tokens: int) -> float:
             expected = self._load_s(goal - tokens, goal)
-            # Of a tier that stalls, nothing that was learned is true.
-            return max(expected, elapsed * tokens / soon) if late else expected
+            if late:  # of a tier that stalls, nothing that was learned is true
+                return max(expected, elapsed * tokens / soon)
+            return expected if pace is None else pace * tokens
 
-        return meet(
+        found = meet(
             LoadablePrompt(known, goal, tail.stop, self._tokens, tail.unit),
             self._cost.prefill.prefill_s,
             load_s,
             load_free_s=max(0.0, self._free_at - now),
         )
+        return found, late
 
     def _load_s(self, start: int, stop: int) -> float:
         return self._cost.load_s(self._tail.tier_bytes(start, stop))
@@ -154,6 +182,7 @@ class RowLoad:
             for mine, theirs in zip(self._room, kv, strict=True):
                 for into, part in zip(mine, theirs, strict=True):
                     into[:, start - first : stop - first].copy_(part)
+            self._last = time.monotonic()
             self._changed.set()
 
         try:

@@ -116,7 +116,7 @@ def take_turns(
         took = compute_s(prompt.computed, stop)
         passing = passing or stop > prompt.computed
         if stop == prompt.tokens:  # its first token is near: no long passes of others beside it
-            room = min(room, 2 * took)
+            room = min(room, 1.25 * took)
         room -= max(0.0, took - shared)
         turns.append(PromptTurn(met.at, stop, met.compute_s, met.load_s))
         computing += compute_s(prompt.computed, met.at) + compute_s(prompt.stop, prompt.tokens)

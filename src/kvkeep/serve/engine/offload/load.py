@@ -82,6 +82,7 @@ class Load:
         self._lock = threading.Lock()
         self._overlap: Overlap | None = None  # once its answer is admitted
         self._found = 0
+        self._least = 1  # tokens that are worth loading
         self._runs: list[tuple[int, int, str]] = []  # start, stop, tier
         self._looked_up = False
         self._prefetch: Prefetch | None = None
@@ -126,7 +127,7 @@ class Load:
             self._looked_up, self._found = True, found
             self._note_runs(0, runs)
             if self._overlap is not None:
-                self._overlap.found(min(found, len(self.tokens) - 1))
+                self._note_found(self._overlap)
 
     def prefetching(self, prefetch: Prefetch) -> None:
         """Take over a ``prefetch``; it is cancelled if the answer was admitted, or has ended."""
@@ -158,10 +159,15 @@ class Load:
         with self._lock:
             overlap = Overlap(cached, len(self.tokens), self._unit, whole=self._whole)
             overlap.begin(self._started)
+            self._least = page_size
             if self._looked_up:
-                worth = self._found - cached >= page_size
-                overlap.found(min(self._found, len(self.tokens) - 1) if worth else cached)
+                self._note_found(overlap)
             self._overlap = overlap
+
+    def _note_found(self, overlap: Overlap) -> None:
+        """Note what is worth loading: a page or more."""
+        stop = min(self._found, len(self.tokens) - 1)
+        overlap.found(stop if stop - overlap.computed >= self._least else overlap.computed)
 
     def progress(self, now: float, seconds: BytesSeconds, token_bytes: float) -> LoadProgress:
         """Return how far the load has come; ``seconds(tier, bytes)`` are those of reads."""

@@ -73,7 +73,7 @@ class Overlaps:
             compute_s if known else None,
             error=self._error(prompts),
             pass_s=cost.seconds_fixed,
-            room_s=2 * cost.seconds_fixed if soon else float("inf"),
+            room_s=1.25 * cost.seconds_fixed if soon else float("inf"),
         )
         return self._ends(prompts, progress, turns, now, give_up)
 
