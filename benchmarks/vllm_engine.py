@@ -40,6 +40,11 @@ if TYPE_CHECKING:
 
 VOCABULARY = 32_000
 BLOCK = 128
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+}  # fmt: skip
 LAYERS: dict[str, Any] = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12}
 HEADS: dict[str, Any] = {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64}
 
@@ -109,11 +114,11 @@ class Served:
         return time.perf_counter() - began
 
 
-def serve(model: str, transfer: str) -> None:
+def serve(model: str, transfer: str, *, kind: type[Served] = Served) -> None:
     """Read calls, one per line, and answer each with a number."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM prints
-    served = Served(model, json.loads(transfer))
+    served = kind(model, json.loads(transfer))
     print("0", file=answers, flush=True)
     for line in sys.stdin:
         name, *args = json.loads(line)
@@ -121,12 +126,15 @@ def serve(model: str, transfer: str) -> None:
 
 
 class Engine:
-    """The controlling side of `Served`."""
+    """The controlling side of `Served`; ``script`` serves it, this one if none is given."""
 
-    def __init__(self, model: str, transfer: dict[str, Any] | None, log: Path) -> None:
+    def __init__(
+        self, model: str, transfer: dict[str, Any] | None, log: Path, script: Path | None = None
+    ) -> None:
+        path = str(script or Path(__file__).resolve())
         self._log = log.open("w")
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve()), "--serve", model, json.dumps(transfer)],
+            [sys.executable, path, "--serve", model, json.dumps(transfer)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
         )  # fmt: skip
         self._log_path = log
@@ -278,6 +286,7 @@ def bookkeeping(rounds: int) -> list[Figure]:
     shared = SharedStore("benchmark", store, groups, [64], options)
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(world_size=1),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
         max_concurrent_batches=1,
         model_config=None,
         kv_transfer_config=SimpleNamespace(engine_id="benchmark"),
@@ -332,11 +341,7 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, help="where the disk tier is to be")
     parser.add_argument("--serve", nargs=2, metavar=("MODEL", "TRANSFER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
-    }  # fmt: skip
+    os.environ |= ENVIRONMENT
     if options.serve:
         serve(*options.serve)
         return

@@ -144,7 +144,7 @@ def engine(model: str, tiers: Sequence[str] | None = None, **more: Any) -> Itera
             "kv_connector": "KVKeepConnector",
             "kv_connector_module_path": "kvkeep.integrations.vllm",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {"tiers": list(tiers), **extra},
+            "kv_connector_extra_config": {"tiers": list(tiers), "compare_costs": False, **extra},
         }
     process_begins()
     try:

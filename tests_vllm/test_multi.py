@@ -30,7 +30,7 @@ def kvkeep_in(*tiers: str, role: str = "kv_both", **extra: Any) -> dict[str, Any
     return {
         "kv_connector": "KVKeepConnector", "kv_role": role,
         "kv_connector_module_path": "kvkeep.integrations.vllm",
-        "kv_connector_extra_config": {"tiers": list(tiers), **extra},
+        "kv_connector_extra_config": {"tiers": list(tiers), "compare_costs": False, **extra},
     }  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from kvkeep.integrations.vllm.adapters import Adapters
 from kvkeep.integrations.vllm.groups import BlockReach, Group, Groups
 from kvkeep.integrations.vllm.keys import keys_of
 from kvkeep.integrations.vllm.lookups import BlockLookups
-from kvkeep.integrations.vllm.messages import BlockSpan, LookupResults, PageLoad, StepPlan
+from kvkeep.integrations.vllm.messages import BlockSpan, PageLoad, StepPlan, WorkerNews
 from kvkeep.integrations.vllm.options import ConnectorOptions, RequestOptions
 from kvkeep.integrations.vllm.pages import GroupPages
 from kvkeep.integrations.vllm.shared import SharedStore
@@ -207,7 +207,7 @@ def test_ranks_agree_on_one_end() -> None:
             limit = len(asked.hashes)
             for there in states:
                 end = max((at for at in there if at <= limit), default=0)
-                lookups.receive(LookupResults({asked.number: [BlockReach(end, limit)]}))
+                lookups.receive(WorkerNews({asked.number: [BlockReach(end, limit)]}))
     assert reach == BlockReach(2, 9)
     assert rounds == 4  # up to 9, 6, 5, 2
     lookups.close()
@@ -364,7 +364,7 @@ def test_hits_are_counted_once_and_never_back() -> None:
 def test_messages_cross_processes() -> None:
     plan = StepPlan(idle=True, loads=[PageLoad("r", [BlockSpan(0, [bytes(32)], [3])], 16)], clear=2)
     assert pickle.loads(pickle.dumps(plan)) == plan
-    assert LookupResults({1: [4]}).aggregate(LookupResults({1: [2], 2: [7]})).found == {
+    assert WorkerNews({1: [4]}).aggregate(WorkerNews({1: [2], 2: [7]})).found == {
         1: [4, 2],
         2: [7],
     }

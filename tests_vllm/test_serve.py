@@ -28,7 +28,7 @@ def documented(tiers: list[str]) -> list[str]:
     arguments = shlex.split(match[1])
     config = json.loads(arguments.pop())
     assert config["kv_connector_extra_config"]["tiers"]
-    config["kv_connector_extra_config"]["tiers"] = tiers
+    config["kv_connector_extra_config"] |= {"tiers": tiers, "compare_costs": False}
     return [*arguments, json.dumps(config)]
 
 

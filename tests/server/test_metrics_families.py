@@ -18,7 +18,7 @@ from kvkeep.observe.usage import TenantLedger
 from kvkeep.serve.engine.stats import EngineStats
 from kvkeep.serve.http import BodyBudget, ConnectionLimits, Connections
 from kvkeep.serve.server import families
-from kvkeep.serve.server.load_costs import LoadCosts
+from kvkeep.serve.server.engine_costs import EngineCosts
 from kvkeep.serve.server.metrics import ServerMetrics
 from kvkeep.serve.server.retention import Retention
 from kvkeep.store.blocks.stats import StoreStats
@@ -92,7 +92,7 @@ def all_of_it():
     cost = CostModel(
         PrefillCost(seconds_per_token=0.001), reads={"file": transfer}, writes={"file": transfer}
     )
-    metrics.costs = LoadCosts(cost)
+    metrics.costs = EngineCosts(cost)
     metrics.connections, metrics.bodies = Connections(ConnectionLimits()), BodyBudget()
     found = told(metrics, cache, store=store(), namespaces={"": 4})
     names = {family.name for family in found}

@@ -13,7 +13,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.cli.arguments import model_name
-from kvkeep.cli.calibrating_tiers import measure_tiers
+from kvkeep.cli.calibrating_tiers import measure_tiers, tier_names
 from kvkeep.cli.client import Address
 from kvkeep.cli.costs import model_on
 from kvkeep.cli.model import load
@@ -102,6 +102,8 @@ def measure_engine(args: argparse.Namespace, wanted: Sequence[int] | None) -> Re
             f"a prompt with {args.decode} tokens of its answer can have {runner.max_tokens} tokens "
             "here; use shorter --lengths or more --memory"
         )
+    block = block_tokens(args, runner)
+    tiers = tier_names(args.tier, runner.geometry, block)  # what is wrong is said before measuring
     cache = runner.cache()
     engine = Engine(runner, cache)
     rng = random.Random(0)  # noqa: S311 - prompts, no secrets
@@ -133,8 +135,7 @@ def measure_engine(args: argparse.Namespace, wanted: Sequence[int] | None) -> Re
             advance()
     readings.decode_s = _pace(answers)
     readings.model = model_on(runner)
-    if args.tier:
-        readings.tiers = measure_tiers(args.tier, runner.geometry, block_tokens(args, runner))
+    readings.tiers = measure_tiers(tiers, runner.geometry, block)
     return readings
 
 

@@ -13,13 +13,13 @@ from kvkeep.core.cost import CostModel
 from kvkeep.core.errors import InvalidValue
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from kvkeep.core.cost import TransferCost
     from kvkeep.core.geometry import KVGeometry
     from kvkeep.store import KVStore
 
-__all__ = ["TierReadings", "measure_tiers"]
+__all__ = ["TierReadings", "measure_tiers", "tier_names"]
 
 _MOST_BYTES: Final = 128 << 20  # of the longest prompt that is stored
 _MOST_BLOCKS: Final = 64
@@ -52,28 +52,37 @@ class TierReadings:
 
 
 def measure_tiers(
-    urls: Sequence[str], geometry: KVGeometry, block_tokens: int
+    tiers: Mapping[str, str], geometry: KVGeometry, block_tokens: int
 ) -> list[TierReadings]:
-    """Write prompts of several lengths to each tier, read them, and delete them.
+    """Write prompts of several lengths to each of `tier_names`, read them, and delete them.
 
-    The names are those that a store gives these tiers. Raises `InvalidValue` for a URL that is
-    wrong, and for a tier that cannot be written and read.
+    Raises `InvalidValue` for a tier that cannot be written and read.
     """
+    if not tiers:
+        return []
+    with progress("measuring tiers", of=2 * len(tiers) * _ROUNDS) as advance:
+        return [
+            _TierMeasurement(url, geometry, block_tokens).run(name, advance)
+            for name, url in tiers.items()
+        ]
+
+
+def tier_names(urls: Sequence[str], geometry: KVGeometry, block_tokens: int) -> dict[str, str]:
+    """Return the URLs by the names that a store gives these tiers.
+
+    Raises `InvalidValue` for one that is wrong, and `UnsupportedModel` for a model that is not
+    plain.
+    """
+    if not urls:
+        return {}
     geometry.needs_plain("kvkeep calibrate --tier")
-    found = []
-    with progress("measuring tiers", of=2 * len(urls) * _ROUNDS) as advance:
-        for name, url in zip(_names(urls, geometry, block_tokens), urls, strict=True):
-            found.append(_TierMeasurement(url, geometry, block_tokens).run(name, advance))
-    return found
-
-
-def _names(urls: Sequence[str], geometry: KVGeometry, block_tokens: int) -> list[str]:
     from kvkeep.store import KVStore  # noqa: PLC0415 - torch
 
     with KVStore(
         geometry, model="calibrate", revision="names", tiers=list(urls), block_tokens=block_tokens
     ) as store:
-        return [tier.name for tier in store.stats().tiers][-len(urls) :]
+        names = [tier.name for tier in store.stats().tiers][-len(urls) :]
+        return dict(zip(names, urls, strict=True))
 
 
 class _TierMeasurement:

@@ -125,6 +125,10 @@ class EngineOptions:
         load_timeout: seconds for one load; what has not arrived by then is a miss.
         lookup_timeout: seconds for a query to shared tiers.
         flush_timeout: seconds to write queued blocks at shutdown.
+        compare_costs: whether KV is loaded only where that is faster than computing it; False:
+            whatever is stored is loaded.
+        cost: path of a file with costs that ``kvkeep calibrate`` measured, to begin with; empty:
+            all is learned. See `kvkeep.integrations.cost_files`.
     """
 
     tiers: tuple[str, ...] = option(("memory://1GiB",), tiers_of)
@@ -133,6 +137,8 @@ class EngineOptions:
     load_timeout: float = option(5.0, seconds_of)
     lookup_timeout: float = option(0.5, seconds_of)
     flush_timeout: float = option(10.0, seconds_of)
+    compare_costs: bool = option(True, truth_of)
+    cost: str = option("", text_of)
 
     @classmethod
     def from_json(cls, given: Mapping[str, object], where: str) -> Self:

@@ -21,6 +21,9 @@ __all__ = ["OnlineFit", "non_negative"]
 
 _RECENT: Final = 32  # observations that give the error …
 _PACE: Final = 9  # … and of these, the last ones, that give the pace
+_TURNED: Final = 3  # last observations that give it if they agree, and not with those before …
+_AGREE: Final = math.log(1.5)  # … by more than this factor
+_ANOTHER: Final = math.log(2.0)  # factor from which it is another place, or network, or disk
 _A_CELL: Final = 5  # observations kept of each size
 _CELLS: Final = 64  # sizes kept: those not observed for longest are forgotten
 _REFIT: Final = 16  # observations between two fits, once there are many
@@ -30,6 +33,7 @@ _LEAST: Final = 1e-9  # seconds
 # Observations of about one size do not tell a fixed cost from one of each unit: of the error, at
 # most this may be left with other terms than the first, or with more of them.
 _WORTH: Final = 0.8
+_EXPLAINED: Final = 1e-3  # of its seconds that the coefficients give at least for an observation
 
 
 class OnlineFit:
@@ -48,12 +52,20 @@ class OnlineFit:
         seeds: rows of terms, and their seconds, that hold until something was observed. They stay
             among the observations, so that sizes never observed keep their relation to others.
         first: the term that explains a single observation.
+        forgets: whether what was before says nothing any more once the last observations agree on
+            another pace. Else sizes that are not observed again keep their relation to others.
     """
 
     def __init__(
-        self, terms: int, *, seeds: Sequence[tuple[Sequence[float], float]] = (), first: int = 0
+        self,
+        terms: int,
+        *,
+        seeds: Sequence[tuple[Sequence[float], float]] = (),
+        first: int = 0,
+        forgets: bool = False,
     ) -> None:
         self._terms = terms
+        self._forgets = forgets
         self._first = first
         self._seeds = [(tuple(row), seconds) for row, seconds in seeds]
         self._lock = threading.Lock()
@@ -95,31 +107,60 @@ class OnlineFit:
         """Learn from one observation. Seconds that are not above 0 are taken for a nanosecond."""
         row = tuple(map(float, terms))
         seconds = max(seconds, _LEAST)
-        cell = tuple(math.frexp(value)[1] for value in row)
+        cell = _cell(row)
         with self._lock:
             self.observations += 1
+            new = cell not in self._cells
             self._cells.setdefault(cell, deque(maxlen=_A_CELL)).append((row, seconds))
             self._cells.move_to_end(cell)
             if len(self._cells) > _CELLS:
                 self._cells.popitem(last=False)
             self._recent.append((row, seconds))
-            if self.observations >= self._fit_at:
+            if new or self.observations >= self._fit_at or not self._explains(row, seconds):
                 self._fit_at = self.observations + min(self.observations, _REFIT)
                 self._shape = self._fitted()
             self._measure()
 
     def _measure(self) -> None:
         """Set pace and error by the last observations."""
-        expected = [(_dot(self._shape, row), seconds) for row, seconds in self._recent]
-        # Rows of terms that cost nothing yet tell nothing of the pace.
-        ratios = [math.log(seconds / one) for one, seconds in expected if one > _LEAST]
+        ratios = [
+            math.log(seconds / _dot(self._shape, row))
+            for row, seconds in self._recent
+            if self._explains(row, seconds)
+        ]
         if not ratios:
+            self._pace, self._error = 1.0, 1.0
             return
-        pace = _median(ratios[-_PACE:])
+        last = ratios[-_PACE:]
+        pace = _median(last)
+        newest = ratios[-_TURNED:]
+        agree = max(newest) - min(newest) < _AGREE < abs(_median(newest) - pace)
+        if len(newest) == _TURNED and agree:
+            if self._forgets and abs(_median(newest) - pace) > _ANOTHER:
+                self._forget_all_but(_TURNED)
+                last, pace = [0.0] * _TURNED, 0.0
+            else:
+                last, pace = newest, _median(newest)
+            ratios = last
         self._pace = math.exp(pace)
-        spread = _median([abs(ratio - pace) for ratio in ratios])
+        spread = _median([abs(ratio - pace) for ratio in last])
         # Few observations tell little: what they agree in may be chance.
         self._error = min(1.0, max(math.expm1(spread), 1 / (1 + len(ratios))))
+
+    def _forget_all_but(self, count: int) -> None:
+        """Keep the last ``count`` observations alone, and no seeds."""
+        kept = list(self._recent)[-count:]
+        self._cells.clear()
+        self._recent.clear()
+        self._seeds = []
+        for row, seconds in kept:
+            self._cells.setdefault(_cell(row), deque(maxlen=_A_CELL)).append((row, seconds))
+            self._recent.append((row, seconds))
+        self._shape = self._fitted()
+
+    def _explains(self, row: Sequence[float], seconds: float) -> bool:
+        """Whether a term of ``row`` has a coefficient: other rows may all have lacked it."""
+        return _dot(self._shape, row) > _EXPLAINED * seconds
 
     def _fitted(self) -> tuple[float, ...]:
         """Fit the coefficients to all that is kept, with outliers weighted down."""
@@ -141,6 +182,11 @@ class OnlineFit:
             off = np.abs(relative @ found - 1)
             weights = np.sqrt(1 / np.maximum(1, off / max(_FAR * float(np.median(off)), 1e-6)))
         return tuple(found.tolist())
+
+
+def _cell(row: Sequence[float]) -> tuple[int, ...]:
+    """Return the size of an observation: the power of two of each term."""
+    return tuple(math.frexp(value)[1] for value in row)
 
 
 def non_negative(

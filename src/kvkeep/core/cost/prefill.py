@@ -183,11 +183,17 @@ class LearnedPrefill:
         if seed is not None:
             seeds = [(_terms([span]), max(seed.prefill_s(*span), 1e-9)) for span in _SEEDED]
         self._fit = OnlineFit(3, seeds=seeds, first=1)
+        self._largest = _SEEDED[-1][1] if seed is not None else 0
 
     @property
     def known(self) -> bool:
         """Whether there is a seed, or a pass was observed."""
         return self._fit.known
+
+    @property
+    def largest(self) -> int:
+        """Tokens of the largest pass observed, or of those that show the seed."""
+        return self._largest
 
     @property
     def error(self) -> float:
@@ -220,6 +226,7 @@ class LearnedPrefill:
         """Learn from a forward pass over ``pieces``, (start, stop) of each, in ``seconds``."""
         terms = _terms(pieces)
         if terms[1] > 0:
+            self._largest = max(self._largest, int(terms[1]))
             self._fit.observe(terms, seconds)
 
 

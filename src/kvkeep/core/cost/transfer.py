@@ -94,7 +94,7 @@ class LearnedTransfer:
         seeds = []
         if seed is not None:
             seeds = [((1.0, float(n)), max(seed.seconds(n), 1e-9)) for n in _SEEDED]
-        self._fit = OnlineFit(2, seeds=seeds, first=1)
+        self._fit = OnlineFit(2, seeds=seeds, first=1, forgets=True)
         self._clock = clock
         self._lock = threading.Lock()
         self._begun: list[float] = []  # when each transfer under way began, the newest last

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
 
 from kvkeep.core.errors import KVKeepError
+from kvkeep.integrations.cost_files import costs_in, write_costs
+from kvkeep.integrations.sglang.choosing import PageChoices
 from kvkeep.integrations.sglang.heads import head_parts
 from kvkeep.integrations.sglang.naming import is_replicated, namespace_of, pool_digests
 from kvkeep.integrations.sglang.options import StorageOptions
@@ -103,8 +105,12 @@ class KVKeepStorage(HiCacheStorage):  # type: ignore[misc]  # Any where SGLang i
         heads = head_parts(self._config, mem_pool_host)
         pages = pages_of(mem_pool_host, heads)
         namespace = namespace_of(self._config, self._options, mem_pool_host, pages.size, heads)
-        store = BlockStore(namespace, tiers=self._options.tiers)
-        self._transport = Transport(store, self._options)
+        cost = costs_in(self._options.cost, str(self._config.model_name or ""))
+        store = BlockStore(namespace, tiers=self._options.tiers, cost=cost)
+        choices = None
+        if self._options.compare_costs:
+            choices = PageChoices(store, int(mem_pool_host.page_size))
+        self._transport = Transport(store, self._options, choices)
         self._transport.counting = bool(self._config.enable_storage_metrics)
         self._pools = {_KV: self._pool(_KV, pages, heads)}
         atexit.register(self.close)
@@ -195,10 +201,11 @@ class KVKeepStorage(HiCacheStorage):  # type: ignore[misc]  # Any where SGLang i
     def batch_exists(
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> int:
-        """Return how many leading ``keys`` are stored."""
+        """Return how many leading ``keys`` are stored, and worth loading."""
         if self._transport is None:
             return 0
-        return self._pools[_KV].lookup(keys)
+        pool = self._pools[_KV]
+        return pool.worth(keys[: pool.lookup(keys)], first=_before(extra_info))
 
     # --- pages of KV, between the store and the pool ---------------------------------------------
 
@@ -274,7 +281,10 @@ class KVKeepStorage(HiCacheStorage):  # type: ignore[misc]  # Any where SGLang i
         if self._transport is None:
             return PoolTransferResult.empty()
         until = time.monotonic() + self._options.lookup_timeout
-        pages = self._pools[_KV].lookup(keys, until)
+        kv = self._pools[_KV]
+        pages = kv.worth(
+            keys[: kv.lookup(keys, until)], first=_before(extra_info), divisible=not pool_transfers
+        )
         hits: dict[str, int] = {_KV: pages} if pages else {}
         restorable = set(range(1, pages + 1))
         for transfer in pool_transfers or []:
@@ -303,6 +313,7 @@ class KVKeepStorage(HiCacheStorage):  # type: ignore[misc]  # Any where SGLang i
         if transport is None:
             return
         atexit.unregister(self.close)
+        write_costs(transport.store.cost, self._options.cost)
         if not transport.close():
             _LOG.warning(
                 "Some saved pages are not in the slower tiers: %s s were not enough to write them "
@@ -333,3 +344,8 @@ class KVKeepStorage(HiCacheStorage):  # type: ignore[misc]  # Any where SGLang i
             prefetch_bandwidth=[batch.bandwidth for batch in loaded],
             backup_bandwidth=[batch.bandwidth for batch in saved],
         )
+
+
+def _before(extra_info: HiCacheStorageExtraInfo | None) -> int:
+    """Return the pages of the prompt before those asked for, as far as SGLang tells."""
+    return len(getattr(extra_info, "prefix_keys", None) or ())

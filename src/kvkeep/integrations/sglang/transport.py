@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
+    from kvkeep.integrations.sglang.choosing import PageChoices
     from kvkeep.integrations.sglang.options import StorageOptions
     from kvkeep.store import BlockStore
 
@@ -48,11 +49,15 @@ class Transport:
     Thread safety: all methods. After `close` everything is a miss and nothing is stored.
 
     Attributes:
+        choices: compares loading with computing; None: what is stored is loaded.
         counting: whether `batches` collects transfers.
     """
 
-    def __init__(self, store: BlockStore, options: StorageOptions) -> None:
+    def __init__(
+        self, store: BlockStore, options: StorageOptions, choices: PageChoices | None = None
+    ) -> None:
         self.store = store
+        self.choices = choices
         self._options = options
         # One for each direction, so that a slow tier delays only one of them.
         self._loading = ThreadPoolExecutor(options.threads, "kvkeep load")
@@ -76,18 +81,25 @@ class Transport:
     def load(self, keys: Sequence[bytes], size: int, sink: Copy, records: int = 1) -> list[bool]:
         """Hand each record, of ``size`` bytes, to ``sink(i, raw)``.
 
-        Returns which pages came within ``load_timeout``. Parts of other pages may have come.
+        Returns which pages came within ``load_timeout``, and before computing them was faster.
+        Parts of other pages may have come.
         """
         began = time.monotonic()
-        until = began + self._options.load_timeout
+        patience = self._options.load_timeout
+        if self.choices is not None:
+            patience = min(patience, self.choices.patience(keys, size, records))
+        until = began + patience
 
         def move(start: int, stop: int) -> list[bool]:
             def take(at: int, raw: memoryview) -> None:
                 sink(start * records + at, raw)
 
             part = keys[start * records : stop * records]
-            left = max(0.0, until - time.monotonic())
-            got = self.store.read(part, [size] * len(part), take, deadline=left)
+            if self.choices is not None:
+                got = self.choices.read(part, size, take, until)
+            else:
+                left = max(0.0, until - time.monotonic())
+                got = self.store.read(part, [size] * len(part), take, deadline=left)
             return [at < got // records for at in range(stop - start)]
 
         pages, page_bytes = len(keys) // records, size * records
@@ -127,6 +139,8 @@ class Transport:
     def close(self) -> bool:
         """Write queued blocks, for at most ``flush_timeout``; return whether all were written."""
         self._closed = True
+        if self.choices is not None:
+            self.choices.close()
         good = self.store.close(self._options.flush_timeout)
         self._loading.shutdown(wait=False)
         self._saving.shutdown(wait=False)

@@ -152,8 +152,8 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
         return self._moving.take_errors()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Return the results of lookups, for the scheduler."""
-        return self._moving.lookup_results()
+        """Return what the scheduler has to know of this step and of loads and lookups."""
+        return self._moving.news(self._plan)
 
     # --- the scheduler's side --------------------------------------------------------------------
 
@@ -179,7 +179,7 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduling.plan(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take the results of the workers' lookups."""
+        """Take the news of workers."""
         self._scheduling.receive(connector_output)
 
     def request_finished(

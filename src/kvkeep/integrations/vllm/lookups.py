@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvkeep.integrations.lookup_patience import LookupPatience
 from kvkeep.integrations.vllm.groups import BlockReach
 from kvkeep.integrations.vllm.kept import log_fault
 from kvkeep.integrations.vllm.messages import RankLookup
@@ -14,8 +16,9 @@ from kvkeep.integrations.vllm.messages import RankLookup
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvkeep.integrations.load_costs import RunCost
     from kvkeep.integrations.vllm.groups import Groups
-    from kvkeep.integrations.vllm.messages import LookupResults
+    from kvkeep.integrations.vllm.messages import WorkerNews
     from kvkeep.integrations.vllm.requests import FollowedRequest
     from kvkeep.integrations.vllm.shared import SharedStore
     from kvkeep.integrations.vllm.stats import Counts
@@ -29,18 +32,21 @@ _THREADS = 4
 class PendingLookup:
     """A lookup of the blocks ``first`` … ``limit - 1`` that takes longer than one step.
 
-    ``result`` is how far a request is stored, once it is known; ``message`` is the last question to
-    the workers.
+    ``result`` is how far a request is stored, once it is known, and ``runs`` what loading it takes,
+    if workers told; ``message`` is the last question to the workers. It is waited for until
+    ``until`` (monotonic seconds).
     """
 
     first: int
     limit: int
     since: float
+    until: float
     number: int = 0
     future: Future[BlockReach] | None = None
     message: RankLookup | None = None
     covered: int | None = None
     result: BlockReach | None = None
+    runs: Sequence[RunCost] = ()
 
     def drop(self) -> None:
         """Forget the thread's answer; if no thread has begun, none will."""
@@ -72,17 +78,24 @@ class BlockLookups:
         self._counts = counts
         self._ranks = ranks
         self._timeout = timeout
+        self._patience = LookupPatience(timeout)
+        self._answers: deque[tuple[float, float]] = deque()  # seconds and share of each, by threads
         self._threads = ThreadPoolExecutor(_THREADS, "kvkeep lookup")
         self._number = 0
         self._pending: dict[int, PendingLookup] = {}  # lookups by workers, by number
         self._found: dict[int, list[BlockReach]] = {}  # by number, the results of ranks so far
         self._messages: list[RankLookup] = []
 
-    def reach(self, followed: FollowedRequest, first: int, limit: int) -> BlockReach | None:
+    def reach(
+        self, followed: FollowedRequest, first: int, limit: int, saves_s: float | None = None
+    ) -> BlockReach | None:
         """Return how far the request is stored; None: not known yet.
 
-        After ``lookup_timeout``, returns how far it is known to be stored.
+        Loading all of it would save ``saves_s``; None: that is unknown. After ``lookup_timeout``,
+        or when waiting takes longer than it brings, returns how far it is known to be stored.
         """
+        while self._answers:
+            self._patience.answered(*self._answers.popleft())
         lookup = followed.lookup
         if lookup is None or (lookup.first, lookup.limit) != (first, limit):
             hashes = followed.hashes(0, limit)
@@ -91,26 +104,48 @@ class BlockLookups:
                 known = self._groups.reach(hashes, first, self._shared.knows)
                 if known.end == limit or not self._shared.must_ask:
                     return known
+                patience = self._patience.seconds(saves_s)
+                if not patience and not self._patience.due():
+                    self._counts.add(skipped_lookups=1)
+                    return known
+            else:  # every lookup is one of workers, and most of its time is that of a step
+                patience = self._timeout
             lookup = followed.lookup = self._start(followed, hashes, first, limit)
+            lookup.until = lookup.since + patience
         if lookup.future is not None and lookup.future.done():
             failed = lookup.future.exception() is not None
             lookup.result = BlockReach(first, first) if failed else lookup.future.result()
         if lookup.result is not None:
             return lookup.result
-        if time.monotonic() - lookup.since < self._timeout:
+        if time.monotonic() < lookup.until:
             return None
-        self._counts.add(late_lookups=1)
-        lookup.drop()
+        if lookup.until > lookup.since:
+            self._counts.add(late_lookups=1)
+            lookup.drop()
+        else:  # it goes on, to see what lookups take now
+            self._counts.add(skipped_lookups=1)
+            lookup.future = None
         lookup.result = BlockReach(first, first)
         if self._shared is not None:
             hashes = followed.hashes(0, limit)
             lookup.result = self._groups.reach(hashes, first, self._shared.knows)
         return lookup.result
 
+    def runs(self, followed: FollowedRequest, first: int, end: int) -> Sequence[RunCost]:
+        """Return what loading the blocks ``first`` … ``end - 1`` of the request takes, in pieces.
+
+        Empty if that is not known.
+        """
+        if self._shared is not None:
+            return self._shared.runs(followed.hashes(0, end), first, end)
+        runs = () if followed.lookup is None else followed.lookup.runs
+        return [run._replace(end=min(run.end, end)) for run in runs if run.end > first]
+
     def _start(
         self, followed: FollowedRequest, hashes: Sequence[bytes], first: int, limit: int
     ) -> PendingLookup:
-        lookup = PendingLookup(first, limit, time.monotonic())
+        now = time.monotonic()
+        lookup = PendingLookup(first, limit, now, now + self._timeout)
         if self._shared is not None:
             lookup.future = self._threads.submit(self._query, self._shared, list(hashes), first)
             lookup.future.add_done_callback(log_fault)
@@ -129,14 +164,19 @@ class BlockLookups:
 
     def _query(self, shared: SharedStore, hashes: list[bytes], first: int) -> BlockReach:
         """In a thread: look the blocks up, in shared tiers too."""
-        until = time.monotonic() + self._timeout
+        began, found = time.monotonic(), first
+        until = began + self._timeout
 
         def count(keys: list[bytes]) -> int:
             return shared.lookup(keys, max(0.0, until - time.monotonic()))
 
         try:
-            return self._groups.reach(hashes, first, count)
+            reach = self._groups.reach(hashes, first, count)
+            found = reach.end
+            return reach
         finally:
+            share = (found - first) / max(1, len(hashes) - first)
+            self._answers.append((time.monotonic() - began, share))
             shared.news.set()
 
     def take_messages(self) -> list[RankLookup]:
@@ -144,7 +184,7 @@ class BlockLookups:
         messages, self._messages = self._messages, []
         return messages
 
-    def receive(self, results: LookupResults) -> None:
+    def receive(self, results: WorkerNews) -> None:
         """Take results of workers; a block counts as stored if all ranks have it."""
         for number, found in results.found.items():
             lookup = self._pending.get(number)
@@ -152,6 +192,7 @@ class BlockLookups:
                 continue
             all_found = self._found.setdefault(number, [])
             all_found += found
+            lookup.runs = max([lookup.runs, *results.runs.get(number, ())], key=_total_s)
             if len(all_found) < self._ranks:
                 continue
             end = min(reach.end for reach in all_found)
@@ -164,6 +205,7 @@ class BlockLookups:
                 message = lookup.message
                 assert message is not None
                 hashes = message.hashes[:end]
+                lookup.runs = ()
                 self._ask(lookup, RankLookup(message.request, number, lookup.first, hashes))
                 continue
             lookup.result = BlockReach(end, max(end, lookup.covered))
@@ -178,3 +220,7 @@ class BlockLookups:
     def close(self) -> None:
         """Cancel the lookups that have not begun."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _total_s(runs: Sequence[RunCost]) -> float:
+    return sum(run.seconds or 0.0 for run in runs)

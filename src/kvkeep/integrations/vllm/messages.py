@@ -1,9 +1,10 @@
-"""Messages between the two sides: one each way with every step."""
+"""Messages between the two sides, one each way with every step."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
@@ -11,10 +12,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 if TYPE_CHECKING:
+    from kvkeep.integrations.load_costs import ProbeEnd, RunCost
     from kvkeep.integrations.vllm.groups import BlockReach
     from kvkeep.store.blocks import ReturnNotes
 
-__all__ = ["BlockSpan", "LookupResults", "PageLoad", "RankLookup", "Save", "StepPlan"]
+__all__ = [
+    "BlockSpan", "LoadEnd", "PageLoad", "Probe", "RankLookup", "Save", "StepPlan", "WorkerNews",
+]  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -37,11 +41,33 @@ class BlockSpan:
 
 @dataclass(slots=True)
 class PageLoad:
-    """Pages of a waiting request to fill; ``tokens`` need not be computed if all of them arrive."""
+    """Pages of a waiting request to fill; ``tokens`` need not be computed if all of them arrive.
+
+    ``patience`` are the seconds after which computing them is faster, and ``compute_s`` those that
+    computing takes, 0 if unknown.
+    """
 
     request: str
     spans: list[BlockSpan]
     tokens: int
+    patience: float = math.inf
+    compute_s: float = 0.0
+
+
+class LoadEnd(NamedTuple):
+    """A load that has ended, after ``seconds``; ``failed``: a tier that was too slow, or ""."""
+
+    seconds: float
+    failed: str
+
+
+@dataclass(slots=True)
+class Probe:
+    """Blocks of a group to read a few of from ``tier``, to see whether it is fast again."""
+
+    tier: str
+    group: int
+    keys: list[bytes]
 
 
 @dataclass(slots=True)
@@ -67,6 +93,8 @@ class StepPlan(KVConnectorMetadata):
     """A message from the scheduler to every worker.
 
     Attributes:
+        step: its number.
+        reports: the scheduler has to be told when this step has ended.
         idle: nothing is computed in this step.
         waiting: a request waits for the result of a lookup.
         late: blocks of requests that have ended: to be saved before anything is computed or loaded.
@@ -76,6 +104,8 @@ class StepPlan(KVConnectorMetadata):
             ended is named by all its blocks, once; 65,536 blocks in all, or one request.
     """
 
+    step: int = -1
+    reports: bool = False
     idle: bool = False
     waiting: bool = False
     loads: list[PageLoad] = field(default_factory=list)
@@ -83,20 +113,47 @@ class StepPlan(KVConnectorMetadata):
     late: list[Save] = field(default_factory=list)
     pins: list[tuple[list[bytes], float]] = field(default_factory=list)
     lookups: list[RankLookup] = field(default_factory=list)
+    probes: list[Probe] = field(default_factory=list)
     clear: int = 0
     returns: ReturnNotes = field(default_factory=list)
 
 
 @dataclass(slots=True)
-class LookupResults(KVConnectorWorkerMetadata):
-    """A message from the workers: by lookup, how far each rank found the request."""
+class WorkerNews(KVConnectorWorkerMetadata):
+    """A message from the workers.
+
+    Attributes:
+        found: by lookup, how far each rank found the request.
+        runs: by lookup, what loading it takes each rank.
+        step: the step that has ended; -1: none that had to be reported.
+        loads: the loads that have ended, by request.
+        probes: the probes that have ended.
+    """
 
     found: dict[int, list[BlockReach]] = field(default_factory=dict)
+    runs: dict[int, list[list[RunCost]]] = field(default_factory=dict)
+    step: int = -1
+    loads: dict[str, LoadEnd] = field(default_factory=dict)
+    probes: list[ProbeEnd] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Return these results together with those of another rank."""
-        assert isinstance(other, LookupResults)
-        merged = {number: list(found) for number, found in self.found.items()}
-        for number, found in other.found.items():
-            merged.setdefault(number, []).extend(found)
-        return LookupResults(merged)
+        """Return this news together with that of another rank."""
+        assert isinstance(other, WorkerNews)
+        loads = dict(self.loads)
+        for request, end in other.loads.items():
+            mine = loads.get(request, end)
+            loads[request] = LoadEnd(max(mine.seconds, end.seconds), mine.failed or end.failed)
+        return WorkerNews(
+            _joined(self.found, other.found), _joined(self.runs, other.runs),
+            max(self.step, other.step), loads, self.probes + other.probes,
+        )  # fmt: skip
+
+
+T = TypeVar("T")
+
+
+def _joined(mine: dict[int, list[T]], others: dict[int, list[T]]) -> dict[int, list[T]]:
+    joined = {number: list(found) for number, found in mine.items()}
+    for number, found in others.items():
+        joined.setdefault(number, []).extend(found)
+    return joined

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from vllm.v1.request import Request
 
+    from kvkeep.integrations.load_choice import LoadDecision
     from kvkeep.integrations.vllm.lookups import PendingLookup
     from kvkeep.integrations.vllm.options import RequestOptions
 
@@ -37,6 +38,8 @@ class FollowedRequest:
         ran: number of preemptions when it ran last; -1: it never did.
         states: the ends of blocks at which it had states that were saved or loaded.
         lookup: the pending lookup, if any.
+        choice: what to load of what was last found, if that was compared with computing.
+        found: the block up to which it was last found.
         had: for the trace, tokens in vLLM's own prefix cache when the request first ran.
         promised: for the trace, tokens to be loaded at that time.
         began: for the trace, that time, by `time.time`.
@@ -56,6 +59,8 @@ class FollowedRequest:
     ran: int = -1
     states: set[int] = field(default_factory=set)
     lookup: PendingLookup | None = None
+    choice: LoadDecision | None = None
+    found: int = 0
     had: int = 0
     promised: int = 0
     began: float | None = None

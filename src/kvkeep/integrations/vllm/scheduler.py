@@ -7,15 +7,17 @@ import time
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, urlsplit
 
+from kvkeep.integrations.cost_files import write_costs
 from kvkeep.integrations.vllm.adapters import Adapters
 from kvkeep.integrations.vllm.answers import AnswerWatch
+from kvkeep.integrations.vllm.choosing import LoadChoices
 from kvkeep.integrations.vllm.keys import keys_of
 from kvkeep.integrations.vllm.lookups import BlockLookups
-from kvkeep.integrations.vllm.messages import BlockSpan, LookupResults, PageLoad, StepPlan
+from kvkeep.integrations.vllm.messages import BlockSpan, PageLoad, StepPlan, WorkerNews
 from kvkeep.integrations.vllm.options import RequestOptions
 from kvkeep.integrations.vllm.public import PublicBlocks, prefixes_in
 from kvkeep.integrations.vllm.requests import FollowedRequest
-from kvkeep.integrations.vllm.shared import SharedStore
+from kvkeep.integrations.vllm.shared import SharedStore, engine_costs
 from kvkeep.integrations.vllm.states import pinned_states, states_of_step, stop_at_branch
 from kvkeep.integrations.vllm.stats import Counts
 
@@ -76,6 +78,13 @@ class SchedulerSide:
             waits=any(parse_qs(urlsplit(tier).query).get("policy") == ["returns"]
                       for tier in options.tiers),
         )  # fmt: skip
+        shared = self._shared
+        self._cost = engine_costs(options, vllm_config) if shared is None else shared.costs.cost
+        self._choices = None
+        if loads and options.compare_costs:
+            self._choices = LoadChoices(
+                vllm_config, self._cost.prefill, groups, self._lookups, self.counts
+            )
         self._adapters = Adapters()
         size = groups.block_tokens
         public = prefixes_in(options.public_prefixes, vllm_config, size)
@@ -128,15 +137,21 @@ class SchedulerSide:
         least = self._options.min_tokens or size
         if self._gain(request, limit, computed) < least:
             return 0
-        reach = self._lookups.reach(followed, first, limit)
+        saves_s = None
+        if self._choices is not None:
+            saves_s = self._choices.saves_s(request.num_tokens, computed, limit)
+        reach = self._lookups.reach(followed, first, limit, saves_s)
         if reach is None:
             return None
         end = reach.end
         if self._stateful and self._saves and followed.options.store:
             stop_at_branch(request, reach, size, first=first, public=len(followed.public))
-        gain = self._gain(request, end, computed)
-        if gain < least:
+        if self._gain(request, end, computed) < least:
             return 0
+        if self._choices is not None:
+            end = self._choices.best_end(followed, computed, first, end, self._followed)
+            if self._gain(request, end, computed) < least:
+                return 0
         followed.hit = (first, end)
         return end * size - computed
 
@@ -146,10 +161,12 @@ class SchedulerSide:
         return min(blocks * self._groups.block_tokens, tokens - 1) - computed
 
     def receive(self, output: KVConnectorOutput) -> None:
-        """Take the lookup results of workers with their own stores."""
-        results = output.kv_connector_worker_meta
-        if isinstance(results, LookupResults):
-            self._lookups.receive(results)
+        """Take the news of workers."""
+        news = output.kv_connector_worker_meta
+        if isinstance(news, WorkerNews):
+            self._lookups.receive(news)
+            if self._choices is not None:
+                self._choices.receive(news)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Plan the load of a request that has pages; ``external`` tokens are to be loaded."""
@@ -159,6 +176,8 @@ class SchedulerSide:
             if followed.began is None:
                 followed.began, followed.promised = time.time(), external
                 self._answers.requested(followed)
+            if self._choices is not None:
+                self._choices.placed(followed, external, self._plan)
         if followed is None or external == 0:
             return
         size = self._groups.block_tokens
@@ -178,9 +197,10 @@ class SchedulerSide:
             assert all(span.keys for span in spans), f"no page for the states at block {end}"
         tokens = self._gain(request, end, first * size)
         self.counts.add(hit_tokens=tokens)
-        self._plan.loads.append(
-            PageLoad(request.request_id, [span for span in spans if span.keys], tokens)
-        )
+        load = PageLoad(request.request_id, [span for span in spans if span.keys], tokens)
+        if self._choices is not None:
+            self._choices.loading(followed, load)
+        self._plan.loads.append(load)
 
     # --- saves -----------------------------------------------------------------------------------
 
@@ -195,6 +215,9 @@ class SchedulerSide:
         plan.lookups = self._lookups.take_messages()
         plan.clear = self._cleared
         plan.returns = self._answers.take()
+        plan.step = step
+        if self._choices is not None:
+            plan.reports = self._choices.planned(step, output, self._followed)
         if self._saves:
             for request_id, scheduled in output.num_scheduled_tokens.items():
                 followed = self._followed.get(request_id)
@@ -274,6 +297,8 @@ class SchedulerSide:
         next step, which vLLM runs even if there is nothing to compute.
         """
         followed = self._followed.pop(request.request_id, None)
+        if self._choices is not None:
+            self._choices.finished(request.request_id)
         if self._recorder is not None:
             known = followed or FollowedRequest(request, RequestOptions())
             self._recorder.ended(
@@ -339,6 +364,7 @@ class SchedulerSide:
     def close(self) -> None:
         """Release everything; also the store, in case vLLM does not close the worker's side."""
         self._lookups.close()
+        write_costs(self._cost, self._options.cost)
         if self._recorder is not None:
             self._recorder.close()
         if self._shared is not None:

@@ -6,16 +6,25 @@ import threading
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
-from kvkeep.core.errors import InvalidValue
+from kvkeep.core.errors import IllegalStep, InvalidValue
+from kvkeep.integrations.cost_files import costs_in
+from kvkeep.integrations.load_costs import LoadCosts, RunCost
 from kvkeep.integrations.vllm.kept import OpenStore
+from kvkeep.integrations.vllm.keys import keys_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm.config import VllmConfig
+
+    from kvkeep.core.cost import CostModel
+    from kvkeep.integrations.options import EngineOptions
     from kvkeep.integrations.vllm.groups import Groups
     from kvkeep.integrations.vllm.options import ConnectorOptions
     from kvkeep.store import BlockStore
     from kvkeep.store.blocks import ReturnNotes
 
-__all__ = ["SharedStore"]
+__all__ = ["SharedStore", "engine_costs"]
 
 # By vLLM's engine id. vLLM makes both sides and gives neither a reference to the other, so they
 # meet here. Weak: it keeps no store alive.
@@ -30,6 +39,7 @@ class SharedStore(OpenStore):
 
     Attributes:
         sizes: bytes of a record, by group.
+        costs: what loads take.
         news: set when a load or a lookup has ended.
 
     Raises:
@@ -54,9 +64,27 @@ class SharedStore(OpenStore):
         super().__init__(store, options.flush_timeout)
         self.groups = groups
         self.sizes = sizes
+        self.costs = LoadCosts(store)
         self.news = threading.Event()
         self._replay = store.replay()
         _ENGINES[engine] = self
+
+    def runs(self, hashes: Sequence[bytes], first: int, end: int) -> list[RunCost]:
+        """Return what loading the blocks ``first`` … ``end - 1`` takes, in pieces.
+
+        Their ends are blocks of the request. Empty if the store is closed.
+        """
+        size, counted = self.groups.block_tokens, self.groups.counted
+        nbytes = [0] * (end - first)
+        for at, group in enumerate(self.groups.groups):
+            start = max(first, group.first_needed(end * size, size))
+            for block in range(start - first, end - first):
+                nbytes[block] += self.sizes[at]
+        try:
+            runs = self.costs.runs(keys_of(hashes[first:end], counted), nbytes)
+        except IllegalStep:
+            return []
+        return [run._replace(end=first + run.end) for run in runs]
 
     def tell(self, notes: ReturnNotes) -> None:
         """Tell the tiers of conversations that a scheduler in another process follows.
@@ -70,3 +98,9 @@ class SharedStore(OpenStore):
     def find(engine: str) -> SharedStore | None:
         """Return the store of a worker in this process, by vLLM's engine id."""
         return _ENGINES.get(engine)
+
+
+def engine_costs(options: EngineOptions, vllm_config: VllmConfig | None) -> CostModel:
+    """Return the costs of an engine to begin with. Raises `InvalidValue` for a wrong file."""
+    model = None if vllm_config is None else vllm_config.model_config
+    return costs_in(options.cost, "" if model is None else str(model.model))

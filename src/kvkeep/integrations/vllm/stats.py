@@ -22,13 +22,16 @@ METRICS = {
     "hit_tokens": "Tokens that were found in the store for requests",
     "loaded_tokens": "Tokens whose KV was loaded instead of computed",
     "failed_tokens": "Tokens whose load failed, so that they were computed",
-    "late_tokens": "Failed tokens whose load took longer than load_timeout",
+    "late_tokens": "Failed tokens whose load took longer than load_timeout, or than computing",
+    "slower_tokens": "Tokens found in the store but computed, because that is faster",
+    "slower_requests": "Requests of which tokens were found and computed for that reason",
     "saved_tokens": "Tokens whose KV was stored",
     "dropped_tokens": "Tokens whose KV was dropped for lack of room",
     "unread_tokens": "Tokens of answers not stored, because later prompts will not contain them",
     "load_seconds": "Seconds of all loads together",
     "save_seconds": "Seconds that the model waited for its KV to be copied",
     "late_lookups": "Lookups in shared tiers that took longer than lookup_timeout",
+    "skipped_lookups": "Lookups in shared tiers not waited for, as that takes longer than it saves",
     "ignored_params": "Requests with wrong kv_transfer_params, which were ignored",
 }
 

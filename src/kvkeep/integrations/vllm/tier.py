@@ -25,8 +25,10 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
 from kvkeep.core.errors import InvalidValue
+from kvkeep.integrations.cost_files import write_costs
 from kvkeep.integrations.vllm.adapters import Adapters
 from kvkeep.integrations.vllm.kept import OpenStore
+from kvkeep.integrations.vllm.offload.choosing import ChunkChoices
 from kvkeep.integrations.vllm.offload.engine import OffloadEngine
 from kvkeep.integrations.vllm.offload.identity import namespace_of_rows
 from kvkeep.integrations.vllm.offload.jobs import TierJobs
@@ -38,6 +40,7 @@ from kvkeep.integrations.vllm.offload.rows import ChunkRows
 from kvkeep.integrations.vllm.offload.spec import KVKeepSpec
 from kvkeep.integrations.vllm.options import RequestOptions
 from kvkeep.integrations.vllm.public import PublicBlocks, prefixes_in
+from kvkeep.integrations.vllm.shared import engine_costs
 from kvkeep.integrations.vllm.stats import Counts
 from kvkeep.integrations.vllm.versions import require_tiers
 from kvkeep.store.backends.memory import MemoryBackend
@@ -127,18 +130,27 @@ class KVKeepTier(SecondaryTierManager):
         counted = next(iter(sorted(whole)), min(chunk_tokens))
         self._counts = Counts()
         self._news = threading.Event()
+        config_of = None if self._engine is None else self._engine.config
         store = BlockStore(
             namespace,
             tiers=[MemoryBackend(self._options.buffer), *self._options.tiers],
             policy=PassThrough(),
+            cost=engine_costs(self._options, config_of),
         )
         self._store = OpenStore(store, self._options.flush_timeout)
         rows = _rows(offloading_spec, notes)
         for size in {rows.size(group) for group in chunk_tokens}:
             store.prepare_reads(size)
+        self._choices = None
+        if self._engine is not None and self._options.compare_costs:
+            self._choices = ChunkChoices(
+                self._store, self._engine, self._counts,
+                sizes={group: rows.size(group) for group in chunk_tokens},
+                chunk_tokens=chunk_tokens, divisible=len(whole) == len(chunk_tokens),
+            )  # fmt: skip
         self._lookups = ChunkLookups(
             self._store, self._counts, whole=whole, chunk_tokens=chunk_tokens,
-            timeout=self._options.lookup_timeout, news=self._news,
+            timeout=self._options.lookup_timeout, news=self._news, choices=self._choices,
         )  # fmt: skip
         self._jobs = TierJobs(
             self._store, primary_kv_view, rows, self._counts,
@@ -243,6 +255,8 @@ class KVKeepTier(SecondaryTierManager):
         """
         results = []
         for ended in self._jobs.finished():
+            if ended.slow and self._choices is not None:
+                self._choices.came_late(ended.slow)
             if ended.job.is_promotion and ended.failed and not ended.cancelled:
                 # For all requests: those that wait for the same chunk would wait one by one.
                 for request in self._live.values():
@@ -263,6 +277,8 @@ class KVKeepTier(SecondaryTierManager):
                 request.computed = True
                 if request.kept is None:
                     self._known(request, request_id)
+        if self._choices is not None:
+            self._choices.step(self._live, context.new_req_ids)
         self._held = max(0, self._held - 1)
         self._jobs.delete_expired()
         self._lookups.next_step()
@@ -292,7 +308,10 @@ class KVKeepTier(SecondaryTierManager):
         for request in self._live.values():
             request.over = True
         self._lookups.close()
+        if self._choices is not None:
+            self._choices.close()
         self._jobs.close()
+        write_costs(self._store.store.cost, self._options.cost)
         self._primary_kv_view = memoryview(b"")
         self._store.close()
 

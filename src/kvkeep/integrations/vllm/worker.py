@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from kvkeep.core.errors import KVKeepError
+from kvkeep.integrations.load_costs import LoadPace, ProbeEnd
 from kvkeep.integrations.vllm.device import DeviceCopies
 from kvkeep.integrations.vllm.groups import BlockReach
 from kvkeep.integrations.vllm.kept import log_fault
 from kvkeep.integrations.vllm.loaders import Loaders
-from kvkeep.integrations.vllm.messages import BlockSpan, LookupResults, Save
+from kvkeep.integrations.vllm.messages import BlockSpan, LoadEnd, Save, WorkerNews
 from kvkeep.integrations.vllm.naming import machine_of, namespace_of, warn_of_seeds
 from kvkeep.integrations.vllm.outer import require_own_engine
 from kvkeep.integrations.vllm.pages import pages_of
-from kvkeep.integrations.vllm.shared import SharedStore
+from kvkeep.integrations.vllm.shared import SharedStore, engine_costs
 from kvkeep.integrations.vllm.stats import Counts
 from kvkeep.store.blocks.store import BlockStore
 
@@ -33,8 +34,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+    from kvkeep.integrations.load_costs import RunCost
     from kvkeep.integrations.vllm.groups import Groups
-    from kvkeep.integrations.vllm.messages import PageLoad, RankLookup, StepPlan
+    from kvkeep.integrations.vllm.messages import PageLoad, Probe, RankLookup, StepPlan
     from kvkeep.integrations.vllm.options import ConnectorOptions
     from kvkeep.integrations.vllm.pages import GroupPages
 
@@ -79,10 +81,13 @@ class WorkerSide:
         self._loaders = Loaders()
         self._lookers = ThreadPoolExecutor(_LOOKUPS, "kvkeep lookup")
         self._teller = ThreadPoolExecutor(1, "kvkeep returns")
+        self._prober = ThreadPoolExecutor(1, "kvkeep probe")
         self._loading: dict[str, _Loading] = {}
         self._running: set[Future[None]] = set()  # the threads of loads
         self._done: deque[_Loading] = deque()
-        self._lookup_results: deque[tuple[int, BlockReach]] = deque()
+        self._lookup_results: deque[tuple[int, BlockReach, list[RunCost]]] = deque()
+        self._load_ends: deque[tuple[str, LoadEnd]] = deque()
+        self._probe_ends: deque[ProbeEnd] = deque()
         self._errors: set[int] = set()
         self._cleared = 0
         self._pages: list[GroupPages] = []
@@ -113,7 +118,8 @@ class WorkerSide:
         warn_of_seeds(config)
         where = f"{machine_of(config, self._groups.layers, self._pages[0].device)} {described}"
         namespace = namespace_of(config, self._options, self._groups, where)
-        store = BlockStore(namespace, tiers=self._options.tiers)
+        cost = engine_costs(self._options, config)
+        store = BlockStore(namespace, tiers=self._options.tiers, cost=cost)
         sizes = [pages.record_bytes for pages in self._pages]
         engine = config.kv_transfer_config.engine_id
         shared = SharedStore(engine, store, self._groups, sizes, self._options)
@@ -141,7 +147,8 @@ class WorkerSide:
             shared.pin(keys, seconds)
         begun = None if self._device is None else self._device.mark()
         for load in plan.loads:
-            loading = _Loading(load, time.monotonic() + self._options.load_timeout)
+            patience = min(self._options.load_timeout, load.patience)
+            loading = _Loading(load, time.monotonic() + patience)
             self._loading[load.request] = loading
             running = self._loaders.submit(
                 partial(self._load, loading, begun), until=loading.until,
@@ -152,6 +159,19 @@ class WorkerSide:
             running.add_done_callback(log_fault)
         for lookup in plan.lookups:
             self._lookers.submit(self._look_up, lookup).add_done_callback(log_fault)
+        for probe in plan.probes:
+            self._prober.submit(self._probe, probe).add_done_callback(log_fault)
+
+    def _probe(self, probe: Probe) -> None:
+        """In a thread: read a few blocks from a tier, for no request."""
+        shared, end = self._open(), ProbeEnd(probe.tier, 0.0, 0.0, came=False)
+        try:
+            sizes = [shared.sizes[probe.group]] * len(probe.keys)
+            end = shared.costs.probe(probe.tier, probe.keys, sizes)
+        except KVKeepError as error:
+            _LOG.warning("a probe of %s failed: %s", probe.tier, error)
+        finally:
+            self._probe_ends.append(end)
 
     def _load(
         self, loading: _Loading, begun: torch.cuda.Event | None, went_on: Callable[[], None]
@@ -161,7 +181,8 @@ class WorkerSide:
         started = time.monotonic()
         spans = loading.load.spans
         loading.missing = [page for span in spans for page in span.pages]
-        filled = 0
+        nbytes = sum(len(span.keys) * shared.sizes[span.group] for span in spans)
+        filled, late, failed = 0, False, ""
         try:
             for span in spans:
                 if loading.cancelled:
@@ -170,41 +191,46 @@ class WorkerSide:
                     sink = self._pages[span.group].sinker(span.pages)
                 else:
                     sink = self._device.sinker(span, begun)
-                there = shared.store.read(
+                size = shared.sizes[span.group]
+                share = size * len(span.keys) / nbytes
+                read = shared.costs.read(
                     span.keys,
-                    [shared.sizes[span.group]] * len(span.keys),
+                    [size] * len(span.keys),
                     _telling(sink, went_on),
-                    deadline=max(0.0, loading.until - time.monotonic()),
-                    cancelled=lambda: loading.cancelled,
+                    LoadPace(loading.until, loading.load.compute_s * share),
+                    lambda: loading.cancelled,
                 )
-                filled += there
-                if there < len(span.keys):
+                filled += read.blocks
+                late, failed = read.late, read.failed
+                if read.blocks < len(span.keys):
                     break
         except KVKeepError as error:
             _LOG.warning("a load ended early: %s", error)
         finally:
             loading.missing = loading.missing[filled:]
-            self._count(loading, time.monotonic() - started)
+            seconds = time.monotonic() - started
+            self._count(loading, seconds, late=late)
+            self._load_ends.append((loading.load.request, LoadEnd(seconds, failed)))
             self._done.append(loading)
             shared.news.set()
 
-    def _count(self, loading: _Loading, seconds: float) -> None:
+    def _count(self, loading: _Loading, seconds: float, *, late: bool) -> None:
         shared = self._open()
         if loading.cancelled:
             return
         load, missing = loading.load, len(loading.missing)
         whole = missing and (len(load.spans) > 1 or self._groups.states)
         failed = load.tokens if whole else min(load.tokens, missing * self._groups.block_tokens)
-        late = failed if time.monotonic() >= loading.until else 0
         self.counts.add(
-            loaded_tokens=load.tokens - failed, failed_tokens=failed, late_tokens=late,
-            load_seconds=seconds,
+            loaded_tokens=load.tokens - failed, failed_tokens=failed,
+            late_tokens=failed if late else 0, load_seconds=seconds,
         )  # fmt: skip
         shared.count_hits(self.counts)
 
     def _look_up(self, lookup: RankLookup) -> None:
         """In a thread: look up blocks in the store, in shared tiers too."""
         shared, there = self._open(), BlockReach(lookup.first, lookup.first)
+        runs: list[RunCost] = []
         until = time.monotonic() + self._options.lookup_timeout
         try:
             there = self._groups.reach(
@@ -212,10 +238,11 @@ class WorkerSide:
                 lookup.first,
                 lambda keys: shared.lookup(keys, max(0.0, until - time.monotonic())),
             )
+            runs = shared.runs(lookup.hashes, lookup.first, there.end)
         except KVKeepError as error:
             _LOG.warning("a lookup failed: %s", error)
         finally:
-            self._lookup_results.append((lookup.number, there))
+            self._lookup_results.append((lookup.number, there, runs))
             shared.news.set()
 
     def finished(self, ended: set[str], plan: StepPlan) -> KVConnectorTransferResults:
@@ -247,15 +274,19 @@ class WorkerSide:
         errors, self._errors = self._errors, set()
         return errors
 
-    def lookup_results(self) -> LookupResults | None:
-        """Return the results of lookups since the last call."""
-        if not self._lookup_results:
-            return None
-        found: dict[int, list[BlockReach]] = {}
+    def news(self, plan: StepPlan) -> WorkerNews | None:
+        """Return what has ended since the last call, for the scheduler; None: nothing."""
+        news = WorkerNews(step=plan.step if plan.reports else -1)
         while self._lookup_results:
-            number, there = self._lookup_results.popleft()
-            found[number] = [there]
-        return LookupResults(found)
+            number, there, runs = self._lookup_results.popleft()
+            news.found[number], news.runs[number] = [there], [runs]
+        while self._load_ends:
+            request, end = self._load_ends.popleft()
+            news.loads[request] = end
+        while self._probe_ends:
+            news.probes.append(self._probe_ends.popleft())
+        told = news.step >= 0 or news.found or news.loads or news.probes
+        return news if told else None
 
     # --- saves -----------------------------------------------------------------------------------
 
@@ -318,6 +349,7 @@ class WorkerSide:
         self._loaders.close(wait=False)
         self._lookers.shutdown(wait=False, cancel_futures=True)
         self._teller.shutdown(wait=False, cancel_futures=True)
+        self._prober.shutdown(wait=False, cancel_futures=True)
         if self._device is not None:
             self._device.close()
         if self.shared is not None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
-    from kvkeep.serve.server.load_costs import LoadCosts
+    from kvkeep.serve.server.engine_costs import EngineCosts
 
 __all__ = ["of_costs"]
 
@@ -56,7 +56,7 @@ _TIER_GAUGES = {
 }
 
 
-def of_costs(costs: LoadCosts) -> Iterator[Metric]:
+def of_costs(costs: EngineCosts) -> Iterator[Metric]:
     """What was learned of prefill and of each tier, and what was decided by it."""
     seconds = costs.prefill_seconds_per_token
     per_token = GaugeMetricFamily(

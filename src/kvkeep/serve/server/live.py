@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvkeep.core.cache import CacheStats
     from kvkeep.observe.usage.history import FirstTokenTimes
     from kvkeep.serve.engine import EngineStats
-    from kvkeep.serve.server.load_costs import LoadCosts
+    from kvkeep.serve.server.engine_costs import EngineCosts
     from kvkeep.serve.server.service import Service
     from kvkeep.store.tiers import TierStats
 
@@ -202,7 +202,7 @@ def _times(times: FirstTokenTimes) -> LiveTimes:
     return LiveTimes(**asdict(times))
 
 
-def _loads(costs: LoadCosts) -> LiveLoads:
+def _loads(costs: EngineCosts) -> LiveLoads:
     recent, seconds = costs.recent, costs.prefill_seconds_per_token
     return LiveLoads(
         prefill_tokens_per_s=1 / seconds if seconds else None,
@@ -213,7 +213,7 @@ def _loads(costs: LoadCosts) -> LiveLoads:
     )
 
 
-def _tier(tier: TierStats, costs: LoadCosts) -> LiveTier:
+def _tier(tier: TierStats, costs: EngineCosts) -> LiveTier:
     counted = {name: int(value) for name, value in tier.counters.items()}
     return LiveTier(
         name=showable(tier.name),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvkeep.core.cache import CacheStats, PagedCache
     from kvkeep.observe.usage import TenantLedger
     from kvkeep.serve.http import BodyBudget, Connections
-    from kvkeep.serve.server.load_costs import LoadCosts
+    from kvkeep.serve.server.engine_costs import EngineCosts
     from kvkeep.serve.server.retention import Retention
     from kvkeep.serve.server.tier_retention import TierRetention
 
@@ -59,7 +59,7 @@ class ServerMetrics:
         self.tenants: TenantLedger | None = None
         self.retention: Retention | None = None
         self.tier_retention: TierRetention | None = None
-        self.costs: LoadCosts | None = None
+        self.costs: EngineCosts | None = None
         self.connections: Connections | None = None
         self.bodies: BodyBudget | None = None
         self.requests = Counter(

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from kvkeep.core.errors import QueueFull
 from kvkeep.core.keys import Namespace
 from kvkeep.serve.http import BodyBudget
+from kvkeep.serve.server.engine_costs import EngineCosts
 from kvkeep.serve.server.errors import ApiError, outcome_of
 from kvkeep.serve.server.live import Live
-from kvkeep.serve.server.load_costs import LoadCosts
 from kvkeep.serve.server.metrics import ServerMetrics
 from kvkeep.serve.server.record import JobRecorder
 from kvkeep.serve.server.retention import Retention
@@ -63,7 +63,7 @@ class Service:
         tenants = TenantUsage(engine, settings, self.namespace)
         self.watching = Watching(engine.cache, tenants, explain=settings.explain)
         self.metrics = ServerMetrics(self.watching.usage)
-        self.costs = LoadCosts(engine.cost)
+        self.costs = EngineCosts(engine.cost)
         self.metrics.costs = self.costs
         self.metrics.bodies = self.bodies
         self.metrics.tenants = tenants.ledger

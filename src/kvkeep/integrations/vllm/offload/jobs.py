@@ -19,6 +19,7 @@ import numpy as np
 from vllm.v1.kv_offload.tiering.base import JobResult
 
 from kvkeep.core.errors import KVKeepError
+from kvkeep.integrations.load_costs import LoadCosts, LoadPace
 from kvkeep.integrations.records import gather, scatter
 from kvkeep.integrations.vllm.kept import log_fault
 from kvkeep.integrations.vllm.loaders import Loaders
@@ -49,6 +50,8 @@ class FinishedJob:
 
     ``cancelled``: it was told to end early, so what it has not moved may well be there. ``groups``:
     those whose chunks are moved; None: all. ``until``: when a load ends, in monotonic seconds.
+    ``compute_s``: what computing its chunks takes, 0 if unknown. ``late``: they came too
+    slowly; ``slow``: the tier that did.
     """
 
     job: TransferJob
@@ -60,6 +63,14 @@ class FinishedJob:
     cancelled: bool = False
     groups: frozenset[int] | None = None
     until: float = 0.0
+    compute_s: float = 0.0
+    late: bool = False
+    slow: str = ""
+
+    @property
+    def of_one_group(self) -> bool:
+        """Whether all its chunks are of one group."""
+        return len({group_of(key) for key in self.job.keys}) == 1
 
     def result(self) -> JobResult:
         """Return what vLLM is told."""
@@ -108,6 +119,7 @@ class TierJobs:
         self._counted = counted
         self._load_timeout = load_timeout
         self._news = news
+        self._costs = LoadCosts(store.store)
         self._loaders = Loaders()
         self._saver = ThreadPoolExecutor(1, "kvkeep save")
         self._running: dict[int, Future[None]] = {}
@@ -116,10 +128,10 @@ class TierJobs:
 
     def load(self, job: TransferJob, request: TierRequest) -> None:
         """Begin to fill the rows of ``job``."""
-        until = time.monotonic() + self._load_timeout
+        until = time.monotonic() + min(self._load_timeout, request.patience)
         request.loads += 1
         self._counts.add(hit_tokens=self._tokens(job.keys))
-        ended = FinishedJob(job, request, until=until)
+        ended = FinishedJob(job, request, until=until, compute_s=request.compute_s)
         cancelled = partial(self._is_cancelled, ended)
         self._begun(
             ended,
@@ -238,13 +250,15 @@ class TierJobs:
 
         if self._is_cancelled(ended):
             return 0
-        return self._store.store.read(
+        read = self._costs.read(
             part.names,
             [self._rows.size(part.group)] * len(part.keys),
             sink,
-            deadline=max(0.0, ended.until - time.monotonic()),
-            cancelled=partial(self._is_cancelled, ended),
+            LoadPace(ended.until, ended.compute_s if ended.of_one_group else 0.0),
+            partial(self._is_cancelled, ended),
         )
+        ended.late, ended.slow = read.late, read.failed
+        return read.blocks
 
     def _save(self, part: _Part, ended: FinishedJob) -> int:
         runs, view = self._rows.of(part.group), self._view
@@ -267,7 +281,7 @@ class TierJobs:
         if not ended.job.is_promotion:
             self._counts.add(saved_tokens=moved, dropped_tokens=failed, save_seconds=ended.seconds)
             return
-        late = failed if time.monotonic() >= ended.until else 0
+        late = failed if ended.late or time.monotonic() >= ended.until else 0
         self._counts.add(
             loaded_tokens=moved, failed_tokens=failed, late_tokens=late,
             load_seconds=ended.seconds,

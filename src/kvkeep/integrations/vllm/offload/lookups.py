@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
     from kvkeep.integrations.vllm.kept import OpenStore
+    from kvkeep.integrations.vllm.offload.choosing import ChunkChoices
     from kvkeep.integrations.vllm.offload.requests import TierRequest
     from kvkeep.integrations.vllm.stats import Counts
 
@@ -36,7 +37,7 @@ class ChunkLookups:
 
     ``whole`` are the groups whose layers see all tokens: there no chunk is of use without all
     before it. ``chunk_tokens`` are the tokens of a chunk, by group. ``news`` is set when an answer
-    has come.
+    has come. ``choices`` compares loading with computing; without, all that is stored is loaded.
 
     Thread safety: none; it belongs to the scheduler's thread. Cost: below a microsecond a chunk.
     """
@@ -50,7 +51,9 @@ class ChunkLookups:
         chunk_tokens: Mapping[int, int],
         timeout: float,
         news: threading.Event,
+        choices: ChunkChoices | None = None,
     ) -> None:
+        self._choices = choices
         self._store = store
         self._counts = counts
         self._whole = whole
@@ -89,17 +92,29 @@ class ChunkLookups:
         if group not in self._whole:
             self._look_at_each(request, keys, group)
         else:
-            self._look_ahead(request, keys[at:], group)
+            self._look_ahead(request, keys[at:], group, ctx.req_id, at)
         for failed in request.failed:
             if failed in found:
                 found[failed] = LookupResult.MISS
 
-    def _look_ahead(self, request: TierRequest, keys: list[OffloadKey], group: int) -> None:
-        """Find results for ``keys``, up to the first that is missing."""
+    def _look_ahead(
+        self, request: TierRequest, keys: list[OffloadKey], group: int, request_id: str, first: int
+    ) -> None:
+        """Find results for ``keys``, up to the first that is missing, or not worth loading.
+
+        ``first`` is the number of the first one.
+        """
         blocks = request.names(keys, group)
         count = self._store.knows(blocks)
         while count < len(blocks) and blocks[count] in request.answered:
             count += 1
+        tokens = self._chunk_tokens.get(group, 0)
+        if count and self._choices is not None and tokens:
+            worth = self._choices.worth(request, request_id, blocks[:count], group, first)
+            if worth < count:
+                request.found.update(dict.fromkeys(keys[:worth], LookupResult.HIT))
+                request.found.update(dict.fromkeys(keys[worth:], LookupResult.MISS))
+                return
         request.found.update(dict.fromkeys(keys[:count], LookupResult.HIT))
         if count == len(keys):
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
@@ -62,6 +63,10 @@ class TierRequest:
         loads: number of its loads that have not ended.
         computed: whether vLLM has begun to compute it.
         over: whether vLLM has finished it.
+        patience: seconds for a load of what was last found, after which computing is faster.
+        compute_s: the seconds to compute that; 0 if unknown.
+        slower: the tier, and the tokens, of what was found and is computed, as that is faster.
+        refused: the group and the names of the first chunks of that.
         reset: whether vLLM may offload pages for it that are not its own, in groups with a window.
     """
 
@@ -79,6 +84,10 @@ class TierRequest:
     loads: int = 0
     computed: bool = False
     over: bool = False
+    patience: float = math.inf
+    compute_s: float = 0.0
+    slower: tuple[str, int] | None = None
+    refused: tuple[int, Sequence[bytes]] = (0, ())
     reset: bool = False
     _keys: dict[int, list[OffloadKey]] = field(default_factory=dict)
     _seen: int = 0

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from kvkeep.serve.server.schemas.base import ResponseModel
 
-__all__ = ["CostResponse", "LoadChoices", "LoadCounts", "TierCost", "TransferNow"]
+__all__ = ["CostResponse", "LoadCounts", "LoadTotals", "TierCost", "TransferNow"]
 
 _LEARNED = "The relative error to expect: 0.1 is 10 %; 1 as long as nothing was observed."
 
@@ -18,7 +18,9 @@ class TransferNow(ResponseModel):
     seconds_per_byte: float
     error: float = Field(description=_LEARNED)
     observations: int
-    bytes_per_s: float | None = Field(description="The bandwidth; null where bytes take no time.")
+    bytes_per_s: float | None = Field(
+        None, description="The bandwidth; left out where bytes take no time."
+    )
     queued_bytes: int = Field(description="Bytes that wait or are under way.")
     busy_s: float = Field(description="Seconds until a transfer that is queued now begins.")
     running: int = Field(description="Transfers under way.")
@@ -47,7 +49,7 @@ class LoadCounts(ResponseModel):
     avoided_s: float = Field(description="Expected seconds by which loading would be slower.")
 
 
-class LoadChoices(ResponseModel):
+class LoadTotals(ResponseModel):
     """What was decided."""
 
     recent: LoadCounts = Field(description="Of the last 1,000 loads.")
@@ -61,8 +63,6 @@ class CostResponse(ResponseModel):
     seconds_per_token_pair · (b² - a²) / 2. Fields of prefill are left out while nothing is known.
     """
 
-    model_config = ConfigDict(json_schema_extra={"required": ["model", "tiers", "loads"]})
-
     kvkeep_cost: int | None = None
     seconds_fixed: float | None = None
     seconds_per_token: float | None = None
@@ -74,9 +74,9 @@ class CostResponse(ResponseModel):
     observations: int | None = Field(None, description="Forward passes observed.")
     model: str = Field(description="The model and the device; empty if unknown.")
     tiers: dict[str, TierCost] = Field(description="By the names of the store's tiers.")
-    loads: LoadChoices
+    loads: LoadTotals
 
     @classmethod
     def of(cls, found: dict[str, Any]) -> "CostResponse":
-        """Return the response of a `LoadCosts.as_dict`."""
+        """Return the response of a `EngineCosts.as_dict`."""
         return cls.model_validate(found)

@@ -1,4 +1,4 @@
-"""`LoadCosts`: what an engine has learned of its costs, and how it chose to load or to compute."""
+"""`EngineCosts`: what an engine has learned of its costs, and how it chose by them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvkeep.core.cost import CostModel, LearnedTransfer
     from kvkeep.observe.usage import LoadReport, RequestEvent
 
-__all__ = ["LoadCosts", "LoadSums"]
+__all__ = ["EngineCosts", "LoadSums"]
 
 _RECENT: Final = 1000  # loads
 _TOKENS: Final = 1000  # of the prompt that gives the seconds per token
@@ -55,7 +55,7 @@ class LoadSums:
             setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 
 
-class LoadCosts:
+class EngineCosts:
     """The costs of one engine, and the sums of its loads since the start and lately.
 
     Thread safety: all methods. Memory: 1,000 loads, about 200 bytes each.

@@ -1,0 +1,138 @@
+"""`ChunkChoices`: which of a request's stored chunks are worth loading, and which are computed."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Final
+
+from kvkeep.core.errors import KVKeepError
+from kvkeep.integrations.load_choice import LoadChooser, StoredRun
+from kvkeep.integrations.load_costs import LoadCosts, ProbeEnd
+from kvkeep.integrations.vllm.kept import log_fault
+from kvkeep.integrations.vllm.offload.steps import ScheduleTimes
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from kvkeep.integrations.vllm.kept import OpenStore
+    from kvkeep.integrations.vllm.offload.engine import OffloadEngine
+    from kvkeep.integrations.vllm.offload.requests import TierRequest
+    from kvkeep.integrations.vllm.stats import Counts
+
+__all__ = ["ChunkChoices"]
+
+_LOG = logging.getLogger("kvkeep.vllm")
+_PROBED: Final = 16  # chunks that a probe may read
+
+
+class ChunkChoices:
+    """Compares loading with computing, for a tier below vLLM's offloading.
+
+    vLLM tells a tier neither what a step computes nor what it takes: both are seen in the requests
+    that the connector follows. ``divisible``: part of what is stored is of use.
+
+    Thread safety: none; it belongs to the scheduler's thread. Cost: a microsecond for each request
+    in a step.
+    """
+
+    def __init__(
+        self,
+        store: OpenStore,
+        engine: OffloadEngine,
+        counts: Counts,
+        *,
+        sizes: Mapping[int, int],
+        chunk_tokens: Mapping[int, int],
+        divisible: bool,
+    ) -> None:
+        self._store = store
+        self._engine = engine
+        self._counts = counts
+        self._sizes = sizes
+        self._chunk_tokens = chunk_tokens
+        self._divisible = divisible
+        self._costs = LoadCosts(store.store)
+        config = engine.config
+        self._chooser = LoadChooser(
+            self._costs.cost.prefill,
+            pass_tokens=config.scheduler_config.max_num_batched_tokens,
+        )
+        self._times = ScheduleTimes(self._costs.cost.prefill, config.max_concurrent_batches)
+        self._prober = ThreadPoolExecutor(1, "kvkeep probe")
+        self._probed: deque[ProbeEnd] = deque()
+        self._ahead = 0.0  # seconds of computing that requests at work wait for
+
+    def worth(
+        self, request: TierRequest, request_id: str, names: Sequence[bytes], group: int, at: int
+    ) -> int:
+        """Return how many of the stored chunks ``names``, from the request's chunk ``at`` on, pay.
+
+        The others are computed sooner than they are loaded.
+        """
+        tokens = self._chunk_tokens[group]
+        start = at * tokens
+        runs = self._costs.runs(names, [self._sizes[group]] * len(names))
+        known = self._engine.request(request_id)
+        length = start + len(names) * tokens + 1 if known is None else known.num_tokens
+        choice = self._chooser.choose(
+            start,
+            length,
+            [StoredRun(start + run.end * tokens, *run[1:]) for run in runs],
+            divisible=self._divisible,
+            compute_free_s=self._ahead,
+        )
+        count = max(0, choice.tokens - start) // tokens
+        request.patience, request.compute_s = choice.patience, choice.compute_s
+        request.slower = None
+        if count < len(names):
+            request.slower = (choice.refused, (len(names) - count) * tokens)
+            request.refused = (group, list(names[count : count + _PROBED]))
+        return count
+
+    def step(self, live: Mapping[str, TierRequest], begun: Collection[str]) -> None:
+        """End a step; ``begun`` are the requests that are computed for the first time in it."""
+        while self._probed:
+            end = self._probed.popleft()
+            self._chooser.probed(end.tier, end.seconds, in_time=end.came, expected=end.expected)
+        for request_id in begun:
+            request = live.get(request_id)
+            if request is not None and request.slower is not None:
+                self._refused(request)
+        self._ahead, places = 0.0, {}
+        for request_id, request in live.items():
+            found = self._engine.request(request_id) if request.computed else None
+            if found is not None:
+                there, prompt = found.num_computed_tokens, found.num_prompt_tokens
+                places[request_id] = there, prompt
+                if there < prompt:
+                    self._ahead += self._chooser.compute_s(there, prompt)
+        self._times.planned(places)
+
+    def _refused(self, request: TierRequest) -> None:
+        """Count what a request does not load, and begin a probe if one is due."""
+        assert request.slower is not None
+        tier, tokens = request.slower
+        request.slower = None
+        self._counts.add(slower_requests=1, slower_tokens=tokens)
+        if self._chooser.take_probe(tier):
+            self._prober.submit(self._probe, tier, *request.refused).add_done_callback(log_fault)
+
+    def _probe(self, tier: str, group: int, names: Sequence[bytes]) -> None:
+        """In a thread: read a few chunks, for no request."""
+        end = ProbeEnd(tier, 0.0, 0.0, came=False)
+        try:
+            end = self._costs.probe(tier, names, [self._sizes[group]] * len(names))
+        except KVKeepError as error:
+            _LOG.warning("a probe of %s failed: %s", tier, error)
+        finally:
+            self._probed.append(end)
+
+    def came_late(self, tier: str) -> None:
+        """Note that a load from ``tier`` ended late: others wait for a probe."""
+        self._chooser.came_late(tier)
+
+    def close(self) -> None:
+        """Begin no more probes."""
+        self._prober.shutdown(wait=False, cancel_futures=True)
