@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from kvkeep.serve.server.schemas.base import ResponseModel
 
@@ -18,7 +18,9 @@ class TransferNow(ResponseModel):
     seconds_per_byte: float
     error: float = Field(description=_LEARNED)
     observations: int
-    bytes_per_s: float | None = Field(description="The bandwidth; null where bytes take no time.")
+    bytes_per_s: float | None = Field(
+        None, description="The bandwidth; left out where bytes take no time."
+    )
     queued_bytes: int = Field(description="Bytes that wait or are under way.")
     busy_s: float = Field(description="Seconds until a transfer that is queued now begins.")
     running: int = Field(description="Transfers under way.")
@@ -60,8 +62,6 @@ class CostResponse(ResponseModel):
     Tokens a … b - 1 of a prompt take seconds_fixed + seconds_per_token · (b - a) +
     seconds_per_token_pair · (b² - a²) / 2. Fields of prefill are left out while nothing is known.
     """
-
-    model_config = ConfigDict(json_schema_extra={"required": ["model", "tiers", "loads"]})
 
     kvkeep_cost: int | None = None
     seconds_fixed: float | None = None
