@@ -123,6 +123,7 @@ def main() -> None:
     """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer bandwidths and rounds")
+    parser.add_argument("--rates", help="bandwidths in MB/s, such as 3,30,0; 0: as the disk is")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--dir", type=Path, help="where the disk tier is to be")
     parser.add_argument("--serve", nargs=2, metavar=("MODEL", "TRANSFER"), help=argparse.SUPPRESS)
@@ -134,6 +135,8 @@ def main() -> None:
     vllm_engine.LAYERS |= {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8}
     vllm_engine.HEADS["num_attention_heads"] = 8
     rates, rounds = ((3.0, 30.0, 0.0), 8) if options.quick else (RATES, 12)
+    if options.rates:
+        rates = tuple(map(float, options.rates.split(",")))
     with tempfile.TemporaryDirectory(dir=options.dir, prefix="kvkeep costs ") as directory:
         figures = sweep(Path(directory), rates, rounds)
     title = f"vLLM on the CPU, {LENGTH:,} tokens, a tier of several speeds, {rounds} rounds"

@@ -12,7 +12,7 @@ import pytest
 from kvkeep.core.cost import PrefillCost
 from kvkeep.core.errors import InvalidValue
 from kvkeep.integrations.cost_files import costs_in, write_costs
-from kvkeep.integrations.load_costs import LoadCosts, LoadPace
+from kvkeep.integrations.load_costs import LoadPace, TimedLoads
 from kvkeep.store import BlockStore
 from kvkeep.store.backends.disk import DiskBackend
 
@@ -64,7 +64,7 @@ def never() -> bool:
     return False
 
 
-def read(costs: LoadCosts, keys: list[bytes], pace: LoadPace) -> tuple[Any, list[int]]:
+def read(costs: TimedLoads, keys: list[bytes], pace: LoadPace) -> tuple[Any, list[int]]:
     came: list[int] = []
 
     def sink(at: int, raw: memoryview) -> None:
@@ -76,7 +76,7 @@ def read(costs: LoadCosts, keys: list[bytes], pace: LoadPace) -> tuple[Any, list
 
 def test_runs_are_where_the_blocks_are(tmp_path: Path, keys: list[bytes]) -> None:
     with BlockStore("n", tiers=tiers(tmp_path)) as store:
-        costs = LoadCosts(store)
+        costs = TimedLoads(store)
         assert [(run.end, run.tier, run.seconds) for run in costs.runs(keys, [SIZE] * COUNT)] == [
             (COUNT, "file", None)
         ]
@@ -89,7 +89,7 @@ def test_runs_are_where_the_blocks_are(tmp_path: Path, keys: list[bytes]) -> Non
 
 def test_a_read_in_time(tmp_path: Path, keys: list[bytes]) -> None:
     with BlockStore("n", tiers=tiers(tmp_path)) as store:
-        found, came = read(LoadCosts(store), keys, LoadPace(time.monotonic() + 30))
+        found, came = read(TimedLoads(store), keys, LoadPace(time.monotonic() + 30))
         assert (found.blocks, found.late, found.failed) == (COUNT, False, "")
         assert came == list(range(COUNT))
         assert store.cost.reading("file").known
@@ -99,7 +99,7 @@ def test_a_read_that_falls_behind_ends(tmp_path: Path, keys: list[bytes], disk: 
     """It ends long before the deadline; of an unknown tier, what came is news, and no fault."""
     disk.record_s = 0.05
     with BlockStore("n", tiers=tiers(tmp_path)) as store:
-        costs, began = LoadCosts(store), time.monotonic()
+        costs, began = TimedLoads(store), time.monotonic()
         found, came = read(costs, keys, LoadPace(began + 60, compute_s=COUNT * 0.01))
         assert 0 < found.blocks == len(came) < COUNT
         assert (found.late, found.failed) == (True, "")
@@ -107,14 +107,14 @@ def test_a_read_that_falls_behind_ends(tmp_path: Path, keys: list[bytes], disk: 
             assert time.monotonic() - began < 60
             time.sleep(0.01)
     with BlockStore("n", tiers=tiers(tmp_path), cost=store.cost) as store:
-        found, _ = read(LoadCosts(store), keys, LoadPace(time.monotonic() + 60, COUNT * 0.01))
+        found, _ = read(TimedLoads(store), keys, LoadPace(time.monotonic() + 60, COUNT * 0.01))
         assert (found.late, found.failed) == (True, "file")
 
 
 def test_a_read_that_hangs_ends_in_time(tmp_path: Path, keys: list[bytes], disk: Disk) -> None:
     disk.hangs.set()
     with BlockStore("n", tiers=tiers(tmp_path)) as store:
-        costs, began = LoadCosts(store), time.monotonic()
+        costs, began = TimedLoads(store), time.monotonic()
         found, came = read(costs, keys, LoadPace(began + 0.2, compute_s=1.0))
         assert time.monotonic() - began < 10
         assert (found.blocks, found.late, found.failed, came) == (0, True, "file", [])
@@ -123,7 +123,7 @@ def test_a_read_that_hangs_ends_in_time(tmp_path: Path, keys: list[bytes], disk:
 
 def test_a_cancelled_read_is_no_fault(tmp_path: Path, keys: list[bytes]) -> None:
     with BlockStore("n", tiers=tiers(tmp_path)) as store:
-        found = LoadCosts(store).read(
+        found = TimedLoads(store).read(
             keys, [SIZE] * COUNT, lambda _at, _raw: None, LoadPace(time.monotonic() + 60),
             lambda: True,
         )  # fmt: skip
@@ -133,7 +133,7 @@ def test_a_cancelled_read_is_no_fault(tmp_path: Path, keys: list[bytes]) -> None
 def test_probes(tmp_path: Path, keys: list[bytes], disk: Disk) -> None:
     disk.record_s = 0.02
     with BlockStore("n", tiers=tiers(tmp_path)) as store:
-        costs = LoadCosts(store)
+        costs = TimedLoads(store)
         first = costs.probe("file", keys, [SIZE] * COUNT)
         assert first.came
         assert first.expected == 0

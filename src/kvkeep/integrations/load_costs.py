@@ -1,4 +1,4 @@
-"""`LoadCosts`: what loads from a store into an engine take, by tier; and those that end early."""
+"""`TimedLoads`: what loads from a store into an engine take, by tier; and those that end early."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from kvkeep.store import BlockStore
 
-__all__ = ["LoadCosts", "LoadPace", "ProbeEnd", "Read", "RunCost"]
+__all__ = ["LoadPace", "ProbeEnd", "Read", "RunCost", "TimedLoads"]
 
 _PROBE_S: Final = 0.25  # what a probe should take at most, or twice what one block should
 _PROBE_BLOCKS: Final = (1, 2, 4, 8, 16)  # in turn: reads of several blocks overlap
@@ -60,7 +60,7 @@ class ProbeEnd(NamedTuple):
     came: bool
 
 
-class LoadCosts:
+class TimedLoads:
     """What loads from ``store`` take, and loads that end when they take too long.
 
     Thread safety: all methods.

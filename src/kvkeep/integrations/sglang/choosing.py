@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import KVKeepError
 from kvkeep.integrations.load_choice import LoadChooser, StoredRun
-from kvkeep.integrations.load_costs import LoadCosts, LoadPace, ProbeEnd
+from kvkeep.integrations.load_costs import LoadPace, ProbeEnd, TimedLoads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ class PageChoices:
 
     def __init__(self, store: BlockStore, page_tokens: int) -> None:
         self._page_tokens = page_tokens
-        self._costs = LoadCosts(store)
+        self._costs = TimedLoads(store)
         self._chooser = LoadChooser(store.cost.prefill)
         self._lock = threading.Lock()
         self._prober = ThreadPoolExecutor(1, "kvkeep probe")

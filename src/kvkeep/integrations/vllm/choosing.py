@@ -1,4 +1,4 @@
-"""`LoadChoices`: which of the stored blocks the requests of vLLM load, and which are computed."""
+"""`RequestChoices`: which stored blocks the requests of vLLM load, and which are computed."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from kvkeep.integrations.vllm.requests import FollowedRequest
     from kvkeep.integrations.vllm.stats import Counts
 
-__all__ = ["LoadChoices"]
+__all__ = ["RequestChoices"]
 
 _LOG = logging.getLogger("kvkeep.vllm")
 _PROBED: Final = 16  # blocks that a probe may read
 
 
-class LoadChoices:
+class RequestChoices:
     """Compares loading with computing, for the scheduler's side.
 
     Learns the cost of computing from steps, and the speed of tiers from what workers tell. Loads

@@ -10,7 +10,7 @@ from urllib.parse import parse_qs, urlsplit
 from kvkeep.integrations.cost_files import write_costs
 from kvkeep.integrations.vllm.adapters import Adapters
 from kvkeep.integrations.vllm.answers import AnswerWatch
-from kvkeep.integrations.vllm.choosing import LoadChoices
+from kvkeep.integrations.vllm.choosing import RequestChoices
 from kvkeep.integrations.vllm.keys import keys_of
 from kvkeep.integrations.vllm.lookups import BlockLookups
 from kvkeep.integrations.vllm.messages import BlockSpan, PageLoad, StepPlan, WorkerNews
@@ -82,7 +82,7 @@ class SchedulerSide:
         self._cost = engine_costs(options, vllm_config) if shared is None else shared.costs.cost
         self._choices = None
         if loads and options.compare_costs:
-            self._choices = LoadChoices(
+            self._choices = RequestChoices(
                 vllm_config, self._cost.prefill, groups, self._lookups, self.counts
             )
         self._adapters = Adapters()

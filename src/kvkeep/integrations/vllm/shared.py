@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 
 from kvkeep.core.errors import IllegalStep, InvalidValue
 from kvkeep.integrations.cost_files import costs_in
-from kvkeep.integrations.load_costs import LoadCosts, RunCost
+from kvkeep.integrations.load_costs import RunCost, TimedLoads
 from kvkeep.integrations.vllm.kept import OpenStore
 from kvkeep.integrations.vllm.keys import keys_of
 
@@ -64,7 +64,7 @@ class SharedStore(OpenStore):
         super().__init__(store, options.flush_timeout)
         self.groups = groups
         self.sizes = sizes
-        self.costs = LoadCosts(store)
+        self.costs = TimedLoads(store)
         self.news = threading.Event()
         self._replay = store.replay()
         _ENGINES[engine] = self

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvkeep.core.errors import KVKeepError
 from kvkeep.integrations.load_choice import LoadChooser, StoredRun
-from kvkeep.integrations.load_costs import LoadCosts, ProbeEnd
+from kvkeep.integrations.load_costs import ProbeEnd, TimedLoads
 from kvkeep.integrations.vllm.kept import log_fault
 from kvkeep.integrations.vllm.offload.steps import ScheduleTimes
 
@@ -53,7 +53,7 @@ class ChunkChoices:
         self._sizes = sizes
         self._chunk_tokens = chunk_tokens
         self._divisible = divisible
-        self._costs = LoadCosts(store.store)
+        self._costs = TimedLoads(store.store)
         config = engine.config
         self._chooser = LoadChooser(
             self._costs.cost.prefill,

@@ -19,7 +19,7 @@ import numpy as np
 from vllm.v1.kv_offload.tiering.base import JobResult
 
 from kvkeep.core.errors import KVKeepError
-from kvkeep.integrations.load_costs import LoadCosts, LoadPace
+from kvkeep.integrations.load_costs import LoadPace, TimedLoads
 from kvkeep.integrations.records import gather, scatter
 from kvkeep.integrations.vllm.kept import log_fault
 from kvkeep.integrations.vllm.loaders import Loaders
@@ -119,7 +119,7 @@ class TierJobs:
         self._counted = counted
         self._load_timeout = load_timeout
         self._news = news
-        self._costs = LoadCosts(store.store)
+        self._costs = TimedLoads(store.store)
         self._loaders = Loaders()
         self._saver = ThreadPoolExecutor(1, "kvkeep save")
         self._running: dict[int, Future[None]] = {}
