@@ -120,7 +120,7 @@ def models(quick: bool) -> list[OneModel]:
     names = sorted(topics)
     fitted = "\n\n".join(topics[name] for number, name in enumerate(names) if number % 7)
     judged = "\n\n".join(topics[name] for name in names[::7])
-    model = AutoModelForCausalLM.from_pretrained(bundled_model(), dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(bundled_model(), dtype=torch.float32)
     tokens = 16_000 if quick else 36_000
     found = [OneModel("the bundled model", model, ids(fitted)[:tokens], _probe(model, ids(judged)))]
     if not quick:
@@ -230,7 +230,7 @@ def speeds(one: OneModel, bases: dict[str, Basis], rounds: int) -> dict[str, lis
     codecs = [(name, TransformCodec(one.probe.shape, [basis])) for name, basis in bases.items()]
     found = {one.name: measure(one.probe.blocks(), codecs, rounds)}
     normals = torch.randn(256, len(LLAMA) * 8 * 128, generator=torch.Generator().manual_seed(0))
-    parts = [part.reshape(256, 8, 128) for part in normals.split(1024, 1)]
+    parts = [part.reshape(256, 8, 128) for part in torch.split(normals, 1024, 1)]
     speeds = 500_000.0 ** -(torch.arange(64, dtype=torch.float64) / 64)
     fit = BasisFit(LLAMA, range(0, 64, 2), speeds.numpy(), CHOSEN)
     fit.add_numbers(parts)
