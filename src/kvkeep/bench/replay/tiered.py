@@ -97,7 +97,7 @@ def simulate_tiers(
     gone = [0] * len(levels)
     simulator = TierSimulator(
         levels,
-        tiering_policy(tiering),
+        tiering_policy(tiering, lambda: watch.now),
         clock=lambda: watch.now,
         shares=None if shares is None else _weights(workload, shares),
         fetch_back=fetch_back,

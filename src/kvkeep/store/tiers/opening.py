@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import time
 from functools import lru_cache, partial
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
@@ -16,9 +17,10 @@ from kvkeep.store.tiers.adaptive import AdaptiveTiering
 from kvkeep.store.tiers.memory import MemorySpec
 from kvkeep.store.tiers.tier import TierOptions, TierSpec
 from kvkeep.store.tiers.tiering import Exclusive, Inclusive
+from kvkeep.store.tiers.valued import ValuedTiering
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvkeep.store.backends.shm import ShmBackend
     from kvkeep.store.tiers.tiering import TieringPolicy
@@ -30,7 +32,7 @@ TIER_OPTIONS = (
 )  # fmt: skip
 """Options that every tier has; the others are its backend's."""
 
-TIERINGS = ("inclusive", "inclusive:2", "exclusive", "exclusive:2", "adaptive")
+TIERINGS = ("inclusive", "inclusive:2", "exclusive", "exclusive:2", "adaptive", "valued")
 """Names of tiering policies; any number of touches above 0 may follow the colon."""
 
 BUFFER_BYTES = 256 << 20
@@ -82,8 +84,8 @@ def open_backend(url: TierURL) -> Backend:
     return backend
 
 
-def tiering(name: str) -> TieringPolicy:
-    """Return a new tiering policy by its name, see `TIERINGS`.
+def tiering(name: str, clock: Callable[[], float] = time.monotonic) -> TieringPolicy:
+    """Return a new tiering policy by its name, see `TIERINGS`; ``clock`` returns seconds.
 
     Raises:
         InvalidValue: the name is unknown.
@@ -91,6 +93,8 @@ def tiering(name: str) -> TieringPolicy:
     kind, colon, after = name.partition(":")
     if name == "adaptive":
         return AdaptiveTiering()
+    if name == "valued":
+        return ValuedTiering(clock)
     if kind in ("inclusive", "exclusive") and (not colon or after.isdecimal()):
         touches = int(after) if colon else 1
         if touches:

@@ -311,7 +311,7 @@ class TieredStore:
         for item in self.memory.backend.list():
             if item.block not in self.memory:  # it expired
                 continue
-            move = self._levels.planner.evict(item.block, 0)
+            move = self._levels.planner.save(item.block)
             if isinstance(move, Demote):
                 tier = self._levels.tier(move.target)
                 self._queue.write(tier, item.block, _left(until), saved.append)

@@ -53,6 +53,17 @@ class TieringPolicy(ABC):
     def demotes(self, level: int, touches: int) -> int | None:
         """Return the level that a block evicted from ``level`` moves to, None for no level."""
 
+    def evicts(self, block: bytes, level: int, touches: int) -> int | None:
+        """Return the level that ``block`` moves to, as `demotes`, where that depends on the block.
+
+        None where `demotes` returns a level means that the block is refused there.
+        """
+        del block
+        return self.demotes(level, touches)
+
+    def left(self, block: bytes) -> None:  # noqa: B027 - optional
+        """Receive that ``block`` leaves memory."""
+
 
 class Inclusive(TieringPolicy):
     """Every tier writes every block when it is stored; evicting one costs nothing.
