@@ -83,7 +83,9 @@ class Demoter:
         if move.refused is not None:
             tier = self._levels.tier(move.refused)
             if not tier.knows(move.block):
-                self._levels.losses.note([move.block], tier.name, "refused", "admission")
+                self._levels.losses.note([move.block], tier.name, "refused", move.why)
+                if move.why == "write budget":
+                    tier.counters.count(over_budget=1)
 
     def from_tier(self, level: int, block: bytes) -> None:
         """Copy ``block``, which tier ``level`` is about to delete, to a lower tier.

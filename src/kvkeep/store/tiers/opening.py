@@ -29,6 +29,7 @@ __all__ = ["TIERINGS", "TIER_OPTIONS", "open_backend", "open_tiers", "tiering"]
 
 TIER_OPTIONS = (
     "codec", "encrypt", "decrypt", "policy", "ttl", "timeout", "queue", "readers", "writers",
+    "writes",
 )  # fmt: skip
 """Options that every tier has; the others are its backend's."""
 
@@ -177,6 +178,7 @@ def _open(place: str | Backend, shape: BlockShape, *, first: bool) -> MemorySpec
     options = TierOptions(
         policy=policy,
         ttl=ttl,
+        writes=url.write_budget("writes"),
         queue_bytes=url.size("queue"),
         readers=url.number("readers", 4, 1, 64),
         writers=url.number("writers", 2, 1, 64),

@@ -65,11 +65,13 @@ class Drop(NamedTuple):
     """Delete ``block`` from ``source``.
 
     ``refused`` is the tier that would have taken it after more touches, None if there is none.
+    ``why`` says for what: "admission" or "write budget".
     """
 
     block: bytes
     source: int
     refused: int | None
+    why: str = "admission"
 
 
 class Planner:
@@ -168,7 +170,9 @@ class Planner:
         target = self._in_range(self.policy.evicts(block, source, touches))
         if target is not None:
             return Demote(block, source, target)
-        return Drop(block, source, self._target(source, _MANY_TOUCHES))
+        refused = self._target(source, _MANY_TOUCHES)
+        why = "admission" if refused is None else self.policy.refusal(refused)
+        return Drop(block, source, refused, why)
 
     def excess(self, capacity: int, used: int) -> int:
         """Return how much of memory to demote ahead of need, in the unit of both arguments."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import OutOfRoom
 from kvkeep.core.keys import SPACE_BYTES
+from kvkeep.store.backends import OverBudget
 from kvkeep.store.tiers.turns import AGAIN, Again, Turns
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class TierSpace:
 
         Raises:
             PutFailed: the backend failed; counted and logged already.
+            OverBudget: the tier's write budget is spent.
         """
 
         short_by = 0
@@ -72,9 +74,14 @@ class TierSpace:
         def attempt() -> bool | Again:
             nonlocal short_by
             started = time.monotonic()
+            budget = self._backend.budget
+            if budget is not None and not self._backend.charges:
+                budget.charge(len(record))
             try:
                 with self._calls.to("put", "write", self._backend.part(block)) as call:
                     self._backend.put(block, record)
+            except OverBudget:
+                raise
             except OutOfRoom as short:
                 short_by = short.needed
                 return AGAIN if self.make_room(short.needed) else False

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvkeep.core.eviction import LRU, EvictionPolicy
 from kvkeep.core.keys import SPACE_BYTES
+from kvkeep.store.backends import OverBudget
 from kvkeep.store.tiers.breaker import Breakers
 from kvkeep.store.tiers.calls import BackendCalls
 from kvkeep.store.tiers.catalogue import Catalogue
@@ -28,7 +29,7 @@ from kvkeep.store.tiers.write_order import WriteOrder
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Mapping, Sequence
 
-    from kvkeep.store.backends import Backend
+    from kvkeep.store.backends import Backend, WriteBudget
     from kvkeep.store.codecs import Codec
     from kvkeep.store.tiers.tier_shares import TenantWeights
 
@@ -49,6 +50,7 @@ class TierOptions:
     Attributes:
         policy: makes the eviction policies of its catalogue.
         ttl: seconds after its last use that a block expires; None: never.
+        writes: how much may be written in a time; None: any amount.
         queue_bytes: of records that may wait to be written; None: most of memory.
         readers, writers: threads.
         breaker_limit: failures in a row of one kind of call that open its circuit breaker.
@@ -57,6 +59,7 @@ class TierOptions:
 
     policy: Callable[[], EvictionPolicy] = LRU
     ttl: float | None = None
+    writes: WriteBudget | None = None
     queue_bytes: int | None = None
     readers: int = 4
     writers: int = 2
@@ -112,6 +115,8 @@ class Tier:
         self.backend = spec.backend
         self.codec = spec.codec
         self.options = options = spec.options
+        if options.writes is not None:
+            self.backend.limit_writes(options.writes)
         self.losses = LossLog() if losses is None else losses
         self.counters = TierCounters()
         self.indexed = self.backend.capacity is not None
@@ -330,10 +335,17 @@ class Tier:
         encoded = self._records.encode(block, record)
         if len(encoded) > (self.backend.capacity or len(encoded)):
             return "no room"  # evicting everything would not make room for it
+        budget = self.backend.budget
+        if budget is not None and budget.left() < len(encoded):  # before anything is evicted for it
+            self.counters.count(over_budget=1)
+            return "write budget"
         with self._space.within_quota(block, len(encoded)) as fits:
             try:
                 if not (fits and self._space.put(block, encoded)):
                     return "no room"
+            except OverBudget:
+                self.counters.count(over_budget=1)
+                return "write budget"
             except PutFailed:
                 self._known.not_written(block, maybe=True)
                 return "write failed"
@@ -435,6 +447,8 @@ class Tier:
             counters=self.counters.as_dict(),
             breakers=self.breaker.calls(),
             parts=self.breaker.parts(),
+            write_budget=None if (budget := self.backend.budget) is None else str(budget.budget),
+            budget_left=None if budget is None else budget.left(),
         )
 
     def __repr__(self) -> str:

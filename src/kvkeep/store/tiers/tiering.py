@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvkeep.core.errors import whole
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 __all__ = ["Exclusive", "Inclusive", "PassThrough", "TieringPolicy"]
 
@@ -60,6 +60,17 @@ class TieringPolicy(ABC):
         """
         del block
         return self.demotes(level, touches)
+
+    def attend(self, price_of: Callable[[int], float]) -> None:  # noqa: B027 - optional
+        """Receive what returns the price of a write to a level, by which its budget lasts.
+
+        See `kvkeep.store.backends.budget.WriteBucket.price`.
+        """
+
+    def refusal(self, level: int) -> str:
+        """Return why a block is refused at ``level``: "admission" or "write budget"."""
+        del level
+        return "admission"
 
     def left(self, block: bytes) -> None:  # noqa: B027 - optional
         """Receive that ``block`` leaves memory."""

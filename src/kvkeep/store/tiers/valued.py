@@ -147,7 +147,8 @@ class ValuedTiering(TieringPolicy):
 
     Prices are tried in small simulated tiers, as `AdaptiveTiering` tries policies. The one in use
     is that with the fewest writes among those that lose at most 3.5 % of the hits that writing
-    everything has, and 7 % of those that the best price has. While a tier's write budget runs short, its price is higher: see `price_of`.
+    everything has, and 7 % of those that the best price has.
+    While a tier's write budget runs short, its price is higher: see `attend`.
 
     Memory: about 350 bytes for each of 131,072 blocks at most, and 1 KiB a sampled block. Cost:
     one to two microseconds a block of every prompt.
@@ -157,13 +158,12 @@ class ValuedTiering(TieringPolicy):
 
     Attributes:
         price: of a write, as a value over the average to the third power.
-        price_of: returns the price at which the write budget of a level lasts, 0 without one.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self.price = 0.0
-        self.price_of: Callable[[int], float] = lambda _level: 0.0
+        self._price_of: Callable[[int], float] = lambda _level: 0.0
         self.values = BlockValues()
         self._seen: OrderedDict[bytes, _Seen] = OrderedDict()
         self._limit = _MOST_KNOWN
@@ -288,6 +288,14 @@ class ValuedTiering(TieringPolicy):
         del touches
         return level + 1 if self.pays(block, level + 1) else None
 
+    def attend(self, price_of: Callable[[int], float]) -> None:
+        """Pay no less than ``price_of`` returns for a level."""
+        self._price_of = price_of
+
+    def refusal(self, level: int) -> str:
+        """Return whether the price is that of the level's write budget."""
+        return "write budget" if self._price_of(level) > self.price else "admission"
+
     def left(self, block: bytes) -> None:
         """Note that ``block`` left memory: its next request is a return."""
         seen = self._seen.get(block)
@@ -297,7 +305,7 @@ class ValuedTiering(TieringPolicy):
     def pays(self, block: bytes, level: int) -> bool:
         """Whether writing ``block`` to ``level`` is worth its price; True if nothing is known."""
         seen = self._seen.get(block)
-        price = max(self.price, self.price_of(level))
+        price = max(self.price, self._price_of(level))
         if seen is None or not price:
             return True
         worth = self.values.worth(seen.kind(self.clock())) ** _SHARPNESS
