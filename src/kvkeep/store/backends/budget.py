@@ -138,8 +138,8 @@ class WriteBucket(ABC):
             BackendFailed: the state cannot be read or written, or its lock is held too long.
         """
         with self._state() as state:
-            now = self._now(state[0])
-            self._last = now
+            # Stored also if the charge is refused: what leaks is counted from there.
+            now = state[0] = self._last = self._now(state[0])
             more = now.held + (size << _SCALE)
             if more > self.budget.burst << _SCALE:
                 raise OverBudget(size, self.where)
@@ -185,8 +185,10 @@ class MemoryBucket(WriteBucket):
     def _state(self) -> Iterator[list[_Held]]:
         with self._lock:
             state = [self._held]
-            yield state
-            self._held = state[0]
+            try:
+                yield state
+            finally:
+                self._held = state[0]
 
 
 class FileBucket(WriteBucket):
@@ -222,10 +224,10 @@ class FileBucket(WriteBucket):
         with self._threads:  # flock is per open file; this spares threads the waiting
             fd = self._locked()
             try:
-                before = self._read(fd)
-                state = [before]
-                yield state
-                if state[0] is not before:
+                state = [self._read(fd)]
+                try:
+                    yield state
+                finally:
                     self._write(fd, state[0])
             finally:
                 fcntl.flock(fd, fcntl.LOCK_UN)  # a child forked meanwhile has it open
@@ -238,7 +240,7 @@ class FileBucket(WriteBucket):
             BackendFailed: as `charge`.
         """
         with self._state() as state:
-            self._last = self._now(state[0])
+            state[0] = self._last = self._now(state[0])
 
     def _locked(self) -> int:
         until = time.monotonic() + self._timeout()
