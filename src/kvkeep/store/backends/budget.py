@@ -153,10 +153,10 @@ class WriteBucket(ABC):
     def price(self) -> float:
         """Return what a write has to be worth so that the budget lasts; no I/O.
 
-        It is 0 for an empty bucket, 1 for one that is half full, and rises without limit.
+        It is 0 until the bucket is half full, and rises without limit from there.
         """
         full = self._now(self._last).held / max(1, self.budget.burst << _SCALE)
-        return full / (1 - full) if full < 1 else float("inf")
+        return max(0.0, 2 * full - 1) / (1 - full) if full < 1 else float("inf")
 
     @property
     def written(self) -> int:

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 __all__ = ["BlockValues", "ValuedTiering"]
 
-_LOST: Final = 0.035
+_LOST: Final = 0.04
 """Share of the hits of writing everything that fewer writes may cost …"""
-_LOST_OF_BEST: Final = 0.07
+_LOST_OF_BEST: Final = 0.1
 """… and of the hits of the price that hits most."""
 _PRICES: Final = (0.0, 0.1, 0.3, 0.6, 0.9, 1.2, 1.5, 1.9, 2.5, 4.0, 8.0, 20.0)
 _SHARPNESS: Final = 3  # how much more than in proportion to its value a block is written
@@ -146,8 +146,8 @@ class ValuedTiering(TieringPolicy):
     are written or none of them.
 
     Prices are tried in small simulated tiers, as `AdaptiveTiering` tries policies. The one in use
-    is that with the fewest writes among those that lose at most 3.5 % of the hits that writing
-    everything has, and 7 % of those that the best price has.
+    is that with the fewest writes among those that lose at most 4 % of the hits that writing
+    everything has, and 10 % of those that the best price has.
     While a tier's write budget runs short, its price is higher: see `attend`.
 
     Memory: about 350 bytes for each of 131,072 blocks at most, and 1 KiB a sampled block. Cost:
@@ -252,7 +252,7 @@ class ValuedTiering(TieringPolicy):
         )
         enough = [trial for trial in trials if trial.hits + here >= needed]
         least = min(enough, key=lambda trial: trial.writes)
-        now = next(trial for trial in self._trials if trial.price == self.price)
+        now = next((trial for trial in trials if trial.price == self.price), least)
         if now not in enough or least.writes < _STEADY * now.writes:
             self.price = least.price
         fade = 0.5 ** (_TURN / _HALF_LIFE)
