@@ -145,6 +145,12 @@ def test_a_replay_keeps_to_a_write_budget(a_hour: int) -> None:
         assert more > 1.3 * hits
 
 
+def test_nothing_is_written_where_reading_saves_nothing() -> None:
+    policy = ValuedTiering(saved=lambda level: 0.0 if level == 1 else 1.0)
+    assert not policy.pays(key(1), 1)
+    assert policy.pays(key(1), 2)
+
+
 # --- in a store ------------------------------------------------------------------------------
 
 

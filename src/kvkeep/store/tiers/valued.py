@@ -153,15 +153,25 @@ class ValuedTiering(TieringPolicy):
     Memory: about 350 bytes for each of 131,072 blocks at most, and 1 KiB a sampled block. Cost:
     one to two microseconds a block of every prompt.
 
+    Blocks of one tier take the same bytes, and stand for as many tokens: what a hit saves is the
+    same for all, so it decides only whether the tier is worth writing to at all.
+
     Arguments:
         clock: returns seconds.
+        saved: returns the seconds that reading a block from a level saves over computing it;
+            nothing is written to a level where it is 0 or less. Must not block.
 
     Attributes:
         price: of a write, as a value over the average to the third power.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        saved: Callable[[int], float] = lambda _level: 1.0,
+    ) -> None:
         self.clock = clock
+        self.saved = saved
         self.price = 0.0
         self._price_of: Callable[[int], float] = lambda _level: 0.0
         self.values = BlockValues()
@@ -293,7 +303,7 @@ class ValuedTiering(TieringPolicy):
         self._price_of = price_of
 
     def refusal(self, level: int) -> str:
-        """Return whether the price is that of the level's write budget."""
+        """Return "write budget" if the price is that of the level's write budget."""
         return "write budget" if self._price_of(level) > self.price else "admission"
 
     def left(self, block: bytes) -> None:
@@ -304,6 +314,8 @@ class ValuedTiering(TieringPolicy):
 
     def pays(self, block: bytes, level: int) -> bool:
         """Whether writing ``block`` to ``level`` is worth its price; True if nothing is known."""
+        if self.saved(level) <= 0:
+            return False
         seen = self._seen.get(block)
         price = max(self.price, self._price_of(level))
         if seen is None or not price:
