@@ -169,7 +169,8 @@ def main() -> None:
                     print(json.dumps(row))
                 else:
                     figures = f"{row['hits']:6.3f} hits  {row['writes']:6.3f} writes"
-                    more = f"  {row['over_budget']:,} over budget" * bool(row.get("over_budget"))
+                    over = row.get("over_budget", 0)
+                    more = f"  {over:,} over budget" * bool(over)
                     print(f"{row['trace']:32.32} {cell:>12}  {row['tiering']:22} {figures}{more}")
 
 

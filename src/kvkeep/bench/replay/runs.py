@@ -53,9 +53,10 @@ class ReplayRun:
     `simulate_tiers`. With ``cost`` computing takes time, and ``users`` may send requests in turn,
     or sessions wait for their answers in a ``closed_loop`` (`simulate_loop`); tiers, the first
     included, are then read at ``bandwidths`` (`simulate_tiers`). ``writes`` are write budgets of
-    the tiers, in tokens. ``groups`` are those of a model with windows or states, with pages of their size. With ``shares``, pairs of a tenant and its
-    weight, tenants share the memory and the tiers, and are compared with each alone
-    (`simulate_shares`, `simulate_tier_shares`). Raises `InvalidValue` for invalid values.
+    the tiers, in tokens. ``groups`` are those of a model with windows or states, with pages of
+    their size. With ``shares``, pairs of a tenant and its weight, tenants share the memory and the
+    tiers, and are compared with each alone (`simulate_shares`, `simulate_tier_shares`). Raises
+    `InvalidValue` for invalid values.
     """
 
     policy: str
