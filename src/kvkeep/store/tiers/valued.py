@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BlockValues", "ValuedTiering"]
 
-_LOST: Final = 0.04
+_LOST: Final = 0.02
 """Share of the hits of writing everything that fewer writes may cost …"""
 _LOST_OF_BEST: Final = 0.1
 """… and of the hits of the price that hits most."""
@@ -26,6 +26,7 @@ _SAMPLED: Final = 0.2
 _LEAST: Final = 400
 _MOST: Final = 1 << 14
 _HALF_LIFE: Final = 4.0  # of hits and writes, in requested blocks over those that all tiers hold
+_EVIDENCE: Final = 32  # hits of everything below memory, before which all is written
 _TURN: Final = 0.25  # requested blocks between two choices, in the same unit
 _STEADY: Final = 0.95  # another price is chosen if it writes less than this share
 _REMEMBERED: Final = 8  # blocks that are known, over those that all tiers hold …
@@ -146,9 +147,10 @@ class ValuedTiering(TieringPolicy):
     are written or none of them.
 
     Prices are tried in small simulated tiers, as `AdaptiveTiering` tries policies. The one in use
-    is that with the fewest writes among those that lose at most 4 % of the hits that writing
+    is that with the fewest writes among those that lose at most 2 % of the hits that writing
     everything has, and 10 % of those that the best price has.
-    While a tier's write budget runs short, its price is higher: see `attend`.
+    Until blocks were read again from below, all are written. While a tier's write budget runs
+    short, its price is higher: see `attend`.
 
     Memory: about 350 bytes for each of 131,072 blocks at most, and 1 KiB a sampled block. Cost:
     one to two microseconds a block of every prompt.
@@ -254,6 +256,9 @@ class ValuedTiering(TieringPolicy):
 
     def _choose(self) -> None:
         self._left = self._turn
+        if self._everything.hits < _EVIDENCE:
+            self.price = 0.0
+            return
         here, trials = self._memory_hits, self._trials
         best = max(trial.hits for trial in trials)
         needed = max(
