@@ -19,6 +19,7 @@ from kvkeep.cli.trace import add_reading_arguments, opened
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.eviction import POLICIES
 from kvkeep.core.geometry import parse_bytes
+from kvkeep.store.backends import WriteBudget
 from kvkeep.store.tiers import TIERINGS
 
 if TYPE_CHECKING:
@@ -77,6 +78,12 @@ def _add_replaying(group: argparse._ArgumentGroup) -> None:
         "--tiering LIST",
         f"tiering policies to try if there are tiers, of {', '.join(TIERINGS)}",
         default="inclusive,exclusive,adaptive",
+    )
+    add_option(
+        group,
+        "--writes LIST",
+        "with tiers: write budgets of those below memory, in tokens, or with --model in bytes, a "
+        "day or an hour: 500M/day, or 2TB/day (default: any amount)",
     )
     add_switch(
         group,
@@ -191,6 +198,12 @@ def _planned_runs(
             "--bandwidth takes one value for each tier below memory; got "
             f"{args.bandwidth} for --capacity {args.capacity}"
         )
+    writes = () if args.writes is None else _write_budgets(args.writes, kept, page_tokens)
+    if len(writes) > max(map(len, sizes)):
+        raise InvalidValue(
+            "--writes takes one budget for each tier below memory; got "
+            f"{args.writes} for --capacity {args.capacity}"
+        )
     runs: list[ReplayRun] = []
     for policy in policies:
         if policy == INFINITE:
@@ -208,7 +221,9 @@ def _planned_runs(
             some = [run]
             if below:
                 tierings = _parts("--tiering", args.tiering)
-                some = [replace(run, tiering=one, bandwidths=speeds) for one in tierings]
+                some = [
+                    replace(run, tiering=one, bandwidths=speeds, writes=writes) for one in tierings
+                ]
             runs += some
             runs += [replace(one, shares=shares) for one in some] if shares else []
     return list(dict.fromkeys(runs))
@@ -226,6 +241,20 @@ def _bandwidths(text: str | None) -> tuple[float | None, ...]:
     if text is None:
         return ()
     return (None, *(float(parse_bytes(part.removesuffix("/s"))) for part in text.split(",")))
+
+
+def _write_budgets(
+    text: str, kept: replaying.ModelSizes, page_tokens: int
+) -> tuple[WriteBudget | None, ...]:
+    """Return the budgets of all tiers, in tokens; memory, the first, has none."""
+    spans = {"day": 86_400, "hour": 3_600}
+    budgets: list[WriteBudget | None] = [None]
+    for one in text.split(","):
+        size, slash, span = one.strip().rpartition("/")
+        if not slash or span not in spans:
+            raise InvalidValue(f"--writes is an amount per day or hour, as 2TB/day; got {one!r}")
+        budgets.append(WriteBudget(kept.tokens(size, page_tokens), spans[span]))
+    return tuple(budgets)
 
 
 def _named(args: argparse.Namespace) -> str:
@@ -318,13 +347,22 @@ def _print_tiers(outcomes: Sequence[Outcome]) -> None:
     """Print where reused blocks were, and what was fetched back; nothing without tiers."""
     if not outcomes:
         return
-    rows = []
+    rows, written = [], []
     for one in outcomes:
         memory, *below = one.tiers
+        name = f"{one.policy}, {amount(one.capacity_tokens)}"
         hits, fetched, blocks = memory["hits"], memory["fetched"], max(1, one.blocks)
+        writes, over = (sum(tier[what] for tier in below) for what in ("writes", "over_budget"))
+        written.append(
+            [
+                name,
+                amount(round(sum(tier["written_tokens_a_day"] for tier in below))),
+                part(over / max(1, over + writes)) if over else "",
+            ]
+        )
         rows.append(
             [
-                f"{one.policy}, {amount(one.capacity_tokens)}",
+                name,
                 part(hits / blocks),
                 part(sum(tier["hits"] for tier in below) / blocks),
                 part(fetched / blocks) if fetched else "",
@@ -332,6 +370,7 @@ def _print_tiers(outcomes: Sequence[Outcome]) -> None:
             ]
         )
     print_table(["blocks reused from", "memory", "tiers", "fetched back", "of these read"], rows)
+    print_table(["written to tiers", "a day", "not written: over budget"], written)
 
 
 def _memory(run: ReplayRun) -> tuple[int, ...]:
