@@ -87,15 +87,24 @@ def test_a_kind_of_block_is_worth_what_such_blocks_were() -> None:
 def test_of_average_blocks_whole_prompts_are_written_or_none() -> None:
     policy = ValuedTiering()
     policy.fit([10_000, 10_000])
-    policy.price = 2.5
     whole = 0
     for number in range(200):
         prompt = [key(number, at) for at in range(5)]
         policy.requested(prompt)
+        policy.price = 2.5
         verdicts = {policy.pays(block, 1) for block in prompt[:-1]}
         assert len(verdicts) == 1
         whole += verdicts == {True}
     assert 50 < whole < 110
+
+
+def test_until_blocks_are_read_again_all_are_written() -> None:
+    policy = ValuedTiering()
+    policy.fit([10, 10])
+    for number in range(2000):
+        policy.requested([key(number, at) for at in range(3)])
+        assert policy.price == 0
+        assert policy.pays(key(number, 2), 1)
 
 
 def test_what_is_saved_stays_in_memory_and_does_not_count_as_gone() -> None:
