@@ -68,6 +68,7 @@ ROOMS: dict[str, set[str]] = {
     "bench.traces": set(),  # requests with their times; what replays them is another room
     "bench.replay": {
         "core.cache", "core.eviction", "core.returns", "core.groups", "store.tiers",
+        "store.backends",  # write budgets
         "bench.traces",
     },
     "serve": set(),

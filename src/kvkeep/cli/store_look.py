@@ -147,17 +147,12 @@ def stat(place: OpenTier, args: argparse.Namespace) -> CommandResult:
     return CommandResult(answer, [place.url, *_totals(answer, sample), *_histogram(ages)])
 
 
-def _write_budget(bucket: WriteBucket | None) -> dict[str, object] | None:
+def _write_budget(bucket: WriteBucket | None) -> dict[str, int] | None:
     """Return what the option ``writes=`` of the URL allows; None where processes share nothing."""
     if not isinstance(bucket, FileBucket):
         return None
     bucket.refresh()
-    return {
-        "bytes": bucket.budget.amount,
-        "seconds": bucket.budget.seconds,
-        "left": bucket.left(),
-        "written": bucket.written,
-    }
+    return bucket.state()
 
 
 def _budget_rows(found: dict[str, int]) -> list[tuple[str, str]]:

@@ -163,6 +163,16 @@ class WriteBucket(ABC):
         """Bytes charged by all who share the bucket, as far as this process knows."""
         return self._last.written
 
+    def state(self) -> dict[str, int]:
+        """Return the budget (``bytes`` in ``seconds``), what is ``left``, what was ``written``."""
+        budget = self.budget
+        return {
+            "bytes": budget.amount,
+            "seconds": budget.seconds,
+            "left": self.left(),
+            "written": self.written,
+        }
+
     def _now(self, last: _Held) -> _Held:
         now, budget = self._clock(), self.budget
         if now < last.at - budget.seconds * 1_000_000_000:

@@ -86,9 +86,9 @@ class TierStats:
     written. ``breaker`` is the worst circuit breaker state of lookups, reads and writes: "closed"
     (calls are allowed), "trying" or "open". ``breakers`` has the state of each kind of call (see
     `kvkeep.store.tiers.breaker`), ``parts`` the state of each part of the backend (a node of a
-    cluster) whose breakers are not all closed. ``write_budget`` is what may be
-    written, as "2TB/day", and ``budget_left`` the bytes of it that may be written at this moment,
-    as far as this process knows; both are None without one. ``counters`` has the fields of
+    cluster) whose breakers are not all closed. ``budget`` is None without a
+    write budget, else its ``bytes`` in ``seconds``, those ``left`` at this moment, and those
+    ``written`` by all who share it, as far as this process knows. ``counters`` has the fields of
     `TierCounters`.
     """
 
@@ -105,8 +105,7 @@ class TierStats:
     counters: dict[str, float]
     breakers: dict[str, str] = field(default_factory=dict)
     parts: dict[str, str] = field(default_factory=dict)
-    write_budget: str | None = None
-    budget_left: int | None = None
+    budget: dict[str, int] | None = None
 
     def as_dict(self) -> dict[str, object]:
         """Return plain values, for JSON."""

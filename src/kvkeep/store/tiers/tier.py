@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from kvkeep.core.eviction import LRU, EvictionPolicy
 from kvkeep.core.keys import SPACE_BYTES
-from kvkeep.store.backends import OverBudget
 from kvkeep.store.tiers.breaker import Breakers
 from kvkeep.store.tiers.calls import BackendCalls
 from kvkeep.store.tiers.catalogue import Catalogue
@@ -80,6 +79,10 @@ class TierSpec:
     codec_of: Callable[[int], Codec | None]
     options: TierOptions = field(default_factory=TierOptions)
 
+    def __post_init__(self) -> None:
+        if self.options.writes is not None:
+            self.backend.limit_writes(self.options.writes)
+
 
 class Tier:
     """Blocks in one backend below memory.
@@ -115,8 +118,6 @@ class Tier:
         self.backend = spec.backend
         self.codec = spec.codec
         self.options = options = spec.options
-        if options.writes is not None:
-            self.backend.limit_writes(options.writes)
         self.losses = LossLog() if losses is None else losses
         self.counters = TierCounters()
         self.indexed = self.backend.capacity is not None
@@ -335,26 +336,19 @@ class Tier:
         encoded = self._records.encode(block, record)
         if len(encoded) > (self.backend.capacity or len(encoded)):
             return "no room"  # evicting everything would not make room for it
-        budget = self.backend.budget
-        if budget is not None and budget.left() < len(encoded):  # before anything is evicted for it
-            self.counters.count(over_budget=1)
-            return "write budget"
-        with self._space.within_quota(block, len(encoded)) as fits:
-            try:
+        try:
+            with self._space.within_quota(block, len(encoded)) as fits:
                 if not (fits and self._space.put(block, encoded)):
                     return "no room"
-            except OverBudget:
-                self.counters.count(over_budget=1)
-                return "write budget"
-            except PutFailed:
-                self._known.not_written(block, maybe=True)
-                return "write failed"
-            if self.indexed:
-                self.catalogue.add(block, len(encoded))
+                if self.indexed:
+                    self.catalogue.add(block, len(encoded))
+        except PutFailed as failed:
+            self._known.not_written(block, maybe=failed.why == "write failed")
+            return failed.why
         return ""
 
     def _dropped(self, block: bytes, why: str) -> None:
-        self.counters.count(drops=1)
+        self.counters.count(drops=1, over_budget=int(why == "write budget"))
         self.losses.note([block], self.name, "dropped", why)
 
     def remove(self, blocks: Sequence[bytes]) -> tuple[int, list[bytes]]:
@@ -447,8 +441,7 @@ class Tier:
             counters=self.counters.as_dict(),
             breakers=self.breaker.calls(),
             parts=self.breaker.parts(),
-            write_budget=None if (budget := self.backend.budget) is None else str(budget.budget),
-            budget_left=None if budget is None else budget.left(),
+            budget=None if (budget := self.backend.budget) is None else budget.state(),
         )
 
     def __repr__(self) -> str:

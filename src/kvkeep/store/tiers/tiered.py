@@ -79,7 +79,6 @@ class TieredStore:
             open_tier(spec, evicting=partial(self._evicting_from, level))
             for level, spec in enumerate(tiers, start=1)
         ]
-        self.policy.attend(self._price_of)
         planner = Planner(self.policy, len(self.tiers))
         below: list[FrontOrder] = [tier.catalogue for tier in self.tiers]
         self._orders = [self.memory.catalogue, *below]
@@ -106,10 +105,6 @@ class TieredStore:
 
     def _evicting_from(self, level: int, block: bytes) -> None:
         self._demoter.from_tier(level, block)
-
-    def _price_of(self, level: int) -> float:
-        budget = self.tiers[level - 1].backend.budget if level <= len(self.tiers) else None
-        return 0.0 if budget is None else budget.price()
 
     def expect(self, space: bytes) -> None:
         """Make each tier log once if it holds blocks but none of this namespace; see `Tier`."""
