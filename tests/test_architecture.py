@@ -72,6 +72,7 @@ ROOMS: dict[str, set[str]] = {
     "bench.codecs": {"store.codecs"},  # what a codec does to a model; nothing of tiers
     "bench.replay": {
         "core.cache", "core.cost", "core.eviction", "core.returns", "core.groups", "store.tiers",
+        "store.backends",  # write budgets
         "bench.traces",
     },
     "serve": set(),

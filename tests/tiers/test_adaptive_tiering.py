@@ -198,6 +198,7 @@ def test_tierings_have_names() -> None:
         "Exclusive(admit_after=1)",
         "Exclusive(admit_after=2)",
         "AdaptiveTiering(), Exclusive(admit_after=1) at present",
+        "ValuedTiering(), price 0 at present",
     ]
     assert repr(tiering("inclusive:7")) == "Inclusive(admit_after=7)"
     assert tiering("adaptive") is not tiering("adaptive")

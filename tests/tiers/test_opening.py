@@ -13,6 +13,7 @@ import pytest
 from faults import CountingBackend
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.eviction import POLICIES
+from kvkeep.store.backends import WriteBudget
 from kvkeep.store.backends.disk import DiskBackend
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.tiers import TIER_OPTIONS, TieredStore, open_tiers
@@ -60,6 +61,7 @@ OPTIONS: dict[str, tuple[str, Any]] = {
     "queue=128KiB": ("options.queue_bytes", 128 << 10),
     "readers=7": ("options.readers", 7),
     "writers=64": ("options.writers", 64),
+    "writes=2TB/day": ("options.writes", WriteBudget(2 * 10**12)),
 }
 
 
@@ -110,6 +112,7 @@ MISTAKES = {
     "readers=0": ("readers", "1 … 64"),
     "readers=65": ("readers", "65", "1 … 64"),
     "writers=two": ("writers", "'two'", "whole number"),
+    "writes=2TB": ("writes", "'2TB'", "2TB/day"),
     "encrypt=/no/such/file": ("/no/such/file",),
     "size=2MiB": ("size twice",),
     "sync=always": ("sync twice",),

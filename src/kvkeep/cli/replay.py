@@ -20,6 +20,7 @@ from kvkeep.core.cost import PrefillCost, TransferCost
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.eviction import POLICIES
 from kvkeep.core.geometry import parse_bytes
+from kvkeep.store.backends import WriteBudget
 from kvkeep.store.tiers import TIERINGS
 
 if TYPE_CHECKING:
@@ -78,6 +79,12 @@ def _add_replaying(group: argparse._ArgumentGroup) -> None:
         "--tiering LIST",
         f"tiering policies to try if there are tiers, of {', '.join(TIERINGS)}",
         default="inclusive,exclusive,adaptive",
+    )
+    add_option(
+        group,
+        "--writes LIST",
+        "with tiers: write budgets of those below memory, in tokens, or with --model in bytes, a "
+        "day or an hour: 500M/day, or 2TB/day (default: any amount)",
     )
     add_switch(
         group,
@@ -192,6 +199,12 @@ def _planned_runs(
     shared = [] if args.share is None else _parts("--share", args.share)
     shares = tuple(weights_in(shared).items())
     reads = _reads(args, max(map(len, sizes)) - 1)
+    writes = () if args.writes is None else _write_budgets(args.writes, kept, page_tokens)
+    if len(writes) > max(map(len, sizes)):
+        raise InvalidValue(
+            "--writes takes one budget for each tier below memory; got "
+            f"{args.writes} for --capacity {args.capacity}"
+        )
     runs: list[ReplayRun] = []
     for policy in policies:
         if policy == INFINITE:
@@ -211,7 +224,8 @@ def _planned_runs(
                 tierings = _parts("--tiering", args.tiering)
                 here = reads[: len(below) + 1]
                 some = [
-                    replace(run, tiering=one, reads=here, loading=args.loading) for one in tierings
+                    replace(run, tiering=one, reads=here, loading=args.loading, writes=writes)
+                    for one in tierings
                 ]
             runs += some
             runs += [replace(one, shares=shares) for one in some] if shares else []
@@ -240,6 +254,20 @@ def _reads(args: argparse.Namespace, levels: int) -> tuple[TransferCost | None, 
     if not all(speeds):
         raise InvalidValue(f"--bandwidth takes bytes per second above 0, got {args.bandwidth}")
     return (None, *(TransferCost(seconds_per_byte=1 / speed) for speed in speeds))
+
+
+def _write_budgets(
+    text: str, kept: replaying.ModelSizes, page_tokens: int
+) -> tuple[WriteBudget | None, ...]:
+    """Return the budgets of all tiers, in tokens; memory, the first, has none."""
+    spans = {"day": 86_400, "hour": 3_600}
+    budgets: list[WriteBudget | None] = [None]
+    for one in text.split(","):
+        size, slash, span = one.strip().rpartition("/")
+        if not slash or span not in spans:
+            raise InvalidValue(f"--writes is an amount per day or hour, as 2TB/day; got {one!r}")
+        budgets.append(WriteBudget(kept.tokens(size, page_tokens), spans[span]))
+    return tuple(budgets)
 
 
 def _named(args: argparse.Namespace) -> str:
@@ -341,13 +369,22 @@ def _print_tiers(outcomes: Sequence[Outcome]) -> None:
     """Print where reused blocks were, and what was fetched back; nothing without tiers."""
     if not outcomes:
         return
-    rows = []
+    rows, written = [], []
     for one in outcomes:
         memory, *below = one.tiers
+        name = f"{one.policy}, {amount(one.capacity_tokens)}"
         hits, fetched, blocks = memory["hits"], memory["fetched"], max(1, one.blocks)
+        writes, over = (sum(tier[what] for tier in below) for what in ("writes", "over_budget"))
+        written.append(
+            [
+                name,
+                amount(round(sum(tier["written_tokens_a_day"] for tier in below))),
+                part(over / max(1, over + writes)) if over else "",
+            ]
+        )
         rows.append(
             [
-                f"{one.policy}, {amount(one.capacity_tokens)}",
+                name,
                 part(hits / blocks),
                 part(sum(tier["hits"] for tier in below) / blocks),
                 part(fetched / blocks) if fetched else "",
@@ -355,6 +392,7 @@ def _print_tiers(outcomes: Sequence[Outcome]) -> None:
             ]
         )
     print_table(["blocks reused from", "memory", "tiers", "fetched back", "of these read"], rows)
+    print_table(["written to tiers", "a day", "not written: over budget"], written)
 
 
 def _memory(run: ReplayRun) -> tuple[int, ...]:

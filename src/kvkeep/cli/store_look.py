@@ -13,6 +13,8 @@ from kvkeep.cli.store_place import CommandResult, age, columns, spaces_of
 from kvkeep.core.errors import whole
 from kvkeep.core.geometry.units import format_bytes
 from kvkeep.core.keys import SPACE_BYTES
+from kvkeep.store.backends import WriteBudget
+from kvkeep.store.backends.budget import FileBucket
 from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.codecs import codec_name
 from kvkeep.store.tiers.record import BadRecord, RecordHeader, read_header
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
     from kvkeep.cli.store_place import NamespaceRecords, OpenTier
     from kvkeep.store.backends import Listed
+    from kvkeep.store.backends.budget import WriteBucket
 
 __all__ = ["ls", "stat"]
 
@@ -118,6 +121,7 @@ def stat(place: OpenTier, args: argparse.Namespace) -> CommandResult:
         "bytes": sum(record.size for record in records),
         "used": backend.used(),
         "capacity": backend.capacity,
+        "write_budget": _write_budget(backend.budget),
         "quarantined": place.quarantined,
         "odd": place.odd,
         "sample": {
@@ -133,6 +137,24 @@ def stat(place: OpenTier, args: argparse.Namespace) -> CommandResult:
         ],
     }
     return CommandResult(answer, [place.url, *_totals(answer, sample), *_histogram(ages)])
+
+
+def _write_budget(bucket: WriteBucket | None) -> dict[str, int] | None:
+    """Return what the option ``writes=`` of the URL allows; None where processes share nothing."""
+    if not isinstance(bucket, FileBucket):
+        return None
+    bucket.refresh()
+    return bucket.state()
+
+
+def _budget_rows(found: dict[str, int]) -> list[tuple[str, str]]:
+    budget = WriteBudget(found["bytes"], found["seconds"])
+    left, written = format_bytes(found["left"]), format_bytes(found["written"])
+    return [
+        ("write budget", str(budget)),
+        ("may be written now", left),
+        ("written under a budget", written),
+    ]
 
 
 def _sampled(place: OpenTier, records: list[Listed], count: int) -> _Sample:
@@ -173,6 +195,8 @@ def _totals(answer: dict[str, object], sample: _Sample) -> list[str]:
     if answer["used"] is not None:
         rows.append(("space used", amount("used")))
     rows.append(("budget", "none" if answer["capacity"] is None else amount("capacity")))
+    if answer["write_budget"] is not None:
+        rows += _budget_rows(answer["write_budget"])  # type: ignore[arg-type]
     if answer["quarantined"] is not None:
         rows.append(("quarantined", f"{answer['quarantined']:,}"))
     if answer["odd"]:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from kvkeep.bench.replay.workload import Workload
     from kvkeep.core.cost import PrefillCost, TransferCost
     from kvkeep.core.groups import GroupLayout
+    from kvkeep.store.backends import WriteBudget
 
 __all__ = ["BOUNDS", "ReplayRun", "RunLog", "increments", "replay"]
 
@@ -51,10 +52,11 @@ class ReplayRun:
     moves blocks between them (`kvkeep.store.tiers.tiering`); ``fetch_back`` is that of
     `simulate_tiers`. With ``cost`` computing takes time, and ``users`` may send requests in turn,
     or sessions wait for their answers in a ``closed_loop`` (`simulate_loop`); tiers, the first
-    included, then take time to read, by ``reads`` and ``loading`` (`simulate_tiers`). ``groups``
-    are those of a model with windows or states, with pages of their size. With ``shares``, pairs of
-    a tenant and its weight, tenants share the memory and the tiers, and are compared with each
-    alone (`simulate_shares`, `simulate_tier_shares`). Raises `InvalidValue` for invalid values.
+    included, then take time to read, by ``reads`` and ``loading`` (`simulate_tiers`). ``writes``
+    are write budgets of the tiers, in tokens. ``groups`` are those of a model with windows or
+    states, with pages of their size. With ``shares``, pairs of a tenant and its weight, tenants
+    share the memory and the tiers, and are compared with each alone (`simulate_shares`,
+    `simulate_tier_shares`). Raises `InvalidValue` for invalid values.
     """
 
     policy: str
@@ -71,6 +73,7 @@ class ReplayRun:
     loading: str = "both"
     groups: GroupLayout | None = None
     shares: tuple[tuple[str, float], ...] = ()
+    writes: tuple[WriteBudget | None, ...] = ()
 
     def __post_init__(self) -> None:
         if self.eviction not in POLICIES and self.policy not in BOUNDS:
@@ -188,6 +191,7 @@ class ReplayRun:
                 users=self.users,
                 closed_loop=self.closed_loop,
                 fetch_back=self.fetch_back,
+                writes=self.writes,
                 progress=progress,
             )
         if self.cost is not None:

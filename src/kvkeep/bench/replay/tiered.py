@@ -16,6 +16,7 @@ from kvkeep.bench.replay.simulate import LEAST_TOKENS
 from kvkeep.bench.replay.tiers import Level, TierSimulator
 from kvkeep.bench.replay.watching import ReplayWatch
 from kvkeep.core.errors import InvalidValue
+from kvkeep.store.backends import WriteBudget
 from kvkeep.store.tiers import Chain, TenantWeights
 from kvkeep.store.tiers import tiering as tiering_policy
 
@@ -44,6 +45,7 @@ def simulate_tiers(
     whole_answers: bool = False,
     shares: Mapping[str, float] | None = None,
     fetch_back: bool = True,
+    writes: Sequence[WriteBudget | None] = (),
     progress: Callable[[int], None] | None = None,
 ) -> Outcome:
     """Replay ``workload`` through tiers of so many tokens, fastest first, by units.
@@ -57,6 +59,10 @@ def simulate_tiers(
     is named like "lru/inclusive". With ``shares`` tenants have these weights in each tier, others
     1; the outcome's ``shares`` have the hits of each that has 0.2 % of the tokens, and its policy
     is then "lru+shares/inclusive".
+
+    ``writes`` are the write budgets of the tiers, the first one included, in tokens instead of
+    bytes; None, or not given: there is none. ``written_tokens_a_day`` in ``tiers`` is what was
+    written, for a day at the pace of the trace.
 
     With ``cost`` requests wait in line, and the outcome has a ``latency``, as from `simulate_loop`,
     which explains ``users``, ``closed_loop`` and ``speed``. ``reads`` are the costs to read each
@@ -90,9 +96,13 @@ def simulate_tiers(
         workload.digest,
     )
     watch = ReplayWatch(workload, 0, None, outcome)
+    budgets = [
+        None if one is None else WriteBudget(one.amount // workload.unit_tokens, one.seconds)
+        for one in [*writes, *(None for _ in capacities_tokens)][: len(capacities_tokens)]
+    ]
     levels = [
-        Level("memory" if not at else f"tier {at + 1}", paging.pages(tokens), policy)
-        for at, tokens in enumerate(capacities_tokens)
+        Level("memory" if not at else f"tier {at + 1}", paging.pages(tokens), policy, budget)
+        for at, (tokens, budget) in enumerate(zip(capacities_tokens, budgets, strict=True))
     ]
 
     def lost(level: int, blocks: list[bytes]) -> None:
@@ -103,7 +113,7 @@ def simulate_tiers(
     gone = [0] * len(levels)
     simulator = TierSimulator(
         levels,
-        tiering_policy(tiering),
+        tiering_policy(tiering, lambda: watch.now),
         clock=lambda: watch.now,
         shares=None if shares is None else _weights(workload, shares),
         fetch_back=fetch_back,
@@ -127,8 +137,14 @@ def simulate_tiers(
             watch.stored(requests.keep(number, blocks))
         if progress is not None and done % 100 == 99:
             progress(done + 1)
+    per_day = 86_400 / (workload.span_s or 1.0) * workload.unit_tokens
     outcome.tiers = [
-        {**asdict(found), "capacity_tokens": tokens, "lost": count}
+        {
+            **asdict(found),
+            "capacity_tokens": tokens,
+            "lost": count,
+            "written_tokens_a_day": found.writes * per_day,
+        }
         for found, tokens, count in zip(simulator.stats(), capacities_tokens, gone, strict=True)
     ]
     outcome.evicted_pages = sum(gone)

@@ -6,10 +6,12 @@ import math
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.eviction import POLICIES
+from kvkeep.store.backends.budget import MemoryBucket, OverBudget
 from kvkeep.store.tiers.catalogue import Catalogue
 from kvkeep.store.tiers.fetching import PAUSE, FetchMoves
 from kvkeep.store.tiers.planner import Copy, Drop, Planner
@@ -19,6 +21,7 @@ from kvkeep.store.tiers.tier_returns import TierReturns
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Sequence
 
+    from kvkeep.store.backends.budget import WriteBucket, WriteBudget
     from kvkeep.store.tiers import TenantWeights, TieringPolicy
     from kvkeep.store.tiers.fetching import FetchPlanner
     from kvkeep.store.tiers.planner import Refuse
@@ -28,11 +31,15 @@ __all__ = ["Level", "LevelStats", "TierSimulator"]
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A simulated tier: its name, its capacity in blocks, and the name of its eviction policy."""
+    """A simulated tier: its name, its capacity in blocks, and the name of its eviction policy.
+
+    ``writes`` is a write budget in blocks; None: there is none.
+    """
 
     name: str
     blocks: int
     eviction: str = "lru"
+    writes: WriteBudget | None = None
 
     def __post_init__(self) -> None:
         whole(f"blocks of {self.name}", self.blocks, 1)
@@ -48,6 +55,7 @@ class LevelStats:
 
     ``hits`` were found in this level, ``writes`` were added to it (to memory also by reads),
     ``evictions`` were deleted to make room, ``demotions`` of these moved one level down.
+    ``over_budget`` were not written, because the level's write budget was short.
     ``written_ahead`` were written to another level and stayed.
     ``fetched`` were read from another level before their conversations returned; of these
     ``fetched_hits`` were read by a request, and ``fetched_evicted`` left unread.
@@ -60,6 +68,7 @@ class LevelStats:
     writes: int
     evictions: int
     demotions: int
+    over_budget: int
     written_ahead: int
     fetched: int
     fetched_hits: int
@@ -116,6 +125,7 @@ class TierSimulator(ReadMoves, StoreMoves):
         )
         self.fetch_due = math.inf
         self._fetched_at = -math.inf
+        policy.attend(self._price_of)
         self.late = False
         self._below = range(1, len(levels))
         super().__init__(Planner(policy, len(levels) - 1), self._levels[0].catalogue)
@@ -123,6 +133,10 @@ class TierSimulator(ReadMoves, StoreMoves):
         if self.returns.fetches is not None:
             self._fetches = _SimulatedFetches(self, self.returns.fetches)
             self.returns.noted = self._noted
+
+    def _price_of(self, level: int) -> float:
+        bucket = self._levels[level].bucket if level < len(self._levels) else None
+        return 0.0 if bucket is None else bucket.price()
 
     def request(self, blocks: Sequence[bytes]) -> list[int]:
         """Read the stored beginning of a prompt, and store the rest; returns as `find`."""
@@ -281,7 +295,7 @@ class TierSimulator(ReadMoves, StoreMoves):
         """Add ``blocks`` to ``level``, as many as it has room for."""
         one = self._levels[level]
         catalogue, room = one.catalogue, one.level.blocks
-        blocks = [block for block in blocks if block not in catalogue][:room]
+        blocks = one.affordable([block for block in blocks if block not in catalogue][:room])
         short = len(blocks) + catalogue.total_bytes - room
         if short > 0:
             self._evict(level, short)
@@ -299,14 +313,18 @@ class TierSimulator(ReadMoves, StoreMoves):
             move = self.planner.evict(block, level)
             if isinstance(move, Drop):
                 dropped.append(block)
+                if move.refused is not None and move.why == "write budget":
+                    self._levels[move.refused].over_budget += 1
             elif block not in self._levels[move.target].catalogue:
                 down.setdefault(move.target, []).append(block)
+        for target, blocks in down.items():
+            before = self._levels[target].writes
+            self._add(target, blocks)
+            one.demotions += self._levels[target].writes - before
+            dropped += blocks
         gone = [block for block in dropped if self.level_of(block) is None]
         if gone:
             self._lost(level, gone)
-        for target, blocks in down.items():
-            one.demotions += len(blocks)
-            self._add(target, blocks)
 
     # --- figures ---------------------------------------------------------------------------------
 
@@ -321,6 +339,7 @@ class TierSimulator(ReadMoves, StoreMoves):
                 one.writes,
                 one.evictions,
                 one.demotions,
+                one.over_budget,
                 one.written_ahead,
                 **{name: int(count) for name, count in one.catalogue.waiting.fetches().items()},
             )
@@ -379,7 +398,24 @@ class _SimulatedLevel:
             POLICIES[level.eviction], clock=clock, budget=level.blocks, shares=shares
         )
         self.hits = self.writes = self.evictions = self.demotions = self.written_ahead = 0
+        self.over_budget = 0
+        self.bucket: WriteBucket | None = None
+        if level.writes is not None:
+            nanoseconds = partial(_nanoseconds, clock)
+            self.bucket = MemoryBucket(level.writes, level.name, nanoseconds)
         self._held: list[bytes] = []
+
+    def affordable(self, blocks: Sequence[bytes]) -> Sequence[bytes]:
+        """Charge the write budget; return the blocks that it allows to be written."""
+        if self.bucket is None:
+            return blocks
+        for count in range(len(blocks)):
+            try:
+                self.bucket.charge(1)
+            except OverBudget:
+                self.over_budget += len(blocks) - count
+                return blocks[:count]
+        return blocks
 
     def hold(self, blocks: Sequence[bytes]) -> None:
         """Protect those of ``blocks`` that are in this level from eviction until `free`."""
@@ -389,3 +425,7 @@ class _SimulatedLevel:
         """Allow all held blocks to be evicted again."""
         self.catalogue.holds.free_all(self._held)
         self._held = []
+
+
+def _nanoseconds(clock: Callable[[], float]) -> int:
+    return int(clock() * 1e9)

@@ -161,6 +161,7 @@ _TIER_COUNTERS = {
     "skipped_calls": "Calls not made because the circuit breaker was open",
     "writes": "Blocks written",
     "already": "Blocks not written because the tier had them",
+    "over_budget": "Blocks not written, because the tier's write budget is short",
     "drops": "Blocks not written: full queue, no room, or a failed write",
     "relists": "Times the tier was listed again because its content was lost",
     "evictions": "Blocks evicted to make room",

@@ -7,6 +7,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.geometry.units import parse_bytes, parse_count, parse_seconds
+from kvkeep.store.backends.budget import WriteBudget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -87,6 +88,10 @@ class TierURL:
     def seconds(self, name: str, default: float | None = None) -> float | None:
         """Take a positive number of seconds: ``30``, ``500ms``, ``10m``, ``2h``, ``7d``."""
         return self._parsed(name, parse_seconds, default)
+
+    def write_budget(self, name: str) -> WriteBudget | None:
+        """Take bytes per day or hour: ``2TB/day``."""
+        return self._parsed(name, WriteBudget.parse, None)
 
     def number(self, name: str, default: int, low: int, high: int) -> int:
         """Take an integer in ``low`` … ``high``: ``64`` or ``1k``."""

@@ -56,6 +56,7 @@ from kvkeep.store.tiers.tier_returns import TierReturns
 from kvkeep.store.tiers.tier_shares import TenantWeights
 from kvkeep.store.tiers.tiered import TieredStore
 from kvkeep.store.tiers.tiering import Exclusive, Inclusive, PassThrough, TieringPolicy
+from kvkeep.store.tiers.valued import ValuedTiering
 from kvkeep.store.tiers.writing import Written
 
 __all__ = [
@@ -85,6 +86,7 @@ __all__ = [
     "TierStats",
     "TieredStore",
     "TieringPolicy",
+    "ValuedTiering",
     "Written",
     "note_of",
     "open_backend",

@@ -24,6 +24,8 @@ class TierCounters:
         writes: blocks written.
         already: blocks not written because the tier had them.
         drops: blocks not written: the queue was full, there was no room, or the write failed.
+        over_budget: blocks not written, because the tier's write budget is short; those that were
+            to be written when it was spent count in ``drops``, too.
         relists: times that the backend was listed again because it had lost records.
         evictions: blocks deleted to make room.
         demotions: blocks moved to a lower tier when they were evicted.
@@ -46,6 +48,7 @@ class TierCounters:
     writes: int = 0
     already: int = 0
     drops: int = 0
+    over_budget: int = 0
     relists: int = 0
     evictions: int = 0
     demotions: int = 0
@@ -88,7 +91,10 @@ class TierStats:
     written. ``breaker`` is the worst circuit breaker state of lookups, reads and writes: "closed"
     (calls are allowed), "trying" or "open". ``breakers`` has the state of each kind of call (see
     `kvkeep.store.tiers.breaker`), ``parts`` the state of each part of the backend (a node of a
-    cluster) whose breakers are not all closed. ``counters`` has the fields of `TierCounters`.
+    cluster) whose breakers are not all closed. ``budget`` is None without a
+    write budget, else its ``bytes`` in ``seconds``, those ``left`` at this moment, and those
+    ``written`` by all who share it, as far as this process knows. ``counters`` has the fields of
+    `TierCounters`.
     """
 
     name: str
@@ -104,6 +110,7 @@ class TierStats:
     counters: dict[str, float]
     breakers: dict[str, str] = field(default_factory=dict)
     parts: dict[str, str] = field(default_factory=dict)
+    budget: dict[str, int] | None = None
 
     def as_dict(self) -> dict[str, object]:
         """Return plain values, for JSON."""

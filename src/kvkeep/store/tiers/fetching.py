@@ -261,7 +261,7 @@ class FetchMoves(ABC):
         count = 0
         room = _MOST_AHEAD * len(self._memory) - len(self._ahead)
         for block in self.fetches.leaving(self._memory, self.has_copy, bar):
-            move = self._planner.evict(block, 0)
+            move = self._planner.save(block)
             if not isinstance(move, Demote):
                 continue
             if count >= room:

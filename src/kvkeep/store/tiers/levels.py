@@ -42,6 +42,7 @@ class Levels:
         self.memory = memory
         self.tiers = tiers
         self.planner = planner
+        planner.policy.attend(self.price_of)
         self.losses = losses
         self._using = using
         self._levels = list(enumerate(tiers, start=1))
@@ -62,6 +63,11 @@ class Levels:
             if tier.serves(block):
                 return level
         return None
+
+    def price_of(self, level: int) -> float:
+        """Return the price at which the write budget of tier ``level`` lasts, 0 without one."""
+        budget = self.tiers[level - 1].backend.budget if level <= len(self.tiers) else None
+        return 0.0 if budget is None else budget.price()
 
     def holders(self, block: bytes) -> list[int]:
         """Return all levels known to hold ``block``, fastest first; no I/O."""

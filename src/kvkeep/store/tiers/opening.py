@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import time
 from functools import lru_cache, partial
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from kvkeep.store.tiers.adaptive import AdaptiveTiering
 from kvkeep.store.tiers.memory import MemorySpec
 from kvkeep.store.tiers.tier import TierOptions, TierSpec
 from kvkeep.store.tiers.tiering import Exclusive, Inclusive
+from kvkeep.store.tiers.valued import ValuedTiering
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,10 +30,11 @@ __all__ = ["TIERINGS", "TIER_OPTIONS", "open_backend", "open_tiers", "tiering"]
 
 TIER_OPTIONS = (
     "codec", "encrypt", "decrypt", "policy", "ttl", "timeout", "queue", "readers", "writers",
+    "writes",
 )  # fmt: skip
 """Options that every tier has; the others are its backend's."""
 
-TIERINGS = ("inclusive", "inclusive:2", "exclusive", "exclusive:2", "adaptive")
+TIERINGS = ("inclusive", "inclusive:2", "exclusive", "exclusive:2", "adaptive", "valued")
 """Names of tiering policies; any number of touches above 0 may follow the colon."""
 
 BUFFER_BYTES = 256 << 20
@@ -83,8 +86,8 @@ def open_backend(url: TierURL) -> Backend:
     return backend
 
 
-def tiering(name: str) -> TieringPolicy:
-    """Return a new tiering policy by its name, see `TIERINGS`.
+def tiering(name: str, clock: Callable[[], float] = time.monotonic) -> TieringPolicy:
+    """Return a new tiering policy by its name, see `TIERINGS`; ``clock`` returns seconds.
 
     Raises:
         InvalidValue: the name is unknown.
@@ -92,6 +95,8 @@ def tiering(name: str) -> TieringPolicy:
     kind, colon, after = name.partition(":")
     if name == "adaptive":
         return AdaptiveTiering()
+    if name == "valued":
+        return ValuedTiering(clock)
     if kind in ("inclusive", "exclusive") and (not colon or after.isdecimal()):
         touches = int(after) if colon else 1
         if touches:
@@ -178,6 +183,7 @@ def _open(place: str | Backend, shape: BlockShape, *, first: bool) -> MemorySpec
     options = TierOptions(
         policy=policy,
         ttl=ttl,
+        writes=url.write_budget("writes"),
         queue_bytes=url.size("queue"),
         readers=url.number("readers", 4, 1, 64),
         writers=url.number("writers", 2, 1, 64),

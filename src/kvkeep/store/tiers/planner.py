@@ -65,11 +65,13 @@ class Drop(NamedTuple):
     """Delete ``block`` from ``source``.
 
     ``refused`` is the tier that would have taken it after more touches, None if there is none.
+    ``why`` says for what: "admission" or "write budget".
     """
 
     block: bytes
     source: int
     refused: int | None
+    why: str = "admission"
 
 
 class Planner:
@@ -152,12 +154,25 @@ class Planner:
     def evict(self, block: bytes, source: int) -> Demote | Drop:
         """Return what to do with ``block``, which has to leave level ``source``."""
         with self._lock:
-            # A block found after a restart has no touches, but it was stored, which is one.
-            touches = max(1, self._touches.count(block))
-            target = self._target(source, touches)
-            if target is not None:
-                return Demote(block, source, target)
-            return Drop(block, source, self._target(source, _MANY_TOUCHES))
+            move = self._evict(block, source)
+            if not source:
+                self.policy.left(block)
+            return move
+
+    def save(self, block: bytes) -> Demote | Drop:
+        """Return what to do with ``block``, which memory keeps, and loses if the process ends."""
+        with self._lock:
+            return self._evict(block, 0)
+
+    def _evict(self, block: bytes, source: int) -> Demote | Drop:
+        # A block found after a restart has no touches, but it was stored, which is one.
+        touches = max(1, self._touches.count(block))
+        target = self._in_range(self.policy.evicts(block, source, touches))
+        if target is not None:
+            return Demote(block, source, target)
+        refused = self._target(source, _MANY_TOUCHES)
+        why = "admission" if refused is None else self.policy.refusal(refused)
+        return Drop(block, source, refused, why)
 
     def excess(self, capacity: int, used: int) -> int:
         """Return how much of memory to demote ahead of need, in the unit of both arguments."""
@@ -166,7 +181,9 @@ class Planner:
         return max(0, used - int(capacity * (1 - HEADROOM))) if demotes else 0
 
     def _target(self, source: int, touches: int) -> int | None:
-        target = self.policy.demotes(source, touches)
+        return self._in_range(self.policy.demotes(source, touches))
+
+    def _in_range(self, target: int | None) -> int | None:
         return None if target is None or target > self.tiers else target
 
 

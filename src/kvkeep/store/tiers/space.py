@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import OutOfRoom
 from kvkeep.core.keys import SPACE_BYTES
+from kvkeep.store.backends import OverBudget
 from kvkeep.store.tiers.turns import AGAIN, Again, Turns
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ __all__ = ["TierSpace"]
 
 _TRIES = 8  # attempts to make room for one record, in competition with other writers
 _DELETED_AT_ONCE = 1000  # blocks; more could take longer than the backend's timeout
+_BUDGET = "write budget"
 _RELIST_AFTER = 1.0  # seconds that a listing of a shared backend is good for
 
 
@@ -64,7 +66,8 @@ class TierSpace:
         """Write ``record``, evicting others for it; return False if there is no room.
 
         Raises:
-            PutFailed: the backend failed; counted and logged already.
+            PutFailed: the backend failed, counted and logged already; or the tier's write budget is
+                spent.
         """
 
         short_by = 0
@@ -72,9 +75,14 @@ class TierSpace:
         def attempt() -> bool | Again:
             nonlocal short_by
             started = time.monotonic()
+            budget = self._backend.budget
             try:
+                if budget is not None and not self._backend.charges:
+                    budget.charge(len(record))
                 with self._calls.to("put", "write", self._backend.part(block)) as call:
                     self._backend.put(block, record)
+            except OverBudget:
+                raise PutFailed(_BUDGET) from None
             except OutOfRoom as short:
                 short_by = short.needed
                 return AGAIN if self.make_room(short.needed) else False
@@ -96,8 +104,13 @@ class TierSpace:
 
         Evicts blocks of the namespace if needed. Reservations of concurrent writes count; this one
         lasts until the ``with`` statement ends.
+
+        Raises:
+            PutFailed: the write budget is known to be spent.
         """
-        space = block[:SPACE_BYTES]
+        space, budget = block[:SPACE_BYTES], self._backend.budget
+        if budget is not None and budget.left() < size:  # before anything is evicted for it
+            raise PutFailed(_BUDGET)
         fits = self._reserve(block, size)
         try:
             yield fits
@@ -232,4 +245,8 @@ class TierSpace:
 
 
 class PutFailed(Exception):
-    """The backend failed to write a record; the failure is counted and logged already."""
+    """A record was not written; ``why`` says whether the write failed, or there is no budget."""
+
+    def __init__(self, why: str = "write failed") -> None:
+        self.why = why
+        super().__init__(why)

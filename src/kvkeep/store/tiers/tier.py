@@ -30,7 +30,7 @@ from kvkeep.store.tiers.write_order import WriteOrder
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Mapping, Sequence
 
-    from kvkeep.store.backends import Backend
+    from kvkeep.store.backends import Backend, WriteBudget
     from kvkeep.store.codecs import Codec
     from kvkeep.store.tiers.tier_shares import TenantWeights
 
@@ -51,6 +51,7 @@ class TierOptions:
     Attributes:
         policy: makes the eviction policies of its catalogue.
         ttl: seconds after its last use that a block expires; None: never.
+        writes: how much may be written in a time; None: any amount.
         queue_bytes: of records that may wait to be written; None: most of memory.
         readers, writers: threads.
         breaker_limit: failures in a row of one kind of call that open its circuit breaker.
@@ -59,6 +60,7 @@ class TierOptions:
 
     policy: Callable[[], EvictionPolicy] = LRU
     ttl: float | None = None
+    writes: WriteBudget | None = None
     queue_bytes: int | None = None
     readers: int = 4
     writers: int = 2
@@ -78,6 +80,10 @@ class TierSpec:
     codec: Codec
     codec_of: Callable[[int], Codec | None]
     options: TierOptions = field(default_factory=TierOptions)
+
+    def __post_init__(self) -> None:
+        if self.options.writes is not None:
+            self.backend.limit_writes(self.options.writes)
 
 
 class Tier:
@@ -336,19 +342,19 @@ class Tier:
         encoded = self.records.encode(block, record)
         if len(encoded) > (self.backend.capacity or len(encoded)):
             return "no room"  # evicting everything would not make room for it
-        with self._space.within_quota(block, len(encoded)) as fits:
-            try:
+        try:
+            with self._space.within_quota(block, len(encoded)) as fits:
                 if not (fits and self._space.put(block, encoded)):
                     return "no room"
-            except PutFailed:
-                self._known.not_written(block, maybe=True)
-                return "write failed"
-            if self.indexed:
-                self.catalogue.add(block, len(encoded))
+                if self.indexed:
+                    self.catalogue.add(block, len(encoded))
+        except PutFailed as failed:
+            self._known.not_written(block, maybe=failed.why == "write failed")
+            return failed.why
         return ""
 
     def _dropped(self, block: bytes, why: str) -> None:
-        self.counters.count(drops=1)
+        self.counters.count(drops=1, over_budget=int(why == "write budget"))
         self.losses.note([block], self.name, "dropped", why)
 
     def remove(self, blocks: Sequence[bytes]) -> tuple[int, list[bytes]]:
@@ -438,6 +444,7 @@ class Tier:
             counters=self.counters.as_dict(),
             breakers=self.breaker.calls(),
             parts=self.breaker.parts(),
+            budget=None if (budget := self.backend.budget) is None else budget.state(),
         )
 
     def __repr__(self) -> str:

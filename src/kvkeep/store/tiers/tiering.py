@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvkeep.core.errors import whole
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 __all__ = ["Exclusive", "Inclusive", "PassThrough", "TieringPolicy"]
 
@@ -52,6 +52,28 @@ class TieringPolicy(ABC):
     @abstractmethod
     def demotes(self, level: int, touches: int) -> int | None:
         """Return the level that a block evicted from ``level`` moves to, None for no level."""
+
+    def evicts(self, block: bytes, level: int, touches: int) -> int | None:
+        """Return the level that ``block`` moves to, as `demotes`, where that depends on the block.
+
+        None where `demotes` returns a level means that the block is refused there.
+        """
+        del block
+        return self.demotes(level, touches)
+
+    def attend(self, price_of: Callable[[int], float]) -> None:  # noqa: B027 - optional
+        """Receive what returns the price of a write to a level, by which its budget lasts.
+
+        See `kvkeep.store.backends.budget.WriteBucket.price`.
+        """
+
+    def refusal(self, level: int) -> str:
+        """Return why a block is refused at ``level``: "admission" or "write budget"."""
+        del level
+        return "admission"
+
+    def left(self, block: bytes) -> None:  # noqa: B027 - optional
+        """Receive that ``block`` leaves memory."""
 
 
 class Inclusive(TieringPolicy):

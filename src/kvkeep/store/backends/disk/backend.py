@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from kvkeep.core.errors import BackendFailed, InvalidValue, whole
 from kvkeep.core.keys import SPACE_BYTES
 from kvkeep.store.backends.base import ALIGNMENT, Backend, Listed
+from kvkeep.store.backends.budget import FileBucket
 from kvkeep.store.backends.disk.files import (
     ABSENT,
     CANNOT_WRITE,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from kvkeep.store.backends.base import Room
+    from kvkeep.store.backends.budget import WriteBudget
     from kvkeep.store.backends.urls import TierURL
 
 __all__ = ["DiskBackend", "Io"]
@@ -104,6 +106,7 @@ class DiskBackend(Backend):
     scheme = "file"
     shared = True
     unit = ALIGNMENT
+    charges = True
 
     def __init__(
         self,
@@ -173,6 +176,7 @@ class DiskBackend(Backend):
         Raises:
             OutOfRoom: capacity would be exceeded; ``needed`` says by how many bytes. Or the
                 filesystem is full. Nothing changed.
+            OverBudget: the write budget is spent.
             BackendFailed: the filesystem failed, or the ledger's lock was not free in time.
         """
         assert len(record), "a record of no bytes"
@@ -335,6 +339,15 @@ class DiskBackend(Backend):
         """
         with self._translated("flushed"):
             self._sync.flush()
+
+    def limit_writes(self, budget: WriteBudget) -> None:
+        """Write no more than ``budget`` from now on, with all processes that limit writes here.
+
+        Each file counts in whole units of 4096 bytes. The state is the file ``writes``.
+        """
+        self._writer.budget = self.budget = FileBucket(
+            budget, self.describe(), self._directory.writes, timeout=lambda: self.timeout
+        )
 
     def note_space(self, space: bytes, note: bytes) -> None:
         """Append a line to the file ``spaces``."""

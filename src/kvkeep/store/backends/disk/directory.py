@@ -3,6 +3,7 @@
     FORMAT                 "kvkeep blocks 1"
     ledger                 bytes used, see ledger.py
     spaces                 notes on namespaces, see notes.py
+    writes                 bytes written lately, if there is a write budget, see ../budget.py
     tmp/                   records being written, each locked by its writer
     quarantine/            records that failed verification, with the reason in the name
     <space, 32 hex>/       the records of one namespace
@@ -63,6 +64,7 @@ class RecordDirectory:
         self.url = f"file://{root}"
         self.ledger = os.path.join(root, "ledger")
         self.format = os.path.join(root, "FORMAT")
+        self.writes = os.path.join(root, "writes")
         self.tmp = os.path.join(root, "tmp")
         self.quarantine = os.path.join(root, "quarantine")
         self.device = -1

@@ -110,7 +110,7 @@ def _check_format(directory: RecordDirectory, names: Collection[str], *, known: 
             f"writes {_FORMAT.decode().strip()!r}; give another directory, or delete that one"
         )
     # Without FORMAT the directory is empty, or the process creating it was killed.
-    others = {*names} - _OURS - {NOTES}
+    others = {*names} - _OURS - {NOTES, "writes"}
     if known or _head(directory.ledger, len(LEDGER_MAGIC)) == LEDGER_MAGIC:
         others = {name for name in others if not space_of_name(name)}
     if found or others:
