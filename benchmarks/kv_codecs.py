@@ -18,7 +18,7 @@ the first prompt, at 3.5 times smaller (`kvkeep.bench.codecs.allocate`).
     python benchmarks/kv_codecs.py                       # the tables
     python benchmarks/kv_codecs.py --json                # for machines
     python benchmarks/kv_codecs.py --quick               # the bundled model, fewer rounds
-    python benchmarks/kv_codecs.py --picture FILE.svg    # bytes against nats
+    python benchmarks/kv_codecs.py --picture FILE.png    # bytes against nats
     python benchmarks/kv_codecs.py --codecs int8,int4:53
 """
 
