@@ -159,10 +159,10 @@ def main() -> None:
     args = parser.parse_args()
     for place in args.trace:
         if place in KINDS:
-            trace = generate(place, seed=1, requests=args.requests, unit_tokens=512)
+            generated = generate(place, seed=1, requests=args.requests, unit_tokens=512)
+            work = Workload.read(generated)
         else:
-            trace = open_trace(place)
-        work = Workload.read(trace)
+            work = Workload.read(open_trace(place))
         for cell in args.cells:
             for row in rows(work, cell, args):
                 if args.json:

@@ -39,6 +39,7 @@ from kvkeep.store.backends.memory import MemoryBackend
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvkeep.core.cost import LoadProgress
     from kvkeep.serve.engine import Piece
     from kvkeep.store.backends.base import Room
 
@@ -88,7 +89,7 @@ class Throttled(MemoryBackend):
         """Nothing: the next store finds all records."""
 
 
-def load_all(loads, compute_s, **_how):
+def load_all(loads: Sequence[LoadProgress], compute_s: object, **_how: float) -> list[PromptTurn]:
     """As `kvkeep.core.cost.take_turns`: computes nothing of a prompt that is being loaded."""
     turns = []
     for one in loads:
@@ -171,7 +172,8 @@ class Bench:
         torch.manual_seed(0)
         real = device == "cpu" and paced is None
         dtype = torch.float32 if real else torch.bfloat16
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval()
+        made = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+        model = made.to(device).eval()
         self.parameters = sum(one.numel() for one in model.parameters())
         geometry = KVGeometry.from_config(config, dtype=str(dtype).removeprefix("torch."))
         pages = (prompts + 1) * (self.tokens // 16 + 2)
@@ -239,6 +241,7 @@ class Bench:
         with self.store(cost) as store:
             engine = self.engine(store)
             if mode == "loaded":
+                assert engine._offload is not None
                 engine._offload._overlaps.take_turns = load_all
             try:
                 return self.ask(engine, prompts)

@@ -58,7 +58,7 @@ class Throttled(Served):
                         time.sleep(len(record) / 1e6 / rate)
                 return record
 
-            DiskBackend.get = slow  # type: ignore[method-assign]
+            DiskBackend.get = slow  # type: ignore[assignment, method-assign]
         Throttled.rate = rate
         return 0.0
 
@@ -134,7 +134,8 @@ def main() -> None:
         return
     vllm_engine.LAYERS |= {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8}
     vllm_engine.HEADS["num_attention_heads"] = 8
-    rates, rounds = ((3.0, 30.0, 0.0), 8) if options.quick else (RATES, 12)
+    rates: tuple[float, ...] = (3.0, 30.0, 0.0) if options.quick else RATES
+    rounds = 8 if options.quick else 12
     if options.rates:
         rates = tuple(map(float, options.rates.split(",")))
     with tempfile.TemporaryDirectory(dir=options.dir, prefix="kvkeep costs ") as directory:

@@ -28,10 +28,11 @@ def test_nothing_is_known_before_anything_happened():
 @settings(deadline=None)
 @given(st.integers(0, 1 << 30))
 def test_it_finds_the_truth_among_noise_and_outliers(seed):
-    rng, learned = Random(seed), LearnedPrefill()
+    rng, learned, late = Random(seed), LearnedPrefill(), 1
     for _ in range(150):
         span = rng.choice(SPANS)
-        late = 30 if rng.random() < 0.08 else 1
+        # Two in a row are as many as can be told from a machine that has become slower.
+        late = 30 if late == 1 and rng.random() < 0.08 else 1
         learned.observe([span], TRUE.prefill_s(*span) * rng.lognormvariate(0, 0.05) * late)
     for span in ASKED:
         assert learned.prefill_s(*span) == pytest.approx(TRUE.prefill_s(*span), rel=0.35)
