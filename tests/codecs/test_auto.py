@@ -105,15 +105,20 @@ def test_records_have_the_number_of_the_codec_chosen(tmp_path):
 def test_the_bandwidth_is_learned():
     raw = memoryview(bytearray(block(LLAMA, 256)))
     auto = make_codec("auto", LLAMA)
-    moved = [0.0, 0.0]
-    auto.follow(lambda: (moved[0], moved[1]))
-    auto.chosen(raw)
+    link: list[tuple[float, float] | None] = [None]
+    assert auto.follow(lambda: link[0])
+    auto.chosen(raw)  # nothing is known yet
     for speed, best in ((1e5, "lossless"), (1e13, "raw"), (1e5, "lossless")):
-        for _ in range(16 * 64):  # the average forgets
-            moved[0] += 1e8
-            moved[1] += 1e8 / speed
+        link[0] = 0.0, speed
+        for _ in range(64):  # it chooses anew
             auto.chosen(raw)
         assert auto.chosen(raw).name == best
+    link[0] = 1e6, 1e5  # beside such a latency, no codec gains anything
+    for _ in range(64):
+        auto.chosen(raw)
+    assert auto.chosen(raw).name == "lossless"
+    assert not make_codec("auto:bandwidth=1GB/s", LLAMA).follow(lambda: None)
+    assert not make_codec("raw", LLAMA).follow(lambda: None)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,6 @@ _UNNUMBERED: Final = -1
 _SEALED: Final = 0xFFFF  # above every encrypted codec's
 _ASSUMED: Final = 1e9  # bytes per second of a tier that was not read yet
 _EVERY: Final = 64  # blocks between two choices
-_SEEN: Final = 1 << 22  # bytes that show a tier's speed
 _GAIN: Final = 0.9  # of the time with the present codec that another one must stay below
 _MOST_FILE: Final = 1 << 20
 
@@ -172,17 +171,15 @@ class AutoCodec(Codec):
         self.number = _SEALED if sealed else _UNNUMBERED
         self._nats = nats
         self._bandwidth = bandwidth
-        self._moved: Callable[[], tuple[float, float]] | None = None
-        self._seen = (0.0, 0.0)
-        self._learned: float | None = None
+        self._link: Callable[[], tuple[float, float] | None] = lambda: None
         self._speeds: dict[str, CodecSpeed] = {}
         self._lock = threading.Lock()
         self._now = self.codecs[0][0]
         self._left = 0
 
-    def follow(self, moved: Callable[[], tuple[float, float]]) -> None:
-        """Learn the bandwidth from ``moved``, bytes and seconds of the tier's reads so far."""
-        self._moved = moved
+    def follow(self, link: Callable[[], tuple[float, float] | None]) -> bool:
+        self._link = link
+        return self._bandwidth is None
 
     @property
     def label(self) -> str:
@@ -197,9 +194,11 @@ class AutoCodec(Codec):
             if self._left <= 0:
                 self._left = _EVERY
                 now = next(n for n, (codec, _) in enumerate(self.codecs) if codec is self._now)
+                latency, bandwidth = self._read_cost()
                 best = choose(
-                    self._speeds, self._nats, len(raw), bandwidth=self._speed(), now=str(now)
-                )
+                    self._speeds, self._nats, len(raw),
+                    latency=latency, bandwidth=bandwidth, now=str(now),
+                )  # fmt: skip
                 self._now = self.codecs[int(best)][0]
             self._left -= 1
             return self._now
@@ -215,18 +214,11 @@ class AutoCodec(Codec):
         seconds = max(time.thread_time() - began, 1e-9)
         return CodecSpeed(len(raw) / max(size, 1), len(raw) / seconds, nats)
 
-    def _speed(self) -> float:
-        """Return the tier's bytes per second, as far as known."""
+    def _read_cost(self) -> tuple[float, float]:
+        """Return the tier's latency in seconds and its bytes per second, as far as known."""
         if self._bandwidth is not None:
-            return self._bandwidth
-        if self._moved is not None:
-            moved, seconds = self._moved()
-            new, took = moved - self._seen[0], seconds - self._seen[1]
-            if new >= _SEEN and took > 0:
-                self._seen = moved, seconds
-                last = self._learned or new / took
-                self._learned = (last + new / took) / 2
-        return self._learned or _ASSUMED
+            return 0.0, self._bandwidth
+        return self._link() or (0.0, _ASSUMED)
 
     def bound(self, raw_bytes: int) -> int:
         """Return the largest bound of all candidates."""

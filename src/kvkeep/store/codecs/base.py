@@ -72,9 +72,13 @@ class Codec(ABC):
         del raw
         return self
 
-    def follow(self, moved: Callable[[], tuple[float, float]]) -> None:
-        """Learn a tier's bandwidth from ``moved``, its bytes and seconds so far, if it matters."""
-        del moved
+    def follow(self, link: Callable[[], tuple[float, float] | None]) -> bool:
+        """Return whether the tier is to learn what reads take: most codecs do not depend on it.
+
+        ``link`` returns the latency in seconds and the bytes per second, None while unknown.
+        """
+        del link
+        return False
 
     @abstractmethod
     def bound(self, raw_bytes: int) -> int:

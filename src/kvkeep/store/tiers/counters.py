@@ -71,11 +71,6 @@ class TierCounters:
             for name, amount in more.items():
                 setattr(self, name, getattr(self, name) + amount)
 
-    def moved(self) -> tuple[float, float]:
-        """Return the bytes read so far, and the seconds that took."""
-        with self._lock:
-            return self.read_bytes, self.read_seconds
-
     def as_dict(self) -> dict[str, float]:
         """Return all counters at one moment."""
         with self._lock:

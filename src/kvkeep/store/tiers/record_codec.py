@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from kvkeep.core.cost import LearnedTransfer
 from kvkeep.core.errors import OutOfRoom
 from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.codecs import WITHOUT_KEY_ID
@@ -47,19 +48,20 @@ class RecordCodec:
     """Encodes, verifies and decodes the records of one tier.
 
     ``codec`` encodes what the tier writes; ``codec_of`` returns the codec of a number in a record's
-    header, None if it is unknown: other processes may write with another codec. ``moved`` are bytes
-    and seconds of the tier's reads so far, for a codec that depends on its bandwidth.
+    header, None if it is unknown: other processes may write with another codec.
 
     Thread safety: all methods. Memory: a buffer of the largest record for each thread.
+
+    Attributes:
+        link: learns what reading encoded bytes takes, for a codec that depends on it; else None.
     """
 
-    def __init__(
-        self,
-        codec: Codec,
-        codec_of: Callable[[int], Codec | None],
-        moved: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0),
-    ) -> None:
-        codec.follow(moved)
+    def __init__(self, codec: Codec, codec_of: Callable[[int], Codec | None]) -> None:
+        link = LearnedTransfer()
+        follows = codec.follow(
+            lambda: (link.cost.seconds_fixed, link.cost.bytes_per_s) if link.known else None
+        )
+        self.link = link if follows else None
         self.codec = codec
         self._codec_of = codec_of
         self.scratch = _Scratch()

@@ -140,7 +140,7 @@ class Tier:
         self.health = TierHealth(self._calls, self.reading, self.writing)
         cost = CostModel() if cost is None else cost
         self.reads, self.writes = cost.reading(self.name), cost.writing(self.name)
-        self.records = RecordCodec(spec.codec, spec.codec_of, self.counters.moved)
+        self.records = RecordCodec(spec.codec, spec.codec_of)
         self._reader = RecordReader(self._calls, self._known, self.records, self.losses, self.reads)
         self._listing = Listing(
             self._calls, self._known, self.losses, notes or {}, self._reader.quarantine
