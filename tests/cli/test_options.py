@@ -15,9 +15,11 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
+import torch
 
 import kvkeep.core.cache
 from kvkeep.cli import _parser, main
+from kvkeep.core.cost import PrefillCost
 from kvkeep.serve.kv_events import Source
 from kvkeep.serve.server import LOOPBACK_HOSTS
 
@@ -72,7 +74,12 @@ ROUTE = {
     "--public-prefixes": Option(
         "--public-prefixes {tmp}/public", "PrefixRouter.public.rows", (b"\x07\0\0\0",)
     ),
-    "--prefill-speed": Option("--prefill-speed 500", "PrefixRouter.cost.token_s", 0.002),
+    "--cost": Option(
+        "--cost {tmp}/cost.json", "PrefixRouter.cost.prefill.seconds_per_token", pytest.approx(0.25)
+    ),
+    "--prefill-speed": Option(
+        "--prefill-speed 500", "PrefixRouter.cost.prefill.seconds_per_token", 0.002
+    ),
     "--usage": Option("--usage", "create_proxy.usage", True),
     "--balance": Option("--balance 0.5", "PrefixRouter.cost.balance", 0.5),
     "--first-byte-timeout": Option(
@@ -117,6 +124,7 @@ SERVE = {
         (3, "Exclusive"),
     ),
     "--block-tokens": Option("--block-tokens 512", "KVStore.block_tokens", 512),
+    "--cost": Option("--cost {tmp}/cost.json", "Engine.cost.prefill.known", True),
     "--no-store": Option("--no-store", "Engine.store", None),
     "--no-answers": Option("--no-answers", "create_app.settings.answers", False),
     "--no-reuse": Option("--no-reuse", "PagedCache.reuse Engine.store", (False, None)),
@@ -209,6 +217,8 @@ def made(monkeypatch, tmp_path) -> Iterator[Made]:
     monkeypatch.delenv("KVKEEP_API_KEY", raising=False)
     (tmp_path / "key").write_text("filed\n")
     (tmp_path / "public").write_text("[7]\n")
+    PrefillCost(seconds_per_token=0.25).write(tmp_path / "cost.json")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     one = Made()
     with socket.create_server(("127.0.0.1", 0)) as bound:
         one.replace(monkeypatch, "kvkeep.serve.http.bind", nullcontext(bound))
@@ -247,8 +257,9 @@ def serve(made, monkeypatch) -> Callable[..., Made]:
         return SimpleNamespace(declare=declare)
 
     runner = SimpleNamespace(
-        num_pages=8, page_size=16, geometry=None, identity=None, layout=None, cache=cache
-    )
+        num_pages=8, page_size=16, geometry=None, identity=None, layout=None, cache=cache,
+        device=torch.device("cpu"),
+    )  # fmt: skip
     pool = SimpleNamespace(**vars(runner), public=public("pool"))
     store = SimpleNamespace(public=public("store"))
     publisher = SimpleNamespace(stats=SimpleNamespace(as_dict="stats"), close=lambda: None)
