@@ -151,7 +151,7 @@ class Evidence:
             missing += self._cover(middle, stop, self._behind, self._not_found)
         late = any(fate.what == "late" for fate in missing)
         parts = tuple((*one,) for one in sources)
-        return LoadReport(self._end - self.pool, parts, tuple(missing), self._seconds, late)
+        return LoadReport(self._end - self.pool, parts, _joined(missing), self._seconds, late)
 
     @property
     def _seconds(self) -> float:
@@ -230,6 +230,23 @@ class Evidence:
                 covered.append(replace(fate, start=begin, stop=end))
                 start = end
         return [*covered, gap(start, stop)] if start < stop else covered
+
+
+def _joined(misses: Iterable[Miss]) -> tuple[Miss, ...]:
+    """Return ``misses``, with neighbours of one tier and reason as one, at the later moment."""
+    joined: list[Miss] = []
+    for one in misses:
+        last = joined[-1] if joined else None
+        if last is not None and last.stop == one.start and _reason(last) == _reason(one):
+            moments = [at for at in (last.at, one.at) if at is not None]
+            joined[-1] = replace(one, start=last.start, at=max(moments, default=None))
+        else:
+            joined.append(one)
+    return tuple(joined)
+
+
+def _reason(miss: Miss) -> tuple[str, str, str]:
+    return miss.tier, miss.what, miss.detail
 
 
 def _miss(start: int, stop: int, tier: str, what: What, detail: str) -> Miss:
