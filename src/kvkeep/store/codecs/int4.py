@@ -207,7 +207,7 @@ class Int4Codec(Codec):
             known = find_base(sample)
             if known:
                 # Parts mostly agree; one base for all keeps the table of turns small.
-                near = [b for b in self._bases.values() if 0.9 < b / known < 1.1]
+                near = [b for b in list(self._bases.values()) if 0.9 < b / known < 1.1]
                 known = self._bases[part] = near[0] if near else known
         return known or 0.0
 
