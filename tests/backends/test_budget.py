@@ -22,7 +22,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvkeep.core.errors import BackendFailed, InvalidValue
+from kvkeep.core.errors import BackendFailed, InvalidValue, OutOfRoom
 from kvkeep.store.backends import OverBudget, TierURL, WriteBudget
 from kvkeep.store.backends.budget import FileBucket, MemoryBucket
 from kvkeep.store.backends.disk import DiskBackend
@@ -168,6 +168,77 @@ def test_a_damaged_file_counts_as_spent(tmp_path: Path, content: bytes) -> None:
     bucket.refresh()
     now[0] += 100 * SECOND
     bucket.charge(100)  # from then on it leaked
+
+
+def test_every_flipped_bit_of_the_file_counts_as_spent_and_leaks(tmp_path: Path) -> None:
+    now = [10**18]
+    path = tmp_path / "writes"
+    FileBucket(BUDGET, "here", str(path), lambda: now[0]).charge(60)
+    content = path.read_bytes()
+    for bit in range(8 * len(content)):
+        now[0] = 10**18
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        bucket = FileBucket(BUDGET, "here", str(path), lambda: now[0])
+        with pytest.raises(OverBudget):
+            bucket.charge(1)
+        now[0] += 100 * SECOND
+        bucket.charge(100)
+
+
+@pytest.mark.parametrize("amount", ["1024EiB/day", "9" * 30 + "EB/day"])
+def test_an_amount_has_room_in_the_file_or_is_refused(tmp_path: Path, amount: str) -> None:
+    if len(amount) > 20:
+        with pytest.raises(InvalidValue, match="bytes of a write budget"):
+            WriteBudget.parse(amount)
+        return
+    path = tmp_path / "writes"
+    path.write_bytes(b"damaged")  # so the bucket is full
+    bucket = FileBucket(WriteBudget.parse(amount), "here", str(path))
+    with pytest.raises(OverBudget):
+        bucket.charge(1 << 69)
+    bucket.refresh()
+    assert bucket.state()["left"] > 0
+
+
+def test_a_clock_that_was_ahead_for_years_does_not_stop_a_process(tmp_path: Path) -> None:
+    """It asks what is `left` before it charges, and what it knows has the wrong time."""
+    now = [10**18]
+    file = FileBucket(BUDGET, "here", str(tmp_path / "writes"), lambda: now[0])
+    for bucket in (file, MemoryBucket(BUDGET, "here", lambda: now[0])):
+        now[0] = 2 * 10**18
+        bucket.charge(10)
+        now[0] = 10**18
+        assert (bucket.left(), bucket.price()) == (0, float("inf"))
+        now[0] += 100 * SECOND
+        assert (bucket.left(), bucket.price()) == (100, 0)  # so it is asked to charge again
+        with pytest.raises(OverBudget):
+            bucket.charge(1)
+        now[0] += 100 * SECOND
+        bucket.charge(bucket.left())
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no file:// there")
+@pytest.mark.parametrize("what", ["folder", "pipe", "link", "nowhere"])
+def test_a_file_that_cannot_be_used_is_a_fault_of_the_place(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "writes"
+    if what == "folder":
+        path.mkdir()
+    elif what == "pipe":
+        os.mkfifo(path)
+    elif what == "link":
+        path.symlink_to(tmp_path / "elsewhere")
+    else:
+        path = tmp_path / "nowhere" / "writes"
+    with pytest.raises(BackendFailed, match="cannot be used"):
+        FileBucket(BUDGET, "here", str(path)).charge(1)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux only")
+def test_a_full_filesystem_is_no_fault_of_the_place() -> None:
+    with pytest.raises(OutOfRoom, match="/dev/full"):
+        FileBucket(BUDGET, "here", "/dev/full").charge(1)
 
 
 def test_after_the_machine_was_started_anew_the_bucket_is_full(tmp_path: Path) -> None:

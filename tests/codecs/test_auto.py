@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
 from codec_blocks import KEY, LLAMA, NAME, block
 from hypothesis import given
 from hypothesis import strategies as st
+from transform_bases import basis_of
 
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.geometry import KVGeometry
@@ -137,18 +139,52 @@ def test_wrong_files_are_refused(tmp_path):
         (tmp_path / "f").write_text(bad)
         with pytest.raises(InvalidValue, match="no file of codecs"):
             make_codec(f"auto:nats=1,figures={tmp_path / 'f'}", LLAMA)
-    for nats in ({"int8": -1}, {"int8": float("nan")}, {"int8": "x"}):
+    own = f"auto:nats=1,figures={tmp_path / 'f'}"
+    for nats in (
+        {"int8": -1}, {"int8": float("nan")}, {"int8": "x"}, {"int8": 10**400}, {own: 0.1},
+        {"auto": 0.1},
+    ):  # fmt: skip
         figures(tmp_path / "f", nats)
         with pytest.raises(InvalidValue, match="no file of codecs"):
             make_codec(f"auto:nats=1,figures={tmp_path / 'f'}", LLAMA)
     figures(tmp_path / "f", parts=[[2, 64]])
     with pytest.raises(InvalidValue, match="another model"):
         make_codec(f"auto:nats=1,figures={tmp_path / 'f'}", LLAMA)
+    figures(tmp_path / "f", parts=[[float("inf"), 64]])
+    with pytest.raises(InvalidValue, match="no file of codecs"):
+        make_codec(f"auto:nats=1,figures={tmp_path / 'f'}", LLAMA)
     figures(tmp_path / "f", {"int5": 0.1})
     with pytest.raises(InvalidValue, match="int5"):
         make_codec(f"auto:nats=1,figures={tmp_path / 'f'}", LLAMA)
     with pytest.raises(InvalidValue, match="another model"):
         make_codec(f"auto:nats=1,figures={figures(tmp_path / 'f')}", BlockShape())
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes there")
+def test_a_pipe_in_place_of_the_figures_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "f")
+    with pytest.raises(InvalidValue, match="no file of codecs"):
+        make_codec(f"auto:nats=1,figures={tmp_path / 'f'}", LLAMA)
+
+
+def test_records_of_all_allowed_bases_are_read(tmp_path):
+    shape = BlockShape("bfloat16", "NHD", ((2, 16),) * 2)
+    names = {}
+    for seed in (0, 1):
+        basis_of(shape, seed=seed).save(tmp_path / f"{seed}.basis")
+        names[f"transform:basis={tmp_path}/{seed}.basis"] = 1e-4
+    path = figures(tmp_path / "f", names, parts=[list(part) for part in shape.parts])
+    auto = make_codec(f"auto:nats=1e-3,figures={path}", shape)
+    raw = memoryview(bytearray(block(shape, 64)))
+    transforms = [codec for codec, _ in auto.codecs if codec.name == "transform"]
+    records = []
+    for codec in transforms:
+        out = memoryview(bytearray(codec.bound(len(raw))))
+        records.append(out[: codec.encode(raw, out, NAME)])
+    assert len({bytes(record[:16]) for record in records}) == 2  # digests
+    for reader in transforms:
+        for record in records:
+            reader.decode(record, memoryview(bytearray(len(raw))), NAME)
 
 
 def test_a_tier_reads_what_it_wrote_under_other_choices(tmp_path):

@@ -23,7 +23,7 @@ from kvkeep.store.tiers.record_codec import NotForUs, RecordCodec
 
 SHAPE = KVGeometry(2, 2, 32, "bfloat16")
 BLOCK = 4
-TIERINGS = ("inclusive", "inclusive:2", "exclusive", "exclusive:2", "adaptive")
+TIERINGS = ("inclusive", "inclusive:2", "exclusive", "exclusive:2", "adaptive", "valued")
 MEMORY = "memory://1MiB"
 PROMPT = range(24)
 
@@ -129,6 +129,19 @@ def test_a_tail_is_remembered_by_its_tokens(tmp_path):
     assert assert_exact(tmp_path / "exact") == 0
 
 
+@pytest.mark.parametrize("start", [0, 8])
+def test_a_shorter_prompt_has_the_first_tokens_of_a_lossy_block(tmp_path, start):
+    """It ends in the middle of the block, with a tail of another name."""
+    lossy, exact = filled(tmp_path / "lossy"), disk(tmp_path / "exact")
+    with opened(MEMORY, exact, lossy) as store:
+        kv = truth(24)
+        kv[:, :, start:] = got(store, 24, start)[0]
+        for tokens in (start + 1, start + 3):
+            store.put(range(tokens), kv[:, :, :tokens], tail=True, wait=True)
+        store.flush()
+    assert_exact(tmp_path / "exact")
+
+
 def test_exact_kv_replaces_lossy_kv_in_memory(tmp_path):
     """Nobody was given the lossy block: what is put now was computed."""
     lossy, exact = filled(tmp_path / "lossy"), disk(tmp_path / "exact")
@@ -208,6 +221,9 @@ def test_blocks_are_remembered_for_ever():
     assert not any(block in found for block in many[2000:])
     assert found.exact(many[:1], many[2000:]) == 0
     assert found.exact(many[3000:], [*many[2000:2005], many[0], many[2005]]) == 5
+    found.add_shorter(many[2500:2600])
+    assert found.exact(many[2500:2600], many[3000:]) == 1000
+    assert [found.exact((), [block]) for block in many[2500:2600]] == [0] * 100
 
 
 class LossyFlow(RuleBasedStateMachine):

@@ -197,6 +197,17 @@ def test_what_a_budget_does_not_allow_is_counted_and_explained(bench: Bench) -> 
     assert whys.count(("dropped", "write budget")) >= 3
 
 
+def test_a_block_is_charged_once_however_often_room_is_made_for_it(bench: Bench) -> None:
+    budget = WriteBudget(12 * 100 * PAGE, 86_400)
+    store = bench.store(32, bench.spec(bench.memory(8), writes=budget), policy=Inclusive())
+    for number in range(24):
+        put(store, [number], wait=5)
+    tier = store.stats()[1]
+    assert tier.budget is not None
+    assert tier.counters["evictions"] >= 12
+    assert tier.budget["written"] == tier.counters["written_bytes"]
+
+
 def test_a_price_that_a_budget_makes_is_counted_and_explained(bench: Bench) -> None:
     policy = ValuedTiering()
     store = bench.store(8, bench.spec(bench.disk()), policy=policy)

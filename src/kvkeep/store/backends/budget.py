@@ -7,6 +7,7 @@ no span of that length, wherever it begins, has more writes than that.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import struct
@@ -18,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
+from zlib import crc32
 
 from kvkeep.core.errors import BackendFailed, InvalidValue, OutOfRoom, whole
 from kvkeep.core.geometry.units import format_bytes, parse_bytes
@@ -32,10 +34,12 @@ __all__ = ["FileBucket", "MemoryBucket", "OverBudget", "WriteBucket", "WriteBudg
 
 _SPANS: Final = {"day": 86_400, "hour": 3_600}
 _BURST: Final = 12  # a bucket holds this part of the budget
+_MOST: Final = 1 << 70  # bytes, so that the file's fields have room for what a bucket holds
 _SCALE: Final = 40  # bits behind the point of what a bucket holds: what leaks is rounded down
 _MAGIC: Final = b"kvwrites"
-# magic, what the bucket holds (low and high half), time, boot, bytes written in all
+# magic, what the bucket holds (low and high half), time, boot, bytes written in all; their CRC
 _LAYOUT: Final = struct.Struct("<8sQQqQQ")
+_SUM: Final = struct.Struct("<I")
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 _MASK: Final = (1 << 64) - 1
 _PAUSE: Final = 0.0005  # seconds between two attempts to lock
@@ -52,14 +56,14 @@ class OverBudget(OutOfRoom):
 class WriteBudget:
     """At most ``amount`` bytes of writes in any ``seconds`` (a whole number).
 
-    Raises `InvalidValue` for an amount below 12 bytes, or seconds below 1.
+    Raises `InvalidValue` for an amount below 12 bytes or above 1024 EiB, or seconds below 1.
     """
 
     amount: int
     seconds: int = _SPANS["day"]
 
     def __post_init__(self) -> None:
-        whole("bytes of a write budget", self.amount, _BURST)
+        whole("bytes of a write budget", self.amount, _BURST, _MOST)
         whole("seconds of a write budget", self.seconds, 1)
 
     @classmethod
@@ -136,6 +140,7 @@ class WriteBucket(ABC):
         Raises:
             OverBudget: that would exceed the budget; nothing was counted.
             BackendFailed: the state cannot be read or written, or its lock is held too long.
+            OutOfRoom: the state is in a file, and the filesystem is full.
         """
         with self._state() as state:
             # Stored also if the charge is refused: what leaks is counted from there.
@@ -147,7 +152,7 @@ class WriteBucket(ABC):
 
     def left(self) -> int:
         """Return the bytes that may be written now, as far as this process knows; no I/O."""
-        now = self._now(self._last)
+        now = self._known()
         return max(0, (self.budget.burst << _SCALE) - now.held >> _SCALE)
 
     def price(self) -> float:
@@ -155,7 +160,7 @@ class WriteBucket(ABC):
 
         It is 0 until the bucket is half full, and rises without limit from there.
         """
-        full = self._now(self._last).held / max(1, self.budget.burst << _SCALE)
+        full = self._known().held / max(1, self.budget.burst << _SCALE)
         return max(0.0, 2 * full - 1) / (1 - full) if full < 1 else float("inf")
 
     @property
@@ -172,6 +177,14 @@ class WriteBucket(ABC):
             "left": self.left(),
             "written": self.written,
         }
+
+    def _known(self) -> _Held:
+        """Return the state as far as this process knows, without what has leaked since."""
+        last = self._last
+        now = self._now(last)
+        if now.at < last.at:  # the clock was set back far: what leaks is counted from here
+            self._last = now
+        return now
 
     def _now(self, last: _Held) -> _Held:
         now, budget = self._clock(), self.budget
@@ -232,16 +245,31 @@ class FileBucket(WriteBucket):
     @contextmanager
     def _state(self) -> Iterator[list[_Held]]:
         with self._threads:  # flock is per open file; this spares threads the waiting
-            fd = self._locked()
+            with self._translated():
+                fd = self._locked()
             try:
-                state = [self._read(fd)]
+                with self._translated():
+                    state = [self._read(fd)]
                 try:
                     yield state
                 finally:
-                    self._write(fd, state[0])
+                    with self._translated():
+                        self._write(fd, state[0])
             finally:
                 fcntl.flock(fd, fcntl.LOCK_UN)  # a child forked meanwhile has it open
                 os.close(fd)
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except BackendFailed:
+            raise
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise OutOfRoom(_LAYOUT.size, f"the filesystem of {self._path}") from error
+            message = f"{self._path} cannot be used: {error.strerror}"
+            raise BackendFailed(error.errno, message) from error
 
     def refresh(self) -> None:
         """Learn what other processes have written.
@@ -256,10 +284,7 @@ class FileBucket(WriteBucket):
         until = time.monotonic() + self._timeout()
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         while True:
-            try:
-                fd = os.open(self._path, flags, 0o600)
-            except OSError as error:
-                raise BackendFailed(error.errno, f"{self._path} cannot be opened") from error
+            fd = os.open(self._path, flags, 0o600)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 there = os.lstat(self._path)
@@ -280,13 +305,15 @@ class FileBucket(WriteBucket):
             time.sleep(_PAUSE)
 
     def _read(self, fd: int) -> _Held:
-        data = os.pread(fd, _LAYOUT.size, 0)
+        data = os.pread(fd, _LAYOUT.size + _SUM.size, 0)
         if not data:
+            self._sync(fd)
             return _Held(0, self._clock(), 0)
         full = self.budget.burst << _SCALE
-        if len(data) < _LAYOUT.size or not data.startswith(_MAGIC):
+        head, checksum = data[: _LAYOUT.size], data[_LAYOUT.size :]
+        if not head.startswith(_MAGIC) or checksum != _SUM.pack(crc32(head)):
             return _Held(full, self._clock(), 0)
-        _, low, high, at, boot, written = _LAYOUT.unpack(data)
+        _, low, high, at, boot, written = _LAYOUT.unpack(head)
         if boot != self._boot:
             return _Held(max(full, low | high << 64), self._clock(), written)
         return _Held(low | high << 64, at, written)
@@ -296,7 +323,17 @@ class FileBucket(WriteBucket):
             _MAGIC, state.held & _MASK, state.held >> 64, state.at, self._boot,
             state.written & _MASK,
         )  # fmt: skip
-        os.pwrite(fd, data, 0)
+        os.pwrite(fd, data + _SUM.pack(crc32(data)), 0)
+
+    def _sync(self, fd: int) -> None:
+        """Let the new file survive a loss of power: without it the bucket would be empty again."""
+        self._write(fd, _Held(0, self._clock(), 0))
+        os.fsync(fd)
+        folder = os.open(os.path.dirname(self._path) or ".", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def _boot() -> int:

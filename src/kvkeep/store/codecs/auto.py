@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.geometry.units import parse_bytes
 from kvkeep.store.codecs.base import Codec, Damaged
+from kvkeep.store.codecs.keyfile import nonblocking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -122,8 +123,8 @@ def read_nats(path: Path, shape: BlockShape) -> dict[str, float]:
         InvalidValue: it cannot be read, is no such file, or was measured for KV of another shape.
     """
     try:
-        with path.open("rb") as file:
-            text = file.read(_MOST_FILE + 1)
+        with open(path, "rb", opener=nonblocking) as file:
+            text = file.read(_MOST_FILE + 1) or b""
         found: Any = json.loads(text) if len(text) <= _MOST_FILE else None
         if found["kvkeep_codecs"] != 1:
             raise KeyError
@@ -131,9 +132,11 @@ def read_nats(path: Path, shape: BlockShape) -> dict[str, float]:
         nats = {str(one["codec"]): float(one["nats"]) for one in found["codecs"]}
         if not all(0 <= value < math.inf for value in nats.values()):
             raise ValueError
+        if any(name.partition(":")[0] == AutoCodec.name for name in nats):
+            raise ValueError  # it would choose among codecs that may be itself
     except OSError as error:
         raise InvalidValue(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise InvalidValue(
             f"{path} is no file of codecs; kvkeep codec measure --out {path} writes one"
         ) from error

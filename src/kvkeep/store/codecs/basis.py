@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvkeep.core.errors import InvalidValue
+from kvkeep.store.codecs.keyfile import nonblocking
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -157,7 +158,7 @@ def load_basis(path: str | os.PathLike[str]) -> Basis:
     """
     place = Path(path)
     try:
-        with open(place, "rb", opener=_nonblocking) as file:
+        with open(place, "rb", opener=nonblocking) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST_FILE:
                 raise InvalidValue(f"{place} is no basis: not a file of at most 4 GiB")
@@ -189,11 +190,6 @@ def load_basis(path: str | os.PathLike[str]) -> Basis:
     if digest.digest() != checksum:
         raise InvalidValue(f"the basis {place} is damaged: its checksum is wrong")
     return plan.fill(body, digest.digest()[:DIGEST_BYTES], place)
-
-
-def _nonblocking(path: str, flags: int) -> int:
-    """Open without waiting for a writer, in case the file is a pipe."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,7 @@ class Int4Codec(Codec):
     A codec remembers which rotation each part has, so only its first blocks are searched. What it
     remembers changes the size of the error, never how a record is read.
 
-    Memory: about three times the raw size of the largest part, beside the two buffers. torch
+    Memory: the largest part in float32 and some pieces, beside the two buffers. torch
     computes in the calling thread, in pieces too small for its thread pool.
 
     Raises:
@@ -122,6 +122,7 @@ class Int4Codec(Codec):
                 out[at : at + size] = raw[start : start + size]
             else:
                 self._encode_part(target[at : at + grid.bytes], grid, turned, base)
+            del turned  # before the next part's
             end = at + (grid.bytes or size)
             at = _aligned(end)
             target[end:at] = 0
@@ -207,11 +208,12 @@ class Int4Codec(Codec):
             known = find_base(sample)
             if known:
                 # Parts mostly agree; one base for all keeps the table of turns small.
-                near = [b for b in self._bases.values() if 0.9 < b / known < 1.1]
+                near = [b for b in list(self._bases.values()) if 0.9 < b / known < 1.1]
                 known = self._bases[part] = near[0] if near else known
         return known or 0.0
 
     def _encode_part(self, target: Tensor, grid: Grid, numbers: Tensor, base: float) -> None:
+        """Fill ``target``. Alters ``numbers``."""
         sections = grid.sections(target)
         sections.padding.zero_()
         if grid.kind == ROTATED:
@@ -220,7 +222,7 @@ class Int4Codec(Codec):
             middle = (numbers.amax(1) + numbers.amin(1)).mul_(0.5)
             upper = middle.view(torch.int32).bitwise_right_shift_(16)
             sections.centres.copy_(upper)
-            numbers = numbers - upper.bitwise_left_shift_(16).view(torch.float32)[:, None]
+            numbers.sub_(upper.bitwise_left_shift_(16).view(torch.float32)[:, None])
         least, greatest = grid.extremes(numbers)
         scales, offsets = grid.fit(least, greatest, sections)
         inverse = scales.reciprocal()

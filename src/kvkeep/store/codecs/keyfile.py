@@ -25,7 +25,7 @@ def load_key(path: str | os.PathLike[str]) -> bytes:
     """
     place = Path(path)
     try:
-        with open(place, "rb", opener=_nonblocking) as file:
+        with open(place, "rb", opener=nonblocking) as file:
             mode = os.fstat(file.fileno()).st_mode
             content = file.read(_LONGEST + 1) if stat.S_ISREG(mode) else b""
     except OSError as error:
@@ -44,7 +44,7 @@ def load_key(path: str | os.PathLike[str]) -> bytes:
     )
 
 
-def _nonblocking(path: str, flags: int) -> int:
+def nonblocking(path: str, flags: int) -> int:
     """Open without waiting for a writer, in case the file is a pipe."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 

@@ -21,6 +21,8 @@ __all__ = ["CODECS", "codec_name", "codec_of", "make_codec"]
 CODECS = ("raw", "lossless", "int8", "fp8", "int4", "transform")
 """Names of codecs; a codec's index is its number."""
 
+_BASIS = "transform:basis="
+
 
 def make_codec(
     name: str, shape: BlockShape, key: bytes | None = None, old_keys: Sequence[bytes] = ()
@@ -45,11 +47,13 @@ def make_codec(
 def _auto(
     setting: AutoSetting, shape: BlockShape, key: bytes | None, old_keys: Sequence[bytes]
 ) -> AutoCodec:
-    codecs = [
-        (make_codec(name, shape, key, old_keys), nats)
-        for name, nats in candidates(setting.figures, shape).items()
-        if nats <= setting.nats
-    ]
+    allowed = {n: v for n, v in candidates(setting.figures, shape).items() if v <= setting.nats}
+    bases = [name.partition("basis=")[2] for name in allowed if name.startswith(_BASIS)]
+    codecs = []
+    for name, nats in allowed.items():
+        if name.startswith(_BASIS):  # its number does not say which basis a record has
+            name = ",".join((name, *bases))  # noqa: PLW2901
+        codecs.append((make_codec(name, shape, key, old_keys), nats))
     return AutoCodec(codecs, setting.nats, bandwidth=setting.bandwidth)
 
 

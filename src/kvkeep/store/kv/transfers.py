@@ -12,7 +12,7 @@ from kvkeep.store.blocks.stats import Put, closed_is_illegal, runs_of, seconds_o
 from kvkeep.store.kv.loaded import LoadedKV
 from kvkeep.store.kv.lookup import find_stored, pieces_of
 from kvkeep.store.kv.removal import delete_from
-from kvkeep.store.kv.tail import TailRead
+from kvkeep.store.kv.tail import TailRead, note_shorter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -149,6 +149,7 @@ class KVTransfers:
         self._followers.note(blocks[:count])
         if lengths[count - 1] < names.block_tokens and blocks[count - 1] in tiered.inexact:
             tiered.inexact.add((), tails=True)
+        note_shorter(tiered, prompt, blocks[:count])
         parts = zip(read_from or (), [lengths[0] - skip, *lengths[1:]], strict=False)
         tokens = ends[count - 1]
         return LoadedKV(self._form.cut(into, 0, tokens), tokens, runs_of(parts), slower)

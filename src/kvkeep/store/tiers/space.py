@@ -71,14 +71,15 @@ class TierSpace:
         """
 
         short_by = 0
+        budget = None if self._backend.charges else self._backend.budget
 
         def attempt() -> bool | Again:
-            nonlocal short_by
+            nonlocal short_by, budget
             started = time.monotonic()
-            budget = self._backend.budget
             try:
-                if budget is not None and not self._backend.charges:
+                if budget is not None:
                     budget.charge(len(record))
+                    budget = None  # another attempt follows one that wrote nothing
                 with self._calls.to("put", "write", self._backend.part(block)) as call:
                     self._backend.put(block, record)
             except OverBudget:

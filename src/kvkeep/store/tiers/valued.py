@@ -153,8 +153,8 @@ class ValuedTiering(TieringPolicy):
     Until blocks were read again from below, all are written. While a tier's write budget runs
     short, its price is higher: see `attend`.
 
-    Memory: about 350 bytes for each of 131,072 blocks at most, and 1 KiB a sampled block. Cost:
-    one to two microseconds a block of every prompt.
+    Memory: about 360 bytes for each of 131,072 blocks at most, and 1 KiB a sampled block. Cost:
+    three microseconds a block of every prompt, and one to two for a decision.
 
     Blocks of one tier take the same bytes, and stand for as many tokens: what a hit saves is the
     same for all, so it decides only whether the tier is worth writing to at all.
