@@ -67,6 +67,8 @@ class TailRead:
         names = (tiered.memory.name, *(tier.name for tier in tiered.tiers))
         self.runs = runs_of((names[one.level], self._tokens(one)) for one in self._blocks)
         self._tiered, self._form, self._begin = tiered, form, begin
+        self._prompt = prompt
+        self._full: list[bytes] = []
         self._limit = TailLimit()
         self._lock = threading.Lock()
         self._arrived: dict[int, str] = {}  # position of a block → the tier that it came from
@@ -103,8 +105,8 @@ class TailRead:
             begin, stop = blocks[at].begin, blocks[at].stop
             skip = max(0, self.start - begin)
             self.source = sources[-1]
-            if lengths[at] < self.unit and blocks[at].id in self._tiered.inexact:
-                self._tiered.inexact.add((), tails=True)
+            if blocks[at].id in self._tiered.inexact:
+                self._tiered.inexact.add([self._head(begin // self.unit)])
             sink(begin + skip, stop, self._form.view(raw, lengths[at], skip=skip))
             with self._lock:
                 self._arrived[at] = self.source
@@ -210,6 +212,12 @@ class TailRead:
             if count > 0:
                 found[tier] = found.get(tier, 0) + self._form.raw_bytes(count)
         return found
+
+    def _head(self, at: int) -> bytes:
+        """Return the id of the first token of block ``at`` of the prompt."""
+        row, _, names = self._prompt
+        self._full = self._full or names.full(row)
+        return names.head(row, at, self._full)
 
     def _tokens(self, block: _TailBlock) -> int:
         return block.stop - max(self.start, block.begin)
