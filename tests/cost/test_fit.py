@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import threading
 from random import Random
 
@@ -9,10 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeep.core.cost import LearnedPrefill, LearnedTransfer, OnlineFit, PrefillCost, TransferCost
+from kvkeep.core.cost import (
+    CostModel,
+    LearnedPrefill,
+    LearnedTransfer,
+    OnlineFit,
+    PrefillCost,
+    TransferCost,
+)
+from kvkeep.core.errors import InvalidValue
 
 TRUE = PrefillCost(seconds_fixed=0.01, seconds_per_token=1e-4, seconds_per_token_pair=4e-8)
 SPANS = [(0, 16), (0, 256), (0, 1024), (1024, 2048), (3072, 4096), (4000, 4096)]
+EXTREME = st.sampled_from([0.0, 5e-324, 1e-300, 1e-12, 1e-3, 1.0, 1e12])
 ASKED = [(0, 64), (0, 512), (0, 4096), (2048, 4096), (4080, 4096)]
 
 
@@ -230,3 +241,42 @@ def test_a_size_that_is_new_counts_at_once() -> None:
     fit.observe((1.0, 1000.0, 500_000.0), 0.05)
     fit.observe((1.0, 1000.0, 500_000.0), 0.05)
     assert fit.seconds((1.0, 1000.0, 500_000.0)) < 0.1
+
+
+@pytest.mark.parametrize("forgets", [True, False])
+@pytest.mark.parametrize("factor", [3.0, 900.0, 3e3, 1e6])
+def test_a_place_of_another_speed_is_learned_in_a_few_observations(factor, forgets):
+    """Not only a factor that can be a pace: of many sizes observed before, all said otherwise."""
+    random, fit = Random(1), OnlineFit(2, first=1, forgets=forgets)
+    for _ in range(300):
+        nbytes = 2 ** random.uniform(12, 24)
+        fit.observe((1.0, nbytes), nbytes * 1e-9 * random.uniform(0.9, 1.1))
+    for speed in (factor * 1e-9, 1e-9):
+        for _ in range(8):
+            fit.observe((1.0, 7e5), 7e5 * speed * random.uniform(0.9, 1.1))
+        assert fit.seconds((1.0, 1e6)) == pytest.approx(1e6 * speed, rel=0.3)
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf])
+def test_seconds_that_are_no_number_are_not_learned(seconds):
+    learned = LearnedPrefill()
+    with pytest.raises(InvalidValue, match=f"{seconds} s for terms"):
+        learned.observe([(0, 100)], seconds)
+    learned.observe([(0, 100)], 1.0)
+    assert learned.prefill_s(0, 100) == pytest.approx(1.0)
+
+
+@settings(deadline=None)
+@given(st.tuples(*[EXTREME] * 5), st.lists(st.sampled_from([0.0, 1e-9, 1e-3, 3.0]), max_size=6))
+def test_extreme_costs_stay_costs(seeds, seconds):
+    """Those of a file are at the limits of what it may hold; rounding crosses none."""
+    fixed, each, pair, latency, byte = seeds
+    cost = CostModel(
+        PrefillCost(seconds_fixed=fixed, seconds_per_token=each, seconds_per_token_pair=pair),
+        reads={"tier": TransferCost(seconds_fixed=latency, seconds_per_byte=byte)},
+    )
+    for one in (None, *seconds):
+        if one is not None:
+            cost.prefill.observe([(0, 100)], one)
+        assert CostModel.of(json.loads(json.dumps(cost.as_dict(), allow_nan=False)))
+        assert 0 <= cost.load_s({"tier": 1e6}) < math.inf

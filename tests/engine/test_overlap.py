@@ -146,6 +146,43 @@ def test_a_store_that_fails_in_the_middle(house, fault, passes, caplog):
     assert ("not iterable" in caplog.text) == (fault == "raises")
 
 
+@pytest.mark.parametrize("how", ["aborted", "computed", "late"])
+def test_reads_that_hang_do_not_hold_up_others(house, prompt, how):
+    """Of prompts that are gone, or of as many as there are threads: what comes later is loaded."""
+    long, *short = [prompt(120, 2), *(prompt(60, 10 + at) for at in range(4))]
+    house.ask(long, *short)
+    want = house.bench.greedy(long, 1)
+    find, gate = house.store.load_tail, threading.Event()
+
+    def load_tail(tokens, start=0, **more):
+        if len(tokens) < 100:
+            gate.wait(30)
+        return find(tokens, start, **more)
+
+    house.store.load_tail = load_tail
+    house.block_seconds = BLOCK * TOKEN_S / 4
+    engine, runner = house.paced()
+    hanging = [engine.add(text, few(1)) for text in (short if how == "late" else short[:1])]
+    if how == "aborted":
+        ended = time.monotonic() + 10
+        while not engine._offload._loads._running:
+            engine.step()
+            assert time.monotonic() < ended
+        engine.abort(hanging[0])
+    finish(engine)
+    engine.add(long, few(1))
+    passes = []
+    runner.between = lambda _: passes.append(time.monotonic())
+    began = time.monotonic()
+    (answer,) = finish(engine).values()
+    gate.set()
+    assert [*answer.tokens] == want
+    assert (answer.loaded_tokens > 0) == (how != "late")
+    assert passes[0] - began < 1.0, "it waited for reads that hang (2 s at most)"
+    assert engine.close(10)
+    engine.cache.check()
+
+
 def test_drafts_forks_and_beams(house):
     text = np.tile(house.text[:20], 8)
     for params in (

@@ -35,7 +35,7 @@ def expected(model):
 
 
 @contextmanager
-def kept_behind(model, *, token_s, byte_s, tokens=TOKENS):
+def kept_behind(model, *, token_s, byte_s, tokens=TOKENS, block=BLOCK):
     """A `KeptModel` whose store has a prompt in a tier, with costs that it believes."""
     faulty = FaultyBackend(MemoryBackend(64 << 20))
     cost = CostModel(
@@ -44,7 +44,7 @@ def kept_behind(model, *, token_s, byte_s, tokens=TOKENS):
     )
     with KVStore(
         geometry_of(model), model="m", revision=revision_of(model), layout="HND",
-        block_tokens=BLOCK, tiers=["memory://32MiB", faulty], policy=PassThrough(), cost=cost,
+        block_tokens=block, tiers=["memory://32MiB", faulty], policy=PassThrough(), cost=cost,
     ) as store:  # fmt: skip
         with KeptModel(model, store=store, loading="all") as before:
             before.generate(prompt(tokens), max_new_tokens=1)
@@ -117,6 +117,23 @@ def test_damaged_and_missing_blocks_are_computed(model, expected, fault, times):
         assert kept.last.loaded < TOKENS - 1
         faulty.heal()
         assert torch.equal(kept.generate(prompt(TOKENS), max_new_tokens=8), expected)
+
+
+@pytest.mark.parametrize("block", [512, 1024])
+def test_blocks_longer_than_a_pass_are_met(block):
+    model = build(max_position_embeddings=4096)
+    tokens = 3 * 1024 + 9
+    want = model.generate(prompt(tokens), max_new_tokens=4)
+    # To load a block takes as long as to compute one.
+    byte_s = 1e-3 / geometry_of(model).bytes_per_token
+    with kept_behind(model, token_s=1e-3, byte_s=byte_s, tokens=tokens, block=block) as (
+        kept,
+        tier,
+    ):
+        for _ in range(9):  # what the passes before have taken is forgotten
+            kept.store.cost.prefill.observe([(0, tokens)], tokens * 1e-3)
+        tier.slow(block * 1e-4, "get")
+        assert torch.equal(kept.generate(prompt(tokens), max_new_tokens=4), want)
 
 
 @pytest.mark.parametrize("seconds", [0.001, 0.01])

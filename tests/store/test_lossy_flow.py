@@ -94,6 +94,35 @@ def test_reading_copies_no_lossy_block(tmp_path, tiering, codec, above):
     assert len(records(tmp_path / "lossy")) == len(PROMPT) // BLOCK  # moved nowhere
 
 
+@pytest.mark.parametrize("how", ["get", "tail"])
+@pytest.mark.parametrize("length", [24, 22])
+def test_the_beginning_of_a_block_comes_back_lossy_in_another_prompt(tmp_path, how, length):
+    """An engine shares pages that are smaller than blocks, behind a block that is exact."""
+    lossy = filled(tmp_path / "lossy", length, tail=True)
+    exact = disk(tmp_path / "exact")
+    with opened(MEMORY, exact) as store:
+        store.put(range(BLOCK), truth(BLOCK), wait=True)
+    with opened(MEMORY, exact, lossy) as store:
+        kv = truth(40)
+        if how == "get":
+            kv[:, :, :length] = got(store, length)[0]
+        else:
+
+            def take(start, stop, part):
+                kv[:, :, start:stop] = part
+
+            store.load_tail(range(length)).read(take)
+        for same in range(BLOCK + 1, length):
+            other = [*range(same), *range(100, 140 - same)]
+            store.put(other, kv, wait=True)
+        store.put([*range(BLOCK), *range(200, 236)], truth(40), wait=True)  # shares nothing more
+        store.flush()
+    count = 0
+    for file in records(tmp_path / "exact"):
+        count += not read_header(file.read_bytes()).inexact
+    assert count == 1 + 36 // BLOCK
+
+
 @pytest.mark.parametrize("tiering", TIERINGS)
 def test_what_a_caller_was_given_comes_back_lossy(tmp_path, tiering):
     """An engine puts what it has: KV that it loaded, and KV that it computed behind it."""

@@ -139,7 +139,8 @@ class RowLoad:
         unit, left = self._tail.unit, stop - known
         if left > 2 * _LEAST:
             part = 2 if self._passes else 4  # the first one, before anything has come
-            stop = (known + max(_LEAST, left // part)) // unit * unit
+            stop = max(known + max(_LEAST, left // part), (known // unit + 1) * unit)
+            stop = stop // unit * unit
         self._passes += 1
         self._tail.stop_before(stop)
         return LoadStep(stop, None)

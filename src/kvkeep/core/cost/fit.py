@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from kvkeep.core.errors import InvalidValue
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -30,6 +32,7 @@ _REFIT: Final = 16  # observations between two fits, once there are many
 _ROUNDS: Final = 4  # of weighting outliers down
 _FAR: Final = 1.5  # multiples of the median residual from which an observation is an outlier
 _LEAST: Final = 1e-9  # seconds
+_MOST: Final = 1e12  # seconds a unit: no cost is larger, and rounding makes none that is
 _EXPLAINED: Final = 1e-3  # of its seconds that the coefficients give at least for an observation
 # Observations of about one size do not tell a fixed cost from one of each unit: of the error, at
 # most this may be left with other terms than the first, or with more of them.
@@ -90,7 +93,7 @@ class OnlineFit:
     def coefficients(self) -> tuple[float, ...]:
         """The coefficients at the present pace, in seconds a unit of each term."""
         with self._lock:
-            return tuple(value * self._pace for value in self._shape)
+            return tuple(min(value * self._pace, _MOST) for value in self._shape)
 
     @property
     def error(self) -> float:
@@ -104,8 +107,13 @@ class OnlineFit:
             return self._pace * _dot(self._shape, terms)
 
     def observe(self, terms: Sequence[float], seconds: float) -> None:
-        """Learn from one observation. Seconds that are not above 0 are taken for a nanosecond."""
+        """Learn from one observation. Seconds that are not above 0 are taken for a nanosecond.
+
+        Raises `InvalidValue` for seconds or terms that are no finite numbers.
+        """
         row = tuple(map(float, terms))
+        if not all(map(math.isfinite, (*row, seconds))):
+            raise InvalidValue(f"{seconds} s for terms {row}; finite numbers are needed")
         seconds = max(seconds, _LEAST)
         cell = _cell(row)
         with self._lock:
@@ -123,6 +131,10 @@ class OnlineFit:
 
     def _measure(self) -> None:
         """Set pace and error by the last observations."""
+        newest = list(self._recent)[-_TURNED:]
+        if len(newest) == _TURNED and not any(self._explains(*one) for one in newest):
+            # Another place, network or disk: too slow to be taken for a pace.
+            self._forget_all_but(_TURNED)
         ratios = [
             math.log(seconds / _dot(self._shape, row))
             for row, seconds in self._recent
@@ -133,14 +145,14 @@ class OnlineFit:
             return
         last = ratios[-_PACE:]
         pace = _median(last)
-        newest = ratios[-_TURNED:]
-        agree = max(newest) - min(newest) < _AGREE < abs(_median(newest) - pace)
-        if len(newest) == _TURNED and agree:
-            if self._forgets and abs(_median(newest) - pace) > _ANOTHER:
+        turned = ratios[-_TURNED:]
+        agree = max(turned) - min(turned) < _AGREE < abs(_median(turned) - pace)
+        if len(turned) == _TURNED and agree:
+            if self._forgets and abs(_median(turned) - pace) > _ANOTHER:
                 self._forget_all_but(_TURNED)
                 last, pace = [0.0] * _TURNED, 0.0
             else:
-                last, pace = newest, _median(newest)
+                last, pace = turned, _median(turned)
             ratios = last
         self._pace = math.exp(pace)
         spread = _median([abs(ratio - pace) for ratio in last])

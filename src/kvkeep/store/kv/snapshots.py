@@ -140,6 +140,8 @@ class SnapshotTransfers:
             try:
                 before = names.chain(tokens)
                 before += tails_of(tiered, names.names, names.row, names.full)
+                if tokens and tiered.inexact:
+                    before.append(names.names.head(names.row, 0, names.full))
                 written = tiered.write(
                     ids, sizes, fill, wait=_WAIT_S if wait else None, before=before
                 )
@@ -298,7 +300,9 @@ class SnapshotTransfers:
                 if any(piece.id in tiered.inexact for piece in position.pieces):
                     # A later position has other records, and begins with the same blocks.
                     tail = position.tokens % names.size > 0
-                    tiered.inexact.add(names.chain(position.tokens), tails=tail)
+                    # Another prompt may begin with a part of the first one.
+                    ids = [names.names.head(names.row, 0, names.full)]
+                    tiered.inexact.add([*ids, *names.chain(position.tokens)], tails=tail)
                 self._note(names, position.tokens, position.pieces)
                 return reading.loaded()
             if choice is not None and due is not None and time.monotonic() >= due:

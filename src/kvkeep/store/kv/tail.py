@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvkeep.store.kv.names import PromptBlocks
     from kvkeep.store.tiers import TieredStore
 
-__all__ = ["TailRead", "note_shorter"]
+__all__ = ["TailRead"]
 
 
 class _TailBlock(NamedTuple):
@@ -66,7 +66,9 @@ class TailRead:
             self.stop = self._blocks[-1].stop
         names = (tiered.memory.name, *(tier.name for tier in tiered.tiers))
         self.runs = runs_of((names[one.level], self._tokens(one)) for one in self._blocks)
-        self._tiered, self._form, self._prompt, self._begin = tiered, form, prompt, begin
+        self._tiered, self._form, self._begin = tiered, form, begin
+        self._prompt = prompt
+        self._full: list[bytes] = []
         self._limit = TailLimit()
         self._lock = threading.Lock()
         self._arrived: dict[int, str] = {}  # position of a block → the tier that it came from
@@ -103,8 +105,8 @@ class TailRead:
             begin, stop = blocks[at].begin, blocks[at].stop
             skip = max(0, self.start - begin)
             self.source = sources[-1]
-            if lengths[at] < self.unit and blocks[at].id in self._tiered.inexact:
-                self._tiered.inexact.add((), tails=True)
+            if blocks[at].id in self._tiered.inexact:
+                self._tiered.inexact.add([self._head(begin // self.unit)])
             sink(begin + skip, stop, self._form.view(raw, lengths[at], skip=skip))
             with self._lock:
                 self._arrived[at] = self.source
@@ -118,7 +120,6 @@ class TailRead:
                     sources=sources,
                 )  # fmt: skip
         finally:
-            note_shorter(self._tiered, self._prompt, [one.id for one in blocks])
             self._over.set()
             ended(LoadedKV(None, sum(b - a for a, b in self.delivered), self.sources))
         return self.delivered
@@ -212,6 +213,12 @@ class TailRead:
                 found[tier] = found.get(tier, 0) + self._form.raw_bytes(count)
         return found
 
+    def _head(self, at: int) -> bytes:
+        """Return the id of the first token of block ``at`` of the prompt."""
+        row, _, names = self._prompt
+        self._full = self._full or names.full(row)
+        return names.head(row, at, self._full)
+
     def _tokens(self, block: _TailBlock) -> int:
         return block.stop - max(self.start, block.begin)
 
@@ -227,19 +234,3 @@ def _blocks_of(found: StoredBlocks, start: int, unit: int) -> list[_TailBlock]:
         blocks.append(_TailBlock(block, level, begin, begin + tokens))
         begin += tokens
     return blocks if begin > start else []
-
-
-def note_shorter(tiered: TieredStore, prompt: PromptBlocks, given: Sequence[bytes]) -> None:
-    """Remember the tails that begin the first block that is not exact of those ``given``.
-
-    A shorter prompt has its first tokens in a block of another name. ``given`` begin at the block
-    of the prompt's start. Cost: 1 µs a token of a block, if one is not exact.
-    """
-    first = next((at for at, block in enumerate(given) if block in tiered.inexact), None)
-    if first is None:
-        return
-    row, start, names = prompt
-    begin = (start // names.block_tokens + first) * names.block_tokens
-    before = [given[first - 1]] if first else names.full(row[:begin])[-1:]
-    some = row[begin : begin + names.block_tokens - 1]
-    tiered.inexact.add_shorter(names.tails(before, some, start=begin))

@@ -12,7 +12,7 @@ from kvkeep.store.blocks.stats import Put, closed_is_illegal, runs_of, seconds_o
 from kvkeep.store.kv.loaded import LoadedKV
 from kvkeep.store.kv.lookup import find_stored, pieces_of
 from kvkeep.store.kv.removal import delete_from
-from kvkeep.store.kv.tail import TailRead, note_shorter
+from kvkeep.store.kv.tail import TailRead
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,9 +81,15 @@ class KVTransfers:
                 old = prompt._replace(start=first * size)
                 failed = delete_from(tiered, old, self._followers, tiered.supersede).failed
             self._followers.note([*full[:first], *blocks])
+            before = full[:first]
+            begun = inexact_from(tiered, names, row, full)
+            if begun is not None and begun < first:
+                before = [*before, names.head(row, begun, full)]
+            elif begun is not None:
+                tiered.inexact.add(blocks[begun - first : begun - first + 1])
             written = tiered.write(
                 blocks, self._form.sizes(lengths), fill, wait=_WAIT_S if wait else None,
-                before=full[:first] + tails_of(tiered, names, row, full),
+                before=before,
             )  # fmt: skip
         kept = sum(lengths[at] for at in written.kept)
         skipped = sum(lengths[at] for at in written.already)
@@ -147,9 +153,13 @@ class KVTransfers:
         if not count:
             return LoadedKV(None, 0, slower=slower)
         self._followers.note(blocks[:count])
-        if lengths[count - 1] < names.block_tokens and blocks[count - 1] in tiered.inexact:
-            tiered.inexact.add((), tails=True)
-        note_shorter(tiered, prompt, blocks[:count])
+        if tiered.inexact:
+            at, full = start // names.block_tokens, names.full(row)
+            tiered.inexact.add(
+                names.head(row, at + one, full)
+                for one, block in enumerate(blocks[:count])
+                if block in tiered.inexact
+            )
         parts = zip(read_from or (), [lengths[0] - skip, *lengths[1:]], strict=False)
         tokens = ends[count - 1]
         return LoadedKV(self._form.cut(into, 0, tokens), tokens, runs_of(parts), slower)
@@ -191,6 +201,21 @@ class KVTransfers:
 
 def _tier_names(tiered: TieredStore) -> list[str]:
     return [tiered.memory.name, *(tier.name for tier in tiered.tiers)]
+
+
+def inexact_from(
+    tiered: TieredStore, names: Names, row: TokenArray, full: list[bytes]
+) -> int | None:
+    """Return the first block of which a caller may have begun with KV that is not exact.
+
+    A caller that was given a block, or a tail, may use its first tokens in another prompt, whose
+    block has another id. So the first token of each such block is remembered, too. None: there is
+    no such block. Cost: a hash for each block, if anything was given that is not exact.
+    """
+    if not tiered.inexact:
+        return None
+    count = -(-len(row) // names.block_tokens)
+    return next((at for at in range(count) if names.head(row, at, full) in tiered.inexact), None)
 
 
 def tails_of(tiered: TieredStore, names: Names, row: TokenArray, full: list[bytes]) -> list[bytes]:

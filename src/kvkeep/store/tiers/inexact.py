@@ -84,14 +84,6 @@ class InexactBlocks:
             self._bits = bits
             self.tails |= tails
 
-    def add_shorter(self, tails: Iterable[bytes]) -> None:
-        """Remember ``tails`` that have the first tokens of a block given out.
-
-        They count where they are stored, not where a longer prompt begins with their tokens:
-        nearly all prompts begin with the first token of nearly all others.
-        """
-        self.add(map(_apart, tails))
-
     def exact(self, before: Sequence[bytes], blocks: Sequence[bytes]) -> int:
         """Return how many leading ``blocks`` of a prompt are exact, behind its blocks ``before``.
 
@@ -101,15 +93,7 @@ class InexactBlocks:
             return len(blocks)
         if any(block in self for block in before):
             return 0
-        for at, block in enumerate(blocks):
-            if block in self or _apart(block) in self:
-                return at
-        return len(blocks)
-
-
-def _apart(tail: bytes) -> bytes:
-    """Return what stands for ``tail`` in the filter if it is known as a shorter one."""
-    return bytes(byte ^ 0xFF for byte in tail[-4 * _PROBES :])
+        return next((at for at, block in enumerate(blocks) if block in self), len(blocks))
 
 
 def _places(block: bytes) -> list[int]:

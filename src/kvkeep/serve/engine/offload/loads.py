@@ -144,8 +144,14 @@ class Loads(ABC):
         if free:
             self._reads.submit(self._read_queued)
 
+    @property
+    def stuck(self) -> bool:
+        """Whether late reads take all threads, so that none can begin."""
+        with self._lock:
+            return len(self._running) >= _READ_THREADS and all(map(_is_over, self._running))
+
     def _may_begin(self) -> bool:
-        return len(self._running) < _READ_THREADS and all(one.late for one in self._running)
+        return len(self._running) < _READ_THREADS and all(map(_is_over, self._running))
 
     def _read_queued(self) -> None:
         while True:
@@ -218,6 +224,7 @@ class Loads(ABC):
         self.unqueue(load)
         for chunk in load.cancel():
             self.give_back(chunk)
+        self.go_on()
 
     def close(self) -> None:
         """End the threads; one that hangs in the store is left running, as a daemon."""
@@ -306,6 +313,11 @@ class PageLoads(Loads):
 
     def give_back(self, chunk: LoadChunk) -> None:
         self._buffers.give(chunk.block)
+
+
+def _is_over(load: Load) -> bool:
+    """Whether others need not wait for a read, though it may hang in the store."""
+    return load.late or load.cancelled
 
 
 def _source_at(sources: Sequence[tuple[str, int]], offset: int) -> str:

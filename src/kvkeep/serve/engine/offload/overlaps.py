@@ -129,7 +129,10 @@ class Overlaps:
         if load is None or load.done:
             at = answer.computed
             return LoadProgress(LoadablePrompt(at, at, at, answer.num_tokens, 1))
-        return load.progress(now, self._read_s, self._token_bytes)
+        found = load.progress(now, self._read_s, self._token_bytes)
+        if self._loads.stuck and not load.reading:
+            return found._replace(over=True)  # its read cannot begin
+        return found
 
     def _read_s(self, tier: str, nbytes: float) -> float:
         return self._cost.reading(tier).seconds(nbytes)
