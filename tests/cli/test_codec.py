@@ -70,7 +70,7 @@ def test_a_short_text_and_no_model_are_refused(tmp_path, capsys):
     assert main(["codec", "fit", "--out", out, *SMALL, "--text", str(text)]) == 2
     assert "at least 2304 are needed" in capsys.readouterr().err
     assert main(["codec", "fit", "--out", out, *SMALL, "--model", str(tmp_path)]) == 2
-    assert "cannot be loaded" in capsys.readouterr().err
+    assert "a directory with a config.json is needed" in capsys.readouterr().err
     text.write_bytes(b"\xff\xfe")
     assert main(["codec", "fit", "--out", out, *SMALL, "--text", str(text)]) == 2
     assert "no text in UTF-8" in capsys.readouterr().err

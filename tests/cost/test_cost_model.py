@@ -69,7 +69,7 @@ def test_loads_from_several_tiers_take_turns():
     [
         ("", "not JSON"),
         ("[]", "an object"),
-        ("{}", "kvkeep_cost is None"),
+        ("{}", "kvkeep_cost is missing"),
         ('{"tiers": []}', "tiers are objects"),
         ('{"tiers": {"file": 3}}', "tiers are objects"),
         ('{"tiers": {"file": {"read": 3}}}', "seconds_per_byte"),

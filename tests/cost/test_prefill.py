@@ -117,7 +117,7 @@ GOOD = '{"kvkeep_cost": 1, "seconds_per_token": %s}'
         ("\xff\xfe", "not JSON"),
         ("[" * 100_000, "not JSON"),
         ("[]", "an object"),
-        ("{}", "kvkeep_cost is None"),
+        ("{}", "kvkeep_cost is missing"),
         ('{"kvkeep_cost": true, "seconds_per_token": 1}', "kvkeep_cost is True"),
         ('{"kvkeep_cost": 2, "seconds_per_token": 1}', "kvkeep_cost is 2"),
         ('{"kvkeep_cost": 1}', "seconds_per_token is missing"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
@@ -267,6 +268,8 @@ def fit_basis_of(
     Raises:
         InvalidValue: there is no such model; or as `fit_basis`.
     """
+    if not (Path(path) / "config.json").is_file():
+        raise InvalidValue(f"no model at {path}: a directory with a config.json is needed")
     transformers = require("transformers", "transformers")
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()

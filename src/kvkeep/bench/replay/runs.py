@@ -98,7 +98,9 @@ class ReplayRun:
         if self.closed_loop and self.users is not None:
             raise InvalidValue("sessions begin at their times or when users are free, not both")
         if self.reads and not (self.below and self.cost):
-            raise InvalidValue("the cost of reads needs tiers and the cost of prompts")
+            raise InvalidValue(
+                "the bandwidth of tiers needs tiers, as --capacity 1M+8M, and --cost"
+            )
         check_loading(self.loading)
 
     def _check_tiers(self) -> None:

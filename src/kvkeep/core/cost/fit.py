@@ -55,8 +55,8 @@ class OnlineFit:
         seeds: rows of terms, and their seconds, that hold until something was observed. They stay
             among the observations, so that sizes never observed keep their relation to others.
         first: the term that explains a single observation.
-        forgets: whether what was before says nothing any more once the last observations agree on
-            another pace. Else sizes that are not observed again keep their relation to others.
+        forgets: whether older observations are dropped once the last ones agree on another pace.
+            If not, sizes that are not observed again keep their relation to others.
     """
 
     def __init__(

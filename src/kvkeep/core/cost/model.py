@@ -109,10 +109,15 @@ class CostModel:
             raise InvalidValue(f"tiers are objects with read and write, got {told(tiers)}")
         if not isinstance(model, str):
             raise InvalidValue(f"model is text, got {told(model)}")
-        known = {
-            kind: {name: TransferCost.of(one[kind]) for name, one in tiers.items() if kind in one}
-            for kind in ("read", "write")
-        }
+        known: dict[str, dict[str, TransferCost]] = {"read": {}, "write": {}}
+        for kind, costs in known.items():
+            for name, one in tiers.items():
+                if kind not in one:
+                    continue
+                try:
+                    costs[name] = TransferCost.of(one[kind])
+                except InvalidValue as error:
+                    raise InvalidValue(f"tier {told(name)}, {kind}: {error}") from error
         prefill = PrefillCost.of(found) if "kvkeep_cost" in found or "tiers" not in found else None
         return cls(prefill, reads=known["read"], writes=known["write"], model=model)
 

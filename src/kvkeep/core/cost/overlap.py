@@ -25,8 +25,8 @@ class Overlap:
       KV   │  a pass  │  to be read  │  KV has come   │
 
     Tokens `computed` … are computed from the front, blocks of `unit` tokens arrive from the back.
-    A block that does not come leaves a hole, which is computed. ``whole``: nothing but all of the
-    stored tokens together is of use.
+    A block that does not come leaves a hole, which is computed. With ``whole`` the stored tokens
+    are of use only once all of them have come.
 
     Thread safety: none. Times are given, in seconds of any clock.
     """

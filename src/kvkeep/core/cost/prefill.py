@@ -139,7 +139,9 @@ class PrefillCost:
         """Return the cost of an `as_dict`. Raises `InvalidValue`."""
         if not isinstance(found, dict):
             raise InvalidValue(f"a cost is an object, got {told(found)}")
-        version = found.get("kvkeep_cost")
+        if "kvkeep_cost" not in found:
+            raise InvalidValue(f"kvkeep_cost is missing; a file of costs has {_VERSION} there")
+        version = found["kvkeep_cost"]
         if isinstance(version, bool) or version != _VERSION:
             raise InvalidValue(
                 f"kvkeep_cost is {told(version)}; {_VERSION} is needed, as `kvkeep calibrate` "

@@ -134,7 +134,7 @@ class LearnedTransfer:
 
     @property
     def queued(self) -> int:
-        """Bytes of transfers that wait or are under way, as far as `queue` was told."""
+        """Bytes of transfers that wait or are under way: the sum of those given to `queue`."""
         return self._queued
 
     @property

@@ -1,8 +1,8 @@
 """`take_turns`: what to compute next of several prompts while their stored KV is loaded.
 
 Older prompts come first, in computing and in loading. A prompt waits for its load only where
-computing meanwhile would delay it, and no longer than computing instead would take: a load that is
-late is taken to need as much longer as it is late already.
+computing meanwhile would delay it, and no longer than computing instead would take. A load that is
+late is expected to take as much longer as it is late already.
 """
 
 from __future__ import annotations

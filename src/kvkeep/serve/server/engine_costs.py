@@ -33,7 +33,7 @@ class LoadSums:
         computed_stored_tokens: stored tokens that were computed, because that is faster …
         overtaken_tokens: … of these, those that were computed while others were loaded.
         both: loads of which a part was loaded and another computed, at once.
-        computed: loads of which all was computed.
+        computed: loads of which all was computed, late ones as well.
         late: loads in which computing did not wait for a tier.
         saved_s: seconds of computing that the loaded tokens saved, as the model expects.
         avoided_s: seconds by which loading would have been slower, as the model expected.
@@ -95,8 +95,8 @@ class EngineCosts:
             loaded_tokens=report.tokens,
             computed_stored_tokens=_tokens(slower),
             overtaken_tokens=_tokens(one for one in slower if one.detail.startswith("overtaken")),
-            both=bool(report.sources and slower),
-            computed=bool(slower and not report.sources),
+            both=bool(report.sources and (slower or report.late)),
+            computed=not report.sources,
             late=report.late,
             saved_s=saved,
             # Each has the seconds of the whole request.

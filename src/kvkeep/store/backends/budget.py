@@ -156,9 +156,10 @@ class WriteBucket(ABC):
         return max(0, (self.budget.burst << _SCALE) - now.held >> _SCALE)
 
     def price(self) -> float:
-        """Return what a write has to be worth so that the budget lasts; no I/O.
+        """Return the least value of a write, so that the budget lasts for valuable ones; no I/O.
 
-        It is 0 until the bucket is half full, and rises without limit from there.
+        `ValuedTiering` says what values are. It is 0 until the bucket is half full, and rises
+        without limit from there.
         """
         full = self._known().held / max(1, self.budget.burst << _SCALE)
         return max(0.0, 2 * full - 1) / (1 - full) if full < 1 else float("inf")
@@ -221,7 +222,7 @@ class FileBucket(WriteBucket):
     A charge is one write within a page, before the data are written: a process killed in between
     has charged too much, never too little. After the machine was started anew the bucket counts as
     full, because the last charges may be lost; so it does if the file is damaged. A new file is
-    an empty bucket: who deletes the file forgives what was written.
+    an empty bucket, so deleting the file clears what was written.
 
     Arguments:
         path: of the file.

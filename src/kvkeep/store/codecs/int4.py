@@ -1,4 +1,4 @@
-"""int4: codes of 2 to 8 bits, four unless told otherwise, between a group's least and greatest.
+"""int4: codes of 2 to 8 bits, 4 by default, between a group's least and greatest.
 
 The layout is KIVI's (arXiv 2402.02750): keys share a scale along tokens, values along channels, and
 each group has a zero point. Keys are turned back by their rotary embedding first (rotation.py), and

@@ -1,4 +1,4 @@
-"""`PromptLoads`: how the KV of stored prompts is read; `KVStore` puts it."""
+"""`PromptLoads`: the half of `KVStore` that reads the KV of stored prompts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = ["PromptLoads"]
 
 
 class PromptLoads(PromptStore):
-    """Prompts whose KV is read: a prefix, a snapshot, or from the end.
+    """Reads the KV of prompts: a prefix, a snapshot, or block by block from the end.
 
     Thread safety: all methods.
     """
@@ -76,8 +76,9 @@ class PromptLoads(PromptStore):
                 its beginning. Otherwise new CPU memory is allocated.
             form: of new memory: one tensor, or "tuples", a pair for each layer.
             sources: a list to which ``(tier, tokens)`` of the tokens read is appended, in order.
-            pays: load only what is faster than computing it (`worth_loading`), and give a load up
-                that becomes slower than that. As long as ``cost.prefill`` knows nothing, all.
+            pays: load only what is faster to load than to compute (`worth_loading`), and end a load
+                that becomes slower than that. All is loaded until ``cost.prefill`` has observed
+                a pass or has a seed.
             slower: a list to which the reasons are appended for tokens that are stored and were
                 not loaded because computing is faster.
             extra: as in `put`.
@@ -113,10 +114,10 @@ class PromptLoads(PromptStore):
     ) -> LoadChoice:
         """Return how much of the stored prefix of ``tokens`` is worth loading; read no KV.
 
-        Loading takes what `cost` has learned of the tiers, computing what it has of prefill: tell
-        it with ``store.cost.prefill.observe([(start, stop)], seconds)`` after each pass. The
-        engine has the KV of the first ``start`` tokens. ``length`` is that of the prompt, if
-        ``tokens`` are its beginning alone. ``extra`` as in `put`.
+        `cost` has the expected seconds of both. Tiers teach it what loading takes; the caller
+        reports each forward pass: ``store.cost.prefill.observe([(start, stop)], seconds)``. The
+        KV of the first ``start`` tokens is there already. ``length`` is that of the prompt, if
+        ``tokens`` are only its beginning. ``extra`` as in `put`.
 
         Raises:
             InvalidValue: tokens, ``start`` or ``length`` are wrong.

@@ -42,9 +42,9 @@ class LoadChoice(NamedTuple):
         tokens: of it, the KV up to here is worth loading; ``start`` if none is.
         load_s: the expected seconds to load that.
         seconds: the expected seconds until the prompt's last token is computed, with this load.
-        compute_s: the same with all computed.
-        patience_s: the seconds after which a load is slower than computing, or so late that it is
-            not worth waiting for; None where the cost of computing is unknown.
+        compute_s: the same if everything is computed.
+        patience_s: the seconds after which a load ends: it is slower than computing, or much later
+            than expected; None where the cost of computing is unknown.
         misses: why the rest of what was found is not loaded.
     """
 
@@ -75,8 +75,9 @@ def choose_load(
 ) -> LoadChoice:
     """Return how much of a prompt of ``tokens`` tokens is worth loading behind its ``start`` first.
 
-    ``pieces`` are what is stored of it, in order. Everything is, as long as nothing is known of
-    computing; tiers of which nothing is known count as free. Reads that wait in a tier come first.
+    ``pieces`` are what is stored of it, in order. As long as nothing is known of computing, all of
+    them are worth loading. A tier of which nothing is known counts as free. Reads that wait in a
+    tier delay new ones.
     """
     found = pieces[-1].stop if pieces else start
     waited: set[str] = set()

@@ -35,7 +35,7 @@ class TailRead:
     """The stored KV of a prompt's tokens `start` … `stop - 1`, found and not read yet.
 
     `read` delivers it from the end, block by block, in one thread, while another computes from the
-    front and tells how far it has come with `stop_before`. Where both meet, the prompt is whole.
+    front and calls `stop_before` as it goes on. Where both meet, the KV of the prompt is complete.
     `KVStore.load_tail` returns it. (Cake, arXiv 2410.03065)
 
     Thread safety: all methods; `read` is called once.
@@ -129,9 +129,10 @@ class TailRead:
         return self._form.empty(self.stop - self.start, tuples=True)
 
     def relearn(self) -> None:
-        """Call this where the KV is not worth reading: it is tried whether that still holds.
+        """Measure the tier again, in the background; call it where its KV is not worth reading.
 
-        A few blocks are read in the background, if their tier was not read for ten seconds.
+        A few blocks are read if the tier was not read for ten seconds, so that a tier that is fast
+        again is used again.
         """
         blocks = self._blocks[-4:]
         if blocks:

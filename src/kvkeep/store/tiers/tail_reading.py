@@ -159,7 +159,7 @@ class TailRequest(ReadRequest):
         if lease is None:
             return False
         if at < self._wanted.first or self._replaced(blocks):
-            return True  # not missing; nobody wants it
+            return True  # not missing, and not wanted any more
         payload = lease.payload
         if len(payload) != self._raw_bytes[at]:
             return False  # from memory, where it was stored with another length

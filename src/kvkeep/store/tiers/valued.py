@@ -78,7 +78,7 @@ class BlockValues:
         self._all_hits += len(kinds)
 
     def hits(self, kind: Kind) -> float:
-        """Return how many requests a block of ``kind`` will have that memory misses, about."""
+        """Return the expected number of requests for a block of ``kind`` that memory misses."""
         mean = (self._all_hits + 1) / (self._all_left + 1)
         return (self._hits.get(kind, 0.0) + _WEIGHT * mean) / (self._left.get(kind, 0.0) + _WEIGHT)
 

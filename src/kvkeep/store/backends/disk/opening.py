@@ -46,7 +46,7 @@ def open_directory(path: str | os.PathLike[str]) -> RecordDirectory:
     except OSError as error:
         if error.errno in CANNOT_WRITE | WRONG_KIND:
             raise InvalidValue(f"{root} cannot hold records: {error}") from error
-        raise BackendFailed(error.errno, f"{root} cannot be opened: {error}") from error
+        raise BackendFailed(error.errno, f"{root} cannot be opened: {error.strerror}") from error
     return directory
 
 
