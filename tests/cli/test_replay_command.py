@@ -186,7 +186,7 @@ def test_where_blocks_come_from(tmp_path, capsys):
         memory, disk = one["tiers"]
         assert bool(memory["fetched"]) != bool(more)
         assert main([*words, *more]) == 0
-        (row,) = [
+        row, _ = [
             line
             for line in capsys.readouterr().out.splitlines()
             if line.strip().startswith("returns/inclusive, 320")

@@ -21,6 +21,7 @@ import pytest
 
 import warm
 from kvkeep.cli import main
+from kvkeep.core.cost import PrefillCost
 from warm import KVKEEP
 
 if TYPE_CHECKING:
@@ -224,11 +225,17 @@ def asked(url):
     return answer["choices"][0]["text"], answer["usage"]["kvkeep"]["loaded_tokens"]
 
 
+def slow_computing(folder):
+    """Options of a server that takes computing for slow, until it has computed something."""
+    PrefillCost(seconds_per_token=1.0).write(folder / "cost.json")
+    return ["--cost", str(folder / "cost.json")]
+
+
 def test_what_was_computed_outlives_the_process(tmp_path):
     """By default, in the user's cache; a signal is enough for it to be there."""
     told = []
     for _ in range(2):
-        with serving(XDG_CACHE_HOME=str(tmp_path)) as (process, url, _):
+        with serving(*slow_computing(tmp_path), XDG_CACHE_HOME=str(tmp_path)) as (process, url, _):
             assert str(tmp_path / "kvkeep" / "store") in process.stdout.readline()
             told.append(asked(url))
             process.send_signal(signal.SIGTERM)
@@ -244,6 +251,7 @@ def test_named_tiers_and_none(tmp_path):
     place = f"file://{tmp_path}/tier?size=64MiB&codec=lossless"
     for loaded in (0, 599):
         arguments = ["--tier", place, "--block-tokens", "64", "--no-answers"]
+        arguments += slow_computing(tmp_path)
         with serving(*arguments, XDG_CACHE_HOME=str(tmp_path)) as (process, url, _):
             assert asked(url) == (text, loaded)
             (tier,) = httpx.get(f"{url}/kv/stats").json()["store"]["tiers"][1:]
@@ -271,7 +279,7 @@ def test_a_server_that_reuses_nothing_says_so(tmp_path):
         assert "the server reuses nothing" in told["sentence"]
         process.send_signal(signal.SIGTERM)
         assert ended(process)[0] == 0
-    assert not (tmp_path / "kvkeep").exists()
+    assert [one.name for one in (tmp_path / "kvkeep").iterdir()] == ["costs"]
 
 
 def test_a_cache_that_cannot_be_written_is_no_reason_not_to_serve(tmp_path):

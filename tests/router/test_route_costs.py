@@ -62,7 +62,7 @@ def test_prompts_are_scored_by_what_the_instances_tell(in_front_of):
     eventually(lambda: slow.told > 2)  # it is asked again and again, but not by each probe
     assert slow.probes > 10
     assert silent.told == 0
-    assert router.cost_of(silent.url) is router.cost
+    assert router.cost_of(silent.url) in [router.cost_of(one.url) for one in (slow, quick)]
     text = httpx.get(f"{proxy.url}/metrics").text
     assert f'kvkeep_router_prefill_token_seconds{{instance="{slow.url}"}} 0.002' in text
     assert outcomes(proxy, slow)["learned"] >= 2

@@ -36,7 +36,9 @@ PAGE = 16
 def two() -> Iterator[tuple[list[Instance], Process, str]]:
     """Two instances, a proxy that finds out soon what is wrong with them, and its address."""
     made = [Instance(), Instance()]
-    proxy, url = route(made, "--probe-interval", "0.1", "--probe-timeout", "1")
+    # Costs that instances learn on a busy machine differ, and would decide where prompts go.
+    alike = "--prefill-speed", "15000"
+    proxy, url = route(made, "--probe-interval", "0.1", "--probe-timeout", "1", *alike)
     try:
         for one in made:
             eventually(one.ready, 180)
@@ -106,10 +108,12 @@ def test_tokens_of_its_own_are_the_instances(two):
 
 
 def test_the_router_reads_what_its_instances_have_learned(two):
-    made, _, url = two
+    made, _, _ = two
     for number, one in enumerate(made):
         for length in (40, 90, 200):
             ask(one.url, [7 + number] * length)
+    proxy, url = route(made, "--probe-interval", "0.1")
+    eventually(lambda: "kvkeep routes at" in proxy.text, 60)
 
     def outcomes(one: Instance) -> set[str]:
         text = httpx.get(f"{url}/metrics").text
@@ -117,8 +121,11 @@ def test_the_router_reads_what_its_instances_have_learned(two):
         return set(re.findall(name, text, re.M))
 
     # On a busy machine an instance may not yet be sure of what it has learned.
-    eventually(lambda: all(outcomes(one) for one in made))
-    assert all(outcomes(one) <= {"learned", "unsure"} for one in made)
+    try:
+        eventually(lambda: all(outcomes(one) for one in made))
+        assert all(outcomes(one) <= {"learned", "unsure"} for one in made)
+    finally:
+        proxy.end()
 
 
 def goes_to(prompt: str | list[int], made: list[Instance], url: str) -> int:

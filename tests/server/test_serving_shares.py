@@ -29,7 +29,7 @@ def test_shares_reach_the_tiers(tmp_path, options):
     tiers = [f"memory://{BLOCKS * record}B", f"file://{tmp_path}/tier?size={BLOCKS * record}B"]
     words = [*options, "--block-tokens", "64", "--tiering", "exclusive"]
     args = parser.parse_args([*words, *(word for url in tiers for word in ("--tier", url))])
-    with _store(args, runner, NAME) as store:
+    with _store(args, runner, NAME, None) as store:
         cache = PagedCache(64, 16)  # without shares: the flooder takes it all
         engine = Engine(runner, cache, Tokenizer.load(bundled_model()), store=store)
         server = Running(engine, ServerSettings(name=NAME))

@@ -74,6 +74,7 @@ CALLS: dict[type, dict[str, Callable[[Any], object]]] = {
         "lookup_each": lambda s: s.lookup_each(KEYS),
         "knows": lambda s: s.knows(KEYS),
         "unknown": lambda s: s.unknown(KEYS),
+        "sources": lambda s: s.sources(KEYS),
         "must_ask": lambda s: s.must_ask,
         "prefetch": lambda s: s.prefetch(KEYS, [100] * 4),
         "pin": lambda s: s.pin(KEYS, 1.0),

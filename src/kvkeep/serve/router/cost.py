@@ -36,6 +36,8 @@ _MEDIA: Final = {"memory": "CPU", "shm": "CPU", "buffer": "CPU", "file": "DISK"}
 # A cost outside of this for 1,000 tokens is none of a machine: 10 µs … 1,000 s.
 _LEAST_S, _MOST_S = 1e-5, 1e3
 
+_ALIKE: Final = 2.0  # times the lower cost
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingCost:
@@ -95,20 +97,21 @@ class RoutingCost:
         return replace(self, prefill=prefill, tiers={**tiers, **slowest})
 
     def alike(self, other: RoutingCost) -> bool:
-        """Whether both differ by no more than what measurements of equal machines do.
+        """Whether both differ by less than a factor of two, for prompts and for each tier.
 
-        That is a quarter of the seconds of a prompt, and half of those to load from a tier.
+        Equal machines that others use as well measure as different costs. Taken at their word, all
+        prompts would go to one of them.
         """
         pairs = [
-            (self.prefill.prefill_s(*span), other.prefill.prefill_s(*span), 1.25)
-            for span in ((0, 256), (0, 8_192))
+            (self.prefill.prefill_s(*span), other.prefill.prefill_s(*span))
+            for span in ((0, 256), (0, 2_048))
         ]
         for tier in {*self.tiers, *other.tiers}:
             mine, its = (
                 one.tiers.get(tier, one.other_tier).seconds(1 << 20) for one in (self, other)
             )
-            pairs.append((mine, its, 1.5))
-        return all(max(one, two) <= factor * min(one, two) for one, two, factor in pairs)
+            pairs.append((mine, its))
+        return all(max(pair) <= _ALIKE * min(pair) for pair in pairs)
 
     def prefill_s(self, tokens: int, held: HeldPrefix | None) -> float:
         """Return the seconds to prefill ``tokens`` tokens, of which ``held`` is cached.

@@ -172,7 +172,7 @@ class PrefixRouter:
     def cost_of(self, instance: str) -> RoutingCost:
         """Return the cost by which prompts on an instance are scored."""
         with self._lock:
-            return self._costs.get(instance, self.cost)
+            return self._cost_of(instance)
 
     def apply(self, instance: str, events: Sequence[KVEvent], rank: int = 0) -> None:
         """Apply KV events of an instance, in order. Unusable events are counted and skipped.
@@ -278,7 +278,7 @@ class PrefixRouter:
         nothing = HeldPrefix()
         unknown_s = {id(cost): cost.prefill_s(length, None) for cost in self._known_costs()}
         for place, load in places:
-            cost = self._costs.get(place.instance, self.cost)
+            cost = self._cost_of(place.instance)
             there = held.get(place, nothing)
             wait = load.waiting_s + load.requests * self.cost.running_s
             scores.append(
@@ -294,6 +294,14 @@ class PrefixRouter:
         # Ties go to the place with the least recent work.
         scores.sort(key=lambda score: (score.seconds, score.balance_s))
         return scores
+
+    def _cost_of(self, instance: str) -> RoutingCost:
+        """Return an instance's own cost, or that of others as long as its own is not known.
+
+        Else the default would prefer, or avoid, those that are not known.
+        """
+        own = self._costs.get(instance)
+        return next(iter(self._costs.values()), self.cost) if own is None else own
 
     def _known_costs(self) -> list[RoutingCost]:
         return [self.cost, *self._costs.values()]
