@@ -138,7 +138,7 @@ def test_all_is_loaded_where_nothing_is_compared(
 
 def test_a_file_that_has_no_costs(tmp_path: Path) -> None:
     (tmp_path / "none.json").write_text("{}")
-    with pytest.raises(InvalidValue, match="kvkeep_cost is None"):
+    with pytest.raises(InvalidValue, match="kvkeep_cost is missing"):
         storage_of(
             pools("mha", "page_first").host, ["memory://1MiB"], cost=str(tmp_path / "none.json")
         )
