@@ -37,10 +37,12 @@ class Case(NamedTuple):
 
     @property
     def grain(self) -> float:
-        """The seconds of the longest pass, and of one block."""
+        """The seconds of the longest pass, what further prompts' passes cost at least, a block."""
         longest = max(self.tokens)
         first = max(0, longest - self.step_tokens)
-        return self.compute.prefill_s(first, longest) + self.token_s * self.unit + self.latency_s
+        passes = self.compute.prefill_s(first, longest)
+        passes += (len(self.tokens) - 1) * self.compute.seconds_fixed
+        return passes + self.token_s * self.unit + self.latency_s
 
 
 @st.composite

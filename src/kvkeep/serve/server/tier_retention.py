@@ -248,13 +248,15 @@ class _TierPins:
         self._was_set(wish, tokens, self._store.pin(tokens, seconds, tenant=wish.tenant))
 
     def _was_set(self, wish: _Wish, tokens: TokenArray, pinned: int) -> None:
+        start = pinned  # from here on it is to be unpinned: not under the lock, as a store may hang
         with self._lock:
             wish.pinned = max(wish.pinned, pinned)
             wish.tries += 1
             if wish.cancelled:  # meanwhile
-                if wish.start < pinned:
-                    self._store.unpin(tokens, wish.start, tenant=wish.tenant)
+                start = wish.start
             elif wish.tries < len(self._after_s):
                 self._put(_Due(time.monotonic() + self._after_s[wish.tries], 0, wish))
             else:
                 self.lost_tokens += len(tokens) - wish.pinned
+        if start < pinned:
+            self._store.unpin(tokens, start, tenant=wish.tenant)
