@@ -38,6 +38,7 @@ from kvkeep.store.codecs.grids import (
     PartRows,
     range_error,
 )
+from kvkeep.store.codecs.layout import ALIGNED, aligned, bytes_of
 from kvkeep.store.codecs.planes import BITS, pack, padded, unpack
 from kvkeep.store.codecs.rotation import BASES, find_base, turn, turns
 
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
 __all__ = ["Int4Codec"]
 
 _KINDS = (AS_IS, PER_CHANNEL, PER_TOKEN, ROTATED)
-_ALIGNED = 8
 _SAMPLE_ROWS = 2
 _FEW_TOKENS = 64  # fewer do not show a rotation
 _SEARCHES = 2  # blocks in which a part's rotation is searched for
@@ -102,7 +102,7 @@ class Int4Codec(Codec):
 
     def bound(self, raw_bytes: int) -> int:
         """Return the raw size plus heads and padding: parts that do not shrink stay as they are."""
-        return raw_bytes + _aligned(len(self._parts)) + _ALIGNED * len(self._parts)
+        return raw_bytes + aligned(len(self._parts)) + ALIGNED * len(self._parts)
 
     def encode(self, raw: memoryview, out: memoryview, bound_to: bytes) -> int:
         """Encode part by part. A read-only ``raw`` is copied first: torch needs writable memory."""
@@ -110,8 +110,8 @@ class Int4Codec(Codec):
         tokens, rest = divmod(len(raw), self._token_bytes)
         assert tokens, "a block without a token"
         assert not rest, f"{len(raw)} bytes are not whole tokens of {self._token_bytes}"
-        given, target = _tensor(raw), _tensor(out)
-        at = _aligned(len(self._parts))
+        given, target = bytes_of(raw), bytes_of(out)
+        at = aligned(len(self._parts))
         target[:at] = 0
         for part, (start, rows) in enumerate(self._layout(tokens)):
             size = rows.numbers * self._item
@@ -124,7 +124,7 @@ class Int4Codec(Codec):
                 self._encode_part(target[at : at + grid.bytes], grid, turned, base)
             del turned  # before the next part's
             end = at + (grid.bytes or size)
-            at = _aligned(end)
+            at = aligned(end)
             target[end:at] = 0
         return at
 
@@ -135,7 +135,7 @@ class Int4Codec(Codec):
         if rest or not tokens:
             raise Damaged(f"{len(out)} bytes are not whole tokens of {self._token_bytes}")
         heads = bytes(encoded[: len(self._parts)])
-        at = _aligned(len(self._parts))
+        at = aligned(len(self._parts))
         if len(encoded) < at or any(
             one >> 4 not in _KINDS or (one & 15) not in (BITS if one >> 4 else (0,))
             for one in heads
@@ -146,10 +146,10 @@ class Int4Codec(Codec):
             Grid(rows, head >> 4, head & 15) for head, (_, rows) in zip(heads, layout, strict=True)
         ]
         sizes = [grid.bytes or grid.rows.numbers * self._item for grid in grids]
-        if at + sum(map(_aligned, sizes)) != len(encoded):
-            raise Damaged(f"{len(encoded)} bytes; {at + sum(map(_aligned, sizes))} are expected")
-        source = _tensor(encoded)
-        restored = _tensor(out).view(self._dtype)
+        if at + sum(map(aligned, sizes)) != len(encoded):
+            raise Damaged(f"{len(encoded)} bytes; {at + sum(map(aligned, sizes))} are expected")
+        source = bytes_of(encoded)
+        restored = bytes_of(out).view(self._dtype)
         for (start, rows), grid, size in zip(layout, grids, sizes, strict=True):
             if grid.kind == AS_IS:
                 out[start : start + size] = encoded[at : at + size]
@@ -157,7 +157,7 @@ class Int4Codec(Codec):
                 first = start // self._item
                 numbers = restored[first : first + rows.numbers]
                 self._decode_part(source[at : at + size], grid, rows.views(numbers))
-            at += _aligned(size)
+            at += aligned(size)
 
     def _layout(self, tokens: int) -> Iterator[tuple[int, PartRows]]:
         """Yield the offset of each part in the raw bytes, and its rows."""
@@ -176,7 +176,7 @@ class Int4Codec(Codec):
         peak = torch.maximum(whole.amax(), -whole.amin())
         grids = [Grid(rows, kind, bits) for kind in (PER_CHANNEL, PER_TOKEN)]
         least = min(grid.bytes for grid in grids)
-        most = min(1.1 * least, rows.numbers * self._item - _ALIGNED)
+        most = min(1.1 * least, rows.numbers * self._item - ALIGNED)
         if not bool(peak <= self._most) or least > most:
             return Grid(rows, AS_IS, 0), whole, 0.0
         middle = max(0, rows.count // 2 - 1)
@@ -275,12 +275,3 @@ def _bits_of(setting: str, parts: int) -> tuple[int, ...]:
             f"the {parts} parts (K and V of each layer), or a pattern that repeats, as int4:54"
         )
     return tuple(map(int, setting)) * (parts // len(setting))
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
-
-
-def _tensor(buffer: memoryview) -> Tensor:
-    writable = bytearray(buffer) if buffer.readonly else buffer
-    return torch.frombuffer(writable, dtype=torch.uint8)

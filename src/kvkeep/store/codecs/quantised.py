@@ -34,6 +34,7 @@ import torch
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.geometry import DTYPES
 from kvkeep.store.codecs.base import Codec, Damaged
+from kvkeep.store.codecs.layout import ALIGNED, aligned, bytes_of
 from kvkeep.store.codecs.tiles import per_channel, per_token, pieces, regions
 
 if TYPE_CHECKING:
@@ -51,7 +52,6 @@ _TILES = {_PER_CHANNEL: per_channel, _PER_TOKEN: per_token}
 _FEW_TOKENS = 32
 _SAMPLE_TOKENS = 64
 _SAMPLE_CHANNELS = 256
-_ALIGNED = 8
 _SCALE_BYTES = 2
 _LEAST_SCALE = 2.0**-126  # the smallest with a finite, exact reciprocal
 _NEAR_MAXIMUM = 0.98  # of the type's maximum: half a step more must not overflow
@@ -110,7 +110,7 @@ class QuantisedCodec(Codec):
 
     def bound(self, raw_bytes: int) -> int:
         """Return the raw size plus kinds and padding: parts that do not shrink stay as they are."""
-        return raw_bytes + _aligned(len(self._parts)) + _ALIGNED * len(self._parts)
+        return raw_bytes + aligned(len(self._parts)) + ALIGNED * len(self._parts)
 
     def encode(self, raw: memoryview, out: memoryview, bound_to: bytes) -> int:
         """Encode part by part. A read-only ``raw`` is copied first: torch needs writable memory."""
@@ -118,9 +118,9 @@ class QuantisedCodec(Codec):
         tokens, rest = divmod(len(raw), self._token_bytes)
         assert tokens, "a block without a token"
         assert not rest, f"{len(raw)} bytes are not whole tokens of {self._token_bytes}"
-        given = _tensor(raw)
-        target = _tensor(out)
-        at = _aligned(len(self._parts))
+        given = bytes_of(raw)
+        target = bytes_of(out)
+        at = aligned(len(self._parts))
         target[:at] = 0
         for number, part in enumerate(self._layout(tokens)):
             numbers = given[part.start : part.start + part.size].view(self._dtype)
@@ -135,7 +135,7 @@ class QuantisedCodec(Codec):
                 out[at : at + part.size] = raw[part.start : part.start + part.size]
             target[number] = kind
             end = at + _encoded_size(part, kind)
-            at = _aligned(end)
+            at = aligned(end)
             target[end:at] = 0
         return at
 
@@ -146,15 +146,15 @@ class QuantisedCodec(Codec):
         if rest or not tokens:
             raise Damaged(f"{len(out)} bytes are not whole tokens of {self._token_bytes}")
         parts = list(self._layout(tokens))
-        at = _aligned(len(parts))
+        at = aligned(len(parts))
         kinds = bytes(encoded[: len(parts)])
         if len(encoded) < at or any(kind not in {_AS_IS, *_TILES} for kind in kinds):
             raise Damaged(f"{len(encoded)} bytes do not begin with the kinds of {len(parts)} parts")
         sizes = [_encoded_size(part, kind) for part, kind in zip(parts, kinds, strict=True)]
-        if at + sum(map(_aligned, sizes)) != len(encoded):
-            raise Damaged(f"{len(encoded)} bytes; {at + sum(map(_aligned, sizes))} are expected")
-        source = _tensor(encoded)
-        restored = _tensor(out).view(self._dtype)
+        if at + sum(map(aligned, sizes)) != len(encoded):
+            raise Damaged(f"{len(encoded)} bytes; {at + sum(map(aligned, sizes))} are expected")
+        source = bytes_of(encoded)
+        restored = bytes_of(out).view(self._dtype)
         for part, kind, size in zip(parts, kinds, sizes, strict=True):
             if kind == _AS_IS:
                 out[part.start : part.start + part.size] = encoded[at : at + size]
@@ -166,7 +166,7 @@ class QuantisedCodec(Codec):
                 start = part.start // self._item
                 numbers = restored[start : start + prod(part.shape)].view(part.shape)
                 self._decode_part(numbers, tile, scales, codes)
-            at += _aligned(size)
+            at += aligned(size)
 
     def _layout(self, tokens: int) -> Iterator[_Part]:
         start = 0
@@ -226,10 +226,6 @@ class QuantisedCodec(Codec):
                 region[piece] = self._restore(coded[piece]).mul_(share[piece])
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
-
-
 def _scale_shape(part: _Part, tile: Tile) -> tuple[int, int, int]:
     rows, tokens, channels = part.shape
     return rows, tile.runs(tokens), channels // tile.width
@@ -248,8 +244,3 @@ def _sections(buffer: Tensor, at: int, part: _Part, tile: Tile) -> tuple[Tensor,
     middle = at + prod(shape) * _SCALE_BYTES
     scales = buffer[at:middle].view(torch.int16).view(shape)
     return scales, buffer[middle : middle + prod(part.shape)].view(part.shape)
-
-
-def _tensor(buffer: memoryview) -> Tensor:
-    writable = bytearray(buffer) if buffer.readonly else buffer
-    return torch.frombuffer(writable, dtype=torch.uint8)
