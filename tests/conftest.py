@@ -39,23 +39,10 @@ def browser():
         browser.close()
 
 
-def wait_for_all(loads, compute_s, **_how):
-    """As `kvkeep.core.cost.take_turns`; nothing is computed of a prompt that is being loaded."""
-    from kvkeep.core.cost import PromptTurn
-
-    turns = []
-    for one in loads:
-        prompt = one.prompt
-        stop = at = prompt.computed
-        if at >= prompt.loaded or one.over:
-            stop = prompt.loaded if at < prompt.loaded < prompt.stop else prompt.tokens
-        turns.append(PromptTurn(at, stop, 0.0, 0.0))
-    return turns
-
-
 @pytest.fixture
 def load_first(monkeypatch):
     """For tests of what is loaded: engines wait for all of it, up to their ``load_timeout``."""
     from kvkeep.serve.engine.offload import overlaps
+    from waiting_loads import wait_for_all
 
     monkeypatch.setattr(overlaps, "take_turns", wait_for_all)

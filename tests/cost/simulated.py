@@ -193,15 +193,3 @@ class World:
 def compute_only(loads, compute_s, **_how):
     """As `take_turns`, with nothing loaded."""
     return [PromptTurn(one.prompt.loaded, one.prompt.tokens, 0.0, 0.0) for one in loads]
-
-
-def load_only(loads, compute_s, **_how):
-    """As `take_turns`, with nothing computed of a prompt that is being loaded."""
-    turns = []
-    for one in loads:
-        prompt = one.prompt
-        stop = at = prompt.computed
-        if at >= prompt.loaded or one.over:
-            stop = prompt.loaded if at < prompt.loaded < prompt.stop else prompt.tokens
-        turns.append(PromptTurn(at, stop, 0.0, 0.0))
-    return turns

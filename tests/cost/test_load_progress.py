@@ -13,9 +13,10 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated import Link, World, compute_only, load_only
+from simulated import Link, World, compute_only
 
 from kvkeep.core.cost import LoadablePrompt, LoadProgress, Overlap, PrefillCost, take_turns
+from waiting_loads import wait_for_all
 
 
 class Case(NamedTuple):
@@ -65,7 +66,7 @@ def cases(draw: st.DrawFn, most: int = 8) -> Case:
 
 
 def better(case: Case, of) -> float:
-    return min(of(case.run(compute_only)), of(case.run(load_only)))
+    return min(of(case.run(compute_only)), of(case.run(wait_for_all)))
 
 
 @settings(max_examples=40)

@@ -1,0 +1,17 @@
+"""In the place of `kvkeep.core.cost.take_turns`: loads are waited for, whatever computing takes."""
+
+from __future__ import annotations
+
+from kvkeep.core.cost import PromptTurn
+
+
+def wait_for_all(loads, compute_s, **_how):
+    """As `take_turns`; nothing is computed of a prompt that is being loaded."""
+    turns = []
+    for one in loads:
+        prompt = one.prompt
+        stop = at = prompt.computed
+        if at >= prompt.loaded or one.over:
+            stop = prompt.loaded if at < prompt.loaded < prompt.stop else prompt.tokens
+        turns.append(PromptTurn(at, stop, 0.0, 0.0))
+    return turns
