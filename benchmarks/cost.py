@@ -97,7 +97,7 @@ def load_all(loads: Sequence[LoadProgress], compute_s: object, **_how: float) ->
         stop = at = prompt.computed
         if at >= prompt.loaded or one.over:
             stop = prompt.loaded if at < prompt.loaded < prompt.stop else prompt.tokens
-        turns.append(PromptTurn(at, stop, 0.0, 0.0))
+        turns.append(PromptTurn(at, stop))
     return turns
 
 

@@ -13,5 +13,5 @@ def wait_for_all(loads, compute_s, **_how):
         stop = at = prompt.computed
         if at >= prompt.loaded or one.over:
             stop = prompt.loaded if at < prompt.loaded < prompt.stop else prompt.tokens
-        turns.append(PromptTurn(at, stop, 0.0, 0.0))
+        turns.append(PromptTurn(at, stop))
     return turns

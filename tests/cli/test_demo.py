@@ -62,6 +62,8 @@ def test_it_reuses_and_answers_the_same(capsys):
         assert row["text"].strip()
         if request == "first" or request.startswith("tenant"):
             assert row["reused_tokens"] == 0  # nobody of theirs has asked before
+        elif request == "restarted":  # some may be computed while the rest is loaded
+            assert row["reused_tokens"] > 0.5 * row["prompt_tokens"]
         else:
             # All but the question itself, of a long document.
             assert row["reused_tokens"] > 0.95 * row["prompt_tokens"]
@@ -72,9 +74,7 @@ def test_it_reuses_and_answers_the_same(capsys):
     assert shown["reused_tokens"] == sum(row["reused_tokens"] for row in rows.values())
     # After the restart it came from disk, not from the pool.
     restarted = rows["restarted", demo.ASKED[0]]
-    assert (
-        restarted["loaded_tokens"] == restarted["reused_tokens"] == restarted["prompt_tokens"] - 1
-    )
+    assert restarted["loaded_tokens"] == restarted["reused_tokens"]
     assert {row["loaded_tokens"] for row in rows.values() if row is not restarted} == {0}
     from_pool = shown["reused_tokens"] - restarted["reused_tokens"]
     assert from_pool == shown["cache"]["hit_tokens"]

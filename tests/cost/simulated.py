@@ -192,4 +192,4 @@ class World:
 
 def compute_only(loads, compute_s, **_how):
     """As `take_turns`, with nothing loaded."""
-    return [PromptTurn(one.prompt.loaded, one.prompt.tokens, 0.0, 0.0) for one in loads]
+    return [PromptTurn(one.prompt.loaded, one.prompt.tokens) for one in loads]

@@ -6,12 +6,17 @@ meet (Cake, arXiv 2410.03065). An engine that loads prefixes alone computes behi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 __all__ = ["LoadablePrompt", "Meeting", "PrefixChoice", "best_prefix", "meet"]
+
+
+# Both at once has to save this share of the better one alone. Less is lost again: a pass holds up
+# what arrives meanwhile, and both share processors and memory.
+_LEAST_GAIN: Final = 0.05
 
 
 class LoadablePrompt(NamedTuple):
@@ -40,7 +45,20 @@ class Meeting(NamedTuple):
             nothing more is worth loading; ``computed``: nothing before it is worth computing.
         seconds: until the prompt's last token is computed.
         compute_s, load_s: of these, until computing, and until loading, has reached ``at``.
+        all_computed_s, all_loaded_s: the same as ``seconds`` if nothing more was loaded, and if
+            everything that is stored was.
     """
+
+    at: int
+    seconds: float
+    compute_s: float
+    load_s: float
+    all_computed_s: float
+    all_loaded_s: float
+
+
+class _Place(NamedTuple):
+    """Where both could meet; see `Meeting`."""
 
     at: int
     seconds: float
@@ -60,25 +78,25 @@ def meet(
 
     ``compute_s(start, stop)`` are the seconds to compute tokens, ``load_s(tokens)`` to load as
     many; the first grows with ``stop``, the second with ``tokens``. Both begin when older prompts
-    leave them room: after ``compute_free_s`` and ``load_free_s``. Of equals, the one that computes
-    more beside the load: that costs nothing, and is of use if the load is late. Cost: O(log
-    blocks).
+    leave them room: after ``compute_free_s`` and ``load_free_s``. Both at once have to save a
+    twentieth, else it is the better one alone. Cost: O(log blocks).
     """
     start, end, unit = prompt.computed, prompt.loaded, prompt.unit
     behind = compute_s(prompt.stop, prompt.tokens)
     alone = compute_s(start, prompt.tokens)
 
-    def at(position: int) -> Meeting:
+    def at(position: int) -> _Place:
         computing = compute_s(start, position)
         loading = load_s(end - position)
         computed = compute_free_s + computing
         loaded = load_free_s + loading if loading or position < end else 0.0
         if position == prompt.stop:  # nothing is loaded, and all of the rest is computed at once
-            return Meeting(position, compute_free_s + alone, computed, loaded)
-        return Meeting(position, max(computed, loaded) + behind, computed, loaded)
+            return _Place(position, compute_free_s + alone, computed, loaded)
+        return _Place(position, max(computed, loaded) + behind, computed, loaded)
 
     if start >= end:
-        return at(end)
+        only = at(end)
+        return Meeting(*only, only.seconds, only.seconds)
     # Positions between: multiples of a block. `low` is the first where computing takes longer.
     first, last = start // unit + 1, (end - 1) // unit
     low, high = first, last + 1
@@ -89,9 +107,14 @@ def meet(
             low = middle + 1
         else:
             high = middle
-    places = [one * unit for one in (low - 1, low) if first <= one <= last]
-    places += [end, start]
-    return min((at(one) for one in places), key=lambda one: one.seconds)
+    places = [at(one * unit) for one in (low - 1, low) if first <= one <= last]
+    computed, loaded = at(end), at(start)
+    best = min(computed, loaded, key=lambda one: one.seconds)
+    if places:
+        both = min(places, key=lambda one: one.seconds)
+        if both.seconds - behind <= (1 - _LEAST_GAIN) * (best.seconds - behind):
+            best = both
+    return Meeting(*best, computed.seconds, loaded.seconds)
 
 
 class PrefixChoice(NamedTuple):

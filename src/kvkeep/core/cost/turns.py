@@ -73,13 +73,14 @@ class PromptTurn(NamedTuple):
             more is worth loading.
         stop: the tokens before it are to be computed in the next pass, as far as passes are that
             long. ``computed`` of the prompt: none, it waits.
-        compute_s, load_s: the seconds until computing, and until loading, has reached ``at``.
+        all_computed_s, all_loaded_s: the seconds until the prompt's last token is computed if
+            nothing more is loaded, and if all that is stored is; 0 if nothing is known.
     """
 
     at: int
     stop: int
-    compute_s: float
-    load_s: float
+    all_computed_s: float = 0.0
+    all_loaded_s: float = 0.0
 
 
 def take_turns(
@@ -118,7 +119,7 @@ def take_turns(
         if stop == prompt.tokens:  # its first token is near: no long passes of others beside it
             room = min(room, 1.25 * took)
         room -= max(0.0, took - shared)
-        turns.append(PromptTurn(met.at, stop, met.compute_s, met.load_s))
+        turns.append(PromptTurn(met.at, stop, met.all_computed_s, met.all_loaded_s))
         computing += compute_s(prompt.computed, met.at) + compute_s(prompt.stop, prompt.tokens)
         if met.at < prompt.loaded:
             loading += one.load_s(prompt.loaded - met.at)
@@ -132,7 +133,7 @@ def _unknown(one: LoadProgress) -> PromptTurn:
         stop = prompt.loaded if at < prompt.loaded < prompt.stop else prompt.tokens
     elif one.waited_s > _UNKNOWN_S:
         stop = min(at + _FIRST, prompt.loaded)
-    return PromptTurn(at, stop, 0.0, 0.0)
+    return PromptTurn(at, stop)
 
 
 def _stop(

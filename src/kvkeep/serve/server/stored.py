@@ -84,14 +84,15 @@ def _worth_loading(
 
     if store.snapshots:  # loaded as a whole, or not at all
         behind = prefill.prefill_s(stop, tokens)
-        best = Meeting(cached, load_s(stop - cached) + behind, 0.0, load_s(stop - cached))
+        loading = load_s(stop - cached)
+        alone, loaded = prefill.prefill_s(cached, tokens), loading + behind
+        best = Meeting(cached, loaded, 0.0, loading, alone, loaded)
     else:
         found = LoadablePrompt(cached, stop, stop, tokens, store.block_tokens)
         best = meet(found, prefill.prefill_s, load_s)
-    alone = prefill.prefill_s(cached, tokens)
-    at = stop if alone <= best.seconds else best.at
+    at = stop if best.all_computed_s <= best.seconds else best.at
     why = "expected" if at == stop else "overtaken"
-    times = {"load_s": load_s(stop - cached), "compute_s": alone}
+    times = {"load_s": best.all_loaded_s, "compute_s": best.all_computed_s}
     slower = [
         Missing(begin, min(end, at), "not_loaded", {"tier": tier, "why": why, **times})
         for begin, end, tier in sources

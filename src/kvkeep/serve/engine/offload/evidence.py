@@ -62,6 +62,7 @@ class Evidence:
         self._stopped: list[Miss] = []
         self._late = False
         self._plan = 0.0, 0.0  # seconds with the rest loaded, and computed
+        self._pays = False  # whether the read was worth it when it began, or last
 
     # --- noting ------------------------------------------------------------------------------
 
@@ -87,9 +88,12 @@ class Evidence:
         self.pool = pool
         self.asks = wanted and self._end - pool >= self._page_size
 
-    def planned(self, load_s: float, compute_s: float) -> None:
-        """Note the seconds that loading the rest would take, and computing it."""
-        self._plan = load_s, compute_s
+    def planned(self, load_s: float, compute_s: float, *, pays: bool) -> None:
+        """Note the seconds until the first token with all of the rest loaded, and computed.
+
+        ``pays`` is whether some of it is worth loading. The last call counts.
+        """
+        self._plan, self._pays = (load_s, compute_s), pays
 
     def came(self, start: int, stop: int) -> None:
         """Note that tokens ``start`` … ``stop - 1`` need no computing, since they were loaded."""
@@ -172,7 +176,12 @@ class Evidence:
     def _slower(self, start: int, stop: int, tier: str) -> Miss:
         load_s, compute_s = self._plan
         return Miss.slower(
-            start, stop, tier, load_s=load_s, compute_s=compute_s, overtaken=bool(self._came)
+            start,
+            stop,
+            tier,
+            load_s=load_s,
+            compute_s=compute_s,
+            overtaken=self._pays or bool(self._came),
         )
 
     def _not_found(self, start: int, stop: int) -> Miss:

@@ -108,15 +108,10 @@ class Overlaps:
         """Let the read of ``load`` begin if it pays, or if nothing was read for long."""
         if not load.answered or load.reading or load.has_read:
             return
-        prompt = one.prompt
+        pays = turn.at < one.prompt.loaded
         if load.evidence is not None:
-            cost = self._cost.prefill.cost
-            rest = self._compute_s(cost, prompt.stop, prompt.tokens)
-            load.evidence.planned(
-                one.load_s(prompt.loaded - prompt.computed) + rest,
-                self._compute_s(cost, prompt.computed, prompt.tokens),
-            )
-        if turn.at < prompt.loaded:
+            load.evidence.planned(turn.all_loaded_s, turn.all_computed_s, pays=pays)
+        if pays:
             self._loads.queue(answer.order, load)
         elif now - self._explored >= _EXPLORE_S:
             self._explored = now
