@@ -48,7 +48,14 @@ from kvkeep.store.tiers.counters import TierCounters, TierStats
 from kvkeep.store.tiers.loss_log import Loss, LossKind, LossLog, Miss
 from kvkeep.store.tiers.memory import MemorySpec, MemoryTier
 from kvkeep.store.tiers.notes import note_of
-from kvkeep.store.tiers.opening import TIER_OPTIONS, TIERINGS, open_backend, open_tiers, tiering
+from kvkeep.store.tiers.opening import (
+    TIER_OPTIONS,
+    TIERINGS,
+    check_tiers,
+    open_backend,
+    open_tiers,
+    tiering,
+)
 from kvkeep.store.tiers.removing import Removed
 from kvkeep.store.tiers.tail_reading import TailLimit
 from kvkeep.store.tiers.tier import Tier, TierOptions, TierSpec
@@ -88,6 +95,7 @@ __all__ = [
     "TieringPolicy",
     "ValuedTiering",
     "Written",
+    "check_tiers",
     "note_of",
     "open_backend",
     "open_tiers",

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import time
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, cast
 
 from kvkeep.core.errors import BackendFailed, InvalidValue, whole
 from kvkeep.core.keys import SPACE_BYTES
@@ -143,6 +143,18 @@ class DiskBackend(Backend):
     @classmethod
     def from_url(cls, url: TierURL) -> DiskBackend:
         """Open ``file:///absolute/path``; takes ``size``, ``sync`` and ``io``."""
+        return cls(url.path, *cls._options(url))
+
+    @classmethod
+    def check_url(cls, url: TierURL) -> bool:
+        """Check ``url`` without looking at the directory."""
+        capacity, _, _ = cls._options(url)
+        if capacity is not None:
+            whole("capacity", capacity, ALIGNMENT)
+        return capacity is not None
+
+    @staticmethod
+    def _options(url: TierURL) -> tuple[int | None, Sync, Io]:
         if url.place or not url.path.strip("/"):
             raise InvalidValue(
                 f"{url.safe} names no directory; an absolute path has three slashes: "
@@ -151,7 +163,7 @@ class DiskBackend(Backend):
         capacity = url.size("size")
         sync = url.choice("sync", ("never", "flush", "always"), "flush")
         io = url.choice("io", ("auto", "direct", "buffered"), "auto")
-        return cls(url.path, capacity, sync, io)  # type: ignore[arg-type] # choice checked both
+        return capacity, cast("Sync", sync), cast("Io", io)
 
     @property
     def slowed(self) -> int:
