@@ -162,7 +162,7 @@ _REMEDIES: Final = {
     "cannot be found": "correct the name of the host",
     "privileges": "allow this identity to get, put, list and delete objects there",
     "put: Object at location": "create the bucket, or correct its name",
-    "169.254.169.254": "give credentials: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile",
+    "169.254.169.254": "give credentials: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
     "Permission denied": "give the directory to the user of the engine, with mode 0700",
     "Read-only": "mount it writable",
     "No space": "make room, or give a smaller size=",

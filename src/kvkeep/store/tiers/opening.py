@@ -170,12 +170,19 @@ def check_tiers(
     for at, place in enumerate(tiers):
         url = TierURL(place)
         asked = _read(url, shape or BlockShape(), first=in_front and not at)
-        kind = _kind_of(url)
-        is_backend = isinstance(kind, type) and issubclass(kind, Backend)
-        has_budget = (kind if is_backend else Backend).check_url(url)
+        has_budget = _checking(_kind_of(url)).check_url(url)
         url.finish()
         if not asked.front:
             asked.require_budget(has=has_budget)
+
+
+def _checking(kind: Any) -> type[Backend]:
+    """Return what checks the URLs of ``kind``: itself, if its `from_url` reads the same options."""
+    if isinstance(kind, type) and issubclass(kind, Backend):
+        reads = next(base for base in kind.__mro__ if "from_url" in vars(base))
+        if "check_url" in vars(reads):
+            return kind
+    return Backend
 
 
 def _open(place: str | Backend, shape: BlockShape, *, first: bool) -> MemorySpec | TierSpec:
