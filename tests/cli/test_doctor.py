@@ -22,6 +22,7 @@ import pytest
 import warm
 from kvkeep.cli import main
 from kvkeep.integrations.tested import TESTED
+from kvkeep.store import BlockStore
 from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.backends.disk import DiskBackend
 from kvkeep.store.backends.shm import ShmBackend
@@ -324,7 +325,14 @@ def test_a_ledger_that_another_process_holds(
 def test_a_directory_without_a_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     warned = only(doctor(capsys, f"file://{tmp_path}/kv"), "space", "file://")
     assert warned["state"] == "warn"
+    assert "80% of what is free" in warned["found"]
     assert "give size=" in warned["todo"]
+    with BlockStore("tenant", tiers=["memory://64KiB", f"file://{tmp_path}/kv?size=1MiB"]):
+        pass
+    before = tree(tmp_path)
+    checks = doctor(capsys, f"file://{tmp_path}/kv")  # which remembers what it had
+    assert any("a budget of 1 MiB" in one["found"] for one in checks)
+    assert tree(tmp_path) == before
 
 
 # --- memory ----------------------------------------------------------------------------------

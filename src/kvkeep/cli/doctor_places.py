@@ -91,7 +91,9 @@ def _directory(url: TierURL) -> Iterator[OpenPlace]:
     root = Path(os.path.realpath(url.path))
     if root.is_dir() and any(root.iterdir()):
         with DiskBackend(root, None, sync, io) as backend:  # the probe is small: see `TierProbe`
-            yield OpenPlace(url.safe, url.scheme, backend, capacity, backend.used(), root, own=True)
+            last = backend.last_budget() if capacity is None else None
+            size = capacity if last is None else last.bytes
+            yield OpenPlace(url.safe, url.scheme, backend, size, backend.used(), root, own=True)
         return
     above = next(one for one in (root, *root.parents) if one.exists())
     if not above.is_dir():

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["space_results"]
 
 _SPARE: Final = 256 << 20  # bytes of shared memory that an arena leaves to others
+_SHARE: Final = 0.8  # of the free space that a directory takes without size=
 _KEPT: Final = 0.95  # of a disk that a budget may take: a full one is slow
 
 
@@ -49,8 +50,11 @@ def _filesystem(
     if device in claimed:
         said += ", besides what tiers above may take"
     if place.capacity is None:
-        todo = f"give size={_proposed(free)}: without it the tier grows until the disk is full"
-        yield warn("space", place.name, f"there is no size=; {said}", todo)
+        said = (
+            f"there is no size=: it will keep to {_SHARE:.0%} of what is free at the start; {said}"
+        )
+        yield warn("space", place.name, said, "give size=, such as the share of this disk that is "
+                   "for KV")  # fmt: skip
         return
     more = max(0, place.capacity - place.used)
     claimed[device] = claimed.get(device, 0) + more

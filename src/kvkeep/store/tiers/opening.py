@@ -14,6 +14,7 @@ from kvkeep.store.backends import Backend, TierURL
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.codecs import AutoCodec, BlockShape, codec_of, load_key, make_codec
 from kvkeep.store.tiers.adaptive import AdaptiveTiering
+from kvkeep.store.tiers.buffer import buffer_bytes
 from kvkeep.store.tiers.memory import MemorySpec
 from kvkeep.store.tiers.tier import TierOptions, TierSpec
 from kvkeep.store.tiers.tiering import Exclusive, Inclusive
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from kvkeep.store.tiers.tiering import TieringPolicy
 
 __all__ = [
-    "TIERINGS", "TIER_OPTIONS", "check_tiers", "open_backend", "open_tiers", "tiering",
+    "TIERINGS", "TIER_OPTIONS", "check_tiers", "open_backend", "open_tier", "open_tiers", "tiering",
 ]  # fmt: skip
 
 TIER_OPTIONS = (
@@ -38,9 +39,6 @@ TIER_OPTIONS = (
 
 TIERINGS = ("inclusive", "inclusive:2", "exclusive", "exclusive:2", "adaptive", "valued")
 """Names of tiering policies; any number of touches above 0 may follow the colon."""
-
-BUFFER_BYTES = 256 << 20
-"""Bytes of the memory tier that is put in front if none is given; all transfers pass through it."""
 
 _HOMES = {
     "memory": "memory.MemoryBackend",
@@ -112,14 +110,19 @@ def tiering(name: str, clock: Callable[[], float] = time.monotonic) -> TieringPo
 
 
 def open_tiers(
-    tiers: Sequence[str | Backend], shape: BlockShape | None = None, *, shares: bool = False
+    tiers: Sequence[str | Backend],
+    shape: BlockShape | None = None,
+    *,
+    shares: bool = False,
+    prompt_bytes: int = 0,
 ) -> tuple[MemorySpec, list[TierSpec]]:
     """Open ``tiers``, fastest first; return the memory tier and the tiers below it.
 
-    ``shares``: tenants are to share them by weight.
+    ``shares``: tenants are to share them by weight. ``prompt_bytes``: of a prompt of
+    `PROMPT_TOKENS` tokens, if known.
 
-    If the first tier is neither ``memory://`` nor ``shm://`` with raw blocks, memory of 256 MiB is
-    put in front.
+    If the first tier is neither ``memory://`` nor ``shm://`` with raw blocks, memory of
+    `buffer_bytes` is put in front.
 
     Raises:
         InvalidValue: there is no tier, one of the URLs is wrong, or tenants are to share memory
@@ -145,12 +148,22 @@ def open_tiers(
             tier.backend.close()
         raise
     if not isinstance(opened[0], MemorySpec):
-        opened.insert(0, MemorySpec(MemoryBackend(BUFFER_BYTES), name="buffer"))
+        opened.insert(0, MemorySpec(MemoryBackend(buffer_bytes(prompt_bytes)), name="buffer"))
     memory, *below = opened
     assert isinstance(memory, MemorySpec)
     behind = [tier for tier in below if isinstance(tier, TierSpec)]
     _name_apart(memory, behind)
     return memory, behind
+
+
+def open_tier(place: str | Backend, shape: BlockShape | None = None) -> TierSpec:
+    """Open one tier below memory, to be attached to a store; its name is the scheme.
+
+    Raises as `open_tiers` does.
+    """
+    spec = _open(place, shape or BlockShape(), first=False)
+    assert isinstance(spec, TierSpec)
+    return spec
 
 
 def check_tiers(
@@ -187,6 +200,7 @@ def _checking(kind: Any) -> type[Backend]:
 
 def _open(place: str | Backend, shape: BlockShape, *, first: bool) -> MemorySpec | TierSpec:
     if isinstance(place, Backend):
+        place.settle_capacity()
         if place.scheme == "shm":
             _claim(place, raw=first)
         if first and place.scheme in _FRONT:
@@ -279,6 +293,7 @@ def _open_below(asked: _AskedTier) -> TierSpec:
         url.finish()
         if url.scheme == "shm":
             _claim(backend, raw=False)
+        backend.settle_capacity()
         asked.require_budget(has=backend.capacity is not None)
     except (InvalidValue, BackendFailed):
         backend.close()
