@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvkeep.cli.doctor_results import fail, ok
+from kvkeep.core.config_file import ConfigFile
 from kvkeep.core.errors import InvalidValue, KVKeepError
-from kvkeep.integrations.options import EngineOptions
+from kvkeep.integrations.options import EngineOptions, tiers_of
 from kvkeep.integrations.sglang.options import StorageOptions
 from kvkeep.integrations.vllm.options import ConnectorOptions
 from kvkeep.integrations.vllm.transfer import (
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["AskedTiers", "asked_for"]
 
 _SGLANG: Final = "KVKeepStorage"
+_TOML: Final = ".toml"
 _MOST_BYTES: Final = 1 << 20  # of a file with options
 
 
@@ -38,7 +40,7 @@ class AskedTiers:
     """Tiers to be checked, fastest first, that one part of an engine opens.
 
     Attributes:
-        name: the part: "KVKeepConnector", "KVKeepTier", "KVKeepStorage", or "tiers".
+        name: the part: "KVKeepConnector", "KVKeepTier", "KVKeepStorage", "kvkeep serve", "tiers".
         tiers: their URLs.
         load_timeout: seconds for one load.
         rows: bytes of shared memory that vLLM's own offloading takes beside them.
@@ -67,9 +69,9 @@ def asked_for(words: Sequence[str]) -> tuple[list[AskedTiers], list[CheckResult]
     urls = tuple(word for word in words if _is_url(word))
     texts = [word for word in words if not _is_url(word)]
     for text in texts:
-        name, config = _read(text)
+        name, config = (text, {}) if text.endswith(_TOML) else _read(text)
         try:
-            parts = _parts(config, name)
+            parts = _parts(config, name) if config else _parts_in(text)
             for part in parts:
                 check_part(part)
         except KVKeepError as error:
@@ -150,6 +152,22 @@ def _parts(config: Mapping[str, Any], name: str) -> list[TransferPart]:
         raise _NotOurs(
             f"{name} has no part of kvkeep: neither {CONNECTOR}, nor {TIER} in secondary_tiers"
         )
+    return parts
+
+
+def _parts_in(path: str) -> list[TransferPart]:
+    """Return the uses of kvkeep in a file of settings: inside an engine, and in kvkeep serve."""
+    file = ConfigFile.read(path)
+    parts: list[TransferPart] = []
+    if "connector" in file.sections:
+        parts.append(TransferPart(CONNECTOR, ConnectorOptions.parse({"config": path})))
+    tiers = file.section("serve").get("tier")
+    if tiers is not None:
+        given = [tiers.value] if isinstance(tiers.value, str) else tiers.value
+        options = EngineOptions(tiers=tiers_of(f"{tiers.where}: tier", given))
+        parts.append(TransferPart("kvkeep serve", options))
+    if not parts:
+        raise _NotOurs(f"{path} has neither a section [connector], nor tiers in [serve]")
     return parts
 
 

@@ -50,9 +50,7 @@ def _filesystem(
     if device in claimed:
         said += ", besides what tiers above may take"
     if place.capacity is None:
-        said = (
-            f"there is no size=: it will keep to {_SHARE:.0%} of what is free at the start; {said}"
-        )
+        said = f"there is no size=: it will keep to {_SHARE:.0%} of what is free then; {said}"
         yield warn("space", place.name, said, "give size=, such as the share of this disk that is "
                    "for KV")  # fmt: skip
         return

@@ -128,7 +128,7 @@ def check_part(part: TransferPart) -> None:
         MissingExtra: a tier needs a package that is not installed.
     """
     options = part.options
-    check_tiers(options.tiers, in_front=part.name == CONNECTOR)
+    check_tiers(options.tiers, in_front=part.name != TIER)
     if options.cost:
         CostModel.read(Path(options.cost))
     public, capture = (getattr(options, name, "") for name in ("public_prefixes", "capture"))

@@ -157,7 +157,7 @@ class DiskBackend(Backend):
 
     @classmethod
     def check_url(cls, url: TierURL) -> bool:
-        """Check ``url`` without looking at the directory, which has a budget without ``size``, too."""
+        """Check ``url`` without looking at the directory; it has a budget without ``size``, too."""
         capacity, _, _ = cls._options(url)
         if capacity is not None:
             whole("capacity", capacity, ALIGNMENT)
