@@ -73,7 +73,8 @@ def run(args: argparse.Namespace) -> int:
     found = translate(given)
     engine, left_out = _for_engine(args.engine, found)
     if args.json:
-        rows = [row._asdict() for row in found.rows]
+        names = ("option", "given", "fate", "note")
+        rows = [dict(zip(names, row, strict=True)) for row in found.rows]
         said = {"engine": args.engine, "config": engine, "left_out": left_out, "options": rows}
         print(json.dumps(said, indent=1))
         return 0

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 from urllib.parse import quote, urlsplit
 
 from kvkeep.core.errors import InvalidValue, require, told
+from kvkeep.integrations.lmcache_names import FAMILIES, NO_COUNTERPART, NOT_NEEDED, STATUS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -106,87 +107,6 @@ def translate(given: Mapping[str, object]) -> Translation:
     return Translation(work.options(), tuple(rows))
 
 
-# What LMCache decides and kvkeep does not have to be told, and why.
-_NOT_NEEDED: Final = {
-    "chunk_size": "blocks are those of the engine; a larger --block-size makes larger records",
-    "use_layerwise": "loads overlap with computing where the engine allows it",
-    "save_unfull_chunk": "whole blocks are stored; in models with windows or states the rest, too",
-    "pre_caching_hash_algorithm": "keys are the engine's block hashes, and what computes; "
-    "they are the same in every process without PYTHONHASHSEED",
-    "enable_async_loading": "loads are asynchronous",
-    "local_cpu_use_hugepages": "the system's transparent huge pages are used",
-    "py_enable_gc": "kvkeep does not change the garbage collector of the engine",
-    "enable_lazy_memory_allocator": "memory is taken when it is used first",
-    "lazy_memory_initial_ratio": "memory is taken when it is used first",
-    "lazy_memory_expand_trigger_ratio": "memory is taken when it is used first",
-    "lazy_memory_step_ratio": "memory is taken when it is used first",
-    "lazy_memory_safe_size": "memory is taken when it is used first",
-    "reserve_local_cpu_size": "memory:// takes its size and no more",
-    "pin_timeout_sec": "blocks are held by reads alone, which end",
-    "pin_check_interval_sec": "blocks are held by reads alone, which end",
-    "enable_scheduler_bypass_lookup": "the scheduler looks up by itself where it can",
-    "lookup_server_worker_ids": "the scheduler looks up by itself where it can",
-    "hit_miss_ratio": "what is slower to load than to compute is computed (compare_costs)",
-    "priority_limit": "what is not worth storing is told by what is read again",
-    "numa_mode": "pages stay where the engine puts them",
-    "use_gpu_connector_v3": "kvkeep knows the engine's layouts",
-    "local_disk_path_sharding": "each path is a tier, below the one before; ranks may share it",
-    "lmcache_instance_id": "an instance has no name of its own",
-    "lmcache_worker_ports": "there is no controller",
-    "lmcache_worker_ids": "there is no controller",
-    "lmcache_worker_heartbeat_time": "there is no controller",
-    "lmcache_worker_heartbeat_delay_time": "there is no controller",
-    "enable_controller": "instances share tiers without a controller; kvkeep route finds who "
-    "has a prompt by KV events",
-    "controller_pull_url": "there is no controller",
-    "controller_reply_url": "there is no controller",
-    "enable_kv_events": "the engine publishes KV events (--kv-events-config); kvkeep route reads "
-    "them",
-    "enable_chunk_statistics": "statistics are always counted",
-    "chunk_statistics_auto_start_statistics": "statistics are always counted",
-    "blend_special_str": "blending has no counterpart",
-    "track_usage": "kvkeep sends nothing to anybody",
-    "log_level": "VLLM_LOGGING_LEVEL, and the logger kvkeep",
-}
-
-_NO_COUNTERPART: Final = {
-    "enable_blending": "KV is reused behind equal prefixes alone, so answers are exact",
-    "enable_p2p": "instances share a tier instead: valkey:// or an object store",
-    "enable_pd": "vLLM's own connectors move KV from prefill to decode; MultiConnector takes both",
-    "storage_plugins": "other packages register tiers as entry points (kvkeep.backends)",
-    "remote_storage_plugins": "other packages register tiers as entry points (kvkeep.backends)",
-    "runtime_plugin_locations": "there are no plugins at run time",
-    "gds_path": "give the directory as file://; it is read past the page cache, not into the GPU",
-    "maru_path": "there is no tier on CXL memory; shm:// is shared by the processes of a machine",
-    "enable_hidden_state_cache": "hidden states are not stored",
-    "external_lookup_client": "lookups ask the tiers",
-    "remote_config_url": "options are in a file or on the command line",
-    "mp_host": "there is no server process: shm:// is shared by the processes of a machine",
-    "run_script_api_enabled": "nothing runs code from outside",
-    "script_allowed_imports": "nothing runs code from outside",
-    "transfer_channel": "KV does not move between instances but through tiers",
-    "nixl_backends": "KV does not move between instances but through tiers",
-}
-
-# Beginnings of names that belong to a feature above.
-_FAMILIES: Final = {
-    "blend_": "enable_blending",
-    "p2p_": "enable_p2p",
-    "pd_": "enable_pd",
-    "nixl_": "nixl_backends",
-    "gds_": "gds_path",
-    "use_gds": "gds_path",
-    "maru_": "maru_path",
-    "hidden_state": "enable_hidden_state_cache",
-    "max_hidden_state": "enable_hidden_state_cache",
-    "mp_": "mp_host",
-    "ec_": "enable_hidden_state_cache",
-    "chunk_statistics_": "chunk_statistics_auto_start_statistics",
-    "audit_": "runtime_plugin_locations",
-    "app_id": "remote_config_url",
-    "internal_api_server_": "internal_api_server_enabled",
-}
-
 _POLICIES: Final = {"LRU": "lru", "LFU": "lfu", "FIFO": "fifo"}
 _REMOTE: Final = {
     "redis": "redis", "rediss": "rediss", "resp": "redis", "valkey": "valkey", "s3": "s3",
@@ -209,14 +129,14 @@ class _Work:
         if name in _TAKEN:
             fate, note = _TAKEN[name](self, value)
             return Translated(name, shown, fate, note)
-        for where, fate in ((_NOT_NEEDED, "not needed"), (_NO_COUNTERPART, "no counterpart")):
+        for where, fate in ((NOT_NEEDED, "not needed"), (NO_COUNTERPART, "no counterpart")):
             if name in where:
                 if fate == "no counterpart" and value in _EMPTY:
                     return Translated(name, shown, "not needed", "it is off")
                 return Translated(name, shown, fate, where[name])
-        for begin, of in _FAMILIES.items():
+        for begin, of in FAMILIES.items():
             if name.startswith(begin):
-                why = _NO_COUNTERPART.get(of) or _NOT_NEEDED.get(of) or _STATUS
+                why = NO_COUNTERPART.get(of) or NOT_NEEDED.get(of) or STATUS
                 return Translated(name, shown, "no counterpart", why)
         return Translated(name, shown, "unknown", "no option of LMCache 0.5.6")
 
@@ -224,33 +144,33 @@ class _Work:
 
     def options(self) -> dict[str, Any]:
         """Return kvkeep's options."""
-        tiers = self._memory() + self._disks() + self._remote()
+        tiers = self.memory() + self.disks() + self._remote()
         made: dict[str, Any] = {"tiers": tiers or ["memory://1GiB"]}
-        if (seconds := self._number("blocking_timeout_secs")) is not None:
+        if (seconds := self.number("blocking_timeout_secs")) is not None:
             made["load_timeout"] = seconds
-        if (ms := self._number("lookup_timeout_ms")) is not None:
+        if (ms := self.number("lookup_timeout_ms")) is not None:
             made["lookup_timeout"] = ms / 1000
-        if tokens := self._number("min_retrieve_tokens"):
+        if tokens := self.number("min_retrieve_tokens"):
             made["min_tokens"] = int(tokens)
         if "save_decode_cache" in self.given and not _true(self.given["save_decode_cache"]):
             made["answers"] = False
         return made
 
-    def _memory(self) -> list[str]:
+    def memory(self) -> list[str]:
         if not _true(self.given.get("local_cpu", True)):
             return []
-        size = self._number("max_local_cpu_size")
+        size = self.number("max_local_cpu_size")
         return [f"memory://{_bytes(5.0 if size is None else size)}{self._policy('?')}"]
 
-    def _disks(self) -> list[str]:
-        paths = self._paths()
+    def disks(self) -> list[str]:
+        paths = self.paths()
         if not paths:
             return []
-        size = self._number("max_local_disk_size") or 0.0
+        size = self.number("max_local_disk_size") or 0.0
         room = f"?size={_bytes(size / len(paths))}" if size > 0 else ""
         return [f"file://{quote(path)}{room}{self._policy('&') if room else ''}" for path in paths]
 
-    def _paths(self) -> list[str]:
+    def paths(self) -> list[str]:
         given = self.given.get("local_disk")
         if given in _EMPTY:
             return []
@@ -266,14 +186,14 @@ class _Work:
         return [path.rstrip("/") or "/" for path in paths]
 
     def _remote(self) -> list[str]:
-        url = self._remote_url()
+        url = self.remote_url()
         if url is None or url[1] is None:
             return []
         codec = "codec=int8" if self.given.get("remote_serde") == "cachegen" else ""
         joined = "&" if "?" in url[1] else "?"
         return [url[1] + (joined + codec if codec else "")]
 
-    def _remote_url(self) -> tuple[str, str | None] | None:
+    def remote_url(self) -> tuple[str, str | None] | None:
         """Return the scheme of the remote tier and its URL for kvkeep, or None for either."""
         given = self.given.get("remote_url")
         if given in _EMPTY:
@@ -315,7 +235,7 @@ class _Work:
         name = _POLICIES.get(str(self.given.get("cache_policy", "LRU")).upper(), "lru")
         return "" if name == "lru" else f"{joined}policy={name}"
 
-    def _number(self, name: str) -> float | None:
+    def number(self, name: str) -> float | None:
         value = self.given.get(name)
         if value is None:
             return None
@@ -330,40 +250,37 @@ class _Work:
         return number
 
 
-_STATUS: Final = "the status endpoint of the connector tells what is cached and why prompts missed"
-
-
 def _cpu(work: _Work, value: object) -> tuple[Fate, str]:
     if _true(value):
-        return "translated", work._memory()[0].partition("?")[0]
+        return "translated", work.memory()[0].partition("?")[0]
     return "translated", "no memory:// tier; a buffer for transfers remains"
 
 
 def _cpu_size(work: _Work, value: object) -> tuple[Fate, str]:
-    tiers = work._memory()
+    tiers = work.memory()
     if not tiers:
         return "not needed", "local_cpu is off; kvkeep sizes the buffer for transfers"
     return "translated", f"{tiers[0].partition('?')[0]}, for each rank, as before"
 
 
 def _disk(work: _Work, value: object) -> tuple[Fate, str]:
-    tiers = work._disks()
+    tiers = work.disks()
     if not tiers:
         return "not needed", "it is off"
     return "translated", f"{', '.join(tiers)}; what is stored outlives the process"
 
 
 def _disk_size(work: _Work, value: object) -> tuple[Fate, str]:
-    if not work._paths():
+    if not work.paths():
         return "not needed", "local_disk is off"
-    if not work._number("max_local_disk_size"):
+    if not work.number("max_local_disk_size"):
         return "not needed", "without size= a directory keeps to a share of the disk"
-    several = len(work._paths()) > 1
+    several = len(work.paths()) > 1
     return "translated", f"size= of file://{', an equal share for each path' if several else ''}"
 
 
 def _remote(work: _Work, value: object) -> tuple[Fate, str]:
-    found = work._remote_url()
+    found = work.remote_url()
     if found is None:
         return "not needed", "it is off"
     scheme, url = found
@@ -396,7 +313,7 @@ def _policy_of(work: _Work, value: object) -> tuple[Fate, str]:
 
 
 def _min_tokens(work: _Work, value: object) -> tuple[Fate, str]:
-    if not work._number("min_retrieve_tokens"):
+    if not work.number("min_retrieve_tokens"):
         return "not needed", "0 is the default"
     return "translated", f"min_tokens: {value}"
 
@@ -404,7 +321,7 @@ def _min_tokens(work: _Work, value: object) -> tuple[Fate, str]:
 def _api(work: _Work, value: object) -> tuple[Fate, str]:
     if value in _EMPTY:
         return "not needed", "it is off"
-    return "no counterpart", _STATUS
+    return "no counterpart", STATUS
 
 
 def _locations(work: _Work, value: object) -> tuple[Fate, str]:
@@ -422,7 +339,7 @@ def _extra(work: _Work, value: object) -> tuple[Fate, str]:
         names += ("; credentials: in the URL of valkey://, and in the environment for object "
                   "stores")  # fmt: skip
     taken = {"s3_region", "disable_tls"} & {*value}
-    if taken and (work._remote_url() or ("",))[0] == "s3":
+    if taken and (work.remote_url() or ("",))[0] == "s3":
         return "translated", f"region= and endpoint= of s3://; of {names}"
     return "no counterpart", f"look at each: {names}"
 
