@@ -368,15 +368,8 @@ class BlockStore(Store):
         return self._tiered.stats()
 
     def own_bytes(self) -> dict[str, int]:
-        """Return by tier the bytes of records of this store's namespace, as far as it counts them.
-
-        The memory in front, and tiers without a budget, are left out. Does no I/O.
-        """
-        return {
-            tier.name: tier.catalogue.spaces().get(self._space, 0)
-            for tier in self._tiered.tiers
-            if tier.indexed
-        }
+        """Return by tier the bytes of this namespace's records; see `TieredStore.bytes_of`."""
+        return self._tiered.bytes_of(self._space)
 
     def _blocks(self, keys: Sequence[bytes]) -> list[bytes]:
         for key in keys:

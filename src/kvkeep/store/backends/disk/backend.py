@@ -147,7 +147,7 @@ class DiskBackend(Backend):
     @classmethod
     def from_url(cls, url: TierURL) -> DiskBackend:
         """Open ``file:///absolute/path``; takes ``size``, ``sync`` and ``io``."""
-        capacity, sync, io = cls._options(url)
+        capacity, sync, io = _options(url)
         backend = cls(url.path, capacity, sync, io)
         if capacity is None:
             backend._has_default = True
@@ -158,22 +158,10 @@ class DiskBackend(Backend):
     @classmethod
     def check_url(cls, url: TierURL) -> bool:
         """Check ``url`` without looking at the directory; it has a budget without ``size``, too."""
-        capacity, _, _ = cls._options(url)
+        capacity, _, _ = _options(url)
         if capacity is not None:
             whole("capacity", capacity, ALIGNMENT)
         return True
-
-    @staticmethod
-    def _options(url: TierURL) -> tuple[int | None, Sync, Io]:
-        if url.place or not url.path.strip("/"):
-            raise InvalidValue(
-                f"{url.safe} names no directory; an absolute path has three slashes: "
-                f"file:///{(url.place + url.path).strip('/') or 'var/lib/kvkeep'}"
-            )
-        capacity = url.size("size")
-        sync = url.choice("sync", ("never", "flush", "always"), "flush")
-        io = url.choice("io", ("auto", "direct", "buffered"), "auto")
-        return capacity, cast("Sync", sync), cast("Io", io)
 
     @property
     def slowed(self) -> int:
@@ -409,3 +397,16 @@ class DiskBackend(Backend):
 
     def _translated(self, done: str, size: int = 0) -> AbstractContextManager[None]:
         return translated(self._directory.url, done, size)
+
+
+def _options(url: TierURL) -> tuple[int | None, Sync, Io]:
+    """Take ``size``, ``sync`` and ``io`` out of ``url``."""
+    if url.place or not url.path.strip("/"):
+        raise InvalidValue(
+            f"{url.safe} names no directory; an absolute path has three slashes: "
+            f"file:///{(url.place + url.path).strip('/') or 'var/lib/kvkeep'}"
+        )
+    capacity = url.size("size")
+    sync = url.choice("sync", ("never", "flush", "always"), "flush")
+    io = url.choice("io", ("auto", "direct", "buffered"), "auto")
+    return capacity, cast("Sync", sync), cast("Io", io)
