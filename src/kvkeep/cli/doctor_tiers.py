@@ -13,7 +13,7 @@ from kvkeep.cli.doctor_places import opened_place
 from kvkeep.cli.doctor_probe import TierProbe
 from kvkeep.cli.doctor_results import fail, ok, warn
 from kvkeep.cli.doctor_space import space_results
-from kvkeep.core.errors import KVKeepError
+from kvkeep.core.errors import KVKeepError, reason
 from kvkeep.core.geometry import KVGeometry
 from kvkeep.core.geometry.units import format_bytes
 from kvkeep.store.backends import TierURL
@@ -31,6 +31,7 @@ __all__ = ["KVSize", "tier_results"]
 
 _LLAMA_8B: Final = 128 << 10  # bytes of a token of Llama 3.1 8B in bfloat16
 _PROMPT: Final = 8192  # tokens
+_LONGEST: Final = 500  # characters of what a place says
 _PATIENCE_S: Final = 30.0  # for a place that hangs, beside the time to measure
 
 
@@ -110,7 +111,7 @@ def _results(
                 yield ok("access", name, opened.note)
                 yield from space_results(opened, size.record, claimed)
     except (KVKeepError, OSError) as error:
-        yield fail("access", name, _short(error), _remedy(str(error)))
+        yield fail("access", name, reason(error)[:_LONGEST], _remedy(str(error)))
 
 
 def _access(probe: TierProbe, opened: OpenPlace) -> Iterator[CheckResult]:
@@ -145,10 +146,6 @@ def _speed(name: str, speed: TierSpeed, size: KVSize, load_timeout: float) -> Ch
 
 def _per_s(rate: float) -> str:
     return f"{format_bytes(int(rate))}/s"
-
-
-def _short(error: BaseException) -> str:
-    return " ".join(str(error).split())[:500] or type(error).__name__
 
 
 _REMEDIES: Final = {
