@@ -67,26 +67,42 @@ def tier_results(asked: AskedTiers, size: KVSize, seconds: float) -> Iterator[Ch
     claimed: dict[int, int] = {}  # by filesystem, what tiers before may still write there
     for place in asked.tiers:
         name = TierURL(place).safe
-        found: queue.SimpleQueue[CheckResult | None] = queue.SimpleQueue()
+        results = _results(place, asked, size, seconds, claimed)
+        found = _in_thread(results, timeout=_PATIENCE_S + seconds)
+        try:
+            yield from found
+        except TimeoutError:
+            said = f"no answer in {_PATIENCE_S + seconds:g} s"
+            yield fail("access", name, said, "see whether its disk or server hangs")
 
-        def check(place: str = place, found: queue.SimpleQueue[CheckResult | None] = found) -> None:
-            try:
-                for result in _results(place, asked, size, seconds, claimed):
-                    found.put(result)
-            finally:
-                found.put(None)
 
-        threading.Thread(target=check, name="kvkeep doctor", daemon=True).start()
-        while True:
-            try:
-                result = found.get(timeout=_PATIENCE_S + seconds)
-            except queue.Empty:
-                said = f"no answer in {_PATIENCE_S + seconds:g} s"
-                yield fail("access", name, said, "see whether its disk or server hangs")
-                break
-            if result is None:
-                break
-            yield result
+def _in_thread(results: Iterator[CheckResult], *, timeout: float) -> Iterator[CheckResult]:
+    """Yield ``results``, which a thread makes; pass its exception on.
+
+    Raises:
+        TimeoutError: the next one took longer than ``timeout`` seconds.
+    """
+    found: queue.SimpleQueue[CheckResult | BaseException | None] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            for result in results:
+                found.put(result)
+            found.put(None)
+        except BaseException as error:  # noqa: BLE001 - the other thread raises it
+            found.put(error)
+
+    threading.Thread(target=work, name="kvkeep doctor", daemon=True).start()
+    while True:
+        try:
+            result = found.get(timeout=timeout)
+        except queue.Empty:
+            raise TimeoutError from None
+        if result is None:
+            return
+        if isinstance(result, BaseException):
+            raise result
+        yield result
 
 
 def _results(
