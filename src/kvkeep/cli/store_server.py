@@ -10,7 +10,6 @@ from kvkeep.cli.arguments import add_json, add_option, add_seconds, add_switch
 from kvkeep.cli.drawing import amount, storage, visible
 from kvkeep.cli.replies import entries, text, whole
 from kvkeep.cli.server import add_server_arguments, add_server_url, connect, path
-from kvkeep.cli.tables import print_table
 
 if TYPE_CHECKING:
     import argparse
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_actions"]
 
-_HEAD = ("tier", "place", "codec", "blocks", "used", "budget", "breaker")
+_HEAD = ("tier", "blocks", "used", "budget", "codec", "breaker", "place")
 _EXTRA_S = 10.0  # that a server may take beyond --wait
 
 
@@ -88,7 +87,9 @@ def _print(answer: Mapping[str, Any], args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps(answer))
     else:
-        print_table(_HEAD, [_cells(row) for row in rows])
+        from kvkeep.cli.store_place import columns  # noqa: PLC0415 - imports NumPy
+
+        print("\n".join(columns([_HEAD, *(_cells(row) for row in rows)])))
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
@@ -96,7 +97,5 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         return "–" if row.get(name) is None else storage(whole(row, name))
 
     blocks = "–" if row.get("blocks") is None else amount(whole(row, "blocks"))
-    names = (visible(text(row, name)) for name in ("name", "place", "codec"))
-    return [
-        *names, blocks, bytes_of("used_bytes"), bytes_of("capacity"), visible(text(row, "breaker"))
-    ]  # fmt: skip
+    name, *said = (visible(text(row, field)) for field in ("name", "codec", "breaker", "place"))
+    return [name, blocks, bytes_of("used_bytes"), bytes_of("capacity"), *said]
