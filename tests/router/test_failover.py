@@ -139,6 +139,34 @@ def test_two_routers_place_alike(fleet):
         assert sorted(counts) == [0, 0, 0, 2], "the routers do not agree"
 
 
+def test_a_server_is_found_by_its_name(fleet):
+    """Its events are where the pattern says, and it may leave again."""
+    one = fleet.servers[3]
+    process, url = route(
+        [], "--discover", f"dns://localhost:{one.port}", "--discover-every", "0.2",
+        "--probe-interval", "0.1", "--events", one.events.replace("127.0.0.1", "{host}"),
+        "--replay", one.replay.replace("127.0.0.1", "{host}"),
+    )  # fmt: skip
+    try:
+        eventually(lambda: f"found at dns://localhost:{one.port}" in process.text, 60)
+
+        def listed() -> list[dict[str, Any]]:
+            return httpx.get(f"{url}/kv/instances", timeout=20).json()["instances"]
+
+        eventually(lambda: [found["state"] for found in listed()] == ["up"])
+        (found,) = listed()
+        assert (found["name"], found["origins"]) == (one.url, [f"dns://localhost:{one.port}"])
+        pages = httpx.get(f"{one.url}/kv/stats").json()["cache"]["pages_cached"]
+        eventually(lambda: listed()[0]["blocks"] == pages > 0)
+        assert ask([url], SYSTEM)
+        httpx.delete(f"{url}/kv/instances/{found['name']}").raise_for_status()
+        refused = httpx.post(f"{url}/v1/completions", json={"prompt": "x"})
+        assert refused.status_code == 503
+        assert "Traceback" not in process.text
+    finally:
+        process.end()
+
+
 def test_servers_that_die_and_hang_lose_nothing_that_had_not_begun(fleet):
     prompts = [f"{SYSTEM}Story {number}, told at some length. " * 3 for number in range(6)]
     expected = [ask(fleet.urls, prompt) for prompt in prompts]
