@@ -1,4 +1,4 @@
-"""`Live`: the state of the server at this moment, computed at most twice a second."""
+"""`Live`: the state of a server at this moment, computed at most twice a second."""
 
 from __future__ import annotations
 
@@ -26,14 +26,17 @@ from kvkeep.serve.server.schemas.see import (
 from kvkeep.serve.server.text import showable
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvkeep.core.cache import CacheStats
+    from kvkeep.observe.usage import UsageTable
     from kvkeep.observe.usage.history import FirstTokenTimes
     from kvkeep.serve.engine import EngineStats
     from kvkeep.serve.server.engine_costs import EngineCosts
     from kvkeep.serve.server.service import Service
     from kvkeep.store.tiers import TierStats
 
-__all__ = ["Live"]
+__all__ = ["EngineState", "Live", "load_figures", "tenant_figures", "tier_figures", "time_figures"]
 
 _FRESH_S = 0.5
 _MOST_SHOWN = 20
@@ -43,16 +46,13 @@ _SOON_S = 60.0  # within which returns are counted
 class Live:
     """Makes the answer of ``/kv/live`` and keeps it for half a second, for all clients.
 
-    An answer costs one pass over the pool's reference counts; it walks no tree and queries no tier.
-    A separate thread computes it, so that it waits neither for tokenizers nor for tiers.
+    A separate thread calls ``state``, so that an answer waits neither for tokenizers nor for tiers.
 
     Thread safety: none; it belongs to the event loop.
     """
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._began = time.monotonic()
-        self._version = version("kvkeep")
+    def __init__(self, state: Callable[[], LiveResponse]) -> None:
+        self._state = state
         self._thread = ThreadPoolExecutor(1, "kvkeep live")
         self._answer = b""
         self._until = float("-inf")
@@ -78,9 +78,21 @@ class Live:
             self._answer = made.result()
             self._until = time.monotonic() + _FRESH_S
 
-    # --- in the thread -----------------------------------------------------------------------
-
     def _make(self) -> bytes:
+        """In the thread."""
+        return self._state().model_dump_json().encode()
+
+
+class EngineState:
+    """Tells the state of the engine of a `Service`. Thread safety: one call at a time."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._began = time.monotonic()
+        self._version = version("kvkeep")
+
+    def __call__(self) -> LiveResponse:
+        """Return the state now. Cost: one pass over the pool's reference counts."""
         service = self._service
         cache = service.engine.cache.stats()
         # Counters are read one by one while the engine works, so they may be off by a step.
@@ -89,7 +101,7 @@ class Live:
         tiers = () if store is None else store.stats().tiers
         settings, usage = service.settings, service.watching.usage
         cold, warm = usage.times()
-        answer = LiveResponse(
+        return LiveResponse(
             at=time.time(),
             uptime_s=time.monotonic() - self._began,
             version=self._version,
@@ -103,10 +115,10 @@ class Live:
             waiting=engine.waiting,
             totals=_totals(cache, engine),
             pages=_pages(cache),
-            ttft=LiveTtft(cold=_times(cold), warm=_times(warm)),
+            ttft=LiveTtft(cold=time_figures(cold), warm=time_figures(warm)),
             history=usage.history(),
-            tiers=[_tier(tier, service.costs) for tier in tiers],
-            loads=_loads(service.costs),
+            tiers=[tier_figures(tier, service.costs) for tier in tiers],
+            loads=load_figures(service.costs),
             what_if=[
                 LivePoint(
                     times=point.times,
@@ -117,25 +129,11 @@ class Live:
                 for point in cache.what_if
             ]
             or None,
-            tenants=self._tenants(),
+            tenants=tenant_figures(usage),
             sessions=self._sessions(),
             conversations=self._conversations(),
             returns=self._returns(),
         )
-        return answer.model_dump_json().encode()
-
-    def _tenants(self) -> list[LiveTenant]:
-        usage = self._service.watching.usage
-        return [
-            LiveTenant(
-                cache_salt=showable(one.tenant),
-                requests=one.requests,
-                prompt_tokens=one.prompt_tokens,
-                reused_tokens=one.reused_tokens,
-                pages=usage.pages.pages[one.tenant],
-            )
-            for one in usage.namespaces(_MOST_SHOWN)
-        ]
 
     def _conversations(self) -> LiveConversations | None:
         found = self._service.engine.cache.expected_returns(_SOON_S)
@@ -198,11 +196,27 @@ def _pages(cache: CacheStats) -> LivePages:
     )
 
 
-def _times(times: FirstTokenTimes) -> LiveTimes:
+def time_figures(times: FirstTokenTimes) -> LiveTimes:
+    """Return times to the first token as JSON has them."""
     return LiveTimes(**asdict(times))
 
 
-def _loads(costs: EngineCosts) -> LiveLoads:
+def tenant_figures(usage: UsageTable) -> list[LiveTenant]:
+    """Return the tenants with the most prompt tokens."""
+    return [
+        LiveTenant(
+            cache_salt=showable(one.tenant),
+            requests=one.requests,
+            prompt_tokens=one.prompt_tokens,
+            reused_tokens=one.reused_tokens,
+            pages=usage.pages.pages[one.tenant],
+        )
+        for one in usage.namespaces(_MOST_SHOWN)
+    ]
+
+
+def load_figures(costs: EngineCosts) -> LiveLoads:
+    """Return what was loaded lately, and what computing takes."""
     recent, seconds = costs.recent, costs.prefill_seconds_per_token
     return LiveLoads(
         prefill_tokens_per_s=1 / seconds if seconds else None,
@@ -213,7 +227,8 @@ def _loads(costs: EngineCosts) -> LiveLoads:
     )
 
 
-def _tier(tier: TierStats, costs: EngineCosts) -> LiveTier:
+def tier_figures(tier: TierStats, costs: EngineCosts) -> LiveTier:
+    """Return one tier as JSON has it; names are made showable."""
     counted = {name: int(value) for name, value in tier.counters.items()}
     return LiveTier(
         name=showable(tier.name),

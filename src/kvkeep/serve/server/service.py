@@ -13,23 +13,26 @@ from kvkeep.core.keys import Namespace
 from kvkeep.serve.http import BodyBudget
 from kvkeep.serve.server.engine_costs import EngineCosts
 from kvkeep.serve.server.errors import ApiError, outcome_of
-from kvkeep.serve.server.live import Live
+from kvkeep.serve.server.live import EngineState, Live
 from kvkeep.serve.server.metrics import ServerMetrics
 from kvkeep.serve.server.record import JobRecorder
 from kvkeep.serve.server.retention import Retention
 from kvkeep.serve.server.tenant_usage import TenantUsage
 from kvkeep.serve.server.thread_pools import ThreadPools
 from kvkeep.serve.server.tier_retention import TierRetention
+from kvkeep.serve.server.usage_report import usage_report
 from kvkeep.serve.server.watching import Watching
 from kvkeep.serve.server.worker import EngineStopped, Generation, Worker
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from kvkeep.bench.traces import Capture
     from kvkeep.core.cache import CacheStats
+    from kvkeep.observe.explain import Explainer
     from kvkeep.observe.usage import RequestObserver
     from kvkeep.serve.engine import Delta, Engine, Tokenizer
+    from kvkeep.serve.server.schemas.usage import UsageResponse
     from kvkeep.serve.server.settings import ServerSettings
     from kvkeep.serve.server.worker import Call, Job
 
@@ -78,7 +81,7 @@ class Service:
                 engine, settings.pin_share, weights=settings.weights
             )
         self.metrics.tier_retention = self.tier_retention
-        self.live = Live(self)
+        self.live = Live(EngineState(self))
         self.worker = Worker(engine, flush_timeout_s=settings.flush_timeout_s)
         self.began = int(time.time())
         self.draining = False
@@ -106,6 +109,22 @@ class Service:
         """The engine's tokenizer."""
         assert self.engine.tokenizer is not None, "create_app checks it"
         return self.engine.tokenizer
+
+    @property
+    def explainer(self) -> Explainer | None:
+        """What explains requests; None if the server was told not to."""
+        return self.watching.explainer
+
+    @property
+    def decode(self) -> Callable[[Sequence[int]], str] | None:
+        """What makes text of tokens for explanations; None if they are to have none."""
+        return self.tokenizer.decode if self.settings.text else None
+
+    def usage(self) -> UsageResponse:
+        """Return what each tenant used. Cost: a pass over namespaces and tenants."""
+        return usage_report(
+            self.watching.tenants, self.retention, self.tier_retention, model=self.settings.name
+        )
 
     @property
     def longest_prompt(self) -> int:
