@@ -264,6 +264,11 @@ class WatchedSchedulerSide(SchedulerSide):
             kept=0 if followed is None else followed.saved * self._groups.block_tokens,
         )
 
+    def clear(self) -> bool:
+        """As `SchedulerSide.clear`; vLLM has emptied its own cache before."""
+        self._watch.cleared()
+        return super().clear()
+
     def close(self) -> None:
         """As `SchedulerSide.close`; end the status first, and give its port back."""
         self._server.close()
