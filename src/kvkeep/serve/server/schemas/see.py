@@ -244,7 +244,7 @@ class LiveResponse(ResponseModel):
     version: str
     model: str
     engine: str = Field(
-        "kvkeep", description="What computes: kvkeep, or an engine that kvkeep is in."
+        default="kvkeep", description="What computes: kvkeep, or the engine that kvkeep is in."
     )
     policy: str = Field(description="The eviction policy of the pool.")
     page_size: int
@@ -252,7 +252,8 @@ class LiveResponse(ResponseModel):
     explain: bool = Field(description="False with --no-explain.")
     changes: bool = Field(description="Whether nodes can be pinned and evicted here.")
     map: bool = Field(
-        True, description="Whether /kv/map and prompts that were not sent are told of."
+        default=True,
+        description="Whether there is /kv/map, and prompts that were not sent are explained.",
     )
     running: int
     waiting: int
