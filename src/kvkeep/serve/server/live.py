@@ -17,6 +17,7 @@ from kvkeep.serve.server.schemas.see import (
     LiveResponse,
     LiveReturn,
     LiveSession,
+    LiveSource,
     LiveTenant,
     LiveTier,
     LiveTimes,
@@ -28,6 +29,7 @@ from kvkeep.serve.server.text import showable
 if TYPE_CHECKING:
     from kvkeep.core.cache import CacheStats
     from kvkeep.observe.usage.history import FirstTokenTimes
+    from kvkeep.observe.usage.table import NamespaceUsage, ReuseSnapshot, SessionUsage
     from kvkeep.serve.engine import EngineStats
     from kvkeep.serve.server.engine_costs import EngineCosts
     from kvkeep.serve.server.service import Service
@@ -87,8 +89,7 @@ class Live:
         engine = service.engine.stats()
         store = service.engine.store
         tiers = () if store is None else store.stats().tiers
-        settings, usage = service.settings, service.watching.usage
-        cold, warm = usage.times()
+        settings, usage = service.settings, service.watching.usage.moment(_MOST_SHOWN)
         answer = LiveResponse(
             at=time.time(),
             uptime_s=time.monotonic() - self._began,
@@ -102,9 +103,11 @@ class Live:
             running=engine.running,
             waiting=engine.waiting,
             totals=_totals(cache, engine),
+            reused=_reused(usage.reuse),
+            losses=service.losses.rows(cache, tiers),
             pages=_pages(cache),
-            ttft=LiveTtft(cold=_times(cold), warm=_times(warm)),
-            history=usage.history(),
+            ttft=LiveTtft(cold=_times(usage.cold), warm=_times(usage.warm)),
+            history=usage.history,
             tiers=[_tier(tier, service.costs) for tier in tiers],
             loads=_loads(service.costs),
             what_if=[
@@ -117,24 +120,24 @@ class Live:
                 for point in cache.what_if
             ]
             or None,
-            tenants=self._tenants(),
-            sessions=self._sessions(),
+            tenants=self._tenants(usage.namespaces),
+            sessions=[_session(one) for one in usage.sessions],
             conversations=self._conversations(),
             returns=self._returns(),
         )
         return answer.model_dump_json().encode()
 
-    def _tenants(self) -> list[LiveTenant]:
-        usage = self._service.watching.usage
+    def _tenants(self, namespaces: list[NamespaceUsage]) -> list[LiveTenant]:
+        pages = self._service.watching.usage.pages.pages
         return [
             LiveTenant(
                 cache_salt=showable(one.tenant),
                 requests=one.requests,
                 prompt_tokens=one.prompt_tokens,
                 reused_tokens=one.reused_tokens,
-                pages=usage.pages.pages[one.tenant],
+                pages=pages[one.tenant],
             )
-            for one in usage.namespaces(_MOST_SHOWN)
+            for one in namespaces
         ]
 
     def _conversations(self) -> LiveConversations | None:
@@ -164,19 +167,25 @@ class Live:
             ]
         )
 
-    def _sessions(self) -> list[LiveSession]:
-        return [
-            LiveSession(
-                session=showable(one.session),
-                cache_salt=showable(one.tenant),
-                turns=one.turns,
-                requests=one.requests,
-                prompt_tokens=one.prompt_tokens,
-                reused_tokens=one.reused_tokens,
-                last_at=one.last_at,
-            )
-            for one in self._service.watching.usage.sessions(_MOST_SHOWN)
-        ]
+
+def _session(one: SessionUsage) -> LiveSession:
+    return LiveSession(
+        session=showable(one.session),
+        cache_salt=showable(one.tenant),
+        turns=one.turns,
+        requests=one.requests,
+        prompt_tokens=one.prompt_tokens,
+        reused_tokens=one.reused_tokens,
+        last_at=one.last_at,
+    )
+
+
+def _reused(reuse: ReuseSnapshot) -> list[LiveSource]:
+    saved = reuse.saved_seconds_by_tier
+    return [
+        LiveSource(source=showable(source), tokens=tokens, saved_s=saved.get(source, 0.0))
+        for source, tokens in reuse.hit_tokens.items()
+    ]
 
 
 def _totals(cache: CacheStats, engine: EngineStats) -> LiveTotals:
@@ -230,6 +239,8 @@ def _tier(tier: TierStats, costs: EngineCosts) -> LiveTier:
         drops=counted["drops"],
         errors=counted["errors"],
         damaged=counted["damaged"],
+        late=counted["late"],
+        evictions=counted["evictions"],
         read_bytes=counted["read_bytes"],
         written_bytes=counted["written_bytes"],
         read_bytes_per_s=costs.read_bytes_per_s(tier.name),

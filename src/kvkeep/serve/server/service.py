@@ -14,6 +14,7 @@ from kvkeep.serve.http import BodyBudget
 from kvkeep.serve.server.engine_costs import EngineCosts
 from kvkeep.serve.server.errors import ApiError, outcome_of
 from kvkeep.serve.server.live import Live
+from kvkeep.serve.server.losses import Losses
 from kvkeep.serve.server.metrics import ServerMetrics
 from kvkeep.serve.server.record import JobRecorder
 from kvkeep.serve.server.retention import Retention
@@ -78,6 +79,7 @@ class Service:
                 engine, settings.pin_share, weights=settings.weights
             )
         self.metrics.tier_retention = self.tier_retention
+        self.losses = Losses(engine, self.metrics.requests)
         self.live = Live(self)
         self.worker = Worker(engine, flush_timeout_s=settings.flush_timeout_s)
         self.began = int(time.time())
@@ -90,6 +92,7 @@ class Service:
     def start(self) -> None:
         """Begin to take requests, in the running event loop."""
         self.engine.observe(*self.watching.start(), self.costs.see, *self._observers)
+        self.losses.start()
         self.worker.start()
 
     def stop(self) -> None:
@@ -99,6 +102,7 @@ class Service:
             self.tier_retention.close()
         self.watching.close()
         self.live.close()
+        self.losses.close()
         self.threads.close()
 
     @property

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from kvkeep.observe.usage.sheet import as_csv, wants_csv
+from kvkeep.observe.usage.shortened import TenantOrder, shortened
 from kvkeep.serve.server.routes.base import READ_ERRORS, JSONRoute, ServiceOf
 from kvkeep.serve.server.schemas.usage import TenantRow, UsageResponse
 from kvkeep.serve.server.service import Service
@@ -30,24 +31,35 @@ _CSV_TYPE = "text/csv; charset=utf-8"
 async def usage(
     request: Request,
     service: ServiceOf,
+    *,
     format: Annotated[
         Literal["json", "csv"] | None,
         Query(description="Default: csv if the header Accept is text/csv, else json."),
     ] = None,
+    order: Annotated[TenantOrder, Query(description="Those with the most first.")] = (
+        "prompt_tokens"
+    ),
+    search: Annotated[
+        str, Query(max_length=256, description="Rows of tenants whose cache_salt contains it.")
+    ] = "",
+    most: Annotated[
+        int | None, Query(ge=1, description="At most so many rows; the others are in the last.")
+    ] = None,
 ) -> Response:
     """What each tenant used since the start of the server, and what it keeps now."""
-    answer = await asyncio.to_thread(_usage, service)
+    answer = await asyncio.to_thread(_usage, service, order, search, most)
     if wants_csv(format, request.headers.get("accept", "")):
         return Response(as_csv(_cells(answer)), headers={"content-type": _CSV_TYPE})
     return Response(answer.model_dump_json(), media_type="application/json")
 
 
-def _usage(service: Service) -> UsageResponse:
+def _usage(service: Service, order: TenantOrder, search: str, most: int | None) -> UsageResponse:
     meter = service.watching.tenants
     meter.sample()
     pinned = service.retention.tokens_of()
     tiers = service.tier_retention
     retained = {} if tiers is None else tiers.tokens_of()
+    lines, count = shortened(meter.ledger.report(), order=order, search=search, most=most)
     rows = [
         TenantRow(
             cache_salt=line.tenant,
@@ -57,10 +69,14 @@ def _usage(service: Service) -> UsageResponse:
             pinned_tokens=_taken(pinned, line.tenant),
             retained_tokens=_taken(retained, line.tenant),
         )
-        for line in meter.ledger.report()
+        for line in lines
     ]
     return UsageResponse(
-        model=service.settings.name, since=meter.since, until=time.time(), tenants=rows
+        model=service.settings.name,
+        since=meter.since,
+        until=time.time(),
+        count=count,
+        tenants=rows,
     )
 
 

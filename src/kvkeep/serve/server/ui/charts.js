@@ -66,7 +66,7 @@ const historyOptions = () => ({
       values: (_, splits) => splits.map((at) => amount(at))},
   ],
   series: [{}, bars(colour("p-computed")), bars(colour("p-kept")),
-    {scale: "%", stroke: colour("accent"), width: 2, spanGaps: true, points: {show: false}}],
+    {scale: "%", stroke: colour("accent"), width: 2, points: {show: false}}],
   hooks: {setCursor: [(plot) => pointed(plot.cursor.idx)]},
 });
 
@@ -80,7 +80,8 @@ const pointed = (at) => {
 
 const history = new Chart(byId("history"), historyOptions);
 export const drawHistory = (found) => {
-  rows = found;
+  hide(byId("history-card"), !found);
+  rows = found || [];
   const asked = rows.reduce((all, one) => all + one[1], 0);
   const reused = rows.reduce((all, one) => all + one[2], 0);
   sum = asked ? `Bars: ${tokens(asked)} of prompts, ${tokens(reused)} of them reused (in colour). `
@@ -121,6 +122,7 @@ const sentence = () => {
     : `Twice the pages would have reused ${share(twice.hit_rate)} instead of ${share(now.hit_rate)}.`;
 };
 export const drawWhatIf = (found) => {
+  hide(byId("whatif-card"), found === undefined);
   const there = Boolean(found && found.length);
   hide(byId("whatif"), !there);
   hide(byId("whatif-points"), !there);
