@@ -22,7 +22,7 @@ PHONE = {"viewport": {"width": 375, "height": 812}, "is_mobile": True, "has_touc
 # Texts that are cut off, but for those whose end may be: boxes of the tree, lines of requests.
 CUT = """() => [...document.querySelectorAll("header *, main *")].filter((one) =>
   one.checkVisibility() && one.clientWidth
-  && !one.closest(".box, .line, .request, .keys, .unseen, svg")
+  && !one.closest(".box, .line, .request, .keys, .unseen, thead, svg")
   && getComputedStyle(one).overflowX !== "visible" && one.scrollWidth > one.clientWidth + 1)
   .map((one) => one.id || `${one.className}: ${one.textContent.slice(0, 40)}`)"""
 # Pairs of texts that are drawn over each other.

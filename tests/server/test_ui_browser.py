@@ -95,6 +95,7 @@ def test_nothing_scrolls_sideways(server, opened, look, tmp_path):
         assert wide <= page.viewport_size["width"]
         assert page.evaluate(TOO_WIDE) == []
         page.screenshot(path=tmp_path / f"{look}.png", full_page=True)
+        see(page, "#requests")
         see(page, ".request").click()
         page.locator("dialog .spans").wait_for()
         assert page.evaluate(
@@ -316,6 +317,7 @@ def test_axe_finds_nothing_serious(server, opened, look):
         if look == "light":
             page.get_by_role("button", name="List").click()
             check("list")
+        see(page, "#requests")
         see(page, ".request").click()
         page.locator("dialog .spans").wait_for()
         check("explanation")

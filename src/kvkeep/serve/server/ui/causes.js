@@ -1,12 +1,12 @@
 // Why tokens were computed: first the causes against which something can be done, each with what;
-// then those that are as they should be, prompts that were never seen last.
+// then, by reason, those that are as they should be, prompts that were never seen last.
 
 import {bar} from "./bars.js";
 import {byId, el, hide, keyed, say, shown, theirs} from "./dom.js";
 import {explain, reasonName} from "./explain.js";
 import {ORDER, many, share, tokens, whole} from "./words.js";
 
-const MOST = {change: 8, rest: 4};
+const MOST = 8;
 // Where the page shows more about a reason.
 const SEE = {
   __proto__: null,
@@ -14,6 +14,16 @@ const SEE = {
   tier_unavailable: ["#tiers-title", "Tiers"],
   damaged: ["#tiers-title", "Tiers"],
   not_admitted: ["#tiers-title", "Tiers"],
+};
+const REST = {
+  __proto__: null,
+  not_loaded: "A tier has them, and computing them is faster",
+  computing: "Another request was just computing them",
+  page_remainder: "Ends of prompts within a page, which are shared as a whole only",
+  last_token: "The last token of a prompt is always computed",
+  not_resumable: "Their KV is cached, but no state where they could go on",
+  not_admitted: "They were not stored, on purpose",
+  new: "Never seen before",
 };
 
 // Without the share at its beginning, which is shown beside it.
@@ -47,13 +57,31 @@ const fill = (node, cause) => {
   button.setAttribute("aria-label", `Example of: ${said}`);
 };
 
-const part = (name, causes) => {
-  const shownOnes = causes.slice(0, MOST[name]), left = causes.slice(MOST[name]);
-  hide(byId(`causes-${name}`), !causes.length);
-  keyed(byId(`causes-${name}-list`), shownOnes, causeKey, make, fill);
+const change = (causes) => {
+  const left = causes.slice(MOST);
+  hide(byId("causes-change"), !causes.length);
+  keyed(byId("causes-change-list"), causes.slice(0, MOST), causeKey, make, fill);
   const portion = left.reduce((all, one) => all + one.share, 0);
-  say(byId(`causes-${name}-left`), left.length
+  say(byId("causes-change-left"), left.length
     ? `${many(left.length, "smaller cause")} more, ${share(portion)} together.` : "");
+};
+// One line for each reason, with the example of the largest cause.
+const rest = (causes) => {
+  const reasons = new Map();
+  for (const cause of causes) {
+    const {reason} = cause, sum = reasons.get(reason);
+    if (!sum) {
+      reasons.set(reason, {...cause, sentence: REST[reason] || reasonName(reason)});
+    } else {
+      sum.tokens += cause.tokens;
+      sum.requests += cause.requests;
+      sum.share += cause.share;
+    }
+  }
+  hide(byId("causes-rest"), !reasons.size);
+  const order = [...reasons.values()].sort((a, b) => (a.reason === "new") - (b.reason === "new")
+    || b.tokens - a.tokens);
+  keyed(byId("causes-rest-list"), order, (one) => one.reason, make, fill);
 };
 
 export const drawCauses = (answer) => {
@@ -63,8 +91,8 @@ export const drawCauses = (answer) => {
     : `Of the last ${many(answer.requests, "request")}, ${tokens(computed)} of `
       + `${tokens(answer.prompt_tokens)} were computed: ${whole(never)} that were never seen before, `
       + `${whole(computed - never)} for other reasons.`);
-  const ranked = [...answer.causes].sort((a, b) => (a.reason === "new") - (b.reason === "new")
-    || b.tokens - a.tokens || ORDER.indexOf(a.reason) - ORDER.indexOf(b.reason));
-  part("change", ranked.filter((one) => one.advice));
-  part("rest", ranked.filter((one) => !one.advice));
+  const ranked = [...answer.causes].sort((a, b) => b.tokens - a.tokens
+    || ORDER.indexOf(a.reason) - ORDER.indexOf(b.reason));
+  change(ranked.filter((one) => one.advice));
+  rest(ranked.filter((one) => !one.advice));
 };

@@ -57,7 +57,7 @@ const historyOptions = () => ({
   cursor: {y: false, drag: {x: false, y: false}, points: {size: 7}},
   scales: {x: {range: (_, low, high) => [low - 2.5, Math.max(high, low + 60) + 2.5]},
     "%": {range: [0, 1.02]},
-    tokens: {range: (_, low, high) => [0, high * 1.05 || 1]}},
+    tokens: {range: (_, low, high) => [0, Math.max(4, high * 1.05)]}},
   axes: [
     {...axis(), space: 70, size: 30, values: [[60, "{HH}:{mm}", null, null, null, null, null, null, 1],
       [1, "{HH}:{mm}:{ss}", null, null, null, null, null, null, 1]]},

@@ -6,6 +6,7 @@ import {Series, clearAll} from "./series.js";
 import {UNTOLD, amount, bytes, many, running, seconds, share, whole} from "./words.js";
 
 const SPAN_S = 120;  // of the sparklines
+const SHORT_S = 20;  // a line that has just begun is not drawn over the whole width
 const EACH_S = 5;  // of the history
 const MINUTE_S = 60;
 
@@ -17,7 +18,8 @@ export const follow = () => new Series(SPAN_S);
 // Draw the line of a tile up to `at`, with the value there.
 export const draw = (id, series, at, value) => {
   series.add(at, value);
-  spark(byId(id).querySelector(".spark"), series.points, {from: at - SPAN_S, to: at});
+  const begun = Math.min(series.points[0][0], at - SHORT_S);
+  spark(byId(id).querySelector(".spark"), series.points, {from: begun, to: at});
 };
 const lines = {warm: follow(), cold: follow(), running: follow()};
 

@@ -31,7 +31,7 @@ const tiers = (live) => {
   const more = list.length - MOST_TIERS;
   figure("tiers-tile", list.length ? `${works} of ${list.length}` : "–",
     !live.tiers ? undefined : !list.length ? "no store: KV is in the pool alone"
-      : `${works === 1 ? "tier works" : "tiers work"} without trouble`
+      : `${list.length === 1 ? "tier works" : "tiers work"} without trouble`
         + (more > 0 ? `; ${more} more in the table` : ""));
   // What has trouble first, so that it is not among those left out.
   const order = [...states].sort((a, b) => (a.state[0] === "good") - (b.state[0] === "good"));
