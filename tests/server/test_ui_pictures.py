@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from browsing import PHONE, live
+from browsing import PHONE, boxes, live
 from see_help import storing
 
 pytestmark = pytest.mark.model
@@ -25,7 +25,7 @@ WRITE = os.environ.get("KVKEEP_PICTURES")
 LARGEST = 200_000  # bytes of one picture
 SMALL = (20, 24)
 ALIKE = 14.0  # mean difference of the small ones, of 255
-ROUNDS = 12
+ROUNDS = 8
 LOOKS = {
     "dashboard": {"viewport": {"width": 1280, "height": 1760}, "color_scheme": "light"},
     "dashboard-dark": {"viewport": {"width": 1280, "height": 1760}, "color_scheme": "dark"},
@@ -64,14 +64,14 @@ def play(server, first, last):
     with ThreadPoolExecutor(3) as pool:
         for number in range(first, last):
             list(pool.map(partial(talk, server), range(number * 3, number * 3 + 3)))
-            time.sleep(1.0)
+            time.sleep(0.5)
 
 
 @pytest.fixture(scope="module")
 def busy(tmp_path_factory):
     """A server that conversations were held with, over memory and a disk."""
     tiers = ("memory://64MiB", f"file://{tmp_path_factory.mktemp('disk')}/kv?size=256MiB")
-    with storing(*tiers, num_pages=320) as server:
+    with storing(*tiers, num_pages=320, what_if=1.0) as server:
         play(server, 0, ROUNDS)
         yield server
 
@@ -80,7 +80,7 @@ def small(path):
     """The picture in shades of grey, so small that no text is left."""
     image = pytest.importorskip("PIL.Image")
     with image.open(path) as one:
-        return list(one.convert("L").resize(SMALL, image.Resampling.BOX).getdata()), one.size
+        return one.convert("L").resize(SMALL, image.Resampling.BOX).tobytes(), one.size
 
 
 def shrink(path):
@@ -101,8 +101,8 @@ def test_the_picture_is_of_the_dashboard_as_it_is(busy, opened, tmp_path, name):
     taken = tmp_path / f"{name}.png"
     with opened(busy, **LOOKS[name]) as page, ThreadPoolExecutor(1) as meanwhile:
         live(page)
-        page.locator("#picture [role=treeitem]").first.wait_for(state="attached")
-        talking = meanwhile.submit(play, busy, ROUNDS, ROUNDS + 4)
+        boxes(page)
+        talking = meanwhile.submit(play, busy, ROUNDS, ROUNDS + 3)
         page.locator("#colour").select_option("hits")
         page.wait_for_timeout(5000)  # lines grow with each answer
         page.evaluate("scrollTo(0, 0)")
