@@ -55,7 +55,7 @@ class Served:
     def get(self, path):
         return self.http.get(path).raise_for_status().json()
 
-    def serve(self, id, prompt, table, cached=0, salt="", load=None):
+    def serve(self, id, prompt, table, *, cached=0, salt="", load=None):
         watch = self.status.watch
         watch.arrived(id, prompt, Namespace(tenant=salt), at=time.time())
         watch.found(id, cached)
@@ -135,7 +135,9 @@ def test_live_and_requests(outside):
 
 
 def test_metrics_have_the_names_of_a_server(outside):
-    found = {one.name: one for one in text_string_to_metric_families(outside.http.get("/metrics").text)}
+    found = {
+        one.name: one for one in text_string_to_metric_families(outside.http.get("/metrics").text)
+    }
     fill = {one.labels["tier"]: one.value for one in found["kvkeep_store_blocks"].samples}
     assert fill == {"memory": 1, "file": 1}
     reused = {one.labels["tier"]: one.value for one in found["kvkeep_hit_tokens"].samples}
@@ -146,8 +148,8 @@ def test_metrics_have_the_names_of_a_server(outside):
 @pytest.mark.parametrize(
     ("method", "path", "code"),
     [
-        ("GET", "/kv/map", "no_map"), ("GET", "/kv/map/3", "no_map"), ("GET", "/kv/search", "no_map"),
-        ("POST", "/kv/explain", "no_prompts"), ("GET", "/kv/explain/nobody", "unknown_request"),
+        ("GET", "/kv/map", "no_map"), ("GET", "/kv/map/3", "no_map"),
+        ("GET", "/kv/search", "no_map"), ("POST", "/kv/explain", "no_prompts"), ("GET", "/kv/explain/nobody", "unknown_request"),
         ("POST", "/kv/clear", None), ("POST", "/v1/completions", None),
     ],
 )  # fmt: skip
@@ -163,7 +165,9 @@ def test_the_commands_read_it(outside, capsys):
     for word in ("a <b>model</b>", "file", "a tenant", "differ at token 50"):
         assert word in seen
     assert main(["explain", outside.url, "cmpl-differs"]) == 0
-    assert "differ from request cmpl-first at token 50" in capsys.readouterr().out.replace("\n", " ")
+    assert "differ from request cmpl-first at token 50" in capsys.readouterr().out.replace(
+        "\n", " "
+    )
     assert main(["explain", outside.url]) == 0
     assert "%" in capsys.readouterr().out
     assert main(["usage", outside.url]) == 0
@@ -194,9 +198,14 @@ def test_the_page_shows_it(outside, opened, look, tmp_path):
 # --- strangers -------------------------------------------------------------------------------
 
 
+TOLD = (
+    "/kv/live", "/kv/requests", "/kv/explain/x", "/kv/summary", "/kv/stats", "/kv/cost", "/kv/usage",
+    "/metrics", "/kv/map", "/openapi.json",
+)  # fmt: skip
+
+
 def test_a_key_is_needed_for_all_that_is_told(locked):
-    for path in ("/kv/live", "/kv/requests", "/kv/explain/x", "/kv/summary", "/kv/stats", "/kv/cost",
-                 "/kv/usage", "/metrics", "/kv/map", "/openapi.json"):  # fmt: skip
+    for path in TOLD:
         for headers in ({"authorization": "Bearer wrong"}, {"authorization": ""}):
             assert locked.http.get(path, headers=headers).status_code == 401, path
     assert locked.http.get("/kv/live").status_code == 200
@@ -211,7 +220,7 @@ def test_a_page_of_another_name_cannot_read_it(outside):
 
 
 def test_a_named_host_accepts_all_names():
-    assert loopback_names("0.0.0.0") is None  # noqa: S104 - given by name
+    assert loopback_names("0.0.0.0") is None
     assert loopback_names("10.0.0.1") is None
     assert "::1" in (loopback_names("::1") or ())
 

@@ -11,14 +11,18 @@ from kvkeep.integrations.request_watch import RequestWatch
 from kvkeep.integrations.watch_sink import WatchSink
 from kvkeep.observe.explain import Explainer
 from kvkeep.observe.usage import TenantLedger, UsageTable
+from kvkeep.observe.usage.lately import Lately
 from kvkeep.serve.server.engine_costs import EngineCosts
 from kvkeep.serve.server.live import (
+    MOST_SHOWN,
     Live,
     load_figures,
+    source_figures,
     tenant_figures,
     tier_figures,
     time_figures,
 )
+from kvkeep.serve.server.losses import loss_rows, tier_losses
 from kvkeep.serve.server.schemas.kv import KVStats
 from kvkeep.serve.server.schemas.see import LivePages, LiveResponse, LiveTotals, LiveTtft
 from kvkeep.serve.server.status_metrics import StatusMetrics
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
 
     from kvkeep.core.cost import CostModel
     from kvkeep.serve.server.schemas.usage import UsageResponse
+    from kvkeep.serve.server.usage_report import UsagePart
     from kvkeep.store.tiers import TierStats
 
 __all__ = ["EngineFacts", "EngineStatus"]
@@ -99,6 +104,7 @@ class EngineStatus:
             num_pages=facts.num_pages, prefill_s=cost.prefill.prefill_s,
         )  # fmt: skip
         self.watch = RequestWatch(self._sink, facts.page_tokens)
+        self._lately = Lately()
         self._metrics = StatusMetrics(self._usage, self._ledger, self.costs)
         self.live = Live(self._live)
         self.threads = ThreadPools()
@@ -155,7 +161,8 @@ class EngineStatus:
     def _live(self) -> LiveResponse:
         self.watch.settle()
         facts, sink = self._facts, self._sink
-        cold, warm = self._usage.times()
+        usage, tiers = self._usage.moment(MOST_SHOWN), self._tiers
+        lost = {("evicted", "pool"): sink.evicted_pages} | tier_losses(tiers)
         return LiveResponse(
             at=time.time(),
             uptime_s=time.monotonic() - self._began,
@@ -179,12 +186,14 @@ class EngineStatus:
                 evicted_pages=sink.evicted_pages,
             ),
             pages=self._pages(),
-            ttft=LiveTtft(cold=time_figures(cold), warm=time_figures(warm)),
-            history=self._usage.history(),
-            tiers=[tier_figures(tier, self.costs) for tier in self._tiers],
+            reused=source_figures(usage.reuse),
+            losses=loss_rows(self._lately, lost),
+            ttft=LiveTtft(cold=time_figures(usage.cold), warm=time_figures(usage.warm)),
+            history=usage.history,
+            tiers=[tier_figures(tier, self.costs) for tier in tiers],
             loads=load_figures(self.costs),
             what_if=None,
-            tenants=tenant_figures(self._usage),
+            tenants=tenant_figures(usage.namespaces, self._usage.pages.pages),
             sessions=[],
             conversations=None,
             returns=None,
@@ -209,10 +218,10 @@ class EngineStatus:
         tiers = [tier.as_dict() for tier in self._tiers]
         return self._metrics.exposition(self._requests(), reasons, tiers)
 
-    def usage(self) -> UsageResponse:
-        """Return what each tenant used; what tiers keep of whom is not known."""
+    def usage(self, part: UsagePart) -> UsageResponse:
+        """Return what tenants used; what tiers keep of whom is not known."""
         self.watch.settle()
-        return usage_of(self._ledger, {}, {}, model=self._facts.model, since=self._since)
+        return usage_of(self._ledger, part, ({}, {}), model=self._facts.model, since=self._since)
 
     def close(self) -> None:
         """End all threads. A second call does nothing."""

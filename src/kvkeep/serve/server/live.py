@@ -17,6 +17,7 @@ from kvkeep.serve.server.schemas.see import (
     LiveResponse,
     LiveReturn,
     LiveSession,
+    LiveSource,
     LiveTenant,
     LiveTier,
     LiveTimes,
@@ -26,20 +27,24 @@ from kvkeep.serve.server.schemas.see import (
 from kvkeep.serve.server.text import showable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Mapping
 
     from kvkeep.core.cache import CacheStats
-    from kvkeep.observe.usage import UsageTable
     from kvkeep.observe.usage.history import FirstTokenTimes
+    from kvkeep.observe.usage.table import NamespaceUsage, ReuseSnapshot, SessionUsage
     from kvkeep.serve.engine import EngineStats
     from kvkeep.serve.server.engine_costs import EngineCosts
     from kvkeep.serve.server.service import Service
     from kvkeep.store.tiers import TierStats
 
-__all__ = ["EngineState", "Live", "load_figures", "tenant_figures", "tier_figures", "time_figures"]
+__all__ = [
+    "MOST_SHOWN", "EngineState", "Live", "load_figures", "source_figures", "tenant_figures",
+    "tier_figures", "time_figures",
+]  # fmt: skip
 
 _FRESH_S = 0.5
-_MOST_SHOWN = 20
+MOST_SHOWN = 20
+"""Tenants, and sessions, of an answer."""
 _SOON_S = 60.0  # within which returns are counted
 
 
@@ -99,8 +104,7 @@ class EngineState:
         engine = service.engine.stats()
         store = service.engine.store
         tiers = () if store is None else store.stats().tiers
-        settings, usage = service.settings, service.watching.usage
-        cold, warm = usage.times()
+        settings, usage = service.settings, service.watching.usage.moment(MOST_SHOWN)
         return LiveResponse(
             at=time.time(),
             uptime_s=time.monotonic() - self._began,
@@ -114,9 +118,11 @@ class EngineState:
             running=engine.running,
             waiting=engine.waiting,
             totals=_totals(cache, engine),
+            reused=source_figures(usage.reuse),
+            losses=service.losses.rows(cache, tiers),
             pages=_pages(cache),
-            ttft=LiveTtft(cold=time_figures(cold), warm=time_figures(warm)),
-            history=usage.history(),
+            ttft=LiveTtft(cold=time_figures(usage.cold), warm=time_figures(usage.warm)),
+            history=usage.history,
             tiers=[tier_figures(tier, service.costs) for tier in tiers],
             loads=load_figures(service.costs),
             what_if=[
@@ -129,8 +135,8 @@ class EngineState:
                 for point in cache.what_if
             ]
             or None,
-            tenants=tenant_figures(usage),
-            sessions=self._sessions(),
+            tenants=tenant_figures(usage.namespaces, service.watching.usage.pages.pages),
+            sessions=[_session(one) for one in usage.sessions],
             conversations=self._conversations(),
             returns=self._returns(),
         )
@@ -142,7 +148,7 @@ class EngineState:
         return LiveConversations(waiting=found.waiting, expected=found.expected)
 
     def _returns(self) -> list[LiveReturn] | None:
-        found = self._service.engine.cache.conversations(_MOST_SHOWN)
+        found = self._service.engine.cache.conversations(MOST_SHOWN)
         return (
             None
             if found is None
@@ -162,19 +168,26 @@ class EngineState:
             ]
         )
 
-    def _sessions(self) -> list[LiveSession]:
-        return [
-            LiveSession(
-                session=showable(one.session),
-                cache_salt=showable(one.tenant),
-                turns=one.turns,
-                requests=one.requests,
-                prompt_tokens=one.prompt_tokens,
-                reused_tokens=one.reused_tokens,
-                last_at=one.last_at,
-            )
-            for one in self._service.watching.usage.sessions(_MOST_SHOWN)
-        ]
+
+def _session(one: SessionUsage) -> LiveSession:
+    return LiveSession(
+        session=showable(one.session),
+        cache_salt=showable(one.tenant),
+        turns=one.turns,
+        requests=one.requests,
+        prompt_tokens=one.prompt_tokens,
+        reused_tokens=one.reused_tokens,
+        last_at=one.last_at,
+    )
+
+
+def source_figures(reuse: ReuseSnapshot) -> list[LiveSource]:
+    """Return where reused tokens came from, and the time that this saved."""
+    saved = reuse.saved_seconds_by_tier
+    return [
+        LiveSource(source=showable(source), tokens=tokens, saved_s=saved.get(source, 0.0))
+        for source, tokens in reuse.hit_tokens.items()
+    ]
 
 
 def _totals(cache: CacheStats, engine: EngineStats) -> LiveTotals:
@@ -201,17 +214,19 @@ def time_figures(times: FirstTokenTimes) -> LiveTimes:
     return LiveTimes(**asdict(times))
 
 
-def tenant_figures(usage: UsageTable) -> list[LiveTenant]:
-    """Return the tenants with the most prompt tokens."""
+def tenant_figures(
+    namespaces: Iterable[NamespaceUsage], pages: Mapping[str, int]
+) -> list[LiveTenant]:
+    """Return tenants as JSON has them; ``pages`` has the cached ones of each."""
     return [
         LiveTenant(
             cache_salt=showable(one.tenant),
             requests=one.requests,
             prompt_tokens=one.prompt_tokens,
             reused_tokens=one.reused_tokens,
-            pages=usage.pages.pages[one.tenant],
+            pages=pages.get(one.tenant, 0),
         )
-        for one in usage.namespaces(_MOST_SHOWN)
+        for one in namespaces
     ]
 
 
@@ -245,6 +260,8 @@ def tier_figures(tier: TierStats, costs: EngineCosts) -> LiveTier:
         drops=counted["drops"],
         errors=counted["errors"],
         damaged=counted["damaged"],
+        late=counted["late"],
+        evictions=counted["evictions"],
         read_bytes=counted["read_bytes"],
         written_bytes=counted["written_bytes"],
         read_bytes_per_s=costs.read_bytes_per_s(tier.name),

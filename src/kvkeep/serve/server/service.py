@@ -14,13 +14,14 @@ from kvkeep.serve.http import BodyBudget
 from kvkeep.serve.server.engine_costs import EngineCosts
 from kvkeep.serve.server.errors import ApiError, outcome_of
 from kvkeep.serve.server.live import EngineState, Live
+from kvkeep.serve.server.losses import Losses
 from kvkeep.serve.server.metrics import ServerMetrics
 from kvkeep.serve.server.record import JobRecorder
 from kvkeep.serve.server.retention import Retention
 from kvkeep.serve.server.tenant_usage import TenantUsage
 from kvkeep.serve.server.thread_pools import ThreadPools
 from kvkeep.serve.server.tier_retention import TierRetention
-from kvkeep.serve.server.usage_report import usage_report
+from kvkeep.serve.server.usage_report import UsagePart, usage_report
 from kvkeep.serve.server.watching import Watching
 from kvkeep.serve.server.worker import EngineStopped, Generation, Worker
 
@@ -81,6 +82,7 @@ class Service:
                 engine, settings.pin_share, weights=settings.weights
             )
         self.metrics.tier_retention = self.tier_retention
+        self.losses = Losses(engine, self.metrics.requests)
         self.live = Live(EngineState(self))
         self.worker = Worker(engine, flush_timeout_s=settings.flush_timeout_s)
         self.began = int(time.time())
@@ -93,6 +95,7 @@ class Service:
     def start(self) -> None:
         """Begin to take requests, in the running event loop."""
         self.engine.observe(*self.watching.start(), self.costs.see, *self._observers)
+        self.losses.start()
         self.worker.start()
 
     def stop(self) -> None:
@@ -102,6 +105,7 @@ class Service:
             self.tier_retention.close()
         self.watching.close()
         self.live.close()
+        self.losses.close()
         self.threads.close()
 
     @property
@@ -120,10 +124,11 @@ class Service:
         """What makes text of tokens for explanations; None if they are to have none."""
         return self.tokenizer.decode if self.settings.text else None
 
-    def usage(self) -> UsageResponse:
-        """Return what each tenant used. Cost: a pass over namespaces and tenants."""
+    def usage(self, part: UsagePart) -> UsageResponse:
+        """Return what tenants used. Cost: a pass over namespaces and tenants."""
+        name = self.settings.name
         return usage_report(
-            self.watching.tenants, self.retention, self.tier_retention, model=self.settings.name
+            self.watching.tenants, self.retention, self.tier_retention, part, model=name
         )
 
     @property

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvkeep.serve.server.schemas.kv import KVStats
     from kvkeep.serve.server.schemas.usage import UsageResponse
     from kvkeep.serve.server.thread_pools import ThreadPools
+    from kvkeep.serve.server.usage_report import UsagePart
 
 __all__ = ["OutsideSource", "StatusSource"]
 
@@ -41,8 +42,8 @@ class StatusSource(Protocol):
     def decode(self) -> Callable[[Sequence[int]], str] | None:
         """What makes text of tokens; None: answers have no text and no tokens of prompts."""
 
-    def usage(self) -> UsageResponse:
-        """Return what each tenant used. Cost: a pass over namespaces and tenants."""
+    def usage(self, part: UsagePart) -> UsageResponse:
+        """Return what tenants used. Cost: a pass over namespaces and tenants."""
 
 
 class OutsideSource(StatusSource, Protocol):

@@ -4,37 +4,54 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from kvkeep.observe.usage.shortened import shortened
 from kvkeep.serve.server.schemas.usage import TenantRow, UsageResponse
 
 if TYPE_CHECKING:
     from kvkeep.observe.usage import TenantLedger
+    from kvkeep.observe.usage.shortened import TenantOrder
     from kvkeep.serve.server.retention import Retention
     from kvkeep.serve.server.tenant_usage import TenantUsage
     from kvkeep.serve.server.tier_retention import TierRetention
 
-__all__ = ["usage_of", "usage_report"]
+__all__ = ["UsagePart", "usage_of", "usage_report"]
+
+
+class UsagePart(NamedTuple):
+    """Which tenants a report has; see `shortened`."""
+
+    order: TenantOrder = "prompt_tokens"
+    search: str = ""
+    most: int | None = None
 
 
 def usage_report(
-    meter: TenantUsage, pool: Retention, tiers: TierRetention | None, *, model: str
+    meter: TenantUsage,
+    pool: Retention,
+    tiers: TierRetention | None,
+    part: UsagePart,
+    *,
+    model: str,
 ) -> UsageResponse:
-    """Return what each tenant of a server used since ``meter`` began, and what it keeps now."""
+    """Return what tenants of a server used since ``meter`` began, and what they keep now."""
     meter.sample()
-    retained = {} if tiers is None else tiers.tokens_of()
-    return usage_of(meter.ledger, pool.tokens_of(), retained, model=model, since=meter.since)
+    pins = pool.tokens_of(), {} if tiers is None else tiers.tokens_of()
+    return usage_of(meter.ledger, part, pins, model=model, since=meter.since)
 
 
 def usage_of(
     ledger: TenantLedger,
-    pinned: dict[str, int],
-    retained: dict[str, int],
+    part: UsagePart,
+    pins: tuple[dict[str, int], dict[str, int]],
     *,
     model: str,
     since: float,
 ) -> UsageResponse:
-    """Return the rows of a ledger; ``pinned`` and ``retained`` tokens, by tenant, are taken out."""
+    """Return rows of a ledger; ``pins`` are tokens by tenant in pool and tiers, and are taken out."""
+    lines, count = shortened(ledger.report(), order=part.order, search=part.search, most=part.most)
+    pinned, retained = pins
     rows = [
         TenantRow(
             cache_salt=line.tenant,
@@ -44,9 +61,9 @@ def usage_of(
             pinned_tokens=_taken(pinned, line.tenant),
             retained_tokens=_taken(retained, line.tenant),
         )
-        for line in ledger.report()
+        for line in lines
     ]
-    return UsageResponse(model=model, since=since, until=time.time(), tenants=rows)
+    return UsageResponse(model=model, since=since, until=time.time(), count=count, tenants=rows)
 
 
 def _taken(tokens: dict[str, int], tenant: str | None) -> int:

@@ -7,8 +7,10 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from kvkeep.observe.usage.sheet import as_csv, wants_csv
+from kvkeep.observe.usage.shortened import TenantOrder
 from kvkeep.serve.server.routes.base import READ_ERRORS, JSONRoute, StatusOf
 from kvkeep.serve.server.schemas.usage import UsageResponse
+from kvkeep.serve.server.usage_report import UsagePart
 
 __all__ = ["router"]
 
@@ -27,13 +29,23 @@ _CSV_TYPE = "text/csv; charset=utf-8"
 async def usage(
     request: Request,
     service: StatusOf,
+    *,
     format: Annotated[
         Literal["json", "csv"] | None,
         Query(description="Default: csv if the header Accept is text/csv, else json."),
     ] = None,
+    order: Annotated[TenantOrder, Query(description="Those with the most first.")] = (
+        "prompt_tokens"
+    ),
+    search: Annotated[
+        str, Query(max_length=256, description="Rows of tenants whose cache_salt contains it.")
+    ] = "",
+    most: Annotated[
+        int | None, Query(ge=1, description="At most so many rows; the others are in the last.")
+    ] = None,
 ) -> Response:
     """What each tenant used since the start of the server, and what it keeps now."""
-    answer = await asyncio.to_thread(service.usage)
+    answer = await asyncio.to_thread(service.usage, UsagePart(order, search, most))
     if wants_csv(format, request.headers.get("accept", "")):
         return Response(as_csv(_cells(answer)), headers={"content-type": _CSV_TYPE})
     return Response(answer.model_dump_json(), media_type="application/json")

@@ -1,6 +1,7 @@
 // The dashboard: what to poll when, the theme, the API key, the notice while the server is down.
 
 import {Refused, ask, key, setKey} from "./api.js";
+import {drawCauses} from "./causes.js";
 import {drawHistory, drawWhatIf, redraw} from "./charts.js";
 import {setClock} from "./clock.js";
 import * as dialogs from "./dialogs.js";
@@ -8,8 +9,11 @@ import {byId, el, hide, say, shown} from "./dom.js";
 import {askPrompt} from "./explain.js";
 import {drawLive} from "./live.js";
 import {Poll, isStopped, stop, wake} from "./poll.js";
-import {drawCauses, drawRequests} from "./requests.js";
+import {drawRequests} from "./requests.js";
+import {breakAll} from "./series.js";
 import {drawTables} from "./tables.js";
+import {Tenants} from "./tenants.js";
+import {drawTiles} from "./tiles.js";
 import {Explorer} from "./tree.js";
 import {ago, seconds} from "./words.js";
 
@@ -41,6 +45,7 @@ const notice = (...parts) => {
 };
 
 const silent = (error, wait) => {
+  breakAll();
   if (error instanceof Refused && error.status === 401) {
     locked(error);
     return;
@@ -105,7 +110,12 @@ new Poll({
     setClock(answer.at);
     state("live", "Live");
     notice();
+    // What this server does not tell has no part: inside another engine, kvkeep has no tree.
+    hide(byId("kept"), answer.map === false);
+    hide(byId("ask"), answer.map === false);
+    hide(byId("whatif-card"), answer.map === false);
     drawLive(answer);
+    drawTiles(answer);
     drawHistory(answer.history);
     drawWhatIf(answer.what_if);
     drawTables(answer);
@@ -129,6 +139,7 @@ const section = (id, every, load, show) => new Poll({
 section("requests", REQUESTS_MS, () => ask("kv/requests", {query: {last: 50}}), drawRequests);
 section("causes", SUMMARY_MS, () => ask("kv/summary", {query: {last: 1000}}), drawCauses);
 new Explorer(known, () => Boolean(live && live.changes));
+new Tenants(known, () => live);
 
 byId("ask").addEventListener("click", askPrompt);
 
@@ -148,6 +159,7 @@ byId("pause").addEventListener("click", () => {
     return;
   }
   paused = true;
+  breakAll();
   dressPause();
   stop(true);
   state("paused", "Paused");
