@@ -49,7 +49,7 @@ def usage_of(
     model: str,
     since: float,
 ) -> UsageResponse:
-    """Return rows of a ledger; ``pins`` are tokens by tenant in pool and tiers, and are taken out."""
+    """Return rows of a ledger; ``pins`` are tokens by tenant, in pool and tiers: taken out."""
     lines, count = shortened(ledger.report(), order=part.order, search=part.search, most=part.most)
     pinned, retained = pins
     rows = [
