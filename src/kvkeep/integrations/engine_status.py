@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvkeep.integrations.request_watch import RequestWatch
 from kvkeep.integrations.watch_sink import WatchSink
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from kvkeep.store.tiers import TierStats
 
 __all__ = ["EngineFacts", "EngineStatus"]
+
+
+_UNTOLD: Final = frozenset({"what_if", "sessions", "conversations", "returns"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +109,7 @@ class EngineStatus:
         self.watch = RequestWatch(self._sink, facts.page_tokens)
         self._lately = Lately()
         self._metrics = StatusMetrics(self._usage, self._ledger, self.costs)
-        self.live = Live(self._live)
+        self.live = Live(self._live, _UNTOLD)
         self.threads = ThreadPools()
 
     @property

@@ -113,7 +113,6 @@ new Poll({
     // What this server does not tell has no part: inside another engine, kvkeep has no tree.
     hide(byId("kept"), answer.map === false);
     hide(byId("ask"), answer.map === false);
-    hide(byId("whatif-card"), answer.map === false);
     drawLive(answer);
     drawTiles(answer);
     drawHistory(answer.history);
