@@ -25,6 +25,7 @@ from kvkeep.integrations.vllm.groups import BlockReach, Group, Groups
 from kvkeep.integrations.vllm.keys import keys_of
 from kvkeep.integrations.vllm.lookups import BlockLookups
 from kvkeep.integrations.vllm.messages import BlockSpan, PageLoad, StepPlan, WorkerNews
+from kvkeep.integrations.vllm.mistakes import RequestMistakes
 from kvkeep.integrations.vllm.options import ConnectorOptions, RequestOptions
 from kvkeep.integrations.vllm.pages import GroupPages
 from kvkeep.integrations.vllm.shared import SharedStore
@@ -385,7 +386,7 @@ def test_params_that_are_too_deep_to_be_written_are_ignored(name: str | None) ->
         deep = [deep]
     counts = Counts()
     params = {"kvkeep": deep if name is None else {name: deep}}
-    assert RequestOptions.of_request("deep", params, counts) == RequestOptions()
+    assert RequestMistakes(counts).options("deep", params) == RequestOptions()
     taken = counts.take()
     assert taken is not None
     assert taken.data == {"ignored_params": 1}
