@@ -1,4 +1,4 @@
-"""`Losses`: evictions and errors of one server, in the last minute, the last ten, and in all."""
+"""`ServerLosses`: evictions and errors of a server: in the last minute, the last ten, in all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvkeep.serve.engine import Engine
     from kvkeep.store.tiers import TierStats
 
-__all__ = ["Losses", "loss_rows", "tier_losses"]
+__all__ = ["ServerLosses", "loss_rows", "tier_losses"]
 
 _POOL: Final = "pool"
 _REQUESTS: Final = "requests"
@@ -39,7 +39,7 @@ _KINDS: Final[dict[str, Literal["eviction", "refusal"]]] = {
 _PATIENCE_S: Final = 10.0
 
 
-class Losses:
+class ServerLosses:
     """Follows what is lost: pages and blocks that are evicted, requests and calls that fail.
 
     ``requests`` counts requests by outcome. A thread samples the counters every five seconds, so

@@ -14,7 +14,7 @@ from kvkeep.serve.http import BodyBudget
 from kvkeep.serve.server.engine_costs import EngineCosts
 from kvkeep.serve.server.errors import ApiError, outcome_of
 from kvkeep.serve.server.live import EngineState, Live
-from kvkeep.serve.server.losses import Losses
+from kvkeep.serve.server.losses import ServerLosses
 from kvkeep.serve.server.metrics import ServerMetrics
 from kvkeep.serve.server.record import JobRecorder
 from kvkeep.serve.server.retention import Retention
@@ -82,7 +82,7 @@ class Service:
                 engine, settings.pin_share, weights=settings.weights
             )
         self.metrics.tier_retention = self.tier_retention
-        self.losses = Losses(engine, self.metrics.requests)
+        self.losses = ServerLosses(engine, self.metrics.requests)
         self.live = Live(EngineState(self))
         self.worker = Worker(engine, flush_timeout_s=settings.flush_timeout_s)
         self.began = int(time.time())
