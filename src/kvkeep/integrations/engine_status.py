@@ -42,6 +42,7 @@ __all__ = ["EngineFacts", "EngineStatus"]
 
 
 _UNTOLD: Final = frozenset({"what_if", "sessions", "conversations", "returns"})
+_OF_REQUESTS: Final = frozenset({"pages", "ttft", "history", "tenants", "reused", "loads"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ class EngineStatus:
         facts: of the engine.
         cost: what computing and loading take.
         tiers: returns the state of the tiers, with the numbers of ranks if there are several.
+        requests: whether `watch` is told of requests.
         free_pages: returns the pages that no running request has; None: unknown.
 
     Attributes:
@@ -90,6 +92,7 @@ class EngineStatus:
         *,
         tiers: Callable[[], Sequence[tuple[int, TierStats]]],
         free_pages: Callable[[], int | None] = lambda: None,
+        requests: bool = True,
     ) -> None:
         self._facts = facts
         self._tiers_of = tiers
@@ -109,7 +112,8 @@ class EngineStatus:
         self.watch = RequestWatch(self._sink, facts.page_tokens)
         self._lately = Lately()
         self._metrics = StatusMetrics(self._usage, self._ledger, self.costs)
-        self.live = Live(self._live, _UNTOLD)
+        self._told = requests
+        self.live = Live(self._live, _UNTOLD if requests else _UNTOLD | _OF_REQUESTS)
         self.threads = ThreadPools()
 
     @property
@@ -118,10 +122,15 @@ class EngineStatus:
         return self._facts.engine
 
     @property
-    def explainer(self) -> Explainer:
-        """What explains requests; all that happened so far is in it."""
+    def explainer(self) -> Explainer | None:
+        """What explains requests; all that happened so far is in it. None: nothing is told of them."""
         self.watch.settle()
-        return self._explainer
+        return self._explainer if self._told else None
+
+    @property
+    def unexplained(self) -> str:
+        """Why requests are not explained, if they are not."""
+        return f"{self.engine} tells of no tokens here, so no request is explained"
 
     @property
     def _tiers(self) -> list[TierStats]:
@@ -175,7 +184,7 @@ class EngineStatus:
             policy=facts.policy,
             page_size=facts.page_tokens,
             text=False,
-            explain=True,
+            explain=self._told,
             changes=False,
             map=False,
             running=self.watch.running,
@@ -217,7 +226,8 @@ class EngineStatus:
 
     def exposition(self) -> bytes:
         """Return the text that Prometheus reads. Cost: some milliseconds."""
-        reasons = self.explainer.computed()
+        self.watch.settle()
+        reasons = self._explainer.computed()
         tiers = [tier.as_dict() for tier in self._tiers]
         return self._metrics.exposition(self._requests(), reasons, tiers)
 

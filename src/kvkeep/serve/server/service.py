@@ -120,6 +120,11 @@ class Service:
         return self.watching.explainer
 
     @property
+    def unexplained(self) -> str:
+        """Why requests are not explained, if they are not."""
+        return "this server explains no requests: it was started with --no-explain"
+
+    @property
     def decode(self) -> Callable[[Sequence[int]], str] | None:
         """What makes text of tokens for explanations; None if they are to have none."""
         return self.tokenizer.decode if self.settings.text else None
