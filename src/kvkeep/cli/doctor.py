@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Final
 
-from kvkeep.cli.arguments import add_count, add_json, add_option, add_path, add_seconds
+from kvkeep.cli.arguments import add_count, add_json, add_option, add_path, add_seconds, count
 from kvkeep.cli.drawing import visible
 from kvkeep.core.errors import InvalidValue, whole
 
@@ -45,7 +45,7 @@ def add_parser(commands: Commands) -> None:
     add_path(model, "--model", "local Hugging Face model directory or its config.json (default: "
              "128 KiB a token, as Llama 3.1 8B)", metavar="PATH")  # fmt: skip
     model.add_argument("--dtype", help="type of the KV cache, such as fp8 (default: as configured)")
-    add_option(model, "--tp RANKS", "tensor-parallel ranks", type=int, default=1)
+    add_option(model, "--tp RANKS", "tensor-parallel ranks", type=count, default=1)
     add_count(model, "--block-tokens", 16, "tokens per stored block: vLLM's --block-size")
     add_seconds(parser, "--seconds", 1.0, "time for the speed of each tier; 0: it is not measured")
     add_json(parser)
