@@ -110,9 +110,10 @@ new Poll({
     setClock(answer.at);
     state("live", "Live");
     notice();
-    // What this server does not tell has no part: a connector has neither pages nor a tree.
-    hide(byId("kept"), !answer.pages);
-    hide(byId("ask"), !answer.pages);
+    // What this server does not tell has no part: inside another engine there is no tree.
+    const mapped = Boolean(answer.pages) && answer.map !== false;
+    hide(byId("kept"), !mapped);
+    hide(byId("ask"), !mapped);
     drawLive(answer);
     drawTiles(answer);
     drawHistory(answer.history);
