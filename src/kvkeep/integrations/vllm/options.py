@@ -16,6 +16,7 @@ from kvkeep.integrations.options import (
     text_of,
     truth_of,
 )
+from kvkeep.integrations.status_options import address_text, key_in, key_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,6 +51,10 @@ class ConnectorOptions(EngineOptions):
             empty: none.
         public_prefixes: path of a file with prefixes whose blocks are stored once for all cache
             salts (`kvkeep.core.prefix_file`); empty: none.
+        status: address at which the connector tells of requests and tiers; empty: nowhere. With
+            several data-parallel ranks, the ports follow each other.
+        status_key: what readers of the status must send; empty: nothing.
+        status_key_file: the key that is in a file, instead.
     """
 
     min_tokens: int | None = option(None, _least_tokens)
@@ -58,11 +63,19 @@ class ConnectorOptions(EngineOptions):
     resets: bool = option(True, truth_of)
     capture: str = option("", text_of)
     public_prefixes: str = option("", text_of)
+    status: str = option("", address_text)
+    status_key: str = option("", key_of, shown=False)
+    status_key_file: str = option("", key_in, shown=False)
 
     @classmethod
     def parse(cls, given: Mapping[str, object]) -> ConnectorOptions:
         """See `EngineOptions.from_json`."""
-        return cls.from_json(given, "kv_connector_extra_config")
+        options = cls.from_json(given, "kv_connector_extra_config")
+        if options.status_key and options.status_key_file:
+            raise InvalidValue("status_key and status_key_file are given; leave one of them out")
+        if not options.status and (options.status_key or options.status_key_file):
+            raise InvalidValue('a key is given, and no address: add "status": "127.0.0.1:8201"')
+        return options
 
 
 def _ttl(name: str, value: object) -> float | None:

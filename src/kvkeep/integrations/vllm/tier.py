@@ -325,7 +325,8 @@ class KVKeepTier(SecondaryTierManager):
         return definitions()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """Return the counts since the last call."""
+        """Return the counts since the last call, once a second with those of tiers."""
+        self._store.count_tiers(self._counts, states=True)
         return taken(self._counts)
 
 

@@ -13,26 +13,31 @@ from kvkeep.core.keys import Namespace
 from kvkeep.serve.http import BodyBudget
 from kvkeep.serve.server.engine_costs import EngineCosts
 from kvkeep.serve.server.errors import ApiError, outcome_of
-from kvkeep.serve.server.live import Live
-from kvkeep.serve.server.losses import Losses
+from kvkeep.serve.server.live import EngineState, Live
+from kvkeep.serve.server.losses import Losses, loss_counts
 from kvkeep.serve.server.metrics import ServerMetrics
 from kvkeep.serve.server.record import JobRecorder
 from kvkeep.serve.server.retention import Retention
 from kvkeep.serve.server.tenant_usage import TenantUsage
 from kvkeep.serve.server.thread_pools import ThreadPools
 from kvkeep.serve.server.tier_retention import TierRetention
+from kvkeep.serve.server.usage_report import UsagePart, usage_report
 from kvkeep.serve.server.watching import Watching
 from kvkeep.serve.server.worker import EngineStopped, Generation, Worker
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from kvkeep.bench.traces import Capture
     from kvkeep.core.cache import CacheStats
+    from kvkeep.observe.explain import Explainer
     from kvkeep.observe.usage import RequestObserver
+    from kvkeep.observe.usage.lately import Counts
     from kvkeep.serve.engine import Delta, Engine, Tokenizer
+    from kvkeep.serve.server.schemas.usage import UsageResponse
     from kvkeep.serve.server.settings import ServerSettings
     from kvkeep.serve.server.worker import Call, Job
+    from kvkeep.store.tiers import TierStats
 
 __all__ = ["ServedRequest", "Service"]
 
@@ -79,8 +84,8 @@ class Service:
                 engine, settings.pin_share, weights=settings.weights
             )
         self.metrics.tier_retention = self.tier_retention
-        self.losses = Losses(engine, self.metrics.requests)
-        self.live = Live(self)
+        self.losses = Losses(self.loss_counts)
+        self.live = Live(EngineState(self))
         self.worker = Worker(engine, flush_timeout_s=settings.flush_timeout_s)
         self.began = int(time.time())
         self.draining = False
@@ -112,6 +117,23 @@ class Service:
         return self.engine.tokenizer
 
     @property
+    def explainer(self) -> Explainer | None:
+        """What explains requests; None if the server was told not to."""
+        return self.watching.explainer
+
+    @property
+    def decode(self) -> Callable[[Sequence[int]], str] | None:
+        """What makes text of tokens for explanations; None if they are to have none."""
+        return self.tokenizer.decode if self.settings.text else None
+
+    def usage(self, part: UsagePart) -> UsageResponse:
+        """Return what tenants used. Cost: a pass over namespaces and tenants."""
+        name = self.settings.name
+        return usage_report(
+            self.watching.tenants, self.retention, self.tier_retention, part, model=name
+        )
+
+    @property
     def longest_prompt(self) -> int:
         """Tokens of the longest prompt accepted; at least one token fits behind it."""
         longest = self.engine.runner.max_tokens - 1
@@ -141,6 +163,16 @@ class Service:
         """Return the statistics of the engine's store, None without one."""
         store = self.engine.store
         return None if store is None else (await asyncio.to_thread(store.stats)).as_dict()
+
+    def loss_counts(
+        self, cache: CacheStats | None = None, tiers: Sequence[TierStats] | None = None
+    ) -> Counts:
+        """Return the counters of `Losses`, from these statistics or those of now. Any thread."""
+        if cache is None:
+            cache = self.engine.cache.stats()
+        if tiers is None:
+            tiers = () if self.engine.store is None else self.engine.store.stats().tiers
+        return loss_counts(cache.evicted_pages, tiers, self.metrics.requests)
 
     def keep(self, job: Job) -> None:
         """Pin what a job wants to be kept of its prompt, which is computed. Thread safety: safe."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from kvkeep.core.keys import NamespaceLike
     from kvkeep.store.backends import Backend
-    from kvkeep.store.tiers import BlockPrefetch, Removed, TierStats
+    from kvkeep.store.tiers import BlockPrefetch, Loss, Removed, TierStats
 
 __all__ = ["BlockStore"]
 
@@ -300,6 +300,19 @@ class BlockStore(Store):
             runs.append((end, name))
             at = end
         return runs
+
+    def losses(self, keys: Sequence[bytes]) -> list[Loss | None]:
+        """Return why each of ``keys`` was lost last, or cannot be read now; None: nothing is known.
+
+        For keys that were not found. Queries no tier. Cost: some µs a key.
+        """
+        blocks = [self._space + key for key in keys]
+        found: list[Loss | None] = []
+        for block, loss in zip(blocks, self._tiered.losses_of(blocks), strict=True):
+            # A block that was stored again since then has an entry still.
+            last = self._tiered.losses.of(block) if loss is None else loss
+            found.append(None if last is None or last.what == "never" else last)
+        return found
 
     def returns(self, block_tokens: int) -> BlockReturns:
         """Return what follows this store's conversations, in blocks of ``block_tokens`` tokens.

@@ -24,6 +24,7 @@ ROUTERS = (
     tokens.router,
     kv.router,
     see.router,
+    see.prompts,
     usage.router,
     cost.router,
     map.router,

@@ -272,11 +272,18 @@ class LiveResponse(ResponseModel):
     uptime_s: float
     version: str
     model: str
-    policy: str = Field(description="The eviction policy.")
+    engine: str = Field(
+        default="kvkeep", description="What computes: kvkeep, or the engine that kvkeep is in."
+    )
+    policy: str = Field(description="The eviction policy of the pool.")
     page_size: int
     text: bool = Field(description="False with --no-text.")
     explain: bool = Field(description="False with --no-explain.")
     changes: bool = Field(description="Whether nodes can be pinned and evicted here.")
+    map: bool = Field(
+        default=True,
+        description="Whether there is /kv/map, and prompts that were not sent are explained.",
+    )
     running: int
     waiting: int
     totals: LiveTotals
