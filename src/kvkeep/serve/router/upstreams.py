@@ -49,42 +49,30 @@ class Upstreams:
 
     def __init__(
         self,
-        instances: Iterable[str] = (),
+        instances: Iterable[str],
         *,
         connect_s: float = 3.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.health = Health(clock=clock)
-        self._with_messages: set[str] = set()
-        self._with_cost: set[str] = set()
+        self.names: list[str] = []
         for url in instances:
+            if "@" in url:  # logs and metrics show the names of instances
+                raise InvalidValue("an instance's URL must not contain a password")
+            if not _is_base_url(url):
+                raise InvalidValue(f"an instance must be http://HOST:PORT, got {url!r}")
             if url in self.names:
                 raise InvalidValue(f"the instance {url} is given twice")
-            self.add(url)
+            self.names.append(url)
+        if not self.names:
+            raise InvalidValue("a router needs at least one instance, got none")
+        self.health = Health(self.names, clock=clock)
+        self._with_messages: set[str] = set()
+        self._with_cost: set[str] = set()
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=connect_s),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
             trust_env=False,  # no proxy from the environment
         )
-
-    @property
-    def names(self) -> list[str]:
-        """The instances that get new requests."""
-        return self.health.joined()
-
-    def add(self, url: str, *, proven: bool = True) -> None:
-        """Add an instance, see `Health.add`. Raises `InvalidValue` for a URL that is none."""
-        if "@" in url:  # logs and metrics show the names of instances
-            raise InvalidValue("an instance's URL must not contain a password")
-        if not _is_base_url(url):
-            raise InvalidValue(f"an instance must be http://HOST:PORT, got {url!r}")
-        self.health.add(url, proven=proven)
-
-    def remove(self, name: str) -> None:
-        """Forget an instance."""
-        self.health.remove(name)
-        self._with_messages.discard(name)
-        self._with_cost.discard(name)
 
     def has_messages(self, name: str) -> bool:
         """Whether the instance has Anthropic's API as kvkeep serves it, with pins."""
