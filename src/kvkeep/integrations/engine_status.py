@@ -11,7 +11,6 @@ from kvkeep.integrations.request_watch import RequestWatch
 from kvkeep.integrations.watch_sink import WatchSink
 from kvkeep.observe.explain import Explainer
 from kvkeep.observe.usage import TenantLedger, UsageTable
-from kvkeep.observe.usage.lately import Lately
 from kvkeep.serve.server.engine_costs import EngineCosts
 from kvkeep.serve.server.live import (
     MOST_SHOWN,
@@ -22,7 +21,7 @@ from kvkeep.serve.server.live import (
     tier_figures,
     time_figures,
 )
-from kvkeep.serve.server.losses import loss_rows, tier_losses
+from kvkeep.serve.server.losses import ServerLosses, loss_counts
 from kvkeep.serve.server.schemas.kv import KVStats
 from kvkeep.serve.server.schemas.see import LivePages, LiveResponse, LiveTotals, LiveTtft
 from kvkeep.serve.server.status_metrics import StatusMetrics
@@ -110,7 +109,8 @@ class EngineStatus:
             num_pages=facts.num_pages, prefill_s=cost.prefill.prefill_s,
         )  # fmt: skip
         self.watch = RequestWatch(self._sink, facts.page_tokens)
-        self._lately = Lately()
+        self._losses = ServerLosses(lambda: loss_counts(self._sink.evicted_pages, self._tiers))
+        self._losses.start()
         self._metrics = StatusMetrics(self._usage, self._ledger, self.costs)
         self._told = requests
         self.live = Live(self._live, _UNTOLD if requests else _UNTOLD | _OF_REQUESTS)
@@ -123,7 +123,7 @@ class EngineStatus:
 
     @property
     def explainer(self) -> Explainer | None:
-        """What explains requests; all that happened so far is in it. None: nothing is told of them."""
+        """What explains requests, with all that happened so far; None: nothing is told of them."""
         self.watch.settle()
         return self._explainer if self._told else None
 
@@ -174,7 +174,6 @@ class EngineStatus:
         self.watch.settle()
         facts, sink = self._facts, self._sink
         usage, tiers = self._usage.moment(MOST_SHOWN), self._tiers
-        lost = {("evicted", "pool"): sink.evicted_pages} | tier_losses(tiers)
         return LiveResponse(
             at=time.time(),
             uptime_s=time.monotonic() - self._began,
@@ -199,7 +198,7 @@ class EngineStatus:
             ),
             pages=self._pages(),
             reused=source_figures(usage.reuse),
-            losses=loss_rows(self._lately, lost),
+            losses=self._losses.rows(loss_counts(sink.evicted_pages, tiers)),
             ttft=LiveTtft(cold=time_figures(usage.cold), warm=time_figures(usage.warm)),
             history=usage.history,
             tiers=[tier_figures(tier, self.costs) for tier in tiers],
@@ -238,6 +237,7 @@ class EngineStatus:
 
     def close(self) -> None:
         """End all threads. A second call does nothing."""
+        self._losses.close()
         self.watch.close()
         self._explainer.close()
         self.live.close()

@@ -70,7 +70,7 @@ def add_up(spans: Iterable[Span], reused: dict[str, int], computed: dict[str, in
 
 def summarise(records: Iterable[ExplainedRequest]) -> ExplainSummary:
     """Sum up these requests. Cost: one pass over their spans."""
-    groups: dict[_What, dict[str, _Group]] = {}
+    groups: dict[_What, dict[str | None, _Group]] = {}
     reused: dict[str, int] = {}
     computed: dict[str, int] = {}
     requests = prompt_tokens = 0
@@ -99,10 +99,10 @@ def summarise(records: Iterable[ExplainedRequest]) -> ExplainSummary:
     return ExplainSummary(requests, prompt_tokens, reused, computed, tuple(causes))
 
 
-def _merged(tenants: dict[str, _Group]) -> Mapping[str | None, _Group]:
+def _merged(tenants: dict[str | None, _Group]) -> dict[str | None, _Group]:
     """Return the groups by tenant; those of many tenants as one, of None."""
     if len(tenants) <= _MOST_TENANTS:
-        return {**tenants}
+        return tenants
     whole, *others = tenants.values()
     for other in others:
         whole.merge(other)

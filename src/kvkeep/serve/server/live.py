@@ -123,7 +123,7 @@ class EngineState:
             waiting=engine.waiting,
             totals=_totals(cache, engine),
             reused=source_figures(usage.reuse),
-            losses=service.losses.rows(cache, tiers),
+            losses=service.losses.rows(service.loss_counts(cache, tiers)),
             pages=_pages(cache),
             ttft=LiveTtft(cold=time_figures(usage.cold), warm=time_figures(usage.warm)),
             history=usage.history,

@@ -10,16 +10,14 @@ from kvkeep.serve.server.schemas.see import LiveLoss
 from kvkeep.serve.server.text import showable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
     from prometheus_client import Counter
 
-    from kvkeep.core.cache import CacheStats
     from kvkeep.observe.usage.lately import Counts
-    from kvkeep.serve.engine import Engine
     from kvkeep.store.tiers import TierStats
 
-__all__ = ["ServerLosses", "loss_rows", "tier_losses"]
+__all__ = ["ServerLosses", "loss_counts"]
 
 _POOL: Final = "pool"
 _REQUESTS: Final = "requests"
@@ -42,15 +40,14 @@ _PATIENCE_S: Final = 10.0
 class ServerLosses:
     """Follows what is lost: pages and blocks that are evicted, requests and calls that fail.
 
-    ``requests`` counts requests by outcome. A thread samples the counters every five seconds, so
-    that the last minute is known when somebody looks.
+    ``read`` returns the counters, by what they count and where. A thread samples them every five
+    seconds, so that the last minute is known when somebody looks; ``read`` is called there, too.
 
-    Thread safety: `rows`; `start` and `close` belong to the server.
+    Thread safety: `rows`; `start` and `close` belong to one thread.
     """
 
-    def __init__(self, engine: Engine, requests: Counter) -> None:
-        self._engine = engine
-        self._requests = requests
+    def __init__(self, read: Callable[[], Counts]) -> None:
+        self._read = read
         self._lately = Lately()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvkeep losses", daemon=True)
@@ -60,55 +57,49 @@ class ServerLosses:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread. A second call does nothing."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(_PATIENCE_S)
 
-    def rows(self, cache: CacheStats, tiers: Sequence[TierStats]) -> list[LiveLoss]:
-        """Return what ever happened, with the counters of these statistics."""
-        return loss_rows(self._lately, self._counts(cache, tiers))
-
-    def _counts(self, cache: CacheStats, tiers: Sequence[TierStats]) -> Counts:
-        """Return counters by what they count and where."""
-        counts: Counts = {("evicted", _POOL): cache.evicted_pages}
-        counts |= {(outcome, _REQUESTS): 0 for outcome in _OUTCOMES}
-        for metric in self._requests.collect():
-            for sample in metric.samples:
-                key = sample.labels.get("outcome", ""), _REQUESTS
-                if key in counts and sample.name.endswith("_total"):
-                    counts[key] += int(sample.value)
-        return counts | tier_losses(tiers)
+    def rows(self, counts: Counts) -> list[LiveLoss]:
+        """Return what ever happened, and how often lately; ``counts`` are those of this moment."""
+        self._lately.note(counts)
+        return [
+            LiveLoss(
+                kind=_KINDS.get(what, "error"),
+                what=what,
+                place=showable(place),
+                minute=grown.minute,
+                ten_minutes=grown.ten_minutes,
+                total=grown.total,
+            )
+            for (what, place), grown in self._lately.growth(counts).items()
+            if grown.total
+        ]
 
     def _run(self) -> None:
         while not self._ended.wait(EVERY_S):
             if self._lately.due:  # else somebody looks at the dashboard
-                store = self._engine.store
-                tiers = () if store is None else store.stats().tiers
-                self._lately.note(self._counts(self._engine.cache.stats(), tiers))
+                self._lately.note(self._read())
 
 
-def tier_losses(tiers: Iterable[TierStats]) -> Counts:
-    """Return what tiers lost, by what was lost and the name of the tier."""
-    return {
+def loss_counts(
+    evicted_pages: int, tiers: Iterable[TierStats], requests: Counter | None = None
+) -> Counts:
+    """Return the counters of a pool, of tiers, and of ``requests`` by outcome."""
+    counts: Counts = {("evicted", _POOL): evicted_pages}
+    counts |= {
         (what, tier.name): int(tier.counters[name])
         for tier in tiers
         for what, name in _OF_TIERS.items()
     }
-
-
-def loss_rows(lately: Lately, counts: Counts) -> list[LiveLoss]:
-    """Note ``counts``, and return those that ever happened, with how many of them lately."""
-    lately.note(counts)
-    return [
-        LiveLoss(
-            kind=_KINDS.get(what, "error"),
-            what=what,
-            place=showable(place),
-            minute=grown.minute,
-            ten_minutes=grown.ten_minutes,
-            total=grown.total,
-        )
-        for (what, place), grown in lately.growth(counts).items()
-        if grown.total
-    ]
+    if requests is None:
+        return counts
+    counts |= {(outcome, _REQUESTS): 0 for outcome in _OUTCOMES}
+    for metric in requests.collect():
+        for sample in metric.samples:
+            key = sample.labels.get("outcome", ""), _REQUESTS
+            if key in counts and sample.name.endswith("_total"):
+                counts[key] += int(sample.value)
+    return counts

@@ -14,7 +14,7 @@ from kvkeep.serve.http import BodyBudget
 from kvkeep.serve.server.engine_costs import EngineCosts
 from kvkeep.serve.server.errors import ApiError, outcome_of
 from kvkeep.serve.server.live import EngineState, Live
-from kvkeep.serve.server.losses import ServerLosses
+from kvkeep.serve.server.losses import ServerLosses, loss_counts
 from kvkeep.serve.server.metrics import ServerMetrics
 from kvkeep.serve.server.record import JobRecorder
 from kvkeep.serve.server.retention import Retention
@@ -32,10 +32,12 @@ if TYPE_CHECKING:
     from kvkeep.core.cache import CacheStats
     from kvkeep.observe.explain import Explainer
     from kvkeep.observe.usage import RequestObserver
+    from kvkeep.observe.usage.lately import Counts
     from kvkeep.serve.engine import Delta, Engine, Tokenizer
     from kvkeep.serve.server.schemas.usage import UsageResponse
     from kvkeep.serve.server.settings import ServerSettings
     from kvkeep.serve.server.worker import Call, Job
+    from kvkeep.store.tiers import TierStats
 
 __all__ = ["ServedRequest", "Service"]
 
@@ -82,7 +84,7 @@ class Service:
                 engine, settings.pin_share, weights=settings.weights
             )
         self.metrics.tier_retention = self.tier_retention
-        self.losses = ServerLosses(engine, self.metrics.requests)
+        self.losses = ServerLosses(self.loss_counts)
         self.live = Live(EngineState(self))
         self.worker = Worker(engine, flush_timeout_s=settings.flush_timeout_s)
         self.began = int(time.time())
@@ -167,6 +169,16 @@ class Service:
         store = self.engine.store
         return None if store is None else (await asyncio.to_thread(store.stats)).as_dict()
 
+    def loss_counts(
+        self, cache: CacheStats | None = None, tiers: Sequence[TierStats] | None = None
+    ) -> Counts:
+        """Return what was lost, from these statistics or those of now. Thread safety: safe."""
+        if cache is None:
+            cache = self.engine.cache.stats()
+        if tiers is None:
+            tiers = () if self.engine.store is None else self.engine.store.stats().tiers
+        return loss_counts(cache.evicted_pages, tiers, self.metrics.requests)
+
     def keep(self, job: Job) -> None:
         """Pin what a job wants to be kept of its prompt, which is computed. Thread safety: safe."""
         if job.keep is not None:
@@ -211,15 +223,6 @@ class Service:
             raise ApiError(503, "this server is shutting down", code="shutting_down")
         if not self.worker.alive:
             raise EngineStopped("the engine has stopped")
-
-    def refuse_if_stuck(self) -> None:
-        """Raise `EngineStopped` or `ApiError` 503 if the engine's thread is dead or stuck."""
-        if not self.worker.alive:
-            raise EngineStopped("the engine has stopped")
-        busy, limit = self.worker.busy_s, self.settings.step_limit_s
-        if busy > limit:
-            message = f"a step of the engine has taken {busy:.0f} s so far, longer than {limit:g} s"
-            raise ApiError(503, message, code="engine_stuck")
 
     def _refuse_if_full(self) -> None:
         """Refuse early, before tokenizing, by the number of requests; the engine counts exactly."""

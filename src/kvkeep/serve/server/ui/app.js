@@ -117,7 +117,7 @@ new Poll({
     drawLive(answer);
     drawTiles(answer);
     drawHistory(answer.history);
-    drawWhatIf(answer.what_if);
+    drawWhatIf(mapped ? answer.what_if : undefined);
     drawTables(answer);
   },
   failed: silent,
