@@ -106,7 +106,9 @@ ROOMS: dict[str, set[str]] = {
         "store", "store.kv", "store.blocks", "store.identity", "store.tiers", "store.backends",
         "store.codecs",  # to fit a basis
         "bench.traces",  # to capture one
-        "observe.explain",  # why prompts missed a tree inside an engine
+        "observe.explain",  # why prompts missed a tree inside an engine, or a connector's store
+        "observe.usage",  # the events of an engine's requests
+        "serve.http", "serve.server",  # the status that a connector serves
     },
     "testing": {
         "core.cache", "core.prefix", "core.eviction", "core.pages",

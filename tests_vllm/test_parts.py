@@ -30,6 +30,7 @@ from kvkeep.integrations.vllm.options import ConnectorOptions, RequestOptions
 from kvkeep.integrations.vllm.pages import GroupPages
 from kvkeep.integrations.vllm.shared import SharedStore
 from kvkeep.integrations.vllm.stats import Counts, KVKeepStats
+from kvkeep.integrations.vllm.tier_figures import NOW
 from kvkeep.store import BlockStore
 
 if TYPE_CHECKING:
@@ -297,12 +298,15 @@ def test_counts_add_up() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    counts.hits("memory", 3)
+    counts.add(**{"hits memory": 3})
+    counts.set(f"{NOW}blocks 0 memory", 7)
     taken = counts.take()
     assert taken is not None
-    assert taken.data == {"a": 20, "b": 10, "hits memory": 3}
-    both = taken.aggregate(KVKeepStats(data={"a": 1, "c": 2}))
-    assert both.data == {"a": 21, "b": 10, "c": 2, "hits memory": 3}
+    state = {f"{NOW}blocks 0 memory": 7}
+    assert taken.data == {"a": 20, "b": 10, "hits memory": 3, **state}
+    both = taken.aggregate(KVKeepStats(data={"a": 1, "c": 2, f"{NOW}blocks 0 memory": 5}))
+    assert both.data == {"a": 21, "b": 10, "c": 2, "hits memory": 3, f"{NOW}blocks 0 memory": 5}
+    assert "blocks" not in str(both.reduce())
     assert counts.take() is None
 
 
@@ -350,15 +354,15 @@ def test_hits_are_counted_once_and_never_back() -> None:
             Counts(),
         )
         store.get([store.key], [memoryview(bytearray(1))])
-        other = threading.Thread(target=shared.count_hits, args=[first])
+        other = threading.Thread(target=shared.count_tiers, args=[first])
         other.start()
         store.asked.wait()
         store.get([store.key], [memoryview(bytearray(1))])
-        shared.count_hits(second)
+        shared.count_tiers(second)
         store.heard.set()
         other.join()
         counted = [taken.data for counts in (first, second) if (taken := counts.take())]
-        assert counted == [{"hits memory": 1}, {"hits memory": 1}]
+        assert [one["hits memory"] for one in counted] == [1, 1]
         shared.close()
 
 

@@ -78,6 +78,7 @@ def tokens_of(seed: int, count: int) -> list[int]:
 def storing(
     *tiers: str | Backend,
     num_pages: int = 256,
+    what_if: float | None = None,
     load_timeout: float = 2.0,
     flush_timeout_s: float = 1.0,
     **settings: Any,
@@ -90,7 +91,7 @@ def storing(
     ) as store:
         engine = Engine(
             runner,
-            PagedCache(num_pages, PAGE),
+            PagedCache(num_pages, PAGE, what_if=what_if),
             Tokenizer.load(bundled_model()),
             limits=Limits(max_running=8),
             store=store,

@@ -109,9 +109,10 @@ def test_loaded_tokens_count_once_in_the_hit_rate(opened):
             ask(server, LONG[0])
         live(page)
         # Of a prompt of 49 tokens and four of 257, three times 256.
-        said = "71 % since the start, 768 tokens not computed"
-        note = page.locator("#rate .note")
+        said = "of the last ten minutes; 71 % since the start"
+        note, saved = page.locator("#rate .note"), page.locator("#saved-tile .note")
         eventually(lambda: plain(note.inner_text()) == said)
+        assert "768 tokens were not computed, 768 of them from tiers" in plain(saved.inner_text())
 
 
 def test_the_picture_by_tier(opened, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import itertools
 import json
@@ -22,10 +23,37 @@ GRAFANA = {"$__rate_interval": "1m", "$__range": "1h", "$job": ".*", "$instance"
 UNIT_NAMES = {"short", "percentunit", "s", "bytes", "Bps"}
 
 
+VLLM = ROOT / "src/kvkeep/integrations/vllm"
+
+
+def table(file, name):
+    """The keys of a table of metrics in a module that only vLLM can import."""
+    for node in ast.parse((VLLM / file).read_text(encoding="utf-8")).body:
+        target = node.target if isinstance(node, ast.AnnAssign) else None
+        target = node.targets[0] if isinstance(node, ast.Assign) else target
+        if isinstance(target, ast.Name) and target.id == name:
+            return list(ast.literal_eval(node.value))
+    raise AssertionError(f"{file} has no {name}")
+
+
+@functools.cache
+def of_vllm():
+    """What the connector adds to vLLM's page: name → (labels, type)."""
+    counters = {f"vllm:kvkeep_{name}_total": set() for name in table("stats.py", "METRICS")}
+    for name in table("tier_figures.py", "TIER_COUNTERS"):
+        called = "hit_blocks" if name == "hits" else name
+        counters[f"vllm:kvkeep_{called}_total"] = {"tier"}
+    gauges = {f"vllm:kvkeep_{one}" for one in table("tier_figures.py", "TIER_GAUGES")}
+    return {
+        **{name: (labels, "counter") for name, labels in counters.items()},
+        **{name: ({"tier", "rank"}, "gauge") for name in gauges},
+    }
+
+
 @functools.cache
 def names():
-    """Name of each sample in the exposition → its labels."""
-    found: dict[str, set[str]] = {}
+    """Name of each sample in the exposition, or on vLLM's page → its labels."""
+    found = {name: set(labels) for name, (labels, _) in of_vllm().items()}
     for family in all_of_it():
         for sample in family.samples:
             found.setdefault(sample.name, set()).update(sample.labels)
@@ -132,7 +160,7 @@ def test_there_is_a_row_for_everything():
     rows = [panel["title"] for panel in DASHBOARD["panels"] if panel["type"] == "row"]
     assert rows == [
         "Hit rate", "Time to first token", "Why tokens are computed", "Pages", "Evictions",
-        "Tiers", "What if, and who",
+        "Tiers", "What if, and who", "vLLM",
     ]  # fmt: skip
 
 
@@ -166,6 +194,7 @@ def test_a_query_is_promql_about_metrics_that_there_are(where, query, legend):
 
 def test_counters_are_asked_for_their_rate_and_gauges_are_not():
     types = {family.name: family.type for family in all_of_it()}
+    types |= {name: kind for name, (_, kind) in of_vllm().items()}
     for where, query, _ in queries():
         for name, _ in selectors(parsed(query)):
             counts = name.endswith(("_total", "_bucket"))

@@ -164,6 +164,7 @@ def test_hostile_text_is_text(server, opened):
         page.keyboard.press("Enter")
         page.locator("#found-list button").first.click()
         page.locator("#details dl").wait_for()
+        see(page, "#requests")
         see(page, ".request").click()
         page.locator("dialog .spans").wait_for()
         page.keyboard.press("Escape")

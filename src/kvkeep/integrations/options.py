@@ -34,9 +34,12 @@ _THERE_ARE = "kvkeep's options are"
 _MOST_NAMED = 8  # unknown names in a message
 
 
-def option(default: T, check: Callable[[str, Any], object]) -> T:
-    """Declare a field of an options dataclass; ``check(name, value)`` returns the value to use."""
-    declared: T = field(default=default, metadata={"check": check})
+def option(default: T, check: Callable[[str, Any], object], *, shown: bool = True) -> T:
+    """Declare a field of an options dataclass; ``check(name, value)`` returns the value to use.
+
+    Not ``shown``: the value is a secret, and in no `repr`.
+    """
+    declared: T = field(default=default, metadata={"check": check}, repr=shown)
     return declared
 
 

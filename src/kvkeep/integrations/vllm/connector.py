@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     )
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -78,15 +79,9 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerSide | None = None
         # Each side is imported only where it runs; vLLM's front end has neither.
         if role is KVConnectorRole.SCHEDULER:
-            from kvkeep.integrations.vllm.scheduler import SchedulerSide  # noqa: PLC0415
+            from kvkeep.integrations.vllm.sides import scheduler_side  # noqa: PLC0415
 
-            self._scheduler = SchedulerSide(
-                vllm_config,
-                options,
-                groups,
-                loads=transfer.is_kv_consumer,
-                saves=transfer.is_kv_producer,
-            )
+            self._scheduler = scheduler_side(vllm_config, options, groups)
         else:
             from kvkeep.integrations.vllm.worker import WorkerSide  # noqa: PLC0415
 
@@ -157,6 +152,10 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
 
     # --- the scheduler's side --------------------------------------------------------------------
 
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Take vLLM's pool of pages, for the status."""
+        self._scheduling.bind_pool(gpu_block_pool)
+
     def on_new_request(self, request: Request) -> None:
         """Start to follow a request."""
         self._scheduling.follow(request)
@@ -207,7 +206,7 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Return the counts since the last call."""
         if self._worker is not None:
-            return self._worker.counts.take()
+            return self._worker.figures()
         return self._scheduling.counts.take()
 
     @classmethod

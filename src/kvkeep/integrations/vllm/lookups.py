@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvkeep.integrations.load_costs import RunCost
+    from kvkeep.integrations.loss_runs import LossRun
     from kvkeep.integrations.vllm.groups import Groups
     from kvkeep.integrations.vllm.messages import WorkerNews
     from kvkeep.integrations.vllm.requests import FollowedRequest
@@ -33,7 +34,8 @@ class PendingLookup:
     """A lookup of the blocks ``first`` … ``limit - 1`` that takes longer than one step.
 
     ``result`` is how far a request is stored, once it is known, and ``runs`` what loading it takes,
-    if workers told; ``message`` is the last question to the workers. It is waited for until
+    if workers told; ``losses`` is why blocks behind are missing, as far as a worker told;
+    ``message`` is the last question to the workers. It is waited for until
     ``until`` (monotonic seconds).
     """
 
@@ -47,6 +49,7 @@ class PendingLookup:
     covered: int | None = None
     result: BlockReach | None = None
     runs: Sequence[RunCost] = ()
+    losses: Sequence[LossRun] = ()
 
     def drop(self) -> None:
         """Forget the thread's answer; if no thread has begun, none will."""
@@ -192,6 +195,7 @@ class BlockLookups:
                 continue
             all_found = self._found.setdefault(number, [])
             all_found += found
+            lookup.losses = lookup.losses or results.losses.get(number, ())
             lookup.runs = max([lookup.runs, *results.runs.get(number, ())], key=_total_s)
             if len(all_found) < self._ranks:
                 continue

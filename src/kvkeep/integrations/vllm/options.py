@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import InvalidValue, told
 from kvkeep.integrations.options import (
-    EngineOptions,
     checked,
     count_of,
     option,
@@ -15,6 +14,7 @@ from kvkeep.integrations.options import (
     text_of,
     truth_of,
 )
+from kvkeep.integrations.status_options import StatusOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,7 +29,7 @@ def _least_tokens(name: str, value: object) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class ConnectorOptions(EngineOptions):
+class ConnectorOptions(StatusOptions):
     """Options in ``kv_connector_extra_config``.
 
     ``load_timeout`` is for the load of one request; tokens that have not arrived are computed.
@@ -57,7 +57,7 @@ class ConnectorOptions(EngineOptions):
 
     @classmethod
     def parse(cls, given: Mapping[str, object]) -> ConnectorOptions:
-        """See `EngineOptions.from_json`."""
+        """See `StatusOptions.from_json`."""
         return cls.from_json(given, "kv_connector_extra_config")
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvkeep.integrations.load_choice import LoadDecision
+    from kvkeep.integrations.request_watch import Misses
     from kvkeep.integrations.vllm.lookups import PendingLookup
     from kvkeep.integrations.vllm.options import RequestOptions
 
@@ -40,6 +41,8 @@ class FollowedRequest:
         lookup: the pending lookup, if any.
         choice: what to load of what was last found, if that was compared with computing.
         found: the block up to which it was last found.
+        reached: the block up to which it was stored at the last lookup.
+        misses: for the status, what returns why its blocks are not loaded.
         had: for the trace, tokens in vLLM's own prefix cache when the request first ran.
         promised: for the trace, tokens to be loaded at that time.
         began: for the trace, that time, by `time.time`.
@@ -61,6 +64,8 @@ class FollowedRequest:
     lookup: PendingLookup | None = None
     choice: LoadDecision | None = None
     found: int = 0
+    reached: int = 0
+    misses: Misses | None = None
     had: int = 0
     promised: int = 0
     began: float | None = None

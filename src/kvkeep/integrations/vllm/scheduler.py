@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
@@ -100,6 +101,9 @@ class SchedulerSide:
 
             self._recorder = Recorder(options.capture, vllm_config, groups)
 
+    def bind_pool(self, pool: BlockPool) -> None:
+        """Take vLLM's pool of pages; nothing is read of it here."""
+
     def follow(self, request: Request) -> None:
         """Track a new request; one whose KV cannot be stored is ignored."""
         options = self._mistakes.options(request.request_id, request.kv_transfer_params)
@@ -143,7 +147,7 @@ class SchedulerSide:
         reach = self._lookups.reach(followed, first, limit, saves_s)
         if reach is None:
             return None
-        end = reach.end
+        end = followed.reached = reach.end
         if self._stateful and self._saves and followed.options.store:
             stop_at_branch(request, reach, size, first=first, public=len(followed.public))
         if self._gain(request, end, computed) < least:

@@ -9,6 +9,7 @@ from weakref import WeakValueDictionary
 from kvkeep.core.errors import IllegalStep, InvalidValue
 from kvkeep.integrations.cost_files import costs_in
 from kvkeep.integrations.load_costs import RunCost, TimedLoads
+from kvkeep.integrations.loss_runs import LossRun, loss_runs
 from kvkeep.integrations.vllm.kept import OpenStore
 from kvkeep.integrations.vllm.keys import keys_of
 
@@ -53,6 +54,8 @@ class SharedStore(OpenStore):
         groups: Groups,
         sizes: list[int],
         options: ConnectorOptions,
+        *,
+        rank: int = 0,
     ) -> None:
         other = _ENGINES.get(engine)
         if other is not None and not other.closed:
@@ -61,7 +64,7 @@ class SharedStore(OpenStore):
                 "there are two KVKeepConnectors in one engine, which would find each other's "
                 "blocks; leave one of them, with the tiers of both"
             )
-        super().__init__(store, options.flush_timeout)
+        super().__init__(store, options.flush_timeout, rank=rank)
         self.groups = groups
         self.sizes = sizes
         self.costs = TimedLoads(store)
@@ -85,6 +88,10 @@ class SharedStore(OpenStore):
         except IllegalStep:
             return []
         return [run._replace(end=first + run.end) for run in runs]
+
+    def losses(self, hashes: Sequence[bytes]) -> list[LossRun]:
+        """Return why blocks that were not found are missing; see `loss_runs`."""
+        return loss_runs(self.store, keys_of(hashes, self.groups.counted))
 
     def tell(self, notes: ReturnNotes) -> None:
         """Tell the tiers of conversations that a scheduler in another process follows.

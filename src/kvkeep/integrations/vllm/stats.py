@@ -10,14 +10,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from kvkeep.integrations.vllm.tier_figures import NOW, TIER_COUNTERS, TIER_GAUGES
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from vllm.config import VllmConfig
 
-__all__ = ["HITS", "METRICS", "Counts", "KVKeepPromMetrics", "KVKeepStats"]
+__all__ = ["METRICS", "Counts", "KVKeepPromMetrics", "KVKeepStats", "metric_of"]
 
-HITS = "hits "  # prefix of the name of a tier
 METRICS = {
     "hit_tokens": "Tokens that were found in the store for requests",
     "loaded_tokens": "Tokens whose KV was loaded instead of computed",
@@ -36,6 +37,9 @@ METRICS = {
 }
 
 
+_UNLOGGED = (NOW, "read_bytes ", "written_bytes ", "writes ")  # beginnings of names
+
+
 class Counts:
     """Counts since they were last taken. Thread safety: all methods."""
 
@@ -50,9 +54,10 @@ class Counts:
                 if amount:
                     self._counts[name] = self._counts.get(name, 0) + amount
 
-    def hits(self, tier: str, blocks: float) -> None:
-        """Add blocks that were read from one tier."""
-        self.add(**{HITS + tier: blocks})
+    def set(self, name: str, state: float) -> None:
+        """Set a state, whose name begins with `NOW`."""
+        with self._lock:
+            self._counts[name] = state
 
     def take(self) -> KVKeepStats | None:
         """Return and reset the counts; None if all are zero."""
@@ -64,7 +69,7 @@ class Counts:
 
 
 class KVKeepStats(KVConnectorStats):
-    """Counts of one interval, by name, which add up."""
+    """Counts of one interval, by name, which add up; and states, of which the later one counts."""
 
     def reset(self) -> None:
         """Remove all counts."""
@@ -74,12 +79,16 @@ class KVKeepStats(KVConnectorStats):
         """Return the sum with another interval or rank."""
         data: dict[str, float] = dict(self.data)
         for name, amount in other.data.items():
-            data[name] = data.get(name, 0) + amount
+            data[name] = amount if name.startswith(NOW) else data.get(name, 0) + amount
         return KVKeepStats(data=data)
 
     def reduce(self) -> dict[str, int | float]:
         """Return the counts for a line of vLLM's log."""
-        return {f"kvkeep {name}": _short(amount) for name, amount in sorted(self.data.items())}
+        return {
+            f"kvkeep {name}": _short(amount)
+            for name, amount in sorted(self.data.items())
+            if not name.startswith(_UNLOGGED)
+        }
 
     def is_empty(self) -> bool:
         """Return whether there are no counts."""
@@ -103,11 +112,20 @@ class KVKeepPromMetrics(KVConnectorPromMetrics):
             )
             for name, text in METRICS.items()
         }
-        self._hits = self._counter_cls(
-            name="vllm:kvkeep_hit_blocks",
-            documentation="Loaded blocks, by the tier they were read from",
-            labelnames=[*labelnames, "tier"],
-        )
+        self._tier_counters = {
+            name: self._counter_cls(
+                name=f"vllm:kvkeep_{metric_of(name)}", documentation=text,
+                labelnames=[*labelnames, "tier"],
+            )
+            for name, text in TIER_COUNTERS.items()
+        }  # fmt: skip
+        self._tier_gauges = {
+            name: self._gauge_cls(
+                name=f"vllm:kvkeep_{name}", documentation=f"{text}, at the last step",
+                labelnames=[*labelnames, "tier", "rank"], multiprocess_mode="mostrecent",
+            )
+            for name, text in TIER_GAUGES.items()
+        }  # fmt: skip
         for labels in per_engine_labelvalues.values():
             for metric in self._metrics.values():
                 metric.labels(*labels)  # shown as zero from the start
@@ -116,10 +134,20 @@ class KVKeepPromMetrics(KVConnectorPromMetrics):
         """Add the counts of an interval."""
         labels = self.per_engine_labelvalues[engine_idx]
         for name, amount in transfer_stats_data.items():
-            if name.startswith(HITS):
-                self._hits.labels(*labels, name.removeprefix(HITS)).inc(amount)
-            elif name in self._metrics:
+            counter, _, tier = name.partition(" ")
+            if name in self._metrics:
                 self._metrics[name].labels(*labels).inc(amount)
+            elif counter in self._tier_counters:
+                self._tier_counters[counter].labels(*labels, tier).inc(amount)
+            elif name.startswith(NOW):
+                gauge, rank, tier = name.removeprefix(NOW).split(" ", 2)
+                if gauge in self._tier_gauges:
+                    self._tier_gauges[gauge].labels(*labels, tier, rank).set(amount)
+
+
+def metric_of(counter: str) -> str:
+    """Return the name of a tier's counter as a metric, without what all have in common."""
+    return "hit_blocks" if counter == "hits" else counter
 
 
 def _short(amount: float) -> int | float:

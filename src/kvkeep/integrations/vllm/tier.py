@@ -40,6 +40,7 @@ from kvkeep.integrations.vllm.offload.options import OffloadOptions
 from kvkeep.integrations.vllm.offload.requests import TierRequest, TierRequests
 from kvkeep.integrations.vllm.offload.rows import ChunkRows
 from kvkeep.integrations.vllm.offload.spec import KVKeepSpec
+from kvkeep.integrations.vllm.offload.status import tier_status
 from kvkeep.integrations.vllm.public import PublicBlocks, prefixes_in
 from kvkeep.integrations.vllm.shared import engine_costs
 from kvkeep.integrations.vllm.started import log_start
@@ -164,6 +165,7 @@ class KVKeepTier(SecondaryTierManager):
             counted={counted: chunk_tokens[counted]}, load_timeout=self._options.load_timeout,
             news=self._news,
         )  # fmt: skip
+        self._status = tier_status(self._options, self._engine, store)
         self._live: dict[str, TierRequest] = {}
         self._held = 0  # steps in which nothing may be loaded
         largest = format_bytes(offloading_spec.kv_bytes_per_chunk)
@@ -310,6 +312,8 @@ class KVKeepTier(SecondaryTierManager):
         """End all jobs, and let the store write queued chunks, for at most ``flush_timeout``."""
         for request in self._live.values():
             request.over = True
+        if self._status is not None:
+            self._status.close()
         self._lookups.close()
         if self._choices is not None:
             self._choices.close()
@@ -328,7 +332,8 @@ class KVKeepTier(SecondaryTierManager):
         return definitions()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """Return the counts since the last call."""
+        """Return the counts since the last call, once a second with those of tiers."""
+        self._store.count_tiers(self._counts, states=True)
         return taken(self._counts)
 
 

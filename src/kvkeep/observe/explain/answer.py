@@ -162,6 +162,8 @@ class Cause:
     """Computed tokens of several requests with equal reason, tenant and place of divergence.
 
     ``share`` is of all computed tokens; ``example`` the id of the request with most of them.
+    ``tenants`` is their number: a cause that more than three have is one cause, with ``tenant``
+    None. ``advice`` is what an operator can do against it; None: nothing.
     """
 
     reason: str
@@ -172,6 +174,8 @@ class Cause:
     position: int | None
     example: str
     sentence: str
+    tenants: int = 1
+    advice: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -250,10 +250,16 @@ def duration(seconds: float) -> str:
 
 
 def cause_sentence(
-    reason: str, share: float, tenant: str | None, evidence: Mapping[str, Any]
+    reason: str, share: float, tenant: str | None, evidence: Mapping[str, Any], *, tenants: int = 1
 ) -> str:
-    """Return one sentence for a cause: its share of computed tokens, the tenant, and why."""
-    whose = f"prompts of cache_salt {shown(tenant)}" if tenant else "prompts without cache_salt"
+    """Return one sentence for a cause: its share of computed tokens, the tenant, and why.
+
+    ``tenant`` is None for several ``tenants``.
+    """
+    if tenant is None:
+        whose = f"prompts of {tenants:,} tenants"
+    else:
+        whose = f"prompts of cache_salt {shown(tenant)}" if tenant else "prompts without cache_salt"
     percent = f"{100 * share:.0f} %" if share >= _PERCENT else "less than 1 %"
     return f"{percent} of all computed tokens: {whose} {_of_prompts(reason, evidence)}"
 

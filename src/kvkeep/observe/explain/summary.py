@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from kvkeep.observe.explain.advice import advice
 from kvkeep.observe.explain.answer import Cause, ExplainSummary
 from kvkeep.observe.explain.sentences import cause_sentence
 
@@ -16,6 +17,22 @@ if TYPE_CHECKING:
 
 __all__ = ["add_up", "summarise"]
 
+_MOST_TENANTS: Final = 3  # that each have a cause of their own
+
+
+class _What(NamedTuple):
+    """What makes spans of one request, and requests of one tenant, one cause."""
+
+    reason: str
+    detail: str
+    position: int | None
+    public: bool
+
+    @classmethod
+    def of(cls, reason: str, evidence: Mapping[str, Any]) -> _What:
+        detail = evidence.get("why") or evidence.get("cause") or ""
+        return cls(reason, str(detail), evidence.get("position"), "public" in evidence)
+
 
 @dataclass(slots=True)
 class _Group:
@@ -26,12 +43,20 @@ class _Group:
     most: int = 0
     example: str = ""
     evidence: Mapping[str, Any] | None = None
+    tenants: int = 1
 
     def add(self, record: ExplainedRequest, tokens: int, evidence: Mapping[str, Any]) -> None:
         self.tokens += tokens
         self.requests += 1
         if tokens > self.most:
             self.most, self.example, self.evidence = tokens, record.requester.id, evidence
+
+    def merge(self, other: _Group) -> None:
+        self.tokens += other.tokens
+        self.requests += other.requests
+        self.tenants += other.tenants
+        if other.most > self.most:
+            self.most, self.example, self.evidence = other.most, other.example, other.evidence
 
 
 def add_up(spans: Iterable[Span], reused: dict[str, int], computed: dict[str, int]) -> None:
@@ -45,7 +70,7 @@ def add_up(spans: Iterable[Span], reused: dict[str, int], computed: dict[str, in
 
 def summarise(records: Iterable[ExplainedRequest]) -> ExplainSummary:
     """Sum up these requests. Cost: one pass over their spans."""
-    groups: dict[tuple[str, str, int | None, bool], _Group] = {}
+    groups: dict[_What, dict[str | None, _Group]] = {}
     reused: dict[str, int] = {}
     computed: dict[str, int] = {}
     requests = prompt_tokens = 0
@@ -53,24 +78,42 @@ def summarise(records: Iterable[ExplainedRequest]) -> ExplainSummary:
         requests += 1
         prompt_tokens += record.tokens
         add_up(record.spans, reused, computed)
-        of_one: dict[tuple[str, int | None, bool], list[Span]] = {}
+        of_one: dict[_What, list[Span]] = {}
         for span in record.spans:
             if span.reason is not None:
-                position, public = span.evidence.get("position"), "public" in span.evidence
-                of_one.setdefault((span.reason, position, public), []).append(span)
-        for (reason, position, public), spans in of_one.items():
-            key = (reason, record.namespace.tenant, position, public)
+                of_one.setdefault(_What.of(span.reason, span.evidence), []).append(span)
+        for what, spans in of_one.items():
             longest = max(spans, key=lambda span: span.tokens)
             total = sum(span.tokens for span in spans)
-            groups.setdefault(key, _Group()).add(record, total, longest.evidence)
+            tenants = groups.setdefault(what, {})
+            tenants.setdefault(record.namespace.tenant, _Group()).add(
+                record, total, longest.evidence
+            )
     total = sum(computed.values())
-    ranked = sorted(groups.items(), key=lambda item: -item[1].tokens)
-    causes = tuple(_cause(*key[:3], group, total) for key, group in ranked)
-    return ExplainSummary(requests, prompt_tokens, reused, computed, causes)
+    causes = [
+        _cause(what.reason, what.position, tenant, group, total)
+        for what, tenants in groups.items()
+        for tenant, group in _merged(tenants).items()
+    ]
+    causes.sort(key=lambda cause: -cause.tokens)
+    return ExplainSummary(requests, prompt_tokens, reused, computed, tuple(causes))
 
 
-def _cause(reason: str, tenant: str, position: int | None, group: _Group, total: int) -> Cause:
+def _merged(tenants: dict[str | None, _Group]) -> dict[str | None, _Group]:
+    """Return the groups by tenant; those of many tenants as one, of None."""
+    if len(tenants) <= _MOST_TENANTS:
+        return tenants
+    whole, *others = tenants.values()
+    for other in others:
+        whole.merge(other)
+    return {None: whole}
+
+
+def _cause(
+    reason: str, position: int | None, tenant: str | None, group: _Group, total: int
+) -> Cause:
     share = group.tokens / total
+    evidence = group.evidence or {}
     return Cause(
         reason=reason,
         tokens=group.tokens,
@@ -79,5 +122,7 @@ def _cause(reason: str, tenant: str, position: int | None, group: _Group, total:
         tenant=tenant,
         position=position,
         example=group.example,
-        sentence=cause_sentence(reason, share, tenant, group.evidence or {}),
+        sentence=cause_sentence(reason, share, tenant, evidence, tenants=group.tenants),
+        tenants=group.tenants,
+        advice=advice(reason, evidence),
     )

@@ -15,17 +15,17 @@ _MOST_TIERS = 32  # an operator names a few; this is the bound for any other cal
 class ReuseTotals:
     """Counts since the start. Thread safety: none.
 
-    ``hit_tokens`` by tier ("pool", or a tier behind it); ``computed_tokens`` of prompts took
-    ``computed_seconds``. ``saved_seconds``: each reused token counts the average time of a computed
-    token at that moment.
+    ``hit_tokens`` and ``saved_seconds`` by tier ("pool", or a tier behind it); ``computed_tokens``
+    of prompts took ``computed_seconds``. Saved: each reused token counts the average time of a
+    computed token at that moment.
     """
 
     def __init__(self) -> None:
         self.hit_tokens = {POOL: 0}
+        self.saved_seconds = {POOL: 0.0}
         self.computed_tokens = 0
         self.computed_seconds = 0.0
-        self.saved_seconds = 0.0
-        self._unpriced = 0  # tokens reused before the first one was computed
+        self._unpriced: dict[str, int] = {}  # reused before the first token was computed
 
     def reused(self, tier: str, tokens: int) -> None:
         """Count tokens reused from a tier."""
@@ -33,14 +33,19 @@ class ReuseTotals:
             tier = "other"
         self.hit_tokens[tier] = self.hit_tokens.get(tier, 0) + tokens
         if self.computed_tokens:
-            self.saved_seconds += tokens * self.computed_seconds / self.computed_tokens
+            self._save(tier, tokens)
         else:
-            self._unpriced += tokens
+            self._unpriced[tier] = self._unpriced.get(tier, 0) + tokens
 
     def computed(self, tokens: int, seconds: float) -> None:
         """Count computed tokens; their average time is the time that a reused token saves."""
         self.computed_tokens += tokens
         self.computed_seconds += seconds
         if self._unpriced and self.computed_tokens:
-            self.saved_seconds += self._unpriced * self.computed_seconds / self.computed_tokens
-            self._unpriced = 0
+            for tier, unpriced in self._unpriced.items():
+                self._save(tier, unpriced)
+            self._unpriced = {}
+
+    def _save(self, tier: str, tokens: int) -> None:
+        seconds = tokens * self.computed_seconds / self.computed_tokens
+        self.saved_seconds[tier] = self.saved_seconds.get(tier, 0.0) + seconds

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from heapq import nlargest
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.observe.usage.history import WARM, FirstTokenTimes, ReuseCounts, ReuseHistory
@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
     from kvkeep.observe.usage.records import RequestEvent
 
-__all__ = ["NamespaceShare", "NamespaceUsage", "ReuseSnapshot", "SessionUsage", "UsageTable"]
+__all__ = [
+    "NamespaceShare", "NamespaceUsage", "ReuseSnapshot", "SessionUsage", "UsageMoment",
+    "UsageTable",
+]  # fmt: skip
 
 _MOST_SESSIONS = 1000
 _RESCALE_AFTER = 200  # half-lives; a float overflows at 1,024
@@ -71,15 +74,31 @@ class ReuseSnapshot:
     """A `ReuseTotals` at one moment, with the shares of the largest namespaces."""
 
     hit_tokens: Mapping[str, int]
+    saved_seconds_by_tier: Mapping[str, float]
     computed_tokens: int
     computed_seconds: float
-    saved_seconds: float
     shares: tuple[NamespaceShare, ...]
 
     @property
     def saved_tokens(self) -> int:
         """Prompt tokens that were not computed."""
         return sum(self.hit_tokens.values())
+
+    @property
+    def saved_seconds(self) -> float:
+        """Estimated seconds of computing them."""
+        return sum(self.saved_seconds_by_tier.values())
+
+
+class UsageMoment(NamedTuple):
+    """What a `UsageTable` has at one moment: its figures agree with each other."""
+
+    history: list[tuple[int, int, int]]
+    cold: FirstTokenTimes
+    warm: FirstTokenTimes
+    reuse: ReuseSnapshot
+    namespaces: list[NamespaceUsage]
+    sessions: list[SessionUsage]
 
 
 class UsageTable:
@@ -110,7 +129,7 @@ class UsageTable:
         self._clock = clock
         self._monotonic = monotonic
         self._weighed_from = monotonic()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # `moment` takes several snapshots at once
         self._names: dict[str, NamespaceUsage] = {}
         self._all = NamespaceUsage()
         self._forgot = False
@@ -234,15 +253,26 @@ class UsageTable:
         with self._lock:
             return [replace(row) for row in islice(reversed(self._sessions.values()), most)]
 
+    def moment(self, most: int) -> UsageMoment:
+        """Return all snapshots at one moment; of namespaces and sessions, ``most`` each."""
+        with self._lock:
+            return UsageMoment(
+                self.history(),
+                *self.times(),
+                self.reuse(most),
+                self.namespaces(most),
+                self.sessions(most),
+            )
+
     def reuse(self, most: int = 20) -> ReuseSnapshot:
         """Return the totals, with the shares of the ``most`` largest namespaces."""
         with self._lock:
             did = self._totals
             return ReuseSnapshot(
                 dict(did.hit_tokens),
+                dict(did.saved_seconds),
                 did.computed_tokens,
                 did.computed_seconds,
-                did.saved_seconds,
                 tuple(self._shares(most)),
             )
 

@@ -107,6 +107,8 @@ def _cause(cause: Cause) -> PrefillCause:
         position=cause.position,
         example=cause.example,
         sentence=showable(cause.sentence),
+        tenants=cause.tenants,
+        advice=cause.advice,
     )
 
 

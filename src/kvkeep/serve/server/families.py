@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from kvkeep.observe.telemetry.labels import OTHER, label
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from prometheus_client.core import Metric
 
@@ -28,6 +28,7 @@ __all__ = [
     "of_pages",
     "of_reuse",
     "of_store",
+    "of_tiers",
 ]
 
 MOST_NAMES = 20
@@ -228,11 +229,16 @@ def of_engine(engine: Mapping[str, float]) -> Iterator[Metric]:
 
 
 def of_store(engine: Mapping[str, float], store: Mapping[str, Any]) -> Iterator[Metric]:
-    """Counters of the store, and gauges and counters of its tiers, labelled by tier."""
+    """Counters of the store, and those of its tiers (`of_tiers`)."""
     for counters, source in ((_OFFLOAD_COUNTERS, engine), (_STORE_COUNTERS, store)):
         for name, (key, text) in counters.items():
             yield CounterMetricFamily(name, text, source[key])
-    tiers = [(_tier(tier["name"]), tier) for tier in store["tiers"]]
+    yield from of_tiers(store["tiers"])
+
+
+def of_tiers(found: Iterable[Mapping[str, Any]]) -> Iterator[Metric]:
+    """Gauges and counters of tiers, labelled by tier, from `TierStats.as_dict`."""
+    tiers = [(_tier(tier["name"]), tier) for tier in found]
     for name, (key, text) in _TIER_GAUGES.items():
         gauge = GaugeMetricFamily(name, text, labels=["tier"])
         for tier_name, tier in tiers:

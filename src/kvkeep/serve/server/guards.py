@@ -51,12 +51,18 @@ _QUIET_PATHS = _PROBES | {"/health", "/kv/live", "/kv/map", "/kv/requests", "/kv
 class HostGuard:
     """Refuses requests whose Host header names none of ``hosts``, ignoring ports (None: any).
 
-    Probes are answered under any name.
+    Probes are answered under any name. ``remedy`` is what to do, for the message.
     """
 
-    def __init__(self, app: ASGIApp, hosts: frozenset[str] | None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        hosts: frozenset[str] | None,
+        remedy: str = "allow it with kvkeep serve --allow-host NAME",
+    ) -> None:
         self._app = app
         self._hosts = hosts
+        self._remedy = remedy
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on or refuse."""
@@ -65,8 +71,7 @@ class HostGuard:
             if _without_port(given).lower() not in self._hosts:
                 error = ApiError(
                     400,
-                    f"this server does not accept the host name {given[:100]!r}; "
-                    "allow it with kvkeep serve --allow-host NAME",
+                    f"this server does not accept the host name {given[:100]!r}; {self._remedy}",
                     param="Host",
                     code="unknown_host",
                 )

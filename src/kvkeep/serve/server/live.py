@@ -1,4 +1,4 @@
-"""`Live`: the state of the server at this moment, computed at most twice a second."""
+"""`Live`: the state of a server at this moment, computed at most twice a second."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from kvkeep.serve.server.schemas.see import (
     LiveResponse,
     LiveReturn,
     LiveSession,
+    LiveSource,
     LiveTenant,
     LiveTier,
     LiveTimes,
@@ -26,33 +27,41 @@ from kvkeep.serve.server.schemas.see import (
 from kvkeep.serve.server.text import showable
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
     from kvkeep.core.cache import CacheStats
     from kvkeep.observe.usage.history import FirstTokenTimes
+    from kvkeep.observe.usage.table import NamespaceUsage, ReuseSnapshot, SessionUsage
     from kvkeep.serve.engine import EngineStats
     from kvkeep.serve.server.engine_costs import EngineCosts
     from kvkeep.serve.server.service import Service
     from kvkeep.store.tiers import TierStats
 
-__all__ = ["Live"]
+__all__ = [
+    "MOST_SHOWN", "EngineState", "Live", "load_figures", "source_figures", "tenant_figures",
+    "tier_figures", "time_figures",
+]  # fmt: skip
 
 _FRESH_S = 0.5
-_MOST_SHOWN = 20
+MOST_SHOWN = 20
+"""Tenants, and sessions, of an answer."""
 _SOON_S = 60.0  # within which returns are counted
 
 
 class Live:
     """Makes the answer of ``/kv/live`` and keeps it for half a second, for all clients.
 
-    An answer costs one pass over the pool's reference counts; it walks no tree and queries no tier.
-    A separate thread computes it, so that it waits neither for tokenizers nor for tiers.
+    A separate thread calls ``state``, so that an answer waits neither for tokenizers nor for tiers.
+    Fields ``without`` which the answer is are those that a server cannot tell.
 
     Thread safety: none; it belongs to the event loop.
     """
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._began = time.monotonic()
-        self._version = version("kvkeep")
+    def __init__(
+        self, state: Callable[[], LiveResponse], without: frozenset[str] = frozenset()
+    ) -> None:
+        self._state = state
+        self._without = set(without)
         self._thread = ThreadPoolExecutor(1, "kvkeep live")
         self._answer = b""
         self._until = float("-inf")
@@ -78,18 +87,29 @@ class Live:
             self._answer = made.result()
             self._until = time.monotonic() + _FRESH_S
 
-    # --- in the thread -----------------------------------------------------------------------
-
     def _make(self) -> bytes:
+        """In the thread."""
+        return self._state().model_dump_json(exclude=self._without or None).encode()
+
+
+class EngineState:
+    """Tells the state of the engine of a `Service`. Thread safety: one call at a time."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._began = time.monotonic()
+        self._version = version("kvkeep")
+
+    def __call__(self) -> LiveResponse:
+        """Return the state now. Cost: one pass over the pool's reference counts."""
         service = self._service
         cache = service.engine.cache.stats()
         # Counters are read one by one while the engine works, so they may be off by a step.
         engine = service.engine.stats()
         store = service.engine.store
         tiers = () if store is None else store.stats().tiers
-        settings, usage = service.settings, service.watching.usage
-        cold, warm = usage.times()
-        answer = LiveResponse(
+        settings, usage = service.settings, service.watching.usage.moment(MOST_SHOWN)
+        return LiveResponse(
             at=time.time(),
             uptime_s=time.monotonic() - self._began,
             version=self._version,
@@ -102,11 +122,13 @@ class Live:
             running=engine.running,
             waiting=engine.waiting,
             totals=_totals(cache, engine),
+            reused=source_figures(usage.reuse),
+            losses=service.losses.rows(service.loss_counts(cache, tiers)),
             pages=_pages(cache),
-            ttft=LiveTtft(cold=_times(cold), warm=_times(warm)),
-            history=usage.history(),
-            tiers=[_tier(tier, service.costs) for tier in tiers],
-            loads=_loads(service.costs),
+            ttft=LiveTtft(cold=time_figures(usage.cold), warm=time_figures(usage.warm)),
+            history=usage.history,
+            tiers=[tier_figures(tier, service.costs) for tier in tiers],
+            loads=load_figures(service.costs),
             what_if=[
                 LivePoint(
                     times=point.times,
@@ -117,25 +139,11 @@ class Live:
                 for point in cache.what_if
             ]
             or None,
-            tenants=self._tenants(),
-            sessions=self._sessions(),
+            tenants=tenant_figures(usage.namespaces, service.watching.usage.pages.pages),
+            sessions=[_session(one) for one in usage.sessions],
             conversations=self._conversations(),
             returns=self._returns(),
         )
-        return answer.model_dump_json().encode()
-
-    def _tenants(self) -> list[LiveTenant]:
-        usage = self._service.watching.usage
-        return [
-            LiveTenant(
-                cache_salt=showable(one.tenant),
-                requests=one.requests,
-                prompt_tokens=one.prompt_tokens,
-                reused_tokens=one.reused_tokens,
-                pages=usage.pages.pages[one.tenant],
-            )
-            for one in usage.namespaces(_MOST_SHOWN)
-        ]
 
     def _conversations(self) -> LiveConversations | None:
         found = self._service.engine.cache.expected_returns(_SOON_S)
@@ -144,7 +152,7 @@ class Live:
         return LiveConversations(waiting=found.waiting, expected=found.expected)
 
     def _returns(self) -> list[LiveReturn] | None:
-        found = self._service.engine.cache.conversations(_MOST_SHOWN)
+        found = self._service.engine.cache.conversations(MOST_SHOWN)
         return (
             None
             if found is None
@@ -164,19 +172,26 @@ class Live:
             ]
         )
 
-    def _sessions(self) -> list[LiveSession]:
-        return [
-            LiveSession(
-                session=showable(one.session),
-                cache_salt=showable(one.tenant),
-                turns=one.turns,
-                requests=one.requests,
-                prompt_tokens=one.prompt_tokens,
-                reused_tokens=one.reused_tokens,
-                last_at=one.last_at,
-            )
-            for one in self._service.watching.usage.sessions(_MOST_SHOWN)
-        ]
+
+def _session(one: SessionUsage) -> LiveSession:
+    return LiveSession(
+        session=showable(one.session),
+        cache_salt=showable(one.tenant),
+        turns=one.turns,
+        requests=one.requests,
+        prompt_tokens=one.prompt_tokens,
+        reused_tokens=one.reused_tokens,
+        last_at=one.last_at,
+    )
+
+
+def source_figures(reuse: ReuseSnapshot) -> list[LiveSource]:
+    """Return where reused tokens came from, and the time that this saved."""
+    saved = reuse.saved_seconds_by_tier
+    return [
+        LiveSource(source=showable(source), tokens=tokens, saved_s=saved.get(source, 0.0))
+        for source, tokens in reuse.hit_tokens.items()
+    ]
 
 
 def _totals(cache: CacheStats, engine: EngineStats) -> LiveTotals:
@@ -198,11 +213,29 @@ def _pages(cache: CacheStats) -> LivePages:
     )
 
 
-def _times(times: FirstTokenTimes) -> LiveTimes:
+def time_figures(times: FirstTokenTimes) -> LiveTimes:
+    """Return times to the first token as JSON has them."""
     return LiveTimes(**asdict(times))
 
 
-def _loads(costs: EngineCosts) -> LiveLoads:
+def tenant_figures(
+    namespaces: Iterable[NamespaceUsage], pages: Mapping[str, int]
+) -> list[LiveTenant]:
+    """Return tenants as JSON has them; ``pages`` has the cached ones of each."""
+    return [
+        LiveTenant(
+            cache_salt=showable(one.tenant),
+            requests=one.requests,
+            prompt_tokens=one.prompt_tokens,
+            reused_tokens=one.reused_tokens,
+            pages=pages.get(one.tenant, 0),
+        )
+        for one in namespaces
+    ]
+
+
+def load_figures(costs: EngineCosts) -> LiveLoads:
+    """Return what was loaded lately, and what computing takes."""
     recent, seconds = costs.recent, costs.prefill_seconds_per_token
     return LiveLoads(
         prefill_tokens_per_s=1 / seconds if seconds else None,
@@ -213,7 +246,8 @@ def _loads(costs: EngineCosts) -> LiveLoads:
     )
 
 
-def _tier(tier: TierStats, costs: EngineCosts) -> LiveTier:
+def tier_figures(tier: TierStats, costs: EngineCosts) -> LiveTier:
+    """Return one tier as JSON has it; names are made showable."""
     counted = {name: int(value) for name, value in tier.counters.items()}
     return LiveTier(
         name=showable(tier.name),
@@ -230,6 +264,8 @@ def _tier(tier: TierStats, costs: EngineCosts) -> LiveTier:
         drops=counted["drops"],
         errors=counted["errors"],
         damaged=counted["damaged"],
+        late=counted["late"],
+        evictions=counted["evictions"],
         read_bytes=counted["read_bytes"],
         written_bytes=counted["written_bytes"],
         read_bytes_per_s=costs.read_bytes_per_s(tier.name),

@@ -13,25 +13,31 @@ from kvkeep.core.keys import Namespace
 from kvkeep.serve.http import BodyBudget
 from kvkeep.serve.server.engine_costs import EngineCosts
 from kvkeep.serve.server.errors import ApiError, outcome_of
-from kvkeep.serve.server.live import Live
+from kvkeep.serve.server.live import EngineState, Live
+from kvkeep.serve.server.losses import ServerLosses, loss_counts
 from kvkeep.serve.server.metrics import ServerMetrics
 from kvkeep.serve.server.record import JobRecorder
 from kvkeep.serve.server.retention import Retention
 from kvkeep.serve.server.tenant_usage import TenantUsage
 from kvkeep.serve.server.thread_pools import ThreadPools
 from kvkeep.serve.server.tier_retention import TierRetention
+from kvkeep.serve.server.usage_report import UsagePart, usage_report
 from kvkeep.serve.server.watching import Watching
 from kvkeep.serve.server.worker import EngineStopped, Generation, Worker
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from kvkeep.bench.traces import Capture
     from kvkeep.core.cache import CacheStats
+    from kvkeep.observe.explain import Explainer
     from kvkeep.observe.usage import RequestObserver
+    from kvkeep.observe.usage.lately import Counts
     from kvkeep.serve.engine import Delta, Engine, Tokenizer
+    from kvkeep.serve.server.schemas.usage import UsageResponse
     from kvkeep.serve.server.settings import ServerSettings
     from kvkeep.serve.server.worker import Call, Job
+    from kvkeep.store.tiers import TierStats
 
 __all__ = ["ServedRequest", "Service"]
 
@@ -78,7 +84,8 @@ class Service:
                 engine, settings.pin_share, weights=settings.weights
             )
         self.metrics.tier_retention = self.tier_retention
-        self.live = Live(self)
+        self.losses = ServerLosses(self.loss_counts)
+        self.live = Live(EngineState(self))
         self.worker = Worker(engine, flush_timeout_s=settings.flush_timeout_s)
         self.began = int(time.time())
         self.draining = False
@@ -90,6 +97,7 @@ class Service:
     def start(self) -> None:
         """Begin to take requests, in the running event loop."""
         self.engine.observe(*self.watching.start(), self.costs.see, *self._observers)
+        self.losses.start()
         self.worker.start()
 
     def stop(self) -> None:
@@ -99,6 +107,7 @@ class Service:
             self.tier_retention.close()
         self.watching.close()
         self.live.close()
+        self.losses.close()
         self.threads.close()
 
     @property
@@ -106,6 +115,28 @@ class Service:
         """The engine's tokenizer."""
         assert self.engine.tokenizer is not None, "create_app checks it"
         return self.engine.tokenizer
+
+    @property
+    def explainer(self) -> Explainer | None:
+        """What explains requests; None if the server was told not to."""
+        return self.watching.explainer
+
+    @property
+    def unexplained(self) -> str:
+        """Why requests are not explained, if they are not."""
+        return "this server explains no requests: it was started with --no-explain"
+
+    @property
+    def decode(self) -> Callable[[Sequence[int]], str] | None:
+        """What makes text of tokens for explanations; None if they are to have none."""
+        return self.tokenizer.decode if self.settings.text else None
+
+    def usage(self, part: UsagePart) -> UsageResponse:
+        """Return what tenants used. Cost: a pass over namespaces and tenants."""
+        name = self.settings.name
+        return usage_report(
+            self.watching.tenants, self.retention, self.tier_retention, part, model=name
+        )
 
     @property
     def longest_prompt(self) -> int:
@@ -137,6 +168,16 @@ class Service:
         """Return the statistics of the engine's store, None without one."""
         store = self.engine.store
         return None if store is None else (await asyncio.to_thread(store.stats)).as_dict()
+
+    def loss_counts(
+        self, cache: CacheStats | None = None, tiers: Sequence[TierStats] | None = None
+    ) -> Counts:
+        """Return what was lost, from these statistics or those of now. Thread safety: safe."""
+        if cache is None:
+            cache = self.engine.cache.stats()
+        if tiers is None:
+            tiers = () if self.engine.store is None else self.engine.store.stats().tiers
+        return loss_counts(cache.evicted_pages, tiers, self.metrics.requests)
 
     def keep(self, job: Job) -> None:
         """Pin what a job wants to be kept of its prompt, which is computed. Thread safety: safe."""
@@ -182,15 +223,6 @@ class Service:
             raise ApiError(503, "this server is shutting down", code="shutting_down")
         if not self.worker.alive:
             raise EngineStopped("the engine has stopped")
-
-    def refuse_if_stuck(self) -> None:
-        """Raise `EngineStopped` or `ApiError` 503 if the engine's thread is dead or stuck."""
-        if not self.worker.alive:
-            raise EngineStopped("the engine has stopped")
-        busy, limit = self.worker.busy_s, self.settings.step_limit_s
-        if busy > limit:
-            message = f"a step of the engine has taken {busy:.0f} s so far, longer than {limit:g} s"
-            raise ApiError(503, message, code="engine_stuck")
 
     def _refuse_if_full(self) -> None:
         """Refuse early, before tokenizing, by the number of requests; the engine counts exactly."""

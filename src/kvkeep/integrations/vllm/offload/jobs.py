@@ -286,7 +286,7 @@ class TierJobs:
             loaded_tokens=moved, failed_tokens=failed, late_tokens=late,
             load_seconds=ended.seconds,
         )  # fmt: skip
-        self._store.count_hits(self._counts)
+        self._store.count_tiers(self._counts)
 
     def _tokens(self, keys: object) -> int:
         assert hasattr(keys, "__iter__")

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
 )
-from vllm.v1.kv_offload.base import OffloadingCounterMetadata
+from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
 
-from kvkeep.integrations.vllm.stats import HITS, METRICS
+from kvkeep.integrations.vllm.stats import METRICS, metric_of
+from kvkeep.integrations.vllm.tier_figures import NOW, TIER_COUNTERS, TIER_GAUGES
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingMetricMetadata
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 __all__ = ["definitions", "taken"]
 
 _PREFIX = "vllm:kvkeep_tier_"
-_HIT_BLOCKS = f"{_PREFIX}hit_blocks"
 
 
 def definitions() -> dict[str, OffloadingMetricMetadata]:
@@ -28,9 +28,19 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
         _PREFIX + name: OffloadingCounterMetadata(documentation=text)
         for name, text in METRICS.items()
     }
-    found[_HIT_BLOCKS] = OffloadingCounterMetadata(
-        documentation="Loaded chunks, by the tier they were read from", labelnames=("tier",)
-    )
+    found |= {
+        _PREFIX + metric_of(name): OffloadingCounterMetadata(
+            documentation=text.replace("Blocks", "Chunks").replace("blocks", "chunks"),
+            labelnames=("tier",),
+        )
+        for name, text in TIER_COUNTERS.items()
+    }
+    found |= {
+        _PREFIX + name: OffloadingGaugeMetadata(
+            documentation=f"{text}, at the last step", labelnames=("tier",)
+        )
+        for name, text in TIER_GAUGES.items()
+    }
     return found
 
 
@@ -41,8 +51,12 @@ def taken(counts: Counts) -> OffloadingConnectorStats | None:
         return None
     told = OffloadingConnectorStats()
     for name, amount in stats.data.items():
-        if name.startswith(HITS):
-            told.increase_counter(_HIT_BLOCKS, amount, (name.removeprefix(HITS),))
+        counter, _, tier = name.partition(" ")
+        if name.startswith(NOW):
+            gauge, _, tier = name.removeprefix(NOW).split(" ", 2)
+            told.set_gauge(_PREFIX + gauge, amount, (tier,))
+        elif counter in TIER_COUNTERS:
+            told.increase_counter(_PREFIX + metric_of(counter), amount, (tier,))
         else:
             told.increase_counter(_PREFIX + name, amount)
     return told

@@ -26,6 +26,7 @@ ROUTERS = (
     kv.router,
     tiers.router,
     see.router,
+    see.prompts,
     usage.router,
     cost.router,
     map.router,

@@ -18,13 +18,14 @@ from kvkeep.serve.server.parsing import parse_body
 from kvkeep.serve.server.schemas.prompt import PromptRequest
 from kvkeep.serve.server.schemas.responses import ErrorResponse
 from kvkeep.serve.server.service import Service
+from kvkeep.serve.server.status import StatusSource
 
 if TYPE_CHECKING:
     from kvkeep.core.tokens import TokenArray
 
 __all__ = [
     "ERRORS", "EVENTS", "READ_ERRORS", "TEXT_ERRORS", "Errors", "JSONRoute", "SaltQuery",
-    "ServiceOf", "check_model", "errors", "read_prompt", "require_key",
+    "ServiceOf", "StatusOf", "check_model", "errors", "read_prompt", "require_key",
 ]  # fmt: skip
 
 Errors = dict[int | str, dict[str, Any]]
@@ -115,6 +116,14 @@ def _service(request: Request) -> Service:
 
 
 ServiceOf = Annotated[Service, Depends(_service)]
+
+
+def _status(request: Request) -> StatusSource:
+    source: StatusSource = request.app.state.service
+    return source
+
+
+StatusOf = Annotated[StatusSource, Depends(_status)]
 SaltQuery = Annotated[
     str | None, Query(max_length=256, description="A cache_salt; default: all namespaces.")
 ]

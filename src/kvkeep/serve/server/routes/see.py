@@ -1,7 +1,6 @@
 """``/kv``: why prompts missed, the last requests, and the server's state at this moment."""
 
 import asyncio
-from collections.abc import Callable, Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Query
@@ -15,6 +14,7 @@ from kvkeep.serve.server.routes.base import (
     READ_ERRORS,
     JSONRoute,
     ServiceOf,
+    StatusOf,
     errors,
     read_prompt,
 )
@@ -25,12 +25,14 @@ from kvkeep.serve.server.schemas.see import (
     RequestsResponse,
     SummaryResponse,
 )
-from kvkeep.serve.server.service import Service
+from kvkeep.serve.server.status import StatusSource
 from kvkeep.serve.server.stored import stored
 
-__all__ = ["router"]
+__all__ = ["prompts", "router"]
 
 router = APIRouter(prefix="/kv", tags=["cache"], route_class=JSONRoute)
+# What needs a tokenizer and the cache itself.
+prompts = APIRouter(prefix="/kv", tags=["cache"], route_class=JSONRoute)
 
 _NOT_HERE = errors(404)
 _MOST = 1000
@@ -39,7 +41,7 @@ _MOST = 1000
 @router.get("/explain/{id:path}", responses={**READ_ERRORS, **_NOT_HERE}, operation_id="kv_explain")
 async def explain(
     id: Annotated[str, Path(min_length=1, max_length=256, description="A response's: cmpl-….")],
-    service: ServiceOf,
+    service: StatusOf,
 ) -> ExplainResponse:
     """Why each token of a request's prompt was reused or computed; also while it runs."""
     explainer = _explainer(service)
@@ -48,7 +50,7 @@ async def explain(
         explained = explainer.explain(id)
         if explained is None:
             return None
-        return explaining.as_answer(explained, id=id, decode=_decode(service))
+        return explaining.as_answer(explained, id=id, decode=service.decode)
 
     answer = await service.threads.for_inspection(look)
     if answer is None:
@@ -57,7 +59,7 @@ async def explain(
     return answer
 
 
-@router.post("/explain", responses={**ERRORS, **_NOT_HERE}, operation_id="kv_explain_prompt")
+@prompts.post("/explain", responses={**ERRORS, **_NOT_HERE}, operation_id="kv_explain_prompt")
 async def explain_prompt(body: ExplainRequest, service: ServiceOf) -> ExplainResponse:
     """The same for a prompt, as if it were sent now. Changes nothing."""
     explainer = _explainer(service)
@@ -75,14 +77,14 @@ async def explain_prompt(body: ExplainRequest, service: ServiceOf) -> ExplainRes
             missing=missing,
             stored=cached.stored_tokens,
         )
-        return explaining.as_answer(explained, id=None, decode=_decode(service))
+        return explaining.as_answer(explained, id=None, decode=service.decode)
 
     return await service.threads.for_inspection(look)
 
 
 @router.get("/requests", responses={**READ_ERRORS, **_NOT_HERE}, operation_id="kv_requests")
 async def requests(
-    service: ServiceOf, last: Annotated[int, Query(ge=1, le=_MOST)] = 50
+    service: StatusOf, last: Annotated[int, Query(ge=1, le=_MOST)] = 50
 ) -> RequestsResponse:
     """The last requests, newest first."""
     explainer = _explainer(service)
@@ -96,7 +98,7 @@ async def requests(
 
 @router.get("/summary", responses={**READ_ERRORS, **_NOT_HERE}, operation_id="kv_summary")
 async def summary(
-    service: ServiceOf, last: Annotated[int, Query(ge=1, le=_MOST)] = _MOST
+    service: StatusOf, last: Annotated[int, Query(ge=1, le=_MOST)] = _MOST
 ) -> SummaryResponse:
     """The tokens that the last requests reused and computed, and the costliest causes."""
     explainer = _explainer(service)
@@ -106,18 +108,13 @@ async def summary(
 
 
 @router.get("/live", response_model=LiveResponse, responses=READ_ERRORS, operation_id="kv_live")
-async def live(service: ServiceOf) -> Response:
+async def live(service: StatusOf) -> Response:
     """The server's state, half a second old at most, for clients that poll every second."""
     return Response(await service.live.answer(), media_type="application/json")
 
 
-def _explainer(service: Service) -> Explainer:
-    explainer = service.watching.explainer
+def _explainer(source: StatusSource) -> Explainer:
+    explainer = source.explainer
     if explainer is None:
-        message = "this server explains no requests: it was started with --no-explain"
-        raise ApiError(404, message, code="explain_off")
+        raise ApiError(404, source.unexplained, code="explain_off")
     return explainer
-
-
-def _decode(service: Service) -> Callable[[Sequence[int]], str] | None:
-    return service.tokenizer.decode if service.settings.text else None

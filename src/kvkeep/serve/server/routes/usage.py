@@ -1,17 +1,16 @@
 """``/kv/usage``: what each tenant read, computed and kept."""
 
 import asyncio
-import time
-from dataclasses import asdict
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from kvkeep.observe.usage.sheet import as_csv, wants_csv
-from kvkeep.serve.server.routes.base import READ_ERRORS, JSONRoute, ServiceOf
-from kvkeep.serve.server.schemas.usage import TenantRow, UsageResponse
-from kvkeep.serve.server.service import Service
+from kvkeep.observe.usage.shortened import TenantOrder
+from kvkeep.serve.server.routes.base import READ_ERRORS, JSONRoute, StatusOf
+from kvkeep.serve.server.schemas.usage import UsageResponse
+from kvkeep.serve.server.usage_report import UsagePart
 
 __all__ = ["router"]
 
@@ -29,44 +28,27 @@ _CSV_TYPE = "text/csv; charset=utf-8"
 )
 async def usage(
     request: Request,
-    service: ServiceOf,
+    service: StatusOf,
+    *,
     format: Annotated[
         Literal["json", "csv"] | None,
         Query(description="Default: csv if the header Accept is text/csv, else json."),
     ] = None,
+    order: Annotated[TenantOrder, Query(description="Those with the most first.")] = (
+        "prompt_tokens"
+    ),
+    search: Annotated[
+        str, Query(max_length=256, description="Rows of tenants whose cache_salt contains it.")
+    ] = "",
+    most: Annotated[
+        int | None, Query(ge=1, description="At most so many rows; the others are in the last.")
+    ] = None,
 ) -> Response:
     """What each tenant used since the start of the server, and what it keeps now."""
-    answer = await asyncio.to_thread(_usage, service)
+    answer = await asyncio.to_thread(service.usage, UsagePart(order, search, most))
     if wants_csv(format, request.headers.get("accept", "")):
         return Response(as_csv(_cells(answer)), headers={"content-type": _CSV_TYPE})
     return Response(answer.model_dump_json(), media_type="application/json")
-
-
-def _usage(service: Service) -> UsageResponse:
-    meter = service.watching.tenants
-    meter.sample()
-    pinned = service.retention.tokens_of()
-    tiers = service.tier_retention
-    retained = {} if tiers is None else tiers.tokens_of()
-    rows = [
-        TenantRow(
-            cache_salt=line.tenant,
-            **asdict(line.counts),
-            pool_tokens=line.pool_tokens,
-            tier_tokens=round(line.tier_tokens),
-            pinned_tokens=_taken(pinned, line.tenant),
-            retained_tokens=_taken(retained, line.tenant),
-        )
-        for line in meter.ledger.report()
-    ]
-    return UsageResponse(
-        model=service.settings.name, since=meter.since, until=time.time(), tenants=rows
-    )
-
-
-def _taken(tokens: dict[str, int], tenant: str | None) -> int:
-    """Take the tokens of a tenant out of ``tokens``; for None, the last line, all that are left."""
-    return sum(tokens.values()) if tenant is None else tokens.pop(tenant, 0)
 
 
 def _cells(answer: UsageResponse) -> list[dict[str, object]]:

@@ -1,6 +1,6 @@
 """``/kv/explain``, ``/kv/requests``, ``/kv/summary``, ``/kv/live``: requests and responses."""
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -8,9 +8,10 @@ from kvkeep.serve.server.schemas.base import ResponseModel
 from kvkeep.serve.server.schemas.prompt import PromptRequest
 
 __all__ = [
-    "DivergedText", "ExplainRequest", "ExplainResponse", "LiveLoads", "LivePages", "LivePoint",
-    "LiveResponse", "LiveSession", "LiveTenant", "LiveTier", "LiveTimes", "LiveTotals", "LiveTtft",
-    "PrefillCause", "PromptSpan", "RequestSummary", "RequestsResponse", "SummaryResponse",
+    "DivergedText", "ExplainRequest", "ExplainResponse", "LiveLoads", "LiveLoss", "LivePages",
+    "LivePoint", "LiveResponse", "LiveSession", "LiveSource", "LiveTenant", "LiveTier",
+    "LiveTimes", "LiveTotals", "LiveTtft", "PrefillCause", "PromptSpan",
+    "RequestSummary", "RequestsResponse", "SummaryResponse",
 ]  # fmt: skip
 
 _REUSED = "Tokens by source: pool, or the name of a tier."
@@ -94,6 +95,8 @@ class PrefillCause(ResponseModel):
     position: int | None = Field(description="The token at which prompts diverge, if they do.")
     example: str = Field(description="The id of one of the requests.")
     sentence: str
+    tenants: int = Field(description="How many cache_salts have it.")
+    advice: str | None = Field(description="What to do against it; null: nothing.")
 
 
 class SummaryResponse(ResponseModel):
@@ -118,6 +121,30 @@ class LiveTotals(ResponseModel):
     loaded_tokens: int
     generated_tokens: int
     evicted_pages: int
+
+
+class LiveSource(ResponseModel):
+    """Where reused tokens came from, since the start."""
+
+    source: str = Field(description="pool, or the name of a tier.")
+    tokens: int
+    saved_s: float = Field(
+        description="Seconds of computing them, each at the average time of a computed token."
+    )
+
+
+class LiveLoss(ResponseModel):
+    """How often something was evicted or failed."""
+
+    kind: Literal["eviction", "error", "refusal"]
+    what: str = Field(
+        description="Requests: failed, timeout, refused; tiers: errors (failed calls), late "
+        "(reads), damaged, dropped and evicted (blocks); evicted: pages of the pool."
+    )
+    place: str = Field(description="pool, requests, or the name of a tier.")
+    minute: int = Field(description="In the last minute.")
+    ten_minutes: int
+    total: int = Field(description="Since the start.")
 
 
 class LivePages(ResponseModel):
@@ -163,6 +190,8 @@ class LiveTier(ResponseModel):
     drops: int
     errors: int
     damaged: int
+    late: int = Field(description="Reads that were not answered in time.")
+    evictions: int
     read_bytes: int
     written_bytes: int
     read_bytes_per_s: float | None = Field(
@@ -243,14 +272,23 @@ class LiveResponse(ResponseModel):
     uptime_s: float
     version: str
     model: str
-    policy: str = Field(description="The eviction policy.")
+    engine: str = Field(
+        default="kvkeep", description="What computes: kvkeep, or the engine that kvkeep is in."
+    )
+    policy: str = Field(description="The eviction policy of the pool.")
     page_size: int
     text: bool = Field(description="False with --no-text.")
     explain: bool = Field(description="False with --no-explain.")
     changes: bool = Field(description="Whether nodes can be pinned and evicted here.")
+    map: bool = Field(
+        default=True,
+        description="Whether there is /kv/map, and prompts that were not sent are explained.",
+    )
     running: int
     waiting: int
     totals: LiveTotals
+    reused: list[LiveSource] = Field(description="The pool first.")
+    losses: list[LiveLoss] = Field(description="Without those that never happened.")
     pages: LivePages
     ttft: LiveTtft
     history: list[tuple[int, int, int]] = Field(

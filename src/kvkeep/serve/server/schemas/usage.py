@@ -38,6 +38,7 @@ class UsageResponse(ResponseModel):
     model: str
     since: float = Field(description="Unix seconds: the start of the server.")
     until: float = Field(description="Unix seconds.")
+    count: int = Field(description="Tenants with a row of their own that ``search`` finds.")
     tenants: list[TenantRow] = Field(
         description="Those with the most prompt tokens first; all others together last."
     )

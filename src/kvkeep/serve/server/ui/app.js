@@ -1,6 +1,7 @@
 // The dashboard: what to poll when, the theme, the API key, the notice while the server is down.
 
 import {Refused, ask, key, setKey} from "./api.js";
+import {drawCauses} from "./causes.js";
 import {drawHistory, drawWhatIf, redraw} from "./charts.js";
 import {setClock} from "./clock.js";
 import * as dialogs from "./dialogs.js";
@@ -8,8 +9,11 @@ import {byId, el, hide, say, shown} from "./dom.js";
 import {askPrompt} from "./explain.js";
 import {drawLive} from "./live.js";
 import {Poll, isStopped, stop, wake} from "./poll.js";
-import {drawCauses, drawRequests} from "./requests.js";
+import {drawRequests} from "./requests.js";
+import {breakAll} from "./series.js";
 import {drawTables} from "./tables.js";
+import {Tenants} from "./tenants.js";
+import {drawTiles} from "./tiles.js";
 import {Explorer} from "./tree.js";
 import {ago, seconds} from "./words.js";
 
@@ -41,6 +45,7 @@ const notice = (...parts) => {
 };
 
 const silent = (error, wait) => {
+  breakAll();
   if (error instanceof Refused && error.status === 401) {
     locked(error);
     return;
@@ -105,9 +110,14 @@ new Poll({
     setClock(answer.at);
     state("live", "Live");
     notice();
+    // What this server does not tell has no part: inside another engine there is no tree.
+    const mapped = Boolean(answer.pages) && answer.map !== false;
+    hide(byId("kept"), !mapped);
+    hide(byId("ask"), !mapped);
     drawLive(answer);
+    drawTiles(answer);
     drawHistory(answer.history);
-    drawWhatIf(answer.what_if);
+    drawWhatIf(mapped ? answer.what_if : undefined);
     drawTables(answer);
   },
   failed: silent,
@@ -119,7 +129,8 @@ const section = (id, every, load, show) => new Poll({
   element: byId(id),
   ready: known,
   load: async () => {
-    if (live.explain === false) throw new Refused(404, NOT_EXPLAINED, null);
+    // Another engine says why, when it is asked.
+    if (live.explain === false && live.engine === "kvkeep") throw new Refused(404, NOT_EXPLAINED, null);
     return load();
   },
   show,
@@ -129,6 +140,7 @@ const section = (id, every, load, show) => new Poll({
 section("requests", REQUESTS_MS, () => ask("kv/requests", {query: {last: 50}}), drawRequests);
 section("causes", SUMMARY_MS, () => ask("kv/summary", {query: {last: 1000}}), drawCauses);
 new Explorer(known, () => Boolean(live && live.changes));
+new Tenants(known, () => live);
 
 byId("ask").addEventListener("click", askPrompt);
 
@@ -148,6 +160,7 @@ byId("pause").addEventListener("click", () => {
     return;
   }
   paused = true;
+  breakAll();
   dressPause();
   stop(true);
   state("paused", "Paused");

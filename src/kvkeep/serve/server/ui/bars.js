@@ -28,29 +28,23 @@ export const swatch = (kind) =>
     svg("rect", {class: `p-${kind}`, width: 10, height: 10}));
 export const keyItem = (kind, ...text) => el("li", {}, swatch(kind), ...text);
 
-// A line through `values`, null where there is none; from zero to its largest, or `most`.
-export const spark = (host, values, most = null) => {
-  const top = most ?? Math.max(...values.filter((one) => one !== null), 0);
-  const step = 100 / Math.max(1, values.length - 1);
-  let path = "", open = false, last = 0;
-  const areas = [];
-  const end = () => {
-    if (open) areas.push(`${path.slice(path.lastIndexOf("M"))}V30H${areas.from}Z`);
-  };
-  values.forEach((value, at) => {
-    if (value === null) {
-      end();
-      open = false;
-      return;
+// A line through `points` [time, value or null], from the time `from` to `to`, from zero to the
+// largest value or `most`. No line leads over null; a value alone is a dot.
+export const spark = (host, points, {from, to, most = null}) => {
+  const top = most ?? Math.max(...points.map(([, value]) => value ?? 0), 0);
+  const scale = 100 / Math.max(1e-3, to - from);
+  const runs = [];
+  let run = null;
+  for (const [at, value] of points) {
+    if (value === null) run = null;
+    else {
+      if (!run) runs.push(run = []);
+      run.push([(scale * (at - from)).toFixed(2), (28 - 25 * (top ? value / top : 0)).toFixed(2)]);
     }
-    const x = (at * step).toFixed(2), y = (28 - 25 * (top ? value / top : 0)).toFixed(2);
-    if (!open) areas.from = x;
-    path += `${open ? "L" : "M"}${x} ${y}`;
-    open = true;
-    last = x;
-  });
-  end();
-  host.replaceChildren(svg("path", {class: "area", d: areas.join("") || "M0 0"}),
-    svg("path", {class: "line", d: path || "M0 0"}));
-  return last;
+  }
+  const line = (one) => `M${one.map(([x, y]) => `${x} ${y}`).join("L")}${one.length > 1 ? "" : "h0"}`;
+  host.replaceChildren(
+    svg("path", {class: "area", d: runs.map((one) =>
+      `${line(one)}V30H${one[0][0]}Z`).join("") || "M0 0"}),
+    svg("path", {class: "line", d: runs.map(line).join("") || "M0 0"}));
 };

@@ -57,7 +57,7 @@ const historyOptions = () => ({
   cursor: {y: false, drag: {x: false, y: false}, points: {size: 7}},
   scales: {x: {range: (_, low, high) => [low - 2.5, Math.max(high, low + 60) + 2.5]},
     "%": {range: [0, 1.02]},
-    tokens: {range: (_, low, high) => [0, high * 1.05 || 1]}},
+    tokens: {range: (_, low, high) => [0, Math.max(4, high * 1.05)]}},
   axes: [
     {...axis(), space: 70, size: 30, values: [[60, "{HH}:{mm}", null, null, null, null, null, null, 1],
       [1, "{HH}:{mm}:{ss}", null, null, null, null, null, null, 1]]},
@@ -66,7 +66,7 @@ const historyOptions = () => ({
       values: (_, splits) => splits.map((at) => amount(at))},
   ],
   series: [{}, bars(colour("p-computed")), bars(colour("p-kept")),
-    {scale: "%", stroke: colour("accent"), width: 2, spanGaps: true, points: {show: false}}],
+    {scale: "%", stroke: colour("accent"), width: 2, points: {show: false}}],
   hooks: {setCursor: [(plot) => pointed(plot.cursor.idx)]},
 });
 
@@ -80,7 +80,8 @@ const pointed = (at) => {
 
 const history = new Chart(byId("history"), historyOptions);
 export const drawHistory = (found) => {
-  rows = found;
+  hide(byId("history-card"), !found);
+  rows = found || [];
   const asked = rows.reduce((all, one) => all + one[1], 0);
   const reused = rows.reduce((all, one) => all + one[2], 0);
   sum = asked ? `Bars: ${tokens(asked)} of prompts, ${tokens(reused)} of them reused (in colour). `
@@ -121,6 +122,7 @@ const sentence = () => {
     : `Twice the pages would have reused ${share(twice.hit_rate)} instead of ${share(now.hit_rate)}.`;
 };
 export const drawWhatIf = (found) => {
+  hide(byId("whatif-card"), found === undefined);
   const there = Boolean(found && found.length);
   hide(byId("whatif"), !there);
   hide(byId("whatif-points"), !there);

@@ -1,24 +1,27 @@
-// Polled each second: the header, the figures with their sparklines, the pool, the charts.
+// Polled each second: the header, the figures with their sparklines, the pool.
 
 import {fillBar, keyItem, spark} from "./bars.js";
-import {byId, el, say, shown} from "./dom.js";
-import {amount, bytes, many, running, seconds, share, tokens, whole} from "./words.js";
+import {byId, el, hide, say, shown} from "./dom.js";
+import {Series, clearAll} from "./series.js";
+import {UNTOLD, amount, bytes, many, running, seconds, share, whole} from "./words.js";
 
-const REMEMBERED = 120;  // responses, for the sparklines
-const before = {warm: [], cold: [], running: []};
+const SPAN_S = 120;  // of the sparklines
+const SHORT_S = 20;  // a line that has just begun is not drawn over the whole width
+const EACH_S = 5;  // of the history
+const MINUTE_S = 60;
 
-const figure = (id, value, note) => {
-  const card = byId(id);
-  say(card.querySelector(".value"), value);
-  say(card.querySelector(".note"), note);
-  return card.querySelector(".spark");
+export const figure = (id, value, note = UNTOLD) => {
+  say(byId(id).querySelector(".value"), value);
+  say(byId(id).querySelector(".note"), note);
 };
-const remember = (name, value) => {
-  const list = before[name];
-  list.push(value);
-  if (list.length > REMEMBERED) list.shift();
-  return list;
+export const follow = () => new Series(SPAN_S);
+// Draw the line of a tile up to `at`, with the value there.
+export const draw = (id, series, at, value) => {
+  series.add(at, value);
+  const begun = Math.min(series.points[0][0], at - SHORT_S);
+  spark(byId(id).querySelector(".spark"), series.points, {from: begun, to: at});
 };
+const lines = {warm: follow(), cold: follow(), running: follow()};
 
 export const rates = (history) => {
   const prompts = history.reduce((sum, one) => sum + one[1], 0);
@@ -27,27 +30,34 @@ export const rates = (history) => {
 };
 
 const hitRate = (live) => {
+  if (!live.history) {
+    figure("rate", "–");
+    return;
+  }
   const {prompts, rate} = rates(live.history);
   const all = live.totals;
-  const saved = all.cached_tokens; // those loaded from tiers are part of them
-  const overall = all.prompt_tokens ? `${share(saved / all.prompt_tokens)} since the start, `
-    + `${tokens(saved)} not computed` : "no prompt yet";
-  const line = live.history.map(([, asked, had]) => (asked ? had / asked : null));
-  spark(figure("rate", prompts ? share(rate) : "–", overall), line, 1);
+  figure("rate", prompts ? share(rate) : "–", all?.prompt_tokens
+    ? `of the last ten minutes; ${share(all.cached_tokens / all.prompt_tokens)} since the start`
+    : "no prompt yet");
+  const begun = live.history.length ? live.history[0][0] : live.at;
+  spark(byId("rate").querySelector(".spark"),
+    live.history.map(([at, asked, had]) => [at, asked ? had / asked : null]),
+    {from: Math.min(begun, live.at - MINUTE_S), to: live.at + EACH_S, most: 1});
 };
 
-const firstToken = (name, figures, other) => {
+const firstToken = (live, name) => {
+  const figures = live.ttft?.[name];
   const has = figures && figures.count > 0 && figures.p50_s !== null;
-  const line = remember(name, has ? figures.p50_s : null);
-  const note = has ? `half of ${many(figures.count, "request")}; 95 % within ${seconds(figures.p95_s)}`
-    : other;
-  spark(figure(name, has ? seconds(figures.p50_s) : "–", note), line);
+  figure(name, has ? seconds(figures.p50_s) : "–", !live.ttft ? undefined : has
+    ? `half of ${many(figures.count, "request")}; 95 % within ${seconds(figures.p95_s)}`
+    : `no ${name} prompt in the last 5 minutes`);
+  draw(name, lines[name], live.at, has ? figures.p50_s : null);
 };
 
 const busy = (live) => {
-  const value = live.waiting ? `${whole(live.running)} + ${whole(live.waiting)}` : whole(live.running);
-  const note = `${many(live.totals.requests, "request")} since the start`;
-  spark(figure("running", value, note), remember("running", live.running + live.waiting));
+  figure("running", live.waiting ? `${whole(live.running)} + ${whole(live.waiting)}`
+    : whole(live.running), `${many(live.totals?.requests ?? 0, "request")} since the start`);
+  draw("running", lines.running, live.at, live.running + live.waiting);
 };
 
 const STATES = [
@@ -59,6 +69,8 @@ const STATES = [
 const pool = (live) => {
   const {pages} = live;
   const host = byId("pool");
+  hide(host, !pages);
+  if (!pages) return;
   fillBar(host.querySelector(".stack"),
     STATES.map(([name, kind]) => ({amount: pages[name] || 0, kind})), pages.total);
   const list = host.querySelector(".key");
@@ -74,12 +86,21 @@ const pool = (live) => {
     STATES.map(([name, , text]) => `${amount(pages[name] || 0)} ${text}`).join(", "));
 };
 
+let begun = null;  // when the server began
 export const drawLive = (live) => {
-  say(byId("model"), `${shown(live.model)} · ${shown(live.policy)} · ${live.version}`);
+  const began = live.at - live.uptime_s;
+  if (begun !== null && began > begun + MINUTE_S / 12) {
+    clearAll();
+    traffic.clear();
+  }
+  begun = began;
+  const inside = live.engine === "kvkeep" ? "" : live.engine;
+  say(byId("model"), [live.model, inside, live.policy, live.version].filter(Boolean).map(shown)
+    .join(" · "));
   say(byId("uptime"), `up ${running(live.uptime_s)}`);
   hitRate(live);
-  firstToken("warm", live.ttft?.warm, "no warm prompt in the last 5 minutes");
-  firstToken("cold", live.ttft?.cold, "no cold prompt in the last 5 minutes");
+  firstToken(live, "warm");
+  firstToken(live, "cold");
   busy(live);
   pool(live);
 };
@@ -87,7 +108,7 @@ export const drawLive = (live) => {
 // Bytes per second of each tier, from one response to the next.
 const traffic = new Map();
 export const speed = (live) => {
-  for (const tier of live.tiers) {
+  for (const tier of live.tiers || []) {
     const old = traffic.get(tier.name);
     const now = {at: live.at, read: tier.read_bytes, written: tier.written_bytes};
     const span = old ? now.at - old.at : 0;

@@ -1,10 +1,10 @@
-// The last requests, each with a bar that opens its explanation; and the costliest causes, ranked.
+// The last requests, each with a bar that opens its explanation.
 
 import {bar, keyItem} from "./bars.js";
 import {now} from "./clock.js";
 import {byId, el, keyed, say, shown, theirs} from "./dom.js";
-import {explain, reasonName} from "./explain.js";
-import {ORDER, ago, many, seconds, share, tenantName, tokens, whole} from "./words.js";
+import {explain} from "./explain.js";
+import {ago, seconds, tenantName, tokens, whole} from "./words.js";
 
 byId("requests-key").append(keyItem("pool", "reused"), keyItem("loaded", "loaded from a tier"),
   keyItem("computed", "computed"));
@@ -48,40 +48,4 @@ export const drawRequests = (answer) => {
   say(byId("requests-said"), list.length ? ""
     : "Nothing was asked yet. A request appears here as soon as it begins.");
   keyed(byId("requests-list"), list, (one) => one.id, make, fill);
-};
-
-// --- causes ------------------------------------------------------------------------------------
-
-const CAUSES = 8;
-// Without the share at its beginning, which is shown beside it.
-const sentenceOf = (cause) => {
-  const said = shown(cause.sentence).replace(/^[^:]{0,30}of all computed tokens: /, "");
-  return said.charAt(0).toUpperCase() + said.slice(1);
-};
-const causeKey = (cause) => [cause.reason, cause.cache_salt, cause.position].join(" ");
-
-export const drawCauses = (answer) => {
-  const computed = Object.values(answer.computed).reduce((sum, one) => sum + one, 0);
-  say(byId("causes-said"), !answer.requests ? "Nothing was asked yet."
-    : `Of the last ${many(answer.requests, "request")}, ${tokens(computed)} of `
-      + `${tokens(answer.prompt_tokens)} were computed. What costs most comes first`
-      + `${answer.causes.length > CAUSES ? `; ${whole(answer.causes.length - CAUSES)} smaller `
-        + "causes are left out." : "."}`);
-  const ranked = [...answer.causes].sort((a, b) => b.tokens - a.tokens
-    || ORDER.indexOf(a.reason) - ORDER.indexOf(b.reason)).slice(0, CAUSES);
-  keyed(byId("causes-list"), ranked, causeKey, (cause) => el("li", {},
-    el("div", {class: "portion"}, el("b", {}), bar([])),
-    el("div", {}, el("p", {class: "sentence"}), el("p", {class: "quiet"})),
-    el("button", {type: "button"}, "Example")), (node, cause) => {
-    const [portion, text, button] = node.children;
-    say(portion.firstChild, share(cause.share));
-    portion.lastChild.replaceWith(bar([{amount: cause.share, kind: `r-${cause.reason}`}], 1));
-    const said = sentenceOf(cause);
-    if (text.firstChild.textContent !== said) text.firstChild.replaceChildren(theirs(said));
-    say(text.lastChild, [reasonName(cause.reason), tokens(cause.tokens),
-      many(cause.requests, "request")].join(" · "));
-    button.hidden = !cause.example;
-    button.onclick = () => explain(cause.example);
-    button.setAttribute("aria-label", `Example of: ${said}`);
-  });
 };

@@ -1,66 +1,56 @@
-// Tables that keep their rows from one response to the next, and become cards on a phone.
+// The tables of the answer that is polled each second: where reuse came from, losses, tiers, sessions,
+// conversations that wait.
 
 import {bar} from "./bars.js";
 import {now} from "./clock.js";
-import {byId, el, hide, keyed, say, shown, theirs} from "./dom.js";
+import {byId, el, hide, say, shown} from "./dom.js";
+import {health} from "./health.js";
 import {flow, speed} from "./live.js";
-import {ago, amount, bytes, running, share, tenantName, tokens, whole} from "./words.js";
+import {Table, meter, name, rate} from "./table.js";
+import {ago, amount, bytes, running, seconds, share, sourceName, tokens, whole} from "./words.js";
 
-// `columns`: [{head, text(item) or make() and update(node, item), number}]
-class Table {
-  constructor(host, name, columns) {
-    this.host = host;
-    this.columns = columns;
-    this.body = el("tbody");
-    const head = el("tr", {}, columns.map((one) =>
-      el("th", {scope: "col", class: one.number ? "n" : null}, one.head)));
-    this.wide = el("div", {class: "wide", role: "group", tabindex: 0, "aria-label": name, hidden: true},
-      el("table", {}, el("thead", {}, head), this.body));
-    host.append(this.wide);
-  }
+let moved = new Map(), losses = [];
 
-  draw(items, key) {
-    hide(this.wide, !items.length);
-    keyed(this.body, items, key, () => el("tr", {}, this.columns.map((one, at) =>
-      el(at ? "td" : "th", {scope: at ? null : "row", class: one.number ? "n" : null,
-        "data-label": one.head}, one.make ? one.make() : null))), (row, item) => {
-      this.columns.forEach((one, at) => {
-        const cell = row.children[at];
-        if (one.update) one.update(cell, item);
-        else say(cell, one.text(item));
-      });
-    });
-  }
-}
-
-const name = (of, hint) => ({
-  make: () => [theirs("", {class: "strong"}), el("small", {class: "quiet"})],
-  update: (cell, item) => {
-    say(cell.firstChild, shown(of(item)));
-    say(cell.lastChild, hint ? shown(hint(item)) : "");
-  },
-});
-const rate = (had, all) => (all ? share(had / all) : "–");
-// The reused share of prompts, as a bar and a number.
-const reuse = (head) => ({
-  head,
-  make: () => el("span", {class: "meter"}, bar([]), el("span", {})),
-  update: (cell, item) => {
-    const drawn = bar([{amount: item.reused_tokens, kind: "pool"}], item.prompt_tokens || 1);
-    cell.firstChild.firstChild.replaceWith(drawn);
-    say(cell.firstChild.lastChild, rate(item.reused_tokens, item.prompt_tokens));
-  },
-});
-
-const BREAKER = {
-  __proto__: null,
-  closed: ["good", "works"],
-  trying: ["fair", "being tried again"],
-  open: ["bad", "not asked: it failed"],
+const reused = new Table(byId("saved-table"), "Time saved", [
+  {head: "reused from", ...name((one) => one.name)},
+  {head: "tokens", number: true, text: (one) => amount(one.tokens)},
+  meter("share", (one) => [one.tokens, one.all]),
+  {head: "time saved", number: true, text: (one) => seconds(one.saved_s)},
+]);
+const drawReused = (list) => {
+  const sum = (field) => list.reduce((all, one) => all + one[field], 0);
+  const all = sum("tokens");
+  const rows = list.map((one) => ({...one, name: one.source === "pool" ? "the pool"
+    : sourceName(one.source), all}));
+  say(byId("saved-said"), "Tokens of prompts since the start that were not computed. Each counts the "
+    + "average time of a computed token at that moment.");
+  reused.draw(all ? [...rows, {source: "", name: "in all", tokens: all, all, saved_s: sum("saved_s")}]
+    : [], (one) => `s${one.source}`);
 };
-const health = (tier) =>
-  BREAKER[tier.breaker] || (tier.breaker ? ["fair", shown(tier.breaker)] : ["good", "works"]);
-let moved = new Map();
+
+const WHAT = {
+  __proto__: null,
+  failed: "requests failed", timeout: "requests timed out", refused: "requests refused",
+  errors: "calls failed", late: "reads came late", damaged: "records damaged",
+  dropped: "blocks not written",
+};
+const whatOf = (one) => (one.what === "evicted"
+  ? `${one.place === "pool" ? "pages" : "blocks"} evicted` : WHAT[one.what] || shown(one.what));
+const KINDS = ["error", "eviction", "refusal"];
+const lost = new Table(byId("losses-table"), "Evictions and errors", [
+  {head: "what", ...name(whatOf)},
+  {head: "where", text: (one) => (one.place === "requests" ? "server"
+    : one.place === "pool" ? "pool" : shown(one.place))},
+  {head: "last minute", number: true, text: (one) => amount(one.minute)},
+  {head: "ten minutes", number: true, text: (one) => amount(one.ten_minutes)},
+  {head: "since the start", number: true, text: (one) => amount(one.total)},
+]);
+const drawLost = (list) => {
+  say(byId("losses-said"), list.length ? "Errors come first, then evictions and refused requests."
+    : "Nothing was evicted, and nothing failed.");
+  lost.draw([...list].sort((a, b) => KINDS.indexOf(a.kind) - KINDS.indexOf(b.kind)
+    || b.minute - a.minute || b.total - a.total), (one) => `${one.what} ${one.place}`);
+};
 
 const tiers = new Table(byId("tiers-table"), "Tiers", [
   {head: "tier", ...name((tier) => tier.name, (tier) => tier.place)},
@@ -69,7 +59,7 @@ const tiers = new Table(byId("tiers-table"), "Tiers", [
     make: () => el("span", {class: "health"}, el("span", {class: "dot", "aria-hidden": "true"}),
       el("span", {})),
     update: (cell, tier) => {
-      const [kind, text] = health(tier);
+      const [kind, text] = health(tier, losses);
       cell.firstChild.dataset.kind = kind;
       say(cell.firstChild.lastChild, text);
     },
@@ -82,7 +72,8 @@ const tiers = new Table(byId("tiers-table"), "Tiers", [
       const drawn = bar([{amount: used, kind: "pool"}], tier.capacity || used || 1);
       cell.firstChild.firstChild.replaceWith(drawn);
       say(cell.firstChild.lastChild, tier.used_bytes === null ? "unknown" : tier.capacity
-        ? `${bytes(tier.used_bytes)} of ${bytes(tier.capacity)}` : bytes(tier.used_bytes));
+        ? `${share(tier.used_bytes / tier.capacity)} of ${bytes(tier.capacity)}`
+        : bytes(tier.used_bytes));
     },
   },
   {head: "blocks", number: true, text: (tier) => (tier.blocks === null ? "–" : amount(tier.blocks))},
@@ -91,6 +82,7 @@ const tiers = new Table(byId("tiers-table"), "Tiers", [
   {head: "read speed", number: true, text: (tier) => flow(tier.read_bytes_per_s || 0)},
   {head: "writes", number: true, text: (tier) => flow(moved.get(tier.name)?.writes || 0)},
   {head: "queue", number: true, text: (tier) => (tier.queued_bytes ? bytes(tier.queued_bytes) : "–")},
+  {head: "evicted", number: true, text: (tier) => (tier.evictions ? amount(tier.evictions) : "–")},
   {
     head: "lost", number: true,
     text: (tier) => [[tier.drops, "dropped"], [tier.errors, "failed"], [tier.damaged, "damaged"]]
@@ -102,7 +94,7 @@ const sessions = new Table(byId("sessions-table"), "Sessions", [
   {head: "session", ...name((one) => one.session, (one) => one.cache_salt || "")},
   {head: "turns", number: true, text: (one) => whole(one.turns)},
   {head: "tokens", number: true, text: (one) => amount(one.prompt_tokens)},
-  reuse("reused"),
+  meter("reused", (one) => [one.reused_tokens, one.prompt_tokens]),
   {head: "last", number: true, text: (one) => ago(Math.max(0, now() - one.last_at))},
 ]);
 const returns = new Table(byId("returns-table"), "Expected returns", [
@@ -115,13 +107,6 @@ const returns = new Table(byId("returns-table"), "Expected returns", [
   {head: "tokens", number: true, text: (one) => amount(one.tokens)},
   {head: "kept", text: (one) => (one.cached ? "yes" : "evicted")},
 ]);
-const tenants = new Table(byId("tenants-table"), "Tenants", [
-  {head: "tenant", ...name((one) => tenantName(one.cache_salt))},
-  {head: "requests", number: true, text: (one) => amount(one.requests)},
-  {head: "tokens", number: true, text: (one) => amount(one.prompt_tokens)},
-  reuse("reused"),
-  {head: "pages", number: true, text: (one) => amount(one.pages)},
-]);
 
 // How much of what is stored was loaded lately, because that is faster than computing it.
 const loaded = ({loaded_tokens: some, computed_stored_tokens: computed}) =>
@@ -130,23 +115,25 @@ const loaded = ({loaded_tokens: some, computed_stored_tokens: computed}) =>
 
 export const drawTables = (live) => {
   moved = speed(live);
-  say(byId("tiers-said"), live.tiers.length
-    ? `Where KV goes that the pool has no room for.${loaded(live.loads)}`
+  losses = live.losses || [];
+  drawReused(live.reused || []);
+  drawLost(losses);
+  const places = live.tiers || [];
+  say(byId("tiers-said"), places.length
+    ? `Where KV goes that the pool has no room for.${live.loads ? loaded(live.loads) : ""}`
     : "This server keeps KV in its pool alone: it was started without a store.");
-  tiers.draw(live.tiers, (one) => one.name);
-  say(byId("sessions-said"), live.sessions.length
-    ? "The latest conversations that were named in requests." : "No request has named a session yet.");
-  sessions.draw(live.sessions, (one) => `${one.cache_salt} ${one.session}`);
-  byId("returns").hidden = !live.returns;
+  tiers.draw(places, (one) => one.name);
+  hide(byId("sessions"), !live.sessions);
+  if (live.sessions) {
+    say(byId("sessions-said"), live.sessions.length
+      ? "The latest conversations that were named in requests." : "No request has named a session yet.");
+    sessions.draw(live.sessions, (one) => `${one.cache_salt} ${one.session}`);
+  }
+  hide(byId("returns"), !live.returns);
   if (live.returns) {
     say(byId("returns-said"), live.returns.length
       ? "Conversations that wait for their next request, learned from how earlier ones went on."
       : "No conversation waits.");
     returns.draw(live.returns.map((one, at) => ({...one, at})), (one) => one.at);
   }
-  say(byId("tenants-said"), live.tenants.length
-    ? "Prompts of one cache_salt share nothing with those of others; "
-      + `${tokens(live.totals.prompt_tokens)} in all.`
-    : "Nobody has asked anything yet.");
-  tenants.draw(live.tenants, (one) => `t${one.cache_salt}`);
 };

@@ -47,19 +47,21 @@ export const running = (value) => {
 // The names shown for the API's sources and reasons.
 export const REASONS = {
   __proto__: null,
-  new: "never seen",
   diverged: "differs",
   evicted: "evicted",
   not_admitted: "not cached",
-  other_namespace: "other namespace",
-  page_remainder: "rest of a page",
-  not_resumable: "no state there",
-  computing: "being computed",
-  not_loaded: "faster to compute",
   tier_unavailable: "tier unavailable",
   damaged: "damaged",
+  other_namespace: "other namespace",
+  not_resumable: "no state there",
+  not_loaded: "faster to compute",
+  computing: "being computed",
+  page_remainder: "rest of a page",
   last_token: "last token",
+  new: "never seen",
 };
 export const ORDER = Object.keys(REASONS);
 export const sourceName = (source) => (source === "pool" ? "pool" : `tier ${source}`);
 export const tenantName = (salt) => (salt ? salt : "(no salt)");
+// Instead of what an endpoint or a field of an answer would say.
+export const UNTOLD = "Not told by this server.";

@@ -1,0 +1,364 @@
+"""The dashboard's tiles in a real browser: they say what the tables say, and draw gaps as gaps."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from browsing import CUT, OVERLAPS, PHONE, WORDS, complete, live, plain, see, until
+from real_server import eventually
+from see_help import ask, forget_pool, storing, tokens_of
+
+from faults import FaultyBackend
+from kvkeep.observe.usage import PromptComputed
+from kvkeep.store.backends.memory import MemoryBackend
+from request_events import Requests
+
+pytestmark = [pytest.mark.model, pytest.mark.usefixtures("load_first")]
+
+LONG = 257  # four blocks, and the last token
+# Both in one turn of the page's event loop: no answer is drawn between them.
+BOTH = """() => {
+  const text = (node) => node.textContent.replaceAll("\\u00a0", " ");
+  const rows = (id) => [...document.querySelectorAll(`#${id} tbody tr`)].map((row) =>
+    Object.fromEntries([...row.children].map((cell) => [cell.dataset.label, text(cell)])));
+  const tile = (id) => ({value: text(document.querySelector(`#${id} .value`)),
+    note: text(document.querySelector(`#${id} .note`))});
+  return {
+    rate: tile("rate"), saved: tile("saved-tile"), tiers: tile("tiers-tile"),
+    evictions: tile("evictions-tile"), errors: tile("errors-tile"),
+    lines: [...document.querySelectorAll("#tiers-tile .lines li")].map((one) =>
+      ({kind: one.dataset.kind, name: text(one.querySelector("b")), about: text(one)})),
+    history: text(document.getElementById("history-said")),
+    savedRows: rows("saved-table"), lossRows: rows("losses-table"), tierRows: rows("tiers-table"),
+    kinds: [...document.querySelectorAll("#tiers-table .health")].map((one) => one.dataset.kind),
+  };
+}"""
+FAILURES = {"requests failed", "requests timed out", "calls failed", "reads came late",
+            "records damaged", "blocks not written"}  # fmt: skip
+
+
+def number(text):
+    return int(text.replace(",", ""))
+
+
+def agree(told):
+    """Each tile says what its table says."""
+    saved = {row["reused from"]: row for row in told["savedRows"]}
+    if saved:
+        assert told["saved"]["value"] == saved["in all"]["time saved"]
+        tokens = saved["in all"]["tokens"]
+        assert f": {tokens} token" in told["saved"]["note"]
+        assert number(tokens) == sum(number(row["tokens"]) for name, row in saved.items()
+                                     if name != "in all")  # fmt: skip
+    else:
+        assert told["saved"]["value"] == "–"
+    losses = told["lossRows"]
+    pages = [row for row in losses if row["what"] == "pages evicted"]
+    blocks = [row for row in losses if row["what"] == "blocks evicted"]
+    minute, total = pages[0]["last minute"] if pages else "0", "0"
+    total = pages[0]["since the start"] if pages else "0"
+    assert told["evictions"]["value"] == minute
+    assert f", {total} since the start" in told["evictions"]["note"]
+    if blocks:
+        assert (
+            f"{sum(number(row['last minute']) for row in blocks)} block"
+            in told["evictions"]["note"]
+        )
+    failed = [row for row in losses if row["what"] in FAILURES]
+    assert number(told["errors"]["value"]) == sum(number(row["last minute"]) for row in failed)
+    assert (
+        f", {sum(number(row['since the start']) for row in failed)} since the start"
+        in (told["errors"]["note"])
+    )
+    works, places = told["kinds"].count("good"), len(told["kinds"])
+    assert told["tiers"]["value"] == (f"{works} of {places}" if places else "–")
+    rows = {row["tier"].partition(" ")[0]: row for row in told["tierRows"]}
+    for line in told["lines"]:
+        name = next(one for one in rows if one.startswith(line["name"]))
+        fill = line["about"].removeprefix(line["name"]).strip().partition(" ")[0]
+        assert rows[name]["filled"].startswith(fill) or "used" in line["about"]
+        assert line["kind"] == "good" or rows[name]["health"] in line["about"]
+    evicted = {row["where"]: row["since the start"] for row in blocks}
+    for name, row in rows.items():
+        place = next((one for one in evicted if name.startswith(one)), None)
+        assert row["evicted"] == (evicted[place] if place else "–")
+    assert told["rate"]["value"] == "–" or told["rate"]["value"].endswith("%")
+
+
+@pytest.fixture
+def faulty():
+    """A tier below memory that does what it is told; its faults end with the test."""
+    backend = FaultyBackend(MemoryBackend(64 << 20))
+    backend.timeout = 0.3
+    yield backend
+    backend.heal()
+
+
+def test_tiles_and_tables_agree_while_it_works_and_after_a_tier_failed(opened, faulty):
+    with storing("memory://1MiB", faulty, num_pages=64) as server, opened(server) as page:
+        live(page)
+        agree(page.evaluate(BOTH))
+        prompts = [tokens_of(seed, LONG) for seed in range(6)]
+
+        def load():
+            for prompt in (*prompts, *prompts):
+                ask(server, prompt)
+
+        thread = threading.Thread(target=load)
+        thread.start()
+        for _ in range(12):
+            agree(page.evaluate(BOTH))
+            page.wait_for_timeout(250)
+        thread.join()
+        until(page, "document.querySelectorAll('#losses-table tbody tr').length > 0")
+        until(page, "document.querySelector('#saved-table tbody tr') !== null")
+        told = page.evaluate(BOTH)
+        agree(told)
+        assert told["tiers"]["value"] == "2 of 2"
+        forget_pool(server)
+        faulty.fail("get", "sizes", "put")
+        for prompt in prompts:
+            ask(server, prompt)
+        until(page, "document.querySelector('#tiers-tile [data-kind=bad]') !== null")
+        told = page.evaluate(BOTH)
+        agree(told)
+        assert told["tiers"]["value"] == "1 of 2"
+        assert told["lines"][0]["name"] == "faulty"
+        assert "failed: no " in told["lines"][0]["about"]
+        until(page, "document.getElementById('errors-tile').dataset.kind === 'bad'")
+        agree(page.evaluate(BOTH))
+
+
+def test_requests_that_fail_are_counted(server, opened):
+    with opened(server) as page:
+        live(page)
+        before = page.evaluate(BOTH)["errors"]["value"]
+        body = {"prompt": WORDS * 2000, "max_tokens": 1}  # too long for the model
+        assert server.http.post("/v1/completions", json=body).status_code == 400
+        until(page, "document.getElementById('losses-table').textContent.includes('refused')")
+        told = page.evaluate(BOTH)
+        agree(told)
+        assert told["errors"]["value"] == before  # what a client did wrong is none of ours
+
+
+# --- gaps ------------------------------------------------------------------------------------
+
+LINES = "document.querySelector('#running .line').getAttribute('d').split('M').length - 1"
+
+
+def test_missing_answers_are_a_gap(server, opened):
+    with opened(server, expected=["ERR_FAILED", "net::"]) as page:
+        live(page)
+        until(page, "document.querySelector('#running .line').getAttribute('d').includes('L')")
+        assert page.evaluate(LINES) == 1
+        page.route("**/kv/live", lambda route: route.abort())
+        page.get_by_text("The server does not answer. Trying again in").wait_for()
+        page.unroute("**/kv/live")
+        page.get_by_role("button", name="Try now").click()
+        until(page, f"{LINES} === 2")
+
+
+def test_no_line_leads_over_a_restart(server, opened):
+    with opened(server) as page:
+        live(page)
+        until(page, "document.querySelector('#running .line').getAttribute('d').includes('L')")
+
+        def restarted(route):
+            answer = route.fetch()
+            route.fulfill(response=answer, json={**answer.json(), "uptime_s": 0.5})
+
+        page.route("**/kv/live", restarted)
+        until(page, "!document.querySelector('#running .line').getAttribute('d').includes('L')")
+        assert page.evaluate(LINES) == 1
+        page.unroute("**/kv/live")
+
+
+def test_times_without_prompts_are_a_gap(server, opened):
+    def with_gap(route):
+        answer = route.fetch()
+        told = answer.json()
+        at = int(told["at"]) // 5 * 5
+        told["history"] = [
+            [at - 5 * back, *((0, 0) if 10 < back < 30 else (100, 50))]
+            for back in range(40, -1, -1)
+        ]
+        route.fulfill(response=answer, json=told)
+
+    with opened(server) as page:
+        page.route("**/kv/live", with_gap)
+        page.reload()
+        live(page)
+        line = "document.querySelector('#rate .line').getAttribute('d').split('M').length - 1"
+        until(page, f"{line} === 2")
+        page.unroute("**/kv/live")
+
+
+# --- what a server does not tell -------------------------------------------------------------
+
+
+def test_what_a_server_does_not_tell_has_no_part(server, opened):
+    complete(server, WORDS * 4)
+    kept = {
+        "at",
+        "uptime_s",
+        "version",
+        "model",
+        "explain",
+        "running",
+        "waiting",
+        "totals",
+        "tiers",
+    }
+
+    def fewer(route):
+        answer = route.fetch()
+        told = {name: value for name, value in answer.json().items() if name in kept}
+        route.fulfill(response=answer, json=told)
+
+    def absent(route):
+        route.fulfill(
+            status=404, json={"error": {"message": "there is no such path", "code": None}}
+        )
+
+    with opened(server, expected=["404"]) as page:
+        page.route("**/kv/live", fewer)
+        for path in ("map", "usage", "search"):
+            page.route(f"**/kv/{path}*", absent)
+        page.reload()
+        live(page)
+        for hidden in ("#kept", "#pool", "#ask", "#history-card", "#whatif-card", "#saved",
+                       "#losses", "#sessions", "#returns"):  # fmt: skip
+            assert page.locator(hidden).is_hidden(), hidden
+        assert page.locator("#saved-tile .note").inner_text() == "Not told by this server."
+        assert page.locator("#warm .note").inner_text() == "Not told by this server."
+        see(page, "#causes")
+        page.locator(".causes > li").first.wait_for()
+        see(page, "#tenants")
+        page.get_by_text("Not told by this server.").last.wait_for()
+        page.unroute_all()
+
+
+# --- tenants ---------------------------------------------------------------------------------
+
+MANY = 1000
+
+
+@pytest.fixture(scope="module")
+def crowded(start_server):
+    """A server with a thousand tenants, of whom the later ones computed more."""
+    with start_server() as server:
+        watching = server.service.watching
+        for number in range(MANY):
+            name = f"tenant-{number:04}"
+            for observer in (watching.usage.see, watching.tenants.ledger.see):
+                events = Requests(observer)
+                events.admitted(
+                    name, namespace=name, prompt_tokens=2000, cached_tokens=2000 - number
+                )
+                observer(PromptComputed(events.record(name, namespace=name), number, 0.001))
+        yield server
+
+
+def test_a_thousand_tenants_are_ten_rows_that_open(crowded, opened):
+    with opened(crowded, viewport={"width": 1280, "height": 2400}) as page:
+        live(page)
+        see(page, "#tenants")
+        rows = page.locator("#tenants-table tbody tr")
+        until(page, "document.querySelectorAll('#tenants-table tbody tr').length === 11")
+        assert "other tenants" in rows.last.inner_text()
+        assert "1,000 tenants" in plain(page.locator("#tenants-said").inner_text())
+        values = page.locator("#tenants-table tbody tr:not(:last-child) [data-label=computed]")
+        shown = [number(plain(one)) for one in values.all_inner_texts()]
+        assert shown == sorted(shown, reverse=True)
+        # A poll is as small as what it shows.
+        usage = [one for one in page.asked if "/kv/usage" in one]
+        assert all("most=10" in one for one in usage)
+        size = len(crowded.http.get("/kv/usage?most=10&order=computed_tokens").content)
+        assert size < 8192 < len(crowded.http.get("/kv/usage").content)
+        page.get_by_role("button", name="Show 100 more").click()
+        until(page, "document.querySelectorAll('#tenants-table tbody tr').length === 111")
+        for _ in range(9):
+            count = rows.count()
+            rows.last.get_by_role("button").click()
+            more = "(was) => document.querySelectorAll('#tenants-table tbody tr').length > was"
+            until(page, more, arg=count)
+        assert rows.count() == MANY
+        page.get_by_role("button", name="Show the largest alone").click()
+        until(page, "document.querySelectorAll('#tenants-table tbody tr').length === 11")
+
+
+def test_tenants_are_found_by_name(crowded, opened):
+    with opened(crowded) as page:
+        live(page)
+        see(page, "#tenants")
+        field = page.get_by_label("Tenants whose name contains")
+        field.fill("TENANT-007")
+        until(page, "document.querySelectorAll('#tenants-table tbody tr').length === 10")
+        assert plain(page.locator("#tenants-said").inner_text()).startswith("10 tenants have this")
+        field.fill("0777")
+        until(page, "document.querySelectorAll('#tenants-table tbody tr').length === 1")
+        assert "tenant-0777" in page.locator("#tenants-table tbody").inner_text()
+        field.fill("nobody")
+        page.get_by_text("0 tenants have this in their name").wait_for()
+        assert page.locator("#tenants-table table").is_hidden()
+        field.fill("")
+        until(page, "document.querySelectorAll('#tenants-table tbody tr').length === 11")
+
+
+# --- causes ----------------------------------------------------------------------------------
+
+
+def test_what_can_be_changed_comes_first_and_what_was_never_seen_last(start_server, opened):
+    with start_server() as server:
+        rest = " Remember it well, and answer every question as exactly as you can. " * 3
+        complete(server, "Nothing like this was ever asked of anybody. " * 30)
+        for minute in range(3):
+            complete(server, f"The clock says it is 10:0{minute} now." + rest)
+        with opened(server) as page:
+            see(page, "#causes")
+            page.locator(".causes > li").first.wait_for()
+            titles = page.locator("#causes h2, #causes h3").all_inner_texts()
+            assert titles == ["Why tokens were computed", "Something can be done", "Nothing to do"]
+            first = page.locator("#causes-change-list > li").first.inner_text()
+            assert "differ at token" in first
+            assert "Move what changes" in first
+            shares = page.locator("#causes .portion b").all_inner_texts()
+            assert len(shares) >= 2
+            last = page.locator("#causes-rest-list > li").last
+            assert "never seen" in last.inner_text()
+            said = plain(page.locator("#causes-said").inner_text())
+            assert "that were never seen before" in said
+            last.get_by_role("button").click()
+            page.locator("dialog .spans").wait_for()
+
+
+# --- on a phone ------------------------------------------------------------------------------
+
+
+def test_on_a_phone_no_label_is_cut_and_none_overlaps(opened, faulty):
+    with storing("memory://1MiB", faulty, num_pages=64) as server:
+        for seed in range(6):
+            ask(
+                server, tokens_of(seed, LONG), salt=f"tenant-{seed}", kvkeep={"session": f"s{seed}"}
+            )
+        faulty.fail("get", "sizes", "put")
+        forget_pool(server)
+        for seed in range(6):
+            ask(server, tokens_of(seed, LONG), salt=f"tenant-{seed}")
+        with opened(server, **PHONE) as page:
+            live(page)
+            for place in (
+                "#kept",
+                "#causes",
+                "#requests",
+                "#tiers",
+                "#tenants",
+                "#sessions",
+                "#losses",
+            ):
+                see(page, place)
+            eventually(lambda: page.wait_for_timeout(50) or page.locator(".causes > li").count())
+            assert page.evaluate("document.documentElement.scrollWidth") == 375
+            assert page.evaluate(CUT) == []
+            assert page.evaluate(OVERLAPS) == []
