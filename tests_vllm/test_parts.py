@@ -56,7 +56,7 @@ def test_options() -> None:
 def test_near_misses_are_named() -> None:
     with pytest.raises(InvalidValue, match=r"did you mean 'answers', 'load_timeout'\?$"):
         ConnectorOptions.parse({"answer": True, "load_timout": 1, 7: 8})
-    with pytest.raises(InvalidValue, match=r"public_prefixes$"):
+    with pytest.raises(InvalidValue, match=r"public_prefixes, config$"):
         ConnectorOptions.parse({"colour": "blue"})
     with pytest.raises(InvalidValue, match=r"there are store, .*; did you mean 'answers'\?$"):
         RequestOptions.parse({"kvkeep": {"answer": False}})
@@ -74,11 +74,11 @@ def test_no_client_writes_a_line_of_its_own_into_the_log() -> None:
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("ttl", [0, -1, "1h", True, [], float("nan"), 1e300,
+@pytest.mark.parametrize("ttl", [0, -1, "soon", True, [], float("nan"), 1e300,
                                  pytest.param(10**400, id="no float")])  # fmt: skip
 def test_no_ttl_that_a_client_sends_is_more_than_wrong(ttl: object) -> None:
     for pin in (False, True):
-        with pytest.raises(InvalidValue, match="ttl is "):
+        with pytest.raises(InvalidValue, match=r"^ttl( is |: )"):
             RequestOptions.parse({"kvkeep": {"ttl": ttl, "pin": pin}})
 
 

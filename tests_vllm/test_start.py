@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from engines import engine, prompt
 from serving import Served
+from tiered import tiered
 from versions import NO_TIERS
 from vllm.engine.arg_utils import EngineArgs
 
@@ -219,6 +220,19 @@ def test_one_line_says_what_is_kept_and_where(llama: str, tmp_path: Path, lines:
     with engine(llama, tiers):
         pass
     (again,) = [said for _, said in lines.said if " keeps " in said]
-    assert re.search(
-        r"/kv \(1 MiB, 616 KiB free, 6 blocks found, \d+ KiB of this namespace\)", again
-    ), again
+    found = r"/kv \(1 MiB, 639\.2 KiB free, 6 blocks found, 384\.8 KiB of this namespace\)"
+    assert re.search(found, again), again
+
+
+def test_one_line_of_a_tier_below_offloading(llama: str, tmp_path: Path, lines: Lines) -> None:
+    logging.getLogger("vllm").setLevel(logging.INFO)
+    with tiered(llama, f"file://{tmp_path}/kv?size=1MiB") as running:
+        running.ask([prompt(70)], kvkeep={"stor": True})
+    (began,) = [said for level, said in lines.said if level == "INFO" and " keeps " in said]
+    assert re.fullmatch(
+        r"kvkeep [\d.]+ keeps chunks of up to 64 KiB in "
+        rf"file://{tmp_path}/kv \(1 MiB, 1 MiB free, 0 blocks found\); namespace [0-9a-f]{{12}}",
+        began,
+    ), began
+    (wrong,) = [said for level, said in lines.said if level == "WARNING" and "kvkeep has" in said]
+    assert "did you mean 'store'?" in wrong

@@ -35,9 +35,10 @@ CONNECTOR = {"kv_connector": "KVKeepConnector", "kv_role": "kv_both"}
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> list[dict[str, str]]:
-    """The results of all checks; the time is not spent on speed unless that is asked for."""
-    speed = [] if "--seconds" in words else ["--seconds", "0"]
-    assert main(["doctor", *words, *speed, "--json"]) == code
+    """The results of all checks; no time is spent on speed, and records are small, unless asked."""
+    rest = [] if "--seconds" in words else ["--seconds", "0"]
+    rest += [] if "--block-tokens" in words else ["--block-tokens", "1"]
+    assert main(["doctor", *words, *rest, "--json"]) == code
     answer = json.loads(capsys.readouterr().out)
     checks: list[dict[str, str]] = answer["checks"]
     assert answer["failed"] == sum(one["state"] == "fail" for one in checks)
@@ -70,7 +71,7 @@ def test_without_anything_the_machine_is_checked(capsys: pytest.CaptureFixture[s
 
 def test_lines_and_exit_code(tmp_path: Path) -> None:
     right = warm.run(
-        [*KVKEEP, "doctor", f"file://{tmp_path}/kv?size=1MiB", "--seconds", "0.1"],
+        [*KVKEEP, "doctor", f"file://{tmp_path}/kv?size=8MiB", "--seconds", "0.1"],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     lines = right.stdout.splitlines()
@@ -351,6 +352,15 @@ def test_a_directory_without_a_size(tmp_path: Path, capsys: pytest.CaptureFixtur
     checks = doctor(capsys, f"file://{tmp_path}/kv")  # which remembers what it had
     assert any("a budget of 1 MiB" in one["found"] for one in checks)
     assert tree(tmp_path) == before
+
+
+def test_a_budget_smaller_than_a_block(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checks = doctor(
+        capsys, "memory://1MiB", f"file://{tmp_path}/kv?size=64MiB", "--block-tokens", "16", code=1
+    )
+    (wrong,) = [one for one in checks if one["state"] == "fail"]
+    assert (wrong["check"], wrong["about"]) == ("space", "memory://1MiB")
+    assert wrong["found"] == "a record of 2 MiB, and 1 MiB in all"
 
 
 # --- memory ----------------------------------------------------------------------------------

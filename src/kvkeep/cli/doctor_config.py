@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvkeep.cli.doctor_results import fail, ok
 from kvkeep.core.config_file import ConfigFile
-from kvkeep.core.errors import InvalidValue, KVKeepError
+from kvkeep.core.errors import InvalidValue, KVKeepError, reason
 from kvkeep.integrations.options import EngineOptions, tiers_of
 from kvkeep.integrations.sglang.options import StorageOptions
 from kvkeep.integrations.vllm.options import ConnectorOptions
@@ -115,9 +115,9 @@ def _read(text: str) -> tuple[str, Mapping[str, Any]]:
                 raw = file.read(_MOST_BYTES + 1)
             text = raw.decode("utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
-            said = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
             raise InvalidValue(
-                f"{name} cannot be read ({said}); give JSON, a file with JSON, or URLs of tiers"
+                f"{name} cannot be read ({reason(error)}); give JSON, a file with JSON, or URLs of "
+                "tiers"
             ) from error
         if len(raw) > _MOST_BYTES:
             raise InvalidValue(f"{name} is larger than 1 MiB: it has no options")

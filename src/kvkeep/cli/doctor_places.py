@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
-from kvkeep.core.errors import BackendFailed
+from kvkeep.core.errors import BackendFailed, reason
 from kvkeep.core.geometry.units import parse_bytes
 from kvkeep.store.backends import TierURL
 from kvkeep.store.backends.disk import DiskBackend
@@ -99,10 +99,11 @@ def _directory(url: TierURL) -> Iterator[OpenPlace]:
     if not above.is_dir():
         raise BackendFailed(f"{root} cannot hold records: {above} is no directory")
     note = "" if root.is_dir() else f" in {above}; the directory is not there yet"
-    with (
-        tempfile.TemporaryDirectory(prefix=_PREFIX, dir=above) as own,
-        DiskBackend(own, None, sync, io) as backend,
-    ):
+    try:
+        own = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=above)
+    except OSError as error:
+        raise BackendFailed(f"{above} cannot be written to: {reason(error)}") from error
+    with own as place, DiskBackend(place, None, sync, io) as backend:
         yield OpenPlace(url.safe, url.scheme, backend, capacity, 0, above, note)
 
 

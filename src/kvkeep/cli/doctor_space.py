@@ -31,6 +31,11 @@ def space_results(
     ``claimed`` has by filesystem the bytes that tiers before may still write there; those of this
     tier are added.
     """
+    if place.capacity is not None and record_bytes > place.capacity:
+        said = (
+            f"a record of {format_bytes(record_bytes)}, and {format_bytes(place.capacity)} in all"
+        )
+        yield fail("space", place.name, said, "give a larger size: no block fits")
     if isinstance(place.backend, ValkeyBackend):
         yield from _server(place, place.backend)
     elif place.path is not None:

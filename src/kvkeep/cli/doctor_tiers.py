@@ -13,7 +13,7 @@ from kvkeep.cli.doctor_places import opened_place
 from kvkeep.cli.doctor_probe import TierProbe
 from kvkeep.cli.doctor_results import fail, ok, warn
 from kvkeep.cli.doctor_space import space_results
-from kvkeep.core.errors import KVKeepError
+from kvkeep.core.errors import KVKeepError, reason
 from kvkeep.core.geometry import KVGeometry
 from kvkeep.core.geometry.units import format_bytes
 from kvkeep.store.backends import TierURL
@@ -31,6 +31,7 @@ __all__ = ["KVSize", "tier_results"]
 
 _LLAMA_8B: Final = 128 << 10  # bytes of a token of Llama 3.1 8B in bfloat16
 _PROMPT: Final = 8192  # tokens
+_LONGEST: Final = 500  # characters of what a place says
 _PATIENCE_S: Final = 30.0  # for a place that hangs, beside the time to measure
 
 
@@ -66,26 +67,42 @@ def tier_results(asked: AskedTiers, size: KVSize, seconds: float) -> Iterator[Ch
     claimed: dict[int, int] = {}  # by filesystem, what tiers before may still write there
     for place in asked.tiers:
         name = TierURL(place).safe
-        found: queue.SimpleQueue[CheckResult | None] = queue.SimpleQueue()
+        results = _results(place, asked, size, seconds, claimed)
+        found = _in_thread(results, timeout=_PATIENCE_S + seconds)
+        try:
+            yield from found
+        except TimeoutError:
+            said = f"no answer in {_PATIENCE_S + seconds:g} s"
+            yield fail("access", name, said, "see whether its disk or server hangs")
 
-        def check(place: str = place, found: queue.SimpleQueue[CheckResult | None] = found) -> None:
-            try:
-                for result in _results(place, asked, size, seconds, claimed):
-                    found.put(result)
-            finally:
-                found.put(None)
 
-        threading.Thread(target=check, name="kvkeep doctor", daemon=True).start()
-        while True:
-            try:
-                result = found.get(timeout=_PATIENCE_S + seconds)
-            except queue.Empty:
-                said = f"no answer in {_PATIENCE_S + seconds:g} s"
-                yield fail("access", name, said, "see whether its disk or server hangs")
-                break
-            if result is None:
-                break
-            yield result
+def _in_thread(results: Iterator[CheckResult], *, timeout: float) -> Iterator[CheckResult]:
+    """Yield ``results``, which a thread makes; pass its exception on.
+
+    Raises:
+        TimeoutError: the next one took longer than ``timeout`` seconds.
+    """
+    found: queue.SimpleQueue[CheckResult | BaseException | None] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            for result in results:
+                found.put(result)
+            found.put(None)
+        except BaseException as error:  # noqa: BLE001 - the other thread raises it
+            found.put(error)
+
+    threading.Thread(target=work, name="kvkeep doctor", daemon=True).start()
+    while True:
+        try:
+            result = found.get(timeout=timeout)
+        except queue.Empty:
+            raise TimeoutError from None
+        if result is None:
+            return
+        if isinstance(result, BaseException):
+            raise result
+        yield result
 
 
 def _results(
@@ -110,7 +127,7 @@ def _results(
                 yield ok("access", name, opened.note)
                 yield from space_results(opened, size.record, claimed)
     except (KVKeepError, OSError) as error:
-        yield fail("access", name, _short(error), _remedy(str(error)))
+        yield fail("access", name, reason(error)[:_LONGEST], _remedy(str(error)))
 
 
 def _access(probe: TierProbe, opened: OpenPlace) -> Iterator[CheckResult]:
@@ -145,10 +162,6 @@ def _speed(name: str, speed: TierSpeed, size: KVSize, load_timeout: float) -> Ch
 
 def _per_s(rate: float) -> str:
     return f"{format_bytes(int(rate))}/s"
-
-
-def _short(error: BaseException) -> str:
-    return " ".join(str(error).split())[:500] or type(error).__name__
 
 
 _REMEDIES: Final = {

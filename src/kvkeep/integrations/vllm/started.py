@@ -23,14 +23,12 @@ _DISK: Final = "file://"
 _DIGITS: Final = 12  # of a namespace
 
 
-def log_start(store: BlockStore, records: str, *, below: bool = False, status: str = "") -> None:
+def log_start(store: BlockStore, records: str, *, below: bool = False) -> None:
     """Log what `start_line` says of an open store; ``below``: without the memory in front."""
     tiers = store.stats()
     namespace = root_key(store.namespace).hex()
-    _LOG.info(
-        "%s", start_line(tiers[1:] if below else tiers, store.own_bytes(), records, namespace,
-                         status=status),
-    )  # fmt: skip
+    shown = tiers[1:] if below else tiers
+    _LOG.info("%s", start_line(shown, store.own_bytes(), records, namespace))
 
 
 def start_line(
@@ -38,8 +36,6 @@ def start_line(
     own_bytes: Mapping[str, int],
     records: str,
     namespace: str,
-    *,
-    status: str = "",
 ) -> str:
     """Return the line: version, tiers, records, namespace.
 
@@ -48,13 +44,10 @@ def start_line(
         own_bytes: by tier, the bytes of this engine's namespace, where they are counted.
         records: describes what is stored.
         namespace: in hexadecimal; its first digits are shown, as by ``kvkeep store ls``.
-        status: address of the status endpoint; empty: there is none.
     """
     places = "; ".join(_tier(tier, own_bytes.get(tier.name)) for tier in tiers)
-    line = (
-        f"kvkeep {version('kvkeep')} keeps {records} in {places}; namespace {namespace[:_DIGITS]}"
-    )
-    return line + (f"; status at http://{status}" if status else "")
+    ours = f"kvkeep {version('kvkeep')}"
+    return f"{ours} keeps {records} in {places}; namespace {namespace[:_DIGITS]}"
 
 
 def _tier(tier: TierStats, own: int | None) -> str:
