@@ -1,0 +1,82 @@
+"""Commands, options, addresses and metrics that `deploy` names are those of kvkeep."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+from deployed import DEPLOY, ROOT, VARIANTS, commands, container, of_kind, pod_labels, workloads
+
+from kvkeep.cli import _parser, main
+
+sys.path.insert(0, str(ROOT / "scripts"))
+from docs_site.http import document  # noqa: E402 - beside mkdocs.yml, and no package of ours
+
+each = pytest.mark.parametrize("command", commands(), ids=lambda one: one.where)
+
+
+def test_every_way_is_there():
+    assert len(commands()) == 2 + 3 + 3 + 1
+    assert {one.name for one in commands()} == {"serve", "route"}
+
+
+@each
+def test_a_command_parses(command):
+    assert _parser().parse_args(command.words).run
+
+
+@each
+def test_its_configuration_is_one(command, capsys):
+    """Every option that it sets exists, with a value of its kind."""
+    assert main(["config", "show", command.name, "--config", str(command.config), "--json"]) == 0
+    shown = capsys.readouterr().out
+    for option in command.section:
+        assert option in shown
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_probes_ask_addresses_that_exist(variant):
+    served = document()["paths"]
+    routed = router_paths()
+    for workload in workloads(variant):
+        only = container(workload)
+        paths = {
+            only[kind]["httpGet"]["path"]
+            for kind in ("startupProbe", "livenessProbe", "readinessProbe")
+        }
+        if only["image"] == "kvkeep-vllm":
+            assert paths == {"/health"}  # vLLM's own
+        elif pod_labels(workload)["app.kubernetes.io/component"] == "router":
+            assert paths <= routed
+        else:
+            assert paths <= set(served)
+
+
+def router_paths() -> set[str]:
+    from kvkeep.serve.router import PrefixRouter
+    from kvkeep.serve.router.proxy import create_proxy
+    from kvkeep.serve.router.upstreams import Upstreams
+
+    names = ["http://127.0.0.1:1"]
+    return {route.path for route in create_proxy(PrefixRouter(names), Upstreams(names)).routes}
+
+
+def test_every_probe_exists_beside_kubernetes():
+    asked = {
+        path for file in ("compose/compose.yaml", "container/Containerfile")
+        for path in re.findall(r"http://127\.0\.0\.1:\d+(/\w+)", (DEPLOY / file).read_text("utf-8"))
+    }  # fmt: skip
+    assert asked == {"/ready", "/livez"}
+    assert asked <= set(document()["paths"])
+    assert asked <= router_paths()
+
+
+def test_arguments_of_vllm_are_those_of_its_page():
+    """The options are vLLM's, which is not installed here: docs/vllm.md and docs/routing.md are."""
+    (server,) = of_kind(workloads("vllm"), "StatefulSet")
+    pages = "".join((ROOT / "docs" / name).read_text("utf-8") for name in ("vllm.md", "routing.md"))
+    for argument in container(server)["args"][1:]:
+        option = argument.partition("=")[0]
+        if option not in {"--host", "--port"}:
+            assert option in pages, option
