@@ -164,6 +164,7 @@ SERVE = {
     ),
     "--drain-timeout": Option("--drain-timeout 7", "create_app.settings.drain_timeout_s", 7.0),
     "--flush-timeout": Option("--flush-timeout 7", "create_app.settings.flush_timeout_s", 7.0),
+    "--step-limit": Option("--step-limit 7", "create_app.settings.step_limit_s", 7.0),
     "--load-timeout": Option("--load-timeout 7", "Engine.load_timeout", 7.0),
     "--draft-tokens": Option("--draft-tokens 7", "create_app.settings.draft_tokens", 7),
     "--eviction": Option("--eviction lfu", "PagedCache.eviction", "lfu"),

@@ -151,8 +151,21 @@ def test_stat_has_the_totals(url: str, capsys: pytest.CaptureFixture[str]) -> No
     assert blocks == [3, 0, 0, 5, 0, 0]
     lines = said(capsys, "stat", url, "--sample", "8")
     assert any(line.split() == ["budget", "none"] for line in lines)
+    assert answer["last_budget"] is None
+    assert not any("last opened" in line for line in lines)
     assert any("raw 5, lossless 3; 2.00× smaller" in line for line in lines)
     assert "█" * 30 in next(line for line in lines if "7 days" in line)
+
+
+def test_stat_knows_the_budget_of_the_store(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for tier, how in ((f"{url}?size=1GiB", "given as size="), (url, "given as size=")):
+        _, (spec,) = open_tiers([tier])
+        spec.backend.close()
+        assert answered(capsys, "stat", url)["capacity"] == 1 << 30
+        last = answered(capsys, "stat", f"{url}?size=2GiB")["last_budget"]
+        assert (last["bytes"], last["given"]) == (1 << 30, True)
+        (line,) = [line for line in said(capsys, "stat", url) if "last opened" in line]
+        assert f"1.0 GiB ({how}, " in line
 
 
 def test_stat_reads_as_many_as_it_is_told(url: str, capsys: pytest.CaptureFixture[str]) -> None:

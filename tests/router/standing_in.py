@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import threading
 import time
 from contextlib import contextmanager, suppress
@@ -191,6 +192,15 @@ class Routing:
         )
         self._thread.start()
         eventually(lambda: self._server.started)
+
+    @property
+    def runs(self) -> bool:
+        """Whether the proxy has not ended."""
+        return self._thread.is_alive()
+
+    def signal(self) -> None:
+        """Do what a SIGTERM does."""
+        self._server.handle_exit(signal.SIGTERM, None)
 
     def stop(self) -> None:
         self._server.should_exit = True

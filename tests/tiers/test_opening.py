@@ -17,7 +17,7 @@ from kvkeep.store.backends import WriteBudget
 from kvkeep.store.backends.disk import DiskBackend
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.tiers import TIER_OPTIONS, TieredStore, open_tiers
-from kvkeep.store.tiers.opening import BUFFER_BYTES
+from kvkeep.store.tiers.buffer import LEAST_BUFFER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -157,8 +157,11 @@ def test_wrong_tiers_are_named(tiers: Any, words: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("option", ["policy=lfu", "ttl=1h"])
 def test_without_a_budget_of_ours_the_server_decides(option: str, tmp_path: Path) -> None:
-    with pytest.raises(InvalidValue, match=r"size="):
-        open_tiers([f"file://{tmp_path}/d?{option}"])
+    with objects(), pytest.raises(InvalidValue, match=r"size="):
+        open_tiers([f"s3://bucket/x?{option}"])
+    _, (tier,) = open_tiers([f"file://{tmp_path}/d?{option}"])  # it has a budget without size=
+    assert tier.backend.capacity
+    tier.backend.close()
 
 
 @pytest.mark.parametrize(
@@ -183,7 +186,7 @@ def test_a_password_is_not_shown(url: str) -> None:
 def test_a_buffer_is_put_in_front_of_what_is_no_memory(place: str) -> None:
     for first in (place, "memory://1MiB?codec=lossless"):
         memory, (tier,) = open_tiers([first])
-        assert (memory.name, memory.backend.arena.size) == ("buffer", BUFFER_BYTES)
+        assert (memory.name, memory.backend.arena.size) == ("buffer", LEAST_BUFFER)
         assert tier.backend.capacity == 1 << 20
         memory.backend.close()
         tier.backend.close()

@@ -223,6 +223,7 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
         request_timeout_s=args.request_timeout,
         drain_timeout_s=args.drain_timeout,
         flush_timeout_s=args.flush_timeout,
+        step_limit_s=args.step_limit,
         draft_tokens=args.draft_tokens,
         hosts=None if hosts is None else frozenset(hosts),
         text=not args.no_text,

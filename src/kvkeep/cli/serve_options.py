@@ -83,7 +83,7 @@ def _add_access(access: argparse._ArgumentGroup) -> None:
     add_option(
         access,
         "--api-key KEY",
-        "key that every request except /health must send; visible to other users of this "
+        "key that every request except health checks must send; visible to other users of this "
         f"machine (default: ${KEY_VARIABLE}, which is not)",
     )
     add_path(access, "--api-key-file", "file that holds the key, in one line")
@@ -131,4 +131,7 @@ def _add_limits(limits: argparse._ArgumentGroup) -> None:
     add_seconds(limits, "--request-timeout", 600.0, "time for a whole request")
     add_seconds(limits, "--drain-timeout", 30.0, "time for running requests to end on SIGTERM")
     add_seconds(limits, "--flush-timeout", 10.0, "time to write KV to the tiers after that")
+    add_seconds(
+        limits, "--step-limit", 300.0, "time of an engine step beyond which /livez says 503: stuck"
+    )
     add_seconds(limits, "--load-timeout", 2.0, "time that a request waits for the tiers")

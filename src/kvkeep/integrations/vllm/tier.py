@@ -45,7 +45,7 @@ from kvkeep.integrations.vllm.stats import Counts
 from kvkeep.integrations.vllm.versions import require_tiers
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.blocks.store import BlockStore
-from kvkeep.store.tiers import PassThrough
+from kvkeep.store.tiers import PROMPT_TOKENS, PassThrough, buffer_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -131,14 +131,18 @@ class KVKeepTier(SecondaryTierManager):
         self._counts = Counts()
         self._news = threading.Event()
         config_of = None if self._engine is None else self._engine.config
+        rows = _rows(offloading_spec, notes)
+        prompt_bytes = sum(
+            PROMPT_TOKENS * rows.size(group) // tokens for group, tokens in chunk_tokens.items()
+        )
+        buffer = MemoryBackend(self._options.buffer or buffer_bytes(prompt_bytes))
         store = BlockStore(
             namespace,
-            tiers=[MemoryBackend(self._options.buffer), *self._options.tiers],
+            tiers=[buffer, *self._options.tiers],
             policy=PassThrough(),
             cost=engine_costs(self._options, config_of),
         )
         self._store = OpenStore(store, self._options.flush_timeout)
-        rows = _rows(offloading_spec, notes)
         for size in {rows.size(group) for group in chunk_tokens}:
             store.prepare_reads(size)
         self._choices = None

@@ -119,11 +119,13 @@ class WorkerSide:
         where = f"{machine_of(config, self._groups.layers, self._pages[0].device)} {described}"
         namespace = namespace_of(config, self._options, self._groups, where)
         cost = engine_costs(self._options, config)
-        store = BlockStore(namespace, tiers=self._options.tiers, cost=cost)
         sizes = [pages.record_bytes for pages in self._pages]
+        states = sum(sizes[at] for at in self._groups.states)
+        token_bytes = (sum(sizes) - states) // self._groups.block_tokens
+        tiers = self._options.tiers
+        store = BlockStore(namespace, tiers=tiers, cost=cost, token_bytes=token_bytes)
         engine = config.kv_transfer_config.engine_id
         shared = SharedStore(engine, store, self._groups, sizes, self._options)
-        states = sum(sizes[at] for at in self._groups.states)
         _LOG.info(
             "kvkeep stores blocks of %d tokens, %d bytes, and states of %d bytes, in %s",
             self._groups.block_tokens, sum(sizes) - states, states,

@@ -89,6 +89,8 @@ class _Instance:
     failures: int = 0
     rests_until: float = 0.0
     suspect: bool = False
+    answered: bool = False
+    """Whether it ever answered a probe or a request."""
     silent: int = 0
     """Failed probes in a row."""
     answered_at: float = -math.inf
@@ -130,6 +132,13 @@ class Health:
     def up(self) -> list[str]:
         """Return the instances that are up."""
         return [name for name in self._instances if self.state(name) is InstanceHealth.UP]
+
+    def any_up(self) -> bool:
+        """Whether an instance has answered a probe or a request, and is up."""
+        return any(
+            one.answered and self.state(name) is InstanceHealth.UP
+            for name, one in self._instances.items()
+        )
 
     def best(self, tried: Collection[str]) -> list[str]:
         """Return the instances to try next: those up, else those resting, else all others."""
@@ -230,6 +239,7 @@ class Health:
             log.info("%s answers probes again", name)
         one.suspect = False
         one.silent = 0
+        one.answered = True
 
     def _abandon(self) -> None:
         up = set(self.up())

@@ -30,6 +30,7 @@ from kvkeep.serve.router.messages import COUNT_PATH, MESSAGES_PATH
 from kvkeep.serve.router.metrics import RouterMetrics
 from kvkeep.serve.router.probes import Probes
 from kvkeep.serve.router.prompts import Prompt, PromptParser, credentials_of
+from kvkeep.serve.router.readiness import Readiness, ReadinessGuard
 from kvkeep.serve.router.upstreams import UpstreamFailed, end_to_end_headers
 from kvkeep.serve.router.usage import SALT, TenantRoutes
 
@@ -149,7 +150,10 @@ def create_proxy(
         told.append(Route("/kv/usage", tenants.usage, methods=["GET"]))
     for name in upstreams.names:
         router.add(name)
-    guards = [] if hosts is None else [Middleware(TrustedHostMiddleware, list(hosts))]
+    readiness = Readiness(upstreams.health)
+    guards = [Middleware(ReadinessGuard, readiness)]
+    if hosts is not None:
+        guards.append(Middleware(TrustedHostMiddleware, list(hosts)))
     guards.append(Middleware(BodyGuard, bodies))
     app = Starlette(
         routes=[
@@ -165,6 +169,7 @@ def create_proxy(
         lifespan=lifespan,
     )
     app.state.metrics = metrics
+    app.state.readiness = readiness
     return app
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvkeep.core.cost import CostModel
@@ -13,7 +14,14 @@ from kvkeep.store.blocks.return_notes import ReturnReplay
 from kvkeep.store.blocks.returns import BlockReturns
 from kvkeep.store.blocks.shared import places_of
 from kvkeep.store.blocks.stats import closed_is_illegal, runs_of, seconds_of
-from kvkeep.store.tiers import Inclusive, TieredStore, TieringPolicy, note_of, open_tiers
+from kvkeep.store.tiers import (
+    PROMPT_TOKENS,
+    Inclusive,
+    TieredStore,
+    TieringPolicy,
+    note_of,
+    open_tiers,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,6 +50,8 @@ class BlockStore(Store):
         policy: decides which blocks move to which tier; `kvkeep.store.tiers.Inclusive` by default.
         cost: what loading and computing take, as far as it is known; it learns from here on. An
             engine that uses the same object learns it, too. A new one by default.
+        token_bytes: bytes of the KV of a token, if known: they size the buffer that is put in front
+            of tiers without memory, as in `KVStore`; else it has 256 MiB.
 
     Raises:
         InvalidValue: an argument is wrong; nothing stays open.
@@ -62,6 +72,7 @@ class BlockStore(Store):
         tiers: Sequence[str | Backend] = ("memory://1GiB",),
         policy: TieringPolicy | None = None,
         cost: CostModel | None = None,
+        token_bytes: int = 0,
     ) -> None:
         if policy is not None and not isinstance(policy, TieringPolicy):
             raise InvalidValue(f"policy is {policy!r}; a TieringPolicy is needed, as Inclusive()")
@@ -69,7 +80,8 @@ class BlockStore(Store):
             raise InvalidValue(f"cost is {cost!r}; a kvkeep.core.cost.CostModel is needed")
         self.namespace = as_namespace(namespace)
         self._space = space_of(self.namespace)
-        front, below = open_tiers(tiers)
+        prompt_bytes = PROMPT_TOKENS * whole("token_bytes", token_bytes, 0)
+        front, below = open_tiers(tiers, prompt_bytes=prompt_bytes)
         notes = {self._space: note_of(self.namespace)}
         super().__init__(TieredStore(front, below, policy, notes=notes, cost=cost), "blocks")
         self._tiered.expect(self._space)
@@ -82,6 +94,7 @@ class BlockStore(Store):
         tiers: Sequence[str | Backend] = ("memory://1GiB",),
         policy: TieringPolicy | None = None,
         cost: CostModel | None = None,
+        token_bytes: int = 0,
     ) -> BlockStore:
         """Return the store called ``name`` in this process; see `KVStore.shared`."""
         given = {
@@ -89,9 +102,10 @@ class BlockStore(Store):
             "tiers": places_of(tiers),
             "policy": repr(policy or Inclusive()),
         }
-        return BlockStore._take(
-            name, given, lambda: BlockStore(namespace, tiers=tiers, policy=policy, cost=cost)
+        make = partial(
+            BlockStore, namespace, tiers=tiers, policy=policy, cost=cost, token_bytes=token_bytes
         )
+        return BlockStore._take(name, given, make)
 
     def pin_memory(self) -> None:
         """Page-lock the memory of the first tier until `close`, so that a GPU copies at full speed.

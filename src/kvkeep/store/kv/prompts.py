@@ -18,7 +18,7 @@ from kvkeep.store.blocks.stats import closed_is_illegal, seconds_of
 from kvkeep.store.kv.binding import ModelBinding
 from kvkeep.store.kv.names import PromptBlocks, TenantNames
 from kvkeep.store.kv.reporting import KVReporter
-from kvkeep.store.tiers import Chain, TenantWeights, TieredStore, open_tiers
+from kvkeep.store.tiers import PROMPT_TOKENS, Chain, TenantWeights, TieredStore, open_tiers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -63,7 +63,12 @@ class PromptStore(Store):
             self._names_of(name).space: parse_bytes(limit) for name, limit in config.quotas.items()
         }
         shares = _weights(self._names, config)
-        front, below = open_tiers(config.tiers, kept.block_shape, shares=shares is not None)
+        front, below = open_tiers(
+            config.tiers,
+            kept.block_shape,
+            shares=shares is not None,
+            prompt_bytes=self.geometry.bytes_for(PROMPT_TOKENS),
+        )
         tiered = TieredStore(
             front, below, config.policy, notes=self._names.notes, shares=shares, cost=config.cost
         )

@@ -43,6 +43,7 @@ from __future__ import annotations
 from kvkeep.store.tiers.adaptive import AdaptiveTiering
 from kvkeep.store.tiers.block_prefetch import BlockPrefetch
 from kvkeep.store.tiers.block_waits import SharedReturns
+from kvkeep.store.tiers.buffer import PROMPT_TOKENS, buffer_bytes
 from kvkeep.store.tiers.chains import Chain
 from kvkeep.store.tiers.counters import TierCounters, TierStats
 from kvkeep.store.tiers.loss_log import Loss, LossKind, LossLog, Miss
@@ -60,6 +61,7 @@ from kvkeep.store.tiers.valued import ValuedTiering
 from kvkeep.store.tiers.writing import Written
 
 __all__ = [
+    "PROMPT_TOKENS",
     "TIERINGS",
     "TIER_OPTIONS",
     "AdaptiveTiering",
@@ -88,6 +90,7 @@ __all__ = [
     "TieringPolicy",
     "ValuedTiering",
     "Written",
+    "buffer_bytes",
     "note_of",
     "open_backend",
     "open_tiers",

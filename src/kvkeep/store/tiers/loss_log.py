@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
 __all__ = ["Loss", "LossKind", "LossLog", "Miss"]
 
@@ -104,6 +104,8 @@ class LossLog:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.most = most
+        self.dropping: Callable[[str, str], None] = lambda _tier, _why: None
+        """Called with the tier and the detail of each loss of the kind "dropped"."""
         self._rank = {name: rank for rank, name in enumerate(tiers)}
         self._clock = clock
         self._lock = threading.Lock()
@@ -112,7 +114,7 @@ class LossLog:
     def __len__(self) -> int:
         return len(self._last)
 
-    def note(self, blocks: Iterable[bytes], tier: str, what: LossKind, detail: str) -> None:
+    def note(self, blocks: Collection[bytes], tier: str, what: LossKind, detail: str) -> None:
         """Record that ``blocks`` were lost now."""
         event = Loss(tier, what, self._clock(), detail)
         last = self._last
@@ -127,6 +129,8 @@ class LossLog:
                 if what != "evicted" or not self._lost_below(known, tier):
                     last[block] = event
                 last.move_to_end(block)
+        if what == "dropped" and blocks:
+            self.dropping(tier, detail)
 
     def of(self, block: bytes) -> Loss | None:
         """Return the last loss of ``block``, None if none is recorded."""

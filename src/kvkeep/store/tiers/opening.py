@@ -14,6 +14,7 @@ from kvkeep.store.backends import Backend, TierURL
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.codecs import AutoCodec, BlockShape, codec_of, load_key, make_codec
 from kvkeep.store.tiers.adaptive import AdaptiveTiering
+from kvkeep.store.tiers.buffer import buffer_bytes
 from kvkeep.store.tiers.memory import MemorySpec
 from kvkeep.store.tiers.tier import TierOptions, TierSpec
 from kvkeep.store.tiers.tiering import Exclusive, Inclusive
@@ -36,9 +37,6 @@ TIER_OPTIONS = (
 
 TIERINGS = ("inclusive", "inclusive:2", "exclusive", "exclusive:2", "adaptive", "valued")
 """Names of tiering policies; any number of touches above 0 may follow the colon."""
-
-BUFFER_BYTES = 256 << 20
-"""Bytes of the memory tier that is put in front if none is given; all transfers pass through it."""
 
 _HOMES = {
     "memory": "memory.MemoryBackend",
@@ -105,14 +103,19 @@ def tiering(name: str, clock: Callable[[], float] = time.monotonic) -> TieringPo
 
 
 def open_tiers(
-    tiers: Sequence[str | Backend], shape: BlockShape | None = None, *, shares: bool = False
+    tiers: Sequence[str | Backend],
+    shape: BlockShape | None = None,
+    *,
+    shares: bool = False,
+    prompt_bytes: int = 0,
 ) -> tuple[MemorySpec, list[TierSpec]]:
     """Open ``tiers``, fastest first; return the memory tier and the tiers below it.
 
-    ``shares``: tenants are to share them by weight.
+    ``shares``: tenants are to share them by weight. ``prompt_bytes``: of a prompt of
+    `PROMPT_TOKENS` tokens, if known.
 
-    If the first tier is neither ``memory://`` nor ``shm://`` with raw blocks, memory of 256 MiB is
-    put in front.
+    If the first tier is neither ``memory://`` nor ``shm://`` with raw blocks, memory of
+    `buffer_bytes` is put in front.
 
     Raises:
         InvalidValue: there is no tier, one of the URLs is wrong, or tenants are to share memory
@@ -138,7 +141,7 @@ def open_tiers(
             tier.backend.close()
         raise
     if not isinstance(opened[0], MemorySpec):
-        opened.insert(0, MemorySpec(MemoryBackend(BUFFER_BYTES), name="buffer"))
+        opened.insert(0, MemorySpec(MemoryBackend(buffer_bytes(prompt_bytes)), name="buffer"))
     memory, *below = opened
     assert isinstance(memory, MemorySpec)
     behind = [tier for tier in below if isinstance(tier, TierSpec)]
@@ -148,6 +151,7 @@ def open_tiers(
 
 def _open(place: str | Backend, shape: BlockShape, *, first: bool) -> MemorySpec | TierSpec:
     if isinstance(place, Backend):
+        place.settle_capacity()
         if place.scheme == "shm":
             _claim(place, raw=first)
         if first and place.scheme in _FRONT:
@@ -194,6 +198,7 @@ def _open(place: str | Backend, shape: BlockShape, *, first: bool) -> MemorySpec
         url.finish()
         if url.scheme == "shm":
             _claim(backend, raw=False)
+        backend.settle_capacity()
         if backend.capacity is None and (ttl is not None or policy_name != "lru"):
             raise InvalidValue(
                 f"{url.safe} has no size=, so kvkeep evicts nothing there: "

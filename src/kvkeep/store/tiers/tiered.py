@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvkeep.core.cost import CostModel
+from kvkeep.store.tiers.buffer import SmallBuffer
 from kvkeep.store.tiers.demoting import Demoter, left_until
 from kvkeep.store.tiers.fetch_back import open_fetch_back
 from kvkeep.store.tiers.front import open_front
@@ -72,7 +73,10 @@ class TieredStore(TieredReads):
     ) -> None:
         self.cost = CostModel() if cost is None else cost
         self.policy = policy or Inclusive()
-        self.losses = LossLog([memory.name, *(tier.name for tier in tiers)])
+        names = [memory.name, *(tier.name for tier in tiers)]
+        self.losses = LossLog(names)
+        if tiers:
+            self.losses.dropping = SmallBuffer(memory.name, memory.backend.capacity or 0).dropped
         self.memory = open_front(memory, self.losses, self._evicted_from_memory, shares)
         open_tier = partial(Tier, losses=self.losses, notes=notes, shares=shares, cost=self.cost)
         self.tiers = [

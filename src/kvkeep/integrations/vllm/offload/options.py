@@ -44,12 +44,13 @@ class OffloadOptions(EngineOptions):
     request; chunks that have not arrived are computed.
 
     Attributes:
-        buffer: bytes of memory for chunks until they are written, given as such or as text.
+        buffer: bytes of memory for chunks until they are written, given as such or as text. By
+            default by the size of the rows, as the buffer of a `BlockStore`.
         public_prefixes: as in `kvkeep.integrations.vllm.options.ConnectorOptions`.
     """
 
     tiers: tuple[str, ...] = option((), _tiers_below)
-    buffer: int = option(256 << 20, _bytes_of)
+    buffer: int | None = option(None, _bytes_of)
     public_prefixes: str = option("", text_of)
 
     @classmethod

@@ -19,6 +19,7 @@ from kvkeep.store.backends.disk.files import (
     sync_path,
 )
 from kvkeep.store.backends.disk.ledger import LEDGER_MAGIC
+from kvkeep.store.backends.disk.last_budget import BUDGET
 from kvkeep.store.backends.disk.notes import NOTES
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def _check_format(directory: RecordDirectory, names: Collection[str], *, known: 
             f"writes {_FORMAT.decode().strip()!r}; give another directory, or delete that one"
         )
     # Without FORMAT the directory is empty, or the process creating it was killed.
-    others = {*names} - _OURS - {NOTES, "writes"}
+    others = {*names} - _OURS - {BUDGET, NOTES, "writes"}
     if known or _head(directory.ledger, len(LEDGER_MAGIC)) == LEDGER_MAGIC:
         others = {name for name in others if not space_of_name(name)}
     if found or others:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvkeep.core.errors import BackendFailed, InvalidValue
 from kvkeep.core.geometry.units import format_bytes
+from kvkeep.store.backends.free_memory import free_memory
 from kvkeep.store.backends.shm.layout import HEADER_BYTES, Layout, NotAnArena
 from kvkeep.store.backends.shm.lock import NodeLock
 
@@ -217,15 +218,5 @@ def _free(path: str) -> Iterator[tuple[int, str]]:
     directory = os.path.dirname(path)
     found = os.statvfs(directory)
     yield found.f_bavail * found.f_frsize, directory
-    with suppress(OSError, ValueError, StopIteration), open("/proc/meminfo", encoding="ascii") as f:
-        line = next(line for line in f if line.startswith("MemAvailable:"))
-        yield max(0, (int(line.split()[1]) << 10) - _LEFT_FREE), "the machine's memory"
-    # Beyond a container's limit the kernel kills processes instead of refusing the memory.
-    with suppress(OSError, ValueError):
-        most, used = (_number(f"/sys/fs/cgroup/memory.{what}") for what in ("max", "current"))
-        yield max(0, most - used), "the container's memory limit"
-
-
-def _number(path: str) -> int:
-    with open(path, encoding="ascii") as file:
-        return int(file.read())
+    for free, where in free_memory():
+        yield max(0, free - _LEFT_FREE), where
