@@ -113,7 +113,9 @@ def test_the_key_is_not_in_the_message(tmp_path):
 
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="needs root, to be another")
-@pytest.mark.parametrize(("mode", "taken"), [(0o440, True), (0o640, True), (0o644, False), (0o660, False)])
+@pytest.mark.parametrize(
+    ("mode", "taken"), [(0o440, True), (0o640, True), (0o644, False), (0o660, False)]
+)
 def test_a_key_of_roots_may_be_read_by_its_group(mode, taken):
     """As Kubernetes mounts a secret with fsGroup, and systemd passes a credential."""
     with tempfile.TemporaryDirectory() as folder:

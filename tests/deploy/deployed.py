@@ -6,11 +6,14 @@ import configparser
 import json
 import re
 import shlex
+import shutil
+import sys
 import tomllib
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +43,15 @@ class Command(NamedTuple):
     @property
     def section(self) -> dict[str, Any]:
         return read_config(self.config)[self.name]
+
+
+def tool(name: str) -> str:
+    """The path of a program, beside this Python or in PATH; without it the test is skipped."""
+    beside = shutil.which(name, path=str(Path(sys.executable).parent))
+    found = beside or shutil.which(name)
+    if found is None:
+        pytest.skip(f"no {name} is installed")
+    return found
 
 
 def read_yaml(path: Path) -> list[dict[str, Any]]:
@@ -83,6 +95,10 @@ def container(workload: dict[str, Any]) -> dict[str, Any]:
 
 def pod_labels(workload: dict[str, Any]) -> dict[str, str]:
     return workload["spec"]["template"]["metadata"]["labels"]
+
+
+def component(workload: dict[str, Any]) -> str:
+    return pod_labels(workload)["app.kubernetes.io/component"]
 
 
 def selects(selector: dict[str, str], labels: dict[str, str]) -> bool:

@@ -6,13 +6,15 @@ import re
 import sys
 
 import pytest
-from deployed import DEPLOY, ROOT, VARIANTS, commands, container, of_kind, pod_labels, workloads
+from deployed import DEPLOY, ROOT, VARIANTS, commands, component, container, of_kind, workloads
+from starlette.testclient import TestClient
 
 from kvkeep.cli import _parser, main
 
 sys.path.insert(0, str(ROOT / "scripts"))
-from docs_site.http import document  # noqa: E402 - beside mkdocs.yml, and no package of ours
+from docs_site.http import document
 
+ROUTED = {"/livez", "/ready"}
 each = pytest.mark.parametrize("command", commands(), ids=lambda one: one.where)
 
 
@@ -38,7 +40,6 @@ def test_its_configuration_is_one(command, capsys):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_probes_ask_addresses_that_exist(variant):
     served = document()["paths"]
-    routed = router_paths()
     for workload in workloads(variant):
         only = container(workload)
         paths = {
@@ -47,19 +48,20 @@ def test_probes_ask_addresses_that_exist(variant):
         }
         if only["image"] == "kvkeep-vllm":
             assert paths == {"/health"}  # vLLM's own
-        elif pod_labels(workload)["app.kubernetes.io/component"] == "router":
-            assert paths <= routed
+        elif component(workload) == "router":
+            assert paths == ROUTED
         else:
             assert paths <= set(served)
 
 
-def router_paths() -> set[str]:
+def test_the_router_answers_probes():
     from kvkeep.serve.router import PrefixRouter
     from kvkeep.serve.router.proxy import create_proxy
     from kvkeep.serve.router.upstreams import Upstreams
 
     names = ["http://127.0.0.1:1"]
-    return {route.path for route in create_proxy(PrefixRouter(names), Upstreams(names)).routes}
+    client = TestClient(create_proxy(PrefixRouter(names), Upstreams(names)))
+    assert [client.get(path).status_code for path in sorted(ROUTED)] == [200, 503]
 
 
 def test_every_probe_exists_beside_kubernetes():
@@ -69,7 +71,7 @@ def test_every_probe_exists_beside_kubernetes():
     }  # fmt: skip
     assert asked == {"/ready", "/livez"}
     assert asked <= set(document()["paths"])
-    assert asked <= router_paths()
+    assert asked <= ROUTED
 
 
 def test_arguments_of_vllm_are_those_of_its_page():

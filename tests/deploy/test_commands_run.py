@@ -203,6 +203,4 @@ def stream(url: str, lines: list[str]) -> None:
     with httpx.stream(
         "POST", f"{url}/v1/completions", json=body, headers=headers, timeout=60
     ) as answer:
-        for line in answer.iter_lines():
-            if line:
-                lines.append(line)
+        lines.extend(filter(None, answer.iter_lines()))  # one by one, as they come

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from deployed import COMPOSE, DEPLOY, ENDING_S, ROUTER_DRAIN_S, compose, read_config, read_yaml, services
+from deployed import (
+    COMPOSE,
+    DEPLOY,
+    ENDING_S,
+    ROUTER_DRAIN_S,
+    compose,
+    read_config,
+    read_yaml,
+    services,
+    tool,
+)
 
 CONFIG = read_config(COMPOSE / "kvkeep.toml")
 OURS = [name for name, one in services().items() if "kvkeep" in one["image"]]
@@ -20,6 +30,23 @@ SERVERS = [name for name in OURS if services()[name]["command"] == ["serve"]]
 def test_there_are_two_servers_and_what_is_around_them():
     assert SERVERS == ["server-1", "server-2"]
     assert set(services()) == {*SERVERS, "router", "valkey", "prometheus", "grafana"}
+
+
+def test_docker_compose_takes_the_file():
+    """Compose's own program, which reads files without an engine, and refuses unknown fields."""
+    found = tool("docker-compose")
+    done = subprocess.run(
+        [found, "-f", str(COMPOSE / "compose.yaml"), "config", "--format", "json"],
+        capture_output=True, text=True, check=False, timeout=60,
+        env={"PATH": os.environ["PATH"], "KVKEEP_API_KEY": "a-key"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    resolved = json.loads(done.stdout)["services"]
+    assert set(resolved) == set(services())
+    for name in OURS:
+        assert resolved[name]["environment"]["KVKEEP_API_KEY"] == "a-key"
+        assert resolved[name]["read_only"]
 
 
 def test_only_the_loopback_address_is_published():
@@ -67,7 +94,9 @@ def test_the_image_is_built_from_the_container_file():
 @pytest.mark.parametrize("name", OURS)
 def test_one_of_ours_has_time_to_end(name):
     section = CONFIG[services()[name]["command"][0]]
-    needs = section["drain-timeout"] + section["flush-timeout"] if name in SERVERS else ROUTER_DRAIN_S
+    needs = (
+        section["drain-timeout"] + section["flush-timeout"] if name in SERVERS else ROUTER_DRAIN_S
+    )
     given = re.fullmatch(r"(\d+)s", services()[name]["stop_grace_period"])
     assert int(given[1]) >= needs + ENDING_S
 
@@ -89,7 +118,9 @@ def test_the_router_finds_the_servers_by_name():
         assert services()[name]["networks"]["kvkeep"]["aliases"] == [host]
     assert "kvkeep" in services()["router"]["networks"]
     for option, served in (("events", "events"), ("replay", "events-replay")):
-        assert CONFIG["route"][option].rpartition(":")[2] == CONFIG["serve"][served].rpartition(":")[2]
+        assert (
+            CONFIG["route"][option].rpartition(":")[2] == CONFIG["serve"][served].rpartition(":")[2]
+        )
     (published,) = services()["router"]["ports"]
     assert published.endswith(f":{CONFIG['route']['port']}")
 
@@ -121,9 +152,7 @@ def test_prometheus_scrapes_what_there_is():
 
 
 def test_promtool_takes_the_configuration_and_the_rules(tmp_path):
-    promtool = shutil.which("promtool")
-    if promtool is None:
-        pytest.skip("no promtool is installed (Debian: apt-get install prometheus)")
+    promtool = tool("promtool")
     rules = DEPLOY / "prometheus/kvkeep-rules.yml"
     text = (COMPOSE / "prometheus.yml").read_text("utf-8")
     config = tmp_path / "prometheus.yml"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import tomllib
 from urllib.parse import urlsplit
 
 import pytest
-from deployed import CONTAINER, ROOT, instructions, last, read_config
+from deployed import CONTAINER, ROOT, instructions, last, read_config, tool
 
 OURS = CONTAINER / "Containerfile"
 VLLM = CONTAINER / "Containerfile.vllm"
@@ -18,6 +19,15 @@ both = pytest.mark.parametrize("path", [OURS, VLLM], ids=lambda path: path.name)
 
 def runs(path):
     return [rest for word, rest in instructions(path) if word == "RUN"]
+
+
+@both
+def test_hadolint_finds_nothing(path):
+    done = subprocess.run(
+        [tool("hadolint"), "--no-color", str(path)],
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @both

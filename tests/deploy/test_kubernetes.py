@@ -17,6 +17,7 @@ from deployed import (
     ROOT,
     ROUTER_DRAIN_S,
     VARIANTS,
+    component,
     container,
     container_ports,
     deployed,
@@ -27,6 +28,7 @@ from deployed import (
     read_config,
     read_yaml,
     selects,
+    tool,
     workloads,
 )
 
@@ -69,9 +71,7 @@ def test_the_schemas_refuse_what_is_wrong():
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_kustomize_makes_objects_that_kubernetes_takes(variant):
-    kubectl = shutil.which("kubectl")
-    if kubectl is None:
-        pytest.skip("no kubectl is installed, which has kustomize")
+    kubectl = tool("kubectl")  # kustomize is part of it
     done = subprocess.run(
         [kubectl, "kustomize", str(KUBERNETES / variant)],
         capture_output=True, text=True, check=False, timeout=60,
@@ -92,9 +92,7 @@ def test_kustomize_makes_objects_that_kubernetes_takes(variant):
 
 
 def test_components_are_built_as_well(tmp_path):
-    kubectl = shutil.which("kubectl")
-    if kubectl is None:
-        pytest.skip("no kubectl is installed, which has kustomize")
+    kubectl = tool("kubectl")  # kustomize is part of it
     shutil.copytree(DEPLOY, tmp_path / "deploy")
     file = tmp_path / "deploy/kubernetes/serve/kustomization.yaml"
     text = file.read_text("utf-8").replace("# components:", "components:")
@@ -157,7 +155,7 @@ def test_what_a_pod_mounts_is_there(workload):
 def test_a_pod_has_time_to_end(workload):
     hook = container(workload).get("lifecycle", {}).get("preStop", {}).get("exec", {})
     waits = float(hook["command"][1]) if hook else 0
-    if pod_labels(workload)["app.kubernetes.io/component"] == "router":
+    if component(workload) == "router":
         needs = ROUTER_DRAIN_S
         assert waits > 0, "a Service sends requests for a while to a pod that leaves"
     elif container(workload)["image"] == "kvkeep":
@@ -228,7 +226,7 @@ def test_ports_agree(variant):
     objects = deployed(variant)
     for workload in workloads(variant):
         ports = container_ports(workload)
-        if pod_labels(workload)["app.kubernetes.io/component"] == "router":
+        if component(workload) == "router":
             assert ports == {"http": CONFIG["route"]["port"]}
             continue
         assert ports["http"] == CONFIG["serve"]["port"]
@@ -239,7 +237,10 @@ def test_ports_agree(variant):
         if variant == "vllm":
             args = " ".join(container(workload)["args"])
             assert f"--port={ports['http']} " in args
-            assert f'"tcp://*:{ports["events"]}", "replay_endpoint": "tcp://*:{ports["replay"]}"' in args
+            assert (
+                f'"tcp://*:{ports["events"]}", "replay_endpoint": "tcp://*:{ports["replay"]}"'
+                in args
+            )
     for service in of_kind(objects, "Service"):
         (chosen,) = [
             one for one in workloads(variant)
@@ -288,7 +289,10 @@ def test_selectors_choose_pods(variant):
 def test_only_routers_reach_the_events_of_servers(variant):
     """Every way from one pod to another, by the policies' own rules."""
     policies = of_kind(deployed(variant), "NetworkPolicy")
-    labels = {pod_labels(one)["app.kubernetes.io/component"]: pod_labels(one) for one in workloads(variant)}
+    labels = {
+        pod_labels(one)["app.kubernetes.io/component"]: pod_labels(one)
+        for one in workloads(variant)
+    }
     stranger = {"app": "another"}
 
     def may(direction: str, one: dict[str, str], other: dict[str, str], port: str) -> bool:
@@ -328,7 +332,8 @@ def test_only_routers_reach_the_events_of_servers(variant):
 def test_the_rules_become_a_prometheusrule_by_indenting_them():
     """What docs/deploy.md says to do."""
     text = (DEPLOY / "prometheus/kvkeep-rules.yml").read_text("utf-8")
-    head = "apiVersion: monitoring.coreos.com/v1\nkind: PrometheusRule\nmetadata:\n  name: kvkeep\nspec:\n"
-    made = yaml.safe_load(head + re.sub(r"^", "  ", text, flags=re.MULTILINE))
+    made = yaml.safe_load("spec:\n" + re.sub(r"^", "  ", text, flags=re.MULTILINE))
     assert made["spec"] == yaml.safe_load(text)
-    assert "sed 's/^/  /' deploy/prometheus/kvkeep-rules.yml" in (ROOT / "docs/deploy.md").read_text()
+    assert (
+        "sed 's/^/  /' deploy/prometheus/kvkeep-rules.yml" in (ROOT / "docs/deploy.md").read_text()
+    )

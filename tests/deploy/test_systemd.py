@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from urllib.parse import urlsplit
 
 import pytest
-from deployed import ENDING_S, ROUTER_DRAIN_S, SYSTEMD, UNITS, read_config, read_unit
+from deployed import ENDING_S, ROUTER_DRAIN_S, SYSTEMD, UNITS, read_config, read_unit, tool
 
 CONFIG = read_config(SYSTEMD / "kvkeep.toml")
 MOST_EXPOSED = 20  # of 100, by systemd's own reckoning; a unit without protection has about 96
@@ -24,10 +23,9 @@ def test_there_is_one_for_each_command():
 
 
 def analyze(*words):
-    found = shutil.which("systemd-analyze")
-    if found is None:
-        pytest.skip("no systemd-analyze is installed")
-    return subprocess.run([found, *words], capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(
+        [tool("systemd-analyze"), *words], capture_output=True, text=True, check=False, timeout=60
+    )
 
 
 @units
@@ -69,6 +67,7 @@ def test_a_unit_is_started_again_unless_its_options_are_wrong(path):
     assert service["Restart"] == ["on-failure"]
     assert service["RestartPreventExitStatus"] == ["2"]
 
+
 def test_the_tier_on_disk_is_in_the_directory_that_systemd_makes():
     service = read_unit(SYSTEMD / "kvkeep-serve.service")["Service"]
     (disk,) = [url for url in CONFIG["serve"]["tier"] if url.startswith("file://")]
@@ -88,5 +87,3 @@ def test_what_is_kept_private_stays_on_this_machine():
     addresses = [CONFIG["serve"]["events"], CONFIG["serve"]["events-replay"]]
     assert all(urlsplit(one).hostname == "127.0.0.1" for one in addresses)
     assert CONFIG["serve"]["host"] == CONFIG["route"]["host"] == "127.0.0.1"
-
-
