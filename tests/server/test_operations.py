@@ -170,7 +170,8 @@ def test_the_document_describes_what_there_is(server):
     assert set(document["paths"]) == {
         "/v1/messages", "/v1/messages/count_tokens",
         "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}",
-        "/tokenize", "/detokenize", "/health", "/livez", "/ready", "/metrics", "/kv/stats", "/kv/clear", "/kv/remove",
+        "/tokenize", "/detokenize", "/health", "/livez", "/ready", "/metrics",
+        "/kv/stats", "/kv/clear", "/kv/remove",
         "/kv/sessions/{session}", "/kv/explain", "/kv/explain/{id}", "/kv/requests", "/kv/summary",
         "/kv/live", "/kv/map", "/kv/map/{id}", "/kv/search", "/kv/usage", "/kv/cost",
     }  # fmt: skip

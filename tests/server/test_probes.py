@@ -35,10 +35,12 @@ def test_they_need_no_key_and_no_known_host_name(start_server):
 
 def test_a_full_queue_is_no_reason_to_send_all_requests_elsewhere(start_server):
     with start_server(limits=Limits(max_running=1, max_waiting=1)) as server:
-        with raw(server, ENDLESS), raw(server, ENDLESS):
-            eventually(lambda: server.engine.num_waiting == 1)
-            assert server.http.post(COMPLETIONS, json=SHORT).status_code == 429
-            assert codes(server) == FINE
+        with raw(server, ENDLESS):
+            eventually(lambda: server.engine.num_running == 1)
+            with raw(server, ENDLESS):
+                eventually(lambda: server.engine.num_waiting == 1)
+                assert server.http.post(COMPLETIONS, json=SHORT).status_code == 429
+                assert codes(server) == FINE
         server.assert_idle()
 
 
@@ -75,7 +77,9 @@ def test_an_engine_that_is_stuck_is_neither_until_it_goes_on(start_server, monke
             return step()
 
         monkeypatch.setattr(server.engine, "step", stuck)
-        asking = threading.Thread(target=server.http.post, args=(COMPLETIONS,), kwargs={"json": SHORT})
+        asking = threading.Thread(
+            target=server.http.post, args=(COMPLETIONS,), kwargs={"json": SHORT}
+        )
         asking.start()
         try:
             eventually(lambda: codes(server) == [(503, "engine_stuck")] * 2)

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MIB = 1 << 20
-TOKEN_BYTES = 128 << 10  # of a model with 8 billion parameters: 32 layers, 8 KV heads of 128, 16 bit
+TOKEN_BYTES = (
+    128 << 10
+)  # of a model with 8 billion parameters: 32 layers, 8 KV heads of 128, 16 bit
 BLOCK_TOKENS = 256
 
 
@@ -125,7 +127,7 @@ def test_other_drops_are_not_its_business(slow, caplog):
 
 
 def test_the_machine_has_some():
-    found = dict((where, free) for free, where in free_memory.free_memory())
+    found = {where: free for free, where in free_memory.free_memory()}
     assert found["the machine's memory"] > 0
 
 

@@ -157,8 +157,8 @@ def test_wrong_tiers_are_named(tiers: Any, words: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("option", ["policy=lfu", "ttl=1h"])
 def test_without_a_budget_of_ours_the_server_decides(option: str, tmp_path: Path) -> None:
-    with objects(), pytest.raises(InvalidValue, match=r"size="):
-        open_tiers([f"s3://bucket/x?{option}"])
+    with pytest.raises(InvalidValue, match=r"size="):
+        open_tiers([f"valkey://127.0.0.1:1/0?{option}"])
     _, (tier,) = open_tiers([f"file://{tmp_path}/d?{option}"])  # it has a budget without size=
     assert tier.backend.capacity
     tier.backend.close()

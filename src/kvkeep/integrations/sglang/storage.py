@@ -108,9 +108,7 @@ class KVKeepStorage(HiCacheStorage):  # type: ignore[misc]  # Any where SGLang i
         cost = costs_in(self._options.cost, str(self._config.model_name or ""))
         page_tokens = int(mem_pool_host.page_size)
         token_bytes = pages.size * pages.records // page_tokens
-        store = BlockStore(
-            namespace, tiers=self._options.tiers, cost=cost, token_bytes=token_bytes
-        )
+        store = BlockStore(namespace, tiers=self._options.tiers, cost=cost, token_bytes=token_bytes)
         choices = None
         if self._options.compare_costs:
             choices = PageChoices(store, page_tokens)

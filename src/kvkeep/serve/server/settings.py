@@ -22,11 +22,12 @@ class ServerSettings:
 
     ``name`` is the model's name for clients. ``api_key`` is required of every request but the
     health checks and the dashboard's files. A body has at most ``max_body_bytes`` and
-    ``body_timeout_s`` to arrive; all bodies together have ``body_budget_bytes``, not counting the first 64 KiB of each.
-    Prompts have at most ``max_prompt_tokens`` (None: as many as the model and the pool allow). A
-    request takes at most ``request_timeout_s``, from its head to its last byte. On shutdown,
-    running requests have ``drain_timeout_s``, and then their KV ``flush_timeout_s`` to reach the
-    engine's store, if it has one. ``draft_tokens`` is the default for requests that do not set it.
+    ``body_timeout_s`` to arrive; all bodies together have ``body_budget_bytes``, not counting the
+    first 64 KiB of each. Prompts have at most ``max_prompt_tokens`` (None: as many as the model and
+    the pool allow). A request takes at most ``request_timeout_s``, from its head to its last byte.
+    On shutdown, running requests have ``drain_timeout_s``, and then their KV ``flush_timeout_s`` to
+    reach the engine's store, if it has one. ``draft_tokens`` is the default for requests that do
+    not set it.
 
     ``hosts`` are the accepted names in the Host header (None: all). On a loopback address only its
     own names should be, or a web page could reach the server under its own name (DNS rebinding).

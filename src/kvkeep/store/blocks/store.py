@@ -303,7 +303,7 @@ class BlockStore(Store):
                 end = at + max(1, memory.catalogue.leading(blocks[at:]))
             elif tiers:
                 (held,) = self._tiered.holders(blocks[at : at + 1])
-                tier = tiers[held[0] - 1] if held and held[0] else tiers[-1]
+                tier = tiers[min(held[0], len(tiers)) - 1] if held and held[0] else tiers[-1]
                 name, there = tier.name, 1
                 if held and tier.serves_all:
                     there = tier.catalogue.leading(blocks[at:])

@@ -64,17 +64,15 @@ class PromptStore(Store):
         }
         shares = _weights(self._names, config)
         front, below = open_tiers(
-            config.tiers,
-            kept.block_shape,
-            shares=shares is not None,
+            config.tiers, kept.block_shape, shares=shares is not None,
             prompt_bytes=self.geometry.bytes_for(PROMPT_TOKENS),
-        )
+        )  # fmt: skip
         tiered = TieredStore(
             front, below, config.policy, notes=self._names.notes, shares=shares, cost=config.cost
         )
         if shares is not None:
             self._names.made = partial(_announce, tiered)
-        super().__init__(tiered, "tokens")
+        super().__init__(tiered, "tokens", kept.block_shape)
         self._reporter = KVReporter(self.geometry.bytes_per_token, self._timing)
         self._pin_memory()
         for space, limit in limits.items():
@@ -84,7 +82,7 @@ class PromptStore(Store):
     @property
     def tiers(self) -> tuple[str, ...]:
         """The names of the tiers, fastest first. The first one is in memory."""
-        return (self._tiered.memory.name, *(tier.name for tier in self._tiered.tiers))
+        return self._tiered.names
 
     def bind(self, identity: str) -> None:
         """Reserve the store for the loaded model with this `kvkeep.store.model_identity`.

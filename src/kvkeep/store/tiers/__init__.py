@@ -46,10 +46,18 @@ from kvkeep.store.tiers.block_waits import SharedReturns
 from kvkeep.store.tiers.buffer import PROMPT_TOKENS, buffer_bytes
 from kvkeep.store.tiers.chains import Chain
 from kvkeep.store.tiers.counters import TierCounters, TierStats
+from kvkeep.store.tiers.detaching import Detached
 from kvkeep.store.tiers.loss_log import Loss, LossKind, LossLog, Miss
 from kvkeep.store.tiers.memory import MemorySpec, MemoryTier
 from kvkeep.store.tiers.notes import note_of
-from kvkeep.store.tiers.opening import TIER_OPTIONS, TIERINGS, open_backend, open_tiers, tiering
+from kvkeep.store.tiers.opening import (
+    TIER_OPTIONS,
+    TIERINGS,
+    open_backend,
+    open_tier,
+    open_tiers,
+    tiering,
+)
 from kvkeep.store.tiers.removing import Removed
 from kvkeep.store.tiers.tail_reading import TailLimit
 from kvkeep.store.tiers.tier import Tier, TierOptions, TierSpec
@@ -67,6 +75,7 @@ __all__ = [
     "AdaptiveTiering",
     "BlockPrefetch",
     "Chain",
+    "Detached",
     "Exclusive",
     "Inclusive",
     "Loss",
@@ -93,6 +102,7 @@ __all__ = [
     "buffer_bytes",
     "note_of",
     "open_backend",
+    "open_tier",
     "open_tiers",
     "tiering",
 ]

@@ -138,6 +138,13 @@ class Catalogue:
             known = [*self._table.blocks, *(row.block for row in self._table.packed)]
             return [block for block in known if space is None or block.startswith(space)]
 
+    def by_use(self) -> list[tuple[bytes, int]]:
+        """Return all blocks with the bytes of their records, the one used last first."""
+        with self._lock:
+            known = [(one.used, one.block, one.size) for one in self._table.blocks.values()]
+            known += [(row.used, row.block, row.size) for row in self._table.packed]
+        return [(block, size) for _, block, size in sorted(known, reverse=True)]
+
     def may_free(self, needed: int) -> bool:
         """Whether ``needed`` bytes could be freed, if held blocks are freed in time."""
         with self._lock:

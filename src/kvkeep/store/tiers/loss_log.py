@@ -37,7 +37,8 @@ class Miss:
       budget is short, and kept for blocks that are worth more); "answer" (generated
       tokens, where only prompts are stored); "unread" (generated tokens, where answers like this
       one are never read again); else why the tier does not serve this record.
-    - "removed": "cleared" or "removed" by request, "ttl" (expired), "gone" (deleted by others).
+    - "removed": "cleared" or "removed" by request, "ttl" (expired), "gone" (deleted by others),
+      "detached" (the tier was, and has them still).
     - "damaged": the record did not verify.
     - "unavailable": "breaker" (the circuit breaker is open), or the error.
     - "late": the tier did not answer in time.
@@ -131,6 +132,10 @@ class LossLog:
                 last.move_to_end(block)
         if what == "dropped" and blocks:
             self.dropping(tier, detail)
+
+    def attach(self, tier: str) -> None:
+        """Count losses in ``tier``, which was attached, as those below all others."""
+        self._rank[tier] = len(self._rank)
 
     def of(self, block: bytes) -> Loss | None:
         """Return the last loss of ``block``, None if none is recorded."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvkeep.store.codecs import Codec
     from kvkeep.store.tiers.tiering import TieringPolicy
 
-__all__ = ["TIERINGS", "TIER_OPTIONS", "open_backend", "open_tiers", "tiering"]
+__all__ = ["TIERINGS", "TIER_OPTIONS", "open_backend", "open_tier", "open_tiers", "tiering"]
 
 TIER_OPTIONS = (
     "codec", "encrypt", "decrypt", "policy", "ttl", "timeout", "queue", "readers", "writers",
@@ -147,6 +147,16 @@ def open_tiers(
     behind = [tier for tier in below if isinstance(tier, TierSpec)]
     _name_apart(memory, behind)
     return memory, behind
+
+
+def open_tier(place: str | Backend, shape: BlockShape | None = None) -> TierSpec:
+    """Open one tier below memory, to be attached to a store; its name is the scheme.
+
+    Raises as `open_tiers` does.
+    """
+    spec = _open(place, shape or BlockShape(), first=False)
+    assert isinstance(spec, TierSpec)
+    return spec
 
 
 def _open(place: str | Backend, shape: BlockShape, *, first: bool) -> MemorySpec | TierSpec:

@@ -2,9 +2,9 @@
 
     kvkeep budget <bytes> <given | default> <Unix seconds>
 
-``given`` by ``size=``, or the ``default`` of a directory that was opened without. The file is locked
-by flock while it is read and written, so processes that open a new directory at the same time agree.
-Anything else under the file's name, and anything else in it, is no budget.
+``given`` by ``size=``, or the ``default`` of a directory opened without it. The file is locked by
+flock while it is read and written, so processes that open a new directory at once agree. Anything
+else under the file's name, and anything else in it, is no budget.
 """
 
 from __future__ import annotations

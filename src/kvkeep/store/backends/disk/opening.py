@@ -18,8 +18,8 @@ from kvkeep.store.backends.disk.files import (
     open_plain,
     sync_path,
 )
-from kvkeep.store.backends.disk.ledger import LEDGER_MAGIC
 from kvkeep.store.backends.disk.last_budget import BUDGET
+from kvkeep.store.backends.disk.ledger import LEDGER_MAGIC
 from kvkeep.store.backends.disk.notes import NOTES
 
 if TYPE_CHECKING:
