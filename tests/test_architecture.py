@@ -30,7 +30,7 @@ FLOORS: list[set[str]] = [
 # What every room may use; among themselves they are in order, and use no room.
 BASE = {
     "core.errors", "core.tokens", "core.extras", "core.geometry", "core.keys", "core.public",
-    "core.prefix_file", "core.events",
+    "core.prefix_file", "core.events", "core.config_file",
 }  # fmt: skip
 
 # Which rooms a room may use, besides the base. "" is `kvkeep/__init__.py`, the public names. The
@@ -139,7 +139,8 @@ BASE_OF = {
 EXTERNAL: dict[str, set[str]] = {
     "numpy": {""},  # everybody
     "torch": {
-        "core.pages.tensors", "core.pages.prepared", "core.slots.tensors", "core.groups.tensors",
+        "core.pages.tensors", "core.pages.prepared", "core.pages.device", "core.slots.tensors",
+        "core.groups.tensors",
         "store.kv", "store.identity", "store.codecs", "serve.engine", "integrations",
         "bench.codecs", "cli.codec_measure",
     },

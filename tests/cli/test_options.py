@@ -45,6 +45,7 @@ class Option(NamedTuple):
 
 
 ROUTE = {
+    "--config": Option("--config {tmp}/kvkeep.toml", "PrefixRouter.most_blocks", 11),
     "--instances": Option(
         f"--instances {A}/", "PrefixRouter.instances Upstreams.instances", ([A], [A])
     ),
@@ -106,12 +107,13 @@ ROUTE = {
 }
 
 SERVE = {
+    "--config": Option("--config {tmp}/kvkeep.toml", "Engine.limits.max_running", 11),
     "--model": Option(
         "--model {tmp}/mine",
         "load.path.name load_tokenizer.path.name create_app.settings.name",
         ("mine", "mine", "mine"),
     ),
-    "--memory": Option("--memory 7MiB", "load.memory", "7MiB"),
+    "--memory": Option("--memory 7MiB", "load.memory", 7 << 20),
     "--page-size": Option("--page-size 32", "load.page_size", 32),
     "--device": Option("--device cpu", "load.device", "cpu"),
     "--dtype": Option("--dtype bfloat16", "load.dtype", "bfloat16"),
@@ -218,6 +220,7 @@ def made(monkeypatch, tmp_path) -> Iterator[Made]:
     monkeypatch.delenv("KVKEEP_API_KEY", raising=False)
     (tmp_path / "key").write_text("filed\n")
     (tmp_path / "public").write_text("[7]\n")
+    (tmp_path / "kvkeep.toml").write_text("[serve]\nmax-running = 11\n[route]\nmost-blocks = 11\n")
     PrefillCost(seconds_per_token=0.25).write(tmp_path / "cost.json")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     one = Made()

@@ -8,7 +8,15 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.cli.arguments import add_count, add_option, add_path, add_seconds, add_switch, count
+from kvkeep.cli.arguments import (
+    add_count,
+    add_option,
+    add_path,
+    add_seconds,
+    add_switch,
+    count,
+    number,
+)
 from kvkeep.cli.listening import add_address, add_connection_limits, add_log_level, allowed_hosts
 from kvkeep.cli.tenants import add_public_prefixes
 from kvkeep.core.errors import InvalidValue, require, whole
@@ -41,6 +49,7 @@ def add_parser(commands: Commands) -> None:
         "will finish its prefill first: the one with the longest cached prefix, unless its queue "
         "is too long.",
     )
+    parser.add_config("route")
     parser.add_argument(
         "--instances",
         metavar="URL,…",
@@ -64,13 +73,13 @@ def add_parser(commands: Commands) -> None:
         "that instances of kvkeep serve learn; for others 15,000 tokens per second)",
     )
     add_option(
-        costs, "--prefill-speed N", "instead of --cost: tokens per second of a prompt", type=float
+        costs, "--prefill-speed N", "instead of --cost: tokens per second of a prompt", type=number
     )
     add_option(
         costs,
         "--balance X",
         "weight of an instance's recent load in its cost (default: 0.02)",
-        type=float,
+        type=number,
     )
     _add_timeouts(parser.add_argument_group("instances that do not answer"))
     add_connection_limits(parser.add_argument_group("limits"), share="half of what")

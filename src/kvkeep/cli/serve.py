@@ -52,6 +52,7 @@ def add_parser(commands: Commands) -> None:
         description="Serve a model over HTTP, with OpenAI's API. Common prefixes of prompts "
         "are computed once. On SIGTERM the server ends when its running requests have ended.",
     )
+    parser.add_config("serve")
     add_options(parser)
     parser.set_defaults(run=run)
 

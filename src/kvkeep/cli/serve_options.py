@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import argparse
 
-from kvkeep.cli.arguments import add_count, add_option, add_path, add_seconds, add_switch, count
+from kvkeep.cli.arguments import (
+    add_count,
+    add_option,
+    add_path,
+    add_seconds,
+    add_switch,
+    count,
+    number,
+)
 from kvkeep.cli.listening import add_address, add_connection_limits, add_log_level
 from kvkeep.cli.model import add_dtype, add_model_arguments
 from kvkeep.cli.server import KEY_VARIABLE
@@ -124,7 +132,7 @@ def _add_limits(limits: argparse._ArgumentGroup) -> None:
         "--pin-share X",
         "share of the pool, and of the largest tier, that clients keep (cache_control, "
         "prompt_cache_retention) for each cache_salt; for all together it is half (default: 0.1)",
-        type=float,
+        type=number,
         default=0.1,
     )
     add_connection_limits(limits, share="what")

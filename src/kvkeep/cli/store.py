@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from kvkeep.cli.arguments import add_count, add_json, add_option, add_switch
-from kvkeep.core.errors import BackendFailed
+from kvkeep.core.errors import BackendFailed, reason
 from kvkeep.store.backends import TierURL
 
 if TYPE_CHECKING:
@@ -61,9 +61,7 @@ def add_parser(commands: Commands) -> None:
     add_switch(action, "--yes", "do not ask for confirmation")
 
 
-def _add(
-    actions: argparse._SubParsersAction[argparse.ArgumentParser], name: str, what: str
-) -> argparse.ArgumentParser:
+def _add(actions: Commands, name: str, what: str) -> argparse.ArgumentParser:
     parser = actions.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
     parser.add_argument(
         "urls", metavar="URL", nargs="+", help="tier; several are processed in turn"
@@ -125,4 +123,4 @@ def _done(action: Action, url: str, args: argparse.Namespace) -> CommandResult:
     except BrokenPipeError:
         raise  # of our stdout, not of the backend
     except OSError as error:
-        raise BackendFailed(str(error)) from error
+        raise BackendFailed(reason(error)) from error

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kvkeep.cli.progress import bytes_progress
 from kvkeep.cli.store_place import CommandResult, remove, spaces_of
-from kvkeep.core.errors import InvalidValue, whole
+from kvkeep.core.errors import InvalidValue, reason, whole
 from kvkeep.core.geometry.units import format_bytes, parse_bytes, parse_seconds
 from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.tiers.record import BadRecord, OtherVersion
@@ -54,7 +54,7 @@ class _Verifier:
             record = self._backend.get(listed.block, self._room)
         except (OSError, MemoryError) as error:
             self._backend.sizes([listed.block])  # raises if the whole backend fails
-            return _Verdict("bad", f"it cannot be read: {error}")
+            return _Verdict("bad", f"it cannot be read: {reason(error)}")
         if record is None:
             return _Verdict("gone")
         try:

@@ -23,18 +23,32 @@
     record.py      a trace of the requests
     stats.py       counts for vLLM's log and its Prometheus page
 
-Import it only where vLLM is installed. The worker opens the store.
+The connector is imported when it is asked for; options.py needs no vLLM. The worker opens the
+store.
 """
 
 from __future__ import annotations
 
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from typing import TYPE_CHECKING
 
-from kvkeep.integrations.vllm.connector import KVKeepConnector
+if TYPE_CHECKING:
+    from kvkeep.integrations.vllm.connector import KVKeepConnector
 
 __all__ = ["KVKeepConnector"]
 
-# MultiConnector looks up the class of statistics from another process by name, in vLLM's registry
-# only; without this entry the first statistics would end the server's output handler.
-if KVKeepConnector.__name__ not in KVConnectorFactory._registry:
-    KVConnectorFactory.register_connector(KVKeepConnector.__name__, __name__, "KVKeepConnector")
+
+def __getattr__(name: str) -> object:
+    """Import the connector when it is asked for."""
+    if name != "KVKeepConnector":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from vllm.distributed.kv_transfer.kv_connector.factory import (  # noqa: PLC0415
+        KVConnectorFactory,
+    )
+
+    from kvkeep.integrations.vllm.connector import KVKeepConnector  # noqa: PLC0415
+
+    # MultiConnector looks up the class of statistics from another process by name, in vLLM's
+    # registry only; without this entry the first statistics would end the server's output handler.
+    if name not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(name, __name__, name)
+    return KVKeepConnector

@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
-from kvkeep.core.errors import BackendFailed, InvalidValue, require
+from kvkeep.core.errors import BackendFailed, InvalidValue, did_you_mean, require
 from kvkeep.core.eviction import POLICIES
 from kvkeep.store.backends import Backend, TierURL
 from kvkeep.store.backends.memory import MemoryBackend
@@ -74,6 +74,7 @@ def open_backend(url: TierURL) -> Backend:
             raise InvalidValue(
                 f"{url.safe}: no tier is called {url.scheme}; there are "
                 f"{', '.join(sorted({*_HOMES, *found}))}"
+                f"{did_you_mean(url.scheme, {*_HOMES, *found})}"
             )
         kind = found[url.scheme].load()
     backend = kind.from_url(url)
@@ -99,7 +100,9 @@ def tiering(name: str, clock: Callable[[], float] = time.monotonic) -> TieringPo
         touches = int(after) if colon else 1
         if touches:
             return Inclusive(touches) if kind == "inclusive" else Exclusive(touches)
-    raise InvalidValue(f"no tiering {name!r}; there are {', '.join(TIERINGS)}")
+    raise InvalidValue(
+        f"no tiering {name!r}; there are {', '.join(TIERINGS)}{did_you_mean(name, TIERINGS)}"
+    )
 
 
 def open_tiers(

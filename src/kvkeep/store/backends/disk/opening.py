@@ -7,7 +7,7 @@ import os
 import stat
 from typing import TYPE_CHECKING, Final
 
-from kvkeep.core.errors import BackendFailed, InvalidValue
+from kvkeep.core.errors import BackendFailed, InvalidValue, reason
 from kvkeep.store.backends.disk.directory import RecordDirectory, space_of_name
 from kvkeep.store.backends.disk.files import (
     CANNOT_WRITE,
@@ -46,8 +46,8 @@ def open_directory(path: str | os.PathLike[str]) -> RecordDirectory:
         directory.device = os.stat(root).st_dev
     except OSError as error:
         if error.errno in CANNOT_WRITE | WRONG_KIND:
-            raise InvalidValue(f"{root} cannot hold records: {error}") from error
-        raise BackendFailed(error.errno, f"{root} cannot be opened: {error.strerror}") from error
+            raise InvalidValue(f"{root} cannot hold records: {reason(error)}") from error
+        raise BackendFailed(error.errno, f"{root} cannot be opened: {reason(error)}") from error
     return directory
 
 

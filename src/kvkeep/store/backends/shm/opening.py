@@ -16,7 +16,7 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvkeep.core.errors import BackendFailed, InvalidValue
+from kvkeep.core.errors import BackendFailed, InvalidValue, reason
 from kvkeep.core.geometry.units import format_bytes
 from kvkeep.store.backends.free_memory import free_memory
 from kvkeep.store.backends.shm.layout import HEADER_BYTES, Layout, NotAnArena
@@ -109,7 +109,7 @@ def _open_file(path: str, *, create: bool) -> int:
             ) from None
         fd = _create_file(path, flags)
     except OSError as error:
-        raise InvalidValue(f"{path} cannot be opened as a shared arena: {error}") from error
+        raise InvalidValue(f"{path} cannot be opened as a shared arena: {reason(error)}") from error
     found = os.fstat(fd)
     wrong = ""
     if not stat.S_ISREG(found.st_mode):
@@ -132,7 +132,7 @@ def _create_file(path: str, flags: int) -> int:
     except FileExistsError:
         return _open_file(path, create=True)  # another process was faster
     except OSError as error:
-        raise InvalidValue(f"no shared arena can be made at {path}: {error}") from error
+        raise InvalidValue(f"no shared arena can be made at {path}: {reason(error)}") from error
 
 
 def _is_still_there(fd: int, path: str) -> bool:
@@ -208,9 +208,10 @@ def _allocate(fd: int, path: str, layout: Layout) -> None:
         if error.errno in {errno.ENOSPC, errno.ENOMEM, errno.EFBIG}:
             free = next(_free(path))[0]
             raise InvalidValue(
-                f"{path} needs {format_bytes(layout.total)}: {error}; {format_bytes(free)} are free"
+                f"{path} needs {format_bytes(layout.total)}: {reason(error)}; "
+                f"{format_bytes(free)} are free"
             ) from error
-        raise BackendFailed(error.errno, f"{path} gets no memory: {error}") from error
+        raise BackendFailed(error.errno, f"{path} gets no memory: {reason(error)}") from error
 
 
 def _free(path: str) -> Iterator[tuple[int, str]]:
