@@ -179,8 +179,9 @@ class Routing:
     """A proxy in a thread, in front of some instances."""
 
     def __init__(self, *urls: str, **options: Any) -> None:
-        self.router = PrefixRouter(urls, cost=options.pop("cost", RoutingCost(balance=0.0)))
-        self.upstreams = Upstreams(urls, connect_s=2.0)
+        cost = options.pop("cost", RoutingCost(balance=0.0, slack=0.0))
+        self.router = options.pop("router", None) or PrefixRouter(urls, cost=cost)
+        self.upstreams = options.pop("upstreams", None) or Upstreams(urls, connect_s=2.0)
         waits = {"first_byte_s": 20.0, "probe_every_s": 0.05, "probe_s": 1.0}
         options["timeouts"] = Timeouts(**{**waits, **options.pop("timeouts", {})})
         self._socket = bind("127.0.0.1", 0)
