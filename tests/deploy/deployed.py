@@ -25,7 +25,6 @@ CONTAINER = DEPLOY / "container"
 UNITS = sorted(SYSTEMD.glob("*.service"))
 # What of a shutdown is beside draining and writing KV: the last bytes of answers, the interpreter.
 ENDING_S = 5
-ROUTER_DRAIN_S = 30
 VARIANTS = ("serve", "vllm")  # folders that are complete with `base`
 
 

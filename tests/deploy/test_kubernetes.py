@@ -15,7 +15,6 @@ from deployed import (
     ENDING_S,
     KUBERNETES,
     ROOT,
-    ROUTER_DRAIN_S,
     VARIANTS,
     component,
     container,
@@ -156,7 +155,7 @@ def test_a_pod_has_time_to_end(workload):
     hook = container(workload).get("lifecycle", {}).get("preStop", {}).get("exec", {})
     waits = float(hook["command"][1]) if hook else 0
     if component(workload) == "router":
-        needs = ROUTER_DRAIN_S
+        needs = CONFIG["route"]["drain-timeout"]
         assert waits > 0, "a Service sends requests for a while to a pod that leaves"
     elif container(workload)["image"] == "kvkeep":
         needs = CONFIG["serve"]["drain-timeout"] + CONFIG["serve"]["flush-timeout"]

@@ -9,12 +9,12 @@ import sys
 from urllib.parse import urlsplit
 
 import pytest
-from deployed import ENDING_S, ROUTER_DRAIN_S, SYSTEMD, UNITS, read_config, read_unit, tool
+from deployed import ENDING_S, SYSTEMD, UNITS, read_config, read_unit, tool
 
 CONFIG = read_config(SYSTEMD / "kvkeep.toml")
 MOST_EXPOSED = 20  # of 100, by systemd's own reckoning; a unit without protection has about 96
 SECONDS = {"serve": CONFIG["serve"]["drain-timeout"] + CONFIG["serve"]["flush-timeout"],
-           "route": ROUTER_DRAIN_S}  # fmt: skip
+           "route": CONFIG["route"]["drain-timeout"]}  # fmt: skip
 units = pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
 
 
