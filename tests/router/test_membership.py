@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from standing_in import StandIn, eventually, routing
 
+from kvkeep import PagedCache
 from kvkeep.core.errors import InvalidValue
-from kvkeep.serve.kv_events import BlockStored
+from kvkeep.serve.kv_events import BlockStored, EventPublisher, EventReader, Source
 from kvkeep.serve.router import PrefixRouter
 from kvkeep.serve.router.discovery import DnsName, Found, resolve
 from kvkeep.serve.router.membership import Discovery, EventAddresses, Membership
@@ -202,6 +203,56 @@ def test_a_router_has_a_bound_on_instances():
     assert router.stats().instances == len(upstreams.names) == 4096
     with pytest.raises(InvalidValue, match="4,096 instances"):
         members.add("http://a")
+
+
+def test_an_instance_comes_back_with_what_its_snapshot_says():
+    """Forgotten with its index; back under its name it holds what it holds now, not before."""
+    cache = PagedCache(64, 16)
+    publisher = EventPublisher(cache, "tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
+    router, upstreams = PrefixRouter(), Upstreams()
+    reader = EventReader([], router, check_s=0.1)
+    time = [0.0]
+    members = Membership(router, upstreams, reader, keep_s=10.0, clock=lambda: time[0])
+    url = "http://10.0.0.1:8000"
+    sources = (Source(url, publisher.endpoint, publisher.replay),)
+
+    def hold(first: int) -> list[int]:
+        prompt = list(range(first, first + 64))
+        sequence = cache.open(prompt)
+        sequence.publish(64)
+        sequence.close()
+        return prompt
+
+    def held(prompt: list[int]) -> int:
+        chosen = router.choose(prompt)
+        return 0 if chosen is None else chosen.tokens
+
+    try:
+        old = hold(0)
+        members.add(url, sources)
+        eventually(lambda: held(old) == 64)
+        members.remove(url)
+        time[0] = 9.0
+        members.sweep()
+        between = hold(1000)
+        eventually(lambda: router.blocks(url)[0] == 8)  # it is followed as long as it is kept
+        assert not members.add(url, sources)
+        assert held(old) == held(between) == 64
+        members.remove(url)
+        time[0] = 19.0
+        members.sweep()
+        assert url not in members
+        assert router.stats().blocks == router.stats().instances == 0
+        cache.clear()
+        new = hold(2000)
+        assert members.add(url, sources)
+        eventually(lambda: held(new) == 64)
+        assert held(old) == 0
+        members.add(url, ())  # its events are at no address any more
+        assert held(new) == 0
+    finally:
+        reader.close()
+        publisher.close()
 
 
 # --- over HTTP -------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ class EventReader:
     Nothing that a publisher sends ends the thread: unreadable messages are counted and skipped.
 
     Thread safety: safe from any thread; ``receiver`` is called in the reader's own. Cost: about
-    8 files and 10 µs a turn per source, where a turn takes all messages that have arrived.
+    5 files per source, 6 % of a core for 1,000 idle sources, and 70 µs a batch.
     """
 
     def __init__(

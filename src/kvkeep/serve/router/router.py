@@ -216,9 +216,10 @@ class PrefixRouter:
             self._skipped += 1
             return
         lora = event.lora_name or ""
-        adapters = self._adapters.setdefault(place.instance, set())
-        if 0 < len(lora) <= _LONGEST_ADAPTER and len(adapters) < _MOST_ADAPTERS:
-            adapters.add(lora)
+        if 0 < len(lora) <= _LONGEST_ADAPTER:
+            adapters = self._adapters.setdefault(place.instance, set())
+            if len(adapters) < _MOST_ADAPTERS:
+                adapters.add(lora)
         salt, marks = _extras(event, lora)
         self._index.store(
             place,
