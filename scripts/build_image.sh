@@ -2,7 +2,10 @@
 # Build kvkeep's image where no registry can be reached: over a base of Debian's packages, with
 # buildah, which needs neither a daemon nor namespaces here.
 #
-#   scripts/build_image.sh [NAME]      (default: localhost/kvkeep:latest)
+#   scripts/build_image.sh [NAME [FILE [OPTION…]]]
+#
+# NAME is localhost/kvkeep:latest and FILE deploy/container/Containerfile by default; options are
+# those of `buildah build`.
 #
 # Needs root, and Debian's packages buildah and debootstrap. pip in the build has the settings of pip
 # here; MOUNTS names files and folders that these settings name.
@@ -10,6 +13,8 @@ set -eu
 cd "$(dirname "$0")/.."
 
 name=${1:-localhost/kvkeep:latest}
+file=${2:-deploy/container/Containerfile}
+shift $(($# < 2 ? $# : 2))
 suite=${SUITE:-bookworm}
 mirror=${MIRROR:-http://deb.debian.org/debian}
 base=localhost/kvkeep-base:$suite
@@ -34,7 +39,8 @@ if ! buildah inspect --type image "$base" >/dev/null 2>&1; then
 fi
 
 echo "== $name"
-set -- --build-arg "BASE=$base" --build-arg "TORCH_INDEX=${TORCH_INDEX-}"
+set -- "$@" --build-arg "BASE=$base"
+case $file in *.vllm) ;; *) set -- "$@" --build-arg "TORCH_INDEX=${TORCH_INDEX-}" ;; esac
 pip config list | awk -F= '
   { name = $1; sub(/^.*\./, "", name); value = substr($0, length($1) + 2); gsub(/^'"'"'|'"'"'$/, "", value) }
   !(name in seen) { seen[name] = 1; lines = lines name " = " value "\n" }
@@ -44,6 +50,6 @@ for place in ${MOUNTS-}; do
   set -- "$@" --volume "$place:$place:ro"
 done
 # In Docker's format, which keeps the health check.
-buildah build --isolation chroot --format docker --file deploy/container/Containerfile \
+buildah build --layers --isolation chroot --format docker --file "$file" \
   --ignorefile .containerignore --tag "$name" "$@" .
 buildah images "$name"

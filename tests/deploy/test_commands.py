@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 
 import pytest
-from deployed import DEPLOY, ROOT, VARIANTS, commands, component, container, of_kind, workloads
+from deployed import (
+    DEPLOY,
+    KUBERNETES,
+    ROOT,
+    VARIANTS,
+    commands,
+    component,
+    container,
+    of_kind,
+    read_config,
+    workloads,
+)
 from starlette.testclient import TestClient
 
 from kvkeep.cli import _parser, main
+from kvkeep.integrations.vllm.options import ConnectorOptions
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from docs_site.http import document
@@ -89,3 +102,18 @@ def test_arguments_of_vllm_are_those_of_its_page():
         option = argument.partition("=")[0]
         if option not in {"--host", "--port"}:
             assert option in pages, option
+
+
+def test_the_connector_takes_what_vllm_gives_it():
+    (server,) = of_kind(workloads("vllm"), "StatefulSet")
+    given = {
+        option: json.loads(value)
+        for option, _, value in (one.partition("=") for one in container(server)["args"][1:])
+        if value.startswith("{")
+    }
+    assert set(given) == {"--kv-events-config", "--kv-transfer-config"}
+    extra = given["--kv-transfer-config"]["kv_connector_extra_config"]
+    assert extra == {"config": INSTALLED}
+    config = KUBERNETES / "base/kvkeep.toml"
+    options = ConnectorOptions.from_json({"config": str(config)}, "the extra config")
+    assert list(options.tiers) == read_config(config)["connector"]["tiers"]
