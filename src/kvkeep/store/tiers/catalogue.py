@@ -141,9 +141,10 @@ class Catalogue:
     def by_use(self) -> list[tuple[bytes, int]]:
         """Return all blocks with the bytes of their records, the one used last first."""
         with self._lock:
-            known = [(one.used, one.block, one.size) for one in self._table.blocks.values()]
-            known += [(row.used, row.block, row.size) for row in self._table.packed]
-        return [(block, size) for _, block, size in sorted(known, reverse=True)]
+            known: list[OrderedBlock | PackedRow] = [*self._table.blocks.values()]
+            known += self._table.packed
+        known.sort(key=lambda one: (one.used, one.serial), reverse=True)
+        return [(one.block, one.size) for one in known]
 
     def may_free(self, needed: int) -> bool:
         """Whether ``needed`` bytes could be freed, if held blocks are freed in time."""
