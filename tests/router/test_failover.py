@@ -142,6 +142,7 @@ def test_two_routers_place_alike(fleet):
 def test_a_server_is_found_by_its_name(fleet):
     """Its events are where the pattern says, and it may leave again."""
     one = fleet.servers[3]
+    ask([one.url], SYSTEM * 4)
     process, url = route(
         [], "--discover", f"dns://localhost:{one.port}", "--discover-every", "0.2",
         "--probe-interval", "0.1", "--events", one.events.replace("127.0.0.1", "{host}"),
