@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BUNDLED_MODEL", "add_count", "add_json", "add_model_path", "add_option",
-    "add_page_size", "add_path", "add_seconds", "add_switch", "byte_size", "count", "model_name",
-    "number", "seconds",
+    "add_page_size", "add_path", "add_seconds", "add_switch", "byte_size", "count", "duration",
+    "model_name", "number", "seconds",
 ]  # fmt: skip
 
 BUNDLED_MODEL = "kvkeep-tiny"
@@ -77,6 +77,17 @@ def seconds(text: str) -> float:
         raise argparse.ArgumentTypeError(
             f"{told(text)} is no time; write seconds, as 30, or 500ms, 30s, 5m, 12h or 7d"
         ) from None
+
+
+def duration(text: str) -> float:
+    """A time with its unit, for argparse's ``type=``: ``12h``, ``7d``; above zero.
+
+    For options whose plain numbers would be taken for another unit than seconds.
+    """
+    try:
+        return parse_seconds(text)
+    except InvalidValue as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 # --- kinds of options --------------------------------------------------------------------------

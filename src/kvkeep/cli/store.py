@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from kvkeep.cli import store_server
-from kvkeep.cli.arguments import add_count, add_json, add_option, add_switch
+from kvkeep.cli.arguments import add_count, add_json, add_option, add_switch, byte_size, duration
 from kvkeep.core.errors import BackendFailed, reason
 from kvkeep.store.backends import TierURL
 
@@ -51,8 +51,15 @@ def add_parser(commands: Commands) -> None:
         "remove the least recently used blocks, by age or down to a size, and files that killed "
         "writers left behind",
     )
-    add_option(action, "--older TIME", "remove blocks not used for this long: 7d, 12h")
-    add_option(action, "--size SIZE", "keep at most this much: 100GiB (default: size= of the URL)")
+    add_option(
+        action, "--older TIME", "remove blocks not used for this long: 7d, 12h", type=duration
+    )
+    add_option(
+        action,
+        "--size SIZE",
+        "keep at most this much: 100GiB (default: size= of the URL)",
+        type=byte_size,
+    )
     add_switch(action, "--dry-run", "only print what would be removed")
     action = _add(actions, "rm", "remove a namespace, or all blocks")
     what = action.add_mutually_exclusive_group(required=True)

@@ -13,6 +13,7 @@ from kvkeep.cli.arguments import add_count, add_json, add_option, add_switch, co
 from kvkeep.cli.drawing import visible
 from kvkeep.cli.tables import print_facts, print_table
 from kvkeep.core.errors import InvalidValue
+from kvkeep.core.geometry import download_hint
 
 if TYPE_CHECKING:
     import argparse
@@ -159,7 +160,9 @@ def _text(how: str) -> str | Tokenize:
     if how in {"words", "bytes"}:
         return how
     if not Path(how).is_dir():
-        raise InvalidValue(f"--text is words, bytes or a model's directory; got {how!r}")
+        raise InvalidValue(
+            f"--text is words, bytes or a model's directory; got {how!r}{download_hint(how)}"
+        )
     from kvkeep.serve.engine.text import Tokenizer  # noqa: PLC0415 - seconds, for torch
 
     return Tokenizer.load(Path(how)).encode  # type: ignore[return-value]
