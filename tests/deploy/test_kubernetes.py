@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import subprocess
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
@@ -32,6 +32,9 @@ from deployed import (
 )
 
 from kvkeep.core.geometry.units import parse_bytes
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 CONFIG = read_config(KUBERNETES / "base/kvkeep.toml")
 ALL = [
@@ -68,47 +71,60 @@ def test_the_schemas_refuse_what_is_wrong():
         check(wrong)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_kustomize_makes_objects_that_kubernetes_takes(variant):
-    kubectl = tool("kubectl")  # kustomize is part of it
+def built(folder: Path) -> list[dict[str, Any]]:
+    """What kustomize makes of a folder."""
     done = subprocess.run(
-        [kubectl, "kustomize", str(KUBERNETES / variant)],
+        [tool("kubectl"), "kustomize", str(folder)],  # kustomize is part of it
         capture_output=True, text=True, check=False, timeout=60,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert not done.stderr
-    built = list(yaml.safe_load_all(done.stdout))
-    assert len(built) == len(deployed(variant)) + 1  # the ConfigMap
-    for one in built:
+    return list(yaml.safe_load_all(done.stdout))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_kustomize_makes_objects_that_kubernetes_takes(variant):
+    made = built(KUBERNETES / variant)
+    assert len(made) == len(deployed(variant)) + 1  # the ConfigMap
+    for one in made:
         check(one)
         assert one["kind"] == "Namespace" or one["metadata"]["namespace"] == "kvkeep"
-    (made,) = of_kind(built, "ConfigMap")
-    assert re.fullmatch(r"kvkeep-[a-z0-9]{10}", made["metadata"]["name"])
-    for workload in of_kind(built, "Deployment", "StatefulSet"):
+    (config,) = of_kind(made, "ConfigMap")
+    assert re.fullmatch(r"kvkeep-[a-z0-9]{10}", config["metadata"]["name"])
+    for workload in of_kind(made, "Deployment", "StatefulSet"):
         names = [one["configMap"]["name"] for one in pod(workload)["volumes"] if "configMap" in one]
-        assert names == [made["metadata"]["name"]]
+        assert names == [config["metadata"]["name"]]
         assert re.fullmatch(r"registry\.example/[\w-]+:0\.1\.0", container(workload)["image"])
 
 
-def test_components_are_built_as_well(tmp_path):
-    kubectl = tool("kubectl")  # kustomize is part of it
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    """A kustomization of the servers, to be changed."""
     shutil.copytree(DEPLOY, tmp_path / "deploy")
-    file = tmp_path / "deploy/kubernetes/serve/kustomization.yaml"
-    text = file.read_text("utf-8").replace("# components:", "components:")
-    file.write_text(text.replace("[../monitoring]", "[../monitoring, ../../grafana]"), "utf-8")
-    done = subprocess.run(
-        [kubectl, "kustomize", str(file.parent)],
-        capture_output=True, text=True, check=False, timeout=60,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    built = list(yaml.safe_load_all(done.stdout))
-    assert len(of_kind(built, "ServiceMonitor")) == 2
-    assert all(one["metadata"]["namespace"] == "kvkeep" for one in of_kind(built, "ServiceMonitor"))
+    return tmp_path / "deploy/kubernetes/serve/kustomization.yaml"
+
+
+def test_components_are_built_as_well(copied):
+    text = copied.read_text("utf-8").replace("# components:", "components:")
+    copied.write_text(text.replace("[../monitoring]", "[../monitoring, ../../grafana]"), "utf-8")
+    made = built(copied.parent)
+    monitors = of_kind(made, "ServiceMonitor")
+    assert [one["metadata"]["namespace"] for one in monitors] == ["kvkeep", "kvkeep"]
     (dashboard,) = [
-        one for one in of_kind(built, "ConfigMap") if "grafana_dashboard" in
-        one["metadata"].get("labels", {})
+        one for one in of_kind(made, "ConfigMap")
+        if "grafana_dashboard" in one["metadata"].get("labels", {})
     ]  # fmt: skip
     assert json.loads(dashboard["data"]["kvkeep.json"])["uid"] == "kvkeep"
+
+
+def test_the_page_s_patch_mounts_models(copied):
+    page = (ROOT / "docs/deploy.md").read_text("utf-8")
+    (patch,) = re.findall(r"```yaml\n# deploy/kubernetes/serve/\S+\n(.*?)```", page, re.DOTALL)
+    copied.write_text(copied.read_text("utf-8") + patch, "utf-8")
+    (server,) = of_kind(built(copied.parent), "StatefulSet")
+    check(server)
+    assert pod(server)["volumes"][-1]["persistentVolumeClaim"]["claimName"] == "models"
+    assert container(server)["volumeMounts"][-1]["mountPath"] == "/models"
 
 
 @pytest.mark.parametrize("folder", ["base", *VARIANTS, "monitoring"])
