@@ -101,6 +101,7 @@ ROUTE = {
     "--tokenize-timeout": Option("--tokenize-timeout 7", "create_proxy.timeouts.tokenize_s", 7.0),
     "--tries": Option("--tries 7", "create_proxy.timeouts.tries", 7),
     "--max-connections": Option("--max-connections 7", "serve.limits.most", 7),
+    "--drain-timeout": Option("--drain-timeout 7", "serve.drain_s", 7.0),
     "--head-timeout": Option("--head-timeout 7", "serve.limits.head_s", 7.0),
     "--body-timeout": Option("--body-timeout 7", "create_proxy.bodies.seconds", 7.0),
     "--body-budget": Option("--body-budget 9MiB", "create_proxy.bodies.budget", 9 << 20),

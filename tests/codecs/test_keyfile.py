@@ -6,6 +6,8 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -108,3 +110,27 @@ def test_the_key_is_not_in_the_message(tmp_path):
     with pytest.raises(InvalidValue) as raised:
         load_key(written(tmp_path / "key", b"secret-but-too-short"))
     assert "secret-but" not in str(raised.value)
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="needs root, to be another")
+@pytest.mark.parametrize(
+    ("mode", "taken"), [(0o440, True), (0o640, True), (0o644, False), (0o660, False)]
+)
+def test_a_key_of_roots_may_be_read_by_its_group(mode, taken):
+    """As Kubernetes mounts a secret with fsGroup, and systemd passes a credential."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        path = written(Path(folder, "key"), os.urandom(32), mode)
+        os.chown(path, 0, 65_533)
+        before = os.getegid()
+        os.setegid(65_533)
+        os.seteuid(65_534)
+        try:
+            if taken:
+                assert len(load_key(path)) == 32
+            else:
+                with pytest.raises(InvalidValue, match=f"{mode:04o}"):
+                    load_key(path)
+        finally:
+            os.seteuid(0)
+            os.setegid(before)

@@ -184,10 +184,11 @@ class Routing:
         self.upstreams = options.pop("upstreams", None) or Upstreams(urls, connect_s=2.0)
         waits = {"first_byte_s": 20.0, "probe_every_s": 0.05, "probe_s": 1.0}
         options["timeouts"] = Timeouts(**{**waits, **options.pop("timeouts", {})})
+        drain_s = options.pop("drain_s", 30.0)
         self._socket = bind("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         proxy = create_proxy(self.router, self.upstreams, **options)
-        self._server = Server(proxy)
+        self._server = Server(proxy, drain_s=drain_s)
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._server.serve([self._socket]))
         )

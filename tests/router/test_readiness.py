@@ -88,6 +88,17 @@ def test_a_second_signal_does_not_wait():
             running.result().raise_for_status()
 
 
+def test_a_request_that_takes_longer_than_the_drain_is_cut_off():
+    with routing("waits", drain_s=0.3) as (proxy, (one,)), ThreadPoolExecutor(1) as pool:
+        running = pool.submit(ask, proxy)
+        eventually(lambda: one.paths)
+        proxy.signal()
+        eventually(lambda: not proxy.runs)
+        one.wake()
+        with pytest.raises(httpx.HTTPError):
+            running.result().raise_for_status()
+
+
 def test_an_idle_router_ends_at_once():
     with routing("well") as (proxy, _):
         proxy.signal()

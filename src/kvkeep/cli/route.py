@@ -86,7 +86,9 @@ def add_parser(commands: Commands) -> None:
         type=float,
     )
     _add_timeouts(parser.add_argument_group("instances that do not answer"))
-    add_connection_limits(parser.add_argument_group("limits"), share="half of what")
+    limits = parser.add_argument_group("limits")
+    add_connection_limits(limits, share="half of what")
+    add_seconds(limits, "--drain-timeout", 30.0, "time for running requests to end on SIGTERM")
     add_count(
         parser.add_argument_group("memory"),
         "--most-blocks",
@@ -235,6 +237,7 @@ def run(args: argparse.Namespace) -> int:
                 bound,
                 limits=limits,
                 ready=lambda url: _announce(url, names, sources, args.discover),
+                drain_s=args.drain_timeout,
             )
         finally:
             reader.close()
@@ -301,7 +304,8 @@ def _timeouts(args: argparse.Namespace) -> Timeouts:
     from kvkeep.serve.router.health import Timeouts  # noqa: PLC0415
 
     for option in ("first_byte_timeout", "idle_timeout", "probe_interval", "probe_timeout",
-                   "tokenize_timeout", "head_timeout", "body_timeout"):  # fmt: skip
+                   "tokenize_timeout", "head_timeout", "body_timeout",
+                   "drain_timeout"):  # fmt: skip
         seconds = getattr(args, option)
         if not 0 < seconds < math.inf:
             name = option.replace("_", "-")

@@ -20,12 +20,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Server", "serve"]
 
-_DRAIN_S = 30.0
 _LAST_WRITES_S = 3  # once all requests have ended, or had their time
 
 
 class Server(GuardedServer):
-    """The router's HTTP server. On a signal, running requests have 30 seconds to finish.
+    """The router's HTTP server. On a signal, running requests have ``drain_s`` seconds to finish.
 
     Meanwhile ``/ready`` and new requests get 503. A second signal ends it at once. ``limits`` apply
     to client connections; each may need a second one, to an instance.
@@ -37,6 +36,7 @@ class Server(GuardedServer):
         limits: ConnectionLimits | None = None,
         *,
         ready: Callable[[], None] | None = None,
+        drain_s: float = 30.0,
     ) -> None:
         super().__init__(
             app,
@@ -47,6 +47,7 @@ class Server(GuardedServer):
         )
         app.state.metrics.connections = self.connections
         self._readiness: Readiness = app.state.readiness
+        self._drain_s = drain_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
 
@@ -67,7 +68,7 @@ class Server(GuardedServer):
             self._draining = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
-        await self._readiness.drain(_DRAIN_S)
+        await self._readiness.drain(self._drain_s)
         self.should_exit = True
 
 
@@ -77,8 +78,13 @@ def serve(
     *,
     limits: ConnectionLimits | None = None,
     ready: Callable[[str], None] | None = None,
+    drain_s: float = 30.0,
 ) -> None:
-    """Serve until a signal; call ``ready`` with the URL once the server listens."""
+    """Serve until a signal; call ``ready`` with the URL once the server listens.
+
+    See `Server` for ``limits`` and ``drain_s``.
+    """
     url = url_of(bound)
-    server = Server(app, limits, ready=None if ready is None else partial(ready, url))
+    announce = None if ready is None else partial(ready, url)
+    server = Server(app, limits, ready=announce, drain_s=drain_s)
     asyncio.run(server.serve([bound]))

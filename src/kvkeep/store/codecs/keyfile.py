@@ -22,17 +22,19 @@ def load_key(path: str | os.PathLike[str]) -> bytes:
 
     Raises:
         InvalidValue: the file cannot be read, is no key file, or not only its owner can access it.
+            The group may read a file of root's: secrets are mounted and credentials passed so.
     """
     place = Path(path)
     try:
         with open(place, "rb", opener=nonblocking) as file:
-            mode = os.fstat(file.fileno()).st_mode
-            content = file.read(_LONGEST + 1) if stat.S_ISREG(mode) else b""
+            found = os.fstat(file.fileno())
+            content = file.read(_LONGEST + 1) if stat.S_ISREG(found.st_mode) else b""
     except OSError as error:
         raise InvalidValue(f"the key file {place} cannot be read: {error.strerror}") from error
-    if os.name == "posix" and mode & 0o077:
+    if not _is_private(found):
+        mode = stat.S_IMODE(found.st_mode)
         raise InvalidValue(
-            f"the key file {place} has mode {stat.S_IMODE(mode):04o}: users other than its owner "
+            f"the key file {place} has mode {mode:04o}: users other than its owner "
             f"can access it; run chmod 600 {place}"
         )
     if len(content) == KEY_FILE_BYTES:
@@ -42,6 +44,14 @@ def load_key(path: str | os.PathLike[str]) -> bytes:
     raise InvalidValue(
         f"{place} is no key file: that is 32 bytes or 64 hexadecimal digits, see generate_key"
     )
+
+
+def _is_private(found: os.stat_result) -> bool:
+    """Whether only its owner can access a file, or if that is root, those root lets read it."""
+    if os.name != "posix":
+        return True
+    allowed = stat.S_IRGRP if found.st_uid == 0 != os.geteuid() else 0
+    return not found.st_mode & 0o077 & ~allowed
 
 
 def nonblocking(path: str, flags: int) -> int:
