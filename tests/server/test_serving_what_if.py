@@ -53,7 +53,7 @@ def test_short_prompts_agree_with_the_hit_rate(start_server):
             server.http.post("/v1/chat/completions", json=asked).raise_for_status()
         stats = server.stats()
         rate = stats["cache"]["hit_rate"]
-        assert rate > 0.8
+        assert rate > 0.5
         assert stats["cache"]["prompt_tokens"] / 40 < 64
         told = {point["times"]: point["hit_rate"] for point in stats["what_if"]}
         assert told[1] == rate
