@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from kvkeep.bench.replay.candidates import Candidate
 from kvkeep.cli import _parser
 from kvkeep.cli.plan_flags import serve_command, vllm_option
-from kvkeep.core.errors import InvalidValue
 from kvkeep.core.eviction import POLICIES
 from kvkeep.core.geometry import parse_bytes
-from kvkeep.integrations.vllm.options import ConnectorOptions
+from kvkeep.integrations.options import EngineOptions
 from kvkeep.store.tiers import TIERINGS, open_tiers, tiering
 
 MODEL = Path("./my models/Llama")
@@ -58,7 +57,7 @@ def test_the_connector_takes_its_options(chosen: Candidate, size: float) -> None
     assert option == "--kv-transfer-config"
     config = json.loads(text)
     assert config["kv_connector"] == "KVKeepConnector"
-    options = ConnectorOptions.parse(config["kv_connector_extra_config"])
+    options = EngineOptions.from_json(config["kv_connector_extra_config"], "vLLM has")
     assert len(options.tiers) == 1 + bool(chosen.disk_tokens)
     assert near(
         options.tiers[0].removeprefix("memory://").partition("?")[0], chosen.memory_tokens, size
@@ -80,5 +79,3 @@ def test_its_tiers_open(policy: str, tmp_path: Path) -> None:
 def test_without_a_cache_nothing_is_stored() -> None:
     words = shlex.split(serve_command(Candidate(None, 0), MODEL, 1.0))
     assert _parser().parse_args(words[1:]).no_store
-    with pytest.raises(InvalidValue):
-        ConnectorOptions.parse({"tiers": []})

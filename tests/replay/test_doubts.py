@@ -40,7 +40,7 @@ def test_a_trace_that_fits_tells_nothing_of_policies():
 
 
 def test_reuse_after_pauses_as_long_as_the_trace():
-    late = [[("once", at % 200), 1] for at in range(400)]
+    late = [[("again", at % 260), 1] for at in range(400)]
     assert "100.0\u00a0% of all reuse comes after a pause" in said(late)
     assert "covers 6.65\u00a0min" in said(late)
 
