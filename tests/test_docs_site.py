@@ -141,6 +141,25 @@ def test_nothing_is_fetched_from_elsewhere(site: Path, pages: dict[Path, Page]) 
             assert "//" not in address.split(",")[0], f"{style.name} fetches {address[:80]}"
 
 
+def test_a_folder_can_be_searched(site: Path, browser) -> None:
+    """Without a server, and without a network: browsers refuse workers on file://."""
+    page = browser.new_page()
+    said, asked = [], []
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on("console", lambda message: said.append(message.text))
+    page.on("request", lambda request: asked.append(request.url))
+    for start in ("index.html", "how-to/sizing.html"):
+        page.goto((site / start).as_uri())
+        page.keyboard.press("f")
+        page.locator("input.md-search__input").press_sequentially("what more memory would do")
+        found = page.locator(".md-search-result__item a").first
+        found.wait_for(timeout=120_000)
+        assert "/what-if.html" in found.get_attribute("href")
+    page.close()
+    assert said == []
+    assert all(url.startswith("file:") for url in asked)
+
+
 def test_every_document_is_a_page_that_the_contents_show(
     site: Path, pages: dict[Path, Page]
 ) -> None:

@@ -1,4 +1,7 @@
-"""The tutorial, followed as a reader does: what its pages say that comes out comes out."""
+"""The tutorial, followed as a reader does: what its pages say that comes out comes out.
+
+With KVKEEP_WRITE_TUTORIAL=1 in the environment, what comes out is written into the pages instead.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import os
 import re
 import signal
 import subprocess
+import textwrap
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,12 +26,50 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 TUTORIAL = Path(__file__).parent.parent / "docs" / "tutorial"
-_BLOCK = re.compile(r"^```json\n(.*?)^```", re.DOTALL | re.MULTILINE)
+_WRITE = "KVKEEP_WRITE_TUTORIAL" in os.environ
+_WORDS = re.compile(r"(?<=hits)  .*")  # behind a node of a drawn tree
+_BLOCK = re.compile(r"^```(json|text)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
-def shown(page: str) -> list[Any]:
-    """The JSON that a page shows, in order."""
-    return [json.loads(block) for block in _BLOCK.findall((TUTORIAL / page).read_text("utf-8"))]
+class Page:
+    """A page, whose blocks are compared with what comes out, or replaced by it."""
+
+    def __init__(self, name: str) -> None:
+        self.path = TUTORIAL / name
+
+    def block(self, kind: str, number: int) -> str:
+        """The text of a block: of the ``json`` or the ``text`` ones, counted from 0."""
+        return self._match(kind, number)[2]
+
+    def shown(self, number: int) -> Any:
+        """The JSON that a block shows."""
+        return json.loads(self.block("json", number))
+
+    def came_out(self, number: int, told: Any) -> None:
+        """This is what came out where a block shows JSON."""
+        if told != self.shown(number):
+            self._differs("json", number, textwrap.fill(
+                json.dumps(told), 88, subsequent_indent=" ", break_long_words=False,
+                break_on_hyphens=False,
+            ))  # fmt: skip
+
+    def drew(self, number: int, told: str) -> None:
+        """This is what came out where a block shows text; words of the model may differ."""
+        lines = [line.rstrip() for line in told.rstrip().splitlines()]
+        shown = self.block("text", number).splitlines()
+        if [_WORDS.sub("", one) for one in lines] != [_WORDS.sub("", one) for one in shown]:
+            self._differs("text", number, "\n".join(lines))
+
+    def _match(self, kind: str, number: int) -> re.Match[str]:
+        found = [one for one in _BLOCK.finditer(self.path.read_text("utf-8")) if one[1] == kind]
+        return found[number]
+
+    def _differs(self, kind: str, number: int, told: str) -> None:
+        match = self._match(kind, number)
+        if not _WRITE:
+            assert f"{told}\n" == match[2], f"{self.path.name}: KVKEEP_WRITE_TUTORIAL=1 writes it"
+        text = match.string
+        self.path.write_text(f"{text[: match.start(2)]}{told}\n{text[match.end(2) :]}", "utf-8")
 
 
 @contextmanager
@@ -72,33 +114,34 @@ def run(*words: str) -> str:
 
 @pytest.mark.model
 def test_the_tutorial_does_what_it_says(tmp_path: Path) -> None:
-    ask, nothing, shared = shown("reuse.md")
-    (restarted,) = shown("store.md")
-    (minute,) = shown("missed.md")
+    reuse, store, missed = map(Page, ("reuse.md", "store.md", "missed.md"))
+    ask = reuse.shown(0)
     with serving(tmp_path) as url:
-        assert asked(url, ask)["usage"] == nothing
+        reuse.came_out(1, asked(url, ask)["usage"])
         ask["messages"][1]["content"] = "What does heapq.merge do?"
-        assert asked(url, ask)["usage"] == shared
+        reuse.came_out(2, asked(url, ask)["usage"])
         assert asked(url, ask)["usage"]["prompt_tokens_details"] == {"cached_tokens": 41}
-        drawn = httpx.get(f"{url}/kv/map", params={"format": "text"}).text
-        assert "32 tokens · 2 pages [0,1]" in drawn
+        reuse.drew(0, httpx.get(f"{url}/kv/map", params={"format": "text"}).text)
     with serving(tmp_path) as url:
-        assert asked(url, ask)["usage"] == restarted
+        store.came_out(0, asked(url, ask)["usage"])
         rules = ask["messages"][0]["content"]
+        answers = []
         for time_of_day in ("22:14", "22:15"):
             ask["messages"][0]["content"] = f"It is {time_of_day}. {rules}"
-            answer = asked(url, ask)
-        assert answer["usage"] == minute["usage"]
-        told = _explained(url, answer["id"])
-        assert _drawn(told) == _drawn((TUTORIAL / "missed.md").read_text("utf-8"))
+            answers.append(asked(url, ask))
+        before, answer = answers
+        shown = missed.shown(0)
+        missed.came_out(0, {**shown, "usage": answer["usage"]})
+        # The page begins behind the line with the times of the request.
+        told = _explained(url, answer["id"]).split(" prompt tokens\n", 1)[1]
+        told = told.replace(answer["id"], shown["id"])
+        other = _REQUEST.findall(missed.block("text", 0))[0]
+        missed.drew(0, told.replace(before["id"], other))
     listed = run("store", "ls", f"file://{tmp_path}/kvkeep/store")
     assert len(listed.splitlines()) == 3, listed  # the place, the head, one namespace
 
 
-def _drawn(text: str) -> list[str]:
-    """The picture of an explanation, without the names of requests."""
-    picture = text[text.index("█ 7 reused") :].split("```", 1)[0]
-    return re.sub(r"chatcmpl-[0-9a-f]+", "chatcmpl-…", picture).rstrip().splitlines()
+_REQUEST = re.compile(r"chatcmpl-[0-9a-f]+")
 
 
 def _explained(url: str, name: str) -> str:

@@ -365,6 +365,43 @@ def test_plan_ends_in_words(tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["recommendation"] in " ".join(said.split())
     assert found["memory_tokens"] == 50_000
+    assert found["chosen"]["memory_tokens"] == 50_000
+    assert any("20 requests, too few" in one for one in found["warnings"])
+    assert "Warning: The trace has 20 requests" in said
+    assert "With --model PATH, the flags" in said
+
+
+def test_a_plan_with_prices_is_of_money_and_in_bytes(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("kvkeep.cli.replaying._MOMENT_S", 0.0)
+    trace, out = tmp_path / "chat.jsonl.gz", tmp_path / "plan.html"
+    write_trace(generate("chat", seed=1, requests=30, unit_tokens=256), trace)
+    model = tmp_path / "model"
+    model.mkdir()
+    fields = {
+        "model_type": "llama", "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "hidden_size": 4096, "dtype": "bfloat16",
+    }  # fmt: skip
+    (model / "config.json").write_text(json.dumps(fields))
+    words = ["--model", str(model), "--memory", "4GiB", "--disk", "40GiB", "--jobs", "1"]
+    words += ["--gpu-hour", "2.5", "--prefill-speed", "20000", "--memory-price", "3"]
+    words += ["--disk-price", "0.1", "--out", str(out)]
+    assert main(["plan", str(trace), *words]) == 0
+    said = capsys.readouterr()
+    assert re.search(r"\d+ replays of 30 requests: about ", said.err)
+    text = " ".join(said.out.split())
+    assert "GiB in memory with the policy" in text
+    assert "tokens in memory" not in text
+    advised = re.search(r"a month costs (\$[\d,.]+\d) instead of (\$[\d,.]+\d)", text)
+    table = said.out[said.out.index("a month of this traffic") :]
+    costs = re.findall(r"(\$[\d,.]+)$", table.replace(" \n", "\n"), re.MULTILINE)
+    assert costs[0] == advised[1], "the table begins with what is advised"
+    assert advised[2] in costs
+    assert f"kvkeep serve --model {model} --memory " in text
+    assert "--kv-transfer-config" in text
+    # The report knows of nothing cheaper.
+    page = out.read_text()
+    assert "The cheapest of all replays is" in page
+    assert f"{advised[1]} a month for prefill and memory" in page
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from reporting import CAPACITIES, HOSTILE, PRICES, sample, with_more
 
 from kvkeep.bench.replay.report import write_report
-from kvkeep.bench.replay.report.words import duration, money, share, tokens
+from kvkeep.bench.replay.words import duration, money, share, tokens
 
 CHARTS = ["rates", "time", "gap", "life", "ago", "wait", "ttft", "jobs", "cost"]
 # Of each chart's canvas: pixels that are drawn at all, and those that are neither grey nor clear.

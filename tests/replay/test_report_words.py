@@ -8,7 +8,7 @@ from reporting import PRICES, made
 from kvkeep.bench.replay.report import Prices
 from kvkeep.bench.replay.report.arranged import arranged
 from kvkeep.bench.replay.report.findings import findings
-from kvkeep.bench.replay.report.words import duration, money, shown, tokens
+from kvkeep.bench.replay.words import duration, money, shown, tokens
 from kvkeep.core.errors import InvalidValue
 
 

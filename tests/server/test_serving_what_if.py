@@ -32,12 +32,35 @@ def test_it_is_told_where_somebody_watches(start_server):
         assert [point["times"] for point in told] == list(TIMES)
         assert [point["pages"] for point in told] == [16, 32, 64, 128, 256, 512]
         assert told[0]["tokens"] == 256
-        # The last page of the prompt is never reused whole; of half the prompts, nothing was.
-        assert [point["hit_rate"] for point in told] == pytest.approx([0.4, *[0.475] * 5])
+        # All of the second prompt but its last token, of both prompts.
+        rate = 319 / 640
+        assert told[2]["hit_rate"] == server.stats()["cache"]["hit_rate"] == rate
+        assert [point["hit_rate"] for point in told[2:]] == pytest.approx([rate] * 4)
+        assert told[0]["hit_rate"] == pytest.approx(rate * 16 / 19)  # of 19 whole pages
         found = gauges(server)
         assert list(found) == ["0.25x", "0.5x", "1x", "2x", "4x", "8x"]
-        assert found["0.25x"] == pytest.approx(0.4)
-        assert found["8x"] == pytest.approx(0.475)
+        assert found["0.25x"] == pytest.approx(rate * 16 / 19)
+        assert found["1x"] == rate
+
+
+def test_short_prompts_agree_with_the_hit_rate(start_server):
+    """A pool of many tokens, and chats of some words: what is told is in pages, not in blocks."""
+    with start_server(num_pages=16_384, what_if=0.1) as server:
+        system = {"role": "system", "content": "Answer in one sentence. Quote the documentation."}
+        for number in range(40):
+            question = {"role": "user", "content": f"What does f{number % 4} do?"}
+            asked = {"messages": [system, question], "max_tokens": 1, "temperature": 0}
+            server.http.post("/v1/chat/completions", json=asked).raise_for_status()
+        stats = server.stats()
+        rate = stats["cache"]["hit_rate"]
+        assert rate > 0.5
+        assert stats["cache"]["prompt_tokens"] / 40 < 64
+        told = {point["times"]: point["hit_rate"] for point in stats["what_if"]}
+        assert told[1] == rate
+        assert list(told) == list(TIMES)
+        assert all(abs(one - rate) < 0.02 for one in told.values()), "all of it fits in each"
+        live = server.http.get("/kv/live").json()
+        assert {one["times"]: one["hit_rate"] for one in live["what_if"]}[1] == rate
 
 
 def test_nothing_is_told_where_nobody_does(server):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from lru_model import PlainMemory
 
 from kvkeep import Namespace, OutOfPages, PagedCache
@@ -152,7 +154,7 @@ def test_points_and_statistics() -> None:
     assert [point.pages for point in points] == [16, 32, 64, 128, 256, 512]
     assert points == cache.stats().what_if
     # Two of three prompts found nothing; of the third all but the last token.
-    assert points[0].hit_rate == pytest.approx(32 / 99)
+    assert [point.hit_rate for point in points] == pytest.approx([32 / 99] * 6)
     assert cache.what_if([64], "a")[0].hit_rate == pytest.approx(32 / 66)
     assert cache.what_if([64], "b")[0].hit_rate == 0.0
     assert cache.what_if([64], Namespace(tenant="nobody"))[0].hit_rate == 0.0
@@ -160,22 +162,118 @@ def test_points_and_statistics() -> None:
     assert "what_if" not in cache.stats().as_dict()
 
 
-def test_prompts_without_a_block_count_in_tokens() -> None:
+def test_the_present_size_is_what_was_measured() -> None:
+    """LRU has one page of the second prompt; the cache also reused half of the next page."""
     cache = PagedCache(64, 16, what_if=1.0)
-    serve(cache, np.arange(5, dtype=np.int32))
-    assert cache.what_if([64])[0].hit_rate == 0.0
-    for _ in range(2):
-        serve(cache, np.arange(17, dtype=np.int32))
-    assert cache.what_if([64])[0].hit_rate == pytest.approx(16 / 39)
+    tokens = np.arange(33, dtype=np.int32)
+    serve(cache, tokens)
+    serve(cache, np.concatenate((tokens[:24], tokens[:9] + 1000)))
+    assert cache.stats().hit_rate == 24 / 66
+    assert [point.hit_rate for point in cache.what_if()] == pytest.approx([24 / 66] * 6)
 
 
-@pytest.mark.parametrize(
-    ("pages", "size", "block"), [(64, 16, 16), (16_384, 16, 64), (10**6, 16, 512), (99, 1024, 1024)]
-)
-def test_blocks_are_small_where_memory_is(pages: int, size: int, block: int) -> None:
-    curve = PromptWatch.of(0.1, size, pages, max(512, size)).curve
-    assert curve.block_tokens == block
-    assert curve.most_blocks * block >= 8 * pages * size
+def test_prompts_shorter_than_a_page_tell_nothing_of_other_sizes() -> None:
+    cache = PagedCache(64, 16, what_if=1.0)
+    for number in range(30):
+        length = 16 if number < 3 else 12
+        serve(cache, np.arange(length, dtype=np.int32) + 100 * (number % 3))
+    (point,) = cache.what_if()
+    assert (point.times, point.hit_rate) == (1, cache.stats().hit_rate)
+    assert point.hit_rate > 0.6
+    assert cache.what_if([32, 128]) == ()
+
+
+def test_sizes_below_one_at_which_lru_has_nothing_are_left_out() -> None:
+    """What a pin keeps is reused in turns in which LRU would reuse nothing."""
+    cache = PagedCache(16, 16, what_if=1.0)
+    talks = [np.arange(65, dtype=np.int32) + 1000 * talk for talk in range(6)]
+    serve(cache, talks[0])
+    cache.pin(talks[0], hard=True)
+    for turn in range(120):
+        serve(cache, talks[(turn + 1) % 6])
+    rate = cache.stats().hit_rate
+    assert rate > 0.1
+    points = cache.what_if()
+    assert [point.times for point in points] == [1, 2, 4, 8]
+    assert points[0].hit_rate == rate
+    assert points[1].hit_rate > 0.9
+
+
+@pytest.mark.parametrize(("pages", "size"), [(64, 16), (16_384, 16), (10**6, 16), (99, 1024)])
+def test_a_curve_counts_pages_up_to_16_times_the_memory(pages: int, size: int) -> None:
+    curve = PromptWatch.of(0.1, size, pages).curve
+    assert curve.block_tokens == size
+    assert curve.most_blocks >= 16 * pages
+    assert curve.half_life is None
+
+
+def test_what_is_measured_is_forgotten_as_the_curve_forgets() -> None:
+    curve = MissRatioCurve(1.0, 16, most_blocks=1000, half_life=20)
+    cache = PagedCache(64, 16, what_if=curve)
+    for _ in range(40):
+        serve(cache, np.arange(33, dtype=np.int32))
+    cache.what_if()  # settles the batch: older batches weigh less
+    for number in range(1, 200):
+        serve(cache, np.arange(33, dtype=np.int32) + 100 * number)
+    assert cache.stats().hit_rate > 0.15
+    assert all(point.hit_rate < 0.01 for point in cache.what_if())
+
+
+@pytest.mark.parametrize("length", [24, 60, 200])
+def test_short_prompts_tell_what_caches_of_other_sizes_do(length: int) -> None:
+    """Prompts of a page or some, in a cache that would have had blocks of 512 tokens."""
+    chance = np.random.default_rng(length)
+    heads = [chance.integers(0, 9000, length, dtype=np.int32) for _ in range(3000)]
+    pages = 600 * (length // 16)
+    sizes = (pages // 2, pages, 2 * pages)
+    caches = [PagedCache(size, 16, what_if=0.1) for size in sizes]
+    for _ in range(6000):
+        tokens = heads[min(2999, int(chance.exponential(600)))].copy()
+        tokens[-3:] = chance.integers(0, 9000, 3)
+        for cache in caches:
+            serve(cache, tokens)
+    half, now, twice = (cache.stats().hit_rate for cache in caches)
+    assert twice > now + 0.02 > half + 0.04
+    told = {point.times: point.hit_rate for point in caches[1].what_if()}
+    assert told[1] == pytest.approx(now)
+    assert told[2] == pytest.approx(twice, abs=0.03)
+    assert told[0.5] == pytest.approx(half, abs=0.03)
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from(["lru", "2q", "lfu", "adaptive"]),
+    st.integers(1, 5),
+    st.sampled_from([0.2, 1.0]),
+    st.lists(
+        st.tuples(
+            st.integers(0, 3), st.integers(1, 30), st.integers(0, 9), st.booleans(),
+            st.sampled_from(["", "tenant"]),
+        ),
+        max_size=60,
+    ),
+)  # fmt: skip
+def test_what_it_says_of_the_present_size_is_the_hit_rate(
+    policy: str, size: int, sample: float, requests: list[tuple[int, int, int, bool, str]]
+) -> None:
+    """Whatever the policy, the pages, the sample, forks, and prompts that do not fit."""
+    cache = PagedCache(12, size, eviction=policy, what_if=sample)
+    for head, length, answer, forked, space in requests:
+        tokens = np.arange(length, dtype=np.int32) % 11 + 100 * head
+        try:
+            done = serve(cache, tokens, space, answer)
+            if forked:
+                with cache.open(done, space) as sequence, sequence.fork() as fork:
+                    fork.append([1])
+        except OutOfPages:
+            continue
+    cache.check()
+    stats = cache.stats()
+    told = {point.times: point.hit_rate for point in stats.what_if}
+    assert told[1] == pytest.approx(stats.hit_rate, abs=1e-9)
+    rates = [told[times] for times in TIMES if times in told]
+    assert rates == sorted(rates)
+    assert all(0 <= rate <= 1 for rate in rates)
 
 
 def test_a_cache_that_nobody_watches() -> None:

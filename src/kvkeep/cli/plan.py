@@ -10,9 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvkeep.bench.replay import PlannedMemory
+from kvkeep.bench.replay.candidates import cheapest_of_each_size
+from kvkeep.bench.replay.words import money
 from kvkeep.cli import replaying
 from kvkeep.cli.arguments import add_json, add_option, add_path
 from kvkeep.cli.drawing import visible
+from kvkeep.cli.plan_flags import serve_command, vllm_option
+from kvkeep.cli.sharing import part
+from kvkeep.cli.tables import print_table
 from kvkeep.cli.trace import add_reading_arguments, opened
 from kvkeep.core.cost import PrefillCost
 from kvkeep.core.errors import InvalidValue
@@ -20,7 +25,8 @@ from kvkeep.core.errors import InvalidValue
 if TYPE_CHECKING:
     import argparse
 
-    from kvkeep.bench.replay import Workload
+    from kvkeep.bench.replay import Advice, Workload
+    from kvkeep.bench.replay.candidates import Candidate
     from kvkeep.cli.arguments import Commands
 
 __all__ = ["add_parser", "run"]
@@ -32,7 +38,8 @@ def add_parser(commands: Commands) -> None:
         "plan",
         help="recommend a policy, memory and tiers for the traffic of a trace",
         description="Replay a trace with several policies, with less and more memory, and with a "
-        "tier below it, and recommend in words what to use. docs/replay.md explains the results.",
+        "tier below it, and recommend what to use: what reuses most or, with prices, what costs "
+        "least. docs/replay.md explains the results.",
     )
     parser.add_argument("file", metavar="TRACE", type=Path, help="trace file")
     add_reading_arguments(parser)
@@ -73,25 +80,72 @@ def run(args: argparse.Namespace) -> int:
         reads = replaying.tier_reads(args.cost, 1 if disk else 0)
         read = reads[1] if reads else None
     prices = replaying.prices_of(args, kept, page_tokens)
+    size = kept.bytes_per_token(page_tokens) if replaying.in_bytes(args.memory) else None
+    plan = PlannedMemory(memory, disk, groups, cost, read, prices, size)
     workload = replaying.read_workload(trace)
-    plan = PlannedMemory(memory, disk, groups, cost, read)
     runs = plan.runs(workload)
     outcomes = replaying.replayed(workload, runs, args)
-    advice = plan.advice(dict(zip(runs, outcomes, strict=True)))
+    advice = plan.advice(dict(zip(runs, outcomes, strict=True)), workload.span_s)
     if args.out is not None:
         replaying.report(workload, outcomes, args, prices, str(advice))
     if args.json:
         found = [one.as_dict() for one in outcomes]
         print(json.dumps({"memory_tokens": memory, "disk_tokens": disk, **asdict(advice),
                           "outcomes": found}))  # fmt: skip
-    else:
-        _print(workload, [advice.recommendation, *advice.reasons])
+        return 0
+    _print(workload, advice)
+    if prices is not None and advice.chosen.month is not None:
+        _print_costs(plan, advice, prices.currency)
+    _print_flags(advice.chosen, args, None if args.model is None else kept, page_tokens)
     return 0
 
 
-def _print(workload: Workload, paragraphs: list[str]) -> None:
+def _print(workload: Workload, advice: Advice) -> None:
     tokens = int(workload.tokens.sum(dtype="int64"))
-    width = min(88, shutil.get_terminal_size().columns)
     print(f"{visible(workload.name)}: {len(workload):,} requests, {tokens:,} prompt tokens\n")
-    for text in paragraphs:
-        print(textwrap.fill(text, width) + "\n")
+    _paragraph(advice.recommendation)
+    for text in advice.warnings:
+        _paragraph(f"Warning: {text}")
+    for text in advice.reasons:
+        _paragraph(text)
+
+
+def _paragraph(text: str) -> None:
+    width = min(88, shutil.get_terminal_size().columns)
+    print(textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False) + "\n")
+
+
+def _print_costs(plan: PlannedMemory, advice: Advice, currency: str) -> None:
+    """Print what a month costs with each memory and disk, the cheapest first."""
+    rows = []
+    for one in cheapest_of_each_size(advice.candidates):
+        assert one.month is not None
+        sizes = [plan.size(size) for size in (one.memory_tokens, one.disk_tokens) if size]
+        name = "no cache" if one.policy is None else " + ".join(sizes)
+        how = "" if one.policy is None else one.policy
+        if one.tiering is not None:
+            how += f"/{one.tiering}"
+        rows.append([name, how, part(one.hit_rate), money(one.month, currency)])
+    print_table(["a month of this traffic", "policy", "reused", "costs"], rows)
+    print()
+
+
+def _print_flags(
+    chosen: Candidate,
+    args: argparse.Namespace,
+    kept: replaying.ModelSizes | None,
+    page_tokens: int,
+) -> None:
+    """Print the setting as commands to paste; they need the size of a token."""
+    if kept is None:
+        print("With --model PATH, the flags of kvkeep serve and of vLLM are printed here.")
+        return
+    size = kept.bytes_per_token(page_tokens)
+    print("kvkeep's server:\n")
+    print(f"  {serve_command(chosen, args.model, size)}\n")
+    if chosen.policy is None:
+        return
+    print("vLLM, with this memory beside the GPU's:\n")
+    print(f"  {vllm_option(chosen, size)}\n")
+    if chosen.tiering not in {None, "inclusive"}:
+        _paragraph("vLLM's connector has the tiering inclusive only.")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvkeep.bench.replay import BELADY, BOUNDS, GROUP_REASONS, INFINITE, LOADINGS, ReplayRun
-from kvkeep.bench.replay.planning import amount
+from kvkeep.bench.replay.words import amount
 from kvkeep.cli import replaying
 from kvkeep.cli.arguments import add_json, add_option, add_path, add_switch, count
 from kvkeep.cli.drawing import visible

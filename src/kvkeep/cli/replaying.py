@@ -8,8 +8,10 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.bench.replay import GroupSizes, RunLog, Workload, replay
+from kvkeep.bench.replay import BOUNDS, GroupSizes, RunLog, Workload, replay
+from kvkeep.bench.replay.effort import effort
 from kvkeep.bench.replay.runs import increments
+from kvkeep.bench.replay.words import duration
 from kvkeep.cli.arguments import add_option, add_path, add_switch, count, number
 from kvkeep.cli.drawing import visible
 from kvkeep.cli.progress import progress
@@ -32,11 +34,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ModelSizes", "add_price_arguments", "add_replay_arguments", "add_report_arguments",
-    "check_out", "facts", "prices_of", "read_workload", "replayed", "report", "tier_reads",
+    "check_out", "facts", "in_bytes", "prices_of", "read_workload", "replayed", "report",
+    "tier_reads",
 ]  # fmt: skip
 
 _FRONTS = ("memory", "shm", "buffer")  # names of tiers in front of all others
 _READ = 64 << 20  # bytes of a read by which tiers are ranked
+_MOMENT_S = 5.0
 _LOG = ".runs.jsonl"  # suffix of the log of finished replays, beside a report
 
 
@@ -145,7 +149,7 @@ class ModelSizes:
 
     def tokens(self, text: str, page_tokens: int) -> int:
         """Parse a capacity: tokens (``3M``, ``500k``), or bytes (``40GiB``) of the model's KV."""
-        if not text.strip().lower().endswith(("b", "i")):
+        if not in_bytes(text):
             try:
                 return parse_count(text)
             except InvalidValue as error:
@@ -156,6 +160,11 @@ class ModelSizes:
         if self.geometry is None:
             raise InvalidValue(f"a capacity of {text} needs --model, for the size of a token")
         return int(amount / self.bytes_per_token(page_tokens))
+
+
+def in_bytes(text: str) -> bool:
+    """Whether a capacity is given in bytes, as 40GiB, and not in tokens."""
+    return text.strip().lower().endswith(("b", "i"))
 
 
 def prices_of(args: argparse.Namespace, kept: ModelSizes, page_tokens: int) -> Prices | None:
@@ -220,7 +229,11 @@ def tier_reads(path: Path, levels: int) -> tuple[TransferCost | None, ...]:
 def replayed(
     workload: Workload, runs: Sequence[ReplayRun], args: argparse.Namespace
 ) -> list[Outcome]:
-    """Replay and return the outcomes, in order; with ``--out``, outcomes in its log are reused."""
+    """Replay and return the outcomes, in order; with ``--out``, outcomes in its log are reused.
+
+    The quickest policy of several replays runs first, and foretells on stderr how long the others
+    take.
+    """
     log = None
     if args.out is not None:
         path = args.out.with_suffix(_LOG)
@@ -231,10 +244,31 @@ def replayed(
         if known:
             print(f"{known} of {len(runs)} replays are taken from {path}", file=sys.stderr)
     jobs = whole("--jobs", args.jobs, 1) if args.jobs is not None else os.cpu_count() or 1
+    for run in runs:
+        run.check(workload)
+    left = [run for run in runs if log is None or log.find(workload, run) is None]
     found: dict[ReplayRun, Outcome] = {}
     with progress("replaying", of=len(runs) * len(workload), remaining=True) as advance:
-        found.update(replay(workload, runs, jobs=jobs, journal=log, progress=advance))
+        if len(left) > 1:
+            first = min(left, key=lambda run: (run.policy in BOUNDS, effort(run)))
+            found.update(replay(workload, [first], journal=log, progress=advance))
+            _foretell(workload, found[first].seconds / effort(first), left, jobs)
+        others = [run for run in runs if run not in found]
+        found.update(replay(workload, others, jobs=jobs, journal=log, progress=advance))
     return [found[run] for run in runs]
+
+
+def _foretell(workload: Workload, each_s: float, left: Sequence[ReplayRun], jobs: int) -> None:
+    """Print how long the replays will take, if that is longer than a moment."""
+    jobs = min(jobs, len(left))
+    seconds = each_s * sum(map(effort, left)) / jobs
+    if seconds >= _MOMENT_S:
+        at_once = f", {jobs} at once" if jobs > 1 else ""
+        print(
+            f"{len(left)} replays of {len(workload):,} requests{at_once}: about "
+            f"{duration(seconds)}",
+            file=sys.stderr,
+        )
 
 
 def report(

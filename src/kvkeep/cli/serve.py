@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 __all__ = ["add_parser", "run"]
 
 _SAMPLED_BLOCKS = 0.1  # share of the blocks that --what-if samples
-_BODY = '{"messages": [{"role": "user", "content": "What does textwrap.dedent do?"}]}'
+_ASKED = '"max_tokens": 32, "temperature": 0'
+_QUESTION = '"messages": [{"role": "user", "content": "What does textwrap.dedent do?"}]'
 
 
 def add_parser(commands: Commands) -> None:
@@ -247,7 +248,10 @@ def _announce(
     size = format_bytes(runner.num_pages * runner.plan.page_bytes)
     key = f' -H "Authorization: Bearer ${KEY_VARIABLE}"' if settings.api_key else ""
     chat = engine.tokenizer is not None and engine.tokenizer.has_chat_template
-    path, body = ("chat/completions", _BODY) if chat else ("completions", '{"prompt": "Once"}')
+    path, question = (
+        ("chat/completions", _QUESTION) if chat else ("completions", '"prompt": "Once"')
+    )
+    body = f"{{{_ASKED}, {question}}}"
     print(
         f"kvkeep serves {settings.name} at {url} "
         f"({runner.num_pages:,} pages of {runner.page_size} tokens, {size})\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvkeep.bench.replay.planning import amount
+from kvkeep.bench.replay.words import amount
 from kvkeep.cli.drawing import visible
 from kvkeep.cli.tables import print_table
 

@@ -208,7 +208,7 @@ def _what_if(live: Mapping[str, Any], width: int) -> Text:
         line.append(" · " if at else "").append(f"{times:g}× ", "bold" if times == 1 else "")
         line.append(f"{rate:.0%}", "bold" if times == 1 else "")
     bound = any(point.get("kv_only") is True for point in points)
-    rate_of = "the hit rate of the KV alone" if bound else "the hit rate"
+    rate_of = "the hit rate of the KV alone" if bound else "the pool's hit rate"
     return fit(line.append(f"  of the memory: {rate_of}" if points else "–", "dim"), width)
 
 

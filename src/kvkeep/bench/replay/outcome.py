@@ -105,7 +105,8 @@ class Outcome:
     latency: dict[str, Any] = field(default_factory=dict)
     what_if: list[list[float]] = field(default_factory=list)
     what_if_namespaces: dict[str, list[list[float]]] = field(default_factory=dict)
-    """If there are several namespaces: [factor of the capacity, token hit rate of LRU]."""
+    """If there are several namespaces: [factor of the capacity, token hit rate of LRU], of those
+    whose prompts tell it for all factors."""
 
     @property
     def hit_rate(self) -> float:

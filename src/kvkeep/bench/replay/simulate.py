@@ -19,7 +19,7 @@ from kvkeep.core.eviction import policy as named_policy
 from kvkeep.core.eviction.shares import Shares
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     from kvkeep.bench.replay.passes import Stops
     from kvkeep.bench.replay.workload import Workload
@@ -324,7 +324,7 @@ class Stage:
         if self._what_if is not None:
             sizes = [max(1, int(self.pages * 2.0 ** (step / 2))) for step in range(-6, 7)]
             outcome.what_if = [
-                [size * self.paging.tokens, rate] for size, rate in self._curve(sizes)
+                [size * self.paging.tokens, rate] for size, rate in self._curve(sizes).items()
             ]
         if self._passes is not None:
             outcome.groups = self._passes.figures()
@@ -334,17 +334,16 @@ class Stage:
                 outcome.shares[tenant] = [self._shares.get(tenant, 1.0), *amounts]
         if self._what_if is not None and len(outcome.namespaces) > 1:
             some = [max(1, int(self.pages * times)) for times in _TIMES]
-            outcome.what_if_namespaces = {
-                space: [
-                    [times, rate]
-                    for times, (_, rate) in zip(_TIMES, self._curve(some, space), strict=True)
-                ]
-                for space in outcome.namespaces
-            }
+            for space in outcome.namespaces:
+                rates = self._curve(some, space)
+                if all(size in rates for size in some):
+                    outcome.what_if_namespaces[space] = [
+                        [times, rates[size]] for times, size in zip(_TIMES, some, strict=True)
+                    ]
         return outcome
 
-    def _curve(self, sizes: list[int], space: str | None = None) -> Iterator[tuple[int, float]]:
-        """Yield pages and hit rates, of prompt tokens only, without padding tokens."""
+    def _curve(self, sizes: list[int], space: str | None = None) -> dict[int, float]:
+        """Return hit rates by pages, of prompt tokens only, without padding tokens."""
         work, share = self.workload, 1.0
         if self.paging.page_tokens is None:
             units = work.prompt_units
@@ -352,5 +351,5 @@ class Stage:
                 units = units[work.namespace == work.namespaces.index(space)]
             asked = self.paging.unit_size * int(units.sum(dtype=np.int64))
             share = 1 + len(units) / asked if asked else 1.0
-        for size, point in zip(sizes, self.cache.what_if(sizes, space), strict=True):
-            yield size, min(1.0, share * point.hit_rate)
+        points = self.cache.what_if(sizes, space)
+        return {point.pages: min(1.0, share * point.hit_rate) for point in points}

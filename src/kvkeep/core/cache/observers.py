@@ -64,7 +64,9 @@ class MissRatioObserver(CacheObserver):
     def opened(self, sequence: Sequence, query: CacheQuery, cached: PageArray) -> None:
         """Report the prompt without its last token, which is never looked up."""
         tokens = signed(query.tokens, query.extras)[:-1].tobytes()
-        self._reported[sequence.id] = self.watch.opened(tokens, cached, query.space)
+        self._reported[sequence.id] = self.watch.opened(
+            tokens, cached, query.space, sequence.num_cached
+        )
 
     def forked(self, sequence: Sequence, fork: Sequence) -> None:
         """Report nothing: the tokens of a fork were reported."""

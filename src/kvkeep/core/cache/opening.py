@@ -124,6 +124,7 @@ def open_sequence(core: Core, query: CacheQuery, *, priority: int, reserve: int)
     sequence.space = space
     sequence.public_pages = query.public // core.page_size if query.public else None
     shared = EMPTY_PAGES if match is None else match.pages
+    sequence.num_cached = matched_tokens(core, match)  # observers read it
     if query.session is not None:
         core.observe(core.sessions)
     for observer in core.observers:  # before `take` evicts: sessions order eviction

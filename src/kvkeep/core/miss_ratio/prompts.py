@@ -34,8 +34,10 @@ __all__ = ["TIMES", "MissRatioPoint", "PromptWatch"]
 TIMES = (0.25, 0.5, 1, 2, 4, 8)
 """Default memory sizes of `PromptWatch.points`, as multiples of the present size."""
 _MOST_TIMES = 16
-_FEWEST_BLOCKS = 4096
-"""Blocks that a cache is divided into at least, where its pages are small enough."""
+_FEWEST_BLOCKS = 64
+
+_TOLD = 0.5
+"""The share of tokens in whole blocks from which on prompts are long enough for estimates."""
 
 _AT_ONCE_BYTES = 1024
 _BATCH_PROMPTS = 512
@@ -57,10 +59,10 @@ class _Path:
         self.words: Words | None = None
 
 
-_Prompt = tuple["_Path | None", "bytes | Words", int, int, "Namespace", bool, "_Path | None"]
+_Prompt = tuple["_Path | None", "bytes | Words", int, int, int, "Namespace", bool, "_Path | None"]
 """A prompt of the current batch, as a plain tuple for speed: the path with its first keys, if
-known; the tokens of its other blocks, or their hashes; its number of blocks; its number of tokens;
-its namespace; whether it was requested; the path to be filled from it.
+known; the tokens of its other blocks, or their hashes; its number of blocks, of tokens, and of
+reused tokens; its namespace; whether it was requested; the path to be filled from it.
 """
 
 
@@ -68,12 +70,13 @@ its namespace; whether it was requested; the path to be filled from it.
 class MissRatioPoint:
     """The estimate for a cache of ``times`` the present size: ``pages`` pages, ``tokens`` tokens.
 
-    ``hit_rate`` is the share of prompt tokens that LRU would have reused. It counts whole blocks,
-    and so is a little lower than the measured rate.
+    ``hit_rate`` is the share of prompt tokens that it would have reused. At the present size that
+    is the measured rate. Other sizes move it as they move the hits and misses of an LRU cache.
 
     In a cache with groups of layers it is ``kv_only``: the share of tokens whose KV would have been
-    there, if every page held KV and a request could resume at every block. Windows and states take
-    pages, and allow fewer positions, so this is what more memory could bring at most.
+    there in an LRU cache, if every page held KV and a request could resume at every page. Windows
+    and states take pages, and allow fewer positions, so this is what more memory could bring at
+    most. A cache that reuses nothing (``reuse=False``) has the plain estimate of LRU, too.
     """
 
     times: float
@@ -96,7 +99,13 @@ class PromptWatch:
     """
 
     def __init__(
-        self, curve: MissRatioCurve, page_size: int, num_pages: int, *, kv_only: bool = False
+        self,
+        curve: MissRatioCurve,
+        page_size: int,
+        num_pages: int,
+        *,
+        kv_only: bool = False,
+        measured: bool = True,
     ) -> None:
         if curve.block_tokens % page_size:
             raise InvalidValue(
@@ -105,6 +114,7 @@ class PromptWatch:
             )
         self.curve = curve
         self.kv_only = kv_only
+        self._measured = measured and not kv_only
         self._block_pages = curve.block_tokens // page_size
         self._block_bytes = curve.block_tokens * TOKEN_BYTES
         self._dtype = np.dtype("<u4" if self._block_bytes % 8 else "<u8")
@@ -119,9 +129,9 @@ class PromptWatch:
         self._gone: list[Pages] = []
         self._stored = bytearray(num_pages)  # 1 where the path at a page is valid
         self._flags = np.frombuffer(self._stored, np.uint8)
-        # Tokens and blocks of all prompts, per row of the curve.
-        self._tokens = np.zeros(NAMESPACES + 1, np.int64)
-        self._blocks = np.zeros(NAMESPACES + 1, np.int64)
+        # Tokens of all prompts, those in whole blocks and those reused, per row of the curve. They
+        # weigh as the curve's counts do.
+        self._tokens = np.zeros((3, NAMESPACES + 1))
 
     @classmethod
     def of(
@@ -129,45 +139,43 @@ class PromptWatch:
         what_if: float | MissRatioCurve,
         page_size: int,
         num_pages: int,
-        block_tokens: int,
         *,
         kv_only: bool = False,
+        measured: bool = True,
     ) -> PromptWatch:
         """Return a watch: of the given curve, or of a new one with this share as its sample.
 
-        A new curve has blocks of ``block_tokens``, or smaller ones if the memory holds few of
-        those, and reaches to 16 times the memory. Its half-life is 64 times the memory.
+        A new curve counts pages, reaches to 16 times the memory, and forgets nothing. ``measured``:
+        the cache reuses what it finds, and points start from what it reused.
         """
-        if isinstance(what_if, MissRatioCurve):
-            return cls(what_if, page_size, num_pages, kv_only=kv_only)
-        pages = max(1, min(block_tokens // page_size, num_pages // _FEWEST_BLOCKS))
-        most = max(64, -(-num_pages * _MOST_TIMES // pages))
-        curve = MissRatioCurve(what_if, pages * page_size, most_blocks=most, half_life=4 * most)
-        return cls(curve, page_size, num_pages, kv_only=kv_only)
+        if not isinstance(what_if, MissRatioCurve):
+            most = max(_FEWEST_BLOCKS, num_pages * _MOST_TIMES)
+            what_if = MissRatioCurve(what_if, page_size, most_blocks=most)
+        return cls(what_if, page_size, num_pages, kv_only=kv_only, measured=measured)
 
     # --- events of the cache -----------------------------------------------------------------
 
-    def opened(self, tokens: bytes, pages: Pages, space: Namespace) -> int:
+    def opened(self, tokens: bytes, pages: Pages, space: Namespace, reused: int) -> int:
         """Report a prompt of these tokens (int32 bytes) and one more, with its cached ``pages``.
 
-        The last token is left out, as it is computed even if it is cached. Return up to how many
-        stored pages the sequence completes no further block.
+        ``reused`` are its reused tokens. The last token is left out, as it is computed even if it
+        is cached. Return up to how many stored pages the sequence completes no further block.
         """
         size = len(tokens)
         blocks = size // self._block_bytes
         if size >= _AT_ONCE_BYTES:
-            self._add(tokens, blocks, pages, space, True)
+            self._add(tokens, blocks, pages, space, reused)
         else:  # the same for a short prompt, without the look-up
             part = tokens[: blocks * self._block_bytes]
             length = size // TOKEN_BYTES + 1
-            self._waiting.append((None, part, blocks, length, space, True, None))
+            self._waiting.append((None, part, blocks, length, reused, space, True, None))
             if len(self._waiting) >= _BATCH_PROMPTS:
                 self.flush()
         return (blocks + 1) * self._block_pages - 1
 
     def stored(self, tokens: bytes, pages: Pages, space: Namespace) -> None:
         """Report the tokens and pages that a closed sequence leaves beyond its prompt."""
-        self._add(tokens, len(tokens) // self._block_bytes, pages, space, False)
+        self._add(tokens, len(tokens) // self._block_bytes, pages, space, None)
 
     def forget(self, pages: Pages) -> None:
         """Report that the index no longer stores these pages."""
@@ -183,8 +191,9 @@ class PromptWatch:
             self._gone.clear()
 
     def _add(
-        self, tokens: bytes, blocks: int, pages: Pages, space: Namespace, requested: bool
+        self, tokens: bytes, blocks: int, pages: Pages, space: Namespace, reused: int | None
     ) -> None:
+        """Add tokens to the batch; ``reused`` is None for those that were not requested."""
         known, path, start = None, None, 0
         if len(pages) >= self._worth and blocks:
             cached = min(len(pages) // self._block_pages, blocks)
@@ -202,7 +211,8 @@ class PromptWatch:
         else:
             part = tokens[start * size : blocks * size] if new else b""
         length = len(tokens) // TOKEN_BYTES + 1
-        self._waiting.append((known, part, blocks, length, space, requested, path))
+        asked = reused is not None
+        self._waiting.append((known, part, blocks, length, reused or 0, space, asked, path))
         if len(self._waiting) >= _BATCH_PROMPTS:
             self.flush()
 
@@ -239,7 +249,9 @@ class PromptWatch:
     ) -> tuple[MissRatioPoint, ...]:
         """Return estimates for memories of ``pages`` pages; by default `TIMES` the present size.
 
-        For the prompts of one namespace or of all, in memory that all share.
+        For the prompts of one namespace or of all, in memory that all share. Sizes of which the
+        prompts tell nothing are left out: all but the present one if most tokens are in prompts
+        shorter than a block, and smaller ones if LRU would have reused nothing at the present one.
         """
         there = len(self._paths)
         most = self.curve.most_blocks * self._block_pages
@@ -250,25 +262,34 @@ class PromptWatch:
             sizes = [whole("pages", size, 1, most) for size in pages]
             factors = [size / there for size in sizes]
         self.flush()
-        rates = self.curve.curve([size / self._block_pages for size in sizes], namespace)
-        share = self._in_blocks(namespace)
+        capacities = [size / self._block_pages for size in (min(there, most), *sizes)]
+        tokens, in_blocks, reused = self._totals(namespace)
+        share = in_blocks / tokens if tokens else 0.0
+        now, *rates = (share * rate for rate in self.curve.curve(capacities, namespace))
+        found: list[float | None] = [*rates]
+        if self._measured and tokens:
+            measured = reused / tokens
+            found = _scaled(rates, now, measured, told=share >= _TOLD)
+            found = [
+                measured if size == there else rate for size, rate in zip(sizes, found, strict=True)
+            ]
         page_tokens = self.curve.block_tokens // self._block_pages
         return tuple(
-            MissRatioPoint(factor, size, size * page_tokens, share * rate, self.kv_only)
-            for factor, size, rate in zip(factors, sizes, rates, strict=True)
+            MissRatioPoint(factor, size, size * page_tokens, rate, self.kv_only)
+            for factor, size, rate in zip(factors, sizes, found, strict=True)
+            if rate is not None
         )
 
-    def _in_blocks(self, namespace: NamespaceLike | None) -> float:
-        """Return the share of prompt tokens that are in whole blocks."""
+    def _totals(self, namespace: NamespaceLike | None) -> tuple[float, float, float]:
+        """Return the tokens of prompts, those of them in whole blocks, and those reused."""
         rows = slice(None)
         if namespace is not None:
             if (space := as_namespace(namespace)) not in self.curve.namespaces:
-                return 0.0
+                return 0.0, 0.0, 0.0
             row = self.curve.row(space)
             rows = slice(row, row + 1)
-        tokens = int(self._tokens[rows].sum())
-        whole_blocks = int(self._blocks[rows].sum())
-        return whole_blocks * self.curve.block_tokens / tokens if tokens else 0.0
+        tokens, in_blocks, reused = self._tokens[:, rows].sum(axis=1).tolist()
+        return tokens, in_blocks, reused
 
     # --- keys --------------------------------------------------------------------------------
 
@@ -276,7 +297,9 @@ class PromptWatch:
         """Pass the current batch to the curve."""
         if not self._waiting:
             return
-        known, parts, lengths, tokens, spaces, requested, paths = zip(*self._waiting, strict=True)
+        known, parts, lengths, tokens, reused, spaces, requested, paths = zip(
+            *self._waiting, strict=True
+        )
         self._waiting = []
         rows, roots = self._places(spaces)
         blocks = np.array(lengths, np.int64)
@@ -289,9 +312,15 @@ class PromptWatch:
         words = self._chain(self._hashes(parts), first, new, roots)
         if warm or any(paths):
             words = _joined(known, words, new.tolist(), paths)
-        mine = np.array(requested)
-        np.add.at(self._tokens, rows, np.array(tokens, np.int64) * mine)
-        np.add.at(self._blocks, rows, blocks * mine)
+        asked = blocks * np.array(requested)
+        if self.curve.half_life is not None:
+            self._tokens *= 2.0 ** -min(int(asked.sum()) / self.curve.half_life, 1000.0)
+        for counts, more in zip(
+            self._tokens,
+            (np.array(tokens) * np.array(requested), asked * self.curve.block_tokens, reused),
+            strict=True,
+        ):
+            np.add.at(counts, rows, more)
         self.curve.prompts(words, list(lengths), rows, list(requested))
 
     def _hash(self, tokens: bytes, length: int, start: int = 0) -> Words:
@@ -375,3 +404,21 @@ def _joined(
             path.words = mine if before is None else np.concatenate((before.words, mine))  # type: ignore[arg-type]
             path.words = path.words[: path.blocks].copy()
     return np.concatenate(pieces)
+
+
+def _scaled(rates: list[float], now: float, measured: float, *, told: bool) -> list[float | None]:
+    """Return hit rates at sizes where LRU's are ``rates``: ``measured`` where its rate is ``now``.
+
+    Below that, hits shrink as LRU's do; above, misses do. None where LRU has no hits to compare.
+    """
+    found: list[float | None] = []
+    for rate in rates:
+        if not told:
+            found.append(None)
+        elif rate > now:
+            found.append(min(1.0, measured + (1 - measured) * ((rate - now) / (1 - now))))
+        elif now:
+            found.append(measured * (rate / now))
+        else:
+            found.append(None if measured else 0.0)
+    return found

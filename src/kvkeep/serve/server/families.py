@@ -56,7 +56,7 @@ _CACHE_GAUGES: _Table = {
 _WHAT_IF = (
     (
         "kvkeep_what_if_hit_rate",
-        "Estimated hit rate of a cache of so many times this memory, by a sample",
+        "Estimated hit rate of a pool of so many times this memory; at 1x, the measured one",
     ),
     (
         "kvkeep_what_if_kv_hit_rate",

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from kvkeep.bench.replay.bounds import BELADY, INFINITE
-from kvkeep.bench.replay.report.words import shown
+from kvkeep.bench.replay.words import shown
 from kvkeep.core.errors import InvalidValue
 
 if TYPE_CHECKING:
@@ -75,6 +75,14 @@ class Arranged:
                 outcome = line.at(capacity)
                 if outcome is not None:
                     yield line, outcome
+
+    def priced(self) -> list[tuple[PolicyCurve, Outcome]]:
+        """Return what costs are told of: replays that take no time, where there are any.
+
+        Others repeat a setting to see how long requests wait, in an order that is not the trace's.
+        """
+        found = list(self.each())
+        return [one for one in found if not one[1].latency] or found
 
 
 def arranged(outcomes: Sequence[Outcome]) -> Arranged:

@@ -6,14 +6,14 @@ import math
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.bench.replay.report.words import shown
+from kvkeep.bench.replay.words import shown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvkeep.bench.replay.outcome import Outcome
+    from kvkeep.bench.replay.prices import Prices
     from kvkeep.bench.replay.report.arranged import Arranged, PolicyCurve
-    from kvkeep.bench.replay.report.prices import Prices
 
 __all__ = ["PERCENTILES", "chart_data"]
 

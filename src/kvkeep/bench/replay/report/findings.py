@@ -13,14 +13,14 @@ from kvkeep.bench.replay.outcome import (
     OTHER,
     REMAINDER,
 )  # fmt: skip
-from kvkeep.bench.replay.report.words import count, duration, money, share, tokens
+from kvkeep.bench.replay.words import count, duration, money, share, tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kvkeep.bench.replay.outcome import Outcome
+    from kvkeep.bench.replay.prices import Prices
     from kvkeep.bench.replay.report.arranged import Arranged, PolicyCurve
-    from kvkeep.bench.replay.report.prices import Prices
 
 __all__ = ["GLOSSARY", "REASON_WORDS", "findings"]
 
@@ -210,7 +210,7 @@ def _refused(found: Arranged) -> Iterator[str]:
 def _cheapest(found: Arranged, prices: Prices, span_s: float) -> Iterator[str]:
     priced = [
         (cost.total, line.name, outcome)
-        for line, outcome in found.each()
+        for line, outcome in found.priced()
         if (cost := prices.month(outcome, span_s)) is not None
     ]
     if not priced:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvkeep.bench.replay.report.charts import PERCENTILES
 from kvkeep.bench.replay.report.markup import chart, choice, details, section, table
-from kvkeep.bench.replay.report.words import count, duration
+from kvkeep.bench.replay.words import count, duration
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

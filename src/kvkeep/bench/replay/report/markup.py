@@ -6,7 +6,7 @@ import re
 from html import escape
 from typing import TYPE_CHECKING
 
-from kvkeep.bench.replay.report.words import shown
+from kvkeep.bench.replay.words import shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -17,13 +17,13 @@ from kvkeep.bench.replay.report.charts import chart_data
 from kvkeep.bench.replay.report.findings import GLOSSARY, findings
 from kvkeep.bench.replay.report.markup import escaped, glossary, paragraphs
 from kvkeep.bench.replay.report.sections import sections
-from kvkeep.bench.replay.report.words import count, duration, shown
+from kvkeep.bench.replay.words import count, duration, shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from kvkeep.bench.replay.prices import Prices
     from kvkeep.bench.replay.report.arranged import Arranged
-    from kvkeep.bench.replay.report.prices import Prices
 
 __all__ = ["page"]
 

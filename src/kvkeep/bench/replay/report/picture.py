@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.bench.replay.report.words import tokens
+from kvkeep.bench.replay.words import tokens
 from kvkeep.core.errors import require
 
 if TYPE_CHECKING:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.bench.replay.outcome import GROUP_REASONS, REASONS, reasons_of
+from kvkeep.bench.replay.prices import FORMULA
 from kvkeep.bench.replay.report.charts import PERCENTILES
 from kvkeep.bench.replay.report.jobs import jobs_section
 from kvkeep.bench.replay.report.markup import (
@@ -17,15 +18,14 @@ from kvkeep.bench.replay.report.markup import (
     section,
     table,
 )
-from kvkeep.bench.replay.report.prices import FORMULA
-from kvkeep.bench.replay.report.words import count, duration, money, number, share, shown, tokens
+from kvkeep.bench.replay.words import count, duration, money, number, share, shown, tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kvkeep.bench.replay.outcome import Outcome
+    from kvkeep.bench.replay.prices import Prices
     from kvkeep.bench.replay.report.arranged import Arranged, PolicyCurve
-    from kvkeep.bench.replay.report.prices import Prices
 
 __all__ = ["sections"]
 
@@ -247,7 +247,7 @@ def _cell(value: Any) -> str:
 def _costs(found: Arranged, prices: Prices, span_s: float) -> str:
     head = ["policy", "capacity, tokens", "hit rate", "memory", "disk", "GPU time", "a month"]
     rows = []
-    for line, outcome in found.each():
+    for line, outcome in found.priced():
         cost = prices.month(outcome, span_s)
         assert cost is not None
         amounts = (cost.memory, cost.disk, cost.gpu, cost.total)

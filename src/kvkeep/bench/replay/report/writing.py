@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kvkeep.bench.replay.outcome import Outcome
-    from kvkeep.bench.replay.report.prices import Prices
+    from kvkeep.bench.replay.prices import Prices
 
 __all__ = ["write_report"]
 

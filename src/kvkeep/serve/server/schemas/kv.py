@@ -19,7 +19,9 @@ class MemoryPoint(ResponseModel):
     times: float = Field(description="Its size, relative to this cache's.")
     pages: int
     tokens: int = Field(description="Its capacity.")
-    hit_rate: float = Field(description="The share of prompt tokens that it would have reused.")
+    hit_rate: float = Field(
+        description="The share of prompt tokens that it would have reused; at 1, the measured one."
+    )
     kv_only: bool = Field(
         description="Of models with windows or states: the share whose KV it would have had, which "
         "is the most that it could reuse."

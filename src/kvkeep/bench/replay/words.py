@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["count", "duration", "money", "number", "share", "shown", "tokens"]
+__all__ = ["amount", "count", "duration", "money", "number", "share", "shown", "tokens"]
 
 _SPACE = "\u00a0"  # no line break between a number and its unit
 _LONGEST = 80
@@ -62,3 +62,11 @@ def duration(seconds: float) -> str:
 def money(amount: float, currency: str) -> str:
     """Format an amount of money, from 100 on without decimals."""
     return f"{shown(currency, 8)}{amount:,.{0 if amount >= 100 else 2}f}"
+
+
+def amount(tokens: int) -> str:
+    """Format a size in tokens: ``1_536_000`` → 1.54 M tokens."""
+    for scale, letter in ((1_000_000_000, "G"), (1_000_000, "M"), (1_000, "k")):
+        if tokens >= scale:
+            return f"{tokens / scale:.3g} {letter} tokens"
+    return f"{tokens} tokens"

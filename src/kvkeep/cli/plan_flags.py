@@ -1,0 +1,77 @@
+"""What a plan recommends as commands and options to paste."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+from kvkeep.bench.replay.simulate import SESSIONS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvkeep.bench.replay.candidates import Candidate
+
+__all__ = ["FOLDER", "serve_command", "vllm_option"]
+
+FOLDER = "/var/lib/kvkeep"
+"""The place of a disk tier in what is to be pasted."""
+_MIB = 1 << 20
+_USUAL = "lru"
+
+
+def serve_command(
+    chosen: Candidate, model: Path, bytes_per_token: float, folder: str = FOLDER
+) -> str:
+    """Return the ``kvkeep serve`` that uses this setting; without a cache, it stores nothing."""
+    words = ["kvkeep", "serve", "--model", str(model)]
+    if chosen.policy is None:
+        return shlex.join([*words, "--no-store"])
+    words += ["--memory", _bytes(chosen.memory_tokens * bytes_per_token)]
+    words += ["--eviction", _policy(chosen)]
+    if not chosen.disk_tokens:
+        return shlex.join([*words, "--no-store"])
+    words += ["--tier", _disk(chosen, bytes_per_token, folder), "--tiering", str(chosen.tiering)]
+    return shlex.join(words)
+
+
+def vllm_option(chosen: Candidate, bytes_per_token: float, folder: str = FOLDER) -> str:
+    """Return the ``--kv-transfer-config`` of vLLM with the memory and disk of a setting.
+
+    A setting without a cache has none: do not ask for it.
+    """
+    assert chosen.policy is not None
+    memory = f"memory://{_bytes(chosen.memory_tokens * bytes_per_token)}{_query(chosen, '?')}"
+    tiers = [memory]
+    if chosen.disk_tokens:
+        tiers.append(_disk(chosen, bytes_per_token, folder))
+    config = {
+        "kv_connector": "KVKeepConnector",
+        "kv_connector_module_path": "kvkeep.integrations.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"tiers": tiers},
+    }
+    return f"--kv-transfer-config {shlex.quote(json.dumps(config))}"
+
+
+def _disk(chosen: Candidate, bytes_per_token: float, folder: str) -> str:
+    size = _bytes(chosen.disk_tokens * bytes_per_token)
+    return f"file://{quote(folder)}?size={size}{_query(chosen, '&')}"
+
+
+def _query(chosen: Candidate, mark: str) -> str:
+    policy = _policy(chosen)
+    return "" if policy == _USUAL else f"{mark}policy={policy}"
+
+
+def _policy(chosen: Candidate) -> str:
+    assert chosen.policy is not None
+    return chosen.policy.removesuffix(SESSIONS)
+
+
+def _bytes(amount: float) -> str:
+    """Return an amount for the parsers of sizes: whole GiB where it is some, else MiB."""
+    mib = max(1, round(amount / _MIB))
+    return f"{mib}MiB" if mib % 1024 else f"{mib // 1024}GiB"

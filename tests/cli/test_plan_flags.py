@@ -1,0 +1,81 @@
+"""What a plan gives to paste is what the real parsers take, with the sizes of the plan."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvkeep.bench.replay.candidates import Candidate
+from kvkeep.cli import _parser
+from kvkeep.cli.plan_flags import serve_command, vllm_option
+from kvkeep.core.eviction import POLICIES
+from kvkeep.core.geometry import parse_bytes
+from kvkeep.integrations.options import EngineOptions
+from kvkeep.store.tiers import TIERINGS, open_tiers, tiering
+
+MODEL = Path("./my models/Llama")
+SIZES = st.integers(1, 10**9)
+SETTINGS = st.builds(
+    Candidate,
+    st.sampled_from([*POLICIES, "lru+sessions", "adaptive+sessions"]),
+    SIZES,
+    st.just(0) | SIZES,
+    st.sampled_from(TIERINGS),
+)
+KINDS = st.sampled_from([0.5, 1024.0, 131_072.0, 72_000.5])
+
+
+def near(text: str, tokens: int, size: float) -> bool:
+    return abs(parse_bytes(text) - tokens * size) <= 1 << 20
+
+
+@given(SETTINGS, KINDS)
+def test_the_server_takes_its_command(chosen: Candidate, size: float) -> None:
+    words = shlex.split(serve_command(chosen, MODEL, size))
+    assert words[0] == "kvkeep"
+    args = _parser().parse_args(words[1:])
+    assert args.model == MODEL
+    assert near(args.memory, chosen.memory_tokens, size)
+    assert args.eviction == chosen.policy.removesuffix("+sessions")
+    assert args.no_store == (not chosen.disk_tokens)
+    assert bool(args.tier) == bool(chosen.disk_tokens)
+    if chosen.disk_tokens:
+        assert tiering(args.tiering) is not None
+        assert args.tiering == chosen.tiering
+        (tier,) = args.tier
+        assert near(tier.partition("size=")[2].partition("&")[0], chosen.disk_tokens, size)
+
+
+@given(SETTINGS, KINDS)
+def test_the_connector_takes_its_options(chosen: Candidate, size: float) -> None:
+    option, text = shlex.split(vllm_option(chosen, size))
+    assert option == "--kv-transfer-config"
+    config = json.loads(text)
+    assert config["kv_connector"] == "KVKeepConnector"
+    options = EngineOptions.from_json(config["kv_connector_extra_config"], "vLLM has")
+    assert len(options.tiers) == 1 + bool(chosen.disk_tokens)
+    assert near(
+        options.tiers[0].removeprefix("memory://").partition("?")[0], chosen.memory_tokens, size
+    )
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_its_tiers_open(policy: str, tmp_path: Path) -> None:
+    chosen = Candidate(policy, 100, 300, "inclusive")
+    folder = str(tmp_path / "a folder & more?")
+    (_, text) = shlex.split(vllm_option(chosen, 1 << 20, folder))
+    memory, below = open_tiers(json.loads(text)["kv_connector_extra_config"]["tiers"])
+    for tier, size in ((memory, 100), *((tier, 300) for tier in below)):
+        assert tier.backend.capacity == size << 20
+        tier.backend.close()
+    assert Path(folder).is_dir()
+
+
+def test_without_a_cache_nothing_is_stored() -> None:
+    words = shlex.split(serve_command(Candidate(None, 0), MODEL, 1.0))
+    assert _parser().parse_args(words[1:]).no_store
