@@ -57,7 +57,7 @@ class Lives(RuleBasedStateMachine):
         for url in URLS:
             if url in before - urls:
                 self.origins[url].discard(origin)
-            elif url in urls - before - self.removed:
+            elif url in urls - self.removed:
                 self.origins[url].add(origin)
             self.settle(url)
 
@@ -197,12 +197,18 @@ def test_patterns_of_addresses():
 
 def test_a_router_has_a_bound_on_instances():
     router, upstreams = PrefixRouter(), Upstreams()
-    members = Membership(router, upstreams)
+    members = Membership(router, upstreams, keep_s=0.0)
     many = tuple(f"http://10.1.{high}.{low}:80" for high in range(17) for low in range(250))
     members.resolved("dns://x:80", Resolution(many))
     assert router.stats().instances == len(upstreams.names) == 4096
     with pytest.raises(InvalidValue, match="4,096 instances"):
         members.add("http://a")
+    for url in many[:10]:
+        members.remove(url)
+    members.sweep()
+    members.resolved("dns://x:80", Resolution(many))
+    assert router.stats().instances == 4096
+    assert not {*many[:10]} & {*upstreams.names}, "what was removed came back"
 
 
 def test_an_instance_comes_back_with_what_its_snapshot_says():

@@ -201,11 +201,17 @@ class Membership:
         self._removed &= set().union(*self._listed.values())
         for url in sorted(before - now):
             self._leave(url, origin)
-        for url in sorted(now - before - self._removed):
+        left_out = ""
+        for url in sorted(now - self._removed):
+            member = self._members.get(url)
+            if member is not None and origin in member.origins:
+                continue
             try:
                 self._join(url, origin)
             except InvalidValue as error:
-                log.error("%s is left out: %s", url, error)
+                left_out = f"{url} is left out: {error}"
+        if left_out and now != before:
+            log.error("%s: %s", origin, left_out)
 
     def sweep(self) -> None:
         """Forget the instances that have left, where no request runs any more."""
