@@ -131,6 +131,47 @@ class _PlaceBlocks:
         self.blocks[block] = key
 
 
+class _Slots:
+    """Slots of places, the positions of their bits: the lowest that is free."""
+
+    def __init__(self) -> None:
+        self._places: list[Place | None] = []
+        self._slots: dict[Place, int] = {}
+        self._reserved: set[Place] = set()
+
+    def place(self, slot: int) -> Place:
+        """Return the place at a slot."""
+        place = self._places[slot]
+        assert place is not None, "a bit without a place"
+        return place
+
+    def take(self, place: Place) -> int:
+        """Return a place's slot."""
+        slot = self._slots.get(place)
+        if slot is None:
+            if None not in self._places:
+                self._places.append(None)
+            slot = self._slots[place] = self._places.index(None)
+            self._places[slot] = place
+        return slot
+
+    def give(self, place: Place) -> None:
+        """Free a place's slot, unless it is reserved."""
+        if place not in self._reserved and place in self._slots:
+            self._places[self._slots.pop(place)] = None
+
+    def reserve(self, place: Place) -> int:
+        """Return a place's slot, which `give` does not free."""
+        self._reserved.add(place)
+        return self.take(place)
+
+    def release(self, place: Place, *, used: bool) -> None:
+        """Let `give` free a slot again; free it if it is not in use."""
+        self._reserved.discard(place)
+        if not used:
+            self.give(place)
+
+
 class PlacementIndex:
     """Maps each prefix to the places that hold it, as one bit mask of places per tier.
 
@@ -165,8 +206,7 @@ class PlacementIndex:
         self._instances: dict[str, _InstanceBlocks] = {}
         self._expected = _InstanceBlocks()  # from `expect`: bounded by the running requests
         self._places: dict[Place, dict[str, _PlaceBlocks]] = {}
-        self._names: list[Place | None] = []  # by slot, the position of a place's bit
-        self._reserved: dict[Place, int] = {}
+        self._slots = _Slots()
         self._sizes: dict[int, int] = {}  # block size → places with such blocks
         # Keys found by lookups, recorded once an instance comes near its limit.
         self._used: set[int] = set()
@@ -195,25 +235,11 @@ class PlacementIndex:
 
     def reserve(self, place: Place) -> int:
         """Return a slot, the position of a place's bit, which stays its own until `release`."""
-        slot = self._reserved.get(place)
-        if slot is None:
-            parts = self._places.get(place)
-            bit = next(iter(parts.values())).bit if parts else self._free_bit(place)
-            slot = self._reserved[place] = bit.bit_length() - 1
-        return slot
+        return self._slots.reserve(place)
 
     def release(self, place: Place) -> None:
-        """Give back a place's slot, after its blocks were cleared. Idempotent."""
-        slot = self._reserved.pop(place, None)
-        if slot is not None and place not in self._places:
-            self._names[slot] = None
-
-    def _free_bit(self, place: Place) -> int:
-        if None not in self._names:
-            self._names.append(None)
-        slot = self._names.index(None)
-        self._names[slot] = place
-        return 1 << slot
+        """Give back a place's slot, once its blocks are cleared. Idempotent."""
+        self._slots.release(place, used=place in self._places)
 
     # --- announced blocks --------------------------------------------------------------------
 
@@ -325,8 +351,18 @@ class PlacementIndex:
                 del self._tiers[name]
         for part in list(parts.values())[:1]:
             _clear_bit(self._sizes, part.bit)
-            if place not in self._reserved:
-                self._names[part.bit.bit_length() - 1] = None
+            self._slots.give(place)
+
+    def shrink(self, instance: str, most: int) -> int:
+        """Remove up to ``most`` blocks of an instance; return how many are left."""
+        own = self._instances.get(instance)
+        if own is None:
+            return 0
+        for part in own.parts:
+            for block in list(islice(reversed(part.blocks), most)):
+                part.drop(block, all_copies=True)
+                most -= 1
+        return own.blocks
 
     def remove_instance(self, instance: str) -> None:
         """Remove all blocks and counters of an instance."""
@@ -346,12 +382,7 @@ class PlacementIndex:
         parts = self._places.setdefault(place, {})
         part = parts.get(tier)
         if part is None:
-            if parts:
-                bit = next(iter(parts.values())).bit
-            elif place in self._reserved:
-                bit = 1 << self._reserved[place]
-            else:
-                bit = self._free_bit(place)
+            bit = 1 << self._slots.take(place)
             blocks = self._tiers.setdefault(tier, TierBlocks(tier))
             part = parts[tier] = _PlaceBlocks(instance, bit, blocks, blocks.holders)
             instance.parts.append(part)
@@ -423,9 +454,7 @@ class PlacementIndex:
         named: dict[Place, HeldPrefix] = {}
         for places, held in self.groups(tokens, lora, salt):
             for slot in bits_of(places):
-                place = self._names[slot]
-                assert place is not None, "a bit without a place"
-                named[place] = held
+                named[self._slots.place(slot)] = held
         return named
 
     def groups(self, tokens: TokenArray, lora: str = "", salt: str = "") -> list[HeldGroup]:
@@ -464,7 +493,7 @@ class PlacementIndex:
                 part = parts.get(tier)
                 if part is None:
                     continue
-                assert self._names[part.bit.bit_length() - 1] == place, place
+                assert self._slots.place(part.bit.bit_length() - 1) == place, place
                 for key in part.blocks.values():
                     counted[key] = counted.get(key, 0) | part.bit
                 spare = len(part.blocks) - len(set(part.blocks.values()))
