@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from kvkeep.serve.router.held import (
     longest_first,
 )
 from kvkeep.serve.router.keys import MAX_TOKENS, PrefixKeys, length_of
+from kvkeep.serve.router.place_blocks import InstanceBlocks, Place, PlaceBlocks, PlaceSlots
 from kvkeep.serve.router.public import PublicKeys
 
 if TYPE_CHECKING:
@@ -41,135 +41,6 @@ _MOST_TIERS = 8
 _LONGEST_NAME = 64  # characters of a tier's name
 _ROUND = 64
 """An instance over its limit loses at least 1/64 of the limit at once."""
-
-
-class Place(NamedTuple):
-    """A rank of an instance."""
-
-    instance: str
-    rank: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _InstanceBlocks:
-    """One instance's blocks in the index, over all its ranks and tiers."""
-
-    blocks: int = 0
-    evicted: int = 0
-    parts: list[_PlaceBlocks] = field(default_factory=list)
-
-
-@dataclass(slots=True, eq=False)
-class _PlaceBlocks:
-    """One place's blocks in one tier, under the place's own hashes."""
-
-    instance: _InstanceBlocks
-    bit: int
-    tier: TierBlocks
-    holders: dict[int, int]
-    """The tier's own table: prefix key → places, one bit each."""
-    blocks: dict[Hash, int] = field(default_factory=dict)
-    """Hash → prefix key, least recently stored or looked up first."""
-    copies: dict[Hash, int] = field(default_factory=dict)
-    """Hash → how often it was stored beyond the first time."""
-    twins: dict[int, int] = field(default_factory=dict)
-    """Prefix key → how many of its hashes there are beyond the first."""
-
-    def add(self, block: Hash, key: int) -> None:
-        known = self.blocks.get(block)
-        if known == key:
-            self.copies[block] = self.copies.get(block, 0) + 1
-            self.refresh(block, key)
-            return
-        if known is not None:  # the hash has a new meaning: its removal was missed
-            self.drop(block, all_copies=True)
-        self.blocks[block] = key
-        self.instance.blocks += 1
-        mask = self.holders.get(key, 0)
-        if mask & self.bit:
-            self.twins[key] = self.twins.get(key, 0) + 1
-        else:
-            self.holders[key] = mask | self.bit if mask else self.bit
-
-    def add_all(self, hashes: Sequence[Hash], keys: list[int]) -> None:
-        """Add blocks in a row; `add`, inlined for those that are new."""
-        blocks, holders, bit = self.blocks, self.holders, self.bit
-        # Blocks that the same places hold share one mask: it has 160 bytes for 1,000 places.
-        last, both, new = 0, bit, 0
-        for block, key in zip(hashes, keys, strict=True):
-            mask = holders.get(key, 0)
-            if block in blocks or mask & bit:
-                self.add(block, key)
-            else:
-                blocks[block] = key
-                if mask != last:
-                    last, both = mask, mask | bit
-                holders[key] = both
-                new += 1
-        self.instance.blocks += new
-
-    def drop(self, block: Hash, *, all_copies: bool = False) -> None:
-        if all_copies:
-            self.copies.pop(block, None)
-        elif _fewer(self.copies, block):
-            return
-        key = self.blocks.pop(block, None)
-        if key is None:
-            return
-        self.instance.blocks -= 1
-        if _fewer(self.twins, key):
-            return
-        mask = self.holders[key] & ~self.bit
-        if mask:
-            self.holders[key] = mask
-        else:
-            del self.holders[key]
-
-    def refresh(self, block: Hash, key: int) -> None:
-        """Move a block to the end of the eviction order."""
-        del self.blocks[block]
-        self.blocks[block] = key
-
-
-class _Slots:
-    """Slots of places, the positions of their bits: the lowest that is free."""
-
-    def __init__(self) -> None:
-        self._places: list[Place | None] = []
-        self._slots: dict[Place, int] = {}
-        self._reserved: set[Place] = set()
-
-    def place(self, slot: int) -> Place:
-        """Return the place at a slot."""
-        place = self._places[slot]
-        assert place is not None, "a bit without a place"
-        return place
-
-    def take(self, place: Place) -> int:
-        """Return a place's slot."""
-        slot = self._slots.get(place)
-        if slot is None:
-            if None not in self._places:
-                self._places.append(None)
-            slot = self._slots[place] = self._places.index(None)
-            self._places[slot] = place
-        return slot
-
-    def give(self, place: Place) -> None:
-        """Free a place's slot, unless it is reserved."""
-        if place not in self._reserved and place in self._slots:
-            self._places[self._slots.pop(place)] = None
-
-    def reserve(self, place: Place) -> int:
-        """Return a place's slot, which `give` does not free."""
-        self._reserved.add(place)
-        return self.take(place)
-
-    def release(self, place: Place, *, used: bool) -> None:
-        """Let `give` free a slot again; free it if it is not in use."""
-        self._reserved.discard(place)
-        if not used:
-            self.give(place)
 
 
 class PlacementIndex:
@@ -203,10 +74,10 @@ class PlacementIndex:
         self._most = whole("most_blocks", most_blocks, 1)
         self._named = frozenset(tiers)
         self._tiers = {tier: TierBlocks(tier) for tier in tiers}
-        self._instances: dict[str, _InstanceBlocks] = {}
-        self._expected = _InstanceBlocks()  # from `expect`: bounded by the running requests
-        self._places: dict[Place, dict[str, _PlaceBlocks]] = {}
-        self._slots = _Slots()
+        self._instances: dict[str, InstanceBlocks] = {}
+        self._expected = InstanceBlocks()  # from `expect`: bounded by the running requests
+        self._places: dict[Place, dict[str, PlaceBlocks]] = {}
+        self._slots = PlaceSlots()
         self._sizes: dict[int, int] = {}  # block size → places with such blocks
         # Keys found by lookups, recorded once an instance comes near its limit.
         self._used: set[int] = set()
@@ -370,21 +241,21 @@ class PlacementIndex:
             self.clear(place)
         self._instances.pop(instance, None)
 
-    def _announced(self, place: Place, tier: str) -> _PlaceBlocks | None:
+    def _announced(self, place: Place, tier: str) -> PlaceBlocks | None:
         """Return where to add announced blocks; None for too many tiers or too long a name."""
         parts = self._places.get(place, {})
         if tier not in parts and (len(parts) >= _MOST_TIERS or len(tier) > _LONGEST_NAME):
             return None
-        instance = self._instances.setdefault(place.instance, _InstanceBlocks())
+        instance = self._instances.setdefault(place.instance, InstanceBlocks())
         return self._blocks_at(place, tier, instance)
 
-    def _blocks_at(self, place: Place, tier: str, instance: _InstanceBlocks) -> _PlaceBlocks:
+    def _blocks_at(self, place: Place, tier: str, instance: InstanceBlocks) -> PlaceBlocks:
         parts = self._places.setdefault(place, {})
         part = parts.get(tier)
         if part is None:
             bit = 1 << self._slots.take(place)
             blocks = self._tiers.setdefault(tier, TierBlocks(tier))
-            part = parts[tier] = _PlaceBlocks(instance, bit, blocks, blocks.holders)
+            part = parts[tier] = PlaceBlocks(instance, bit, blocks, blocks.holders)
             instance.parts.append(part)
         return part
 
@@ -396,7 +267,7 @@ class PlacementIndex:
                 return key
         return None
 
-    def _allow_size(self, own: _PlaceBlocks, block_size: int) -> bool:
+    def _allow_size(self, own: PlaceBlocks, block_size: int) -> bool:
         """Whether a place may have blocks of this size; if so, note that it has some."""
         bit = own.bit
         if not own.tier.sizes.get(block_size, 0) & bit:
@@ -412,7 +283,7 @@ class PlacementIndex:
             self._use_size(own, block_size)
         return True
 
-    def _use_size(self, own: _PlaceBlocks, block_size: int) -> None:
+    def _use_size(self, own: PlaceBlocks, block_size: int) -> None:
         for sizes in (self._sizes, own.tier.sizes):
             sizes[block_size] = sizes.get(block_size, 0) | own.bit
 
@@ -422,7 +293,7 @@ class PlacementIndex:
             self._used.clear()
         self._used.update(keys[: self._most])
 
-    def _evict(self, instance: _InstanceBlocks) -> None:
+    def _evict(self, instance: InstanceBlocks) -> None:
         """Bring an instance below its limit.
 
         In rounds, since finding a dict's first entries costs a step per deleted one before them. A
@@ -528,13 +399,3 @@ def _clear_bit(sizes: dict[int, int], bit: int) -> None:
         sizes[size] &= ~bit
         if not sizes[size]:
             del sizes[size]
-
-
-def _fewer(counts: dict[Any, int], name: object) -> bool:
-    """Decrement a count. Return False if there was none."""
-    count = counts.get(name, 0)
-    if count > 1:
-        counts[name] = count - 1
-    elif count:
-        del counts[name]
-    return bool(count)
