@@ -23,7 +23,7 @@ __all__ = ["main"]
 
 COMMANDS = (
     "generate", "serve", "route", "top", "explain", "usage", "tree", "demo", "size", "store",
-    "codec", "trace", "replay", "plan", "calibrate",
+    "codec", "trace", "replay", "plan", "calibrate", "translate",
 )  # fmt: skip
 WRONG_INPUT = 2  # as argparse
 INTERRUPTED = 130

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import sys
 from contextlib import contextmanager, nullcontext
@@ -120,6 +121,9 @@ def run(args: argparse.Namespace) -> int:
                 observers=[] if tracing is None else [tracing.see],
                 events=None if publisher is None else publisher.stats.as_dict,
             )
+            # Modules and model stay: to look through them in each full collection of garbage would
+            # stop all answers for a quarter of a second.
+            gc.freeze()
             return _listen(Listener(app, connections, ready=announce), bound)
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from kvkeep.serve.kv_events import EventReader
-    from kvkeep.serve.router.discovery import DnsName, Found, Resolver
+    from kvkeep.serve.router.discovery import DnsName, Resolution, Resolver
     from kvkeep.serve.router.router import PrefixRouter
     from kvkeep.serve.router.upstreams import Upstreams
 
@@ -31,6 +31,7 @@ OPTIONS: Final = "options"
 _MOST: Final = 4096
 """Instances at the most; each has an index, probes and sockets."""
 _SWEEP_S: Final = 0.5
+_STEP: Final = 20_000  # blocks that are forgotten at once, in some 15 ms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,12 +137,12 @@ class Membership:
         self._removed: set[str] = set()
         self._failing: set[str] = set()
         self._members: dict[str, _Member] = {}
-        self._hooks: list[Callable[[str, Found], None]] = []
+        self._hooks: list[Callable[[str, Resolution], None]] = []
         for name in upstreams.names:
             router.add(name)
             self._members[name] = _Member({OPTIONS}, self._addresses.sources(name))
 
-    def subscribe(self, hook: Callable[[str, Found], None]) -> None:
+    def subscribe(self, hook: Callable[[str, Resolution], None]) -> None:
         """Call ``hook`` with each name that was resolved, and what was found."""
         self._hooks.append(hook)
 
@@ -151,13 +152,12 @@ class Membership:
         async with asyncio.TaskGroup() as group:
             for name in found.names:
 
-                def on_found(what: Found, origin: str = name.text) -> None:
+                def on_found(what: Resolution, origin: str = name.text) -> None:
                     self.resolved(origin, what)
 
                 group.create_task(name.follow(found.every_s, on_found, found.resolver))
             while True:
-                await asyncio.sleep(_SWEEP_S)
-                self.sweep()
+                await asyncio.sleep(0.0 if self.sweep() else _SWEEP_S)
 
     # --- changes -----------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ class Membership:
         self._drain(name, member)
         return True
 
-    def resolved(self, origin: str, found: Found) -> None:
+    def resolved(self, origin: str, found: Resolution) -> None:
         """Take over what a name was resolved to. After a failure, what is known stays."""
         for hook in self._hooks:
             hook(origin, found)
@@ -201,20 +201,37 @@ class Membership:
         self._removed &= set().union(*self._listed.values())
         for url in sorted(before - now):
             self._leave(url, origin)
-        for url in sorted(now - before - self._removed):
+        left_out = ""
+        for url in sorted(now - self._removed):
+            member = self._members.get(url)
+            if member is not None and origin in member.origins:
+                continue
             try:
                 self._join(url, origin)
             except InvalidValue as error:
-                log.error("%s is left out: %s", url, error)
+                left_out = f"{url} is left out: {error}"
+        if left_out and now != before:
+            log.error("%s: %s", origin, left_out)
 
-    def sweep(self) -> None:
-        """Forget the instances that have left, where no request runs any more."""
-        now = self._clock()
+    def sweep(self) -> bool:
+        """Forget the instances that have left, where no request runs any more.
+
+        In steps, so that requests go on; returns whether there is more to do at once.
+        """
+        now, more = self._clock(), False
         for name, member in list(self._members.items()):
             if member.left_at is None or now - member.left_at < self._keep_s:
                 continue
-            if not self._router.load(name)[0]:
+            if self._router.load(name)[0]:
+                continue
+            if self._reader is not None and member.sources:
+                self._reader.unfollow(name)  # first, so that no event of it comes afterwards
+            member.sources = ()
+            if more or self._router.shrink(name, _STEP):
+                more = True
+            else:
                 self._forget(name)
+        return more
 
     def _join(self, url: str, origin: str, sources: tuple[Source, ...] | None = None) -> bool:
         check_url(url)
@@ -235,9 +252,8 @@ class Membership:
         member.origins.add(origin)
         member.left_at = None
         if self._reader is not None and wanted != member.sources:
-            if member.sources:
-                self._reader.unfollow(url)
-                self._router.clear(url)
+            self._reader.unfollow(url)
+            self._router.clear(url)
             self._reader.follow(wanted)
         member.sources = wanted
         return is_new
@@ -258,8 +274,6 @@ class Membership:
     def _forget(self, name: str) -> None:
         log.info("%s is forgotten", name)
         del self._members[name]
-        if self._reader is not None:
-            self._reader.unfollow(name)  # first, so that no event of it comes afterwards
         self._upstreams.remove(name)
         self._router.remove(name)
 
