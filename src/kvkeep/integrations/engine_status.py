@@ -21,7 +21,7 @@ from kvkeep.serve.server.live import (
     tier_figures,
     time_figures,
 )
-from kvkeep.serve.server.losses import Losses, loss_counts
+from kvkeep.serve.server.losses import RecentLosses, loss_counts
 from kvkeep.serve.server.schemas.kv import KVStats
 from kvkeep.serve.server.schemas.see import LivePages, LiveResponse, LiveTotals, LiveTtft
 from kvkeep.serve.server.status_metrics import StatusMetrics
@@ -103,7 +103,7 @@ class EngineStatus:
             num_pages=facts.num_pages, prefill_s=cost.prefill.prefill_s,
         )  # fmt: skip
         self.watch = RequestWatch(self._sink, facts.page_tokens)
-        self._losses = Losses(lambda: loss_counts(self._sink.evicted_pages, self._tiers))
+        self._losses = RecentLosses(lambda: loss_counts(self._sink.evicted_pages, self._tiers))
         self._losses.start()
         self._metrics = StatusMetrics(self._usage, self._ledger, self.costs)
         self.live = Live(self._live)

@@ -14,7 +14,7 @@ from kvkeep.serve.http import BodyBudget
 from kvkeep.serve.server.engine_costs import EngineCosts
 from kvkeep.serve.server.errors import ApiError, outcome_of
 from kvkeep.serve.server.live import EngineState, Live
-from kvkeep.serve.server.losses import Losses, loss_counts
+from kvkeep.serve.server.losses import RecentLosses, loss_counts
 from kvkeep.serve.server.metrics import ServerMetrics
 from kvkeep.serve.server.record import JobRecorder
 from kvkeep.serve.server.retention import Retention
@@ -84,7 +84,7 @@ class Service:
                 engine, settings.pin_share, weights=settings.weights
             )
         self.metrics.tier_retention = self.tier_retention
-        self.losses = Losses(self.loss_counts)
+        self.losses = RecentLosses(self.loss_counts)
         self.live = Live(EngineState(self))
         self.worker = Worker(engine, flush_timeout_s=settings.flush_timeout_s)
         self.began = int(time.time())
@@ -167,7 +167,7 @@ class Service:
     def loss_counts(
         self, cache: CacheStats | None = None, tiers: Sequence[TierStats] | None = None
     ) -> Counts:
-        """Return the counters of `Losses`, from these statistics or those of now. Any thread."""
+        """Return the counters of `RecentLosses`, from these statistics or those of now. Any thread."""
         if cache is None:
             cache = self.engine.cache.stats()
         if tiers is None:
