@@ -40,7 +40,6 @@ from kvkeep.core.returns import Ended
 from kvkeep.serve.kv_events import BlockRemoved, BlockStored, CacheMirror
 from kvkeep.serve.kv_events.wire import Batch, decode, encode
 from kvkeep.serve.router import PrefixRouter, RoutingCost
-from kvkeep.serve.router.affinity import with_key
 from kvkeep.serve.router.answers import AnswerReader
 from kvkeep.serve.router.conversations import ConversationTable
 from kvkeep.serve.router.prompts import Prompt
@@ -162,8 +161,9 @@ def lookups(rng: np.random.Generator, runs: int) -> list[Figure]:
 
     def once(tokens: Any) -> float:
         begun = time.process_time()
-        best = router.score(tokens)[0]
+        best = router.choose(tokens)
         took = (time.process_time() - begun) * 1e3
+        assert best is not None
         assert best.tokens == PROMPT
         return took
 
@@ -171,10 +171,10 @@ def lookups(rng: np.random.Generator, runs: int) -> list[Figure]:
 
     def unknown() -> float:
         begun = time.process_time()
-        router.score(new)
+        router.choose(new)
         return (time.process_time() - begun) * 1e3
 
-    name = f"score: {PROMPT:,} tokens, {INSTANCES} instances"
+    name = f"choose: {PROMPT:,} tokens, {INSTANCES} instances"
     return [
         timed(f"{name}, as an array", "ms", lambda: once(prompt), runs * 5, "≤ 1"),
         timed(f"{name}, as a list", "ms", lambda: once(listed), runs * 5),
@@ -310,13 +310,14 @@ def replay(
         if router is None:
             hits += made[chance.choice(names)].serve(blocks, now)
             continue
-        scores, turn = router.score(blocks), None
+        turn = None
         if table is not None:
             # The last block may stand for fewer tokens, and has another id when there are more.
             turn = table.find(as_prompt(blocks[: request["input_length"] // TRACE_BLOCK]))
             if turn is not None:
                 table.answered(turn)
-        best = with_key(scores, "", "" if turn is None else turn.home)
+        best = router.choose(blocks, home="" if turn is None else turn.home)
+        assert best is not None
         ticket = router.begin(best)
         node = made[best.place.instance]
         hits += node.serve(blocks, now)

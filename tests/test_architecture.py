@@ -30,7 +30,7 @@ FLOORS: list[set[str]] = [
 # What every room may use; among themselves they are in order, and use no room.
 BASE = {
     "core.errors", "core.tokens", "core.extras", "core.geometry", "core.keys", "core.public",
-    "core.prefix_file", "core.events",
+    "core.prefix_file", "core.events", "core.config_file",
 }  # fmt: skip
 
 # Which rooms a room may use, besides the base. "" is `kvkeep/__init__.py`, the public names. The
@@ -141,7 +141,8 @@ BASE_OF = {
 EXTERNAL: dict[str, set[str]] = {
     "numpy": {""},  # everybody
     "torch": {
-        "core.pages.tensors", "core.pages.prepared", "core.slots.tensors", "core.groups.tensors",
+        "core.pages.tensors", "core.pages.prepared", "core.pages.device", "core.slots.tensors",
+        "core.groups.tensors",
         "store.kv", "store.identity", "store.codecs", "serve.engine", "integrations",
         "bench.codecs", "cli.codec_measure",
     },
@@ -149,6 +150,7 @@ EXTERNAL: dict[str, set[str]] = {
     "sglang": {"integrations.sglang"},
     # where the models of engines lie
     "huggingface_hub": {"integrations.loaded"},
+    "yaml": {"integrations.lmcache"},  # if it is installed
     "psutil": {"integrations.loaded"},  # when the process of an engine began; engines bring it
     "transformers": {
         "serve.engine", "integrations",
@@ -596,7 +598,8 @@ REACHES: dict[str, int] = {
     # Libraries that offer no other way:
     "kvkeep.integrations.sglang.settings": 1,  # the fields of its configuration
     "kvkeep.integrations.transformers_model": 1,  # _supports_logits_to_keep
-    "kvkeep.integrations.vllm": 1,  # the registry of connectors
+    "kvkeep.integrations.vllm.connector": 1,  # the registry of connectors
+    "kvkeep.integrations.vllm_plugin": 1,  # the same, of a connector of vLLM's own
     "kvkeep.serve.engine.attention.dense": 1,  # torch's attention that returns log-sum-exps
     "kvkeep.serve.engine.attention.hook": 1,  # _attn_implementation
     "kvkeep.serve.engine.linear": 2,  # oneDNN's packed layers

@@ -25,10 +25,12 @@ from kvkeep.integrations.vllm.groups import BlockReach, Group, Groups
 from kvkeep.integrations.vllm.keys import keys_of
 from kvkeep.integrations.vllm.lookups import BlockLookups
 from kvkeep.integrations.vllm.messages import BlockSpan, PageLoad, StepPlan, WorkerNews
+from kvkeep.integrations.vllm.mistakes import RequestMistakes
 from kvkeep.integrations.vllm.options import ConnectorOptions, RequestOptions
 from kvkeep.integrations.vllm.pages import GroupPages
 from kvkeep.integrations.vllm.shared import SharedStore
 from kvkeep.integrations.vllm.stats import Counts, KVKeepStats
+from kvkeep.integrations.vllm.tier_figures import NOW
 from kvkeep.store import BlockStore
 
 if TYPE_CHECKING:
@@ -55,7 +57,7 @@ def test_options() -> None:
 def test_near_misses_are_named() -> None:
     with pytest.raises(InvalidValue, match=r"did you mean 'answers', 'load_timeout'\?$"):
         ConnectorOptions.parse({"answer": True, "load_timout": 1, 7: 8})
-    with pytest.raises(InvalidValue, match=r"public_prefixes$"):
+    with pytest.raises(InvalidValue, match=r"public_prefixes, config$"):
         ConnectorOptions.parse({"colour": "blue"})
     with pytest.raises(InvalidValue, match=r"there are store, .*; did you mean 'answers'\?$"):
         RequestOptions.parse({"kvkeep": {"answer": False}})
@@ -73,11 +75,11 @@ def test_no_client_writes_a_line_of_its_own_into_the_log() -> None:
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("ttl", [0, -1, "1h", True, [], float("nan"), 1e300,
+@pytest.mark.parametrize("ttl", [0, -1, "soon", True, [], float("nan"), 1e300,
                                  pytest.param(10**400, id="no float")])  # fmt: skip
 def test_no_ttl_that_a_client_sends_is_more_than_wrong(ttl: object) -> None:
     for pin in (False, True):
-        with pytest.raises(InvalidValue, match="ttl is "):
+        with pytest.raises(InvalidValue, match=r"^ttl( is |: )"):
             RequestOptions.parse({"kvkeep": {"ttl": ttl, "pin": pin}})
 
 
@@ -296,12 +298,15 @@ def test_counts_add_up() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    counts.hits("memory", 3)
+    counts.add(**{"hits memory": 3})
+    counts.set(f"{NOW}blocks 0 memory", 7)
     taken = counts.take()
     assert taken is not None
-    assert taken.data == {"a": 20, "b": 10, "hits memory": 3}
-    both = taken.aggregate(KVKeepStats(data={"a": 1, "c": 2}))
-    assert both.data == {"a": 21, "b": 10, "c": 2, "hits memory": 3}
+    state = {f"{NOW}blocks 0 memory": 7}
+    assert taken.data == {"a": 20, "b": 10, "hits memory": 3, **state}
+    both = taken.aggregate(KVKeepStats(data={"a": 1, "c": 2, f"{NOW}blocks 0 memory": 5}))
+    assert both.data == {"a": 21, "b": 10, "c": 2, "hits memory": 3, f"{NOW}blocks 0 memory": 5}
+    assert "blocks" not in str(both.reduce())
     assert counts.take() is None
 
 
@@ -349,15 +354,15 @@ def test_hits_are_counted_once_and_never_back() -> None:
             Counts(),
         )
         store.get([store.key], [memoryview(bytearray(1))])
-        other = threading.Thread(target=shared.count_hits, args=[first])
+        other = threading.Thread(target=shared.count_tiers, args=[first])
         other.start()
         store.asked.wait()
         store.get([store.key], [memoryview(bytearray(1))])
-        shared.count_hits(second)
+        shared.count_tiers(second)
         store.heard.set()
         other.join()
         counted = [taken.data for counts in (first, second) if (taken := counts.take())]
-        assert counted == [{"hits memory": 1}, {"hits memory": 1}]
+        assert [one["hits memory"] for one in counted] == [1, 1]
         shared.close()
 
 
@@ -385,7 +390,7 @@ def test_params_that_are_too_deep_to_be_written_are_ignored(name: str | None) ->
         deep = [deep]
     counts = Counts()
     params = {"kvkeep": deep if name is None else {name: deep}}
-    assert RequestOptions.of_request("deep", params, counts) == RequestOptions()
+    assert RequestMistakes(counts).options("deep", params) == RequestOptions()
     taken = counts.take()
     assert taken is not None
     assert taken.data == {"ignored_params": 1}

@@ -21,6 +21,7 @@ import kvkeep.core.cache
 from kvkeep.cli import _parser, main
 from kvkeep.core.cost import PrefillCost
 from kvkeep.serve.kv_events import Source
+from kvkeep.serve.router.discovery import DnsName
 from kvkeep.serve.server import LOOPBACK_HOSTS
 
 if TYPE_CHECKING:
@@ -45,9 +46,17 @@ class Option(NamedTuple):
 
 
 ROUTE = {
+    "--config": Option("--config {tmp}/kvkeep.toml", "PrefixRouter.most_blocks", 11),
     "--instances": Option(
         f"--instances {A}/", "PrefixRouter.instances Upstreams.instances", ([A], [A])
     ),
+    "--discover": Option(
+        "--discover dns://a:5 --discover dns://b:6",
+        "Membership.discovery.names",
+        [DnsName("dns://a:5"), DnsName("dns://b:6")],
+    ),
+    "--discover-every": Option("--discover-every 7", "Membership.discovery.every_s", 7.0),
+    "--admin-key-file": Option("--admin-key-file {tmp}/key", "create_proxy.admin_key", "filed"),
     "--events": Option(
         EVENTS, "EventReader.sources", [Source(A, "tcp://a:5"), Source(B, "tcp://b:6")]
     ),
@@ -106,12 +115,13 @@ ROUTE = {
 }
 
 SERVE = {
+    "--config": Option("--config {tmp}/kvkeep.toml", "Engine.limits.max_running", 11),
     "--model": Option(
         "--model {tmp}/mine",
         "load.path.name load_tokenizer.path.name create_app.settings.name",
         ("mine", "mine", "mine"),
     ),
-    "--memory": Option("--memory 7MiB", "load.memory", "7MiB"),
+    "--memory": Option("--memory 7MiB", "load.memory", 7 << 20),
     "--page-size": Option("--page-size 32", "load.page_size", 32),
     "--device": Option("--device cpu", "load.device", "cpu"),
     "--dtype": Option("--dtype bfloat16", "load.dtype", "bfloat16"),
@@ -164,6 +174,7 @@ SERVE = {
     ),
     "--drain-timeout": Option("--drain-timeout 7", "create_app.settings.drain_timeout_s", 7.0),
     "--flush-timeout": Option("--flush-timeout 7", "create_app.settings.flush_timeout_s", 7.0),
+    "--step-limit": Option("--step-limit 7", "create_app.settings.step_limit_s", 7.0),
     "--load-timeout": Option("--load-timeout 7", "Engine.load_timeout", 7.0),
     "--draft-tokens": Option("--draft-tokens 7", "create_app.settings.draft_tokens", 7),
     "--eviction": Option("--eviction lfu", "PagedCache.eviction", "lfu"),
@@ -217,6 +228,7 @@ def made(monkeypatch, tmp_path) -> Iterator[Made]:
     monkeypatch.delenv("KVKEEP_API_KEY", raising=False)
     (tmp_path / "key").write_text("filed\n")
     (tmp_path / "public").write_text("[7]\n")
+    (tmp_path / "kvkeep.toml").write_text("[serve]\nmax-running = 11\n[route]\nmost-blocks = 11\n")
     PrefillCost(seconds_per_token=0.25).write(tmp_path / "cost.json")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     one = Made()
@@ -235,6 +247,7 @@ def route(made, monkeypatch) -> Callable[..., Made]:
     )
     made.replace(monkeypatch, "kvkeep.serve.router.PrefixRouter", None)
     made.replace(monkeypatch, "kvkeep.serve.router.upstreams.Upstreams", None)
+    made.replace(monkeypatch, "kvkeep.serve.router.membership.Membership", None)
     made.replace(monkeypatch, "kvkeep.serve.router.proxy.create_proxy", None)
     made.replace(monkeypatch, "kvkeep.serve.router.listening.serve", None)
     return lambda *words: ran(made, "route", "--instances", f"{A},{B}", *words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shlex
@@ -20,7 +21,7 @@ import httpx
 import pytest
 
 import warm
-from kvkeep.cli import main
+from kvkeep.cli import main, serve
 from kvkeep.core.cost import PrefillCost
 from warm import KVKEEP
 
@@ -150,6 +151,13 @@ def test_a_second_signal_ends_it_at_once():
         assert time.monotonic() - begun < 15  # and not the 30 of a drain
     assert code == 0
     assert "Traceback" not in log
+
+
+def test_what_stays_is_no_work_for_the_garbage_collector(monkeypatch):
+    left = []
+    monkeypatch.setattr(serve, "_listen", lambda *_: left.append(len(gc.get_objects())) or 0)
+    assert main(["serve", "--no-store", "--port", "0"]) == 0
+    assert left[0] < 5000  # of half a million
 
 
 def test_a_port_that_is_taken_is_one_line(capsys):

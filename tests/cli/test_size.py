@@ -177,7 +177,7 @@ def test_the_model_that_ships_is_the_default(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--memory", "24G"], "'24G' is no amount of memory; write a number and a unit"),
+        (["--memory", "24G"], "'24G' is no amount of memory: G has two meanings; write 24GiB"),
         (["--memory", "1MiB"], "holds no page; a page of 16 tokens needs 2 MiB"),
         (["--memory", "24GiB", "--page-size", "0"], "page_size is 0"),
         (["--memory", "24GiB", "--tp", "3"], "tp is 3 and the model has 8 KV heads"),

@@ -20,7 +20,7 @@ from kvkeep.cli.store_place import age
 from kvkeep.store.backends import TierURL
 from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.backends.disk import DiskBackend
-from kvkeep.store.tiers import open_backend
+from kvkeep.store.tiers import open_backend, open_tiers
 from kvkeep.store.tiers.record import HEADER_BYTES, seal
 from warm import KVKEEP
 
@@ -151,8 +151,22 @@ def test_stat_has_the_totals(url: str, capsys: pytest.CaptureFixture[str]) -> No
     assert blocks == [3, 0, 0, 5, 0, 0]
     lines = said(capsys, "stat", url, "--sample", "8")
     assert any(line.split() == ["budget", "none"] for line in lines)
+    assert answer["last_budget"] is None
+    assert not any("last opened" in line for line in lines)
     assert any("raw 5, lossless 3; 2.00× smaller" in line for line in lines)
     assert "█" * 30 in next(line for line in lines if "7 days" in line)
+
+
+def test_stat_knows_the_budget_of_the_store(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for tier in (f"{url}?size=1GiB", url):
+        memory, (spec,) = open_tiers([tier])
+        memory.backend.close()
+        spec.backend.close()
+        assert answered(capsys, "stat", url)["capacity"] == 1 << 30
+        last = answered(capsys, "stat", f"{url}?size=2GiB")["last_budget"]
+        assert (last["bytes"], last["given"]) == (1 << 30, True)
+        (line,) = [line for line in said(capsys, "stat", url) if "last opened" in line]
+        assert "1 GiB (given as size=, " in line
 
 
 def test_stat_reads_as_many_as_it_is_told(url: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -409,10 +423,9 @@ def test_wrong_urls(wrong: str, words: str, url: str, capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize("arguments", [[], ["ls"], ["rm", "file:///x"], ["sing", "file:///x"]])
 def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["store", *arguments])
-    assert caught.value.code == 2
-    assert "usage: kvkeep store" in capsys.readouterr().err
+    assert main(["store", *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("kvkeep: error: ")
 
 
 def test_a_dead_server_is_one_line(url: str, capsys: pytest.CaptureFixture[str]) -> None:

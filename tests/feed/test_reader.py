@@ -477,3 +477,112 @@ def test_numbers():
 def test_the_backoff_grows_to_a_bound_however_long_a_publisher_is_silent():
     assert [_backoff_s(5.0, timeouts) for timeouts in (1, 2, 3, 4)] == [10.0, 20.0, 40.0, 60.0]
     assert _backoff_s(5.0, 10_000) == 60.0
+
+
+# --- sources that come and go ----------------------------------------------------------------
+
+
+def test_sources_come_and_go_and_come_back():
+    """Nothing of a source arrives once it is not followed; back again, its snapshot tells all."""
+    caches = [PagedCache(64, 1) for _ in range(3)]
+    made = [EventPublisher(cache, ANY, ANY) for cache in caches]
+    sources = [
+        Source(name, one.endpoint, one.replay) for name, one in zip("abc", made, strict=True)
+    ]
+    mirror = Mirror()
+    reader = EventReader([], mirror, check_s=0.1)
+
+    def fill(number: int, count: int) -> None:
+        sequence = caches[number].open([number * 1000 + at for at in range(count)])
+        sequence.publish(count)
+        sequence.close()
+
+    try:
+        fill(0, 5)
+        reader.follow(sources[:2])
+        eventually(lambda: len(mirror.of("a")) == 5)
+        fill(1, 7)
+        eventually(lambda: len(mirror.of("b")) == 7)
+        assert set(reader.stats()) == set(sources[:2])
+        reader.unfollow("a")
+        assert set(reader.stats()) == {sources[1]}
+        told = len(mirror.events)
+        fill(0, 9)
+        reader.follow(sources[1:])  # one of them is known
+        fill(2, 3)
+        eventually(lambda: len(mirror.of("c")) == 3)
+        assert len(mirror.of("a")) == 5, "it was told after it left"
+        assert len(mirror.events) > told
+        mirror.clear("a")
+        reader.follow(sources[:1])
+        eventually(lambda: len(mirror.of("a")) == 9)
+        assert len(mirror.of("b")) == 7
+    finally:
+        reader.close()
+        for one in made:
+            one.close()
+
+
+def test_a_source_that_cannot_be_followed_is_left_out(caplog):
+    mirror = Mirror()
+    reader = EventReader([], mirror)
+    cache = PagedCache(8, 1)
+    publisher = EventPublisher(cache, ANY, ANY)
+    try:
+        good = Source("b", publisher.endpoint, publisher.replay)
+        reader.follow([Source("a", "ipc:///" + "x" * 300), good])
+        eventually(lambda: good in reader.stats())
+        sequence = cache.open([1, 2])
+        sequence.publish(2)
+        sequence.close()
+        eventually(lambda: len(mirror.of("b")) == 2)
+        assert set(reader.stats()) == {good}
+        assert "KV events of a are not read" in caplog.text
+    finally:
+        reader.close()
+        publisher.close()
+
+
+def test_what_is_followed_while_everybody_talks():
+    """Sources come and go while they publish; in the end each is known as it is."""
+    caches = [PagedCache(256, 1) for _ in range(4)]
+    made = [EventPublisher(cache, ANY, ANY) for cache in caches]
+    sources = [Source(str(at), one.endpoint, one.replay) for at, one in enumerate(made)]
+    mirror = Mirror()
+    reader = EventReader(sources[:1], mirror, check_s=0.1)
+    ended = threading.Event()
+
+    def talk(cache: PagedCache) -> None:
+        for number in range(10_000):
+            if ended.is_set():
+                break
+            sequence = cache.open([number * 7 + at for at in range(5)])
+            sequence.publish(5)
+            sequence.close()
+            time.sleep(0.001)
+
+    talking = [threading.Thread(target=talk, args=(cache,)) for cache in caches]
+    for thread in talking:
+        thread.start()
+    try:
+        for turn in range(40):
+            name = str(turn % 4)
+            reader.unfollow(name)
+            mirror.clear(name)
+            told = mirror.held.get((name, 0))
+            time.sleep(0.005)
+            assert mirror.held.get((name, 0)) is told is None
+            reader.follow([sources[turn % 4]])
+    finally:
+        ended.set()
+        for thread in talking:
+            thread.join()
+    try:
+        for at, cache in enumerate(caches):
+            eventually(
+                lambda at=at, cache=cache: len(mirror.of(str(at))) == cache.stats().pages_cached
+            )
+    finally:
+        reader.close()
+        for one in made:
+            one.close()

@@ -127,7 +127,7 @@ def test_a_cancelled_read_is_no_fault(tmp_path: Path, keys: list[bytes]) -> None
             keys, [SIZE] * COUNT, lambda _at, _raw: None, LoadPace(time.monotonic() + 60),
             lambda: True,
         )  # fmt: skip
-        assert found == (0, False, "")
+        assert found[:3] == (0, False, "")
 
 
 def test_probes(tmp_path: Path, keys: list[bytes], disk: Disk) -> None:

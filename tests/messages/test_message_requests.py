@@ -44,6 +44,13 @@ def call(*contents, **more):
     return read_call({"model": "m", "max_tokens": 1, "messages": turns(*contents), **more})
 
 
+def test_a_near_field_is_named():
+    with pytest.raises(InvalidValue, match=r"'max_token': is no field .*'max_tokens'"):
+        call("x", max_token=1)
+    with pytest.raises(InvalidValue, match="'xyzzy': is no field of this request; leave it out"):
+        call("x", xyzzy=1)
+
+
 @pytest.fixture(scope="module")
 def service():
     """What `message_prompt` needs of a server, with a template that has tools."""

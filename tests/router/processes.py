@@ -82,11 +82,12 @@ class Instance:
 
 
 def route(made: list[Instance], *options: str) -> tuple[Process, str]:
-    """A proxy in front of these, and its address."""
+    """A proxy in front of these, or of those that ``options`` name, and its address."""
     (port,) = free_ports(1)
-    started = Process(
-        "route", "--port", str(port), "--instances", ",".join(one.url for one in made),
+    listed = (
+        "--instances", ",".join(one.url for one in made),
         "--events", ",".join(one.events for one in made),
-        "--replay", ",".join(one.replay for one in made), *options,
+        "--replay", ",".join(one.replay for one in made),
     )  # fmt: skip
+    started = Process("route", "--port", str(port), *(listed if made else ()), *options)
     return started, f"http://127.0.0.1:{port}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import threading
 import time
 from contextlib import contextmanager, suppress
@@ -178,8 +179,9 @@ class Routing:
     """A proxy in a thread, in front of some instances."""
 
     def __init__(self, *urls: str, **options: Any) -> None:
-        self.router = PrefixRouter(urls, cost=options.pop("cost", RoutingCost(balance=0.0)))
-        self.upstreams = Upstreams(urls, connect_s=2.0)
+        cost = options.pop("cost", RoutingCost(balance=0.0, slack=0.0))
+        self.router = options.pop("router", None) or PrefixRouter(urls, cost=cost)
+        self.upstreams = options.pop("upstreams", None) or Upstreams(urls, connect_s=2.0)
         waits = {"first_byte_s": 20.0, "probe_every_s": 0.05, "probe_s": 1.0}
         options["timeouts"] = Timeouts(**{**waits, **options.pop("timeouts", {})})
         self._socket = bind("127.0.0.1", 0)
@@ -191,6 +193,15 @@ class Routing:
         )
         self._thread.start()
         eventually(lambda: self._server.started)
+
+    @property
+    def runs(self) -> bool:
+        """Whether the proxy has not ended."""
+        return self._thread.is_alive()
+
+    def signal(self) -> None:
+        """Do what a SIGTERM does."""
+        self._server.handle_exit(signal.SIGTERM, None)
 
     def stop(self) -> None:
         self._server.should_exit = True

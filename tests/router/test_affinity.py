@@ -1,51 +1,66 @@
-"""Prompts of one key, in the scores and through the proxy."""
+"""Prompts of one key, at the router and through the proxy."""
 
 from __future__ import annotations
 
 import httpx
 from standing_in import eventually, routing
 
-from kvkeep.serve.router.affinity import with_key
+from kvkeep.core.cost import PrefillCost
+from kvkeep.serve.kv_events import BlockStored
+from kvkeep.serve.router import PrefixRouter, RoutingCost
 from kvkeep.serve.router.health import InstanceHealth
-from kvkeep.serve.router.index import Place
-from kvkeep.serve.router.router import Score
 
 NAMES = "abcd"
+PROMPT = list(range(50))
+COST = RoutingCost(
+    prefill=PrefillCost(seconds_per_token=0.01), balance=0.0, running_s=0.0, slack=0.0
+)
 
 
-def scores(**changed):
-    """A score for each instance: half a second of prefill; ``changed`` are further seconds."""
-    made = []
-    for name in NAMES:
-        prefill, wait = changed.get(name, (0.5, 0.0))
-        made.append(Score(Place(name), 0, {}, prefill, wait, 0.0))
-    return sorted(made, key=lambda score: score.seconds)
+def fleet(*held, **waits):
+    """A router of four; ``held`` have half of the prompt, ``waits`` are seconds of work there."""
+    router = PrefixRouter(NAMES, cost=COST)
+    for name in held:
+        router.apply(name, [BlockStored([1], None, PROMPT[:40], 40, None, "GPU", None)])
+    for name, seconds in waits.items():
+        (score,) = router.score([7] * round(seconds * 100), among=[name])
+        router.begin(score)
+    return router
 
 
-def chosen(key, **changed):
-    return with_key(scores(**changed), key).place.instance
+def chosen(key, *held, **waits):
+    return fleet(*held, **waits).choose(PROMPT, key=key).place.instance
 
 
 def test_keys_are_spread_and_stay():
     keys = [f"key {number}" for number in range(400)]
-    found = {key: chosen(key) for key in keys}
-    assert found == {key: chosen(key) for key in keys}
+    router = fleet()
+    found = {key: router.choose(PROMPT, key=key).place.instance for key in keys}
     for name in NAMES:
         assert 60 < list(found.values()).count(name) < 140
-    left = [score for score in scores() if score.place.instance != "a"]
     for key, name in found.items():
-        now = with_key(left, key).place.instance
+        assert router.choose([1, 2, 3], key=key).place.instance == name
+        now = router.choose(PROMPT, key=key, without="a").place.instance
         assert name in {now, "a"}, "only the keys of an instance that is gone move"
 
 
 def test_more_cached_and_much_sooner_win():
     own = chosen("k")
     other = next(name for name in NAMES if name != own)
-    assert chosen("k", **{own: (0.5, 0.9)}) == own
-    assert chosen("k", **{own: (0.5, 1.1)}) != own
-    assert chosen("k", **{other: (0.1, 0.0)}) == other
-    assert chosen("k", **{own: (0.1, 0.9)}) == own
-    assert chosen("", **{other: (0.4, 0.0)}) == other
+    assert chosen("k", **{own: 0.9}) == own
+    assert chosen("k", **{own: 1.1}) != own
+    assert chosen("k", other) == other
+    assert chosen("k", own, **{own: 0.9}) == own
+    assert chosen("", other) == other
+
+
+def test_a_home_takes_the_place_of_the_first():
+    own = chosen("k")
+    other = next(name for name in NAMES if name != own)
+    assert fleet().choose(PROMPT, key="k", home=other).place.instance == other
+    assert fleet().choose(PROMPT, key="k", home="gone").place.instance == own
+    assert fleet().choose(PROMPT, key="k", home=other, without=other).place.instance == own
+    assert fleet(own).choose(PROMPT, home=other).place.instance == own
 
 
 def test_a_key_brings_prompts_together_on_plain_servers():

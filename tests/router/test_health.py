@@ -15,6 +15,12 @@ from kvkeep.serve.router.health import Doubt, Health, InstanceHealth, Timeouts
 NAMES = ["a", "b", "c"]
 
 
+def left(health: Health, tried=()) -> list[str]:
+    """The instances that a request may go to next."""
+    barred = health.barred(tried)
+    return [name for name in health.names() if name not in barred]
+
+
 @pytest.fixture
 def now() -> list[float]:
     return [100.0]
@@ -67,14 +73,14 @@ def test_rests_grow_while_nothing_is_answered(health, now):
 
 
 def test_what_is_asked_next(health, now):
-    assert health.best(()) == NAMES
+    assert left(health) == NAMES
     health.failed("a")
     health.probed("a", answered=True)
     health.doubt("b", Doubt.TOKENIZE)
-    assert health.best(()) == ["c"]
-    assert health.best({"c"}) == ["a"]  # it rests, but answers probes
-    assert health.best({"a", "c"}) == ["b"]
-    assert health.best(NAMES) == []
+    assert left(health) == ["c"]
+    assert left(health, {"c"}) == ["a"]  # it rests, but answers probes
+    assert left(health, {"a", "c"}) == ["b"]
+    assert left(health, NAMES) == []
 
 
 def test_a_client_that_leaves_is_a_doubt_and_a_failure_where_nobody_is_answered(health, now):
@@ -147,11 +153,32 @@ class Lives(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.time = 0.0
-        self.health = Health(NAMES, clock=lambda: self.time)
-        self.suspect = dict.fromkeys(NAMES, False)
-        self.rests = dict.fromkeys(NAMES, 0.0)
-        self.failures = dict.fromkeys(NAMES, 0)
-        self.unanswered = dict.fromkeys(NAMES, 0)
+        self.health = Health(clock=lambda: self.time)
+        self.joined = dict.fromkeys(NAMES, False)
+        self.forgotten = dict.fromkeys(NAMES, True)
+        for name in NAMES:
+            self.come(name, True)
+
+    @rule(name=st.sampled_from(NAMES), proven=st.booleans())
+    def come(self, name, proven):
+        self.health.add(name, proven=proven)
+        if self.forgotten[name]:
+            for part, value in (
+                ("suspect", not proven), ("rests", 0.0), ("failures", 0), ("unanswered", 0),
+            ):  # fmt: skip
+                self.__dict__.setdefault(part, {})[name] = value
+        self.joined[name], self.forgotten[name] = True, False
+
+    @rule(name=st.sampled_from(NAMES))
+    def leave(self, name):
+        self.health.drain(name)
+        self.joined[name] = False
+
+    @rule(name=st.sampled_from(NAMES))
+    def forget(self, name):
+        self.health.remove(name)
+        self.joined[name], self.forgotten[name] = False, True
+        self.unanswered[name] = 0
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 7.0]))
     def wait(self, seconds):
@@ -160,6 +187,8 @@ class Lives(RuleBasedStateMachine):
     @rule(name=st.sampled_from(NAMES))
     def fail(self, name):
         self.health.failed(name)
+        if self.forgotten[name]:
+            return
         if self.rests[name] <= self.time:
             self.rests[name] = self.time + min(30.0, 2.0 ** self.failures[name])
             self.failures[name] += 1
@@ -175,7 +204,7 @@ class Lives(RuleBasedStateMachine):
     def probe(self, name, answered):
         self.health.probed(name, answered=answered)
         self.suspect[name] = not answered
-        self.unanswered[name] = 0 if answered else self.unanswered[name] + 1
+        self.unanswered[name] = 0 if answered or self.forgotten[name] else self.unanswered[name] + 1
 
     @rule(name=st.sampled_from(NAMES), why=st.sampled_from(Doubt))
     def doubt(self, name, why):
@@ -187,15 +216,22 @@ class Lives(RuleBasedStateMachine):
         self.health.heard(name)
         self.unanswered[name] = 0
 
+    @rule(name=st.sampled_from(NAMES))
+    def client_leaves(self, name):
+        self.health.left(name, self.time)
+        self.suspect[name] = True
+
     @invariant()
     def it_is_as_said(self) -> None:
         if not hasattr(self, "health"):
             return
-        up = []
+        by_state: dict[InstanceHealth, set[str]] = {state: set() for state in InstanceHealth}
         for name in NAMES:
             resting = self.rests[name] > self.time
             state = (
-                InstanceHealth.SUSPECT
+                InstanceHealth.LEAVING
+                if not self.joined[name]
+                else InstanceHealth.SUSPECT
                 if self.suspect[name]
                 else InstanceHealth.RESTING
                 if resting
@@ -203,11 +239,21 @@ class Lives(RuleBasedStateMachine):
             )
             assert self.health.state(name) is state
             assert self.health.silent(name) == (self.unanswered[name] >= 3)
-            up += [name] if state is InstanceHealth.UP else []
-        assert self.health.up() == up
-        assert self.health.best(()) == up or not up
-        assert self.health.best(())
+            by_state[state].add(name)
+        assert set(self.health.up()) == by_state[InstanceHealth.UP]
+        assert set(self.health.joined()) == {name for name in NAMES if self.joined[name]}
+        assert set(self.health.names()) == {name for name in NAMES if not self.forgotten[name]}
+        for tried in (set(), {"a"}, {"a", "c"}, set(NAMES)):
+            wanted = next(
+                (
+                    some
+                    for state in (InstanceHealth.UP, InstanceHealth.RESTING, InstanceHealth.SUSPECT)
+                    if (some := by_state[state] - tried)
+                ),
+                set(),
+            )
+            assert set(left(self.health, tried)) == wanted
 
 
 TestLives = Lives.TestCase
-TestLives.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+TestLives.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -511,7 +511,6 @@ def test_keys_and_prompts_are_in_no_log(caplog):
 @pytest.mark.parametrize(
     "instances",
     [
-        [],
         ["x"],
         ["ftp://a"],
         ["http://"],

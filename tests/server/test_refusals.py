@@ -174,6 +174,28 @@ def test_a_wrong_field_is_named(server, path, fields, name):
     assert len(error["message"]) < 400
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "says"),
+    [
+        (CHAT, {"chache_salt": "x"}, "is no field of this request; did you mean 'cache_salt'?"),
+        (COMPLETIONS, {"max_token": 3}, "did you mean 'max_tokens'?"),
+        (CHAT, {"kvkeep": {"stroe": False}}, "kvkeep.stroe is no field of this request; did you"),
+        (CHAT, {"stream": True, "stream_options": {"include_usgae": True}}, "'include_usage'?"),
+        ("/kv/clear", {"cache-salt": "x"}, "did you mean 'cache_salt'?"),
+        (CHAT, {"xyzzy": 1}, "xyzzy is no field of this request; leave it out"),
+    ],
+)  # fmt: skip
+def test_a_near_field_is_named(server, path, fields, says):
+    error = assert_error(server.http.post(path, json=GOOD[path] | fields), 400)
+    assert says in error["message"]
+
+
+def test_many_unknown_fields_are_refused_at_once(server):
+    fields = {f"chache_salt_{number}" + "x" * 10_000: 1 for number in range(60)}
+    error = assert_error(server.http.post(CHAT, json=GOOD[CHAT] | fields), 400)
+    assert "59 more wrong fields" in error["message"]
+
+
 @pytest.mark.parametrize("path", GOOD)
 def test_what_is_right_is_taken(server, path):
     """Else all of the above might be refused for another reason."""

@@ -117,6 +117,7 @@ def test_live_and_requests(outside):
     assert (said["engine"], said["map"], said["text"], said["changes"]) == (
         "vLLM 0.0", False, False, False,
     )  # fmt: skip
+    assert not {"what_if", "sessions", "conversations", "returns"} & said.keys()
     assert [tier["name"] for tier in said["tiers"]] == ["memory", "file"]
     assert said["tiers"][1]["blocks"] == 1
     assert sum(said["pages"][one] for one in ("free", "cached_evictable", "cached_held", "private")
@@ -188,7 +189,8 @@ def test_the_page_shows_it(outside, opened, look, tmp_path):
         page.keyboard.press("Escape")
         assert "file" in see(page, "#tiers-table").inner_text()
         assert page.locator("#kept").is_hidden()
-        assert page.locator("#whatif").is_hidden()
+        assert page.locator("#whatif-card").is_hidden()
+        assert page.locator("#sessions").is_hidden()
         assert page.locator("#ask").is_hidden()
         assert page.evaluate(TOO_WIDE) == []
         page.screenshot(path=tmp_path / f"{look}.png", full_page=True)

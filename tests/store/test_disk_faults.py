@@ -21,6 +21,7 @@ from writer_process import Processes
 
 from kvkeep.cli import main
 from kvkeep.core.errors import InvalidValue
+from kvkeep.store.backends.disk import DiskBackend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -297,28 +298,39 @@ def remount(path: Path, mode: str) -> None:
 
 
 @root_only
-@pytest.mark.parametrize("size", ["1GiB", ""], ids=["with a budget above it", "without a budget"])
-def test_a_full_filesystem(size: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "size", ["1GiB", "", None],
+    ids=["with a budget above it", "with a budget by default", "without a budget"],
+)  # fmt: skip
+def test_a_full_filesystem(size: str | None, tmp_path: Path) -> None:
     """With a budget what is older goes; without one nobody may say what: writes are dropped."""
     with small_disk(tmp_path / "small", "640k") as mounted:
         path = mounted / "d"
-        url = disk(path, size=size) if size else f"file://{path}?sync=never"
-        with open_store(MEMORY, url, block_tokens=128) as store:
+
+        def tier() -> str | DiskBackend:
+            if size is None:
+                return DiskBackend(path, sync="never")
+            return disk(path, size=size) if size else f"file://{path}?sync=never"
+
+        with open_store(MEMORY, tier(), block_tokens=128) as store:
             hasten(store)
             for number in range(60):  # of 16 KiB each, and a header's page
                 assert put(store, prompt(number, 128), wait=True).tokens == 128
             assert all(get(store, prompt(number, 128)) == 128 for number in range(60))
-            assert (counter(store, "evictions") > 0) == bool(size)
-            assert (counter(store, "drops") > 0) == (not size)
-        with open_store(MEMORY, url, block_tokens=128) as store:
+            assert (counter(store, "evictions") > 0) == (size is not None)
+            assert (counter(store, "drops") > 0) == (size is None)
+            if size == "":
+                disk_free = shutil.disk_usage(path).free
+                assert disk_free > 64 * 1024  # a fifth of what was free
+        with open_store(MEMORY, tier(), block_tokens=128) as store:
             hasten(store)
             found = [get(store, prompt(number, 128)) == 128 for number in range(60)]
             assert sum(found) > 10
-            newest, oldest = (59, 0) if size else (0, 59)
+            newest, oldest = (0, 59) if size is None else (59, 0)
             assert found[newest]
             assert not found[oldest]
             assert counter(store, "damaged") == 0
-            if not size:
+            if size is None:
                 for file in records(path)[:3]:
                     file.unlink()
             recovers(store)

@@ -6,7 +6,6 @@ code. torch is imported only in ``run``, so that ``kvkeep --help`` answers at on
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import sys
@@ -14,16 +13,20 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from kvkeep.cli.drawing import visible
+from kvkeep.cli.parsing import Parser
+from kvkeep.cli.settings import ConfigParser
 from kvkeep.core.errors import KVKeepError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["main"]
+    from kvkeep.cli.arguments import Commands
+
+__all__ = ["main", "section_parsers"]
 
 COMMANDS = (
     "generate", "serve", "route", "top", "explain", "usage", "tree", "demo", "size", "store",
-    "codec", "trace", "replay", "plan", "calibrate",
+    "codec", "trace", "replay", "plan", "calibrate", "config", "doctor", "translate",
 )  # fmt: skip
 WRONG_INPUT = 2  # as argparse
 INTERRUPTED = 130
@@ -34,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     A mistake of the user gives one line on stderr and exit code 2.
     """
-    args = _parser().parse_args(arguments)
     try:
+        args = _parser().parse_args(arguments)
         code: int = args.run(args)
     except KVKeepError as error:
         line = visible(" ".join(str(error).split()))  # the message may quote a file or a server
@@ -50,13 +53,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def section_parsers() -> dict[str, ConfigParser]:
+    """Return the parsers of the commands that a file of settings has a section for, by its name."""
+    _, commands = _built()
+    return {one.section: one for one in commands.choices.values() if one.section}
+
+
+def _parser() -> Parser:
+    return _built()[0]
+
+
+def _built() -> tuple[Parser, Commands]:
+    parser = Parser(
         prog="kvkeep",
         description="Keep the KV cache of large language models: no token is ever prefilled twice.",
     )
     parser.add_argument("--version", action="version", version=f"kvkeep {version('kvkeep')}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(
+        title="commands", metavar="COMMAND", required=True, parser_class=ConfigParser
+    )
     for name in COMMANDS:
         importlib.import_module(f"kvkeep.cli.{name}").add_parser(commands)
-    return parser
+    return parser, commands

@@ -6,17 +6,20 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvkeep.core.errors import InvalidValue
-from kvkeep.core.geometry.units import parse_bytes, parse_count
+from kvkeep.core.errors import InvalidValue, told
+from kvkeep.core.geometry.units import parse_bytes, parse_count, parse_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+    from kvkeep.cli.settings import ConfigParser
+
+    Commands = argparse._SubParsersAction[ConfigParser]
 
 __all__ = [
     "BUNDLED_MODEL", "add_count", "add_json", "add_model_path", "add_option",
-    "add_page_size", "add_path", "add_seconds", "add_switch", "byte_size", "count", "model_name",
+    "add_page_size", "add_path", "add_seconds", "add_switch", "byte_size", "count", "duration",
+    "model_name", "number", "seconds",
 ]  # fmt: skip
 
 BUNDLED_MODEL = "kvkeep-tiny"
@@ -41,6 +44,48 @@ def count(text: str) -> int:
     """
     try:
         return -parse_count(text[1:]) if text.startswith("-") else parse_count(text)
+    except InvalidValue as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def number(text: str) -> float:
+    """A number, for argparse's ``type=``: ``0.5``, ``-2``, ``20k``."""
+    try:
+        return float(text)
+    except ValueError:
+        pass
+    try:
+        return float(parse_count(text))
+    except InvalidValue:
+        raise argparse.ArgumentTypeError(
+            f"{told(text)} is no number; write for example 0.5, 12000 or 12k"
+        ) from None
+
+
+def seconds(text: str) -> float:
+    """A time in seconds, for argparse's ``type=``: ``2.5``, or with a unit ``500ms``, ``5m``.
+
+    Accepts 0 and less: the range of an option is checked where its value is used.
+    """
+    try:
+        return float(text)
+    except ValueError:
+        pass
+    try:
+        return parse_seconds(text)
+    except InvalidValue:
+        raise argparse.ArgumentTypeError(
+            f"{told(text)} is no time; write seconds, as 30, or 500ms, 30s, 5m, 12h or 7d"
+        ) from None
+
+
+def duration(text: str) -> float:
+    """A time with its unit, for argparse's ``type=``: ``12h``, ``7d``; above zero.
+
+    For options whose plain numbers would be taken for another unit than seconds.
+    """
+    try:
+        return parse_seconds(text)
     except InvalidValue as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
@@ -75,9 +120,9 @@ def add_count(
 
 
 def add_seconds(parser: argparse._ActionsContainer, option: str, default: float, help: str) -> None:
-    """Add an option that takes seconds."""
-    text = f"{help} (in seconds; default: {default:g})"
-    parser.add_argument(option, metavar="S", type=float, default=default, help=text)
+    """Add an option that takes seconds, or a time with its unit."""
+    text = f"{help} (in seconds, or as 5m; default: {default:g})"
+    parser.add_argument(option, metavar="S", type=seconds, default=default, help=text)
 
 
 def add_switch(parser: argparse._ActionsContainer, option: str, help: str) -> None:

@@ -21,7 +21,7 @@ from kvkeep.cli.progress import progress
 from kvkeep.cli.server import KEY_VARIABLE
 from kvkeep.cli.tiers import block_tokens
 from kvkeep.core.cost import Measured
-from kvkeep.core.errors import InvalidValue
+from kvkeep.core.errors import InvalidValue, reason
 
 if TYPE_CHECKING:
     import argparse
@@ -258,7 +258,7 @@ class _Server:
                         raise InvalidValue(f"{self._url} says {response.status}: {said}")
                     yield response, begun
         except (OSError, HTTPException) as error:
-            raise InvalidValue(f"cannot reach {self._url}: {error!r}") from error
+            raise InvalidValue(f"cannot reach {self._url}: {reason(error)}") from error
 
     def _events(self, response: HTTPResponse) -> Iterator[dict[str, Any]]:
         """Yield the JSON objects of server-sent events until ``[DONE]`` or the end."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from kvkeep.cli.arguments import add_count, add_json, add_model_path, add_option, add_path
+from kvkeep.cli.arguments import add_count, add_json, add_model_path, add_option, add_path, number
 from kvkeep.cli.arguments import model_name as name_of
 from kvkeep.cli.codec_measure import add_measure, text_of
 from kvkeep.cli.model import choose_threads
@@ -48,7 +48,7 @@ def add_parser(commands: Commands) -> None:
         fit,
         "--nats X",
         "Kullback-Leibler divergence of the next token that is allowed, in nats a token",
-        type=float,
+        type=number,
         default=2e-3,
     )
     add_count(fit, "--tokens", 40_000, "tokens of the text that are used")

@@ -9,7 +9,8 @@ from kvkeep.cli.arguments import add_count, add_json, add_model_path, add_option
 from kvkeep.cli.arguments import model_name as name_of
 from kvkeep.cli.model import choose_threads
 from kvkeep.cli.progress import progress
-from kvkeep.core.errors import InvalidValue, require, whole
+from kvkeep.core.errors import InvalidValue, reason, require, whole
+from kvkeep.core.geometry import download_hint
 
 if TYPE_CHECKING:
     import argparse
@@ -108,16 +109,25 @@ def _probe(args: argparse.Namespace, text: str) -> Any:
     from kvkeep.bench.codecs import ReuseProbe  # noqa: PLC0415
     from kvkeep.serve.models import bundled_model  # noqa: PLC0415
 
-    hf = require("transformers", "hf")
-    hf.utils.logging.disable_progress_bar()
     path = bundled_model() if args.model is None else args.model
-    tokenizer = hf.AutoTokenizer.from_pretrained(path)
+    if not (path / "config.json").is_file():
+        raise InvalidValue(
+            f"no model at {path}: a directory with a config.json is needed{download_hint(path)}"
+        )
+    hf = require("transformers", "transformers")
+    hf.utils.logging.disable_progress_bar()
+    try:
+        tokenizer = hf.AutoTokenizer.from_pretrained(path, local_files_only=True)
+        model = hf.AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, local_files_only=True
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise InvalidValue(f"the model in {path} cannot be loaded: {reason(error)}") from error
     ids = torch.tensor(tokenizer(text, verbose=False).input_ids)
     step = args.context + _FOLLOWING
     rows = min(args.prompts, len(ids) // step)
     if not rows:
         raise InvalidValue(f"the text has {len(ids)} tokens; one prompt needs {step}")
-    model = hf.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     model.train(False)
     return ReuseProbe(model, ids[: rows * step].view(rows, step), following=_FOLLOWING)
 

@@ -13,7 +13,7 @@ from kvkeep.cli.drawing import visible
 from kvkeep.cli.replies import entries
 from kvkeep.cli.server import add_server_arguments, add_server_url, connect, path
 from kvkeep.cli.tables import console, print_lines
-from kvkeep.core.errors import InvalidValue, require, whole
+from kvkeep.core.errors import InvalidValue, reason, require, whole
 
 if TYPE_CHECKING:
     import argparse
@@ -144,7 +144,7 @@ def _read(file: Path) -> str:
                 read = opened.read(_MOST_BYTES + 1)
         text = read.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidValue(f"{file} cannot be read as text: {error}") from error
+        raise InvalidValue(f"{file} cannot be read as text: {reason(error)}") from error
     if len(read) > _MOST_BYTES:
         raise InvalidValue(f"{file} has more than {_MOST_BYTES:,} bytes, the limit of a request")
     return text

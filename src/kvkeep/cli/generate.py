@@ -6,7 +6,7 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from kvkeep.cli.arguments import add_count, add_json, add_option, add_switch, count
+from kvkeep.cli.arguments import add_count, add_json, add_option, add_switch, count, number
 from kvkeep.cli.model import add_dtype, add_model_arguments, choose_threads, load
 from kvkeep.cli.progress import progress
 
@@ -54,14 +54,14 @@ def _add_sampling(sampling: argparse._ArgumentGroup) -> None:
         sampling,
         "--temperature T",
         "sampling temperature; 0: always the most likely token",
-        type=float,
+        type=number,
         default=0.0,
     )
     add_option(
         sampling,
         "--top-p P",
         "sample from the most likely tokens whose probabilities add up to P",
-        type=float,
+        type=number,
         default=1.0,
     )
     add_option(
@@ -71,7 +71,7 @@ def _add_sampling(sampling: argparse._ArgumentGroup) -> None:
         type=count,
         default=0,
     )
-    add_option(sampling, "--seed N", "seed (default: a random one)", type=int)
+    add_option(sampling, "--seed N", "seed (default: a random one)", type=count)
     sampling.add_argument(
         "--stop",
         metavar="TEXT",

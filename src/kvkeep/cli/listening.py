@@ -21,7 +21,7 @@ def add_address(group: argparse._ArgumentGroup, *, port: int) -> None:
         default="127.0.0.1",
         help="address to listen on (default: 127.0.0.1, this machine only)",
     )
-    add_option(group, "--port N", "port to listen on; 0: any free port", type=int, default=port)
+    add_option(group, "--port N", "port to listen on; 0: any free port", type=count, default=port)
     group.add_argument(
         "--allow-host",
         metavar="NAME",

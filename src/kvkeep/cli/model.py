@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from kvkeep.cli.arguments import add_model_path, add_option, add_page_size
+from kvkeep.cli.arguments import add_model_path, add_option, add_page_size, byte_size
 from kvkeep.cli.progress import progress
 from kvkeep.core.errors import require
 
@@ -21,7 +21,9 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, memory: str) -> None
     """Add the options of the model and its pages; ``memory`` is the default of ``--memory``."""
     model = parser.add_argument_group("model")
     add_model_path(model, "local Hugging Face model directory")
-    add_option(model, "--memory SIZE", "memory for KV pages, such as 24GiB", default=memory)
+    add_option(
+        model, "--memory SIZE", "memory for KV pages, such as 24GiB", type=byte_size, default=memory
+    )
     add_page_size(model)
     model.add_argument(
         "--device", default="auto", help="torch device (default: a GPU if there is one)"

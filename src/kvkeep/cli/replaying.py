@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvkeep.bench.replay import GroupSizes, RunLog, Workload, replay
 from kvkeep.bench.replay.runs import increments
-from kvkeep.cli.arguments import add_option, add_path, add_switch, count
+from kvkeep.cli.arguments import add_option, add_path, add_switch, count, number
 from kvkeep.cli.drawing import visible
 from kvkeep.cli.progress import progress
 from kvkeep.core.cost import CostModel
@@ -86,7 +86,7 @@ def add_price_arguments(parser: argparse.ArgumentParser) -> None:
         ("--memory-price", "PRICE", "price per GiB of memory and month"),
         ("--disk-price", "PRICE", "price per GiB of the tiers below memory and month"),
     ):
-        prices.add_argument(option, metavar=metavar, type=float, help=text)
+        prices.add_argument(option, metavar=metavar, type=number, help=text)
 
 
 # --- values ------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ class ModelSizes:
 
     def tokens(self, text: str, page_tokens: int) -> int:
         """Parse a capacity: tokens (``3M``, ``500k``), or bytes (``40GiB``) of the model's KV."""
-        if not text.strip().lower().endswith("b"):
+        if not text.strip().lower().endswith(("b", "i")):
             try:
                 return parse_count(text)
             except InvalidValue as error:

@@ -8,8 +8,17 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.cli.arguments import add_count, add_option, add_path, add_seconds, add_switch, count
+from kvkeep.cli.arguments import (
+    add_count,
+    add_option,
+    add_path,
+    add_seconds,
+    add_switch,
+    count,
+    number,
+)
 from kvkeep.cli.listening import add_address, add_connection_limits, add_log_level, allowed_hosts
+from kvkeep.cli.server import api_key
 from kvkeep.cli.tenants import add_public_prefixes
 from kvkeep.core.errors import InvalidValue, require, whole
 from kvkeep.core.prefix_file import NoTokenizer, read_prefixes
@@ -24,6 +33,7 @@ if TYPE_CHECKING:
     from kvkeep.serve.kv_events import Source
     from kvkeep.serve.router import RoutingCost
     from kvkeep.serve.router.health import Timeouts
+    from kvkeep.serve.router.membership import EventAddresses
     from kvkeep.serve.router.prompts import Tokenize
 
 __all__ = ["add_parser", "run"]
@@ -41,12 +51,8 @@ def add_parser(commands: Commands) -> None:
         "will finish its prefill first: the one with the longest cached prefix, unless its queue "
         "is too long.",
     )
-    parser.add_argument(
-        "--instances",
-        metavar="URL,…",
-        required=True,
-        help="servers to route to, each http://HOST:PORT",
-    )
+    parser.add_config("route")
+    _add_instances(parser.add_argument_group("instances; more can be added while it runs"))
     _add_events(parser.add_argument_group("KV events, in the order of the instances"))
     add_path(
         parser,
@@ -64,13 +70,13 @@ def add_parser(commands: Commands) -> None:
         "that instances of kvkeep serve learn; for others 15,000 tokens per second)",
     )
     add_option(
-        costs, "--prefill-speed N", "instead of --cost: tokens per second of a prompt", type=float
+        costs, "--prefill-speed N", "instead of --cost: tokens per second of a prompt", type=number
     )
     add_option(
         costs,
         "--balance X",
         "weight of an instance's recent load in its cost (default: 0.02)",
-        type=float,
+        type=number,
     )
     _add_timeouts(parser.add_argument_group("instances that do not answer"))
     add_connection_limits(parser.add_argument_group("limits"), share="half of what")
@@ -92,17 +98,40 @@ def add_parser(commands: Commands) -> None:
     parser.set_defaults(run=run)
 
 
+def _add_instances(instances: argparse._ArgumentGroup) -> None:
+    add_option(
+        instances, "--instances URL,…", "servers to route to, each http://HOST:PORT", default=""
+    )
+    instances.add_argument(
+        "--discover",
+        metavar="dns://NAME:PORT",
+        action="append",
+        default=[],
+        help="route to a server at each address of a name, such as a headless service; may be "
+        "repeated",
+    )
+    add_seconds(instances, "--discover-every", 5.0, "time between two resolutions of a name")
+    add_path(
+        instances,
+        "--admin-key-file",
+        "file that holds the key for /kv/instances, in one line (default: /kv/instances answers "
+        "this machine only)",
+    )
+
+
 def _add_events(events: argparse._ArgumentGroup) -> None:
     add_option(
         events,
         "--events ADDRESS,…",
-        "address of each instance's KV events, tcp://HOST:PORT; empty for an instance without",
+        "address of each instance's KV events, tcp://HOST:PORT; empty for an instance without. Or "
+        "one pattern for all: tcp://{host}:5557, with {host} and {port} of the instance's URL",
         default="",
     )
     add_option(
         events,
         "--replay ADDRESS,…",
-        "address where each instance resends missed events; empty for an instance without",
+        "address where each instance resends missed events, or a pattern; empty for an instance "
+        "without",
         default="",
     )
     events.add_argument(
@@ -143,7 +172,9 @@ def run(args: argparse.Namespace) -> int:
     from kvkeep.serve import http  # noqa: PLC0415
     from kvkeep.serve.kv_events import EventReader  # noqa: PLC0415
     from kvkeep.serve.router import PrefixRouter  # noqa: PLC0415
+    from kvkeep.serve.router.discovery import DnsName  # noqa: PLC0415
     from kvkeep.serve.router.listening import serve  # noqa: PLC0415
+    from kvkeep.serve.router.membership import Discovery, Membership  # noqa: PLC0415
     from kvkeep.serve.router.proxy import create_proxy  # noqa: PLC0415
     from kvkeep.serve.router.upstreams import Upstreams  # noqa: PLC0415
 
@@ -152,9 +183,15 @@ def run(args: argparse.Namespace) -> int:
     limits = http.ConnectionLimits(
         most=http.connections_for(args.max_connections, files_each=2), head_s=args.head_timeout
     )
-    names = _listed(args.instances)
-    sources = _sources(args, names)
+    names = _listed(args.instances) if args.instances else []
+    discovery = Discovery([DnsName(name) for name in args.discover], args.discover_every)
+    if not names and not args.discover:
+        raise InvalidValue(
+            "give --instances, or --discover, or both: there is no server to route to"
+        )
     upstreams = Upstreams(names)
+    addresses = _addresses(args, names)
+    admin_key = None if args.admin_key_file is None else api_key(args.admin_key_file)
     bodies = http.BodyBudget(budget=args.body_budget, seconds=args.body_timeout)
     tokenizer = None if args.model is None else _tokenizer(args.model)
     router = PrefixRouter(
@@ -167,8 +204,12 @@ def run(args: argparse.Namespace) -> int:
     for noisy in ("uvicorn", "httpx", "httpcore"):  # httpx logs a line per request
         logging.getLogger(noisy).setLevel(logging.WARNING)
     with http.bind(args.host, args.port) as bound:
-        reader = EventReader(sources, router) if sources else None
+        sources = [source for name in names for source in addresses.sources(name)]
+        reader = EventReader(sources, router)
         try:
+            membership = Membership(
+                router, upstreams, reader, addresses=addresses, discovery=discovery
+            )
             proxy = create_proxy(
                 router,
                 upstreams,
@@ -179,11 +220,17 @@ def run(args: argparse.Namespace) -> int:
                 bodies=bodies,
                 usage=args.usage,
                 learn_costs=args.cost is None and args.prefill_speed is None,
+                membership=membership,
+                admin_key=admin_key,
             )
-            serve(proxy, bound, limits=limits, ready=lambda url: _announce(url, names, sources))
+            serve(
+                proxy,
+                bound,
+                limits=limits,
+                ready=lambda url: _announce(url, names, sources, args.discover),
+            )
         finally:
-            if reader is not None:
-                reader.close()
+            reader.close()
     return 0
 
 
@@ -191,31 +238,35 @@ def _listed(text: str) -> list[str]:
     return [one.strip().rstrip("/") for one in text.split(",")]
 
 
-def _sources(args: argparse.Namespace, names: list[str]) -> list[Source]:
-    from kvkeep.serve.kv_events import Source  # noqa: PLC0415
-    from kvkeep.serve.router.router import MOST_RANKS  # noqa: PLC0415
+def _addresses(args: argparse.Namespace, names: list[str]) -> EventAddresses:
+    """Return where instances publish: by a pattern, or one address for each of ``names``."""
+    from kvkeep.serve.router.membership import EventAddresses  # noqa: PLC0415
 
-    whole("--ranks", args.ranks, 1, MOST_RANKS)
-    events = _listed(args.events) if args.events else [""] * len(names)
-    replays = _listed(args.replay) if args.replay else [""] * len(names)
-    for given, option in ((events, "--events"), (replays, "--replay")):
-        if len(given) != len(names):
+    both = ((args.events, "--events"), (args.replay, "--replay"))
+    if args.replay and not args.events:
+        raise InvalidValue("--replay needs --events")
+    given = [text for text, _ in both if text]
+    if given and all("{host}" in text or "{port}" in text for text in given):
+        return EventAddresses(
+            events=args.events, replay=args.replay, topic=args.topic, ranks=args.ranks
+        )
+    columns = []
+    for text, option in both:
+        column = _listed(text) if text else [""] * len(names)
+        if len(column) != len(names):
             raise InvalidValue(
                 f"{option} needs an address for each of the {len(names)} instances, got "
-                f"{len(given)}; leave an address empty for an instance without"
+                f"{len(column)}; leave an address empty for an instance without, or give one "
+                "pattern for all, such as tcp://{host}:5557"
             )
-    return [
-        Source(name, _of_rank(event, rank), _of_rank(replay, rank) or None, args.topic)
-        for name, event, replay in zip(names, events, replays, strict=True)
-        if event
-        for rank in range(args.ranks)
-    ]
-
-
-def _of_rank(address: str, rank: int) -> str:
-    """Return the address of a rank: as in vLLM, each rank's port is one above the last."""
-    host, _, port = address.rpartition(":")
-    return f"{host}:{int(port) + rank}" if rank and port.isdecimal() else address
+        columns.append(column)
+    if args.discover and given:
+        raise InvalidValue(
+            "instances that are discovered need a pattern for --events and --replay, such as "
+            "tcp://{host}:5557"
+        )
+    listed = dict(zip(names, zip(*columns, strict=True), strict=True))
+    return EventAddresses(listed=listed, topic=args.topic, ranks=args.ranks)
 
 
 def _cost(args: argparse.Namespace) -> RoutingCost:
@@ -287,11 +338,12 @@ def _tokenize(tokenizer: Tokenizer) -> Tokenize:
     return tokenize
 
 
-def _announce(url: str, names: list[str], sources: list[Source]) -> None:
+def _announce(url: str, names: list[str], sources: list[Source], discover: list[str]) -> None:
     known = {source.instance for source in sources}
+    found = f", and to those found at {', '.join(discover)}" if discover else ""
     print(
         f"kvkeep routes at {url} to {len(names)} instance{'s' * (len(names) != 1)}, "
-        f"{len(known)} with KV events",
+        f"{len(known)} with KV events{found}",
         flush=True,
     )
     for name in names:

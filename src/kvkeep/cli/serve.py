@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import sys
 from contextlib import contextmanager, nullcontext
@@ -52,6 +53,7 @@ def add_parser(commands: Commands) -> None:
         description="Serve a model over HTTP, with OpenAI's API. Common prefixes of prompts "
         "are computed once. On SIGTERM the server ends when its running requests have ended.",
     )
+    parser.add_config("serve")
     add_options(parser)
     parser.set_defaults(run=run)
 
@@ -120,6 +122,9 @@ def run(args: argparse.Namespace) -> int:
                 observers=[] if tracing is None else [tracing.see],
                 events=None if publisher is None else publisher.stats.as_dict,
             )
+            # Modules and model stay: to look through them in each full collection of garbage would
+            # stop all answers for a quarter of a second.
+            gc.freeze()
             return _listen(Listener(app, connections, ready=announce), bound)
 
 
@@ -223,6 +228,7 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
         request_timeout_s=args.request_timeout,
         drain_timeout_s=args.drain_timeout,
         flush_timeout_s=args.flush_timeout,
+        step_limit_s=args.step_limit,
         draft_tokens=args.draft_tokens,
         hosts=None if hosts is None else frozenset(hosts),
         text=not args.no_text,

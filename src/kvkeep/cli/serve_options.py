@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import argparse
 
-from kvkeep.cli.arguments import add_count, add_option, add_path, add_seconds, add_switch, count
+from kvkeep.cli.arguments import (
+    add_count,
+    add_option,
+    add_path,
+    add_seconds,
+    add_switch,
+    count,
+    number,
+)
 from kvkeep.cli.listening import add_address, add_connection_limits, add_log_level
 from kvkeep.cli.model import add_dtype, add_model_arguments
 from kvkeep.cli.server import KEY_VARIABLE
@@ -83,7 +91,7 @@ def _add_access(access: argparse._ArgumentGroup) -> None:
     add_option(
         access,
         "--api-key KEY",
-        "key that every request except /health must send; visible to other users of this "
+        "key that every request except health checks must send; visible to other users of this "
         f"machine (default: ${KEY_VARIABLE}, which is not)",
     )
     add_path(access, "--api-key-file", "file that holds the key, in one line")
@@ -124,11 +132,14 @@ def _add_limits(limits: argparse._ArgumentGroup) -> None:
         "--pin-share X",
         "share of the pool, and of the largest tier, that clients keep (cache_control, "
         "prompt_cache_retention) for each cache_salt; for all together it is half (default: 0.1)",
-        type=float,
+        type=number,
         default=0.1,
     )
     add_connection_limits(limits, share="what")
     add_seconds(limits, "--request-timeout", 600.0, "time for a whole request")
     add_seconds(limits, "--drain-timeout", 30.0, "time for running requests to end on SIGTERM")
     add_seconds(limits, "--flush-timeout", 10.0, "time to write KV to the tiers after that")
+    add_seconds(
+        limits, "--step-limit", 300.0, "time of an engine step beyond which /livez says 503: stuck"
+    )
     add_seconds(limits, "--load-timeout", 2.0, "time that a request waits for the tiers")

@@ -9,7 +9,7 @@ from urllib.parse import urlencode
 
 from kvkeep.cli.arguments import add_path, add_seconds
 from kvkeep.cli.client import Address, Client, Gone
-from kvkeep.core.errors import InvalidValue
+from kvkeep.core.errors import InvalidValue, reason
 
 if TYPE_CHECKING:
     import argparse
@@ -81,7 +81,7 @@ def api_key(file: Path | None) -> str | None:
             with file.open("rb") as opened:
                 key = opened.read(_KEY_BYTES + 1).decode("utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise InvalidValue(f"cannot read an API key from {file}: {error}") from error
+            raise InvalidValue(f"cannot read an API key from {file}: {reason(error)}") from error
     if not key or len(key) > _KEY_BYTES or not (key.isascii() and key.isprintable()):
         raise InvalidValue(f"{where} holds no API key: it is one line of printable ASCII")
     return key

@@ -7,9 +7,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvkeep.cli.arguments import add_json, add_model_path, add_option, add_page_size
+from kvkeep.cli.arguments import (
+    add_json,
+    add_model_path,
+    add_option,
+    add_page_size,
+    byte_size,
+    count,
+)
 from kvkeep.cli.tables import print_facts, print_table
-from kvkeep.core.geometry import KVGeometry, format_bytes, parse_bytes
+from kvkeep.core.geometry import KVGeometry, format_bytes
 
 if TYPE_CHECKING:
     import argparse
@@ -76,10 +83,14 @@ def add_parser(commands: Commands) -> None:
     )
     add_model_path(parser, "local Hugging Face model directory or its config.json")
     parser.add_argument(
-        "--memory", metavar="SIZE", required=True, help="memory for KV per GPU, such as 24GiB"
+        "--memory",
+        metavar="SIZE",
+        type=byte_size,
+        required=True,
+        help="memory for KV per GPU, such as 24GiB",
     )
     add_page_size(parser)
-    add_option(parser, "--tp RANKS", "tensor-parallel ranks", type=int, default=1)
+    add_option(parser, "--tp RANKS", "tensor-parallel ranks", type=count, default=1)
     parser.add_argument(
         "--dtype", help="type of the KV cache, such as fp8 (default: as configured)"
     )
@@ -93,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         model=str(args.model or "the tiny model that kvkeep ships"),
         geometry=KVGeometry.from_config(args.model or _bundled(), dtype=args.dtype, tp=args.tp),
         page_size=args.page_size,
-        memory=parse_bytes(args.memory),
+        memory=args.memory,
     )
     rows = _facts(sizes)  # raises if not even a page fits
     if args.json:

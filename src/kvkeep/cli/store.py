@@ -1,4 +1,4 @@
-"""``kvkeep store``: list the tiers of a store, verify them, and remove blocks from them."""
+"""``kvkeep store``: list the tiers of a store, verify them, and change what is in them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from kvkeep.cli.arguments import add_count, add_json, add_option, add_switch
-from kvkeep.core.errors import BackendFailed
+from kvkeep.cli import store_server
+from kvkeep.cli.arguments import add_count, add_json, add_option, add_switch, byte_size, duration
+from kvkeep.core.errors import BackendFailed, reason
 from kvkeep.store.backends import TierURL
 
 if TYPE_CHECKING:
@@ -31,7 +32,8 @@ def add_parser(commands: Commands) -> None:
         help="list, verify and clean up the tiers of a store",
         description="List, verify and clean up the tiers of a store, also while servers use them. "
         "A tier is named by its URL: file:///var/lib/kvkeep, valkey://host:6379, "
-        "s3://bucket/prefix.",
+        "s3://bucket/prefix. The last three actions are for the tiers of a running server, which "
+        "is named by its address.",
     )
     actions = store.add_subparsers(title="actions", metavar="ACTION", required=True)
     action = _add(actions, "ls", "list namespaces, one per line")
@@ -49,8 +51,15 @@ def add_parser(commands: Commands) -> None:
         "remove the least recently used blocks, by age or down to a size, and files that killed "
         "writers left behind",
     )
-    add_option(action, "--older TIME", "remove blocks not used for this long: 7d, 12h")
-    add_option(action, "--size SIZE", "keep at most this much: 100GiB (default: size= of the URL)")
+    add_option(
+        action, "--older TIME", "remove blocks not used for this long: 7d, 12h", type=duration
+    )
+    add_option(
+        action,
+        "--size SIZE",
+        "keep at most this much: 100GiB (default: size= of the URL)",
+        type=byte_size,
+    )
     add_switch(action, "--dry-run", "only print what would be removed")
     action = _add(actions, "rm", "remove a namespace, or all blocks")
     what = action.add_mutually_exclusive_group(required=True)
@@ -59,11 +68,10 @@ def add_parser(commands: Commands) -> None:
     )
     add_switch(what, "--all", "remove all blocks")
     add_switch(action, "--yes", "do not ask for confirmation")
+    store_server.add_actions(actions)
 
 
-def _add(
-    actions: argparse._SubParsersAction[argparse.ArgumentParser], name: str, what: str
-) -> argparse.ArgumentParser:
+def _add(actions: Commands, name: str, what: str) -> argparse.ArgumentParser:
     parser = actions.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
     parser.add_argument(
         "urls", metavar="URL", nargs="+", help="tier; several are processed in turn"
@@ -125,4 +133,4 @@ def _done(action: Action, url: str, args: argparse.Namespace) -> CommandResult:
     except BrokenPipeError:
         raise  # of our stdout, not of the backend
     except OSError as error:
-        raise BackendFailed(str(error)) from error
+        raise BackendFailed(reason(error)) from error

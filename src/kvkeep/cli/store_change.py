@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kvkeep.cli.progress import bytes_progress
 from kvkeep.cli.store_place import CommandResult, remove, spaces_of
-from kvkeep.core.errors import InvalidValue, whole
-from kvkeep.core.geometry.units import format_bytes, parse_bytes, parse_seconds
+from kvkeep.core.errors import InvalidValue, reason, whole
+from kvkeep.core.geometry.units import format_bytes
 from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.tiers.record import BadRecord, OtherVersion
 from kvkeep.store.tiers.record import verify as verify_record
@@ -54,7 +54,7 @@ class _Verifier:
             record = self._backend.get(listed.block, self._room)
         except (OSError, MemoryError) as error:
             self._backend.sizes([listed.block])  # raises if the whole backend fails
-            return _Verdict("bad", f"it cannot be read: {error}")
+            return _Verdict("bad", f"it cannot be read: {reason(error)}")
         if record is None:
             return _Verdict("gone")
         try:
@@ -148,8 +148,8 @@ def gc(place: OpenTier, args: argparse.Namespace) -> CommandResult:
 
     Files that killed writers left behind are removed when the tier is opened.
     """
-    older = None if args.older is None else parse_seconds(args.older)
-    budget = place.backend.capacity if args.size is None else parse_bytes(args.size)
+    older: float | None = args.older
+    budget = place.backend.capacity if args.size is None else args.size
     records = sorted(place.records(), key=lambda record: record.used)
     victims = _victims(records, older, budget)
     size = sum(record.size for record in victims)

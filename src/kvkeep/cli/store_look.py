@@ -6,7 +6,7 @@ import random
 import time
 from bisect import bisect_right
 from collections import Counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvkeep.cli.progress import bytes_progress
 from kvkeep.cli.store_place import CommandResult, age, columns, spaces_of
@@ -121,6 +121,7 @@ def stat(place: OpenTier, args: argparse.Namespace) -> CommandResult:
         "bytes": sum(record.size for record in records),
         "used": backend.used(),
         "capacity": backend.capacity,
+        "last_budget": _last_budget(place),
         "write_budget": _write_budget(backend.budget),
         "quarantined": place.quarantined,
         "odd": place.odd,
@@ -139,6 +140,14 @@ def stat(place: OpenTier, args: argparse.Namespace) -> CommandResult:
     return CommandResult(answer, [place.url, *_totals(answer, sample), *_histogram(ages)])
 
 
+def _last_budget(place: OpenTier) -> dict[str, object] | None:
+    """Return the budget of a directory in the store that opened it last; None: it is not known."""
+    last = place.last_budget
+    if last is None:
+        return None
+    return {"bytes": last.bytes, "given": last.given, "opened": last.opened}
+
+
 def _write_budget(bucket: WriteBucket | None) -> dict[str, int] | None:
     """Return what the option ``writes=`` of the URL allows; None where processes share nothing."""
     if not isinstance(bucket, FileBucket):
@@ -155,6 +164,12 @@ def _budget_rows(found: dict[str, int]) -> list[tuple[str, str]]:
         ("may be written now", left),
         ("written under a budget", written),
     ]
+
+
+def _last_budget_row(found: dict[str, Any]) -> tuple[str, str]:
+    how = "given as size=" if found["given"] else "by default, without size="
+    when = age(found["opened"])
+    return "budget when last opened", f"{format_bytes(found['bytes'])} ({how}, {when} ago)"
 
 
 def _sampled(place: OpenTier, records: list[Listed], count: int) -> _Sample:
@@ -195,6 +210,8 @@ def _totals(answer: dict[str, object], sample: _Sample) -> list[str]:
     if answer["used"] is not None:
         rows.append(("space used", amount("used")))
     rows.append(("budget", "none" if answer["capacity"] is None else amount("capacity")))
+    if answer["last_budget"] is not None:
+        rows.append(_last_budget_row(answer["last_budget"]))  # type: ignore[arg-type]
     if answer["write_budget"] is not None:
         rows += _budget_rows(answer["write_budget"])  # type: ignore[arg-type]
     if answer["quarantined"] is not None:

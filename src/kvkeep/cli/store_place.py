@@ -12,12 +12,14 @@ from kvkeep.cli.progress import bytes_progress
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.keys import SPACE_BYTES
 from kvkeep.store.backends import TierURL
+from kvkeep.store.backends.disk import DiskBackend
 from kvkeep.store.tiers import TIER_OPTIONS, open_backend
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from kvkeep.store.backends import Backend, Listed
+    from kvkeep.store.backends.disk import LastBudget
 
 __all__ = [
     "CommandResult",
@@ -66,6 +68,11 @@ class OpenTier(NamedTuple):
     def odd(self) -> int:
         """Number of files that are no records, as of the last listing."""
         return getattr(self.backend, "odd", 0)  # only the backend of directories has this attribute
+
+    @property
+    def last_budget(self) -> LastBudget | None:
+        """The budget that a store last opened the tier with; None: it is not known."""
+        return self.backend.last_budget() if isinstance(self.backend, DiskBackend) else None
 
     @property
     def is_raw(self) -> bool:

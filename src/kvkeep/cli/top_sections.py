@@ -187,7 +187,7 @@ def _causes(picture: Picture, causes: Sequence[Mapping[str, Any]], width: int) -
 
 
 def _unexplained(width: int) -> Text:
-    return cell("        this server does not explain (--no-explain)", width, "dim")
+    return cell("        this server does not explain requests", width, "dim")
 
 
 def _requests(picture: Picture, requests: Sequence[Mapping[str, Any]], width: int) -> list[Text]:

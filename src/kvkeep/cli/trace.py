@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvkeep.bench.traces import FORMATS, KINDS, generate, open_trace, summarise, write_trace
-from kvkeep.cli.arguments import add_count, add_json, add_option, add_switch, count
+from kvkeep.cli.arguments import add_count, add_json, add_option, add_switch, count, number, seconds
 from kvkeep.cli.drawing import visible
 from kvkeep.cli.tables import print_facts, print_table
 from kvkeep.core.errors import InvalidValue
+from kvkeep.core.geometry import download_hint
 
 if TYPE_CHECKING:
     import argparse
@@ -53,14 +55,14 @@ def add_parser(commands: Commands) -> None:
         "on every machine.",
     )
     made.add_argument("kind", choices=KINDS, help="kind of traffic")
-    add_option(made, "--seed N", "seed", type=int, default=0)
+    add_option(made, "--seed N", "seed", type=count, default=0)
     add_count(made, "--requests", 10_000, "number of requests")
     add_count(made, "--unit", 16, "tokens per id", metavar="TOKENS")
     add_option(
         made,
         "--rate N",
         "sessions that begin per second (default: depends on the kind)",
-        type=float,
+        type=number,
     )
     made.add_argument(
         "--set",
@@ -121,7 +123,7 @@ def add_reading_arguments(parser: argparse.ArgumentParser) -> None:
         "--spread SECONDS",
         "with kv-cache-tester, whose times begin at 0 in each session: seconds over which the "
         "sessions begin",
-        type=float,
+        type=seconds,
         default=0.0,
     )
     add_option(
@@ -129,7 +131,7 @@ def add_reading_arguments(parser: argparse.ArgumentParser) -> None:
         "--longest-gap SECONDS",
         "with kv-cache-tester, whose sessions may be left for days: shorten longer times without "
         "requests in a session",
-        type=float,
+        type=seconds,
     )
     add_switch(reading, "--strict", "fail at an invalid line (default: skip it and count it)")
 
@@ -158,7 +160,9 @@ def _text(how: str) -> str | Tokenize:
     if how in {"words", "bytes"}:
         return how
     if not Path(how).is_dir():
-        raise InvalidValue(f"--text is words, bytes or a model's directory; got {how!r}")
+        raise InvalidValue(
+            f"--text is words, bytes or a model's directory; got {how!r}{download_hint(how)}"
+        )
     from kvkeep.serve.engine.text import Tokenizer  # noqa: PLC0415 - seconds, for torch
 
     return Tokenizer.load(Path(how)).encode  # type: ignore[return-value]
@@ -201,10 +205,10 @@ def _generate(args: argparse.Namespace) -> int:
 def _number(text: str) -> tuple[str, float]:
     name, _, value = text.partition("=")
     try:
-        number = float(value)
-    except ValueError:
+        found = number(value)
+    except ArgumentTypeError:
         raise InvalidValue(f"--set needs NAME=NUMBER, such as flood=4; got {text!r}") from None
-    return name, int(number) if number.is_integer() else number
+    return name, int(found) if found.is_integer() else found
 
 
 def _convert(args: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ from kvkeep.cli.arguments import add_json, add_model_path, add_option, count
 from kvkeep.cli.server import add_server_arguments
 from kvkeep.cli.tree_live import LIVE, add_live_arguments, draw_server
 from kvkeep.core.cache import PagedCache
-from kvkeep.core.errors import InvalidValue, require, whole
+from kvkeep.core.errors import InvalidValue, reason, require, whole
 from kvkeep.core.eviction import POLICIES
 from kvkeep.core.prefix import INDICES
 from kvkeep.core.prefix.render import draw
@@ -64,7 +64,7 @@ def add_parser(commands: Commands) -> None:
         "examples); or a server: http://host:port, or host:port",
     )
     shown = parser.add_argument_group("drawing")
-    add_option(shown, "--depth N", "levels to draw", type=int, default=8)
+    add_option(shown, "--depth N", "levels to draw", type=count, default=8)
     add_json(shown)
     _add_prompt_options(parser.add_argument_group("tree of prompts"))
     add_live_arguments(parser.add_argument_group("tree of a server"))
@@ -82,7 +82,7 @@ def _add_prompt_options(group: argparse._ArgumentGroup) -> None:
     add_option(group, "--page-size TOKENS", "tokens per page (default: 4)", type=count)
     group.add_argument("--prefix", choices=INDICES, help="prefix index (default: radix)")
     group.add_argument("--eviction", choices=POLICIES, help="eviction policy (default: lru)")
-    add_option(group, "--branches N", "branches to draw below a node (default: 12)", type=int)
+    add_option(group, "--branches N", "branches to draw below a node (default: 12)", type=count)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -154,7 +154,7 @@ def _lines(path: Path) -> Iterator[str]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidValue(f"{path} cannot be read as text: {error}") from error
+        raise InvalidValue(f"{path} cannot be read as text: {reason(error)}") from error
     for line in text.splitlines():
         if line.strip():
             yield line

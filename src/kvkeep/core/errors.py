@@ -4,6 +4,7 @@
     ├── InvalidValue (ValueError)   an argument is wrong: what was given, what would be right
     │   └── UnsupportedModel        a model or a configuration that cannot be served
     ├── IllegalStep (RuntimeError)  a step that the object's present state does not allow
+    ├── StartRefused (RuntimeError) an engine is not started, because an option of kvkeep is wrong
     ├── OutOfPages (MemoryError)    the pool cannot supply the pages; nothing changed
     ├── OutOfSlots (MemoryError)    no slot can be had; nothing changed
     ├── QueueFull (RuntimeError)    the queue is full; this request was not accepted
@@ -20,9 +21,11 @@ from __future__ import annotations
 
 import importlib
 import operator
+from itertools import islice
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from types import ModuleType
 
 __all__ = [
@@ -36,7 +39,10 @@ __all__ = [
     "OutOfRoom",
     "OutOfSlots",
     "QueueFull",
+    "StartRefused",
     "UnsupportedModel",
+    "did_you_mean",
+    "reason",
     "require",
     "told",
     "whole",
@@ -57,6 +63,13 @@ class UnsupportedModel(InvalidValue):
 
 class IllegalStep(KVKeepError, RuntimeError):
     """A step that is illegal in the present state; the object is unchanged."""
+
+
+class StartRefused(KVKeepError, RuntimeError):
+    """An engine is not started, because an option of kvkeep in its configuration is wrong.
+
+    It is not an `InvalidValue` where the engine would put that into an error of its own.
+    """
 
 
 class OutOfPages(KVKeepError, MemoryError):
@@ -112,6 +125,10 @@ class OutOfRoom(KVKeepError, MemoryError):
 class BackendFailed(KVKeepError, OSError):
     """A tier's backend could not do its work; above the tier this is a miss, counted."""
 
+    def __str__(self) -> str:
+        # OSError puts "[Errno N]" in front; the message names the cause in words.
+        return self.strerror or super().__str__()
+
 
 class NotCached(KVKeepError, LookupError):
     """The prefix that was named is not in the cache."""
@@ -164,3 +181,32 @@ def whole(name: str, value: object, low: int | None = None, high: int | None = N
         )
         raise InvalidValue(f"{name} is {told(value)}; a whole number{bounds} is needed")
     return number
+
+
+def did_you_mean(given: str | Iterable[str], known: Iterable[str]) -> str:
+    """Return the end of a message about unknown names: ``"; did you mean 'size'?"``, or "".
+
+    Names are compared without regard to case, and - as _. Cost: about a microsecond for each pair;
+    of ``given`` only the first eight count, and their first 99 characters.
+    """
+    from difflib import get_close_matches  # noqa: PLC0415 - only for a mistake
+
+    names = {name.lower().replace("-", "_"): name for name in known}
+    near: dict[str, None] = {}
+    for name in islice([given] if isinstance(given, str) else given, 8):
+        plain = name[:99].lower().replace("-", "_")
+        near.update(dict.fromkeys(names[one] for one in get_close_matches(plain, names, 1)))
+    return f"; did you mean {', '.join(map(repr, near))}?" if near else ""
+
+
+def reason(error: BaseException) -> str:
+    """Return why an operation failed, in one line, for the end of a message.
+
+    An error of the system is told in words alone, without its number and its path, which the
+    message names.
+    """
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if isinstance(error, UnicodeDecodeError):
+        return f"it is no UTF-8 text, at byte {error.start}"
+    return " ".join(str(error).split()) or type(error).__name__

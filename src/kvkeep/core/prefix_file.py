@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvkeep.core.errors import InvalidValue
+from kvkeep.core.errors import InvalidValue, reason
 from kvkeep.core.tokens import as_tokens, common_length
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def read_prefixes(file: Path, tokenizer: PrefixTokenizer | None) -> list[TokenAr
             raw = opened.read(_MOST_BYTES + 1)
         lines = raw.decode("utf-8-sig").split("\n")  # U+2028 may be in a text
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidValue(f"cannot read public prefixes from {file}: {error}") from error
+        raise InvalidValue(f"cannot read public prefixes from {file}: {reason(error)}") from error
     if len(raw) > _MOST_BYTES:
         raise InvalidValue(f"{file} is larger than {_MOST_BYTES >> 20} MiB")
     rows: list[TokenArray] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvkeep.integrations.request_watch import RequestWatch
 from kvkeep.integrations.watch_sink import WatchSink
@@ -21,7 +21,7 @@ from kvkeep.serve.server.live import (
     tier_figures,
     time_figures,
 )
-from kvkeep.serve.server.losses import RecentLosses, loss_counts
+from kvkeep.serve.server.losses import ServerLosses, loss_counts
 from kvkeep.serve.server.schemas.kv import KVStats
 from kvkeep.serve.server.schemas.see import LivePages, LiveResponse, LiveTotals, LiveTtft
 from kvkeep.serve.server.status_metrics import StatusMetrics
@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from kvkeep.store.tiers import TierStats
 
 __all__ = ["EngineFacts", "EngineStatus"]
+
+
+_UNTOLD: Final = frozenset({"what_if", "sessions", "conversations", "returns"})
+_OF_REQUESTS: Final = frozenset({"pages", "ttft", "history", "tenants", "reused", "loads"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,7 @@ class EngineStatus:
         facts: of the engine.
         cost: what computing and loading take.
         tiers: returns the state of the tiers, with the numbers of ranks if there are several.
+        requests: whether `watch` is told of requests.
         free_pages: returns the pages that no running request has; None: unknown.
 
     Attributes:
@@ -86,6 +91,7 @@ class EngineStatus:
         *,
         tiers: Callable[[], Sequence[tuple[int, TierStats]]],
         free_pages: Callable[[], int | None] = lambda: None,
+        requests: bool = True,
     ) -> None:
         self._facts = facts
         self._tiers_of = tiers
@@ -103,10 +109,11 @@ class EngineStatus:
             num_pages=facts.num_pages, prefill_s=cost.prefill.prefill_s,
         )  # fmt: skip
         self.watch = RequestWatch(self._sink, facts.page_tokens)
-        self._losses = RecentLosses(lambda: loss_counts(self._sink.evicted_pages, self._tiers))
+        self._losses = ServerLosses(lambda: loss_counts(self._sink.evicted_pages, self._tiers))
         self._losses.start()
         self._metrics = StatusMetrics(self._usage, self._ledger, self.costs)
-        self.live = Live(self._live)
+        self._told = requests
+        self.live = Live(self._live, _UNTOLD if requests else _UNTOLD | _OF_REQUESTS)
         self.threads = ThreadPools()
 
     @property
@@ -115,10 +122,15 @@ class EngineStatus:
         return self._facts.engine
 
     @property
-    def explainer(self) -> Explainer:
-        """What explains requests; all that happened so far is in it."""
+    def explainer(self) -> Explainer | None:
+        """What explains requests, with all that happened so far; None: nothing is told of them."""
         self.watch.settle()
-        return self._explainer
+        return self._explainer if self._told else None
+
+    @property
+    def unexplained(self) -> str:
+        """Why requests are not explained, if they are not."""
+        return f"{self.engine} tells of no tokens here, so no request is explained"
 
     @property
     def _tiers(self) -> list[TierStats]:
@@ -171,7 +183,7 @@ class EngineStatus:
             policy=facts.policy,
             page_size=facts.page_tokens,
             text=False,
-            explain=True,
+            explain=self._told,
             changes=False,
             map=False,
             running=self.watch.running,
@@ -213,7 +225,8 @@ class EngineStatus:
 
     def exposition(self) -> bytes:
         """Return the text that Prometheus reads. Cost: some milliseconds."""
-        reasons = self.explainer.computed()
+        self.watch.settle()
+        reasons = self._explainer.computed()
         tiers = [tier.as_dict() for tier in self._tiers]
         return self._metrics.exposition(self._requests(), reasons, tiers)
 

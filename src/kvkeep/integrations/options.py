@@ -7,24 +7,30 @@ value that may hold a password.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from itertools import islice
 from threading import TIMEOUT_MAX  # the longest time a thread can wait: some hundred years
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from kvkeep.core.errors import InvalidValue, told, whole
-from kvkeep.core.geometry.units import parse_count
+from kvkeep.core.config_file import ConfigFile
+from kvkeep.core.errors import InvalidValue, did_you_mean, told, whole
+from kvkeep.core.geometry.units import parse_count, parse_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+    from kvkeep.core.config_file import FileValue
 
 __all__ = [
     "EngineOptions", "checked", "count_of", "option", "refuse_unknown", "seconds_of", "text_of",
-    "tiers_of", "truth_of",
+    "tiers_of", "truth_of", "values_in",
 ]  # fmt: skip
 
 T = TypeVar("T")
+_LOG = logging.getLogger("kvkeep")
+_SECTION = "connector"
+_THERE_ARE = "kvkeep's options are"
 _MOST_NAMED = 8  # unknown names in a message
 
 
@@ -37,14 +43,18 @@ def option(default: T, check: Callable[[str, Any], object], *, shown: bool = Tru
     return declared
 
 
-def checked(cls: type, given: Mapping[str, object], has: str, there_are: str) -> dict[str, Any]:
+def checked(
+    cls: type, given: Mapping[str, object], has: str, there_are: str, *, more: Sequence[str] = ()
+) -> dict[str, Any]:
     """Check ``given`` against the fields of ``cls`` and return its keyword arguments.
+
+    ``more`` are names that the caller knows besides, and has taken out of ``given``.
 
     Raises:
         InvalidValue: an unknown name (see `refuse_unknown`), or a wrong value.
     """
     checks = {one.name: one.metadata["check"] for one in fields(cls)}
-    refuse_unknown(given, list(checks), has, there_are)
+    refuse_unknown(given, [*checks, *more], has, there_are)
     return {name: checks[name](name, value) for name, value in given.items()}
 
 
@@ -59,13 +69,33 @@ def refuse_unknown(given: Iterable[object], known: Sequence[str], has: str, ther
     if not found:
         return
     unknown = sorted(found[:_MOST_NAMED], key=repr)
-    near = [close for name in unknown for close in get_close_matches(str(name)[:99], known, 1)]
     raise InvalidValue(
         f"{has} {', '.join(map(repr, unknown))}"
         + (" and others" if len(found) > _MOST_NAMED else "")
         + f"; {there_are} {', '.join(known)}"
-        + (f"; did you mean {', '.join(map(repr, dict.fromkeys(near)))}?" if near else "")
+        + did_you_mean(map(str, unknown), known)
     )
+
+
+def values_in(cls: type, values: Mapping[str, FileValue]) -> dict[str, Any]:
+    """Check values of a file's section as `checked` does; a message begins with file and line."""
+    found: dict[str, Any] = {}
+    for name, one in values.items():
+        try:
+            found |= checked(cls, {name: one.value}, f"[{_SECTION}] has", _THERE_ARE)
+        except InvalidValue as error:
+            raise InvalidValue(f"{one.where}: {error}") from error
+    return found
+
+
+def _of_file(cls: type, path: str, but: Collection[str]) -> dict[str, Any]:
+    """Return the values of a file's section, ``but`` some; logs that others can read a secret."""
+    file = ConfigFile.read(path)
+    warning = file.warning()
+    if warning is not None:
+        _LOG.warning("%s", warning)
+    section = file.section(_SECTION)
+    return values_in(cls, {name: one for name, one in section.items() if name not in but})
 
 
 def truth_of(name: str, value: object) -> bool:
@@ -107,7 +137,12 @@ def count_of(name: str, value: object, low: int, high: int | None = None) -> int
 
 
 def seconds_of(name: str, value: object) -> float:
-    """Return a timeout in seconds, 0 included."""
+    """Return a timeout in seconds, 0 included; as a number, or as text such as ``"500ms"``."""
+    if isinstance(value, str):
+        try:
+            value = parse_seconds(value)
+        except InvalidValue as error:
+            raise InvalidValue(f"{name}: {error}") from error
     if (
         isinstance(value, bool)
         or not isinstance(value, int | float)
@@ -147,7 +182,16 @@ class EngineOptions:
     def from_json(cls, given: Mapping[str, object], where: str) -> Self:
         """Check options given in ``where``, the name of an engine's setting.
 
+        ``config`` among them names a file of settings: what its section ``[connector]`` has holds
+        where ``given`` has no value.
+
         Raises:
-            InvalidValue: an unknown option, or a value that an option cannot have.
+            InvalidValue: an unknown option, or a value that an option cannot have; the file cannot
+                be read.
         """
-        return cls(**checked(cls, given, f"{where} has", "kvkeep's options are"))
+        own = dict(given)
+        path = own.pop("config", None)
+        values = checked(cls, own, f"{where} has", _THERE_ARE, more=("config",))
+        if path is None:
+            return cls(**values)
+        return cls(**_of_file(cls, text_of("config", path), values), **values)

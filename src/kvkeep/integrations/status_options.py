@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 from kvkeep.core.errors import InvalidValue, told
-from kvkeep.integrations.options import text_of
+from kvkeep.integrations.options import EngineOptions, option, text_of
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Mapping
 
-__all__ = ["StatusAddress", "address_text", "bound_or_none", "key_in", "key_of", "loopback_names"]
+__all__ = [
+    "StatusAddress", "StatusOptions", "address_text", "bound_or_none", "key_in", "key_of",
+    "loopback_names",
+]  # fmt: skip
 
 _LOG = logging.getLogger("kvkeep.status")
 _LOOPBACK: Final = "127.0.0.1"
@@ -100,6 +105,41 @@ def key_in(name: str, value: object) -> str:
     if not key or len(key) > _KEY_BYTES or not (key.isascii() and key.isprintable()):
         raise InvalidValue(f"{name}: {path} holds no key: it is one line of printable ASCII")
     return key
+
+
+@dataclass(frozen=True, slots=True)
+class StatusOptions(EngineOptions):
+    """Options of an engine that can serve a status.
+
+    Attributes:
+        status: address at which it is told of tiers and requests; empty: nowhere. Of several
+            data-parallel ranks, the ports follow each other.
+        status_key: what readers of the status must send; empty: nothing.
+        status_key_file: the key that is in a file, instead.
+    """
+
+    status: str = option("", address_text)
+    status_key: str = option("", key_of, shown=False)
+    status_key_file: str = option("", key_in, shown=False)
+
+    @classmethod
+    def from_json(cls, given: Mapping[str, object], where: str) -> Self:
+        """See `EngineOptions.from_json`.
+
+        Raises:
+            InvalidValue: also if there are two keys, or one and no address.
+        """
+        options = super(StatusOptions, cls).from_json(given, where)
+        if options.status_key and options.status_key_file:
+            raise InvalidValue("status_key and status_key_file are given; leave one of them out")
+        if options.key is not None and not options.status:
+            raise InvalidValue('a key is given, and no address: add "status": "127.0.0.1:8201"')
+        return options
+
+    @property
+    def key(self) -> str | None:
+        """The key; None: there is none."""
+        return self.status_key or self.status_key_file or None
 
 
 def loopback_names(host: str) -> frozenset[str] | None:

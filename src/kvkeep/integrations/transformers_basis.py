@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from kvkeep.core.errors import InvalidValue, require, whole
+from kvkeep.core.errors import InvalidValue, reason, require, whole
+from kvkeep.core.geometry import download_hint
+from kvkeep.core.pages.device import pick_device
 from kvkeep.store.codecs.base import BlockShape
 from kvkeep.store.codecs.basis_fit import BasisFit
 from kvkeep.store.codecs.transform import TransformCodec
@@ -269,18 +271,21 @@ def fit_basis_of(
         InvalidValue: there is no such model; or as `fit_basis`.
     """
     if not (Path(path) / "config.json").is_file():
-        raise InvalidValue(f"no model at {path}: a directory with a config.json is needed")
+        raise InvalidValue(
+            f"no model at {path}: a directory with a config.json is needed{download_hint(path)}"
+        )
     transformers = require("transformers", "transformers")
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    found = pick_device(device)
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
-        model.to(device)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=getattr(torch, dtype), local_files_only=True
+        )
+        model.to(found)
     except (OSError, ValueError, RuntimeError) as error:
-        raise InvalidValue(f"the model in {path} cannot be loaded: {error}") from error
+        raise InvalidValue(f"the model in {path} cannot be loaded: {reason(error)}") from error
     ids = torch.tensor(tokenizer(text, verbose=False).input_ids)
     name = f"{name} ({model_identity(path)})"
     return fit_basis(model, ids[:tokens], name=name, **settings)

@@ -19,7 +19,7 @@ from kvkeep.bench.replay.paging import Paging
 from kvkeep.bench.replay.sharing import check_tenants, simulate_shares, simulate_tier_shares
 from kvkeep.bench.replay.simulate import SESSIONS, simulate
 from kvkeep.bench.replay.tiered import simulate_tiers
-from kvkeep.core.errors import InvalidValue, whole
+from kvkeep.core.errors import InvalidValue, did_you_mean, whole
 from kvkeep.core.eviction import POLICIES
 from kvkeep.core.eviction.shares import check_weights
 from kvkeep.store.tiers import tiering
@@ -81,6 +81,7 @@ class ReplayRun:
             raise InvalidValue(
                 f"there is no eviction policy {self.policy!r}; there are {known}, and policies "
                 f"with {SESSIONS} appended, which know the session of each request"
+                f"{did_you_mean(self.eviction, (*POLICIES, *BOUNDS))}"
             )
         if self.policy != INFINITE:
             for capacity in (self.capacity_tokens, *self.below):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from kvkeep.bench.traces.chain import chain_ids, fresh_ids
 from kvkeep.bench.traces.files import BadLine
 from kvkeep.bench.traces.request import MAX_TOKENS, units_of
+from kvkeep.core.errors import did_you_mean
 
 if TYPE_CHECKING:
     from typing import NoReturn
@@ -28,6 +30,7 @@ __all__ = [
     "unit_ids",
 ]
 
+_MOST_NAMES = 32
 _SHOWN = 60  # characters of a value in a message
 MOST_TEXT = 512
 """Most characters of a session, a namespace, a kind, a stop reason."""
@@ -67,6 +70,17 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
 
 
+def missing(found: dict[str, Any], key: str) -> BadLine:
+    """Return the error for a line without ``key``; it names a field that may be meant for it."""
+    return BadLine(f"{key} is missing{_near(key, tuple(found))}")
+
+
+@lru_cache(maxsize=64)  # a file with wrong names has them in every line
+def _near(key: str, names: tuple[str, ...]) -> str:
+    near = did_you_mean(key, names[:_MOST_NAMES])
+    return near and f"; {near.removeprefix('; did you mean ').removesuffix('?')} is no field"
+
+
 def count(found: dict[str, Any], key: str, low: int = 0, high: int = MAX_TOKENS) -> int:
     """Return the whole number at ``key``, in ``low`` … ``high``; accepts 5.0 as 5."""
     value = found.get(key)
@@ -74,7 +88,7 @@ def count(found: dict[str, Any], key: str, low: int = 0, high: int = MAX_TOKENS)
         value = int(value)
     if type(value) is not int or not low <= value <= high:
         if key not in found:
-            raise BadLine(f"{key} is missing")
+            raise missing(found, key)
         raise BadLine(f"{key} is {shown(value)}; a whole number in {low} … {high} is needed")
     return value
 
@@ -84,7 +98,7 @@ def number(found: dict[str, Any], key: str) -> float:
     value = found.get(key)
     if type(value) not in (int, float):
         if key not in found:
-            raise BadLine(f"{key} is missing")
+            raise missing(found, key)
         raise BadLine(f"{key} is {shown(value)}; a number is needed")
     try:
         finite = float(value)  # type: ignore[arg-type]
@@ -149,7 +163,7 @@ def whole_numbers(found: dict[str, Any], key: str) -> UnitArray:
     values = found.get(key)
     if type(values) is not list:
         if key not in found:
-            raise BadLine(f"{key} is missing")
+            raise missing(found, key)
         raise BadLine(f"{key} is {shown(values)}; a list of ids is needed")
     if not values:
         return np.empty(0, np.int64)

@@ -8,7 +8,7 @@ import zlib
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, BinaryIO, Protocol
 
-from kvkeep.core.errors import InvalidValue, require
+from kvkeep.core.errors import InvalidValue, reason, require
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -95,7 +95,7 @@ class Lines:
             except Exception as error:
                 if not _is_damage(error):
                     raise
-                yield self._number + 1, BadLine(f"the file cannot be read further: {error}")
+                yield self._number + 1, BadLine(f"the file cannot be read further: {reason(error)}")
                 return
             if line is None:
                 return
@@ -111,7 +111,7 @@ class Lines:
             except Exception as error:
                 if not _is_damage(error):
                     raise
-                yield BadLine(f"the file cannot be read further: {error}")
+                yield BadLine(f"the file cannot be read further: {reason(error)}")
                 return
             if not piece:
                 return

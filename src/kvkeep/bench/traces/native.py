@@ -22,6 +22,7 @@ import numpy as np
 from kvkeep.bench.traces.fields import (
     count,
     json_object,
+    missing,
     number,
     optional_seconds,
     optional_text,
@@ -142,6 +143,8 @@ def _served(found: dict[str, Any], tokens: int) -> Served | None:
 
 
 def _from_hex(found: dict[str, Any], key: str) -> UnitArray:
+    if key not in found:
+        raise missing(found, key)
     text = found.get(key)
     if type(text) is not str or len(text) % _DIGITS:
         raise BadLine(f"{key} is {shown(text)}; {_DIGITS} hexadecimal digits per id are needed")

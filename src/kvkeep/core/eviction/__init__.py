@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvkeep.core.errors import InvalidValue
+from kvkeep.core.errors import InvalidValue, did_you_mean
 from kvkeep.core.eviction.adaptive import Adaptive
 from kvkeep.core.eviction.arc import ARC
 from kvkeep.core.eviction.base import Entry, EvictionPolicy
@@ -67,7 +67,10 @@ def policy(name: str | EvictionPolicy) -> EvictionPolicy:
     if isinstance(name, EvictionPolicy):
         return name
     if name not in POLICIES:
-        raise InvalidValue(f"no eviction policy {name!r}; there are {', '.join(POLICIES)}")
+        raise InvalidValue(
+            f"no eviction policy {name!r}; there are {', '.join(POLICIES)}"
+            f"{did_you_mean(str(name), POLICIES)}"
+        )
     return POLICIES[name]()
 
 

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from kvkeep.core.errors import InvalidValue, UnsupportedModel
+from kvkeep.core.errors import InvalidValue, UnsupportedModel, reason
+from kvkeep.core.geometry.hub import download_hint
 
 __all__ = ["ConfigFields", "ConfigSource"]
 
@@ -142,10 +143,8 @@ def _read_file(path: Path) -> Mapping[str, Any]:
             file = path / "config.json"
         content = file.read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        raise UnsupportedModel(
-            f"cannot read {file}: {getattr(error, 'strerror', None) or error}; a local model "
-            "directory or its config.json is needed"
-        ) from error
+        hint = download_hint(path) or "; a local model directory or its config.json is needed"
+        raise UnsupportedModel(f"cannot read {file}: {reason(error)}{hint}") from error
     try:
         fields = json.loads(content)
     except (ValueError, RecursionError) as error:

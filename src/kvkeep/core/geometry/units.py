@@ -16,7 +16,16 @@ _BYTES: Final[dict[str, int]] = {
     "b": 1,
     **{unit.lower(): 1024**power for power, unit in enumerate(_BINARY[1:], start=1)},
     **{unit: 1000**power for power, unit in enumerate(("kb", "mb", "gb", "tb", "pb", "eb"), 1)},
+    **{unit: 1024**power for power, unit in enumerate(("ki", "mi", "gi", "ti", "pi", "ei"), 1)},
 }
+_AMBIGUOUS: Final = (
+    "k",
+    "m",
+    "g",
+    "t",
+    "p",
+    "e",
+)  # powers of 1000 to some tools, of 1024 to others
 # Thirty digits exceed any memory, and are few enough for int().
 _AMOUNT: Final = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,30})?) ?([A-Za-z]*)")
 
@@ -31,9 +40,10 @@ _TIME: Final = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)(ms|s|m|h|d)")
 def parse_bytes(amount: str | SupportsIndex) -> int:
     """Return an amount of memory in bytes: ``4096``, ``"24GiB"``, ``"24 GB"``, ``"1.5 TiB"``.
 
-    KiB, MiB, GiB, TiB, PiB, EiB are powers of 1024 and kB, MB, GB, TB, PB, EB powers of 1000, in
-    upper or lower case; a bare number is bytes. A fraction of a byte is dropped. "24G" is refused,
-    as tools disagree about its meaning, and `parse_count` reads it as a count.
+    KiB, MiB, GiB, TiB, PiB, EiB are powers of 1024, also as Kubernetes writes them (Gi), and kB,
+    MB, GB, TB, PB, EB powers of 1000, in upper or lower case; a bare number is bytes. A fraction of
+    a byte is dropped. "24G" is refused, as tools disagree about its meaning, and `parse_count`
+    reads it as a count.
 
     Raises:
         InvalidValue: the text is no such amount, or the number is negative, a float or a bool.
@@ -42,6 +52,12 @@ def parse_bytes(amount: str | SupportsIndex) -> int:
         return whole("an amount of bytes", amount, 0)
     match = _AMOUNT.fullmatch(amount.strip())
     unit = _BYTES.get(match[2].lower()) if match else None
+    if match is not None and match[2].lower() in _AMBIGUOUS:
+        number, letter = match[1], match[2].upper()
+        raise InvalidValue(
+            f"{told(amount)} is no amount of memory: {letter} has two meanings; write "
+            f"{number}{letter}iB for powers of 1024, or {number}{letter}B for powers of 1000"
+        )
     if match is None or unit is None:
         raise InvalidValue(
             f"{told(amount)} is no amount of memory; write a number and a unit: KiB, MiB, GiB, "

@@ -106,10 +106,12 @@ class KVKeepStorage(HiCacheStorage):  # type: ignore[misc]  # Any where SGLang i
         pages = pages_of(mem_pool_host, heads)
         namespace = namespace_of(self._config, self._options, mem_pool_host, pages.size, heads)
         cost = costs_in(self._options.cost, str(self._config.model_name or ""))
-        store = BlockStore(namespace, tiers=self._options.tiers, cost=cost)
+        page_tokens = int(mem_pool_host.page_size)
+        token_bytes = pages.size * pages.records // page_tokens
+        store = BlockStore(namespace, tiers=self._options.tiers, cost=cost, token_bytes=token_bytes)
         choices = None
         if self._options.compare_costs:
-            choices = PageChoices(store, int(mem_pool_host.page_size))
+            choices = PageChoices(store, page_tokens)
         self._transport = Transport(store, self._options, choices)
         self._transport.counting = bool(self._config.enable_storage_metrics)
         self._pools = {_KV: self._pool(_KV, pages, heads)}

@@ -19,22 +19,36 @@
     versions.py    what differs between versions of vLLM
     adapters.py    which LoRA weights a request uses
     options.py     options of the connector and of a request
+    transfer.py    those, and the tiers', in vLLM's configuration · early.py: checked at the start
+    mistakes.py    wrong options of requests
+    logs.py        kvkeep's log inside vLLM's · started.py: the line at the start
     outer.py       options that vLLM reads from an outer connector, such as MultiConnector
     record.py      a trace of the requests
     stats.py       counts for vLLM's log and its Prometheus page
 
-Import it only where vLLM is installed. The worker opens the store.
+The connector is imported when it is asked for; options.py and transfer.py need no vLLM. The worker
+opens the store.
 """
 
 from __future__ import annotations
 
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from typing import TYPE_CHECKING
 
-from kvkeep.integrations.vllm.connector import KVKeepConnector
+if TYPE_CHECKING:
+    from kvkeep.integrations.vllm.connector import KVKeepConnector
 
 __all__ = ["KVKeepConnector"]
 
-# MultiConnector looks up the class of statistics from another process by name, in vLLM's registry
-# only; without this entry the first statistics would end the server's output handler.
-if KVKeepConnector.__name__ not in KVConnectorFactory._registry:
-    KVConnectorFactory.register_connector(KVKeepConnector.__name__, __name__, "KVKeepConnector")
+
+def __getattr__(name: str) -> object:
+    """Import the connector when it is asked for.
+
+    vLLM asks for it while it makes an engine's configuration: wrong options end the start there.
+    """
+    if name == "KVKeepConnector":
+        from kvkeep.integrations.vllm.connector import KVKeepConnector  # noqa: PLC0415
+        from kvkeep.integrations.vllm.early import check_start  # noqa: PLC0415
+
+        check_start()
+        return KVKeepConnector
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

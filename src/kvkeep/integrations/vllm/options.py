@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import InvalidValue, told
 from kvkeep.integrations.options import (
-    EngineOptions,
     checked,
     count_of,
     option,
@@ -16,16 +14,13 @@ from kvkeep.integrations.options import (
     text_of,
     truth_of,
 )
-from kvkeep.integrations.status_options import address_text, key_in, key_of
+from kvkeep.integrations.status_options import StatusOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvkeep.integrations.vllm.stats import Counts
-
 __all__ = ["ConnectorOptions", "RequestOptions"]
 
-_LOG = logging.getLogger("kvkeep.vllm")
 _DEFAULT_PIN_S = 3600.0
 
 
@@ -34,7 +29,7 @@ def _least_tokens(name: str, value: object) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class ConnectorOptions(EngineOptions):
+class ConnectorOptions(StatusOptions):
     """Options in ``kv_connector_extra_config``.
 
     ``load_timeout`` is for the load of one request; tokens that have not arrived are computed.
@@ -51,10 +46,6 @@ class ConnectorOptions(EngineOptions):
             empty: none.
         public_prefixes: path of a file with prefixes whose blocks are stored once for all cache
             salts (`kvkeep.core.prefix_file`); empty: none.
-        status: address at which the connector tells of requests and tiers; empty: nowhere. With
-            several data-parallel ranks, the ports follow each other.
-        status_key: what readers of the status must send; empty: nothing.
-        status_key_file: the key that is in a file, instead.
     """
 
     min_tokens: int | None = option(None, _least_tokens)
@@ -63,19 +54,11 @@ class ConnectorOptions(EngineOptions):
     resets: bool = option(True, truth_of)
     capture: str = option("", text_of)
     public_prefixes: str = option("", text_of)
-    status: str = option("", address_text)
-    status_key: str = option("", key_of, shown=False)
-    status_key_file: str = option("", key_in, shown=False)
 
     @classmethod
     def parse(cls, given: Mapping[str, object]) -> ConnectorOptions:
-        """See `EngineOptions.from_json`."""
-        options = cls.from_json(given, "kv_connector_extra_config")
-        if options.status_key and options.status_key_file:
-            raise InvalidValue("status_key and status_key_file are given; leave one of them out")
-        if not options.status and (options.status_key or options.status_key_file):
-            raise InvalidValue('a key is given, and no address: add "status": "127.0.0.1:8201"')
-        return options
+        """See `StatusOptions.from_json`."""
+        return cls.from_json(given, "kv_connector_extra_config")
 
 
 def _ttl(name: str, value: object) -> float | None:
@@ -107,18 +90,6 @@ class RequestOptions:
     load: bool = option(True, truth_of)
     ttl: float | None = option(None, _ttl)
     pin: float | None = option(None, truth_of)
-
-    @classmethod
-    def of_request(cls, request: str, params: object, counts: Counts) -> RequestOptions:
-        """As `parse`, but wrong parameters are ignored, logged and counted."""
-        try:
-            return cls.parse(params)
-        except InvalidValue as error:
-            counts.add(ignored_params=1)
-            _LOG.warning(
-                "kv_transfer_params of request %.100r are ignored: %.500s", request, str(error)
-            )
-            return cls()
 
     @classmethod
     def parse(cls, params: object) -> RequestOptions:

@@ -60,7 +60,8 @@ class TierFigures:
         for tier in tiers:
             for name in TIER_COUNTERS:
                 label, amount = f"{name} {tier.name}", tier.counters[name]
-                counts.add(**{label: amount - self._before.get(label, 0)})
+                before = self._before.get(label, 0)  # a tier that is attached anew counts anew
+                counts.add(**{label: amount - before if amount >= before else amount})
                 self._before[label] = amount
 
     @property

@@ -90,7 +90,7 @@ class WatchedSchedulerSide(SchedulerSide):
         make = partial(
             create_status_app,
             self._status,
-            key=options.status_key or options.status_key_file or None,
+            key=options.key,
             hosts=loopback_names(host),
         )
         url = url_of(bound)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvkeep.core.errors import InvalidValue, UnsupportedModel, require
-from kvkeep.core.geometry import KVGeometry
+from kvkeep.core.errors import InvalidValue, UnsupportedModel, did_you_mean, require
+from kvkeep.core.geometry import KVGeometry, download_hint
 
 if TYPE_CHECKING:
     import os
@@ -23,7 +23,6 @@ __all__ = [
     "end_tokens",
     "load_config",
     "load_model",
-    "pick_device",
     "pick_dtype",
     "vocabulary",
 ]
@@ -48,7 +47,7 @@ def load_config(path: str | os.PathLike[str]) -> PretrainedConfig:
     folder = Path(path)
     if not folder.is_dir():
         what = "it is not a directory" if folder.exists() else "no such directory"
-        raise InvalidValue(f"no model at {folder}: {what}")
+        raise InvalidValue(f"no model at {folder}: {what}{download_hint(folder)}")
     if not (folder / "config.json").is_file():
         raise InvalidValue(f"no model at {folder}: the directory has no config.json")
     transformers = require("transformers", "transformers")
@@ -86,16 +85,6 @@ def load_model(
     return model
 
 
-def pick_device(device: str | torch.device) -> torch.device:
-    """Return the torch device named ``device``; "auto" is the GPU if there is one."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        return torch.device(device)
-    except RuntimeError as error:
-        raise InvalidValue(f"no torch device is named {device!r}; try auto, cpu or cuda") from error
-
-
 def pick_dtype(
     dtype: str | torch.dtype | None, config: PretrainedConfig, device: torch.device
 ) -> torch.dtype:
@@ -110,7 +99,9 @@ def pick_dtype(
         chosen = dtype
     name = str(chosen).removeprefix("torch.")
     if name not in _DTYPES:
-        raise InvalidValue(f"dtype is one of {', '.join(_DTYPES)}, got {name}")
+        raise InvalidValue(
+            f"dtype is one of {', '.join(_DTYPES)}, got {name}{did_you_mean(name, _DTYPES)}"
+        )
     return _DTYPES[name]
 
 

@@ -12,6 +12,7 @@ from kvkeep.core.geometry import KVGeometry
 from kvkeep.core.groups import GroupPlan
 from kvkeep.core.groups.tensors import GroupedTensors
 from kvkeep.core.pages import PageCopy
+from kvkeep.core.pages.device import pick_device
 from kvkeep.core.pages.tensors import PagedTensors
 from kvkeep.serve.engine import linear, loading, probe
 from kvkeep.serve.engine.attention.batch import PagedBatch
@@ -126,7 +127,7 @@ class Runner:
                 f"give memory or num_pages, one of the two; got {memory=}, {num_pages=}"
             )
         config = loading.load_config(path)
-        on = loading.pick_device(device)
+        on = pick_device(device)
         compute = loading.pick_dtype(dtype, config, on)
         geometry = KVGeometry.from_config(config, dtype=str(compute).removeprefix("torch."))
         if num_pages is None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from kvkeep.core.errors import InvalidValue, UnsupportedModel, require
+from kvkeep.core.geometry import download_hint
 from kvkeep.core.tokens import common_length
 
 if TYPE_CHECKING:
@@ -49,7 +50,9 @@ class Tokenizer:
                 Path(path), local_files_only=True, trust_remote_code=False
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-            raise UnsupportedModel(f"no tokenizer can be loaded from {Path(path)}") from error
+            raise UnsupportedModel(
+                f"no tokenizer can be loaded from {Path(path)}{download_hint(path)}"
+            ) from error
         return cls(tokenizer)
 
     @property

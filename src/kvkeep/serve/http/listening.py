@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from kvkeep.core.errors import InvalidValue
+from kvkeep.core.errors import InvalidValue, reason
 from kvkeep.serve.http.accepting import BACKLOG, Acceptor
 from kvkeep.serve.http.connections import ConnectionLimits, Connections, GuardedProtocol
 from kvkeep.serve.http.files import connections_for
@@ -94,7 +94,7 @@ def bind(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
     except (OSError, UnicodeError) as error:
-        raise InvalidValue(f"cannot resolve the host {host!r}: {error}") from error
+        raise InvalidValue(f"cannot resolve the host {host!r}: {reason(error)}") from error
     bound = socket.socket(family, kind, protocol)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -42,6 +42,7 @@ class Subscription:
         self.stats = ReaderStats()
         self.ranks: set[int] = set()  # ranks whose events were delivered
         self.next_check = 0.0
+        self.ended = False  # set by any thread: nothing more is delivered
         # The replay request in flight:
         self.requested: ReplayRequest | None = None
         self.deadline = 0.0
@@ -61,7 +62,11 @@ class Subscription:
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 15_000)
         self.monitor = self.socket.get_monitor_socket(_MONITORED)
         self.socket.setsockopt(zmq.SUBSCRIBE, source.topic.encode())
-        _connect(self.socket, source.endpoint)
+        try:
+            _connect(self.socket, source.endpoint)
+        except InvalidValue:
+            self.close()
+            raise
 
     def reconnected(self) -> bool:
         """Whether the socket has (re)connected since the last call.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from kvkeep.core.errors import InvalidValue, told
+from kvkeep.core.errors import InvalidValue, did_you_mean, told
 from kvkeep.serve.messages.calls import Breakpoint, MessagesCall, Part
 from kvkeep.serve.messages.checks import (
     blocks_at,
@@ -60,7 +60,10 @@ def read_call(body: object, *, more: frozenset[str] = frozenset()) -> MessagesCa
             if value is not None and value not in harmless:
                 raise InvalidValue(f"{name}: cannot be honoured: {why}")
         elif name not in _KNOWN and name not in more:
-            raise InvalidValue(f"{told(name)}: is no field of this request; leave it out")
+            near = did_you_mean(str(name), (*_KNOWN, *_REFUSED, *more))
+            raise InvalidValue(
+                f"{told(name)}: is no field of this request{near or '; leave it out'}"
+            )
     turns = _Turns()
     tools = _tools(body.get("tools"), turns)
     _system(body.get("system"), turns)

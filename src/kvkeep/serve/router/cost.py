@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvkeep.core.cost import CostModel
     from kvkeep.serve.router.held import HeldPrefix
 
-__all__ = ["RoutingCost"]
+__all__ = ["CostTable", "RoutingCost"]
 
 # An 8-billion-parameter model on one large GPU.
 _PREFILL: Final = PrefillCost(
@@ -52,6 +52,10 @@ class RoutingCost:
     ``memory_s``, beyond those of the least busy instance. With 0 only the current load counts, and
     a conversation stays where it began.
 
+    Places whose load differs by less than ``slack`` of the seconds that the whole prompt would
+    take count as equally loaded, and a hash of the prompt chooses one of them: so several routers,
+    each of which knows its own part of the load, agree. With 0 the least loaded place is chosen.
+
     Raises `InvalidValue` for seconds that are no numbers, and for prompts that cost nothing.
     """
 
@@ -61,12 +65,13 @@ class RoutingCost:
     running_s: float = 0.005
     balance: float = 0.02
     memory_s: float = 60.0
+    slack: float = 0.1
 
     def __post_init__(self) -> None:
-        for name in ("running_s", "balance", "memory_s"):
+        for name in ("running_s", "balance", "memory_s", "slack"):
             seconds = getattr(self, name)
             if not 0 <= seconds < math.inf:
-                raise InvalidValue(f"{name} must be a number of seconds, 0 or more; got {seconds}")
+                raise InvalidValue(f"{name} must be a number, 0 or more; got {seconds}")
         if not self.memory_s:
             raise InvalidValue("memory_s must be above 0")
         if not self.prefill.prefill_s(0, 1):
@@ -129,3 +134,33 @@ class RoutingCost:
             runs.append((stop, cost.seconds(nbytes * (stop - at))))
             at = stop
         return best_prefix(0, tokens, runs, compute_s).seconds
+
+
+class CostTable:
+    """The costs of instances that told theirs, beside the router's own ``cost``.
+
+    Thread safety: none.
+    """
+
+    def __init__(self, cost: RoutingCost) -> None:
+        self._cost = cost
+        self._own: dict[str, RoutingCost] = {}
+
+    def learn(self, instance: str, cost: RoutingCost | None) -> None:
+        """Set the cost of an instance; None: it is not known any more.
+
+        Instances with costs that are alike share one, so that none of them is preferred for errors
+        of measuring.
+        """
+        own = self._own.pop(instance, None)
+        if cost is not None:
+            known = (*self._own.values(), *(() if own is None else (own,)))
+            self._own[instance] = next((one for one in known if one.alike(cost)), cost)
+
+    def of(self, instance: str) -> RoutingCost:
+        """Return an instance's own cost, or that of others as long as its own is not known.
+
+        Else the default would prefer, or avoid, those that are not known.
+        """
+        own = self._own.get(instance)
+        return next(iter(self._own.values()), self._cost) if own is None else own

@@ -61,7 +61,7 @@ class InstanceCosts:
         self._router = router
         self._seconds = seconds
         self._on_outcome = on_outcome
-        self._due = dict.fromkeys(upstreams.names, 0)  # probes until the next reading
+        self._due: dict[str, int] = {}  # probes until the next reading
 
     async def probed(self, name: str, *, answered: bool) -> None:
         """Read the costs of an instance if that is due after this probe."""
@@ -70,12 +70,16 @@ class InstanceCosts:
             return
         if not self._upstreams.has_cost(name):
             return
-        self._due[name] -= 1
+        self._due[name] = self._due.get(name, 0) - 1
         if self._due[name] > 0:
             return
         outcome = await self._read(name)
         self._due[name] = _LATER if outcome is CostOutcome.REFUSED else _EVERY
         self._on_outcome(name, outcome)
+
+    def forget(self, name: str) -> None:
+        """Forget an instance that is gone."""
+        self._due.pop(name, None)
 
     async def _read(self, name: str) -> CostOutcome:
         try:

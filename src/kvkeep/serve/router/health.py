@@ -64,6 +64,8 @@ class InstanceHealth(Enum):
     """It failed to answer; the next probe decides."""
     RESTING = "resting"
     """A request failed there recently, but it answers probes."""
+    LEAVING = "leaving"
+    """It was removed: it gets no new requests, and those that run there end."""
 
 
 class Doubt(Enum):
@@ -89,6 +91,8 @@ class _Instance:
     failures: int = 0
     rests_until: float = 0.0
     suspect: bool = False
+    answered: bool = False
+    """Whether it ever answered a probe or a request."""
     silent: int = 0
     """Failed probes in a row."""
     answered_at: float = -math.inf
@@ -104,15 +108,65 @@ class Health:
     `_SILENT_PROBES` probes in a row have failed, requests waiting at the instance are abandoned if
     another instance is up, so that they can be sent there.
 
-    Thread safety: none; for the event loop.
+    Instances come (`add`), leave (`drain`: no new requests), and are forgotten (`remove`). Outcomes
+    of instances that are not known change nothing.
+
+    Thread safety: none; for the event loop. Cost: what a request asks takes no step per instance
+    that is up, except for lists of them.
     """
 
     def __init__(
-        self, names: Iterable[str], *, clock: Callable[[], float] = time.monotonic
+        self, names: Iterable[str] = (), *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._clock = clock
-        self._instances = {name: _Instance() for name in names}
+        self._instances: dict[str, _Instance] = {}
+        self._joined: dict[str, None] = {}  # those that get new requests, in order
+        self._unwell: set[str] = set()  # at least those that are suspect or resting
+        self._silent: set[str] = set()
         self._hooks: list[Callable[[str, Doubt], None]] = []
+        self.changed = asyncio.Event()
+        """Set when instances were added or removed."""
+        for name in names:
+            self.add(name)
+
+    # --- instances ---------------------------------------------------------------------------
+
+    def add(self, name: str, *, proven: bool = True) -> None:
+        """Add an instance. One that is leaving stays, in the state that it is in.
+
+        ``proven``: it counts as up at once, else as suspect until it answers a probe.
+        """
+        if name not in self._instances:
+            self._instances[name] = _Instance(suspect=not proven)
+            if not proven:
+                self._unwell.add(name)
+        self._joined[name] = None
+        self.changed.set()
+
+    def drain(self, name: str) -> None:
+        """Let an instance leave: it gets no new requests, and is still probed."""
+        self._joined.pop(name, None)
+
+    def remove(self, name: str) -> None:
+        """Forget an instance."""
+        self.drain(name)
+        self._instances.pop(name, None)
+        self._unwell.discard(name)
+        self._silent.discard(name)
+        self.changed.set()
+
+    @property
+    def size(self) -> int:
+        """The number of instances, those that are leaving included."""
+        return len(self._instances)
+
+    def names(self) -> list[str]:
+        """Return all instances, those that are leaving included."""
+        return list(self._instances)
+
+    def joined(self) -> list[str]:
+        """Return the instances that have not left."""
+        return list(self._joined)
 
     def subscribe(self, hook: Callable[[str, Doubt], None]) -> None:
         """Call ``hook`` with the name and the reason each time an instance is doubted."""
@@ -122,23 +176,52 @@ class Health:
 
     def state(self, name: str) -> InstanceHealth:
         """Return the state of one instance."""
-        one = self._instances[name]
+        one = self._instances.get(name)
+        if one is None or name not in self._joined:
+            return InstanceHealth.LEAVING
         if one.suspect:
             return InstanceHealth.SUSPECT
         return InstanceHealth.RESTING if one.rests_until > self._clock() else InstanceHealth.UP
 
     def up(self) -> list[str]:
         """Return the instances that are up."""
-        return [name for name in self._instances if self.state(name) is InstanceHealth.UP]
+        unwell = self._states()
+        return [name for name in self._joined if name not in unwell]
 
-    def best(self, tried: Collection[str]) -> list[str]:
-        """Return the instances to try next: those up, else those resting, else all others."""
-        left = [name for name in self._instances if name not in tried]
-        for state in (InstanceHealth.UP, InstanceHealth.RESTING):
-            found = [name for name in left if self.state(name) is state]
-            if found:
-                return found
-        return left
+    def any_up(self) -> bool:
+        """Whether an instance has answered a probe or a request, and is up."""
+        return any(self._instances[name].answered for name in self.up())
+
+    def barred(self, tried: Collection[str] = ()) -> set[str]:
+        """Return the instances that a request must not go to next.
+
+        Those that it has tried, those that are leaving, and those that are not up; if none is left,
+        those that are not resting; if none is left then, suspects are not barred.
+        """
+        tried = set(tried)
+        unwell = self._states()
+        out = tried | (self._instances.keys() - self._joined.keys() if self._leaving else set())
+        if len(self._joined) > len(unwell.keys() | tried & self._joined.keys()):
+            return out | unwell.keys()
+        resting = {name for name, state in unwell.items() if state is InstanceHealth.RESTING}
+        return out | (unwell.keys() - resting) if resting - tried else out
+
+    @property
+    def _leaving(self) -> bool:
+        return len(self._instances) > len(self._joined)
+
+    def _states(self) -> dict[str, InstanceHealth]:
+        """Return the states of the instances that are not up, without those that leave."""
+        states = {name: self.state(name) for name in self._unwell}
+        for name, state in states.items():
+            if state is InstanceHealth.UP:
+                self._unwell.discard(name)
+        out = {InstanceHealth.UP, InstanceHealth.LEAVING}
+        return {name: state for name, state in states.items() if state not in out}
+
+    def _known(self, name: str) -> _Instance:
+        """Return the record of an instance; of one that is not known, a record to throw away."""
+        return self._instances.get(name) or _Instance()
 
     # --- outcomes of requests ----------------------------------------------------------------
 
@@ -148,7 +231,7 @@ class Health:
 
     def failed(self, name: str) -> None:
         """Note a request without a response, or with an error that is the instance's fault."""
-        one = self._instances[name]
+        one = self._known(name)
         if one.rests_until <= self._clock():  # requests failing together count as one failure
             rest = min(_LONGEST_REST_S, _FIRST_REST_S * 2**one.failures)
             one.failures = min(one.failures + 1, 10)
@@ -157,7 +240,7 @@ class Health:
 
     def worked(self, name: str) -> None:
         """Note a request that got a response."""
-        one = self._instances[name]
+        one = self._known(name)
         one.failures = 0
         one.rests_until = 0.0
         one.answered_at = self._clock()
@@ -165,21 +248,25 @@ class Health:
 
     def heard(self, name: str) -> None:
         """Note a piece of a stream: the instance is alive."""
-        self._instances[name].silent = 0
+        self._known(name).silent = 0
+        self._silent.discard(name)
 
     def doubt(self, name: str, why: Doubt) -> None:
         """Make the instance suspect and request a probe at once."""
-        one = self._instances[name]
+        one = self._instances.get(name)
+        if one is None:
+            return
         if not one.suspect:
             log.warning("%s is suspect (%s): no requests until it answers a probe", name, why.value)
         one.suspect = True
+        self._unwell.add(name)
         one.wake.set()
         for hook in self._hooks:
             hook(name, why)
 
     def left(self, name: str, since: float) -> None:
         """Note that a client left while it waited, since ``since``, for a first byte."""
-        ignored = self._instances[name].answered_at < since
+        ignored = self._known(name).answered_at < since
         if ignored and self._clock() - since >= _IGNORED_S:
             self.failed(name)
         else:
@@ -189,22 +276,24 @@ class Health:
 
     def probed(self, name: str, *, answered: bool) -> None:
         """Note the result of a probe."""
-        one = self._instances[name]
+        one = self._known(name)
         if answered:
             self._trust(name)
         else:
             one.silent += 1
+            if one.silent >= _SILENT_PROBES and name in self._instances:
+                self._silent.add(name)
             if not one.suspect:
                 self.doubt(name, Doubt.PROBE)
         self._abandon()
 
     def silent(self, name: str) -> bool:
         """Whether enough probes failed for the instance to count as stopped."""
-        return self._instances[name].silent >= _SILENT_PROBES
+        return self._known(name).silent >= _SILENT_PROBES
 
     def wake(self, name: str) -> asyncio.Event:
         """Return the event that requests a probe at once; the prober clears it."""
-        return self._instances[name].wake
+        return self._known(name).wake
 
     # --- waiting requests --------------------------------------------------------------------
 
@@ -217,7 +306,7 @@ class Health:
         The other instance must be one of ``others``.
         """
         waiting = Waiting(others, give_up)
-        among = self._instances[name].waiting
+        among = self._known(name).waiting
         among.add(waiting)
         try:
             yield waiting
@@ -225,17 +314,19 @@ class Health:
             among.discard(waiting)
 
     def _trust(self, name: str) -> None:
-        one = self._instances[name]
+        one = self._known(name)
         if one.suspect:
             log.info("%s answers probes again", name)
         one.suspect = False
         one.silent = 0
+        one.answered = True
+        self._silent.discard(name)
 
     def _abandon(self) -> None:
-        up = set(self.up())
-        for name, one in self._instances.items():
-            if not one.waiting or not self.silent(name):
-                continue
+        """Give up requests that wait at silent instances while another one is up."""
+        waits = [one for name in self._silent if (one := self._instances[name]).waiting]
+        up = set(self.up()) if waits else set()
+        for one in waits:
             for waiting in one.waiting:
                 if not waiting.abandoned and not up.isdisjoint(waiting.others):
                     waiting.abandoned = True

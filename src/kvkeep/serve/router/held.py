@@ -1,13 +1,19 @@
-"""`HeldPrefix`: how much of a prompt each place holds, found in one pass over its prefix keys.
+"""`HeldGroup`: how much of a prompt which places hold, found in one pass over its prefix keys.
 
-A *place* is one rank of an instance. Sets of places are integers with one bit per place.
+A *place* is one rank of an instance. Sets of places are integers with one bit per place. Places
+that hold the same part of a prompt stay together in one set, so the cost of a lookup depends on how
+many different parts are held, not on the number of places.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-__all__ = ["HeldPrefix", "TierBlocks", "in_one_tier", "in_several_tiers"]
+__all__ = [
+    "HeldGroup", "HeldPrefix", "TierBlocks", "bits_of", "in_one_tier", "in_several_tiers",
+    "longest_first",
+]  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -26,6 +32,13 @@ class HeldPrefix:
         self.tiers[tier] = self.tiers.get(tier, 0) + tokens
 
 
+class HeldGroup(NamedTuple):
+    """The places (one bit each) that hold the same part of a prompt."""
+
+    places: int
+    held: HeldPrefix
+
+
 @dataclass(slots=True, eq=False)
 class TierBlocks:
     """All blocks of one tier: prefix key → places, one bit each."""
@@ -40,13 +53,17 @@ class TierBlocks:
         return any(size % one == 0 for one in self.sizes)
 
 
-def in_one_tier(keys: list[int], among: int, tier: TierBlocks, size: int) -> dict[int, HeldPrefix]:
-    """Return the held prefixes of the places in the mask ``among``, by bit.
+def in_one_tier(keys: list[int], among: int, tier: TierBlocks, size: int) -> list[HeldGroup]:
+    """Return the held prefixes of the places in the mask ``among``, each place at most once.
 
     ``keys`` are those of the prompt's prefixes, ``size`` tokens apart. Cost: one dict lookup and
     one comparison per key.
     """
-    found: dict[int, HeldPrefix] = {}
+    found: list[HeldGroup] = []
+
+    def add(places: int, at: int) -> None:
+        found.append(HeldGroup(places, HeldPrefix(at * size, {tier.name: at * size})))
+
     get = tier.holders.get
     alive, same = among, among
     for at, key in enumerate(keys):
@@ -56,29 +73,44 @@ def in_one_tier(keys: list[int], among: int, tier: TierBlocks, size: int) -> dic
         same = mask
         left = alive & mask
         if left != alive:
-            for bit in _bits(alive ^ left) if at else ():
-                found[bit] = HeldPrefix(at * size, {tier.name: at * size})
+            if at:
+                add(alive ^ left, at)
             alive = left
             if not alive:
                 return found
-    for bit in _bits(alive) if keys else ():
-        found[bit] = HeldPrefix(len(keys) * size, {tier.name: len(keys) * size})
+    if keys:
+        add(alive, len(keys))
     return found
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """Places that hold the prompt so far, in the tier of number ``tier`` since key ``since``."""
+
+    places: int
+    tier: int
+    since: int
+    before: HeldPrefix
+
+    def until(self, at: int, tiers: list[TierBlocks], size: int) -> HeldPrefix:
+        """Return what they hold up to key ``at``."""
+        held = HeldPrefix(self.before.tokens, dict(self.before.tiers))
+        if at > self.since:
+            held.add(tiers[self.tier].name, (at - self.since) * size)
+        return held
 
 
 def in_several_tiers(
     keys: list[int], among: int, tiers: list[TierBlocks], size: int
-) -> dict[int, HeldPrefix]:
+) -> list[HeldGroup]:
     """`in_one_tier` for blocks in any of ``tiers``; the first tier that has a block counts.
 
     Cost: one dict lookup per key and tier, and some work per change of holders.
     """
-    found: dict[int, HeldPrefix] = {}
-    since: dict[int, int] = {}
+    found: list[HeldGroup] = []
     gets = [tier.holders.get for tier in tiers]
-    before = [0] * len(tiers)
     seen: list[int] | None = None
-    alive = among
+    runs = [_Run(among, 0, 0, HeldPrefix())]
     for at, key in enumerate(keys):
         masks = [get(key, 0) for get in gets]
         if masks == seen:
@@ -86,37 +118,52 @@ def in_several_tiers(
         seen = masks
         now, taken = [], 0
         for mask in masks:
-            mine = mask & alive & ~taken
-            now.append(mine)
-            taken |= mine
-        alive = taken
-        _count(found, since, before, now, at, tiers, size)
-        before = now
-        if not alive:
+            now.append(mask & ~taken)
+            taken |= mask
+        runs = [part for run in runs for part in _split(run, now, at, tiers, size, found)]
+        if not runs:
             return found
-    _count(found, since, before, [0] * len(tiers), len(keys), tiers, size)
+    if keys:
+        found += [HeldGroup(run.places, run.until(len(keys), tiers, size)) for run in runs]
     return found
 
 
-def _count(  # noqa: PLR0917 - the walk's own state
-    found: dict[int, HeldPrefix],
-    since: dict[int, int],
-    before: list[int],
-    now: list[int],
-    at: int,
-    tiers: list[TierBlocks],
-    size: int,
-) -> None:
-    """Add the runs of places that leave a tier at key ``at``; begin those of places that enter."""
-    for tier, old, new in zip(tiers, before, now, strict=True):
-        for bit in _bits(old & ~new):
-            found.setdefault(bit, HeldPrefix()).add(tier.name, (at - since[bit]) * size)
-    for old, new in zip(before, now, strict=True):
-        for bit in _bits(new & ~old):
-            since[bit] = at
+def _split(  # noqa: PLR0917 - the walk's own state
+    run: _Run, now: list[int], at: int, tiers: list[TierBlocks], size: int, found: list[HeldGroup]
+) -> list[_Run]:
+    """Return the runs that go on at key ``at``; add the places that end before it to ``found``."""
+    stay = run.places & now[run.tier]
+    if stay == run.places:
+        return [run]
+    held = run.until(at, tiers, size)
+    parts = [
+        _Run(places, number, at, held)
+        for number, mask in enumerate(now)
+        if number != run.tier and (places := run.places & mask)
+    ]
+    ended = run.places & ~stay
+    for part in parts:
+        ended &= ~part.places
+    if ended and at:
+        found.append(HeldGroup(ended, held))
+    run.places = stay
+    return [run, *parts] if stay else parts
 
 
-def _bits(mask: int) -> list[int]:
+def longest_first(found: list[HeldGroup]) -> list[HeldGroup]:
+    """Return groups, each place once, where it holds most; those that hold most first."""
+    found = sorted(found, key=lambda group: -group.held.tokens)
+    taken, groups = 0, []
+    for places, held in found:
+        left = places & ~taken
+        taken |= places
+        if left:
+            groups.append(HeldGroup(left, held))
+    return groups
+
+
+def bits_of(mask: int) -> list[int]:
+    """Return the positions of the bits that are set."""
     found = []
     while mask:
         low = mask & -mask

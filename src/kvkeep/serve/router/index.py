@@ -10,7 +10,15 @@ import numpy as np
 
 from kvkeep.core.errors import whole
 from kvkeep.core.public import PublicPrefixes
-from kvkeep.serve.router.held import HeldPrefix, TierBlocks, in_one_tier, in_several_tiers
+from kvkeep.serve.router.held import (
+    HeldGroup,
+    HeldPrefix,
+    TierBlocks,
+    bits_of,
+    in_one_tier,
+    in_several_tiers,
+    longest_first,
+)
 from kvkeep.serve.router.keys import MAX_TOKENS, PrefixKeys, length_of
 from kvkeep.serve.router.public import PublicKeys
 
@@ -81,7 +89,24 @@ class _PlaceBlocks:
         if mask & self.bit:
             self.twins[key] = self.twins.get(key, 0) + 1
         else:
-            self.holders[key] = mask | self.bit
+            self.holders[key] = mask | self.bit if mask else self.bit
+
+    def add_all(self, hashes: Sequence[Hash], keys: list[int]) -> None:
+        """Add blocks in a row; `add`, inlined for those that are new."""
+        blocks, holders, bit = self.blocks, self.holders, self.bit
+        # Blocks that the same places hold share one mask: it has 160 bytes for 1,000 places.
+        last, both, new = 0, bit, 0
+        for block, key in zip(hashes, keys, strict=True):
+            mask = holders.get(key, 0)
+            if block in blocks or mask & bit:
+                self.add(block, key)
+            else:
+                blocks[block] = key
+                if mask != last:
+                    last, both = mask, mask | bit
+                holders[key] = both
+                new += 1
+        self.instance.blocks += new
 
     def drop(self, block: Hash, *, all_copies: bool = False) -> None:
         if all_copies:
@@ -140,7 +165,8 @@ class PlacementIndex:
         self._instances: dict[str, _InstanceBlocks] = {}
         self._expected = _InstanceBlocks()  # from `expect`: bounded by the running requests
         self._places: dict[Place, dict[str, _PlaceBlocks]] = {}
-        self._names: list[Place | None] = []  # by bit
+        self._names: list[Place | None] = []  # by slot, the position of a place's bit
+        self._reserved: dict[Place, int] = {}
         self._sizes: dict[int, int] = {}  # block size → places with such blocks
         # Keys found by lookups, recorded once an instance comes near its limit.
         self._used: set[int] = set()
@@ -165,7 +191,29 @@ class PlacementIndex:
         found = self._instances.get(instance)
         return (found.blocks, found.evicted) if found is not None else (0, 0)
 
-    # --- updates -----------------------------------------------------------------------------
+    # --- places ------------------------------------------------------------------------------
+
+    def reserve(self, place: Place) -> int:
+        """Return a slot, the position of a place's bit, which stays its own until `release`."""
+        slot = self._reserved.get(place)
+        if slot is None:
+            parts = self._places.get(place)
+            bit = next(iter(parts.values())).bit if parts else self._free_bit(place)
+            slot = self._reserved[place] = bit.bit_length() - 1
+        return slot
+
+    def release(self, place: Place) -> None:
+        """Give back a place's slot, after its blocks were cleared. Idempotent."""
+        slot = self._reserved.pop(place, None)
+        if slot is not None and place not in self._places:
+            self._names[slot] = None
+
+    def _free_bit(self, place: Place) -> int:
+        if None not in self._names:
+            self._names.append(None)
+        slot = self._names.index(None)
+        self._names[slot] = place
+        return 1 << slot
 
     # --- announced blocks --------------------------------------------------------------------
 
@@ -210,19 +258,11 @@ class PlacementIndex:
             self._public.stored(place, lora, salt, tokens, block_size)
         elif self._records_use:
             self._record_use([start])
-        blocks, holders, bit, instance = own.blocks, own.holders, own.bit, own.instance
-        for block, key in zip(hashes, keys, strict=True):
-            mask = holders.get(key, 0)
-            if block in blocks or mask & bit:
-                own.add(block, key)
-            else:  # `add`, inlined for the common case
-                blocks[block] = key
-                holders[key] = mask | bit
-                instance.blocks += 1
-        if instance.blocks > self._most - self._most // 8:
+        own.add_all(hashes, keys)
+        if own.instance.blocks > self._most - self._most // 8:
             self._records_use = True
-            if instance.blocks > self._most:
-                self._evict(instance)
+            if own.instance.blocks > self._most:
+                self._evict(own.instance)
 
     def _keys_of(
         self, start: int, tokens: Sequence[int], block_size: int, marks: Sequence[str] | None
@@ -285,7 +325,8 @@ class PlacementIndex:
                 del self._tiers[name]
         for part in list(parts.values())[:1]:
             _clear_bit(self._sizes, part.bit)
-            self._names[part.bit.bit_length() - 1] = None
+            if place not in self._reserved:
+                self._names[part.bit.bit_length() - 1] = None
 
     def remove_instance(self, instance: str) -> None:
         """Remove all blocks and counters of an instance."""
@@ -307,12 +348,10 @@ class PlacementIndex:
         if part is None:
             if parts:
                 bit = next(iter(parts.values())).bit
+            elif place in self._reserved:
+                bit = 1 << self._reserved[place]
             else:
-                if None not in self._names:
-                    self._names.append(None)
-                at = self._names.index(None)
-                self._names[at] = place
-                bit = 1 << at
+                bit = self._free_bit(place)
             blocks = self._tiers.setdefault(tier, TierBlocks(tier))
             part = parts[tier] = _PlaceBlocks(instance, bit, blocks, blocks.holders)
             instance.parts.append(part)
@@ -381,7 +420,20 @@ class PlacementIndex:
 
     def lookup(self, tokens: TokenArray, lora: str = "", salt: str = "") -> dict[Place, HeldPrefix]:
         """Return the held prefix of this prompt by place, without places that hold nothing."""
-        found: dict[int, HeldPrefix] = {}
+        named: dict[Place, HeldPrefix] = {}
+        for places, held in self.groups(tokens, lora, salt):
+            for slot in bits_of(places):
+                place = self._names[slot]
+                assert place is not None, "a bit without a place"
+                named[place] = held
+        return named
+
+    def groups(self, tokens: TokenArray, lora: str = "", salt: str = "") -> list[HeldGroup]:
+        """Return the places that hold some of this prompt, by what they hold, the most first.
+
+        Each place is in one group. Their bits are at their slots (see `reserve`).
+        """
+        found: list[HeldGroup] = []
         root = self._keys.root(lora, salt)
         for size, among in self._sizes.items():
             # Only tiers whose blocks end at every step can have all keys of this walk.
@@ -399,18 +451,10 @@ class PlacementIndex:
                 else:
                     held = in_several_tiers(keys, among, tiers, size)
                 if self._records_use and held:
-                    longest = max(one.tokens for one in held.values())
+                    longest = max(one.held.tokens for one in held)
                     self._record_use(keys[: longest // size])
-                for bit, one in held.items():
-                    known = found[bit].tokens if bit in found else 0
-                    if one.tokens >= least and one.tokens > known:
-                        found[bit] = one
-        named: dict[Place, HeldPrefix] = {}
-        for bit, one in found.items():
-            place = self._names[bit]
-            assert place is not None, "a bit without a place"
-            named[place] = one
-        return named
+                found += [one for one in held if one.held.tokens >= least]
+        return longest_first(found)
 
     def check(self) -> None:
         """Recount everything and assert that it agrees. Cost: O(blocks)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter as Counted
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from kvkeep.serve.http import BodyBudget, Connections
     from kvkeep.serve.kv_events import EventReader
     from kvkeep.serve.router.costs import CostOutcome
+    from kvkeep.serve.router.discovery import Found
     from kvkeep.serve.router.expected import ExpectedReturns
     from kvkeep.serve.router.health import Doubt
     from kvkeep.serve.router.prompts import TokenizeOutcome
@@ -96,6 +98,12 @@ class RouterMetrics:
             "kvkeep_router_doubts", "Times an instance became suspect", ["instance", "why"]
         )
         self._tokenized = counter("kvkeep_router_tokenize", "Requests to /tokenize", ["outcome"])
+        self._resolved = counter(
+            "kvkeep_router_resolutions",
+            "Resolutions of a name at which instances are discovered",
+            ["name", "outcome"],
+        )
+        self._instances = gauge("kvkeep_router_instances", "Instances by state", ["state"])
         self._blocks = gauge("kvkeep_router_blocks", "Blocks in the index, by kind", ["kind"])
         self._held = gauge(
             "kvkeep_router_instance_blocks",
@@ -130,11 +138,27 @@ class RouterMetrics:
         """Count a request to /tokenize."""
         self._tokenized.labels(outcome.value).inc()
 
+    def resolved(self, name: str, found: Found) -> None:
+        """Count a resolution of a name."""
+        self._resolved.labels(name, "answered" if found.urls else "failed").inc()
+
+    def forget(self, instance: str) -> None:
+        """Drop all that has the label of an instance that is gone."""
+        for one in (
+            self.requests, self.retries, self._running, self._waiting, self._resting,
+            self._suspect, self._probes, self._costs, self._prefill_speed, self._doubts,
+            self._held, self._feed,
+        ):  # fmt: skip
+            one.remove_by_labels({"instance": instance})
+
     def exposition(
         self, router: PrefixRouter, upstreams: Upstreams, reader: EventReader | None
     ) -> bytes:
         """Return all metrics in Prometheus' text format."""
-        for name in upstreams.names:
+        states = Counted(upstreams.health.state(name) for name in upstreams.health.names())
+        for state in InstanceHealth:
+            self._instances.labels(state.value).set(states[state])
+        for name in upstreams.health.names():
             running, waiting = router.load(name)
             self._running.labels(name).set(running)
             self._waiting.labels(name).set(waiting)

@@ -19,6 +19,8 @@ __all__ = ["Probes"]
 # A new connection per probe: the instance may have closed a kept one meanwhile.
 _HEADERS = [(b"connection", b"close")]
 _LEAST_PAUSE_S = 0.05
+_MOST_A_SECOND = 200
+"""Probes a second to all instances together; with more instances, each is probed less often."""
 _LONGEST_PAUSE = 8
 """Backoff for an instance that stays silent: at most this many probe intervals."""
 
@@ -26,9 +28,11 @@ _LONGEST_PAUSE = 8
 class Probes:
     """Sends ``GET /health`` to each instance, one probe at a time, and reports to `Health`.
 
+    Instances that come are probed at once, those that leave until they are forgotten.
     A stopped process still accepts connections, so a probe succeeds only with a response; any
-    status below 500 counts. ``on_probe`` is called with the instance and whether it answered.
-    ``costs`` reads the instance's costs between two probes; None: they are not read.
+    status below 500 counts. ``on_probe`` is called with the instance and whether it answered,
+    ``on_gone`` with one that was forgotten, after its last probe. ``costs`` reads the instance's
+    costs between two probes; None: they are not read.
     """
 
     def __init__(
@@ -38,18 +42,33 @@ class Probes:
         timeouts: Timeouts,
         on_probe: Callable[[str, bool], None],
         costs: InstanceCosts | None = None,
+        *,
+        on_gone: Callable[[str], None] = lambda name: None,
     ) -> None:
         self._upstreams = upstreams
         self._health = health
         self._timeouts = timeouts
         self._on_probe = on_probe
         self._costs = costs
+        self._on_gone = on_gone
 
     async def run(self) -> None:
         """Probe until cancelled."""
+        changed = self._health.changed
+        following: dict[str, asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as group:
-            for name in self._upstreams.names:
-                group.create_task(self._follow(name))
+            while True:
+                changed.clear()
+                names = self._health.names()
+                for name in following.keys() - set(names):
+                    following.pop(name).cancel()
+                    if self._costs is not None:
+                        self._costs.forget(name)
+                    self._on_gone(name)
+                for name in names:
+                    if name not in following:
+                        following[name] = group.create_task(self._follow(name))
+                await changed.wait()
 
     async def _follow(self, name: str) -> None:
         clock = asyncio.get_running_loop().time
@@ -64,7 +83,8 @@ class Probes:
             if self._costs is not None:
                 await self._costs.probed(name, answered=answered)
             times = min(times * 2, _LONGEST_PAUSE) if self._health.silent(name) else 1
-            pause = self._timeouts.probe_every_s * times - (clock() - begun)
+            every_s = max(self._timeouts.probe_every_s, self._health.size / _MOST_A_SECOND)
+            pause = every_s * times - (clock() - begun)
             # A minimum pause, so that doubts in quick succession cause no flood of probes.
             await asyncio.sleep(min(_LEAST_PAUSE_S, self._timeouts.probe_every_s))
             try:

@@ -19,17 +19,19 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvkeep.serve.http import BodyBudget, BodyGuard, BodyRefused, body_of, unless_disconnected
-from kvkeep.serve.router.affinity import with_key
 from kvkeep.serve.router.answers import UNFINISHED, AnswerReader
 from kvkeep.serve.router.conversations import ConversationTable
 from kvkeep.serve.router.costs import InstanceCosts
 from kvkeep.serve.router.expected import ExpectedReturns
 from kvkeep.serve.router.health import InstanceHealth, Timeouts
+from kvkeep.serve.router.instances import InstanceRoutes
+from kvkeep.serve.router.membership import Membership
 from kvkeep.serve.router.message_endpoint import MessagesEndpoint
 from kvkeep.serve.router.messages import COUNT_PATH, MESSAGES_PATH
 from kvkeep.serve.router.metrics import RouterMetrics
 from kvkeep.serve.router.probes import Probes
 from kvkeep.serve.router.prompts import Prompt, PromptParser, credentials_of
+from kvkeep.serve.router.readiness import Readiness, ReadinessGuard
 from kvkeep.serve.router.upstreams import UpstreamFailed, end_to_end_headers
 from kvkeep.serve.router.usage import SALT, TenantRoutes
 
@@ -101,13 +103,17 @@ def create_proxy(
     conversations: ConversationTable | None = None,
     usage: bool = False,
     learn_costs: bool = True,
+    membership: Membership | None = None,
+    admin_key: str | None = None,
 ) -> Starlette:
     """Return an ASGI application in front of ``upstreams``, whose names are the router's instances.
 
-    ``reader`` is used for /metrics only. ``hosts`` are the accepted names in the Host header (None:
-    all). See `PromptParser` for ``tokenize``, `Timeouts` for time limits and tries, `BodyBudget`
-    for the memory of request bodies, `ConversationTable` for what is learned of answers,
-    `TenantRoutes` for ``usage``, and `InstanceCosts` for ``learn_costs``.
+    ``membership`` adds and removes instances; without one, it begins with those of ``upstreams``.
+    ``reader`` is used for it and for /metrics. ``hosts`` are the accepted names in the Host header
+    (None: all). See `PromptParser` for ``tokenize``, `Timeouts` for time limits and tries,
+    `BodyBudget` for the memory of request bodies, `ConversationTable` for what is learned of
+    answers, `TenantRoutes` for ``usage``, `InstanceCosts` for ``learn_costs``, and `InstanceRoutes`
+    for ``admin_key``.
 
     API keys and bodies are forwarded unchanged and never logged.
     """
@@ -115,6 +121,8 @@ def create_proxy(
     expected = ExpectedReturns(ConversationTable() if conversations is None else conversations)
     metrics = RouterMetrics(bodies, router.cost.tiers, expected)
     timeouts = timeouts or Timeouts()
+    membership = membership or Membership(router, upstreams, reader)
+    membership.subscribe(metrics.resolved)
     costs = None
     if learn_costs:
         costs = InstanceCosts(upstreams, router, timeouts.probe_s, metrics.cost_read)
@@ -131,13 +139,18 @@ def create_proxy(
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        probing = asyncio.create_task(proxy.probes.run())
-        probing.add_done_callback(_log_failure)
+        tasks = [
+            asyncio.create_task(proxy.probes.run(), name="the health probes"),
+            asyncio.create_task(membership.run(), name="the watch over instances"),
+        ]
+        for task in tasks:
+            task.add_done_callback(_log_failure)
         try:
             yield
         finally:
-            probing.cancel()
-            await asyncio.wait([probing])
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
             await upstreams.close()
 
     placed: dict[str, ASGIApp] = {path: _Forward(proxy, placed=True) for path in _PLACED}
@@ -147,9 +160,10 @@ def create_proxy(
         tenants = TenantRoutes()
         placed = {path: tenants.counted(endpoint) for path, endpoint in placed.items()}
         told.append(Route("/kv/usage", tenants.usage, methods=["GET"]))
-    for name in upstreams.names:
-        router.add(name)
-    guards = [] if hosts is None else [Middleware(TrustedHostMiddleware, list(hosts))]
+    readiness = Readiness(upstreams.health)
+    guards = [Middleware(ReadinessGuard, readiness)]
+    if hosts is not None:
+        guards.append(Middleware(TrustedHostMiddleware, list(hosts)))
     guards.append(Middleware(BodyGuard, bodies))
     app = Starlette(
         routes=[
@@ -157,6 +171,7 @@ def create_proxy(
             Route("/metrics", proxy.metrics, methods=["GET"]),
             Route("/kv/conversations", proxy.conversations, methods=["GET"]),
             *told,
+            *InstanceRoutes(membership, admin_key).routes(),
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in placed.items()),
             Route(COUNT_PATH, MessagesEndpoint(proxy.forward), methods=["POST"]),
             *(Route(path, _Forward(proxy, placed=False)) for path in _OTHERS),
@@ -165,14 +180,15 @@ def create_proxy(
         lifespan=lifespan,
     )
     app.state.metrics = metrics
+    app.state.readiness = readiness
     return app
 
 
-def _log_failure(probing: asyncio.Task[None]) -> None:
-    """Log a bug in the probes. Requests go on, and their outcomes still update `Health`."""
-    error = None if probing.cancelled() else probing.exception()
+def _log_failure(task: asyncio.Task[None]) -> None:
+    """Log a bug in a task. Requests go on, and their outcomes still update `Health`."""
+    error = None if task.cancelled() else task.exception()
     if error is not None:
-        log.error("the health probes have ended", exc_info=error)
+        log.error("%s has ended", task.get_name(), exc_info=error)
 
 
 class _Forward:
@@ -231,11 +247,18 @@ class _Proxy:
             upstreams, timeouts, tokenize, on_outcome=self._metrics.tokenized
         )
         self._health.subscribe(self._metrics.doubted)
-        self.probes = Probes(upstreams, self._health, timeouts, self._metrics.probed, costs)
+        self.probes = Probes(
+            upstreams,
+            self._health,
+            timeouts,
+            self._metrics.probed,
+            costs,
+            on_gone=self._metrics.forget,
+        )
 
     async def health(self, request: Request) -> Response:
         """Report the state of each instance; 200 while one is up, else 503."""
-        states = {name: self._health.state(name) for name in self._upstreams.names}
+        states = {name: self._health.state(name) for name in self._health.names()}
         up = sum(state is InstanceHealth.UP for state in states.values())
         body = {
             "status": "ok" if up else "unavailable",
@@ -276,23 +299,23 @@ class _Proxy:
         forwarded = _ForwardedRequest(request, headers, body, exchange)
         if placed:
             forwarded.turn = self._conversations.find(prompt, credentials_of(headers))
-        names = self._upstreams.names
         tried: set[str] = set()
         outcomes: list[_Outcome] = []
-        while len(tried) < len(names):
-            score = self._next(prompt, lora, tried, forwarded.turn)
+        while (score := self._next(prompt, lora, tried, forwarded.turn)) is not None:
             name = score.place.instance
             if placed and not tried:
                 self._metrics.placed_at(score, prompt.tokens)
             tried.add(name)
+            others = set(self._upstreams.names) - tried
             # A request that crashes instances must not be sent to all of them.
             reached = sum(one in _REACHED for one in outcomes)
-            final = len(tried) == len(names) or reached >= self._timeouts.tries - 1
+            final = not others or reached >= self._timeouts.tries - 1
             ticket = self._router.begin(score, prompt.tokens, lora=lora, salt=prompt.salt)
             outcome = _Outcome.GIVEN_UP
             try:
                 # The last try is not abandoned for a silent instance: no other one follows.
-                others = set() if final else set(names) - tried
+                if final:
+                    others = set()
                 outcome = await self._try(forwarded, score, ticket, send, others)
             finally:
                 self._router.end(ticket)
@@ -311,18 +334,22 @@ class _Proxy:
             exchange.translates = True
         await _no_response(outcomes)(request.scope, request.receive, send)
 
-    def _next(self, prompt: Prompt, lora: str, tried: set[str], turn: RoutedTurn | None) -> Score:
+    def _next(
+        self, prompt: Prompt, lora: str, tried: set[str], turn: RoutedTurn | None
+    ) -> Score | None:
         """Return the best instance not tried yet, preferring those that are up."""
         begun = time.perf_counter()
-        among = self._health.best(tried)
-        if prompt.tokens is None:
-            scores = self._router.least_loaded(among)
-        else:
-            scores = self._router.score(prompt.tokens, lora=lora, salt=prompt.salt, among=among)
         home = "" if turn is None else turn.home
         if home and self._router.blocks(home)[0]:
             home = ""  # it announces its blocks, so the scores tell what it holds
-        chosen = with_key(scores, prompt.key, home)
+        chosen = self._router.choose(
+            prompt.tokens,
+            lora=lora,
+            salt=prompt.salt,
+            without=self._health.barred(tried),
+            key=prompt.key,
+            home=home,
+        )
         self._metrics.deciding.observe(time.perf_counter() - begun)
         return chosen
 

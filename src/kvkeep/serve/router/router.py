@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.tokens import as_tokens
 from kvkeep.serve.kv_events.wire import AllBlocksCleared, BlockStored, salt_digest
-from kvkeep.serve.router.cost import RoutingCost
+from kvkeep.serve.router.affinity import name_hash, prompt_hash, random_hash
+from kvkeep.serve.router.cost import CostTable, RoutingCost
 from kvkeep.serve.router.held import HeldPrefix
 from kvkeep.serve.router.index import Place, PlacementIndex
+from kvkeep.serve.router.loads import Load, Loads
+from kvkeep.serve.router.placing import Fleet, Wish, choose
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
@@ -58,29 +62,12 @@ class Score(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class _Load:
-    """The load of one rank."""
-
-    waiting_ns: int = 0
-    """Expected prefill of prompts without a first token yet, in whole nanoseconds: additions and
-    subtractions then return to exactly 0."""
-    requests: int = 0
-    recent_s: float = 0.0
-    """Prefill seconds of the prompts sent to the rank, decaying exponentially."""
-    noted: float = 0.0
-
-    @property
-    def waiting_s(self) -> float:
-        return self.waiting_ns * 1e-9
-
-
-@dataclass(slots=True, eq=False)
 class RouteTicket:
     """A request sent to ``place``; end it with `PrefixRouter.end`."""
 
     place: Place
     prefill_s: float
-    load: _Load = field(repr=False)  # kept, since the place may be removed and added meanwhile
+    load: Load = field(repr=False)  # kept, since the place may be removed and added meanwhile
     coming: list[int] = field(default_factory=list, repr=False)
     waiting: bool = True
     ended: bool = False
@@ -105,7 +92,9 @@ class PrefixRouter:
 
     It is a `kvkeep.serve.kv_events.Receiver`. Instance names are the caller's; instances may differ
     in block size and hash function. Each prompt is scored as the seconds of prefill left there plus
-    the expected wait plus the penalty of `RoutingCost.balance`.
+    the expected wait plus the penalty of `RoutingCost.balance`. Routers that read the same events
+    choose the same instance for a prompt, as far as they know the same load
+    (`RoutingCost.slack`).
 
     An instance has at most ``ranks`` data-parallel ranks; events of other ranks count for rank 0,
     so that no prompt is sent to a rank that does not exist. The index keeps at most
@@ -130,10 +119,12 @@ class PrefixRouter:
         self.cost = cost or RoutingCost()
         self._clock = clock
         self._lock = threading.Lock()
-        self._costs: dict[str, RoutingCost] = {}  # of instances that told theirs
+        self._costs = CostTable(self.cost)
+        self._kinds: tuple[list[RoutingCost], np.ndarray[Any, Any]] | None = None  # by slot
         ranked = sorted(self.cost.tiers, key=lambda tier: self.cost.tiers[tier].seconds(1 << 20))
         self._index = PlacementIndex(ranked, most_blocks=most_blocks, public=public)
-        self._loads: dict[str, dict[Place, _Load]] = {}
+        self._loads: dict[str, dict[Place, Load]] = {}
+        self._all_loads = Loads(self.cost.memory_s)
         self._windows: set[tuple[Place, int]] = set()
         self._adapters: dict[str, set[str]] = {}
         self._skipped = 0
@@ -145,34 +136,38 @@ class PrefixRouter:
     def add(self, instance: str) -> None:
         """Add an instance to send prompts to; a known one keeps its state."""
         with self._lock:
-            self._loads.setdefault(instance, {Place(instance): _Load()})
+            if instance not in self._loads:
+                self._loads[instance] = {}
+                self._add_place(Place(instance))
 
     def remove(self, instance: str) -> None:
         """Remove an instance with its blocks, load and counters."""
         self.clear(instance)
         with self._lock:
-            self._loads.pop(instance, None)
+            places = self._loads.pop(instance, {})
             self._adapters.pop(instance, None)
-            self._costs.pop(instance, None)
+            self._costs.learn(instance, None)
+            self._kinds = None
             self._index.remove_instance(instance)
+            for place, load in places.items():
+                self._all_loads.remove(load)
+                self._index.release(place)
+
+    def _add_place(self, place: Place) -> None:
+        load = self._all_loads.add(place, self._index.reserve(place))
+        self._loads[place.instance][place] = load
+        self._kinds = None
 
     def learn(self, instance: str, cost: RoutingCost | None) -> None:
-        """Score prompts on an instance by a cost of its own; None: by the router's again.
-
-        Instances with costs that are alike share one, so that none of them is preferred for errors
-        of measuring.
-        """
+        """Score prompts on an instance by a cost of its own; None: by the router's again."""
         with self._lock:
-            own = self._costs.pop(instance, None)
-            if cost is None or instance not in self._loads:
-                return
-            known = (*self._costs.values(), *(() if own is None else (own,)))
-            self._costs[instance] = next((one for one in known if one.alike(cost)), cost)
+            self._costs.learn(instance, cost if instance in self._loads else None)
+            self._kinds = None
 
     def cost_of(self, instance: str) -> RoutingCost:
         """Return the cost by which prompts on an instance are scored."""
         with self._lock:
-            return self._cost_of(instance)
+            return self._costs.of(instance)
 
     def apply(self, instance: str, events: Sequence[KVEvent], rank: int = 0) -> None:
         """Apply KV events of an instance, in order. Unusable events are counted and skipped.
@@ -184,7 +179,8 @@ class PrefixRouter:
             ranks = self._loads.get(instance)
             if ranks is None:
                 raise InvalidValue(f"unknown instance {instance!r}; add it first")
-            ranks.setdefault(place, _Load())
+            if place not in ranks:
+                self._add_place(place)
         for event in events:
             with self._lock:  # per event, so that `score` does not wait for a whole batch
                 self._apply(place, event)
@@ -220,9 +216,10 @@ class PrefixRouter:
             self._skipped += 1
             return
         lora = event.lora_name or ""
-        adapters = self._adapters.setdefault(place.instance, set())
-        if 0 < len(lora) <= _LONGEST_ADAPTER and len(adapters) < _MOST_ADAPTERS:
-            adapters.add(lora)
+        if 0 < len(lora) <= _LONGEST_ADAPTER:
+            adapters = self._adapters.setdefault(place.instance, set())
+            if len(adapters) < _MOST_ADAPTERS:
+                adapters.add(lora)
         salt, marks = _extras(event, lora)
         self._index.store(
             place,
@@ -238,6 +235,47 @@ class PrefixRouter:
 
     # --- prompts -----------------------------------------------------------------------------
 
+    def choose(
+        self,
+        tokens: TokensLike | None,
+        *,
+        lora: str = "",
+        salt: str = "",
+        without: Collection[str] = (),
+        key: str = "",
+        home: str = "",
+    ) -> Score | None:
+        """Return the score of the place to send a prompt to; None if no instance is left.
+
+        ``tokens`` is None if they are unknown: then the least loaded place is chosen. ``salt`` is
+        the request's ``cache_salt``, ``lora`` the adapter's name; ``without`` are instances that
+        must not get it. Prompts of one ``key`` go to one instance, and those with a ``home`` to
+        this one, where that costs nothing; see `kvkeep.serve.router.placing.choose`.
+
+        Cost: that of a lookup (see `PlacementIndex`), 50 µs, and 30 ns a place.
+        """
+        row = None if tokens is None else as_tokens(tokens)
+        digest = salt_digest(salt) if salt else ""
+        tie = random_hash() if row is None else prompt_hash(row, lora, salt)
+        length = 1 if row is None else len(row)
+        with self._lock:
+            groups = [] if row is None else self._index.groups(row, lora, digest)
+            fleet = self._fleet(without)
+            at_home = [one.slot for one in self._loads.get(home, {}).values()]
+            wish = Wish(tie, self.cost.slack, name_hash(key) if key else None, at_home)
+            found = choose(length, groups, fleet, wish)
+            if found is None:
+                return None
+            slot, held, prefill_s = found
+            return Score(
+                self._all_loads.at(slot).place,
+                min(held.tokens, length),
+                held.tiers,
+                prefill_s,
+                float(fleet.wait_s[slot]),
+                float(fleet.balance_s[slot]),
+            )
+
     def score(
         self,
         tokens: TokensLike,
@@ -248,68 +286,68 @@ class PrefixRouter:
     ) -> list[Score]:
         """Return the scores of all places (of ``among``, if given) for this prompt, best first.
 
-        ``salt`` is the request's ``cache_salt``, ``lora`` the adapter's name.
+        For people, and to compare: `choose` takes one of the best without scoring all.
         """
         row = as_tokens(tokens)
         digest = salt_digest(salt) if salt else ""
+        length, nothing = len(row), HeldPrefix()
         with self._lock:
             held = self._index.lookup(row, lora, digest)
-            return self._scores(len(row), held, among)
-
-    def least_loaded(self, among: Collection[str] | None = None) -> list[Score]:
-        """Return the scores for a prompt whose tokens are unknown; see `score`."""
-        with self._lock:
-            return self._scores(1, {}, among)
-
-    def _scores(
-        self, length: int, held: dict[Place, HeldPrefix], among: Collection[str] | None
-    ) -> list[Score]:
-        now = self._clock()
-        places = [
-            (place, load)
-            for instance, ranks in self._loads.items()
-            if among is None or instance in among
-            for place, load in ranks.items()
-        ]
-        for _, load in places:
-            self._fade(load, now)
-        least = min((load.recent_s for _, load in places), default=0.0)
-        scores = []
-        nothing = HeldPrefix()
-        unknown_s = {id(cost): cost.prefill_s(length, None) for cost in self._known_costs()}
-        for place, load in places:
-            cost = self._cost_of(place.instance)
-            there = held.get(place, nothing)
-            wait = load.waiting_s + load.requests * self.cost.running_s
-            scores.append(
-                Score(
-                    place,
-                    min(there.tokens, length),
-                    there.tiers,
-                    cost.prefill_s(length, there) if there.tokens else unknown_s[id(cost)],
-                    wait,
-                    self.cost.balance * (load.recent_s - least),
+            others = () if among is None else self._loads.keys() - set(among)
+            fleet = self._fleet(others)
+            scores = []
+            for slot in np.flatnonzero(fleet.open).tolist():
+                place = self._all_loads.at(slot).place
+                there = held.get(place, nothing)
+                scores.append(
+                    Score(
+                        place,
+                        min(there.tokens, length),
+                        there.tiers,
+                        self._costs.of(place.instance).prefill_s(length, there),
+                        float(fleet.wait_s[slot]),
+                        float(fleet.balance_s[slot]),
+                    )
                 )
-            )
         # Ties go to the place with the least recent work.
         scores.sort(key=lambda score: (score.seconds, score.balance_s))
         return scores
 
-    def _cost_of(self, instance: str) -> RoutingCost:
-        """Return an instance's own cost, or that of others as long as its own is not known.
+    def _fleet(self, without: Collection[str]) -> Fleet:
+        """Return the places with their loads; those of ``without`` are not open."""
+        loads = self._all_loads
+        open_ = loads.known.copy()
+        for instance in without:
+            for load in self._loads.get(instance, {}).values():
+                open_[load.slot] = False
+        recent = loads.recent(self._clock())
+        least = recent[open_].min() if open_.any() else 0.0
+        kinds, kind_of = self._kinds_of_costs()
+        return Fleet(
+            open_,
+            loads.waits(self.cost.running_s),
+            self.cost.balance * (recent - least),
+            kinds,
+            kind_of,
+            loads.instance_hashes,
+            loads.place_hashes,
+        )
 
-        Else the default would prefer, or avoid, those that are not known.
-        """
-        own = self._costs.get(instance)
-        return next(iter(self._costs.values()), self.cost) if own is None else own
-
-    def _known_costs(self) -> list[RoutingCost]:
-        return [self.cost, *self._costs.values()]
-
-    def _fade(self, load: _Load, now: float) -> None:
-        if load.recent_s:
-            load.recent_s *= math.exp(-(now - load.noted) / self.cost.memory_s)
-        load.noted = now
+    def _kinds_of_costs(self) -> tuple[list[RoutingCost], np.ndarray[Any, Any]]:
+        """Return the different costs, and the number of each slot's."""
+        if self._kinds is None:
+            numbers: dict[int, int] = {}
+            kinds: list[RoutingCost] = []
+            kind_of = np.zeros(len(self._all_loads.known), np.intp)
+            for instance, ranks in self._loads.items():
+                cost = self._costs.of(instance)
+                number = numbers.setdefault(id(cost), len(kinds))
+                if number == len(kinds):
+                    kinds.append(cost)
+                for load in ranks.values():
+                    kind_of[load.slot] = number
+            self._kinds = kinds or [self.cost], kind_of
+        return self._kinds
 
     def begin(
         self, score: Score, tokens: TokensLike | None = None, *, lora: str = "", salt: str = ""
@@ -323,10 +361,7 @@ class PrefixRouter:
             if load is None:
                 raise InvalidValue(f"{place} is not known to this router")
             ticket = RouteTicket(place, score.prefill_s, load)
-            self._fade(load, self._clock())
-            load.waiting_ns += _ns(ticket.prefill_s)
-            load.recent_s += ticket.prefill_s
-            load.requests += 1
+            self._all_loads.begin(load, ticket.prefill_s, self._clock())
             if row is not None:
                 ticket.coming = self._index.expect(
                     place, row, _COMING_TOKENS, tier=_COMING, lora=lora, salt=digest
@@ -345,13 +380,13 @@ class PrefixRouter:
                 return
             self._arrived(ticket)
             ticket.ended = True
-            ticket.load.requests -= 1
+            self._all_loads.end(ticket.load)
 
     def _arrived(self, ticket: RouteTicket) -> None:
         if not ticket.waiting:
             return
         ticket.waiting = False
-        ticket.load.waiting_ns -= _ns(ticket.prefill_s)
+        self._all_loads.arrived(ticket.load, ticket.prefill_s)
         self._index.remove(ticket.place, ticket.coming, tier=_COMING)
 
     def stats(self) -> RouterStats:
@@ -381,8 +416,7 @@ class PrefixRouter:
     def load(self, instance: str) -> tuple[int, float]:
         """Return an instance's running requests, and the expected prefill seconds that wait."""
         with self._lock:
-            ranks = self._loads.get(instance, {}).values()
-            return sum(one.requests for one in ranks), sum(one.waiting_s for one in ranks)
+            return self._all_loads.total(self._loads.get(instance, {}).values())
 
     def blocks(self, instance: str) -> tuple[int, int]:
         """Return an instance's number of known blocks, and of evicted ones."""
@@ -393,10 +427,6 @@ class PrefixRouter:
         """Recount everything and assert that it agrees. Cost: O(blocks)."""
         with self._lock:
             self._index.check()
-
-
-def _ns(seconds: float) -> int:
-    return round(seconds * 1e9)
 
 
 def _extras(event: BlockStored, lora: str) -> tuple[str, list[str] | None]:

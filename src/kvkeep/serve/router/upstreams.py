@@ -15,7 +15,7 @@ from kvkeep.serve.router.health import Health
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable
 
-__all__ = ["UpstreamFailed", "Upstreams", "end_to_end_headers"]
+__all__ = ["UpstreamFailed", "Upstreams", "check_url", "end_to_end_headers"]
 
 # Headers of one connection, not of the message (RFC 9110, 7.6.1), and those the proxy sets anew.
 _OWN_HEADERS = frozenset(
@@ -49,30 +49,39 @@ class Upstreams:
 
     def __init__(
         self,
-        instances: Iterable[str],
+        instances: Iterable[str] = (),
         *,
         connect_s: float = 3.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.names: list[str] = []
-        for url in instances:
-            if "@" in url:  # logs and metrics show the names of instances
-                raise InvalidValue("an instance's URL must not contain a password")
-            if not _is_base_url(url):
-                raise InvalidValue(f"an instance must be http://HOST:PORT, got {url!r}")
-            if url in self.names:
-                raise InvalidValue(f"the instance {url} is given twice")
-            self.names.append(url)
-        if not self.names:
-            raise InvalidValue("a router needs at least one instance, got none")
-        self.health = Health(self.names, clock=clock)
+        self.health = Health(clock=clock)
         self._with_messages: set[str] = set()
         self._with_cost: set[str] = set()
+        for url in instances:
+            if url in self.names:
+                raise InvalidValue(f"the instance {url} is given twice")
+            self.add(url)
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=connect_s),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
             trust_env=False,  # no proxy from the environment
         )
+
+    @property
+    def names(self) -> list[str]:
+        """The instances that get new requests."""
+        return self.health.joined()
+
+    def add(self, url: str, *, proven: bool = True) -> None:
+        """Add an instance, see `Health.add`. Raises `InvalidValue` for a URL that is none."""
+        check_url(url)
+        self.health.add(url, proven=proven)
+
+    def remove(self, name: str) -> None:
+        """Forget an instance."""
+        self.health.remove(name)
+        self._with_messages.discard(name)
+        self._with_cost.discard(name)
 
     def has_messages(self, name: str) -> bool:
         """Whether the instance has Anthropic's API as kvkeep serves it, with pins."""
@@ -119,6 +128,14 @@ class Upstreams:
     async def close(self) -> None:
         """Close all connections."""
         await self._client.aclose()
+
+
+def check_url(url: str) -> None:
+    """Raise `InvalidValue` unless this is the URL of an instance."""
+    if "@" in url:  # logs and metrics show the names of instances
+        raise InvalidValue("an instance's URL must not contain a password")
+    if not _is_base_url(url):
+        raise InvalidValue(f"an instance must be http://HOST:PORT, got {url[:200]!r}")
 
 
 def _is_base_url(url: str) -> bool:

@@ -37,7 +37,6 @@ _NO_FIELD = {"body", "query", "path", "str"}
 _SUBJECT = re.compile(r"^(Input|String|List|Dictionary|Value error,) ")
 _WORDS = {
     "missing": "is missing",
-    "extra_forbidden": "is no field of this request; leave it out",
     "dict_type": "should be a JSON object",
     "model_type": "should be a JSON object",
     "model_attributes_type": "should be a JSON object",
@@ -160,6 +159,8 @@ def _what(error: Mapping[str, Any]) -> str:
     if error["type"] == "wrong_field":
         what: str = error["ctx"]["what"]
         return what
+    if error["type"] == "extra_forbidden":
+        return f"is no field of this request{error.get('near') or '; leave it out'}"
     if error["type"] == "union_tag_invalid":  # pydantic's message repeats the whole value
         return f"has a type that is none of {error['ctx']['expected_tags']}"
     return _WORDS.get(error["type"]) or _SUBJECT.sub("", error["msg"])

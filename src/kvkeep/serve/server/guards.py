@@ -22,9 +22,12 @@ __all__ = ["OPEN_PATHS", "PAGE_HEADERS", "AccessLog", "HostGuard", "KeyGuard"]
 
 access = logging.getLogger("kvkeep.access")
 
+# Probes of an orchestrator, which names the server by its address. Their answers tell nothing that
+# a web page could use, so they need no known Host name either.
+_PROBES = frozenset({"/livez", "/ready"})
 # Answered without an API key: health checks have none, and the dashboard's page is where a user
 # types it in. So is everything below _OPEN_BELOW.
-OPEN_PATHS = frozenset({"/health", "/"})
+OPEN_PATHS = frozenset({"/health", "/"}) | _PROBES
 _OPEN_BELOW = "/ui/"
 # The dashboard's page may run its own scripts and request this server only. No prompt's text can
 # become markup or be sent elsewhere, and no other page can frame it to hijack clicks.
@@ -42,13 +45,13 @@ PAGE_HEADERS = {
 }
 # Routers, orchestrators and the dashboard request these every few seconds: a log line for each
 # success would bury the others.
-_QUIET_PATHS = frozenset({"/health", "/kv/live", "/kv/map", "/kv/requests", "/kv/summary"})
+_QUIET_PATHS = _PROBES | {"/health", "/kv/live", "/kv/map", "/kv/requests", "/kv/summary"}
 
 
 class HostGuard:
     """Refuses requests whose Host header names none of ``hosts``, ignoring ports (None: any).
 
-    ``remedy`` is what to do, for the message.
+    Probes are answered under any name. ``remedy`` is what to do, for the message.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class HostGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on or refuse."""
-        if scope["type"] == "http" and self._hosts is not None:
+        if self._hosts is not None and scope["type"] == "http" and scope["path"] not in _PROBES:
             given = Headers(scope=scope).get("host", "")
             if _without_port(given).lower() not in self._hosts:
                 error = ApiError(

@@ -1,4 +1,4 @@
-"""`RecentLosses`: evictions and errors of one server, in the last minute, the last ten, and in all."""
+"""`ServerLosses`: evictions and errors of a server: in the last minute, the last ten, in all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvkeep.observe.usage.lately import Counts
     from kvkeep.store.tiers import TierStats
 
-__all__ = ["RecentLosses", "loss_counts"]
+__all__ = ["ServerLosses", "loss_counts"]
 
 _POOL: Final = "pool"
 _REQUESTS: Final = "requests"
@@ -37,7 +37,7 @@ _KINDS: Final[dict[str, Literal["eviction", "refusal"]]] = {
 _PATIENCE_S: Final = 10.0
 
 
-class RecentLosses:
+class ServerLosses:
     """Follows what is lost: pages and blocks that are evicted, requests and calls that fail.
 
     ``read`` returns the counters, by what they count and where. A thread samples them every five

@@ -14,7 +14,7 @@ from kvkeep.serve.http import BodyBudget
 from kvkeep.serve.server.engine_costs import EngineCosts
 from kvkeep.serve.server.errors import ApiError, outcome_of
 from kvkeep.serve.server.live import EngineState, Live
-from kvkeep.serve.server.losses import RecentLosses, loss_counts
+from kvkeep.serve.server.losses import ServerLosses, loss_counts
 from kvkeep.serve.server.metrics import ServerMetrics
 from kvkeep.serve.server.record import JobRecorder
 from kvkeep.serve.server.retention import Retention
@@ -84,7 +84,7 @@ class Service:
                 engine, settings.pin_share, weights=settings.weights
             )
         self.metrics.tier_retention = self.tier_retention
-        self.losses = RecentLosses(self.loss_counts)
+        self.losses = ServerLosses(self.loss_counts)
         self.live = Live(EngineState(self))
         self.worker = Worker(engine, flush_timeout_s=settings.flush_timeout_s)
         self.began = int(time.time())
@@ -120,6 +120,11 @@ class Service:
     def explainer(self) -> Explainer | None:
         """What explains requests; None if the server was told not to."""
         return self.watching.explainer
+
+    @property
+    def unexplained(self) -> str:
+        """Why requests are not explained, if they are not."""
+        return "this server explains no requests: it was started with --no-explain"
 
     @property
     def decode(self) -> Callable[[Sequence[int]], str] | None:
@@ -167,7 +172,7 @@ class Service:
     def loss_counts(
         self, cache: CacheStats | None = None, tiers: Sequence[TierStats] | None = None
     ) -> Counts:
-        """Return the counters of `RecentLosses`, from these statistics or those of now. Any thread."""
+        """Return what was lost, from these statistics or those of now. Thread safety: safe."""
         if cache is None:
             cache = self.engine.cache.stats()
         if tiers is None:

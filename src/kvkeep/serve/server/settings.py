@@ -20,13 +20,14 @@ LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 class ServerSettings:
     """The settings of a server; those of the engine are `Limits`.
 
-    ``name`` is the model's name for clients. ``api_key`` is required of every request but /health
-    and the dashboard's files. A body has at most ``max_body_bytes`` and ``body_timeout_s`` to
-    arrive; all bodies together have ``body_budget_bytes``, not counting the first 64 KiB of each.
-    Prompts have at most ``max_prompt_tokens`` (None: as many as the model and the pool allow). A
-    request takes at most ``request_timeout_s``, from its head to its last byte. On shutdown,
-    running requests have ``drain_timeout_s``, and then their KV ``flush_timeout_s`` to reach the
-    engine's store, if it has one. ``draft_tokens`` is the default for requests that do not set it.
+    ``name`` is the model's name for clients. ``api_key`` is required of every request but the
+    health checks and the dashboard's files. A body has at most ``max_body_bytes`` and
+    ``body_timeout_s`` to arrive; all bodies together have ``body_budget_bytes``, not counting the
+    first 64 KiB of each. Prompts have at most ``max_prompt_tokens`` (None: as many as the model and
+    the pool allow). A request takes at most ``request_timeout_s``, from its head to its last byte.
+    On shutdown, running requests have ``drain_timeout_s``, and then their KV ``flush_timeout_s`` to
+    reach the engine's store, if it has one. ``draft_tokens`` is the default for requests that do
+    not set it.
 
     ``hosts`` are the accepted names in the Host header (None: all). On a loopback address only its
     own names should be, or a web page could reach the server under its own name (DNS rebinding).
@@ -37,6 +38,9 @@ class ServerSettings:
 
     Streams of ``/v1/messages`` that were silent for ``ping_s`` get a ping, so that proxies do not
     close them during long prefills.
+
+    A step of the engine that takes longer than ``step_limit_s`` is reported as stuck by
+    ``/livez`` and ``/ready``; it is not aborted.
 
     Without ``text``, no response under /kv contains text or tokens of prompts. Without ``explain``,
     no prompts are remembered to explain their reuse. Without ``answers``, the store keeps only the
@@ -52,6 +56,7 @@ class ServerSettings:
     request_timeout_s: float = 600.0
     drain_timeout_s: float = 30.0
     flush_timeout_s: float = 10.0
+    step_limit_s: float = 300.0
     draft_tokens: int = 0
     hosts: frozenset[str] | None = LOOPBACK_HOSTS
     text: bool = True
@@ -79,7 +84,7 @@ class ServerSettings:
             seconds = getattr(self, name)
             if not 0 <= seconds < math.inf:
                 raise InvalidValue(f"{name} must be a number of seconds, 0 or more; got {seconds}")
-        for name in ("body_timeout_s", "ping_s"):
+        for name in ("body_timeout_s", "ping_s", "step_limit_s"):
             seconds = getattr(self, name)
             if not 0 < seconds < math.inf:
                 raise InvalidValue(f"{name} must be a number of seconds above 0, got {seconds}")

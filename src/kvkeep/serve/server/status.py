@@ -39,6 +39,10 @@ class StatusSource(Protocol):
         """What explains requests; None: they are not explained."""
 
     @property
+    def unexplained(self) -> str:
+        """Why requests are not explained, if they are not."""
+
+    @property
     def decode(self) -> Callable[[Sequence[int]], str] | None:
         """What makes text of tokens; None: answers have no text and no tokens of prompts."""
 

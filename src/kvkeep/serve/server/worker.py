@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
@@ -137,6 +138,7 @@ class Worker:
         # Held to close the command queue: no command is accepted afterwards.
         self._closing = threading.Lock()
         self._closed = False
+        self._busy_since: float | None = None  # written by the thread alone
         # For the worker's thread only:
         self._requests: dict[int, tuple[Request, Generation, int]] = {}
         self._outbox: list[Callable[[], None]] = []
@@ -145,6 +147,12 @@ class Worker:
     def alive(self) -> bool:
         """Whether the engine accepts commands."""
         return self._thread.is_alive() and not self._closed
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that the running step or command has taken so far; 0 between them."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
 
     def start(self) -> None:
         """Start the thread; results go to the running event loop."""
@@ -206,7 +214,7 @@ class Worker:
                 self._run_commands(wait=not self._engine.has_work)
                 self._send()  # so that an answer can begin before the first step ends
                 if self._engine.has_work and not self._stopping:
-                    self._step()
+                    self._timed(self._step)
                 self._send()
         except Exception:
             log.exception("the engine's thread has ended: an abort failed")
@@ -215,13 +223,20 @@ class Worker:
 
     def _run_commands(self, *, wait: bool) -> None:
         if wait:
-            self._commands.get()()
+            self._timed(self._commands.get())
         while True:
             try:
                 command = self._commands.get_nowait()
             except Empty:
                 return
-            command()
+            self._timed(command)
+
+    def _timed(self, work: Callable[[], None]) -> None:
+        self._busy_since = time.monotonic()
+        try:
+            work()
+        finally:
+            self._busy_since = None
 
     def _step(self) -> None:
         try:

@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 
 import numpy as np
 
-from kvkeep.core.errors import InvalidValue, whole
+from kvkeep.core.errors import InvalidValue, reason, whole
 from kvkeep.store.backends.base import ALIGNMENT
 from kvkeep.store.backends.buffers import aligned
 
@@ -44,7 +44,8 @@ class Arena:
             self.buffer = aligned(self.size)
         except (OSError, OverflowError) as error:
             raise InvalidValue(
-                f"an arena of {size} bytes is more than the system gives ({error}); take less"
+                f"an arena of {size} bytes is more than the system gives ({reason(error)}); "
+                "take less"
             ) from error
         self._taken: dict[int, int] = {}  # offset → bytes
         # Free extents by begin and end, to merge neighbours, and by size.

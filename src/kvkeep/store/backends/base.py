@@ -58,7 +58,7 @@ class Backend(ABC):
         shared: whether other processes may add or remove records. If so, the tier looks up blocks
             it does not know of here, and the backend counts their bytes against ``capacity`` too.
         capacity: maximum bytes held, None without a limit of its own. `put` raises `OutOfRoom`
-            rather than exceed it.
+            rather than exceed it. Fixed once `settle_capacity` has returned.
         unit: bytes; the size of a record counts against ``capacity`` rounded up to this unit.
         budget: the bucket of the option ``writes=``; None: writes are not limited.
         charges: whether `put` charges ``budget`` itself, as it writes, which `limit_writes` then
@@ -84,6 +84,18 @@ class Backend(ABC):
     @abstractmethod
     def from_url(cls, url: TierURL) -> Backend:
         """Open what ``url`` names; take the backend's options out of it. Raises `InvalidValue`."""
+
+    @classmethod
+    def check_url(cls, url: TierURL) -> bool:
+        """Take the backend's options out of ``url`` and check them; open and change nothing.
+
+        Returns whether it would have a capacity. The default checks no option, and returns True.
+
+        Raises:
+            InvalidValue: as `from_url`, as far as that is known without opening the place.
+        """
+        url.take_rest()
+        return True
 
     @abstractmethod
     def put(self, block: bytes, record: memoryview) -> None:
@@ -148,6 +160,12 @@ class Backend(ABC):
         """Store one line of text about a namespace, where that is cheap; bounded in number.
 
         Called once per namespace. An older note may stay.
+        """
+
+    def settle_capacity(self) -> None:  # noqa: B027
+        """Fix `capacity`, before a store uses the place.
+
+        A place that gets none from its URL may choose one here, and remember it for others.
         """
 
     def noted_spaces(self) -> dict[bytes, bytes]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from kvkeep.core.errors import InvalidValue, whole
+from kvkeep.core.errors import InvalidValue, did_you_mean, whole
 from kvkeep.core.geometry.units import parse_bytes, parse_count, parse_seconds
 from kvkeep.store.backends.budget import WriteBudget
 
@@ -78,7 +78,10 @@ class TierURL:
         value = self.text(name, default)
         assert value is not None
         if value not in choices:
-            raise InvalidValue(f"{name}={value} in {self.safe}; use one of {', '.join(choices)}")
+            raise InvalidValue(
+                f"{name}={value} in {self.safe}; use one of {', '.join(choices)}"
+                f"{did_you_mean(value, choices)}"
+            )
         return value
 
     def size(self, name: str, default: int | None = None) -> int | None:
@@ -86,7 +89,7 @@ class TierURL:
         return self._parsed(name, parse_bytes, default)
 
     def seconds(self, name: str, default: float | None = None) -> float | None:
-        """Take a positive number of seconds: ``30``, ``500ms``, ``10m``, ``2h``, ``7d``."""
+        """Take a positive time in seconds: ``30s``, ``500ms``, ``10m``, ``2h``, ``7d``."""
         return self._parsed(name, parse_seconds, default)
 
     def write_budget(self, name: str) -> WriteBudget | None:
@@ -98,12 +101,20 @@ class TierURL:
         given = self._parsed(name, parse_count, None)
         return default if given is None else whole(f"{name} in {self.safe}", given, low, high)
 
+    def take_rest(self) -> None:
+        """Take all options that remain, unread."""
+        self._taken += self._options
+        self._options.clear()
+
     def finish(self) -> None:
         """Raise `InvalidValue` if options remain that were not taken."""
         if self._options:
             unknown = ", ".join(sorted(self._options))
             known = ", ".join(sorted(set(self._taken))) or "none"
-            raise InvalidValue(f"{self.safe} has no option {unknown}; the options are: {known}")
+            raise InvalidValue(
+                f"{self.safe} has no option {unknown}; the options are: {known}"
+                f"{did_you_mean(sorted(self._options), set(self._taken))}"
+            )
 
     def _parsed(self, name: str, parse: Callable[[str], T], default: T | None) -> T | None:
         value = self.text(name)

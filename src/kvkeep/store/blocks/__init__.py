@@ -2,6 +2,7 @@
 
 store.py    BlockStore
 base.py     what both stores have: life cycle, hooks, pinned memory, sharing by name
+placing.py  in which tiers blocks lie, and why others are not there
 returns.py  follows conversations by their blocks
 return_notes.py  tells stores in other processes of them
 shared.py   the shared stores of a process, by name

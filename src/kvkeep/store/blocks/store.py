@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvkeep.core.cost import CostModel
 from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.keys import KEY_BYTES, as_namespace, space_of
 from kvkeep.store.blocks.base import Store
+from kvkeep.store.blocks.placing import last_losses, tier_runs
 from kvkeep.store.blocks.return_notes import ReturnReplay
 from kvkeep.store.blocks.returns import BlockReturns
 from kvkeep.store.blocks.shared import places_of
 from kvkeep.store.blocks.stats import closed_is_illegal, runs_of, seconds_of
-from kvkeep.store.tiers import Inclusive, TieredStore, TieringPolicy, note_of, open_tiers
+from kvkeep.store.tiers import (
+    PROMPT_TOKENS,
+    Inclusive,
+    TieredStore,
+    TieringPolicy,
+    note_of,
+    open_tiers,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,6 +51,8 @@ class BlockStore(Store):
         policy: decides which blocks move to which tier; `kvkeep.store.tiers.Inclusive` by default.
         cost: what loading and computing take, as far as it is known; it learns from here on. An
             engine that uses the same object learns it, too. A new one by default.
+        token_bytes: bytes of the KV of a token, if known: they size the buffer that is put in front
+            of tiers without memory, as in `KVStore`; else it has 256 MiB.
 
     Raises:
         InvalidValue: an argument is wrong; nothing stays open.
@@ -62,6 +73,7 @@ class BlockStore(Store):
         tiers: Sequence[str | Backend] = ("memory://1GiB",),
         policy: TieringPolicy | None = None,
         cost: CostModel | None = None,
+        token_bytes: int = 0,
     ) -> None:
         if policy is not None and not isinstance(policy, TieringPolicy):
             raise InvalidValue(f"policy is {policy!r}; a TieringPolicy is needed, as Inclusive()")
@@ -69,7 +81,8 @@ class BlockStore(Store):
             raise InvalidValue(f"cost is {cost!r}; a kvkeep.core.cost.CostModel is needed")
         self.namespace = as_namespace(namespace)
         self._space = space_of(self.namespace)
-        front, below = open_tiers(tiers)
+        prompt_bytes = PROMPT_TOKENS * whole("token_bytes", token_bytes, 0)
+        front, below = open_tiers(tiers, prompt_bytes=prompt_bytes)
         notes = {self._space: note_of(self.namespace)}
         super().__init__(TieredStore(front, below, policy, notes=notes, cost=cost), "blocks")
         self._tiered.expect(self._space)
@@ -82,6 +95,7 @@ class BlockStore(Store):
         tiers: Sequence[str | Backend] = ("memory://1GiB",),
         policy: TieringPolicy | None = None,
         cost: CostModel | None = None,
+        token_bytes: int = 0,
     ) -> BlockStore:
         """Return the store called ``name`` in this process; see `KVStore.shared`."""
         given = {
@@ -89,9 +103,10 @@ class BlockStore(Store):
             "tiers": places_of(tiers),
             "policy": repr(policy or Inclusive()),
         }
-        return BlockStore._take(
-            name, given, lambda: BlockStore(namespace, tiers=tiers, policy=policy, cost=cost)
+        make = partial(
+            BlockStore, namespace, tiers=tiers, policy=policy, cost=cost, token_bytes=token_bytes
         )
+        return BlockStore._take(name, given, make)
 
     def pin_memory(self) -> None:
         """Page-lock the memory of the first tier until `close`, so that a GPU copies at full speed.
@@ -279,40 +294,14 @@ class BlockStore(Store):
         0.2 µs a block, and some µs for each block of a tier that is shared.
         """
         self._tiered.check_open()
-        memory, tiers = self._tiered.memory, self._tiered.tiers
-        blocks = [self._space + key for key in keys]
-        runs: list[tuple[int, str]] = []
-        at = 0
-        while at < len(blocks):
-            name, end = memory.name, at + 1
-            if blocks[at] in memory:
-                end = at + max(1, memory.catalogue.leading(blocks[at:]))
-            elif tiers:
-                (held,) = self._tiered.holders(blocks[at : at + 1])
-                tier = tiers[held[0] - 1] if held and held[0] else tiers[-1]
-                name, there = tier.name, 1
-                if held and tier.serves_all:
-                    there = tier.catalogue.leading(blocks[at:])
-                while end < at + there and blocks[end] not in memory:
-                    end += 1
-            if runs and runs[-1][1] == name:
-                runs.pop()
-            runs.append((end, name))
-            at = end
-        return runs
+        return tier_runs(self._tiered, [self._space + key for key in keys])
 
     def losses(self, keys: Sequence[bytes]) -> list[Loss | None]:
         """Return why each of ``keys`` was lost last, or cannot be read now; None: nothing is known.
 
         For keys that were not found. Queries no tier. Cost: some µs a key.
         """
-        blocks = [self._space + key for key in keys]
-        found: list[Loss | None] = []
-        for block, loss in zip(blocks, self._tiered.losses_of(blocks), strict=True):
-            # A block that was stored again since then has an entry still.
-            last = self._tiered.losses.of(block) if loss is None else loss
-            found.append(None if last is None or last.what == "never" else last)
-        return found
+        return last_losses(self._tiered, [self._space + key for key in keys])
 
     def returns(self, block_tokens: int) -> BlockReturns:
         """Return what follows this store's conversations, in blocks of ``block_tokens`` tokens.
@@ -365,6 +354,10 @@ class BlockStore(Store):
     def stats(self) -> list[TierStats]:
         """Return the state of every tier, fastest first."""
         return self._tiered.stats()
+
+    def own_bytes(self) -> dict[str, int]:
+        """Return by tier the bytes of this namespace's records; see `TieredStore.bytes_of`."""
+        return self._tiered.bytes_of(self._space)
 
     def _blocks(self, keys: Sequence[bytes]) -> list[bytes]:
         for key in keys:

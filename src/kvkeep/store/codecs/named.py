@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvkeep.core.errors import InvalidValue, require
+from kvkeep.core.errors import InvalidValue, did_you_mean, require
 from kvkeep.store.codecs.auto import AutoCodec, AutoSetting, candidates
 from kvkeep.store.codecs.encrypted import ENCRYPTED, EncryptedCodec, inner_number
 from kvkeep.store.codecs.kinds import KindsCodec
@@ -39,7 +39,10 @@ def make_codec(
     if kind == "auto":
         return _auto(AutoSetting.of(setting), shape, key, old_keys)
     if kind not in CODECS:
-        raise InvalidValue(f"codec is {name!r}; it is one of {', '.join(CODECS)}, auto")
+        raise InvalidValue(
+            f"codec is {name!r}; it is one of {', '.join(CODECS)}, auto"
+            f"{did_you_mean(name.partition(':')[0], [*CODECS, 'auto'])}"
+        )
     codec = _make(name, shape)
     return codec if key is None else EncryptedCodec(codec, key, old_keys)
 

@@ -18,7 +18,14 @@ from kvkeep.store.blocks.stats import closed_is_illegal, seconds_of
 from kvkeep.store.kv.binding import ModelBinding
 from kvkeep.store.kv.names import PromptBlocks, TenantNames
 from kvkeep.store.kv.reporting import KVReporter
-from kvkeep.store.tiers import Chain, TenantWeights, TieredStore, open_tiers
+from kvkeep.store.tiers import (
+    PROMPT_TOKENS,
+    Chain,
+    TenantWeights,
+    TieredStore,
+    open_tier,
+    open_tiers,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -63,13 +70,16 @@ class PromptStore(Store):
             self._names_of(name).space: parse_bytes(limit) for name, limit in config.quotas.items()
         }
         shares = _weights(self._names, config)
-        front, below = open_tiers(config.tiers, kept.block_shape, shares=shares is not None)
+        front, below = open_tiers(
+            config.tiers, kept.block_shape, shares=shares is not None,
+            prompt_bytes=self.geometry.bytes_for(PROMPT_TOKENS),
+        )  # fmt: skip
         tiered = TieredStore(
             front, below, config.policy, notes=self._names.notes, shares=shares, cost=config.cost
         )
         if shares is not None:
             self._names.made = partial(_announce, tiered)
-        super().__init__(tiered, "tokens")
+        super().__init__(tiered, "tokens", partial(open_tier, shape=kept.block_shape))
         self._reporter = KVReporter(self.geometry.bytes_per_token, self._timing)
         self._pin_memory()
         for space, limit in limits.items():
@@ -79,7 +89,7 @@ class PromptStore(Store):
     @property
     def tiers(self) -> tuple[str, ...]:
         """The names of the tiers, fastest first. The first one is in memory."""
-        return (self._tiered.memory.name, *(tier.name for tier in self._tiered.tiers))
+        return self._tiered.names
 
     def bind(self, identity: str) -> None:
         """Reserve the store for the loaded model with this `kvkeep.store.model_identity`.

@@ -278,7 +278,7 @@ class SnapshotTransfers:
             until = time.monotonic() + seconds_of("deadline", deadline)
         names = PositionNames(self._forms, prompt)
         finder = PositionFinder(tiered, names, start=prompt.start, until=until)
-        tiers = [tiered.memory.name, *(tier.name for tier in tiered.tiers)]
+        tiers = tiered.names
         for _ in range(_TRIES):
             position = finder.longest()
             if position is None:

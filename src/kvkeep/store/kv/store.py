@@ -49,8 +49,8 @@ class KVStore(PromptLoads):
             `kvkeep.store.model_identity` becomes the revision; or ``"name@revision"``; or a name
             together with ``revision``.
         tiers: URLs, fastest first, or backends; see docs/store.md. All reads and writes pass
-            through memory, so a buffer of 256 MiB is put in front if the first tier is no
-            ``memory://``.
+            through memory, so if the first tier is no ``memory://``, a buffer for four prompts of
+            4,096 tokens is put in front: at least 256 MiB, at most a tenth of the free memory.
         layout: layout of the caller's tensors, "NHD" or "HND"; blocks are stored in it.
         block_tokens: tokens of a block, the unit in which KV is found and moved.
         tenant: the default tenant; calls can name another one.

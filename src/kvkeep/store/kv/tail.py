@@ -64,7 +64,7 @@ class TailRead:
         self._blocks: Sequence[_TailBlock] = _blocks_of(found, prompt.start, self.unit)
         if self._blocks:
             self.stop = self._blocks[-1].stop
-        names = (tiered.memory.name, *(tier.name for tier in tiered.tiers))
+        names = tiered.names
         self.runs = runs_of((names[one.level], self._tokens(one)) for one in self._blocks)
         self._tiered, self._form, self._begin = tiered, form, begin
         self._prompt = prompt

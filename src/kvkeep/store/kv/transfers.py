@@ -120,7 +120,7 @@ class KVTransfers:
             until = time.monotonic() + seconds_of("deadline", deadline)
         found, choice = find_stored(tiered, prompt, until), None
         if choose is not None:
-            choice = choose(pieces_of(found, prompt, self._form, _tier_names(tiered)))
+            choice = choose(pieces_of(found, prompt, self._form, tiered.names))
             found, until = self._cut(tiered, found, choice, start % names.block_tokens, until)
         blocks, levels, lengths = found
         skip = start % names.block_tokens if lengths else 0
@@ -149,7 +149,7 @@ class KVTransfers:
             )
         if choice is not None and count < len(blocks) and until and time.monotonic() >= until:
             at = start + ends[count - 1] if count else start
-            slower = (choice.overtaken(at, _tier_names(tiered)[levels[count]]), *slower)
+            slower = (choice.overtaken(at, tiered.names[levels[count]]), *slower)
         if not count:
             return LoadedKV(None, 0, slower=slower)
         self._followers.note(blocks[:count])
@@ -197,10 +197,6 @@ class KVTransfers:
         found = find_stored(tiered, prompt, until)
         self._followers.note(found.ids)
         return TailRead(tiered, self._form, prompt, found, begin)
-
-
-def _tier_names(tiered: TieredStore) -> list[str]:
-    return [tiered.memory.name, *(tier.name for tier in tiered.tiers)]
 
 
 def inexact_from(

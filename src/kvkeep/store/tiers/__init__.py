@@ -43,12 +43,22 @@ from __future__ import annotations
 from kvkeep.store.tiers.adaptive import AdaptiveTiering
 from kvkeep.store.tiers.block_prefetch import BlockPrefetch
 from kvkeep.store.tiers.block_waits import SharedReturns
+from kvkeep.store.tiers.buffer import PROMPT_TOKENS, buffer_bytes
 from kvkeep.store.tiers.chains import Chain
 from kvkeep.store.tiers.counters import TierCounters, TierStats
+from kvkeep.store.tiers.detaching import Detached
 from kvkeep.store.tiers.loss_log import Loss, LossKind, LossLog, Miss
 from kvkeep.store.tiers.memory import MemorySpec, MemoryTier
 from kvkeep.store.tiers.notes import note_of
-from kvkeep.store.tiers.opening import TIER_OPTIONS, TIERINGS, open_backend, open_tiers, tiering
+from kvkeep.store.tiers.opening import (
+    TIER_OPTIONS,
+    TIERINGS,
+    check_tiers,
+    open_backend,
+    open_tier,
+    open_tiers,
+    tiering,
+)
 from kvkeep.store.tiers.removing import Removed
 from kvkeep.store.tiers.tail_reading import TailLimit
 from kvkeep.store.tiers.tier import Tier, TierOptions, TierSpec
@@ -60,11 +70,13 @@ from kvkeep.store.tiers.valued import ValuedTiering
 from kvkeep.store.tiers.writing import Written
 
 __all__ = [
+    "PROMPT_TOKENS",
     "TIERINGS",
     "TIER_OPTIONS",
     "AdaptiveTiering",
     "BlockPrefetch",
     "Chain",
+    "Detached",
     "Exclusive",
     "Inclusive",
     "Loss",
@@ -88,8 +100,11 @@ __all__ = [
     "TieringPolicy",
     "ValuedTiering",
     "Written",
+    "buffer_bytes",
+    "check_tiers",
     "note_of",
     "open_backend",
+    "open_tier",
     "open_tiers",
     "tiering",
 ]

@@ -90,7 +90,7 @@ class Demoter:
         lease = self._levels.memory.lease(block)
         if lease is None:
             return first
-        below = self._levels.tiers[move.target - 1 :]
+        below = self._levels.active[move.target - 1 :]
         try:
             return next((tier for tier in below if not tier.records.refuses(lease.record)), None)
         finally:
@@ -122,20 +122,22 @@ class Demoter:
                 if move.why == "write budget":
                     tier.counters.count(over_budget=1)
 
-    def from_tier(self, level: int, block: bytes) -> None:
-        """Copy ``block``, which tier ``level`` is about to delete, to a lower tier.
+    def from_tier(self, source: Tier, block: bytes) -> None:
+        """Copy ``block``, which tier ``source`` is about to delete, to a lower tier.
 
         Reads in this thread and writes in one of the lower tier. Waits only a share of the timeout:
         a lower tier that hangs must not stop the one above it.
         """
+        level = self._levels.number(source.name)
+        if level is None:  # it is being detached, or opened
+            return
         move = self._planner.evict(block, level)
         if isinstance(move, Drop):
             self._note_refused(move)
             return
-        source = self._levels.tier(level)
-        below = self._levels.tiers[move.target - 1 :]
+        below = self._levels.active[move.target - 1 :]
         if not source.codec.exact:  # what it has is not for exact tiers
-            below = [tier for tier in below if not tier.codec.exact]
+            below = tuple(tier for tier in below if not tier.codec.exact)
         if not below:
             return
         target = below[0]

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvkeep.store.tiers.front import FrontMemory, FrontOrder
-    from kvkeep.store.tiers.tier import Tier
+    from kvkeep.store.tiers.front import FrontOrder
+    from kvkeep.store.tiers.levels import Levels
 
 __all__ = ["LevelPins"]
 
@@ -19,16 +19,24 @@ class LevelPins:
     A block counts as pinned if any level pinned it. Thread safety: all methods.
     """
 
-    def __init__(self, memory: FrontMemory, tiers: Sequence[Tier]) -> None:
-        self._memory = memory
-        self._tiers = tiers
-        self._catalogues: list[FrontOrder] = [memory.catalogue, *(tier.catalogue for tier in tiers)]
+    def __init__(self, levels: Levels) -> None:
+        self._levels = levels
+
+    @property
+    def _catalogues(self) -> list[FrontOrder]:
+        return [order for order, _ in self._places()]
+
+    def _places(self) -> list[tuple[FrontOrder, int]]:
+        """Return the catalogue of each level, and the level's size in bytes."""
+        memory = self._levels.memory
+        places: list[tuple[FrontOrder, int]] = [(memory.catalogue, memory.capacity)]
+        places += [(one.catalogue, one.backend.capacity or 0) for one in self._levels.tiers]
+        return places
 
     def pin(self, blocks: Sequence[bytes], seconds: float) -> int:
         """Pin ``blocks`` in order; return how many leading ones are pinned."""
         pinned: set[bytes] = set()
-        sizes = [self._memory.capacity, *(tier.backend.capacity or 0 for tier in self._tiers)]
-        for catalogue, size in zip(self._catalogues, sizes, strict=True):
+        for catalogue, size in self._places():
             pinned.update(catalogue.pin(blocks, seconds, size // 2))
         return next((at for at, block in enumerate(blocks) if block not in pinned), len(blocks))
 

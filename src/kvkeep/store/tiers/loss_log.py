@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
 __all__ = ["Loss", "LossKind", "LossLog", "Miss"]
 
@@ -31,13 +31,14 @@ class Miss:
     - "evicted": deleted to make room. The name of the tier's eviction policy.
     - "dropped": never written. "queue full", "no room", "write failed", "breaker" (the circuit
       breaker is open), "no time" (the tier above had to delete it at once), "write budget"
-      (the tier's write budget is spent), "fault" (a bug of
-      kvkeep; the log has the traceback).
+      (the tier's write budget is spent), "detached" (the tier takes no more writes), "fault" (a bug
+      of kvkeep; the log has the traceback).
     - "refused": "admission" (the tiering policy admits it later, or never); "write budget" (the
       budget is short, and kept for blocks that are worth more); "answer" (generated
       tokens, where only prompts are stored); "unread" (generated tokens, where answers like this
       one are never read again); else why the tier does not serve this record.
-    - "removed": "cleared" or "removed" by request, "ttl" (expired), "gone" (deleted by others).
+    - "removed": "cleared" or "removed" by request, "ttl" (expired), "gone" (deleted by others),
+      "detached" (the tier was, and has them still).
     - "damaged": the record did not verify.
     - "unavailable": "breaker" (the circuit breaker is open), or the error.
     - "late": the tier did not answer in time.
@@ -104,6 +105,8 @@ class LossLog:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.most = most
+        self.dropping: Callable[[str, str], None] = lambda _tier, _why: None
+        """Called with the tier and the detail of each loss of the kind "dropped"."""
         self._rank = {name: rank for rank, name in enumerate(tiers)}
         self._clock = clock
         self._lock = threading.Lock()
@@ -112,7 +115,7 @@ class LossLog:
     def __len__(self) -> int:
         return len(self._last)
 
-    def note(self, blocks: Iterable[bytes], tier: str, what: LossKind, detail: str) -> None:
+    def note(self, blocks: Collection[bytes], tier: str, what: LossKind, detail: str) -> None:
         """Record that ``blocks`` were lost now."""
         event = Loss(tier, what, self._clock(), detail)
         last = self._last
@@ -127,6 +130,12 @@ class LossLog:
                 if what != "evicted" or not self._lost_below(known, tier):
                     last[block] = event
                 last.move_to_end(block)
+        if what == "dropped" and blocks:
+            self.dropping(tier, detail)
+
+    def attach(self, tier: str) -> None:
+        """Count losses in ``tier``, which was attached, as those below all others."""
+        self._rank[tier] = len(self._rank)
 
     def of(self, block: bytes) -> Loss | None:
         """Return the last loss of ``block``, None if none is recorded."""

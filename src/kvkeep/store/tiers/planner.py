@@ -85,11 +85,17 @@ class Planner:
         self.policy = policy
         self.tiers = tiers
         """Tiers below memory."""
-        self._levels = range(1, tiers + 1)
         self._lock = threading.Lock()
         self._touches = Touches()
         self._until_fit = 0  # blocks that may be requested before `fit` is due
         self._pause = _FIRST_PAUSE
+
+    def resize(self, tiers: int) -> None:
+        """Have ``tiers`` tiers below memory from now on; `fit` is due."""
+        with self._lock:
+            if tiers != self.tiers:
+                self.tiers = tiers
+                self._until_fit, self._pause = 0, _FIRST_PAUSE
 
     @property
     def fit_due(self) -> bool:
@@ -118,7 +124,7 @@ class Planner:
         with self._lock:
             for block in blocks:
                 touches = self._touches.touch(block)
-                for level in self._levels:
+                for level in range(1, self.tiers + 1):
                     if admits(level, touches):
                         moves.append(Copy(block, level))
                     elif admits(level, _MANY_TOUCHES):
@@ -135,7 +141,7 @@ class Planner:
                 if touches > 1:  # else no earlier touch is known: it was not stored here lately
                     moves += [
                         Copy(block, level)
-                        for level in self._levels
+                        for level in range(1, self.tiers + 1)
                         if admits(level, touches) and not admits(level, touches - 1)
                     ]
         return moves

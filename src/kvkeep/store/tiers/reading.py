@@ -115,10 +115,10 @@ class Reader:
         tier, block = read.source, read.block
         with suppress(BackendFailed):  # the memory was closed meanwhile
             if tier is not None and read.stays and block in self._memory:
-                level = 1 + list(self.levels.tiers).index(tier)
+                level = self.levels.number(tier.name)
                 # A lossy tier keeps its copy: an exact one would not take it back from memory, and
-                # to encode it again would add to its error.
-                if self.levels.planner.leaves(level) and tier.codec.exact:
+                # to encode it again would add to its error. So does one that is being detached.
+                if level and self.levels.planner.leaves(level) and tier.codec.exact:
                     tier.writing.submit(partial(self.queue.move_out, tier, block))
                 self._demoter.demote_ahead()
 

@@ -128,7 +128,7 @@ class TailRequest(ReadRequest):
         most = self._limit(raw_bytes)
         if not levels[at]:
             return most
-        reads = self._levels.tiers[levels[at] - 1].reads
+        reads = self._levels.tier(levels[at]).reads
         cost = reads.cost
         block_s = cost.seconds_per_byte * raw_bytes
         if not reads.known or not block_s:

@@ -8,6 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvkeep.core.cost import CostModel
+from kvkeep.store.tiers.attaching import TierChanges
+from kvkeep.store.tiers.buffer import SmallBuffer
 from kvkeep.store.tiers.demoting import Demoter, left_until
 from kvkeep.store.tiers.fetch_back import open_fetch_back
 from kvkeep.store.tiers.front import open_front
@@ -28,7 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from kvkeep.store.tiers.counters import TierStats
+    from kvkeep.store.tiers.detaching import Detached
     from kvkeep.store.tiers.front import FrontOrder
+    from kvkeep.store.tiers.levels import LevelNames
     from kvkeep.store.tiers.memory import MemorySpec
     from kvkeep.store.tiers.tier import TierSpec
     from kvkeep.store.tiers.tier_shares import TenantWeights
@@ -72,18 +76,20 @@ class TieredStore(TieredReads):
     ) -> None:
         self.cost = CostModel() if cost is None else cost
         self.policy = policy or Inclusive()
-        self.losses = LossLog([memory.name, *(tier.name for tier in tiers)])
+        names = [memory.name, *(tier.name for tier in tiers)]
+        self.losses = LossLog(names)
+        warning = SmallBuffer(memory.name, memory.backend.capacity or 0)
+        self.losses.dropping = lambda tier, why: warning.dropped(tier, why) if self.tiers else None
         self.memory = open_front(memory, self.losses, self._evicted_from_memory, shares)
-        open_tier = partial(Tier, losses=self.losses, notes=notes, shares=shares, cost=self.cost)
-        self.tiers = [
-            open_tier(spec, evicting=partial(self._evicting_from, level))
-            for level, spec in enumerate(tiers, start=1)
-        ]
-        planner = Planner(self.policy, len(self.tiers))
-        below: list[FrontOrder] = [tier.catalogue for tier in self.tiers]
-        self._orders = [self.memory.catalogue, *below]
-        self.returns = TierReturns(self._orders, fetch_back=memory.fetch_back)
-        self._levels = Levels(self.memory, self.tiers, planner, self.losses, self.returns.used)
+        self._open = partial(Tier, losses=self.losses, notes=notes, shares=shares, cost=self.cost)
+        self._quotas: dict[bytes, int] = {}
+        self._tenants: dict[bytes, str | None] | None = None if shares is None else {}
+        self._expected: dict[bytes, None] = {}
+        opened = [self._tier(spec) for spec in tiers]
+        planner = Planner(self.policy, len(opened))
+        orders: list[FrontOrder] = [self.memory.catalogue, *(tier.catalogue for tier in opened)]
+        self.returns = TierReturns(orders, fetch_back=memory.fetch_back)
+        self._levels = Levels(self.memory, opened, planner, self.losses, self.returns.used)
         self._queue = WriteQueue(self.memory, self.losses)
         self._demoter = Demoter(self._levels, self._queue)
         self._reader = Reader(
@@ -92,24 +98,46 @@ class TieredStore(TieredReads):
         self._remover = Remover(self._levels, self._queue, self._reader)
         self._reader.fetch_back = open_fetch_back(self.returns, self._levels, self._reader)
         super().__init__(self._levels, self._reader)
-        self._pins = LevelPins(self.memory, self.tiers)
+        self._pins = LevelPins(self._levels)
+        self._changes = TierChanges(
+            self._levels, self._queue, self.returns, self._tier, lambda: self._closed
+        )
         self._lock = threading.Lock()
-        share = int(self.memory.capacity * _QUEUED_SHARE)
-        for tier in self.tiers:
-            tier.writing.limit = min(tier.options.queue_bytes or share, share)
+        for tier in opened:
             tier.open()
-        for tier in self.tiers:
+        for tier in opened:
             tier.trim()
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """The tiers below memory at this moment, fastest first; then one that is being detached."""
+        return self._levels.tiers
+
+    @property
+    def names(self) -> LevelNames:
+        """The names of all levels at this moment, fastest first; memory is the first."""
+        return self._levels.names
+
+    def _tier(self, spec: TierSpec) -> Tier:
+        """Return a tier, not listed yet, that knows what the store knows of namespaces."""
+        tier: Tier = self._open(spec, evicting=lambda block: self._demoter.from_tier(tier, block))
+        share = int(self.memory.capacity * _QUEUED_SHARE)
+        tier.writing.limit = min(tier.options.queue_bytes or share, share)
+        for space, limit in list(self._quotas.items()):
+            tier.catalogue.set_quota(space, limit)
+        for space, tenant in list((self._tenants or {}).items()):
+            tier.catalogue.announce(space, tenant)
+        for space in list(self._expected):
+            tier.expect(space)
+        return tier
 
     def _evicted_from_memory(self, block: bytes) -> None:
         self._demoter.note_evicted(block)
 
-    def _evicting_from(self, level: int, block: bytes) -> None:
-        self._demoter.from_tier(level, block)
-
     def expect(self, space: bytes) -> None:
         """Make each tier log once if it holds blocks but none of this namespace; see `Tier`."""
         self.check_open()
+        self._expected[space] = None
         for tier in self.tiers:
             tier.expect(space)
 
@@ -186,14 +214,49 @@ class TieredStore(TieredReads):
     def set_quota(self, space: bytes, limit: int) -> None:
         """Limit a namespace to ``limit`` bytes in each level that has a budget."""
         self.check_open()
-        for order in self._orders:
+        self._quotas[space] = limit
+        for order in (self.memory.catalogue, *(tier.catalogue for tier in self.tiers)):
             order.set_quota(space, limit)
 
     def announce(self, space: bytes, tenant: str | None) -> None:
         """Count a namespace for the share of ``tenant`` in each level; see `Catalogue`."""
         self.check_open()
-        for order in self._orders:
+        if self._tenants is not None:
+            self._tenants[space] = tenant
+        for order in (self.memory.catalogue, *(tier.catalogue for tier in self.tiers)):
             order.announce(space, tenant)
+
+    # --- tiers that come and go ------------------------------------------------------------------
+
+    def attach(self, spec: TierSpec, below: str | None = None) -> str:
+        """Add a tier below the one named ``below``, or below all; return the tier's name.
+
+        Returns at once: the tier is listed in the background, and read and written meanwhile. The
+        name is that of ``spec``, with a number if a tier of this store ever had it.
+
+        Raises:
+            InvalidValue: there is no tier ``below``.
+            IllegalStep: the same place is attached already, or another tier is being attached or
+                detached; the backend stays the caller's.
+        """
+        self.check_open()
+        return self._changes.attach(spec, below).name
+
+    def detach(self, name: str, *, move: bool = True, timeout: float = 60.0) -> Detached:
+        """Remove a tier; nothing is deleted in its place.
+
+        It is written no more from now on, and read until the end. Queued writes are finished. With
+        ``move``, what it alone has is copied to other tiers with room. Then reads that run are
+        waited for, and the backend is closed. All of that takes ``timeout`` seconds at most, and a
+        second and a half to close.
+
+        Raises:
+            InvalidValue: there is no such tier.
+            IllegalStep: it is the last one below memory, or another tier is being attached or
+                detached.
+        """
+        self.check_open()
+        return self._changes.detach(name, move=move, timeout=timeout)
 
     # --- life cycle ------------------------------------------------------------------------------
 
@@ -247,6 +310,14 @@ class TieredStore(TieredReads):
     def stats(self) -> list[TierStats]:
         """Return the figures of all levels at this moment, fastest first."""
         return [self.memory.stats(), *(tier.stats() for tier in self.tiers)]
+
+    def bytes_of(self, space: bytes) -> dict[str, int]:
+        """Return by tier the bytes of a namespace's records, where they are counted.
+
+        The memory in front, and tiers without a budget, are left out. Does no I/O.
+        """
+        tiers = [tier for tier in self.tiers if tier.indexed]
+        return {tier.name: tier.catalogue.spaces().get(space, 0) for tier in tiers}
 
     def check(self) -> None:
         """Recount everything while the store is idle; an AssertionError is a bug of kvkeep."""

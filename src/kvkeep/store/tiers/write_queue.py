@@ -28,15 +28,17 @@ class Pending:
         running: whether the write has begun.
         over: event that is set at the end, if it was called off while it ran; else None.
         deleting: whether it is a deletion; the block must not be read from the tier then.
+        refused: whether the tier takes no writes, as it is being detached.
     """
 
-    __slots__ = ("deleting", "over", "running", "waiting")
+    __slots__ = ("deleting", "over", "refused", "running", "waiting")
 
     def __init__(self, then: Callable[[bool], None] | None = None, *, deleting: bool = False):
         self.waiting = [] if then is None else [then]
         self.running = False
         self.over: threading.Event | None = None
         self.deleting = deleting
+        self.refused = False
 
 
 class WriteQueue:
@@ -54,6 +56,7 @@ class WriteQueue:
         self._lock = threading.Lock()
         self._pending: dict[tuple[bytes, str], Pending] = {}
         self._clearing: list[bytes] = []  # spaces that are being deleted, b"" for everything
+        self._refusing: set[str] = set()  # names of tiers that are, or were, detached
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -101,6 +104,10 @@ class WriteQueue:
         pending = self._begin(tier, block, then)
         if pending is None:
             return True
+        if pending.refused:
+            self.note_refused(tier, block)
+            self.end(tier, block, pending, saved=False)
+            return False
         memory = self._memory
         try:
             lease = memory.lease(block)
@@ -133,8 +140,7 @@ class WriteQueue:
                 done(saved)
 
         def drop() -> None:
-            why = "breaker" if tier.health.unwritable(block) else "queue full"
-            self.note_dropped(tier, block, why)
+            self.note_refused(tier, block)
             done(saved=False)
 
         cost = 0 if lease is None else len(lease.record)
@@ -160,7 +166,11 @@ class WriteQueue:
         """
         key = (block, tier.name)
         with self._lock:
-            if key in self._pending or self._is_deleting(tier, block):
+            if (
+                key in self._pending
+                or tier.name in self._refusing
+                or self._is_deleting(tier, block)
+            ):
                 return False
             self._pending[key] = pending = Pending(then)
         lease: MemoryLease | None = None
@@ -204,7 +214,10 @@ class WriteQueue:
         with self._lock:
             before = self._pending.get(key)
             if before is None:
-                self._pending[key] = before = Pending(then)
+                before = Pending(then)
+                before.refused = tier.name in self._refusing
+                if not before.refused:
+                    self._pending[key] = before
                 return before
             before.waiting += [then] if then is not None else []
             return None
@@ -222,11 +235,27 @@ class WriteQueue:
         with self._lock:
             before = self._pending.get(key)
             deleting = self._is_deleting(source, block)
+            deleting = deleting or target.name in self._refusing
             if before is None and not deleting:
                 self._pending[key] = pending = Pending(then)
                 return pending
         then(before is not None and not before.deleting)
         return None
+
+    def refuse(self, name: str) -> None:
+        """Begin no more writes to the tier ``name``; those that were queued go on."""
+        with self._lock:
+            self._refusing.add(name)
+
+    def accept(self, name: str) -> None:
+        """Undo `refuse`."""
+        with self._lock:
+            self._refusing.discard(name)
+
+    def pending_of(self, name: str) -> bool:
+        """Whether any write or deletion in the tier ``name`` is under way."""
+        with self._lock:
+            return any(tier == name for _, tier in self._pending)
 
     def start(self, tier: Tier, block: bytes, pending: Pending) -> bool:
         """Mark a write as running; False if it was called off."""
@@ -247,6 +276,14 @@ class WriteQueue:
             then(saved)
         if over is not None:
             over.set()
+
+    def note_refused(self, tier: Tier, block: bytes) -> None:
+        """Count and record a block that ``tier`` does not take: it is full, fails, or leaves."""
+        if tier.name in self._refusing:
+            why = "detached"
+        else:
+            why = "breaker" if tier.health.unwritable(block) else "queue full"
+        self.note_dropped(tier, block, why)
 
     def note_dropped(self, tier: Tier, block: bytes, why: str) -> None:
         """Count and record a block that ``tier`` did not write."""

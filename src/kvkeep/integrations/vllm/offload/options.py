@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import InvalidValue, told
 from kvkeep.core.geometry.units import parse_bytes
-from kvkeep.integrations.options import EngineOptions, option, text_of, tiers_of
+from kvkeep.integrations.options import option, text_of, tiers_of
+from kvkeep.integrations.status_options import StatusOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,24 +38,25 @@ def _bytes_of(name: str, value: object) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class OffloadOptions(EngineOptions):
+class OffloadOptions(StatusOptions):
     """Options of a `KVKeepTier`, in its entry in ``secondary_tiers``.
 
     ``tiers`` must be given, and have no ``memory://``. ``load_timeout`` is for the load of one
     request; chunks that have not arrived are computed.
 
     Attributes:
-        buffer: bytes of memory for chunks until they are written, given as such or as text.
+        buffer: bytes of memory for chunks until they are written, given as such or as text. By
+            default by the size of the rows, as the buffer of a `BlockStore`.
         public_prefixes: as in `kvkeep.integrations.vllm.options.ConnectorOptions`.
     """
 
     tiers: tuple[str, ...] = option((), _tiers_below)
-    buffer: int = option(256 << 20, _bytes_of)
+    buffer: int | None = option(None, _bytes_of)
     public_prefixes: str = option("", text_of)
 
     @classmethod
     def parse(cls, given: Mapping[str, object]) -> OffloadOptions:
-        """See `EngineOptions.from_json`.
+        """See `StatusOptions.from_json`.
 
         Raises:
             InvalidValue: also if there are no tiers.

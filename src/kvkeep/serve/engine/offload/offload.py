@@ -394,6 +394,6 @@ def _together(tiers: Sequence[str], removed: Sequence[Removed]) -> Removed:
     freed = dict.fromkeys(tiers, 0)
     for one in removed:
         for name, size in one.tiers:
-            freed[name] += size
+            freed[name] = freed.get(name, 0) + size  # a tier may have been attached meanwhile
     failed = {name for one in removed for name in one.failed}
-    return Removed(tuple(freed.items()), tuple(name for name in tiers if name in failed))
+    return Removed(tuple(freed.items()), tuple(name for name in freed if name in failed))

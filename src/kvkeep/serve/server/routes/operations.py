@@ -1,4 +1,4 @@
-"""``/health`` and ``/metrics``."""
+"""``/health``, ``/livez``, ``/ready`` and ``/metrics``."""
 
 import asyncio
 from functools import partial
@@ -21,6 +21,27 @@ async def health(service: ServiceOf, response: Response) -> HealthResponse:
     response.headers["x-kvkeep-messages"] = "1"  # for a router: /v1/messages is here
     if service.settings.api_key is None:
         response.headers["x-kvkeep-cost"] = "1"  # and /kv/cost
+    return HealthResponse(status="ok")
+
+
+@router.get("/livez", responses=errors(503), operation_id="livez")
+async def livez(service: ServiceOf) -> HealthResponse:
+    """200 while the engine's thread runs, else 503: restart the process. Needs no API key.
+
+    503 also if a step of the engine takes longer than --step-limit.
+    """
+    service.refuse_if_stuck()
+    return HealthResponse(status="ok")
+
+
+@router.get("/ready", responses=errors(503), operation_id="ready")
+async def ready(service: ServiceOf) -> HealthResponse:
+    """200 while requests are accepted, else 503 with the reason. Needs no API key.
+
+    503 while the server shuts down and its running requests end. A full queue does not count.
+    """
+    service.refuse_if_closed()
+    service.refuse_if_stuck()
     return HealthResponse(status="ok")
 
 

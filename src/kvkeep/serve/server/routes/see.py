@@ -113,9 +113,8 @@ async def live(service: StatusOf) -> Response:
     return Response(await service.live.answer(), media_type="application/json")
 
 
-def _explainer(service: StatusSource) -> Explainer:
-    explainer = service.explainer
+def _explainer(source: StatusSource) -> Explainer:
+    explainer = source.explainer
     if explainer is None:
-        message = "this server explains no requests: it was started with --no-explain"
-        raise ApiError(404, message, code="explain_off")
+        raise ApiError(404, source.unexplained, code="explain_off")
     return explainer

@@ -1,4 +1,4 @@
-"""``/kv`` and ``/health``: requests and responses."""
+"""``/kv`` and the health checks: requests and responses."""
 
 from typing import Annotated, Any, Literal
 
@@ -122,6 +122,6 @@ class SessionResponse(ResponseModel):
 
 
 class HealthResponse(ResponseModel):
-    """The server accepts requests."""
+    """The answer to a health check is yes."""
 
     status: str

@@ -11,11 +11,13 @@ directory.py   names and paths, scans
 opening.py     creates a directory, or checks that an existing one is usable
 files.py       whole records to and from files, with direct I/O
 notes.py       one line of text about each namespace
+last_budget.py the budget that the directory was last opened with
 """
 
 from __future__ import annotations
 
 from kvkeep.store.backends.disk.backend import DiskBackend, Io
+from kvkeep.store.backends.disk.last_budget import LastBudget
 from kvkeep.store.backends.disk.sync import Sync
 
-__all__ = ["DiskBackend", "Io", "Sync"]
+__all__ = ["DiskBackend", "Io", "LastBudget", "Sync"]

@@ -8,7 +8,8 @@ import os
 import re
 import sys
 import time
-from typing import TYPE_CHECKING, Final, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Final, Literal, cast
 
 from kvkeep.core.errors import BackendFailed, InvalidValue, whole
 from kvkeep.core.keys import SPACE_BYTES
@@ -24,6 +25,7 @@ from kvkeep.store.backends.disk.files import (
     supports_direct,
     translated,
 )
+from kvkeep.store.backends.disk.last_budget import LastBudget, read_budget, settle
 from kvkeep.store.backends.disk.notes import add_note, read_notes
 from kvkeep.store.backends.disk.opening import open_directory, restore
 from kvkeep.store.backends.disk.sync import Sync, SyncQueue
@@ -61,7 +63,8 @@ class DiskBackend(Backend):
         capacity: maximum bytes of all records, files counted in whole units of 4096 bytes, those
             being written and those in quarantine included. All processes that share the directory
             are counted together at any instant; each keeps to its own capacity. Foreign files are
-            not counted. None: as much as the filesystem has.
+            not counted. None: as much as the filesystem has. A URL without ``size=`` is another
+            matter: see `settle_capacity`.
         sync: what survives a loss of power, see below.
         io: ``direct`` bypasses the page cache, ``buffered`` uses it; ``auto`` is direct from 64 KiB
             on if the filesystem supports it, else buffered.
@@ -128,6 +131,7 @@ class DiskBackend(Backend):
         self.quarantined = 0
         self.odd = 0
         self.odd_bytes = 0
+        self._has_default = False
         self._directory = open_directory(path)
         self._usage = DiskUsage(self._directory, self.capacity)
         with self._translated("opened"):
@@ -143,15 +147,21 @@ class DiskBackend(Backend):
     @classmethod
     def from_url(cls, url: TierURL) -> DiskBackend:
         """Open ``file:///absolute/path``; takes ``size``, ``sync`` and ``io``."""
-        if url.place or not url.path.strip("/"):
-            raise InvalidValue(
-                f"{url.safe} names no directory; an absolute path has three slashes: "
-                f"file:///{(url.place + url.path).strip('/') or 'var/lib/kvkeep'}"
-            )
-        capacity = url.size("size")
-        sync = url.choice("sync", ("never", "flush", "always"), "flush")
-        io = url.choice("io", ("auto", "direct", "buffered"), "auto")
-        return cls(url.path, capacity, sync, io)  # type: ignore[arg-type] # choice checked both
+        capacity, sync, io = _options(url)
+        backend = cls(url.path, capacity, sync, io)
+        if capacity is None:
+            backend._has_default = True
+            if last := backend.last_budget():
+                backend._limit(last.bytes)
+        return backend
+
+    @classmethod
+    def check_url(cls, url: TierURL) -> bool:
+        """Check ``url`` without looking at the directory; it has a budget without ``size``, too."""
+        capacity, _, _ = _options(url)
+        if capacity is not None:
+            whole("capacity", capacity, ALIGNMENT)
+        return True
 
     @property
     def slowed(self) -> int:
@@ -340,6 +350,24 @@ class DiskBackend(Backend):
         with self._translated("flushed"):
             self._sync.flush()
 
+    def last_budget(self) -> LastBudget | None:
+        """Return the budget that a store last opened the directory with; None: it is not known."""
+        return read_budget(self._directory.root)
+
+    def settle_capacity(self) -> None:
+        """Remember the capacity in the file ``budget``; choose it if the URL gave none.
+
+        See `kvkeep.store.backends.disk.last_budget.settle`.
+        """
+        if self.capacity is not None or self._has_default:
+            given = None if self._has_default else self.capacity
+            with self._translated("opened"):
+                used = partial(self._usage.used, self.timeout)
+                self._limit(settle(self._directory, given, used, self.timeout))
+
+    def _limit(self, capacity: int | None) -> None:
+        self.capacity = self._usage.capacity = capacity
+
     def limit_writes(self, budget: WriteBudget) -> None:
         """Write no more than ``budget`` from now on, with all processes that limit writes here.
 
@@ -369,3 +397,16 @@ class DiskBackend(Backend):
 
     def _translated(self, done: str, size: int = 0) -> AbstractContextManager[None]:
         return translated(self._directory.url, done, size)
+
+
+def _options(url: TierURL) -> tuple[int | None, Sync, Io]:
+    """Take ``size``, ``sync`` and ``io`` out of ``url``."""
+    if url.place or not url.path.strip("/"):
+        raise InvalidValue(
+            f"{url.safe} names no directory; an absolute path has three slashes: "
+            f"file:///{(url.place + url.path).strip('/') or 'var/lib/kvkeep'}"
+        )
+    capacity = url.size("size")
+    sync = url.choice("sync", ("never", "flush", "always"), "flush")
+    io = url.choice("io", ("auto", "direct", "buffered"), "auto")
+    return capacity, cast("Sync", sync), cast("Io", io)

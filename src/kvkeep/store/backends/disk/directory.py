@@ -3,6 +3,7 @@
     FORMAT                 "kvkeep blocks 1"
     ledger                 bytes used, see ledger.py
     spaces                 notes on namespaces, see notes.py
+    budget                 the budget it was last opened with, see last_budget.py
     writes                 bytes written lately, if there is a write budget, see ../budget.py
     tmp/                   records being written, each locked by its writer
     quarantine/            records that failed verification, with the reason in the name

@@ -15,7 +15,7 @@ import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from kvkeep.core.errors import BackendFailed, KVKeepError, OutOfRoom
+from kvkeep.core.errors import BackendFailed, KVKeepError, OutOfRoom, reason
 from kvkeep.store.backends.base import ALIGNMENT
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def translated(place: str, done: str, size: int = 0) -> Iterator[None]:
     except OSError as error:
         if size and error.errno in _FULL:
             raise OutOfRoom(padded(size), f"the filesystem of {place}") from error
-        message = f"a record in {place} could not be {done}: {error}"
+        message = f"a record in {place} could not be {done}: {reason(error)}"
         raise BackendFailed(error.errno, message) from error
 
 

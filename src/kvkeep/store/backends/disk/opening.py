@@ -7,7 +7,7 @@ import os
 import stat
 from typing import TYPE_CHECKING, Final
 
-from kvkeep.core.errors import BackendFailed, InvalidValue
+from kvkeep.core.errors import BackendFailed, InvalidValue, reason
 from kvkeep.store.backends.disk.directory import RecordDirectory, space_of_name
 from kvkeep.store.backends.disk.files import (
     CANNOT_WRITE,
@@ -18,6 +18,7 @@ from kvkeep.store.backends.disk.files import (
     open_plain,
     sync_path,
 )
+from kvkeep.store.backends.disk.last_budget import BUDGET
 from kvkeep.store.backends.disk.ledger import LEDGER_MAGIC
 from kvkeep.store.backends.disk.notes import NOTES
 
@@ -45,8 +46,8 @@ def open_directory(path: str | os.PathLike[str]) -> RecordDirectory:
         directory.device = os.stat(root).st_dev
     except OSError as error:
         if error.errno in CANNOT_WRITE | WRONG_KIND:
-            raise InvalidValue(f"{root} cannot hold records: {error}") from error
-        raise BackendFailed(error.errno, f"{root} cannot be opened: {error.strerror}") from error
+            raise InvalidValue(f"{root} cannot hold records: {reason(error)}") from error
+        raise BackendFailed(error.errno, f"{root} cannot be opened: {reason(error)}") from error
     return directory
 
 
@@ -110,7 +111,7 @@ def _check_format(directory: RecordDirectory, names: Collection[str], *, known: 
             f"writes {_FORMAT.decode().strip()!r}; give another directory, or delete that one"
         )
     # Without FORMAT the directory is empty, or the process creating it was killed.
-    others = {*names} - _OURS - {NOTES, "writes"}
+    others = {*names} - _OURS - {BUDGET, NOTES, "writes"}
     if known or _head(directory.ledger, len(LEDGER_MAGIC)) == LEDGER_MAGIC:
         others = {name for name in others if not space_of_name(name)}
     if found or others:

@@ -30,13 +30,14 @@ class DiskUsage:
     """Counts the bytes used, and frees space by removing unfinished files of killed writers.
 
     Attributes:
+        capacity: maximum bytes; None: as much as the filesystem has.
         ledger: the count and its lock.
         losses: notices that other processes removed directories.
     """
 
     def __init__(self, directory: RecordDirectory, capacity: int | None) -> None:
         self._directory = directory
-        self._capacity = capacity
+        self.capacity = capacity
         self.ledger = DiskLedger(
             directory.ledger,
             self._recount,
@@ -59,14 +60,14 @@ class DiskUsage:
 
     def make_room(self, count: Count, need: int) -> None:
         """Raise `OutOfRoom` unless ``need`` more bytes fit; free space first if needed."""
-        if self._capacity is None or count.used + need <= self._capacity:
+        if self.capacity is None or count.used + need <= self.capacity:
             return
         self._remove_abandoned(count)
         counted_at = self.ledger.counted_at
         if counted_at is not None and time.monotonic() - counted_at > RECOUNT_AFTER:
             self.ledger.recount(count)
-        if count.used + need > self._capacity:
-            raise OutOfRoom(count.used + need - self._capacity, self._directory.url)
+        if count.used + need > self.capacity:
+            raise OutOfRoom(count.used + need - self.capacity, self._directory.url)
 
     def begin_recount(self, timeout: float) -> Recount | None:
         """Return a recount if the directory has to be counted; the caller feeds it from a scan."""

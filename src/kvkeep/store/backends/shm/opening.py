@@ -16,8 +16,9 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvkeep.core.errors import BackendFailed, InvalidValue
+from kvkeep.core.errors import BackendFailed, InvalidValue, reason
 from kvkeep.core.geometry.units import format_bytes
+from kvkeep.store.backends.free_memory import free_memory
 from kvkeep.store.backends.shm.layout import HEADER_BYTES, Layout, NotAnArena
 from kvkeep.store.backends.shm.lock import NodeLock
 
@@ -108,7 +109,7 @@ def _open_file(path: str, *, create: bool) -> int:
             ) from None
         fd = _create_file(path, flags)
     except OSError as error:
-        raise InvalidValue(f"{path} cannot be opened as a shared arena: {error}") from error
+        raise InvalidValue(f"{path} cannot be opened as a shared arena: {reason(error)}") from error
     found = os.fstat(fd)
     wrong = ""
     if not stat.S_ISREG(found.st_mode):
@@ -131,7 +132,7 @@ def _create_file(path: str, flags: int) -> int:
     except FileExistsError:
         return _open_file(path, create=True)  # another process was faster
     except OSError as error:
-        raise InvalidValue(f"no shared arena can be made at {path}: {error}") from error
+        raise InvalidValue(f"no shared arena can be made at {path}: {reason(error)}") from error
 
 
 def _is_still_there(fd: int, path: str) -> bool:
@@ -207,9 +208,10 @@ def _allocate(fd: int, path: str, layout: Layout) -> None:
         if error.errno in {errno.ENOSPC, errno.ENOMEM, errno.EFBIG}:
             free = next(_free(path))[0]
             raise InvalidValue(
-                f"{path} needs {format_bytes(layout.total)}: {error}; {format_bytes(free)} are free"
+                f"{path} needs {format_bytes(layout.total)}: {reason(error)}; "
+                f"{format_bytes(free)} are free"
             ) from error
-        raise BackendFailed(error.errno, f"{path} gets no memory: {error}") from error
+        raise BackendFailed(error.errno, f"{path} gets no memory: {reason(error)}") from error
 
 
 def _free(path: str) -> Iterator[tuple[int, str]]:
@@ -217,15 +219,5 @@ def _free(path: str) -> Iterator[tuple[int, str]]:
     directory = os.path.dirname(path)
     found = os.statvfs(directory)
     yield found.f_bavail * found.f_frsize, directory
-    with suppress(OSError, ValueError, StopIteration), open("/proc/meminfo", encoding="ascii") as f:
-        line = next(line for line in f if line.startswith("MemAvailable:"))
-        yield max(0, (int(line.split()[1]) << 10) - _LEFT_FREE), "the machine's memory"
-    # Beyond a container's limit the kernel kills processes instead of refusing the memory.
-    with suppress(OSError, ValueError):
-        most, used = (_number(f"/sys/fs/cgroup/memory.{what}") for what in ("max", "current"))
-        yield max(0, most - used), "the container's memory limit"
-
-
-def _number(path: str) -> int:
-    with open(path, encoding="ascii") as file:
-        return int(file.read())
+    for free, where in free_memory():
+        yield max(0, free - _LEFT_FREE), where

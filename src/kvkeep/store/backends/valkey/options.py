@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from kvkeep.core.errors import InvalidValue
+from kvkeep.core.errors import InvalidValue, reason
 
 if TYPE_CHECKING:
     from kvkeep.store.backends.urls import TierURL
@@ -95,7 +95,7 @@ class ValkeyOptions:
         except OSError as error:
             files = ", ".join(f for f in (self.ca, self.cert, self.key) if f)
             raise InvalidValue(
-                f"certificates and keys cannot be read from {files}: {error}"
+                f"certificates and keys cannot be read from {files}: {reason(error)}"
             ) from error
         return context
 
@@ -123,5 +123,7 @@ def _file(url: TierURL, name: str) -> str | None:
             with Path(path).open("rb"):
                 pass
         except OSError as error:
-            raise InvalidValue(f"{name}={path} in {url.safe} cannot be read: {error}") from error
+            raise InvalidValue(
+                f"{name}={path} in {url.safe} cannot be read: {reason(error)}"
+            ) from error
     return path

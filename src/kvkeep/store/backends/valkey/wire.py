@@ -16,6 +16,8 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, Union
 
+from kvkeep.core.errors import reason
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -117,10 +119,10 @@ def connect(address: tuple[str, int], deadline: float, tls: ssl.SSLContext | Non
                 plain.close()
                 failure = error
     except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
-        raise Lost(f"{host} cannot be found: {error}") from error
+        raise Lost(f"{host} cannot be found: {reason(error)}") from error
     if isinstance(failure, TimeoutError):
         raise TimedOut("it timed out while connecting") from failure
-    raise Lost(str(failure)) from failure
+    raise Lost(reason(failure)) from failure
 
 
 class Wire:
@@ -269,7 +271,7 @@ class Wire:
         except TimeoutError as error:
             raise TimedOut("it timed out") from error
         except OSError as error:
-            raise Lost(str(error)) from error
+            raise Lost(reason(error)) from error
 
 
 def _number(text: bytes, low: int, high: int) -> int:

@@ -1,0 +1,294 @@
+"""`Membership`: the instances that come and go, and what the router keeps of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
+
+from kvkeep.core.errors import InvalidValue, whole
+from kvkeep.serve.kv_events import Source
+from kvkeep.serve.router.upstreams import check_url
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from kvkeep.serve.kv_events import EventReader
+    from kvkeep.serve.router.discovery import DnsName, Found, Resolver
+    from kvkeep.serve.router.router import PrefixRouter
+    from kvkeep.serve.router.upstreams import Upstreams
+
+__all__ = ["ADMIN", "Discovery", "EventAddresses", "Membership"]
+
+log = logging.getLogger("kvkeep.router")
+
+ADMIN: Final = "admin"
+"""The origin of instances that were added over HTTP."""
+OPTIONS: Final = "options"
+_MOST: Final = 4096
+"""Instances at the most; each has an index, probes and sockets."""
+_SWEEP_S: Final = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventAddresses:
+    """Where instances publish KV events and resend missed ones.
+
+    ``events`` and ``replay`` are patterns, in which ``{host}`` and ``{port}`` stand for those of
+    the instance's URL; "" for none. ``listed`` has the addresses of some instances by URL instead.
+    With ``ranks``, the ports of each rank are one above those of the rank before.
+
+    Raises `InvalidValue` for ranks out of range, and for patterns that give no address.
+    """
+
+    events: str = ""
+    replay: str = ""
+    listed: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    topic: str = ""
+    ranks: int = 1
+
+    def __post_init__(self) -> None:
+        whole("--ranks", self.ranks, 1, 1024)
+        for url in (*self.listed, "http://host:1"):
+            self.sources(url)
+
+    def sources(self, url: str) -> tuple[Source, ...]:
+        """Return the sources of an instance. Raises `InvalidValue` for addresses that are none."""
+        parts = urlsplit(url)
+        host = parts.hostname or ""
+        host = f"[{host}]" if ":" in host else host
+        events, replay = self.listed.get(url, (self.events, self.replay))
+        port = str(parts.port or (443 if parts.scheme == "https" else 80))
+        events, replay = (
+            one.replace("{host}", host).replace("{port}", port) for one in (events, replay)
+        )
+        if not events:
+            return ()
+        return tuple(
+            Source(url, _of_rank(events, rank), _of_rank(replay, rank) or None, self.topic)
+            for rank in range(self.ranks)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Discovery:
+    """Names at which instances are found, each asked every ``every_s`` seconds.
+
+    Raises `InvalidValue` for seconds that are not above 0.
+    """
+
+    names: Sequence[DnsName] = ()
+    every_s: float = 5.0
+    resolver: Resolver | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.every_s < float("inf"):
+            raise InvalidValue(
+                f"--discover-every is {self.every_s}; a number of seconds above 0 is needed"
+            )
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    """An instance, where it is known from, and since when it is leaving."""
+
+    origins: set[str]
+    sources: tuple[Source, ...]
+    left_at: float | None = None
+
+
+class Membership:
+    """Adds instances to the router and its parts, and removes them.
+
+    An instance that leaves is drained: it gets no new requests, and those that run there end. It is
+    forgotten, index and all, once none runs and it has been gone for ``keep_s`` seconds. If it
+    returns before, nothing is lost: its events were followed. If it returns later, a snapshot or a
+    replay tells what it holds.
+
+    An instance stays as long as one of its origins has it: the options, `add`, or a name. One that
+    was removed with `remove` does not come back by a name until this name has lost it, or `add`.
+
+    Thread safety: none; for the event loop.
+    """
+
+    def __init__(
+        self,
+        router: PrefixRouter,
+        upstreams: Upstreams,
+        reader: EventReader | None = None,
+        *,
+        addresses: EventAddresses | None = None,
+        discovery: Discovery | None = None,
+        keep_s: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._router = router
+        self._upstreams = upstreams
+        self._reader = reader
+        self._addresses = addresses or EventAddresses()
+        self._discovery = discovery or Discovery()
+        self._keep_s = keep_s
+        self._clock = clock
+        self._listed: dict[str, frozenset[str]] = {}  # origin → what it named last
+        self._removed: set[str] = set()
+        self._failing: set[str] = set()
+        self._members: dict[str, _Member] = {}
+        self._hooks: list[Callable[[str, Found], None]] = []
+        for name in upstreams.names:
+            router.add(name)
+            self._members[name] = _Member({OPTIONS}, self._addresses.sources(name))
+
+    def subscribe(self, hook: Callable[[str, Found], None]) -> None:
+        """Call ``hook`` with each name that was resolved, and what was found."""
+        self._hooks.append(hook)
+
+    async def run(self) -> None:
+        """Resolve names and forget instances that have left, until cancelled."""
+        found = self._discovery
+        async with asyncio.TaskGroup() as group:
+            for name in found.names:
+
+                def on_found(what: Found, origin: str = name.text) -> None:
+                    self.resolved(origin, what)
+
+                group.create_task(name.follow(found.every_s, on_found, found.resolver))
+            while True:
+                await asyncio.sleep(_SWEEP_S)
+                self.sweep()
+
+    # --- changes -----------------------------------------------------------------------------
+
+    def add(self, url: str, sources: tuple[Source, ...] | None = None) -> bool:
+        """Add an instance. Return whether it is new; one that is leaving stays.
+
+        ``sources`` are its KV events (None: by the patterns). Raises `InvalidValue` for a URL that
+        is none, and beyond 4,096 instances.
+        """
+        self._removed.discard(url)
+        return self._join(url, ADMIN, sources)
+
+    def remove(self, name: str) -> bool:
+        """Let an instance leave, whatever its origins. Return False if it is not known."""
+        member = self._members.get(name)
+        if member is None:
+            return False
+        if any(name in listed for listed in self._listed.values()):
+            self._removed.add(name)
+        member.origins.clear()
+        self._drain(name, member)
+        return True
+
+    def resolved(self, origin: str, found: Found) -> None:
+        """Take over what a name was resolved to. After a failure, what is known stays."""
+        for hook in self._hooks:
+            hook(origin, found)
+        if not found.urls:
+            if origin not in self._failing:
+                known = len(self._listed.get(origin, ()))
+                log.warning(
+                    "%s is not resolved: %s; its %d instances stay", origin, found.why, known
+                )
+            self._failing.add(origin)
+            return
+        if origin in self._failing:
+            log.info("%s is resolved again", origin)
+            self._failing.discard(origin)
+        before, now = self._listed.get(origin, frozenset()), frozenset(found.urls)
+        self._listed[origin] = now
+        self._removed &= set().union(*self._listed.values())
+        for url in sorted(before - now):
+            self._leave(url, origin)
+        for url in sorted(now - before - self._removed):
+            try:
+                self._join(url, origin)
+            except InvalidValue as error:
+                log.error("%s is left out: %s", url, error)
+
+    def sweep(self) -> None:
+        """Forget the instances that have left, where no request runs any more."""
+        now = self._clock()
+        for name, member in list(self._members.items()):
+            if member.left_at is None or now - member.left_at < self._keep_s:
+                continue
+            if not self._router.load(name)[0]:
+                self._forget(name)
+
+    def _join(self, url: str, origin: str, sources: tuple[Source, ...] | None = None) -> bool:
+        check_url(url)
+        member = self._members.get(url)
+        if member is None and len(self._members) >= _MOST:
+            raise InvalidValue(f"there are {_MOST:,} instances; a router takes no more")
+        wanted = self._addresses.sources(url) if sources is None else sources
+        if wanted and self._reader is None:
+            raise InvalidValue("this router reads no KV events")
+        self._upstreams.add(url, proven=False)
+        self._router.add(url)
+        is_new = member is None
+        if member is None:
+            member = self._members[url] = _Member(set(), ())
+            log.info("%s joins (%s)", url, origin)
+        elif member.left_at is not None:
+            log.info("%s stays (%s)", url, origin)
+        member.origins.add(origin)
+        member.left_at = None
+        if self._reader is not None and wanted != member.sources:
+            if member.sources:
+                self._reader.unfollow(url)
+                self._router.clear(url)
+            self._reader.follow(wanted)
+        member.sources = wanted
+        return is_new
+
+    def _leave(self, url: str, origin: str) -> None:
+        member = self._members.get(url)
+        if member is not None and origin in member.origins:
+            member.origins.discard(origin)
+            if not member.origins:
+                self._drain(url, member)
+
+    def _drain(self, name: str, member: _Member) -> None:
+        if member.left_at is None:
+            log.info("%s leaves: no new requests", name)
+            member.left_at = self._clock()
+            self._upstreams.health.drain(name)
+
+    def _forget(self, name: str) -> None:
+        log.info("%s is forgotten", name)
+        del self._members[name]
+        if self._reader is not None:
+            self._reader.unfollow(name)  # first, so that no event of it comes afterwards
+        self._upstreams.remove(name)
+        self._router.remove(name)
+
+    # --- reports -----------------------------------------------------------------------------
+
+    def __contains__(self, name: object) -> bool:
+        """Whether an instance is known, even if it is leaving."""
+        return name in self._members
+
+    def report(self, name: str) -> dict[str, Any]:
+        """Return what is known of one instance, as JSON."""
+        member = self._members[name]
+        running, waiting_s = self._router.load(name)
+        return {
+            "name": name,
+            "state": self._upstreams.health.state(name).value,
+            "origins": sorted(member.origins),
+            "running": running,
+            "waiting_s": round(waiting_s, 6),
+            "blocks": self._router.blocks(name)[0],
+            "events": [source.endpoint for source in member.sources],
+        }
+
+    def reports(self) -> list[dict[str, Any]]:
+        """Return `report` of all instances."""
+        return [self.report(name) for name in self._members]
+
+
+def _of_rank(address: str, rank: int) -> str:
+    """Return the address of a rank: as in vLLM, each rank's port is one above the last."""
+    host, _, port = address.rpartition(":")
+    return f"{host}:{int(port) + rank}" if rank and port.isdecimal() else address

@@ -1,0 +1,65 @@
+"""The buffer in front of the tiers, where no memory is given; and the warning that it is small."""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+from kvkeep.core.geometry.units import format_bytes
+from kvkeep.store.backends.free_memory import free_memory
+
+__all__ = ["LEAST_BUFFER", "PROMPT_TOKENS", "SmallBuffer", "buffer_bytes"]
+
+_LOG = logging.getLogger("kvkeep.tiers")
+
+LEAST_BUFFER: Final = 256 << 20
+"""Bytes of the buffer at least; all transfers pass through it."""
+PROMPT_TOKENS: Final = 4096
+"""Tokens of the prompts by which the buffer is sized."""
+_PROMPTS: Final = 4  # that fit; three quarters of the memory may wait to be written
+_SHARE: Final = 10  # at most a tenth of the free memory: a node has several ranks
+
+
+def buffer_bytes(prompt_bytes: int) -> int:
+    """Return the bytes of the buffer for prompts of `PROMPT_TOKENS` tokens of ``prompt_bytes``.
+
+    Four of them, but no more than a tenth of the memory that is free now, and at least
+    `LEAST_BUFFER`. The memory is taken when it is used first.
+    """
+    wanted = _PROMPTS * prompt_bytes
+    free = min((free for free, _ in free_memory()), default=None)
+    if free is not None:
+        wanted = min(wanted, free // _SHARE)
+    return max(LEAST_BUFFER, wanted)
+
+
+class SmallBuffer:
+    """Warns once of KV that was dropped because memory was full of blocks that wait to be written.
+
+    Thread safety: all methods; two threads at once may both warn.
+
+    Arguments:
+        name: of the memory in front.
+        capacity: its bytes.
+    """
+
+    def __init__(self, name: str, capacity: int) -> None:
+        self._name = name
+        self._capacity = capacity
+        self._warned = False
+
+    def dropped(self, tier: str, why: str) -> None:
+        """Note a drop in ``tier``, for the reason ``why`` (`kvkeep.store.tiers.loss_log.Miss`)."""
+        by_memory = why == ("no room" if tier == self._name else "queue full")
+        if by_memory and not self._warned:
+            self._warned = True
+            _LOG.warning(
+                "KV was dropped: it came faster than the tiers below %s write it, and the %s that "
+                "may wait there were full (%s: %s). With more memory more of it is stored: put "
+                "memory://%s in front of the tiers",
+                self._name,
+                format_bytes(self._capacity),
+                tier,
+                why,
+                format_bytes(2 * self._capacity).replace(" ", ""),
+            )

@@ -1,0 +1,197 @@
+"""Configurations of LMCache: every option is accounted for, and what is printed can be opened."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvkeep.cli import main
+from kvkeep.core.errors import InvalidValue
+from kvkeep.integrations.lmcache import from_environment, read_yaml, translate
+from kvkeep.integrations.options import EngineOptions
+from kvkeep.store.backends import TierURL
+
+# Every option of LMCache 0.5.6.
+NAMES = [
+    "chunk_size", "local_cpu", "max_local_cpu_size", "local_cpu_use_hugepages",
+    "reserve_local_cpu_size", "local_disk", "local_disk_path_sharding", "max_local_disk_size",
+    "remote_url", "remote_serde", "use_layerwise", "save_decode_cache",
+    "pre_caching_hash_algorithm", "enable_blending", "blend_recompute_ratios", "blend_thresholds",
+    "blend_check_layers", "blend_min_tokens", "blend_special_str", "retrieve_locations",
+    "store_location", "enable_p2p", "p2p_host", "p2p_init_ports", "p2p_lookup_ports", "mp_host",
+    "mp_port", "enable_controller", "lmcache_instance_id", "controller_pull_url",
+    "controller_reply_url", "lmcache_worker_ports", "lmcache_worker_ids",
+    "lmcache_worker_heartbeat_delay_time", "lmcache_worker_heartbeat_time", "enable_pd",
+    "pd_role", "pd_buffer_size", "pd_buffer_device", "pd_peer_host", "pd_peer_init_port",
+    "pd_peer_alloc_port", "pd_peer_query_port", "pd_proxy_host", "pd_proxy_port",
+    "pd_allocation_timeout_sec", "pd_shutdown_timeout_sec", "pd_condition_poll_interval_sec",
+    "pd_max_prefill_len", "pd_backend_mode", "pd_skip_proxy_notification", "pd_bidirectional",
+    "transfer_channel", "nixl_backends", "nixl_buffer_size", "nixl_buffer_device", "gds_path",
+    "gds_path_sharding", "gds_buffer_size", "maru_path", "maru_pool_size", "use_gds",
+    "gds_backend", "audit_actual_remote_url", "internal_api_server_host", "extra_config",
+    "save_unfull_chunk", "blocking_timeout_secs", "external_lookup_client", "py_enable_gc",
+    "cache_policy", "numa_mode", "enable_async_loading", "internal_api_server_enabled",
+    "internal_api_server_port_start", "priority_limit", "internal_api_server_include_index_list",
+    "internal_api_server_socket_path_prefix", "runtime_plugin_locations", "storage_plugins",
+    "remote_storage_plugins", "lookup_timeout_ms", "min_retrieve_tokens", "hit_miss_ratio",
+    "lookup_server_worker_ids", "enable_scheduler_bypass_lookup", "script_allowed_imports",
+    "run_script_api_enabled", "enable_lazy_memory_allocator", "lazy_memory_initial_ratio",
+    "lazy_memory_expand_trigger_ratio", "lazy_memory_step_ratio", "lazy_memory_safe_size",
+    "enable_chunk_statistics", "chunk_statistics_auto_start_statistics",
+    "chunk_statistics_auto_exit_timeout_hours", "chunk_statistics_auto_exit_target_unique_chunks",
+    "chunk_statistics_strategy", "enable_kv_events", "use_gpu_connector_v3", "pin_timeout_sec",
+    "pin_check_interval_sec", "remote_config_url", "app_id", "enable_hidden_state_cache",
+    "max_hidden_state_cpu_size", "hidden_state_layers", "hidden_states_retrieve_mode",
+]  # fmt: skip
+
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text("ab:/@=?,1."),
+    st.sampled_from(["LRU", "cachegen", "file:///a,/b", "redis://u:SECRET@h:1", "s3://b.host/x"]),
+    st.lists(st.integers()), st.dictionaries(st.text("abc"), st.text("abc")),
+)  # fmt: skip
+
+
+def test_each_option_of_lmcache_is_known():
+    found = translate(dict.fromkeys(NAMES))
+    assert len(found.rows) == len(NAMES) > 100
+    assert [row.option for row in found.rows if row.fate == "unknown"] == []
+
+
+@pytest.mark.parametrize(
+    ("given", "tiers"),
+    [
+        ({}, ["memory://5GiB"]),
+        ({"max_local_cpu_size": 20}, ["memory://20GiB"]),
+        ({"max_local_cpu_size": "1.5"}, ["memory://1536MiB"]),
+        ({"local_cpu": False, "max_local_cpu_size": 20}, ["memory://1GiB"]),
+        (
+            {"local_cpu": "false", "local_disk": "file:///mnt/a/,/mnt/b", "max_local_disk_size": 9},
+            ["file:///mnt/a?size=4608MiB", "file:///mnt/b?size=4608MiB"],
+        ),
+        (
+            {"local_cpu": False, "local_disk": "/a b/c", "cache_policy": "LFU",
+             "max_local_disk_size": 3},
+            ["file:///a%20b/c?size=3GiB&policy=lfu"],
+        ),
+        ({"local_cpu": False, "local_disk": "/mnt"}, ["file:///mnt"]),
+        ({"cache_policy": "MRU"}, ["memory://5GiB"]),
+        ({"remote_url": "rediss://u:p@h:6379"}, ["memory://5GiB", "rediss://u:p@h:6379"]),
+        (
+            {"remote_url": "valkey://h:6379", "remote_serde": "cachegen"},
+            ["memory://5GiB", "valkey://h:6379?codec=int8"],
+        ),
+        ({"remote_url": "fs://any:0/mnt/nfs"}, ["memory://5GiB", "file:///mnt/nfs"]),
+        (
+            {"remote_url": "s3://b.s3.eu-west-1.amazonaws.com/x"},
+            ["memory://5GiB", "s3://b/x?region=eu-west-1"],
+        ),
+        (
+            {"remote_url": "s3://b.minio.test:9000", "extra_config": {"disable_tls": True},
+             "remote_serde": "cachegen"},
+            ["memory://5GiB", "s3://b?endpoint=http://minio.test:9000&codec=int8"],
+        ),
+        ({"remote_url": "mooncakestore://h:1"}, ["memory://5GiB"]),
+    ],
+)  # fmt: skip
+def test_tiers(given, tiers):
+    found = translate(given)
+    assert found.options["tiers"] == tiers
+    EngineOptions.from_json(found.options, "it")
+    for tier in tiers:
+        TierURL(tier)
+
+
+def test_times_and_tokens():
+    given = {"blocking_timeout_secs": "7", "lookup_timeout_ms": 250, "min_retrieve_tokens": 300,
+             "save_decode_cache": False}  # fmt: skip
+    made = translate(given).options
+    del made["tiers"]
+    assert made == {
+        "load_timeout": 7, "lookup_timeout": 0.25, "min_tokens": 300, "answers": False,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"max_local_cpu_size": "much"},
+        {"max_local_cpu_size": -1},
+        {"max_local_cpu_size": True},
+        {"local_disk": "relative/path", "max_local_disk_size": 1},
+        {"local_disk": 7},
+        {"remote_url": "host:6379"},
+        {"blocking_timeout_secs": float("nan")},
+    ],
+)
+def test_what_lmcache_would_not_take(given):
+    with pytest.raises(InvalidValue) as raised:
+        translate(given)
+    assert next(iter(given)) in str(raised.value)
+
+
+@given(st.dictionaries(st.one_of(st.sampled_from(NAMES), st.text("abc_")), VALUES, max_size=8))
+def test_every_option_has_one_row_and_no_row_a_password(given):
+    try:
+        found = translate(given)
+    except InvalidValue as error:
+        told = str(error)
+    else:
+        told = str(found.rows)
+        assert len(found.rows) == len(given)
+        EngineOptions.from_json({"tiers": found.options["tiers"]}, "it")
+    assert "SECRET" not in told
+
+
+def test_aliases_and_environment():
+    found = translate({"enable_xpyd": True})
+    assert [(row.option, row.fate) for row in found.rows] == [("enable_pd", "no counterpart")]
+    given = {"LMCACHE_LOCAL_CPU": "False", "LMCACHE_CONFIG_FILE": "x", "PATH": "/bin"}
+    assert from_environment(given) == {"local_cpu": "False"}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("- a\n- b\n", "options are needed"),
+        ("chunk_size: [1\n", "line 2 is no YAML"),
+        ("!!python/object/apply:os.system ['true']\n", "is no YAML"),
+        ("[" * 5000, "is no YAML"),
+        ("a: " + "x" * (1 << 20), "larger than 1 MiB"),
+        ("a: \xff".encode("latin-1"), "is no YAML"),
+        ("", "no options of LMCache"),
+    ],
+)
+def test_a_file_that_is_none_is_one_line(text, says, tmp_path, capsys):
+    path = tmp_path / "lmcache.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert main(["translate", str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert says in err
+    assert err.count("\n") == 1
+
+
+def test_what_is_printed(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "lmcache.yaml"
+    path.write_text("chunk_size: 256\nmax_local_cpu_size: 20\nmin_retrieve_tokens: 9\nodd: 1\n")
+    assert read_yaml(str(path))["chunk_size"] == 256
+    assert main(["translate", str(path)]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.index("translated:") < out.index("unknown:\n  odd: 1") < out.index("not needed:")
+    line = next(line for line in out.splitlines() if line.startswith("  '{"))
+    given = json.loads(line.strip()[1:-1])
+    assert given["kv_connector_extra_config"] == {"tiers": ["memory://20GiB"], "min_tokens": 9}
+
+    monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(path))
+    assert main(["translate", "--engine", "sglang", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["config"]["tiers"] == ["memory://20GiB"]
+    assert said["left_out"] == ["min_tokens"]
+    assert {row["option"]: row["fate"] for row in said["options"]}["odd"] == "unknown"
+
+    assert main(["translate", str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
