@@ -64,6 +64,16 @@ def test_it_says_what_is(start_server):
         assert [(one["cache_salt"], one["turns"]) for one in told["sessions"]] == [
             ("red", 1), ("", 2)
         ]  # fmt: skip
+        # All of one moment: the sources of reuse, the totals, and the history.
+        (pool,) = told["reused"]
+        assert (pool["source"], pool["tokens"]) == ("pool", 96)
+        assert pool["saved_s"] > 0
+        (evicted,) = told["losses"]
+        assert (evicted["kind"], evicted["what"], evicted["place"]) == (
+            "eviction", "evicted", "pool",
+        )  # fmt: skip
+        pages = cache["evicted_pages"]
+        assert (evicted["minute"], evicted["ten_minutes"], evicted["total"]) == (pages,) * 3
         assert told["at"] == pytest.approx(time.time(), abs=30)
         assert told["uptime_s"] > FRESH_S
         # Small: a second is not worth more.
@@ -132,6 +142,30 @@ def test_totals_never_go_back_and_move_while_it_works(server):
     assert max(one["pages"]["private"] + one["pages"]["cached_held"] for one in seen) > 0
     eventually(lambda: not live(server)["running"])
     server.assert_idle()
+
+
+def test_requests_that_are_refused_are_counted_apart(start_server):
+    with start_server() as server:
+        for _ in range(3):
+            body = {"prompt": tokens_of(4, 9000), "max_tokens": 1}
+            assert server.http.post(COMPLETIONS, json=body).status_code == 400
+        time.sleep(FRESH_S)
+        (refused,) = live(server)["losses"]
+        assert (refused["kind"], refused["what"], refused["place"], refused["minute"]) == (
+            "refusal", "refused", "requests", 3,
+        )  # fmt: skip
+
+
+def test_the_last_minute_is_known_though_nobody_looked(start_server, monkeypatch):
+    """Counters are sampled also while no client polls, and the thread ends with the server."""
+    monkeypatch.setattr("kvkeep.serve.server.losses.EVERY_S", 0.05)
+    monkeypatch.setattr("kvkeep.observe.usage.lately.EVERY_S", 0.05)
+    with start_server() as server:
+        lately = server.service.losses._lately
+        eventually(lambda: len(lately._samples) >= 5)
+        thread = server.service.losses._thread
+        assert thread.is_alive()
+    assert not thread.is_alive()
 
 
 def test_changes_need_a_key(start_server):

@@ -117,6 +117,23 @@ def test_the_same_as_a_sheet(tiered):
     assert tiered.http.get("/kv/usage?format=xml").status_code == 400
 
 
+def test_the_largest_alone_and_a_search(tiered):
+    whole = usage(tiered)[0]["tenants"]
+    assert usage(tiered)[0]["count"] == len(whole) - 1
+    few, rows = usage(tiered, most=1, order="computed_tokens")
+    first, rest = few["tenants"]
+    assert few["count"] == len(whole) - 1
+    assert first["computed_tokens"] == max(row["computed_tokens"] for row in whole[:-1])
+    assert rest["cache_salt"] is None
+    for name in ("requests", "prompt_tokens", "computed_tokens", "pool_tokens"):
+        assert first[name] + rest[name] == sum(row[name] for row in whole)
+    found, rows = usage(tiered, search="=1")
+    assert found["count"] == 1
+    assert set(rows) == {"=1+1", None}
+    for query in ({"most": 0}, {"order": "age"}, {"search": "x" * 257}):
+        assert tiered.http.get("/kv/usage", params=query).status_code == 400
+
+
 def test_it_needs_the_key_as_all_the_others(tiered):
     assert tiered.http.get("/kv/usage", headers={"Authorization": "Bearer no"}).status_code == 401
 

@@ -156,7 +156,7 @@ class WatchedSchedulerSide(SchedulerSide):
             begin = followed.local + external
             if external:
                 loading = followed.local, begin
-            told = None if lookup is None else lookup.losses
+            told = () if lookup is None else lookup.losses
             followed.misses = partial(self._misses, followed, choice, begin // size, told)
         tables = blocks.get_block_ids()
         self._watch.admitted(
@@ -173,11 +173,11 @@ class WatchedSchedulerSide(SchedulerSide):
         followed: FollowedRequest,
         choice: LoadDecision | None,
         begin: int,
-        told: Sequence[LossRun] | None,
+        told: Sequence[LossRun],
     ) -> list[Miss]:
         """In a thread: why blocks from ``begin`` on are not loaded.
 
-        ``told`` is what workers said of those that were not found; None: they were not asked.
+        ``told`` is what workers in other processes said of those that were not found.
         """
         size, request = self._groups.block_tokens, followed.request
         found, last = followed.reached, request.num_prompt_tokens - 1
@@ -192,10 +192,10 @@ class WatchedSchedulerSide(SchedulerSide):
                     compute_s=choice.compute_s,
                 )
             )
-        if told is None and self._shared is not None:
+        if self._shared is not None:
             hashes = followed.hashes(found, request.num_prompt_tokens // size)
             told = loss_runs(self._shared.store, keys_of(hashes, self._groups.counted))
-        return misses + misses_of(told or (), found, size)
+        return misses + misses_of(told, found, size)
 
     def receive(self, output: KVConnectorOutput) -> None:
         """As `SchedulerSide.receive`; tell which loads have ended."""
