@@ -21,6 +21,7 @@ import kvkeep.core.cache
 from kvkeep.cli import _parser, main
 from kvkeep.core.cost import PrefillCost
 from kvkeep.serve.kv_events import Source
+from kvkeep.serve.router.discovery import DnsName
 from kvkeep.serve.server import LOOPBACK_HOSTS
 
 if TYPE_CHECKING:
@@ -49,6 +50,11 @@ ROUTE = {
     "--instances": Option(
         f"--instances {A}/", "PrefixRouter.instances Upstreams.instances", ([A], [A])
     ),
+    "--discover": Option(
+        "--discover dns://x:1", "Membership.discovery.names", [DnsName("dns://x:1")]
+    ),
+    "--discover-every": Option("--discover-every 7", "Membership.discovery.every_s", 7.0),
+    "--admin-key-file": Option("--admin-key-file {tmp}/key", "create_proxy.admin_key", "filed"),
     "--events": Option(
         EVENTS, "EventReader.sources", [Source(A, "tcp://a:5"), Source(B, "tcp://b:6")]
     ),
@@ -83,6 +89,7 @@ ROUTE = {
     ),
     "--usage": Option("--usage", "create_proxy.usage", True),
     "--balance": Option("--balance 0.5", "PrefixRouter.cost.balance", 0.5),
+    "--slack": Option("--slack 0.5", "PrefixRouter.cost.slack", 0.5),
     "--first-byte-timeout": Option(
         "--first-byte-timeout 7", "create_proxy.timeouts.first_byte_s", 7.0
     ),
@@ -240,6 +247,7 @@ def route(made, monkeypatch) -> Callable[..., Made]:
     )
     made.replace(monkeypatch, "kvkeep.serve.router.PrefixRouter", None)
     made.replace(monkeypatch, "kvkeep.serve.router.upstreams.Upstreams", None)
+    made.replace(monkeypatch, "kvkeep.serve.router.membership.Membership", None)
     made.replace(monkeypatch, "kvkeep.serve.router.proxy.create_proxy", None)
     made.replace(monkeypatch, "kvkeep.serve.router.listening.serve", None)
     return lambda *words: ran(made, "route", "--instances", f"{A},{B}", *words)

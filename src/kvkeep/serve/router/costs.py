@@ -81,14 +81,6 @@ class InstanceCosts:
         """Forget an instance that is gone."""
         self._due.pop(name, None)
 
-    def forget(self, name: str) -> None:
-        """Forget an instance that is gone."""
-        self._due.pop(name, None)
-
-    def forget(self, name: str) -> None:
-        """Forget an instance that is gone."""
-        self._due.pop(name, None)
-
     async def _read(self, name: str) -> CostOutcome:
         try:
             found = json.loads(await self._body(name))

@@ -160,16 +160,6 @@ class Health:
         """The number of instances, those that are leaving included."""
         return len(self._instances)
 
-    @property
-    def size(self) -> int:
-        """The number of instances, those that are leaving included."""
-        return len(self._instances)
-
-    @property
-    def size(self) -> int:
-        """The number of instances, those that are leaving included."""
-        return len(self._instances)
-
     def names(self) -> list[str]:
         """Return all instances, those that are leaving included."""
         return list(self._instances)

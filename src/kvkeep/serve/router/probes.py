@@ -21,10 +21,6 @@ _HEADERS = [(b"connection", b"close")]
 _LEAST_PAUSE_S = 0.05
 _MOST_A_SECOND = 200
 """Probes a second to all instances together; with more instances, each is probed less often."""
-_MOST_A_SECOND = 200
-"""Probes a second to all instances together; with more instances, each is probed less often."""
-_MOST_A_SECOND = 200
-"""Probes a second to all instances together; with more instances, each is probed less often."""
 _LONGEST_PAUSE = 8
 """Backoff for an instance that stays silent: at most this many probe intervals."""
 
@@ -32,8 +28,6 @@ _LONGEST_PAUSE = 8
 class Probes:
     """Sends ``GET /health`` to each instance, one probe at a time, and reports to `Health`.
 
-    Instances that come are probed at once, those that leave until they are forgotten.
-    Instances that come are probed at once, those that leave until they are forgotten.
     Instances that come are probed at once, those that leave until they are forgotten.
     A stopped process still accepts connections, so a probe succeeds only with a response; any
     status below 500 counts. ``on_probe`` is called with the instance and whether it answered,

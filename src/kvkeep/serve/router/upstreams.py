@@ -74,10 +74,7 @@ class Upstreams:
 
     def add(self, url: str, *, proven: bool = True) -> None:
         """Add an instance, see `Health.add`. Raises `InvalidValue` for a URL that is none."""
-        if "@" in url:  # logs and metrics show the names of instances
-            raise InvalidValue("an instance's URL must not contain a password")
-        if not _is_base_url(url):
-            raise InvalidValue(f"an instance must be http://HOST:PORT, got {url!r}")
+        check_url(url)
         self.health.add(url, proven=proven)
 
     def remove(self, name: str) -> None:
