@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from faults import FaultyBackend
-from kvkeep.store import BlockStore
+from kvkeep.core.geometry import KVGeometry
+from kvkeep.store import BlockStore, KVStore
 from kvkeep.store.backends import free_memory
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.tiers import PROMPT_TOKENS, buffer, buffer_bytes
@@ -60,6 +61,14 @@ def test_a_store_has_it_by_what_a_token_takes(free, tmp_path: Path):
         with BlockStore("a", tiers=[f"file://{tmp_path}/d"], token_bytes=token_bytes) as store:
             front = store.stats()[0]
             assert (front.name, front.capacity) == ("buffer", expected)
+
+
+def test_a_store_of_kv_has_it_by_its_geometry(free, tmp_path: Path):
+    free(1 << 50)
+    geometry = KVGeometry(32, 8, 128, "bfloat16")
+    with KVStore(geometry, model="m@1", tiers=[f"file://{tmp_path}/d"]) as store:
+        front = store.stats().tiers[0]
+        assert (front.name, front.capacity) == ("buffer", 2048 * MIB)
 
 
 def keys(count: int) -> list[bytes]:

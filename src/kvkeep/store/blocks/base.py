@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from kvkeep.store.blocks.timing import Operation
-    from kvkeep.store.codecs import BlockShape
-    from kvkeep.store.tiers import Detached, TieredStore
+    from kvkeep.store.tiers import Detached, TieredStore, TierSpec
 
 __all__ = ["Store"]
 
@@ -41,10 +40,15 @@ class Store:
         super().__init_subclass__()
         cls._by_name = SharedStores(cls.__name__)
 
-    def __init__(self, tiered: TieredStore, unit: str, shape: BlockShape | None = None) -> None:
+    def __init__(
+        self,
+        tiered: TieredStore,
+        unit: str,
+        opening: Callable[[str | Backend], TierSpec] = open_tier,
+    ) -> None:
         self.cost = tiered.cost
         self._tiered = tiered
-        self._shape = shape  # of blocks, for codecs; None: opaque bytes
+        self._opening = opening  # opens a tier for blocks of this store
         self._timing = Timing(unit)
         self._unpin: list[Callable[[], None]] = []  # undoes the pinning of memory
         self._shared_as: list[str] = []  # the name of a shared store until its user closes it
@@ -91,7 +95,7 @@ class Store:
                 detached; or the store is closed.
         """
         self._tiered.check_open()
-        spec = open_tier(tier, self._shape)
+        spec = self._opening(tier)
         try:
             return self._tiered.attach(spec, below)
         except BaseException:

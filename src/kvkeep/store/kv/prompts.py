@@ -18,7 +18,14 @@ from kvkeep.store.blocks.stats import closed_is_illegal, seconds_of
 from kvkeep.store.kv.binding import ModelBinding
 from kvkeep.store.kv.names import PromptBlocks, TenantNames
 from kvkeep.store.kv.reporting import KVReporter
-from kvkeep.store.tiers import PROMPT_TOKENS, Chain, TenantWeights, TieredStore, open_tiers
+from kvkeep.store.tiers import (
+    PROMPT_TOKENS,
+    Chain,
+    TenantWeights,
+    TieredStore,
+    open_tier,
+    open_tiers,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -72,7 +79,7 @@ class PromptStore(Store):
         )
         if shares is not None:
             self._names.made = partial(_announce, tiered)
-        super().__init__(tiered, "tokens", kept.block_shape)
+        super().__init__(tiered, "tokens", partial(open_tier, shape=kept.block_shape))
         self._reporter = KVReporter(self.geometry.bytes_per_token, self._timing)
         self._pin_memory()
         for space, limit in limits.items():

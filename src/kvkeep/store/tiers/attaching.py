@@ -98,7 +98,6 @@ class TierChanges:
             self._returns.detach(tier.catalogue)
             self._levels.losses.note(left, name, "removed", "detached")
             close_tier(tier, until)
-            self._queue.accept(name)
         result = moving.result(left)
         _LOG.info(
             "tier %s detached: %d blocks moved, %d that it alone had stay there",

@@ -82,8 +82,8 @@ class Evacuation:
         if not source.codec.exact:  # what it has is not for exact tiers
             targets = [one for one in targets if not one.codec.exact]
         self._room = {tier.name: _free(tier) for tier in targets}
-        running = 0
-        for block, size in self._only_here(until):
+        running, order = 0, self._only_here(until)
+        for block, size in order:
             if self._closed() or not self._takes(size):
                 continue
             if not self._slots.acquire(timeout=max(0.0, until - time.monotonic())):
@@ -99,9 +99,10 @@ class Evacuation:
                 break
         for tier in targets:
             with self._lock:
-                moved = list(self._moved.get(tier.name, ()))
-            self._take_pins(tier, moved)
-            tier.reorder(moved)
+                moved = set(self._moved.get(tier.name, ()))
+            blocks = [one.block for one in order if one.block in moved]
+            self._take_pins(tier, blocks)
+            tier.reorder(blocks)
 
     def left(self, until: float) -> list[bytes]:
         """Return the blocks that no other tier has, as far as these answer until ``until``."""

@@ -31,8 +31,8 @@ class Miss:
     - "evicted": deleted to make room. The name of the tier's eviction policy.
     - "dropped": never written. "queue full", "no room", "write failed", "breaker" (the circuit
       breaker is open), "no time" (the tier above had to delete it at once), "write budget"
-      (the tier's write budget is spent), "fault" (a bug of
-      kvkeep; the log has the traceback).
+      (the tier's write budget is spent), "detached" (the tier takes no more writes), "fault" (a bug
+      of kvkeep; the log has the traceback).
     - "refused": "admission" (the tiering policy admits it later, or never); "write budget" (the
       budget is short, and kept for blocks that are worth more); "answer" (generated
       tokens, where only prompts are stored); "unread" (generated tokens, where answers like this

@@ -56,7 +56,7 @@ class WriteQueue:
         self._lock = threading.Lock()
         self._pending: dict[tuple[bytes, str], Pending] = {}
         self._clearing: list[bytes] = []  # spaces that are being deleted, b"" for everything
-        self._refusing: set[str] = set()  # names of tiers that are being detached
+        self._refusing: set[str] = set()  # names of tiers that are, or were, detached
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -105,7 +105,7 @@ class WriteQueue:
         if pending is None:
             return True
         if pending.refused:
-            self.note_dropped(tier, block, "detached")
+            self.note_refused(tier, block)
             self.end(tier, block, pending, saved=False)
             return False
         memory = self._memory
@@ -248,7 +248,7 @@ class WriteQueue:
             self._refusing.add(name)
 
     def accept(self, name: str) -> None:
-        """Undo `refuse`: the tier is gone, and another one may get its name."""
+        """Undo `refuse`."""
         with self._lock:
             self._refusing.discard(name)
 
@@ -278,8 +278,12 @@ class WriteQueue:
             over.set()
 
     def note_refused(self, tier: Tier, block: bytes) -> None:
-        """Count and record a block that ``tier`` does not take: its queue is full, or it fails."""
-        self.note_dropped(tier, block, "breaker" if tier.health.unwritable(block) else "queue full")
+        """Count and record a block that ``tier`` does not take: it is full, fails, or leaves."""
+        if tier.name in self._refusing:
+            why = "detached"
+        else:
+            why = "breaker" if tier.health.unwritable(block) else "queue full"
+        self.note_dropped(tier, block, why)
 
     def note_dropped(self, tier: Tier, block: bytes, why: str) -> None:
         """Count and record a block that ``tier`` did not write."""
