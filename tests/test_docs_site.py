@@ -36,6 +36,7 @@ _FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 # What a document shows in place of a value.
 _PLACEHOLDER = re.compile(r"[A-Z]+…?|…")
+SETTINGS = ROOT / "examples" / "kvkeep.toml"
 _NO_COMMANDS = {"kvkeep namespace 1", "kvkeep record key 1"}  # texts that are hashed
 _FETCHING = {"href", "xlink:href", "src", "srcset", "poster", "data"}
 
@@ -301,7 +302,10 @@ def test_commands_and_their_options_exist(where: str, words: list[str], whole: b
         name = f"{name} {rest.pop(0)}"
     parser = COMMANDS.get(name)
     assert parser is not None, f"{where}: there is no `kvkeep {words[0]}`"
-    options = parser._option_string_actions
+    options = set(parser._option_string_actions)
+    if (section := name.removeprefix("kvkeep config show ")) != name:  # takes its options as well
+        options |= set(COMMANDS[f"kvkeep {section}"]._option_string_actions)
+    rest = [str(SETTINGS) if Path(word).name == SETTINGS.name else word for word in rest]
     for word in rest:
         if re.match(r"--?[a-z]", word):
             option = word.split("=", 1)[0].rstrip(",.")

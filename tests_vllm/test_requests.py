@@ -89,7 +89,7 @@ def test_prompts_alone_are_stored(running: Engine) -> None:
         {"ttl": -1},
         {"pin": 3},
         [1],
-        {"ttl": "1h"},
+        {"ttl": "soon"},
     ],
 )
 def test_wrong_wishes_are_not_followed_and_told(

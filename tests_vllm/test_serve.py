@@ -7,13 +7,13 @@ import re
 import shlex
 import time
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from engines import BLOCK, prompt
 from serving import served
-from versions import VERSION
 
 if TYPE_CHECKING:
     from serving import Served
@@ -93,8 +93,15 @@ def test_the_command_line_of_the_documentation(llama: str, tmp_path: Path) -> No
         one.stop()
     # Right after its last answer; all was written.
     log = (tmp_path / "first").read_text()
-    if VERSION > (0, 30):  # its server imports a package that turns warnings of others off
-        assert "there are store, answers, load, ttl, pin; did you mean 'store'?" in log
+    lines = re.findall(
+        r"(INFO|WARNING) \S+ \S+ \[\S+\] (kvkeep \S+ keeps|kv_transfer_params) (.*)", log
+    )
+    assert [line[:2] for line in lines] == [
+        ("INFO", f"kvkeep {version('kvkeep')} keeps"),
+        ("WARNING", "kv_transfer_params"),
+    ]
+    assert "0 blocks found" in lines[0][2]
+    assert "there are store, answers, load, ttl, pin; did you mean 'store'?" in lines[1][2]
     assert "did not write all" not in log
     assert "kill" not in log.lower()
 

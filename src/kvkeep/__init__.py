@@ -19,6 +19,7 @@ from kvkeep.core.errors import (
     OutOfRoom,
     OutOfSlots,
     QueueFull,
+    StartRefused,
     UnsupportedModel,
 )
 from kvkeep.core.keys import Namespace
@@ -51,6 +52,7 @@ __all__ = [
     "SlotCache",
     "SlotCopy",
     "SlotLease",
+    "StartRefused",
     "UnsupportedModel",
     "__version__",
     "page_tables",

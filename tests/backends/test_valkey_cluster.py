@@ -318,3 +318,12 @@ def test_a_store_works_with_the_remaining_nodes(how: str) -> None:
                 store.get([one], [memoryview(bytearray(256))])
                 store.remove([one])
                 assert time.monotonic() < deadline, store.stats()[1].parts
+
+
+def test_each_primary_tells_its_memory(nodes: list[Server]) -> None:
+    with open_url(nodes[0].url) as backend:
+        told = backend.memory()
+    assert {memory.node for memory in told} == {f"127.0.0.1:{node.port}" for node in nodes}
+    for memory in told:
+        assert memory.used > 0
+        assert (memory.limit, memory.policy) == (0, "noeviction")

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvkeep.store.backends.valkey.memory import ServerMemory, read_memory
 from kvkeep.store.backends.valkey.wire import (
     Garbled,
     Lost,
@@ -172,3 +173,11 @@ def test_an_impossible_address(host: str, port: int) -> None:
     """As a redirection may name it."""
     with pytest.raises(Lost, match="cannot be found"):
         connect((host, port), time.monotonic() + 5.0, None)
+
+
+def test_what_a_server_says_of_its_memory() -> None:
+    said = b"# Memory\r\nused_memory:1024\r\nmaxmemory:4096\r\nmaxmemory_policy:allkeys-lru\r\n"
+    assert read_memory(said, "h:1") == ServerMemory("h:1", 1024, 4096, "allkeys-lru")
+    for wrong in (b"", b"used_memory:1", said.replace(b"4096", b"much"), None, 5, [said]):
+        with pytest.raises(Garbled):
+            read_memory(wrong, "h:1")  # type: ignore[arg-type]

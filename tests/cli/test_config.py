@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from kvkeep.cli import _parser, main
 from kvkeep.cli.config import _parsers
+from kvkeep.cli.settings import ConfigParser
 from kvkeep.core.errors import InvalidValue
 from kvkeep.integrations.sglang.options import StorageOptions
 from kvkeep.integrations.vllm.offload.options import OffloadOptions
@@ -95,8 +96,14 @@ def test_the_environment_names_a_file(file, monkeypatch):
 
 
 def test_what_is_required_may_be_in_the_file(file, capsys):
+    parser = ConfigParser(prog="x")
+    parser.add_config("route")
+    parser.add_argument("--port", required=True)
+    with pytest.raises(InvalidValue, match="arguments are required: --port; x --help lists all"):
+        parser.parse_args(["--config", file("[route]\n")])
+    assert parser.parse_args(["--config", file("[route]\nport = '1'\n")]).port == "1"
     path = file("[route]\nport = 1\n")
-    assert "arguments are required: --instances" in refused(capsys, "route", "--config", path)
+    assert "--instances" in refused(capsys, "route", "--config", path)
     assert parsed("route", "--config", file("[route]\ninstances = 'http://a:1'\n")).instances
 
 

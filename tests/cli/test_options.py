@@ -51,7 +51,9 @@ ROUTE = {
         f"--instances {A}/", "PrefixRouter.instances Upstreams.instances", ([A], [A])
     ),
     "--discover": Option(
-        "--discover dns://x:1", "Membership.discovery.names", [DnsName("dns://x:1")]
+        "--discover dns://a:5 --discover dns://b:6",
+        "Membership.discovery.names",
+        [DnsName("dns://a:5"), DnsName("dns://b:6")],
     ),
     "--discover-every": Option("--discover-every 7", "Membership.discovery.every_s", 7.0),
     "--admin-key-file": Option("--admin-key-file {tmp}/key", "create_proxy.admin_key", "filed"),

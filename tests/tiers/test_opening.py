@@ -16,7 +16,7 @@ from kvkeep.core.eviction import POLICIES
 from kvkeep.store.backends import WriteBudget
 from kvkeep.store.backends.disk import DiskBackend
 from kvkeep.store.backends.memory import MemoryBackend
-from kvkeep.store.tiers import TIER_OPTIONS, TieredStore, open_tiers
+from kvkeep.store.tiers import TIER_OPTIONS, TieredStore, check_tiers, open_tiers
 from kvkeep.store.tiers.buffer import LEAST_BUFFER
 
 if TYPE_CHECKING:
@@ -130,6 +130,9 @@ def test_a_wrong_option_is_named_and_nothing_stays_open(
         open_tiers(["memory://64KiB", other, f"{place}&{option}"])
     assert all(word in str(caught.value) for word in MISTAKES[option]), str(caught.value)
     assert other.calls["close"] == 1
+    with pytest.raises(InvalidValue) as checked:
+        check_tiers(["memory://64KiB", f"{place}&{option}"])
+    assert str(checked.value) == str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -153,15 +156,22 @@ def test_wrong_tiers_are_named(tiers: Any, words: tuple[str, ...]) -> None:
     with pytest.raises(InvalidValue) as caught:
         open_tiers(tiers)
     assert all(word in str(caught.value) for word in words), str(caught.value)
+    if tiers and isinstance(tiers, list):
+        with pytest.raises(InvalidValue) as checked:
+            check_tiers(tiers)
+        assert str(checked.value) == str(caught.value)
 
 
 @pytest.mark.parametrize("option", ["policy=lfu", "ttl=1h"])
 def test_without_a_budget_of_ours_the_server_decides(option: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidValue, match=r"size="):
         open_tiers([f"valkey://127.0.0.1:1/0?{option}"])
+    with pytest.raises(InvalidValue, match=r"size="):
+        check_tiers([f"valkey://127.0.0.1:1/0?{option}"])
     _, (tier,) = open_tiers([f"file://{tmp_path}/d?{option}"])  # it has a budget without size=
     assert tier.backend.capacity
     tier.backend.close()
+    check_tiers([f"file://{tmp_path}/d?{option}"])
 
 
 @pytest.mark.parametrize(
@@ -219,6 +229,49 @@ def test_backends_of_the_callers_own_are_taken_beside_urls(place: str, tmp_path:
     TieredStore(memory, below).close()
 
 
+RIGHT = [
+    ["memory://64KiB?policy=returns&fetch_back=no", "file:///no/place?size=1MiB&sync=always"],
+    ["memory://64KiB", "memory://1MiB?codec=lossless&timeout=1s"],
+    ["shm://1MiB?dir=/no/place&name=a", "file:///no/place?size=1GiB&policy=slru&ttl=1h"],
+    ["valkey://nowhere:1?expire=7d", "s3://bucket/x?size=1GiB&policy=lfu&region=here"],
+]
+
+
+@pytest.mark.parametrize("tiers", RIGHT, ids=str)
+def test_what_is_right_is_checked_and_not_opened(tiers: list[str]) -> None:
+    check_tiers(tiers)
+    assert not os.path.exists("/no/place")
+
+
+@pytest.mark.parametrize(
+    ("tiers", "words"),
+    [
+        (["shm://10"], ("10 bytes", "4096 or more")),
+        (["shm://1MiB?name=a/b"], ("'a/b'",)),
+        (["shm://1MiB?policy=slru"], ("policy=slru", "leave policy= out")),
+        (["memory://1MiB", "valkey://host?policy=slru"], ("has no size=",)),
+        (["memory://1MiB?fetch_back=yes"], ("fetch_back=yes", "policy=returns")),
+        (["s3://bucket?colour=red"], ("no option colour",)),
+        (["valkeys://host?ca=/no/such/file"], ("/no/such/file",)),
+    ],
+)
+def test_what_is_wrong_is_the_same_whether_checked_or_opened(
+    tiers: list[str], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(InvalidValue) as checked:
+        check_tiers(tiers)
+    assert all(word in str(checked.value) for word in words), str(checked.value)
+    with pytest.raises(InvalidValue) as opened:
+        open_tiers(tiers)
+    assert str(opened.value) == str(checked.value)
+
+
+def test_memory_is_in_front_of_others_or_is_not() -> None:
+    check_tiers(["memory://64KiB?policy=returns&fetch_back=yes"])
+    with pytest.raises(InvalidValue, match="no option fetch_back"):
+        check_tiers(["memory://64KiB?policy=returns&fetch_back=yes"], in_front=False)
+
+
 # --- schemes of other packages ---------------------------------------------------------------
 
 
@@ -264,6 +317,9 @@ def test_another_package_gives_a_scheme(plugin: str, place: str) -> None:
     assert (tape.name, tape.codec.name, tape.backend.capacity) == ("tape", "lossless", 3 << 20)
     assert file.name == "file"
     TieredStore(memory, [tape, file]).close()
+    check_tiers(["tape://library/1?reels=3&codec=lossless"])
+    with pytest.raises(InvalidValue, match="codec is 'zip'"):
+        check_tiers(["tape://library/1?reels=3&codec=zip"])
 
 
 @pytest.mark.usefixtures("plugin")

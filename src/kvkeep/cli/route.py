@@ -195,7 +195,9 @@ def run(args: argparse.Namespace) -> int:
     names = _listed(args.instances) if args.instances else []
     discovery = Discovery([DnsName(name) for name in args.discover], args.discover_every)
     if not names and not args.discover:
-        raise InvalidValue("give --instances, or --discover, or both: there is nobody to route to")
+        raise InvalidValue(
+            "give --instances, or --discover, or both: there is no server to route to"
+        )
     upstreams = Upstreams(names)
     addresses = _addresses(args, names)
     admin_key = None if args.admin_key_file is None else api_key(args.admin_key_file)

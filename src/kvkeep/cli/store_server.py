@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping
 
-    Actions = argparse._SubParsersAction[argparse.ArgumentParser]
+    from kvkeep.cli.arguments import Commands
 
 __all__ = ["add_actions"]
 
@@ -23,7 +23,7 @@ _HEAD = ("tier", "blocks", "used", "budget", "codec", "breaker", "place")
 _EXTRA_S = 10.0  # that a server may take beyond --wait
 
 
-def add_actions(actions: Actions) -> None:
+def add_actions(actions: Commands) -> None:
     """Add the actions to those of ``kvkeep store``."""
     action = _add(actions, "tiers", "show the tiers of a running server")
     action.set_defaults(run=_tiers)
@@ -45,7 +45,7 @@ def add_actions(actions: Actions) -> None:
     action.set_defaults(run=_detach)
 
 
-def _add(actions: Actions, name: str, what: str, *, more: str = "") -> argparse.ArgumentParser:
+def _add(actions: Commands, name: str, what: str, *, more: str = "") -> argparse.ArgumentParser:
     said = f"{what[0].upper()}{what[1:]}. {more}".strip()
     parser = actions.add_parser(name, help=f"{what}", description=said)
     add_server_url(parser)

@@ -19,12 +19,15 @@
     versions.py    what differs between versions of vLLM
     adapters.py    which LoRA weights a request uses
     options.py     options of the connector and of a request
+    transfer.py    those, and the tiers', in vLLM's configuration · early.py: checked at the start
+    mistakes.py    wrong options of requests
+    logs.py        kvkeep's log inside vLLM's · started.py: the line at the start
     outer.py       options that vLLM reads from an outer connector, such as MultiConnector
     record.py      a trace of the requests
     stats.py       counts for vLLM's log and its Prometheus page
 
-The connector is imported when it is asked for; options.py needs no vLLM. The worker opens the
-store.
+The connector is imported when it is asked for; options.py and transfer.py need no vLLM. The worker
+opens the store.
 """
 
 from __future__ import annotations
@@ -38,17 +41,14 @@ __all__ = ["KVKeepConnector"]
 
 
 def __getattr__(name: str) -> object:
-    """Import the connector when it is asked for."""
-    if name != "KVKeepConnector":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from vllm.distributed.kv_transfer.kv_connector.factory import (  # noqa: PLC0415
-        KVConnectorFactory,
-    )
+    """Import the connector when it is asked for.
 
-    from kvkeep.integrations.vllm.connector import KVKeepConnector  # noqa: PLC0415
+    vLLM asks for it while it makes an engine's configuration: wrong options end the start there.
+    """
+    if name == "KVKeepConnector":
+        from kvkeep.integrations.vllm.connector import KVKeepConnector  # noqa: PLC0415
+        from kvkeep.integrations.vllm.early import check_start  # noqa: PLC0415
 
-    # MultiConnector looks up the class of statistics from another process by name, in vLLM's
-    # registry only; without this entry the first statistics would end the server's output handler.
-    if name not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(name, __name__, name)
-    return KVKeepConnector
+        check_start()
+        return KVKeepConnector
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvkeep.integrations.vllm.groups import Groups
+from kvkeep.integrations.vllm.logs import join_logs
 from kvkeep.integrations.vllm.messages import StepPlan
 from kvkeep.integrations.vllm.options import ConnectorOptions
 from kvkeep.integrations.vllm.outer import require_outer
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
 
 __all__ = ["KVKeepConnector"]
 
-_LOG = logging.getLogger("kvkeep.vllm")
-
 
 class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
     """A cache behind vLLM's prefix cache: blocks computed once are loaded, not computed again.
@@ -69,6 +68,7 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
+        join_logs()
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         require_outer(transfer)  # before the scheduler reads kv_load_failure_policy
@@ -234,3 +234,11 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.close()
         if self._scheduler is not None:
             self._scheduler.close()
+
+
+# MultiConnector looks up the class of statistics from another process by name, in vLLM's registry
+# only; without this entry the first statistics would end the server's output handler.
+if KVKeepConnector.__name__ not in KVConnectorFactory._registry:
+    KVConnectorFactory.register_connector(
+        KVKeepConnector.__name__, "kvkeep.integrations.vllm", "KVKeepConnector"
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,11 +19,8 @@ from kvkeep.integrations.options import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvkeep.integrations.vllm.stats import Counts
-
 __all__ = ["ConnectorOptions", "RequestOptions"]
 
-_LOG = logging.getLogger("kvkeep.vllm")
 _DEFAULT_PIN_S = 3600.0
 
 
@@ -94,18 +90,6 @@ class RequestOptions:
     load: bool = option(True, truth_of)
     ttl: float | None = option(None, _ttl)
     pin: float | None = option(None, truth_of)
-
-    @classmethod
-    def of_request(cls, request: str, params: object, counts: Counts) -> RequestOptions:
-        """As `parse`, but wrong parameters are ignored, logged and counted."""
-        try:
-            return cls.parse(params)
-        except InvalidValue as error:
-            counts.add(ignored_params=1)
-            _LOG.warning(
-                "kv_transfer_params of request %.100r are ignored: %.500s", request, str(error)
-            )
-            return cls()
 
     @classmethod
     def parse(cls, params: object) -> RequestOptions:

@@ -8,9 +8,8 @@ options on which the connector depends:
     kv_role                  without "consumer" vLLM reuses pages that a load may still write to
 
 The outer configuration belongs to all connectors in it and is not changed here; options that would
-break a promise are refused. Only a worker can see the outer configuration. vLLM makes workers
-first, so the scheduler's side never starts, although the weights are loaded by then: vLLM makes no
-connector earlier.
+break a promise are refused: while vLLM makes the configuration (early.py), and again in the worker,
+which sees the outer one. vLLM makes workers first, so the scheduler's side never starts.
 
 A process of vLLM has one worker's side, even if a script makes two engines in it: the second engine
 gets the connector of the first, which would store the second's KV under the first's namespace.
@@ -23,13 +22,12 @@ from typing import TYPE_CHECKING
 from vllm.config import get_current_vllm_config_or_none
 
 from kvkeep.core.errors import InvalidValue
+from kvkeep.integrations.vllm.transfer import POLICY, check_inner
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
 
 __all__ = ["require_outer", "require_own_engine"]
-
-_POLICY = "recompute"
 
 
 def require_outer(own: KVTransferConfig) -> None:
@@ -38,25 +36,13 @@ def require_outer(own: KVTransferConfig) -> None:
     Raises:
         InvalidValue: the outer configuration differs, with the option to set there.
     """
-    own.kv_load_failure_policy = _POLICY  # vLLM's default makes a lost file an error of a request
+    own.kv_load_failure_policy = POLICY
     current = get_current_vllm_config_or_none()
     outer = None if current is None else current.kv_transfer_config
     if outer is None or outer is own:
         return
-    if outer.kv_load_failure_policy != _POLICY:
-        raise InvalidValue(
-            f'kv_load_failure_policy is "{outer.kv_load_failure_policy}" for {outer.kv_connector}, '
-            "and vLLM does not read it from the connectors inside: one damaged or missing block "
-            f'would end a request with an error. Set "kv_load_failure_policy": "{_POLICY}" beside '
-            f'"kv_connector": "{outer.kv_connector}" in --kv-transfer-config'
-        )
-    if own.is_kv_consumer and not outer.is_kv_consumer:
-        raise InvalidValue(
-            f'kv_role is "{outer.kv_role}" for {outer.kv_connector} and "{own.kv_role}" for '
-            "kvkeep inside it: vLLM would reuse pages while they are loaded. Set "
-            f'"kv_role": "kv_both" beside "kv_connector": "{outer.kv_connector}" in '
-            '--kv-transfer-config, or "kv_role": "kv_producer" for kvkeep'
-        )
+    read = ("kv_connector", "kv_role", "kv_load_failure_policy")
+    check_inner(str(own.kv_role), {name: getattr(outer, name) for name in read})
 
 
 def require_own_engine(own: KVTransferConfig) -> None:

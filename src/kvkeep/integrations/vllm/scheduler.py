@@ -14,6 +14,7 @@ from kvkeep.integrations.vllm.choosing import RequestChoices
 from kvkeep.integrations.vllm.keys import keys_of
 from kvkeep.integrations.vllm.lookups import BlockLookups
 from kvkeep.integrations.vllm.messages import BlockSpan, PageLoad, StepPlan, WorkerNews
+from kvkeep.integrations.vllm.mistakes import RequestMistakes
 from kvkeep.integrations.vllm.options import RequestOptions
 from kvkeep.integrations.vllm.public import PublicBlocks, prefixes_in
 from kvkeep.integrations.vllm.requests import FollowedRequest
@@ -70,6 +71,7 @@ class SchedulerSide:
         if ranks == 1:
             self._shared = SharedStore.find(vllm_config.kv_transfer_config.engine_id)
         self.counts = Counts()
+        self._mistakes = RequestMistakes(self.counts)
         self._lookups = BlockLookups(
             groups, self._shared, self.counts, ranks=ranks, timeout=options.lookup_timeout
         )
@@ -100,9 +102,7 @@ class SchedulerSide:
 
     def follow(self, request: Request) -> None:
         """Track a new request; one whose KV cannot be stored is ignored."""
-        options = RequestOptions.of_request(
-            request.request_id, request.kv_transfer_params, self.counts
-        )
+        options = self._mistakes.options(request.request_id, request.kv_transfer_params)
         followed = FollowedRequest(request, options)
         if request.lora_request is not None:
             followed.adapter = self._adapters.digest(request.lora_request)

@@ -12,7 +12,6 @@ tier works with vLLM's `TieringOffloadingSpec`, too, which needs a GPU.
 
 from __future__ import annotations
 
-import logging
 import threading
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -25,9 +24,12 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
 from kvkeep.core.errors import InvalidValue
+from kvkeep.core.geometry.units import format_bytes
 from kvkeep.integrations.cost_files import write_costs
 from kvkeep.integrations.vllm.adapters import Adapters
 from kvkeep.integrations.vllm.kept import OpenStore
+from kvkeep.integrations.vllm.logs import join_logs
+from kvkeep.integrations.vllm.mistakes import RequestMistakes
 from kvkeep.integrations.vllm.offload.choosing import ChunkChoices
 from kvkeep.integrations.vllm.offload.engine import OffloadEngine
 from kvkeep.integrations.vllm.offload.identity import namespace_of_rows
@@ -38,9 +40,9 @@ from kvkeep.integrations.vllm.offload.options import OffloadOptions
 from kvkeep.integrations.vllm.offload.requests import TierRequest, TierRequests
 from kvkeep.integrations.vllm.offload.rows import ChunkRows
 from kvkeep.integrations.vllm.offload.spec import KVKeepSpec
-from kvkeep.integrations.vllm.options import RequestOptions
 from kvkeep.integrations.vllm.public import PublicBlocks, prefixes_in
 from kvkeep.integrations.vllm.shared import engine_costs
+from kvkeep.integrations.vllm.started import log_start
 from kvkeep.integrations.vllm.stats import Counts
 from kvkeep.integrations.vllm.versions import require_tiers
 from kvkeep.store.backends.memory import MemoryBackend
@@ -68,7 +70,6 @@ if TYPE_CHECKING:
 
 __all__ = ["KVKeepSpec", "KVKeepTier"]
 
-_LOG = logging.getLogger("kvkeep.vllm")
 # While no request can be computed vLLM runs idle steps in a loop, which takes the interpreter lock
 # from the threads that load. So an idle step waits this long for one of them; a new request is
 # delayed by as much at most.
@@ -107,6 +108,7 @@ class KVKeepTier(SecondaryTierManager):
         locality: str | None = None,
         **options: Any,
     ) -> None:
+        join_logs()
         require_tiers()
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self._options = OffloadOptions.parse(options)
@@ -129,6 +131,7 @@ class KVKeepTier(SecondaryTierManager):
         )
         counted = next(iter(sorted(whole)), min(chunk_tokens))
         self._counts = Counts()
+        self._mistakes = RequestMistakes(self._counts)
         self._news = threading.Event()
         config_of = None if self._engine is None else self._engine.config
         rows = _rows(offloading_spec, notes)
@@ -163,10 +166,8 @@ class KVKeepTier(SecondaryTierManager):
         )  # fmt: skip
         self._live: dict[str, TierRequest] = {}
         self._held = 0  # steps in which nothing may be loaded
-        _LOG.info(
-            "kvkeep stores chunks of up to %d bytes in %s", offloading_spec.kv_bytes_per_chunk,
-            ", ".join(tier.place for tier in store.stats()[1:]),
-        )  # fmt: skip
+        largest = format_bytes(offloading_spec.kv_bytes_per_chunk)
+        log_start(store, f"chunks of up to {largest}", below=True)
 
     def _public_chunks(self, chunk_tokens: Mapping[int, int]) -> dict[int, PublicBlocks]:
         """Return what names the chunks in public prefixes, by group; empty without prefixes."""
@@ -185,9 +186,7 @@ class KVKeepTier(SecondaryTierManager):
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Track a new request; wrong options of a request are ignored and counted."""
-        options = RequestOptions.of_request(
-            req_context.req_id, req_context.kv_transfer_params, self._counts
-        )
+        options = self._mistakes.options(req_context.req_id, req_context.kv_transfer_params)
         request = TierRequest(options)
         if self._engine is None or not (
             self._engine.config.lora_config or self._public or not options.answers

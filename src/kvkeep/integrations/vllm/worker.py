@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from kvkeep.core.errors import KVKeepError
+from kvkeep.core.geometry.units import format_bytes
 from kvkeep.integrations.load_costs import LoadPace, ProbeEnd
 from kvkeep.integrations.vllm.device import DeviceCopies
 from kvkeep.integrations.vllm.groups import BlockReach
@@ -23,6 +24,7 @@ from kvkeep.integrations.vllm.naming import machine_of, namespace_of, warn_of_se
 from kvkeep.integrations.vllm.outer import require_own_engine
 from kvkeep.integrations.vllm.pages import pages_of
 from kvkeep.integrations.vllm.shared import SharedStore, engine_costs
+from kvkeep.integrations.vllm.started import log_start
 from kvkeep.integrations.vllm.stats import Counts
 from kvkeep.store.blocks.store import BlockStore
 
@@ -126,12 +128,17 @@ class WorkerSide:
         store = BlockStore(namespace, tiers=tiers, cost=cost, token_bytes=token_bytes)
         engine = config.kv_transfer_config.engine_id
         shared = SharedStore(engine, store, self._groups, sizes, self._options)
-        _LOG.info(
-            "kvkeep stores blocks of %d tokens, %d bytes, and states of %d bytes, in %s",
-            self._groups.block_tokens, sum(sizes) - states, states,
-            ", ".join(tier.place for tier in store.stats()),
-        )  # fmt: skip
+        if config.parallel_config.rank == 0:  # once for each engine
+            log_start(store, self._described(sum(sizes) - states, states))
         return shared
+
+    def _described(self, block: int, states: int) -> str:
+        """Return what is stored, in words; both arguments are in bytes."""
+        words = f"blocks of {self._groups.block_tokens} tokens ({format_bytes(block)})"
+        if states:
+            words += f" and states ({format_bytes(states)})"
+        ranks = self._vllm_config.parallel_config.world_size
+        return words if ranks == 1 else f"{words} of rank 0 of {ranks}, each with tiers of its own,"
 
     # --- loads -----------------------------------------------------------------------------------
 

@@ -85,6 +85,18 @@ class Backend(ABC):
     def from_url(cls, url: TierURL) -> Backend:
         """Open what ``url`` names; take the backend's options out of it. Raises `InvalidValue`."""
 
+    @classmethod
+    def check_url(cls, url: TierURL) -> bool:
+        """Take the backend's options out of ``url`` and check them; open and change nothing.
+
+        Returns whether it would have a capacity. The default checks no option, and returns True.
+
+        Raises:
+            InvalidValue: as `from_url`, as far as that is known without opening the place.
+        """
+        url.take_rest()
+        return True
+
     @abstractmethod
     def put(self, block: bytes, record: memoryview) -> None:
         """Store ``record`` under ``block``, replacing an older one; the caller reuses its memory.

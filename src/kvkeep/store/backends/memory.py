@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 import numpy as np
 
-from kvkeep.core.errors import BackendFailed, IllegalStep, InvalidValue, OutOfRoom
+from kvkeep.core.errors import BackendFailed, IllegalStep, InvalidValue, OutOfRoom, whole
 from kvkeep.core.geometry.units import format_bytes, parse_bytes
 from kvkeep.store.backends.arena import Arena
 from kvkeep.store.backends.base import ALIGNMENT, Backend, Listed, Room
@@ -257,12 +257,23 @@ class MemoryBackend(InPlaceBackend):
     @classmethod
     def from_url(cls, url: TierURL) -> MemoryBackend:
         """``memory://4GiB``, or ``memory://?size=4GiB``; takes ``touch``."""
+        size, touch = cls._options(url)
+        return cls(size, touch=touch)
+
+    @classmethod
+    def check_url(cls, url: TierURL) -> bool:
+        """Check ``url`` without reserving memory."""
+        whole("the size of an arena in bytes", cls._options(url)[0], ALIGNMENT)
+        return True
+
+    @staticmethod
+    def _options(url: TierURL) -> tuple[int, bool]:
         size = url.size("size")
         if url.place and size is None and not url.path.strip("/"):
             size = parse_bytes(url.place)
         elif url.place or url.path.strip("/") or size is None:
             raise InvalidValue(f"{url.safe} must give its size once, as in memory://4GiB")
-        return cls(size, touch=url.choice("touch", ("yes", "no"), "no") == "yes")
+        return size, url.choice("touch", ("yes", "no"), "no") == "yes"
 
     # -- access in place --------------------------------------------------------------------------
 

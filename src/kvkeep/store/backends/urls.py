@@ -101,6 +101,11 @@ class TierURL:
         given = self._parsed(name, parse_count, None)
         return default if given is None else whole(f"{name} in {self.safe}", given, low, high)
 
+    def take_rest(self) -> None:
+        """Take all options that remain, unread."""
+        self._taken += self._options
+        self._options.clear()
+
     def finish(self) -> None:
         """Raise `InvalidValue` if options remain that were not taken."""
         if self._options:

@@ -367,6 +367,10 @@ class BlockStore(Store):
         """Return the state of every tier, fastest first."""
         return self._tiered.stats()
 
+    def own_bytes(self) -> dict[str, int]:
+        """Return by tier the bytes of this namespace's records; see `TieredStore.bytes_of`."""
+        return self._tiered.bytes_of(self._space)
+
     def _blocks(self, keys: Sequence[bytes]) -> list[bytes]:
         for key in keys:
             if type(key) is not bytes or len(key) != KEY_BYTES:

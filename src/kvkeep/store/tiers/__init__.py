@@ -53,6 +53,7 @@ from kvkeep.store.tiers.notes import note_of
 from kvkeep.store.tiers.opening import (
     TIER_OPTIONS,
     TIERINGS,
+    check_tiers,
     open_backend,
     open_tier,
     open_tiers,
@@ -100,6 +101,7 @@ __all__ = [
     "ValuedTiering",
     "Written",
     "buffer_bytes",
+    "check_tiers",
     "note_of",
     "open_backend",
     "open_tier",

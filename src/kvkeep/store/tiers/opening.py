@@ -6,7 +6,7 @@ import importlib
 import time
 from functools import lru_cache, partial
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvkeep.core.errors import BackendFailed, InvalidValue, did_you_mean, require
 from kvkeep.core.eviction import POLICIES
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from kvkeep.store.codecs import Codec
     from kvkeep.store.tiers.tiering import TieringPolicy
 
-__all__ = ["TIERINGS", "TIER_OPTIONS", "open_backend", "open_tier", "open_tiers", "tiering"]
+__all__ = [
+    "TIERINGS", "TIER_OPTIONS", "check_tiers", "open_backend", "open_tier", "open_tiers", "tiering",
+]  # fmt: skip
 
 TIER_OPTIONS = (
     "codec", "encrypt", "decrypt", "policy", "ttl", "timeout", "queue", "readers", "writers",
@@ -64,6 +66,16 @@ def open_backend(url: TierURL) -> Backend:
         InvalidValue: the scheme is unknown, or the URL is wrong.
         MissingExtra: the backend needs a package that is not installed.
     """
+    backend: object = _kind_of(url).from_url(url)
+    if not isinstance(backend, Backend):
+        raise InvalidValue(
+            f"{url.safe} opens {backend!r}; a Backend is needed: see docs/backends.md"
+        )
+    return backend
+
+
+def _kind_of(url: TierURL) -> Any:
+    """Return the class of the backend that ``url`` names. Raises `InvalidValue`, `MissingExtra`."""
     home = _HOMES.get(url.scheme)
     if home is not None:
         module, _, name = home.partition(".")
@@ -77,12 +89,7 @@ def open_backend(url: TierURL) -> Backend:
                 f"{did_you_mean(url.scheme, {*_HOMES, *found})}"
             )
         kind = found[url.scheme].load()
-    backend = kind.from_url(url)
-    if not isinstance(backend, Backend):
-        raise InvalidValue(
-            f"{url.safe} opens {backend!r}; a Backend is needed: see docs/backends.md"
-        )
-    return backend
+    return kind
 
 
 def tiering(name: str, clock: Callable[[], float] = time.monotonic) -> TieringPolicy:
@@ -162,6 +169,38 @@ def open_tier(place: str | Backend, shape: BlockShape | None = None) -> TierSpec
     return spec
 
 
+def check_tiers(
+    tiers: Sequence[str], shape: BlockShape | None = None, *, in_front: bool = True
+) -> None:
+    """Check URLs of tiers as `open_tiers` does, fastest first; open and change nothing.
+
+    ``in_front``: the first of them may be the memory in front of the others. Options of backends
+    in other packages are checked as far as these offer that (`Backend.check_url`). Files of keys
+    are read.
+
+    Raises:
+        InvalidValue: a URL is wrong.
+        MissingExtra: a tier needs a package that is not installed.
+    """
+    require("xxhash", "store")
+    for at, place in enumerate(tiers):
+        url = TierURL(place)
+        asked = _read(url, shape or BlockShape(), first=in_front and not at)
+        has_budget = _checking(_kind_of(url)).check_url(url)
+        url.finish()
+        if not asked.front:
+            asked.require_budget(has=has_budget)
+
+
+def _checking(kind: Any) -> type[Backend]:
+    """Return what checks the URLs of ``kind``: itself, if its `from_url` reads the same options."""
+    if isinstance(kind, type) and issubclass(kind, Backend):
+        reads = next(base for base in kind.__mro__ if "from_url" in vars(base))
+        if "check_url" in vars(reads):
+            return kind
+    return Backend
+
+
 def _open(place: str | Backend, shape: BlockShape, *, first: bool) -> MemorySpec | TierSpec:
     if isinstance(place, Backend):
         place.settle_capacity()
@@ -172,9 +211,34 @@ def _open(place: str | Backend, shape: BlockShape, *, first: bool) -> MemorySpec
         return TierSpec(
             place.scheme, place, make_codec("raw", shape), partial(codec_of, shape=shape)
         )
-    url = TierURL(place)
-    policy_name = url.choice("policy", list(POLICIES), "lru")
-    policy = POLICIES[policy_name]
+    asked = _read(TierURL(place), shape, first=first)
+    return _open_front(asked) if asked.front else _open_below(asked)
+
+
+class _AskedTier(NamedTuple):
+    """What a tier's URL asks for. The options of its backend are still in ``url``."""
+
+    url: TierURL
+    front: bool
+    policy: str
+    codec: Codec
+    others: Callable[[int], Codec | None]
+    options: TierOptions
+    timeout: float | None = None
+    fetch_back: bool = False
+
+    def require_budget(self, *, has: bool) -> None:
+        """Raise `InvalidValue` for options of a tier with a budget, unless it ``has`` one."""
+        if not has and (self.options.ttl is not None or self.policy != "lru"):
+            raise InvalidValue(
+                f"{self.url.safe} has no size=, so kvkeep evicts nothing there: "
+                "policy= and ttl= are for tiers with size="
+            )
+
+
+def _read(url: TierURL, shape: BlockShape, *, first: bool) -> _AskedTier:
+    """Take the options that every tier has out of ``url``. Raises `InvalidValue`; opens nothing."""
+    policy = url.choice("policy", list(POLICIES), "lru")
     ttl = url.seconds("ttl")
     name = url.text("codec", "raw")
     key_file = url.text("encrypt")
@@ -191,38 +255,55 @@ def _open(place: str | Backend, shape: BlockShape, *, first: bool) -> MemorySpec
     if isinstance(codec, AutoCodec):
         others = _others(codec, others)
     if url.scheme in _FRONT and first and codec.number == 0:
-        if url.scheme == "shm" and policy_name != "lru":
-            raise InvalidValue(
-                f"{url.safe}: policy={policy_name} is for memory of one process; from memory that "
-                "processes share, the block used least recently is evicted: leave policy= out"
-            )
-        return _open_front(url, policy_name, ttl)
+        options = TierOptions(policy=POLICIES[policy], ttl=ttl)
+        asked = _AskedTier(url, True, policy, codec, others, options)
+        return asked._replace(fetch_back=_fetches_back(asked))
     options = TierOptions(
-        policy=policy,
+        policy=POLICIES[policy],
         ttl=ttl,
         writes=url.write_budget("writes"),
         queue_bytes=url.size("queue"),
         readers=url.number("readers", 4, 1, 64),
         writers=url.number("writers", 2, 1, 64),
     )
-    timeout = url.seconds("timeout")
+    return _AskedTier(url, False, policy, codec, others, options, url.seconds("timeout"))
+
+
+def _fetches_back(asked: _AskedTier) -> bool:
+    """Take ``fetch_back`` out of the URL of memory; check what goes with it."""
+    url, returning = asked.url, asked.policy == _RETURNING
+    if url.scheme == "shm":
+        if asked.policy != "lru":
+            raise InvalidValue(
+                f"{url.safe}: policy={asked.policy} is for memory of one process; from memory that "
+                "processes share, the block used least recently is evicted: leave policy= out"
+            )
+        return False
+    if url.choice("fetch_back", ("yes", "no"), "yes" if returning else "no") == "no":
+        return False
+    if not returning:
+        raise InvalidValue(
+            f"{url.safe}: fetch_back=yes is for memory with policy={_RETURNING}, which knows when "
+            "conversations return"
+        )
+    return True
+
+
+def _open_below(asked: _AskedTier) -> TierSpec:
+    url = asked.url
     backend = open_backend(url)
     try:
         url.finish()
         if url.scheme == "shm":
             _claim(backend, raw=False)
         backend.settle_capacity()
-        if backend.capacity is None and (ttl is not None or policy_name != "lru"):
-            raise InvalidValue(
-                f"{url.safe} has no size=, so kvkeep evicts nothing there: "
-                "policy= and ttl= are for tiers with size="
-            )
+        asked.require_budget(has=backend.capacity is not None)
     except (InvalidValue, BackendFailed):
         backend.close()
         raise
-    if timeout is not None:
-        backend.timeout = timeout
-    return TierSpec(url.scheme, backend, codec, others, options)
+    if asked.timeout is not None:
+        backend.timeout = asked.timeout
+    return TierSpec(url.scheme, backend, asked.codec, asked.others, asked.options)
 
 
 def _others(
@@ -237,16 +318,8 @@ def _others(
     return codec_of
 
 
-def _open_front(url: TierURL, policy: str, ttl: float | None) -> MemorySpec:
-    returning = policy == _RETURNING
-    fetch_back = "no"
-    if url.scheme == "memory":
-        fetch_back = url.choice("fetch_back", ("yes", "no"), "yes" if returning else "no")
-    if fetch_back == "yes" and not returning:
-        raise InvalidValue(
-            f"{url.safe}: fetch_back=yes is for memory with policy={_RETURNING}, which knows when "
-            "conversations return"
-        )
+def _open_front(asked: _AskedTier) -> MemorySpec:
+    url = asked.url
     backend = open_backend(url)
     try:
         url.finish()
@@ -256,9 +329,8 @@ def _open_front(url: TierURL, policy: str, ttl: float | None) -> MemorySpec:
         backend.close()
         raise
     front: MemoryBackend | ShmBackend = backend  # type: ignore[assignment]
-    return MemorySpec(
-        front, POLICIES[policy], ttl=ttl, name=url.scheme, fetch_back=fetch_back == "yes"
-    )
+    policy, ttl = asked.options.policy, asked.options.ttl
+    return MemorySpec(front, policy, ttl=ttl, name=url.scheme, fetch_back=asked.fetch_back)
 
 
 def _claim(backend: Backend, *, raw: bool) -> None:

@@ -9,6 +9,7 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvkeep.core.errors import UnsupportedModel
+from kvkeep.integrations.vllm.logs import join_logs
 from kvkeep.integrations.vllm.naming import machine_of
 from kvkeep.integrations.vllm.offload.engine import OffloadEngine
 from kvkeep.integrations.vllm.offload.layout import canonical_of, is_portable
@@ -44,6 +45,7 @@ class KVKeepSpec(TieringOffloadingSpec):
     """
 
     def __init__(self, config: OffloadingConfig) -> None:
+        join_logs()
         require_tiers()
         self._engine = OffloadEngine.of_caller()
         if self._engine is not None:

@@ -9,7 +9,7 @@ import re
 import sys
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, cast
 
 from kvkeep.core.errors import BackendFailed, InvalidValue, whole
 from kvkeep.core.keys import SPACE_BYTES
@@ -147,20 +147,21 @@ class DiskBackend(Backend):
     @classmethod
     def from_url(cls, url: TierURL) -> DiskBackend:
         """Open ``file:///absolute/path``; takes ``size``, ``sync`` and ``io``."""
-        if url.place or not url.path.strip("/"):
-            raise InvalidValue(
-                f"{url.safe} names no directory; an absolute path has three slashes: "
-                f"file:///{(url.place + url.path).strip('/') or 'var/lib/kvkeep'}"
-            )
-        capacity = url.size("size")
-        sync = url.choice("sync", ("never", "flush", "always"), "flush")
-        io = url.choice("io", ("auto", "direct", "buffered"), "auto")
-        backend = cls(url.path, capacity, sync, io)  # type: ignore[arg-type] # choice checked both
+        capacity, sync, io = _options(url)
+        backend = cls(url.path, capacity, sync, io)
         if capacity is None:
             backend._has_default = True
             if last := backend.last_budget():
                 backend._limit(last.bytes)
         return backend
+
+    @classmethod
+    def check_url(cls, url: TierURL) -> bool:
+        """Check ``url`` without looking at the directory; it has a budget without ``size``, too."""
+        capacity, _, _ = _options(url)
+        if capacity is not None:
+            whole("capacity", capacity, ALIGNMENT)
+        return True
 
     @property
     def slowed(self) -> int:
@@ -396,3 +397,16 @@ class DiskBackend(Backend):
 
     def _translated(self, done: str, size: int = 0) -> AbstractContextManager[None]:
         return translated(self._directory.url, done, size)
+
+
+def _options(url: TierURL) -> tuple[int | None, Sync, Io]:
+    """Take ``size``, ``sync`` and ``io`` out of ``url``."""
+    if url.place or not url.path.strip("/"):
+        raise InvalidValue(
+            f"{url.safe} names no directory; an absolute path has three slashes: "
+            f"file:///{(url.place + url.path).strip('/') or 'var/lib/kvkeep'}"
+        )
+    capacity = url.size("size")
+    sync = url.choice("sync", ("never", "flush", "always"), "flush")
+    io = url.choice("io", ("auto", "direct", "buffered"), "auto")
+    return capacity, cast("Sync", sync), cast("Io", io)

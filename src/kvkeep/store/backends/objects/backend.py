@@ -110,6 +110,12 @@ class ObjectBackend(Backend):
             raise InvalidValue(f"{url.safe} cannot be opened: {_short(error)}") from error
         return cls(opener, prefix=url.path, capacity=capacity, name=url.safe, scheme=url.scheme)
 
+    @classmethod
+    def check_url(cls, url: TierURL) -> bool:
+        """Check ``url`` and the settings that the cloud's tools find; send no request."""
+        with cls.from_url(url) as opened:
+            return opened.capacity is not None
+
     def put(self, block: bytes, record: memoryview) -> None:
         """Send ``record`` in one request; it is stored when all of it has arrived."""
         change = None if self._ledger is None else self._ledger.putting(block, len(record))

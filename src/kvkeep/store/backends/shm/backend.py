@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from kvkeep.store.backends.shm.arena import SharedArena
 from kvkeep.store.backends.shm.books import Books
 from kvkeep.store.backends.shm.check import check
 from kvkeep.store.backends.shm.layout import Layout
-from kvkeep.store.backends.shm.opening import open_arena, path_of
+from kvkeep.store.backends.shm.opening import check_name, open_arena, path_of
 from kvkeep.store.backends.shm.warming import Warming
 
 if TYPE_CHECKING:
@@ -100,18 +100,32 @@ class ShmBackend(InPlaceBackend):
     @classmethod
     def from_url(cls, url: TierURL) -> ShmBackend:
         """``shm://64GiB``; takes ``name``, ``dir``, ``records`` and ``touch``."""
+        return cls(**cls._options(url))
+
+    @classmethod
+    def check_url(cls, url: TierURL) -> bool:
+        """Check ``url`` without opening or creating the arena."""
+        asked = cls._options(url)
+        check_name(asked["name"])
+        if asked["size"] is not None:
+            Layout.of(asked["size"], asked["records"])
+        return True
+
+    @staticmethod
+    def _options(url: TierURL) -> dict[str, Any]:
+        """Return the arguments of the constructor."""
         size = url.size("size")
         if url.path.strip("/") or (url.place and size is not None):
             raise InvalidValue(f"{url.safe} must give its size once, as in shm://64GiB")
         if url.place:
             size = parse_bytes(url.place)
-        directory = url.text("dir", "/dev/shm")  # noqa: S108 - see `__init__`
-        name = url.text("name", "kvkeep")
-        records = url.number("records", 0, 0, 1 << 27)
-        touch = url.choice("touch", ("yes", "no"), "no") == "yes"
-        assert name is not None
-        assert directory is not None
-        return cls(size, name=name, directory=directory, records=records or None, touch=touch)
+        return {
+            "size": size,
+            "name": url.text("name", "kvkeep"),
+            "directory": url.text("dir", "/dev/shm"),  # noqa: S108 - see `__init__`
+            "records": url.number("records", 0, 0, 1 << 27) or None,
+            "touch": url.choice("touch", ("yes", "no"), "no") == "yes",
+        }
 
     # -- access in place --------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 backend.py   ValkeyBackend, the public class
 options.py   ValkeyOptions: what the URL of a tier says
+memory.py    what a server says of its memory
 nodes.py     connection pools, and which node has which key
 wire.py      one connection: RESP2, values without a copy
 """

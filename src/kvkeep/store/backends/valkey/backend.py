@@ -10,6 +10,7 @@ from kvkeep.core.errors import BackendFailed, OutOfRoom
 from kvkeep.core.geometry.units import format_bytes
 from kvkeep.core.keys import BLOCK_ID_BYTES, SPACE_BYTES
 from kvkeep.store.backends.base import Backend, Listed, Room
+from kvkeep.store.backends.valkey.memory import ServerMemory, read_memory
 from kvkeep.store.backends.valkey.nodes import Address, Nodes, Number
 from kvkeep.store.backends.valkey.options import ValkeyOptions
 from kvkeep.store.backends.valkey.wire import (
@@ -81,6 +82,12 @@ class ValkeyBackend(Backend):
     def from_url(cls, url: TierURL) -> ValkeyBackend:
         """Take a URL as shown above. Does not connect, so the server may be down."""
         return cls(ValkeyOptions.from_url(url))
+
+    @classmethod
+    def check_url(cls, url: TierURL) -> bool:
+        """Check ``url``, and read the files that it names; the server limits its memory itself."""
+        ValkeyOptions.from_url(url).tls_context()
+        return False
 
     def put(self, block: bytes, record: memoryview) -> None:
         """Send ``record`` without a copy; see `Backend.put`."""
@@ -188,6 +195,17 @@ class ValkeyBackend(Backend):
                 if isinstance(field, bytes) and isinstance(note, bytes):
                     notes[bytes.fromhex(field.decode("ascii"))] = note
         return notes
+
+    def memory(self) -> Sequence[ServerMemory]:
+        """Return what each primary says of its memory. Raises `BackendFailed`."""
+        found = []
+        with self._translated():
+            deadline = self._deadline()
+            for address in self._nodes.primaries(deadline):
+                with self._nodes.wire(address, deadline) as wire:
+                    wire.send(command(b"INFO", b"memory"))
+                    found.append(read_memory(wire.expect(), f"{address[0]}:{address[1]}"))
+        return found
 
     def close(self) -> None:
         """Close all connections."""
