@@ -50,6 +50,6 @@ for place in ${MOUNTS-}; do
   set -- "$@" --volume "$place:$place:ro"
 done
 # In Docker's format, which keeps the health check.
-buildah build --layers --isolation chroot --format docker --file "$file" \
+buildah build --isolation chroot --format docker --file "$file" \
   --ignorefile .containerignore --tag "$name" "$@" .
 buildah images "$name"

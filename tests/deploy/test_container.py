@@ -123,3 +123,11 @@ def test_state_is_in_the_volume():
     disk = CONFIG["serve"]["tier"][-1]
     assert urlsplit(disk).path.startswith(f"{volume}/")
     assert f"KVKEEP_CONFIG={last(OURS, 'COPY').split()[-1]} " in environment
+
+
+def test_the_script_that_builds_it_is_one():
+    script = ROOT / "scripts/build_image.sh"
+    done = subprocess.run(["sh", "-n", str(script)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for path in re.findall(r"deploy/container/Containerfile|\.containerignore", script.read_text()):
+        assert (ROOT / path).is_file()
