@@ -150,7 +150,7 @@ def trace_costs(name: str, prompts: list[Ids], rounds: int) -> None:
     # Hardly a prompt ends where a block does.
     tokens = [np.repeat(one, 512)[: -1 - at % 500] for at, one in enumerate(parts[:3000])]
     cost(
-        f"{name}, 512 tokens a block",
+        f"{name}, in pages of 16",
         lambda what_if: PagedCache(5859 * 32, PAGE, what_if=what_if),
         tokens,
         rounds,

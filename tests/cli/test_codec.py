@@ -43,6 +43,15 @@ def test_a_basis_is_fitted_and_used(tmp_path, capsys):
     assert nats < 1
 
 
+@pytest.mark.model
+def test_a_width_below_that_of_a_head_is_told(tmp_path, capsys):
+    words = ["--out", str(tmp_path / "basis"), "--tokens", "1600", "--context", "256"]
+    assert main(["codec", "fit", *words, "--width", "3"]) == 0
+    told = capsys.readouterr().err
+    assert "--width 3 is less than a head" in told
+    assert "groups have up to 32" in told
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

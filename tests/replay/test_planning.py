@@ -46,9 +46,9 @@ def scans(requests: int, seed: int = 0) -> Workload:
 def test_a_tier_that_saves_no_time_is_not_recommended(bandwidth, pays):
     cost = PrefillCost(seconds_per_token=0.001, kv_bytes_per_token=100.0)
     read = TransferCost(seconds_per_byte=1 / bandwidth)
-    work = chats(20, 8)
-    plan = PlannedMemory(300, 40_000, cost=cost, read=read)
-    assert advice_for(work, PlannedMemory(300, 40_000))[0].disk
+    work = chats(12, 5)
+    plan = PlannedMemory(150, 20_000, cost=cost, read=read)
+    assert advice_for(work, PlannedMemory(150, 20_000))[0].disk
     advice, _ = advice_for(work, plan)
     assert advice.disk == pays
     assert (advice.tiering is not None) == pays
@@ -90,7 +90,7 @@ def test_a_disk_that_brings_something_and_one_that_does_not():
     work = chats(12, 5)
     advice, outcomes = advice_for(work, PlannedMemory(1200, 20_000))
     assert advice.disk
-    assert advice.tiering in {"inclusive", "exclusive", "adaptive"}
+    assert advice.tiering in {"inclusive", "exclusive", "adaptive", "valued"}
     assert "below it with the tiering" in advice.recommendation
     tried = {(run.policy, run.tiering): one.token_hit_rate for run, one in outcomes.items()
              if run.below and run.policy != BELADY}  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import TYPE_CHECKING
 
 from kvkeep.cli.arguments import add_count, add_json, add_model_path, add_option, add_path, number
@@ -96,6 +97,13 @@ def run(args: argparse.Namespace) -> int:
         )
     fitted.basis.save(args.out)
     basis = fitted.basis
+    widest = max(group.width for group in basis.groups)
+    if widest > args.width:
+        print(
+            f"kvkeep: --width {args.width} is less than a head, whose channels are never split: "
+            f"groups have up to {widest}",
+            file=sys.stderr,
+        )
     if args.json:
         said = {
             "model": basis.model,

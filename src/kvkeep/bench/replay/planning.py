@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Advice", "PlannedMemory"]
 
 _TIERINGS = ("inclusive", "exclusive", "adaptive")
+_THRIFTY = "valued"
 _TIMES = (0.25, 0.5, 1.0, 2.0, 4.0)
 _NEVER = TransferCost(seconds_per_byte=1e12)  # nothing is loaded from a tier that slow
 
@@ -68,7 +69,7 @@ class PlannedMemory:
 
     def _tiers(self, policies: list[str], least: int) -> list[ReplayRun]:
         found = [self.tiers(policy, name) for policy in policies for name in _TIERINGS]
-        found += [self.tiers(policy, "valued") for policy in (USUAL, FLEXIBLE)]
+        found += [self.tiers(policy, _THRIFTY) for policy in (USUAL, FLEXIBLE)]
         if self.prices is not None:  # a disk below less memory may be cheaper
             sizes = [int(self.memory_tokens * times) for times in _TIMES if times < 1]
             found += [
@@ -80,9 +81,9 @@ class PlannedMemory:
             ]
         found.append(ReplayRun(BELADY, self.memory_tokens, below=(self.disk_tokens,)))
         if self.cost is not None:
-            for policy in (USUAL, FLEXIBLE):
-                for name in (*_TIERINGS, "valued"):
-                    found += self.timed(policy, name)
+            pairs = [(policy, name) for policy in (USUAL, FLEXIBLE) for name in _TIERINGS]
+            for policy, name in (*pairs, (USUAL, _THRIFTY)):
+                found += self.timed(policy, name)
         return found
 
     def of(self, policy: str, tokens: int | None = None) -> ReplayRun:

@@ -116,6 +116,7 @@ let points = [];
 const whatIf = new Chart(byId("whatif"), whatIfOptions);
 const sentence = () => {
   const now = points.find((one) => one.times === 1), twice = points.find((one) => one.times === 2);
+  if (points.length < 2) return "The prompts are too short to tell what pools of other sizes would reuse.";
   if (!now || !twice) return "Hit rates of pools of other sizes, estimated from a sample of prompts.";
   const gain = twice.hit_rate - now.hit_rate;
   return gain < 0.005 ? "More pages would hardly have raised the hit rate so far."
