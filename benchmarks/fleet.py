@@ -87,7 +87,8 @@ class Pair:
     nodes: int
     hits: float
     agree: float
-    agree_held: float
+    agree_best: float
+    """Of prompts of which one node alone holds the most."""
     computed_load: float
 
 
@@ -243,7 +244,7 @@ def replay(
     cluster = {name: Node(name, pages, made) for name in names}
     chance = random.Random(1)
     ahead: list[tuple[float, int, bool, PrefixRouter, RouteTicket]] = []
-    hits = total = agreed = held = agreed_held = 0
+    hits = total = agreed = unique = agreed_unique = 0
     for number, request in enumerate(requests):
         arrival = request["timestamp"] / 1000
         while ahead and ahead[0][0] <= arrival:
@@ -258,8 +259,9 @@ def replay(
         others = [one.choose(blocks) for one in made if one is not router]
         same = all(one is not None and one.place == chosen.place for one in others)
         agreed += same
-        held += chosen.tokens > 0
-        agreed_held += same and chosen.tokens > 0
+        tokens = sorted(score.tokens for score in router.score(blocks))
+        unique += tokens[-1] > tokens[-2]
+        agreed_unique += same and tokens[-1] > tokens[-2]
         ticket = router.begin(chosen, blocks)
         node = cluster[chosen.place.instance]
         hits += node.serve(blocks, now)
@@ -268,21 +270,19 @@ def replay(
         heapq.heappush(ahead, (done, number * 2 + 1, True, router, ticket))
     each = [node.computed for node in cluster.values()]
     return Pair(
-        routers, slack, nodes, hits / total, agreed / len(requests), agreed_held / max(1, held),
+        routers, slack, nodes, hits / total, agreed / len(requests), agreed_unique / max(1, unique),
         max(each) * nodes / sum(each),
     )  # fmt: skip
 
 
-def pairs(path: Path, nodes: int, tokens: int) -> list[Pair]:
-    """Replay a trace at one router and at two, with and without slack."""
+def pairs(path: Path, nodes: int, tokens: int, slacks: list[float]) -> list[Pair]:
+    """Replay a trace at one router and at two, with each slack."""
     opened = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt", encoding="utf-8") as lines:
         requests = [json.loads(line) for line in lines]
     pages = tokens // TRACE_BLOCK
     return [
-        replay(requests, routers, nodes, pages, slack)
-        for routers in (1, 2)
-        for slack in (0.0, RoutingCost().slack)
+        replay(requests, routers, nodes, pages, slack) for routers in (1, 2) for slack in slacks
     ]
 
 
@@ -298,9 +298,15 @@ def main() -> int:
     parser.add_argument("--trace", type=Path, metavar="FILE", help="replay it at two routers")
     parser.add_argument("--nodes", type=int, default=4, help="default: 4")
     parser.add_argument("--tokens", type=int, default=3_000_000, help="a node (default: 3 million)")
+    parser.add_argument(
+        "--slack", type=float, nargs="*", default=[0.0, RoutingCost().slack],
+        help="of the routers (default: none, and theirs)",
+    )  # fmt: skip
     options = parser.parse_args()
     sizes = [measure(count, options.blocks, options.prompts) for count in options.instances]
-    found = [] if options.trace is None else pairs(options.trace, options.nodes, options.tokens)
+    found = []
+    if options.trace is not None:
+        found = pairs(options.trace, options.nodes, options.tokens, options.slack)
     if options.json:
         print(json.dumps({"sizes": list(map(asdict, sizes)), "pairs": list(map(asdict, found))}))
         return 0
@@ -311,7 +317,7 @@ def main() -> int:
     for pair in found:
         print(
             f"{pair.routers} routers, slack {pair.slack}: hits {pair.hits:.1%}, agree "
-            f"{pair.agree:.1%} ({pair.agree_held:.1%} of prompts that are held), "
+            f"{pair.agree:.1%} ({pair.agree_best:.1%} where one node holds most), "
             f"most computed / mean {pair.computed_load:.2f}"
         )
     return 0

@@ -290,7 +290,7 @@ def replay(
     prefill = PrefillCost(
         seconds_per_token=TRACE_BLOCK / SPEED, seconds_per_token_pair=2e-9 * TRACE_BLOCK**2
     )
-    cost = RoutingCost(prefill=prefill)
+    cost = RoutingCost(prefill=prefill, slack=0.0)  # there is one router
     names = [f"n{number}" for number in range(nodes)]
     router = PrefixRouter(names, cost=cost, clock=lambda: now) if routed else None
     made = {one: Node(one, pages, router if events else None) for one in names}

@@ -91,6 +91,7 @@ ROUTE = {
     ),
     "--usage": Option("--usage", "create_proxy.usage", True),
     "--balance": Option("--balance 0.5", "PrefixRouter.cost.balance", 0.5),
+    "--slack": Option("--slack 0.5", "PrefixRouter.cost.slack", 0.5),
     "--first-byte-timeout": Option(
         "--first-byte-timeout 7", "create_proxy.timeouts.first_byte_s", 7.0
     ),

@@ -17,7 +17,7 @@ from kvkeep import PagedCache
 from kvkeep.core.errors import InvalidValue
 from kvkeep.serve.kv_events import BlockStored, EventPublisher, EventReader, Source
 from kvkeep.serve.router import PrefixRouter
-from kvkeep.serve.router.discovery import DnsName, Found, resolve
+from kvkeep.serve.router.discovery import DnsName, Resolution, resolve
 from kvkeep.serve.router.membership import Discovery, EventAddresses, Membership
 from kvkeep.serve.router.upstreams import Upstreams
 
@@ -49,7 +49,7 @@ class Lives(RuleBasedStateMachine):
 
     @rule(origin=st.sampled_from(["dns://a:1", "dns://b:1"]), urls=st.sets(st.sampled_from(URLS)))
     def resolve(self, origin, urls):
-        self.members.resolved(origin, Found(tuple(sorted(urls)), "" if urls else "no address"))
+        self.members.resolved(origin, Resolution(tuple(sorted(urls)), "" if urls else "no address"))
         if not urls:
             return
         before, self.listed[origin] = self.listed[origin], urls
@@ -167,7 +167,7 @@ def test_what_addresses_mean(hosts, urls):
 
 def test_a_name_is_followed_and_failures_change_nothing():
     answers = [answer("10.0.0.1"), OSError("no server"), answer("10.0.0.2"), UnicodeError("name")]
-    found: list[Found] = []
+    found: list[Resolution] = []
 
     def next_one(name, port):
         if isinstance(one := answers[len(found) % 4], Exception):
@@ -199,7 +199,7 @@ def test_a_router_has_a_bound_on_instances():
     router, upstreams = PrefixRouter(), Upstreams()
     members = Membership(router, upstreams)
     many = tuple(f"http://10.1.{high}.{low}:80" for high in range(17) for low in range(250))
-    members.resolved("dns://x:80", Found(many))
+    members.resolved("dns://x:80", Resolution(many))
     assert router.stats().instances == len(upstreams.names) == 4096
     with pytest.raises(InvalidValue, match="4,096 instances"):
         members.add("http://a")

@@ -274,6 +274,7 @@ def test_prompts_find_their_cache_and_survive_the_death_of_an_instance(two):
         ),
         (["--instances", "http://a", "--events", "x"], "an endpoint is tcp://HOST:PORT"),
         (["--instances", "http://a", "--prefill-speed", "0"], "--prefill-speed is 0"),
+        (["--instances", "http://a", "--slack", "-1"], "slack must be a number, 0 or more"),
         (["--instances", "http://a", "--ranks", "0"], "--ranks is 0"),
         (["--instances", "http://a", "--tries", "0"], "--tries is 0"),
         (["--instances", "http://a", "--most-blocks", "0"], "most_blocks is 0"),

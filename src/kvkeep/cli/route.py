@@ -78,6 +78,13 @@ def add_parser(commands: Commands) -> None:
         "weight of an instance's recent load in its cost (default: 0.02)",
         type=number,
     )
+    add_option(
+        costs,
+        "--slack X",
+        "loads that differ by less than this share of a prompt's prefill count as equal, so that "
+        "several routers choose alike; 0: always the least loaded (default: 0.1)",
+        type=float,
+    )
     _add_timeouts(parser.add_argument_group("instances that do not answer"))
     add_connection_limits(parser.add_argument_group("limits"), share="half of what")
     add_count(
@@ -273,7 +280,8 @@ def _cost(args: argparse.Namespace) -> RoutingCost:
     from kvkeep.core.cost import CostModel  # noqa: PLC0415
     from kvkeep.serve.router import RoutingCost  # noqa: PLC0415
 
-    cost = RoutingCost() if args.balance is None else RoutingCost(balance=args.balance)
+    given = {"balance": args.balance, "slack": args.slack}
+    cost = RoutingCost(**{name: value for name, value in given.items() if value is not None})
     if args.cost is not None:
         if args.prefill_speed is not None:
             raise InvalidValue("--cost and --prefill-speed both give the cost; leave one out")

@@ -5,5 +5,5 @@ vllm/             a KV connector · vllm_plugin.py: its name in vLLM
 sglang/           a storage backend below HiCache
 mini_sglang.py    a prefix cache
 
-Shared by several of them: options.py, records.py, loaded.py.
+Shared by several of them: options.py, records.py, loaded.py. tested.py: beside which versions.
 """

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
     Resolver = Callable[[str, int], list[Any]]
 
-__all__ = ["DnsName", "Found", "resolve"]
+__all__ = ["DnsName", "Resolution", "resolve"]
 
 log = logging.getLogger("kvkeep.router")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Resolution:
     """What a resolution brought: the URLs of instances; empty if it failed."""
 
     urls: tuple[str, ...] = ()
@@ -50,7 +50,7 @@ class DnsName:
         if not sound or self.text != f"dns://{parts.netloc}" or "@" in self.text:
             raise InvalidValue(f"instances are discovered at dns://NAME:PORT, got {self.text!r}")
 
-    def resolve(self, resolver: Resolver) -> Found:
+    def resolve(self, resolver: Resolver) -> Resolution:
         """Ask for the addresses. Blocks for as long as the system's resolver does.
 
         Without an address it has failed: a service in which nobody is ready looks like this, and so
@@ -63,7 +63,7 @@ class DnsName:
         try:
             answers = resolver(parts.hostname, parts.port)
         except (OSError, UnicodeError) as error:
-            return Found(why=str(error))
+            return Resolution(why=str(error))
         hosts = {family: set[str]() for family in (socket.AF_INET, socket.AF_INET6)}
         for family, _, _, _, address in answers:
             if family in hosts and "%" not in address[0]:  # an address of one link only
@@ -71,10 +71,13 @@ class DnsName:
         found = [f"http://{host}:{parts.port}" for host in sorted(hosts[socket.AF_INET])]
         if not found:
             found = [f"http://[{host}]:{parts.port}" for host in sorted(hosts[socket.AF_INET6])]
-        return Found(tuple(found)) if found else Found(why="the name has no address")
+        return Resolution(tuple(found)) if found else Resolution(why="the name has no address")
 
     async def follow(
-        self, every_s: float, on_found: Callable[[Found], None], resolver: Resolver | None = None
+        self,
+        every_s: float,
+        on_found: Callable[[Resolution], None],
+        resolver: Resolver | None = None,
     ) -> None:
         """Resolve again and again, until cancelled; ``on_found`` is called in the event loop.
 
@@ -83,7 +86,7 @@ class DnsName:
         """
         loop = asyncio.get_running_loop()
         while True:
-            answer: asyncio.Future[Found] = loop.create_future()
+            answer: asyncio.Future[Resolution] = loop.create_future()
             asking = threading.Thread(
                 target=self._ask,
                 args=(resolver or resolve, loop, answer),
@@ -95,7 +98,10 @@ class DnsName:
             await asyncio.sleep(every_s)
 
     def _ask(
-        self, resolver: Resolver, loop: asyncio.AbstractEventLoop, answer: asyncio.Future[Found]
+        self,
+        resolver: Resolver,
+        loop: asyncio.AbstractEventLoop,
+        answer: asyncio.Future[Resolution],
     ) -> None:
         found = self.resolve(resolver)
 

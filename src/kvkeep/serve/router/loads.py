@@ -1,4 +1,4 @@
-"""`Loads`: the load of each place, in arrays, so that all are compared at once."""
+"""`PlaceLoads`: the load of each place, in arrays, so that all are compared at once."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     Seconds = npt.NDArray[np.float64]
     Flags = npt.NDArray[np.bool_]
 
-__all__ = ["Load", "Loads"]
+__all__ = ["PlaceLoad", "PlaceLoads"]
 
 _FIRST = 64
 
 
 @dataclass(slots=True, eq=False)
-class Load:
+class PlaceLoad:
     """The place whose load it is, and its slot in the arrays; ``gone``: it was removed."""
 
     place: Place
@@ -34,7 +34,7 @@ class Load:
     gone: bool = False
 
 
-class Loads:
+class PlaceLoads:
     """Requests, waiting prefill and recent work of each place, by its slot.
 
     Recent work decays exponentially: to a third in ``memory_s``. Waiting prefill is in whole
@@ -46,7 +46,7 @@ class Loads:
 
     def __init__(self, memory_s: float) -> None:
         self._memory_s = memory_s
-        self._all: list[Load | None] = []
+        self._all: list[PlaceLoad | None] = []
         self._waiting_ns = np.zeros(0, np.int64)
         self._requests = np.zeros(0, np.int64)
         self._recent_s = np.zeros(0)
@@ -56,13 +56,13 @@ class Loads:
         self.instance_hashes = np.zeros(0, np.uint64)
         self.place_hashes = np.zeros(0, np.uint64)
 
-    def add(self, place: Place, slot: int) -> Load:
+    def add(self, place: Place, slot: int) -> PlaceLoad:
         """Add a place without load at a free slot."""
         while slot >= len(self._all):
             self._all.append(None)
         if slot >= len(self.known):
             self._grow(slot + 1)
-        load = self._all[slot] = Load(place, slot)
+        load = self._all[slot] = PlaceLoad(place, slot)
         for values in (self._waiting_ns, self._requests, self._recent_s, self._noted):
             values[slot] = 0
         self.known[slot] = True
@@ -70,13 +70,13 @@ class Loads:
         self.place_hashes[slot] = name_hash(place.instance, str(place.rank))
         return load
 
-    def remove(self, load: Load) -> None:
+    def remove(self, load: PlaceLoad) -> None:
         """Remove a place, whose slot is free then."""
         load.gone = True
         self._all[load.slot] = None
         self.known[load.slot] = False
 
-    def at(self, slot: int) -> Load:
+    def at(self, slot: int) -> PlaceLoad:
         """Return the load of the place at a slot."""
         load = self._all[slot]
         assert load is not None, "a slot without a place"
@@ -84,7 +84,7 @@ class Loads:
 
     # --- requests ----------------------------------------------------------------------------
 
-    def begin(self, load: Load, seconds: float, now: float) -> None:
+    def begin(self, load: PlaceLoad, seconds: float, now: float) -> None:
         """Count a request whose prefill takes so many seconds."""
         slot = load.slot
         self._waiting_ns[slot] += _ns(seconds)
@@ -93,12 +93,12 @@ class Loads:
         self._recent_s[slot] = faded + seconds
         self._noted[slot] = now
 
-    def arrived(self, load: Load, seconds: float) -> None:
+    def arrived(self, load: PlaceLoad, seconds: float) -> None:
         """Count its prefill as done."""
         if not load.gone:
             self._waiting_ns[load.slot] -= _ns(seconds)
 
-    def end(self, load: Load) -> None:
+    def end(self, load: PlaceLoad) -> None:
         """Count a request as ended."""
         if not load.gone:
             self._requests[load.slot] -= 1
@@ -113,7 +113,7 @@ class Loads:
         """Return the recent work at each slot, in seconds."""
         return self._recent_s * np.exp((self._noted - now) / self._memory_s)
 
-    def total(self, loads: Iterable[Load]) -> tuple[int, float]:
+    def total(self, loads: Iterable[PlaceLoad]) -> tuple[int, float]:
         """Return the running requests at some places, and the prefill seconds that wait there."""
         slots = [load.slot for load in loads]
         return int(self._requests[slots].sum()), float(self._waiting_ns[slots].sum() * 1e-9)

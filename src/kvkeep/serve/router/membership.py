@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from kvkeep.serve.kv_events import EventReader
-    from kvkeep.serve.router.discovery import DnsName, Found, Resolver
+    from kvkeep.serve.router.discovery import DnsName, Resolution, Resolver
     from kvkeep.serve.router.router import PrefixRouter
     from kvkeep.serve.router.upstreams import Upstreams
 
@@ -136,12 +136,12 @@ class Membership:
         self._removed: set[str] = set()
         self._failing: set[str] = set()
         self._members: dict[str, _Member] = {}
-        self._hooks: list[Callable[[str, Found], None]] = []
+        self._hooks: list[Callable[[str, Resolution], None]] = []
         for name in upstreams.names:
             router.add(name)
             self._members[name] = _Member({OPTIONS}, self._addresses.sources(name))
 
-    def subscribe(self, hook: Callable[[str, Found], None]) -> None:
+    def subscribe(self, hook: Callable[[str, Resolution], None]) -> None:
         """Call ``hook`` with each name that was resolved, and what was found."""
         self._hooks.append(hook)
 
@@ -151,7 +151,7 @@ class Membership:
         async with asyncio.TaskGroup() as group:
             for name in found.names:
 
-                def on_found(what: Found, origin: str = name.text) -> None:
+                def on_found(what: Resolution, origin: str = name.text) -> None:
                     self.resolved(origin, what)
 
                 group.create_task(name.follow(found.every_s, on_found, found.resolver))
@@ -181,7 +181,7 @@ class Membership:
         self._drain(name, member)
         return True
 
-    def resolved(self, origin: str, found: Found) -> None:
+    def resolved(self, origin: str, found: Resolution) -> None:
         """Take over what a name was resolved to. After a failure, what is known stays."""
         for hook in self._hooks:
             hook(origin, found)

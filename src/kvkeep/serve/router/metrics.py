@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvkeep.serve.http import BodyBudget, Connections
     from kvkeep.serve.kv_events import EventReader
     from kvkeep.serve.router.costs import CostOutcome
-    from kvkeep.serve.router.discovery import Found
+    from kvkeep.serve.router.discovery import Resolution
     from kvkeep.serve.router.expected import ExpectedReturns
     from kvkeep.serve.router.health import Doubt
     from kvkeep.serve.router.prompts import TokenizeOutcome
@@ -138,7 +138,7 @@ class RouterMetrics:
         """Count a request to /tokenize."""
         self._tokenized.labels(outcome.value).inc()
 
-    def resolved(self, name: str, found: Found) -> None:
+    def resolved(self, name: str, found: Resolution) -> None:
         """Count a resolution of a name."""
         self._resolved.labels(name, "answered" if found.urls else "failed").inc()
 

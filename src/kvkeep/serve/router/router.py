@@ -16,7 +16,7 @@ from kvkeep.serve.router.affinity import name_hash, prompt_hash, random_hash
 from kvkeep.serve.router.cost import CostTable, RoutingCost
 from kvkeep.serve.router.held import HeldPrefix
 from kvkeep.serve.router.index import Place, PlacementIndex
-from kvkeep.serve.router.loads import Load, Loads
+from kvkeep.serve.router.loads import PlaceLoad, PlaceLoads
 from kvkeep.serve.router.placing import Fleet, Wish, choose
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class RouteTicket:
 
     place: Place
     prefill_s: float
-    load: Load = field(repr=False)  # kept, since the place may be removed and added meanwhile
+    load: PlaceLoad = field(repr=False)  # kept, since the place may be removed and added meanwhile
     coming: list[int] = field(default_factory=list, repr=False)
     waiting: bool = True
     ended: bool = False
@@ -123,8 +123,8 @@ class PrefixRouter:
         self._kinds: tuple[list[RoutingCost], np.ndarray[Any, Any]] | None = None  # by slot
         ranked = sorted(self.cost.tiers, key=lambda tier: self.cost.tiers[tier].seconds(1 << 20))
         self._index = PlacementIndex(ranked, most_blocks=most_blocks, public=public)
-        self._loads: dict[str, dict[Place, Load]] = {}
-        self._all_loads = Loads(self.cost.memory_s)
+        self._loads: dict[str, dict[Place, PlaceLoad]] = {}
+        self._all_loads = PlaceLoads(self.cost.memory_s)
         self._windows: set[tuple[Place, int]] = set()
         self._adapters: dict[str, set[str]] = {}
         self._skipped = 0

@@ -224,6 +224,15 @@ class Service:
         if not self.worker.alive:
             raise EngineStopped("the engine has stopped")
 
+    def refuse_if_stuck(self) -> None:
+        """Raise `EngineStopped` or `ApiError` 503 if the engine's thread is dead or stuck."""
+        if not self.worker.alive:
+            raise EngineStopped("the engine has stopped")
+        busy, limit = self.worker.busy_s, self.settings.step_limit_s
+        if busy > limit:
+            message = f"a step of the engine has taken {busy:.0f} s so far, longer than {limit:g} s"
+            raise ApiError(503, message, code="engine_stuck")
+
     def _refuse_if_full(self) -> None:
         """Refuse early, before tokenizing, by the number of requests; the engine counts exactly."""
         limits = self.engine.limits
