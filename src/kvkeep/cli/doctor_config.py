@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvkeep.cli.doctor_results import fail, ok
 from kvkeep.core.config_file import ConfigFile
-from kvkeep.core.errors import InvalidValue, KVKeepError, reason
+from kvkeep.core.errors import InvalidValue, KVKeepError, did_you_mean, reason, told
 from kvkeep.integrations.options import EngineOptions, tiers_of
 from kvkeep.integrations.sglang.options import StorageOptions
+from kvkeep.integrations.status_options import StatusOptions
 from kvkeep.integrations.vllm.options import ConnectorOptions
 from kvkeep.integrations.vllm.transfer import (
     CONNECTOR,
@@ -33,6 +34,11 @@ __all__ = ["AskedTiers", "asked_for"]
 _SGLANG: Final = "KVKeepStorage"
 _TOML: Final = ".toml"
 _MOST_BYTES: Final = 1 << 20  # of a file with options
+_OF_TRANSFER: Final = (
+    "kv_connector", "engine_id", "kv_buffer_device", "kv_buffer_size", "kv_role", "kv_rank",
+    "kv_parallel_size", "kv_ip", "kv_port", "kv_connector_extra_config",
+    "kv_connector_module_path", "enable_permute_local_kv", "kv_load_failure_policy",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,12 +50,27 @@ class AskedTiers:
         tiers: their URLs.
         load_timeout: seconds for one load.
         rows: bytes of shared memory that vLLM's own offloading takes beside them.
+        status: address at which the engine is to tell of them; empty: none.
+        status_key: whether readers need a key for that.
     """
 
     name: str
     tiers: tuple[str, ...]
     load_timeout: float
     rows: int = 0
+    status: str = ""
+    status_key: bool = False
+
+    @classmethod
+    def of_part(cls, part: TransferPart, rows: int = 0) -> AskedTiers:
+        """Return the tiers of a part whose options are right."""
+        options = part.options
+        watched = isinstance(options, StatusOptions)
+        return cls(
+            part.name, options.tiers, options.load_timeout, rows,
+            status=options.status if watched else "",
+            status_key=watched and options.key is not None,
+        )  # fmt: skip
 
     @property
     def engine(self) -> str:
@@ -69,9 +90,10 @@ def asked_for(words: Sequence[str]) -> tuple[list[AskedTiers], list[CheckResult]
     urls = tuple(word for word in words if _is_url(word))
     texts = [word for word in words if not _is_url(word)]
     for text in texts:
-        name, config = (text, {}) if text.endswith(_TOML) else _read(text)
+        settings = text.endswith(_TOML)
+        name, config = (text, {}) if settings else _read(text)
         try:
-            parts = _parts(config, name) if config else _parts_in(text)
+            parts = _parts_in(text) if settings else _parts(config, name)
             for part in parts:
                 check_part(part)
         except KVKeepError as error:
@@ -80,10 +102,7 @@ def asked_for(words: Sequence[str]) -> tuple[list[AskedTiers], list[CheckResult]
             results.append(fail("options", name, str(error)))
             continue
         rows = _rows(config)
-        asked += [
-            AskedTiers(part.name, part.options.tiers, part.options.load_timeout, rows)
-            for part in parts
-        ]
+        asked += [AskedTiers.of_part(part, rows) for part in parts]
         results += [ok("options", part.name, _told(part.options)) for part in parts]
     if urls:
         part = TransferPart("tiers", EngineOptions(tiers=urls))
@@ -92,7 +111,7 @@ def asked_for(words: Sequence[str]) -> tuple[list[AskedTiers], list[CheckResult]
         except KVKeepError as error:
             results.append(fail("options", "tiers", str(error)))
         else:
-            asked.append(AskedTiers("tiers", urls, part.options.load_timeout))
+            asked.append(AskedTiers.of_part(part))
             results.append(ok("options", "tiers", _told(part.options)))
     return asked, results
 
@@ -136,6 +155,7 @@ def _read(text: str) -> tuple[str, Mapping[str, Any]]:
 def _parts(config: Mapping[str, Any], name: str) -> list[TransferPart]:
     """Return the uses of kvkeep in a configuration, whichever engine it is for."""
     if "kv_connector" in config:
+        _refuse_misspelt(config)
         parts = transfer_parts(config)
     elif "secondary_tiers" in config:
         parts = offload_parts(config)
@@ -153,6 +173,17 @@ def _parts(config: Mapping[str, Any], name: str) -> list[TransferPart]:
             f"{name} has no part of kvkeep: neither {CONNECTOR}, nor {TIER} in secondary_tiers"
         )
     return parts
+
+
+def _refuse_misspelt(config: Mapping[str, Any]) -> None:
+    """Raise `InvalidValue` for a name that is nearly one of vLLM's, which would refuse it.
+
+    Names that are like none are left to vLLM: another version may have more.
+    """
+    for name in config:
+        near = "" if name in _OF_TRANSFER else did_you_mean(name, _OF_TRANSFER)
+        if near:
+            raise InvalidValue(f"vLLM's --kv-transfer-config has no {told(name)}{near}")
 
 
 def _parts_in(path: str) -> list[TransferPart]:

@@ -148,7 +148,8 @@ def seconds_of(name: str, value: object) -> float:
         or not isinstance(value, int | float)
         or not 0 <= value <= TIMEOUT_MAX
     ):
-        raise InvalidValue(f"{name} is {told(value)}; a number of seconds is needed")
+        most = f" up to {TIMEOUT_MAX:.0f}" if isinstance(value, int | float) and value > 0 else ""
+        raise InvalidValue(f"{name} is {told(value)}; a number of seconds{most} is needed")
     return float(value)
 
 

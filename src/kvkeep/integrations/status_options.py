@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
-from kvkeep.core.errors import InvalidValue, told
+from kvkeep.core.errors import InvalidValue, reason, told
 from kvkeep.integrations.options import EngineOptions, option, text_of
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def key_in(name: str, value: object) -> str:
         with Path(path).open("rb") as opened:
             key = opened.read(_KEY_BYTES + 1).decode("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidValue(f"{name}: cannot read a key from {path}: {error}") from error
+        raise InvalidValue(f"{name}: cannot read a key from {path}: {reason(error)}") from error
     if not key or len(key) > _KEY_BYTES or not (key.isascii() and key.isprintable()):
         raise InvalidValue(f"{name}: {path} holds no key: it is one line of printable ASCII")
     return key

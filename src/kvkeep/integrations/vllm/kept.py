@@ -121,13 +121,15 @@ class OpenStore:
                     "kvkeep failed to delete expired blocks from %s", ", ".join(removed.failed)
                 )
 
-    def count_tiers(self, counts: Counts, *, states: bool = False) -> None:
-        """Count what the tiers did since the last call; with ``states``, once a second, set these.
+    def count_tiers(self, counts: Counts, *, states: bool = False, now: bool = False) -> None:
+        """Count what the tiers did since the last call; with ``states``, set these, too.
+
+        That is done once a second, and at each call with ``now``.
 
         Cost: 20 µs a tier.
         """
         with self._counting:  # loads end concurrently
-            if states and not self._figures.due:
+            if states and not (now or self._figures.due):
                 return
             tiers = self.store.stats()
             self._figures.count(tiers, counts)

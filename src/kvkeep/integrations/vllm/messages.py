@@ -144,7 +144,7 @@ class WorkerNews(KVConnectorWorkerMetadata):
         loads: the loads that have ended, by request.
         probes: the probes that have ended.
         losses: by lookup, why blocks behind the found ones are missing; with a status.
-        tiers: by rank, the state of its tiers; with a status, once a second.
+        tiers: by rank, the state of its tiers; with a status, once a second and at rest.
     """
 
     found: dict[int, list[BlockReach]] = field(default_factory=dict)

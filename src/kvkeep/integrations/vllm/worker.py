@@ -98,6 +98,7 @@ class WorkerSide:
         self._cleared = 0
         self._tells_tiers = bool(options.status)
         self._tiers_due = 0.0
+        self._rests = False
         self._pages: list[GroupPages] = []
         self._device: DeviceCopies | None = None
         self.counts = Counts()
@@ -294,6 +295,8 @@ class WorkerSide:
                 results.failed_recving.add(request)
             elif loading.missing and not loading.cancelled:
                 self._errors.update(loading.missing)
+        # The last step for long, maybe: vLLM ends with one that computes nothing.
+        self._rests = plan.idle and not plan.waiting and not self._loading
         return results
 
     def take_errors(self) -> set[int]:
@@ -312,16 +315,16 @@ class WorkerSide:
             news.loads[request] = end
         while self._probe_ends:
             news.probes.append(self._probe_ends.popleft())
-        if self._tells_tiers and time.monotonic() >= self._tiers_due:
+        if self._tells_tiers and (self._rests or time.monotonic() >= self._tiers_due):
             self._tiers_due = time.monotonic() + _TIERS_EVERY_S
             news.tiers[self._vllm_config.parallel_config.rank] = self._open().store.stats()
         told = news.step >= 0 or news.found or news.loads or news.probes or news.tiers
         return news if told else None
 
     def figures(self) -> KVKeepStats | None:
-        """Return the counts since the last call, once a second with those of tiers."""
+        """Return the counts since the last call, with those of tiers once a second and at rest."""
         if self.shared is not None:
-            self.shared.count_tiers(self.counts, states=True)
+            self.shared.count_tiers(self.counts, states=True, now=self._rests)
         return self.counts.take()
 
     # --- saves -----------------------------------------------------------------------------------
