@@ -134,6 +134,14 @@ def test_traffic_is_what_moved_since_the_picture_before():
     assert "86 MiB   412 MiB" in tier
 
 
+def test_a_fill_that_is_unknown_is_not_drawn_as_empty():
+    now = live()
+    now["tiers"][0] = {**now["tiers"][0], "used_bytes": None, "capacity": None}
+    tier = plain(draw(picture(live=now), "x", 80, 24))[6]
+    assert "0 B" not in tier
+    assert " – " in tier
+
+
 def test_what_is_missing_is_drawn_as_missing():
     for height in (1, 5, 9, 24, 50):
         lines = draw(Picture({}, None, None, None, AT), "x", 80, height)

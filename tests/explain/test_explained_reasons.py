@@ -326,6 +326,14 @@ def test_why_stored_tokens_were_computed(served: Served, evidence: Any, said: st
     assert f"were faster to compute: {served.why('b').sentence.partition('because ')[2]}" in summary
 
 
+@pytest.mark.parametrize("why", ["breaker", "error", "late"])
+def test_what_a_tier_that_does_not_answer_has_is_not_claimed(served: Served, why: str) -> None:
+    served.open("b", A).close()
+    evidence = {"tier": "valkey", "why": why}
+    served.explainer.loaded("b", [], [Missing(0, 36, "tier_unavailable", evidence)])
+    assert "because tier 'valkey' may have them and " in served.why("b").sentence
+
+
 @pytest.mark.parametrize("reason", STORE)
 def test_what_a_store_says(served: Served, reason: str) -> None:
     served.run("a", A)

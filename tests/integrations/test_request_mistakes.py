@@ -9,6 +9,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from kvkeep.core.errors import InvalidValue
 from kvkeep.integrations.vllm.mistakes import MOST, RequestMistakes
 from kvkeep.integrations.vllm.options import RequestOptions
 
@@ -120,3 +121,41 @@ class MistakesMachine(RuleBasedStateMachine):
 
 
 TestMistakes = MistakesMachine.TestCase
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"kv_keep": {"store": False}}, {"KVKeep": {"store": False}}, {"store": False}, {"ttl": 5}],
+    ids=str,
+)
+def test_what_is_not_where_it_is_looked_for_is_a_mistake(
+    params: dict[str, object], kept: Kept
+) -> None:
+    tally = Tally()
+    mistakes = RequestMistakes(tally)  # type: ignore[arg-type]
+    assert mistakes.options("a", params) == RequestOptions()
+    assert tally.ignored == 1
+    assert 'kvkeep reads {"kvkeep": {…}}' in kept.said[0]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        None,
+        {},
+        {"do_remote_decode": True, "remote_host": "a", "tp_size": 2, "kv_rank": 1},
+        {"kvkeep": {"load": False}, "kv_keep": 1, "store": "another connector's"},
+        {f"name {at}": at for at in range(10_000)},
+    ],
+    ids=["none", "empty", "nixl", "given", "many"],
+)
+def test_parameters_of_other_connectors_are_none(params: object, kept: Kept) -> None:
+    tally = Tally()
+    RequestMistakes(tally).options("a", params)  # type: ignore[arg-type]
+    assert tally.ignored == 0
+    assert kept.said == []
+
+
+def test_a_time_that_is_too_long_is_told_the_limit() -> None:
+    with pytest.raises(InvalidValue, match=r"ttl is 1e\+300; a number of seconds up to \d+ is"):
+        RequestOptions.parse({"kvkeep": {"ttl": 1e300}})

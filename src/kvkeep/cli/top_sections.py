@@ -101,7 +101,7 @@ def _tiers(picture: Picture, tiers: Sequence[Mapping[str, Any]], width: int) -> 
         cells = [
             cell(text(tier, "name", "?"), 9, "bold"),
             bar(parts if capacity else [], 6),
-            cell(storage(used) + of, 18),
+            cell(storage(used) + of if number(tier, "used_bytes") is not None else "–", 18),
             cell(amount(whole(tier, "hits")), 6, right=True),
             cell(amount(whole(tier, "misses")), 6, right=True),
             _moved(tier, old, "read_bytes", passed),

@@ -69,6 +69,7 @@ class RequestMistakes:
             return
         self._logged.add(mistake)
         _LOG.warning(
-            'kv_transfer_params of request %.100r: "kvkeep" is ignored: %s (the same mistake is '
-            "not logged again for an hour, and counted as ignored_params)", request, mistake,
+            "kv_transfer_params of request %.100r: all of kvkeep's are ignored: %s (the same "
+            "mistake is not logged again for an hour, and counted as ignored_params)",
+            request, mistake,
         )  # fmt: skip

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
+from itertools import islice
+from typing import TYPE_CHECKING, Final
 
-from kvkeep.core.errors import InvalidValue, told
+from kvkeep.core.errors import InvalidValue, did_you_mean, told
 from kvkeep.integrations.options import (
     checked,
     count_of,
@@ -17,11 +18,12 @@ from kvkeep.integrations.options import (
 from kvkeep.integrations.status_options import StatusOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 __all__ = ["ConnectorOptions", "RequestOptions"]
 
 _DEFAULT_PIN_S = 3600.0
+_MOST_NAMES: Final = 32  # of other connectors, which a request names
 
 
 def _least_tokens(name: str, value: object) -> int | None:
@@ -61,6 +63,22 @@ class ConnectorOptions(StatusOptions):
         return cls.from_json(given, "kv_connector_extra_config")
 
 
+def _refuse_misplaced(params: Mapping[object, object], options: Sequence[str]) -> None:
+    """Raise `InvalidValue` for a misspelt "kvkeep", or one of its options beside it.
+
+    A client that writes so would be stored and loaded as if it had asked for nothing.
+    """
+    for name in islice(params, _MOST_NAMES):
+        if not isinstance(name, str):
+            continue
+        misspelt = name[:1] in {"k", "K"} and name != "kvkeep" and did_you_mean(name, ["kvkeep"])
+        if misspelt or name in options:
+            raise InvalidValue(
+                f'kv_transfer_params has {told(name)}; kvkeep reads {{"kvkeep": {{…}}}}, with '
+                f"{', '.join(options)} inside"
+            )
+
+
 def _ttl(name: str, value: object) -> float | None:
     if value is None:
         return None
@@ -96,10 +114,14 @@ class RequestOptions:
         """Read ``kv_transfer_params``; parameters for other connectors are ignored.
 
         Raises:
-            InvalidValue: an unknown option, or a value that an option cannot have.
+            InvalidValue: an unknown option, a value that an option cannot have, or kvkeep's name or
+                options where they are not looked for.
         """
-        given = params.get("kvkeep") if isinstance(params, dict) else None
+        if not isinstance(params, dict):
+            return cls()
+        given = params.get("kvkeep")
         if given is None:
+            _refuse_misplaced(params, [one.name for one in fields(cls)])
             return cls()
         if not isinstance(given, dict):
             raise InvalidValue(f"kvkeep is {told(given)}; an object is needed")

@@ -166,7 +166,9 @@ def _because(reason: str, evidence: Mapping[str, Any]) -> str:
         case "not_loaded":
             return _not_loaded(evidence, where)
         case "tier_unavailable":
-            return f"{where} has them and {_UNAVAILABLE.get(evidence.get('why', ''), 'failed')}"
+            # A tier that others write to cannot be asked what it has while it does not answer.
+            trouble = _UNAVAILABLE.get(evidence.get("why", ""), "failed")
+            return f"{where} may have them and {trouble}"
         case "damaged":
             return f"{where} had them, and their checksum was wrong"
         case _:
