@@ -150,6 +150,7 @@ def test_a_wrong_option_is_named_and_nothing_stays_open(
         (["memory://1MiB?ttl=1s&ttl=2s"], ("ttl twice",)),
         (["memory://1MiB#1"], ("#1", "%23")),
         (["file://relative/path"], ("file:///relative/path",)),
+        (["file:///kv?size=1MiB", "file:///a/../kv/?size=2MiB"], ("file:///a/../kv/", "twice")),
     ],
 )
 def test_wrong_tiers_are_named(tiers: Any, words: tuple[str, ...]) -> None:

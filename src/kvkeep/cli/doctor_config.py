@@ -65,12 +65,10 @@ class AskedTiers:
     def of_part(cls, part: TransferPart, rows: int = 0) -> AskedTiers:
         """Return the tiers of a part whose options are right."""
         options = part.options
-        watched = isinstance(options, StatusOptions)
-        return cls(
-            part.name, options.tiers, options.load_timeout, rows,
-            status=options.status if watched else "",
-            status_key=watched and options.key is not None,
-        )  # fmt: skip
+        status, key = "", False
+        if isinstance(options, StatusOptions):
+            status, key = options.status, options.key is not None
+        return cls(part.name, options.tiers, options.load_timeout, rows, status, key)
 
     @property
     def engine(self) -> str:

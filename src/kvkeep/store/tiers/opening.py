@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import importlib
 import time
 from functools import lru_cache, partial
@@ -136,6 +137,7 @@ def open_tiers(
     shape = shape or BlockShape()
     if isinstance(tiers, str | Backend) or not tiers:
         raise InvalidValue(f"tiers are a list of URLs, fastest first, got {tiers!r}")
+    _refuse_twice(tiers)
     opened: list[MemorySpec | TierSpec] = []
     try:
         for place in tiers:
@@ -183,6 +185,7 @@ def check_tiers(
         MissingExtra: a tier needs a package that is not installed.
     """
     require("xxhash", "store")
+    _refuse_twice(tiers)
     for at, place in enumerate(tiers):
         url = TierURL(place)
         asked = _read(url, shape or BlockShape(), first=in_front and not at)
@@ -190,6 +193,19 @@ def check_tiers(
         url.finish()
         if not asked.front:
             asked.require_budget(has=has_budget)
+
+
+def _refuse_twice(tiers: Sequence[object]) -> None:
+    """Raise `InvalidValue` if a directory is two tiers: each would evict and move the other's."""
+    seen: set[str] = set()
+    for place in tiers:
+        if not (isinstance(place, str) and place.startswith("file://")):
+            continue
+        url = TierURL(place)
+        path = os.path.normpath(url.path)
+        if path in seen:
+            raise InvalidValue(f"{url.safe} is given twice; a directory is one tier")
+        seen.add(path)
 
 
 def _checking(kind: Any) -> type[Backend]:
