@@ -19,6 +19,9 @@ def test_what_sglang_reads_itself_is_not_ours() -> None:
     assert StorageOptions.parse(rest) == StorageOptions(tiers=("memory://8GiB",), load_timeout=1.0)
     assert StorageOptions.parse(None) == StorageOptions.parse({}) == StorageOptions()
     assert StorageOptions.parse({"threads": "8"}).threads == 8
+    assert StorageOptions.parse({"load_timeout": "500ms", "save_timeout": "3"}) == StorageOptions(
+        load_timeout=0.5, save_timeout=3.0
+    )
 
 
 @pytest.mark.parametrize(
@@ -31,7 +34,12 @@ def test_what_sglang_reads_itself_is_not_ours() -> None:
         ({"tiers": [1]}, "a list of URLs, fastest first"),
         ({"revision": 3}, "revision is 3; text is needed"),
         ({"tenant": None}, "tenant is None; text is needed"),
-        ({"load_timeout": "5s"}, "load_timeout is '5s'; a number of seconds is needed"),
+        (
+            {"load_timeout": "soon"},
+            "load_timeout: 'soon' is no time; write seconds, as 30, or 500ms",
+        ),
+        ({"load_timeout": "-1"}, "load_timeout is -1.0; a number of seconds is needed"),
+        ({"threds": 4}, "did you mean 'threads'"),
         ({"lookup_timeout": -1}, "lookup_timeout is -1"),
         ({"save_timeout": True}, "save_timeout is True"),
         ({"flush_timeout": float("nan")}, "flush_timeout is nan"),

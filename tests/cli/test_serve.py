@@ -91,6 +91,27 @@ def test_a_key_is_asked_for_and_never_written_down():
     assert KEY not in log + curl
 
 
+def test_a_file_has_its_options(tmp_path):
+    file, key = tmp_path / "kvkeep.toml", tmp_path / "key"
+    key.write_text(KEY)
+    store = tmp_path / "store"
+    file.write_text(
+        f"[serve]\nname = 'from the file'\nport = 1\napi-key-file = '{key}'\n"
+        f"tier = ['memory://16MiB', 'file://{store}?size=64MiB']\ndrain-timeout = '5s'\n"
+    )
+    with serving(KVKEEP_CONFIG=str(file)) as (process, url, _):  # --port 0 goes before port = 1
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+        headers = {"authorization": f"Bearer {KEY}"}
+        models = httpx.get(f"{url}/v1/models", headers=headers).json()
+        assert models["data"][0]["id"] == "from the file"
+        tiers = httpx.get(f"{url}/kv/stats", headers=headers).json()["store"]["tiers"]
+        assert [tier["name"] for tier in tiers] == ["memory", "file"]
+        process.send_signal(signal.SIGTERM)
+        code, log = ended(process)
+    assert code == 0
+    assert KEY not in log
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_those_finish_that_run(number):
     with serving() as (process, url, _):

@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvkeep.core.errors import InvalidValue
-from kvkeep.core.geometry import format_bytes, parse_bytes, parse_count
+from kvkeep.core.geometry import format_bytes, parse_bytes, parse_count, parse_wait
 
 BINARY = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"]
 DECIMAL = ["kB", "MB", "GB", "TB", "PB", "EB"]
@@ -22,6 +22,8 @@ DECIMAL = ["kB", "MB", "GB", "TB", "PB", "EB"]
         ("24Gb", 24 * 10**9),
         ("1.5GiB", 3 * 2**29),
         ("0.1 KiB", 102),
+        ("20Gi", 20 * 2**30),
+        ("512 mi", 512 * 2**20),
         ("4096", 4096),
         ("4096 B", 4096),
         ("0", 0),
@@ -147,3 +149,25 @@ def test_counts_are_the_same_in_upper_and_lower_case(number: int, unit: str, upp
 def test_amounts_are_the_same_in_upper_and_lower_case(number: int, unit: str, upper: bool) -> None:
     spelled = unit.upper() if upper else unit.lower()
     assert parse_bytes(f"{number}{spelled}") == parse_bytes(f"{number}{unit}")
+
+
+@pytest.mark.parametrize("letter", "kmgtpeKMGTPE")
+def test_a_letter_with_two_meanings_is_refused_with_both(letter: str) -> None:
+    with pytest.raises(
+        InvalidValue, match=f"write 1.5{letter.upper()}iB .* or 1.5{letter.upper()}B"
+    ):
+        parse_bytes(f"1.5{letter}")
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [("2.5", 2.5), ("0", 0), ("-1", -1), ("500ms", 0.5), ("5m", 300), ("2h", 7200), ("7d", 604800)],
+)
+def test_waits_are_read(text: str, wanted: float) -> None:
+    assert parse_wait(text) == wanted
+
+
+@pytest.mark.parametrize("wrong", ["", "soon", "5 minutes", "1e", "5M ", "9" * 13 + "d"])
+def test_what_is_no_wait_is_refused(wrong: str) -> None:
+    with pytest.raises(InvalidValue, match="write seconds, as 30, or 500ms"):
+        parse_wait(wrong)

@@ -82,7 +82,7 @@ def ask(urls: Sequence[str], prompt: str, **more: Any) -> str:
     body = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "ignore_eos": True, **more}
     for number, url in enumerate(urls):
         try:
-            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=90)
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=180)
         except httpx.TransportError:
             if number == len(urls) - 1:
                 raise
@@ -105,7 +105,7 @@ class Stream:
         body = {"prompt": self.prompt, "max_tokens": 300, "temperature": 0, "ignore_eos": True,
                 "stream": True}  # fmt: skip
         try:
-            with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=90) as got:
+            with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=180) as got:
                 got.raise_for_status()
                 for piece in got.iter_bytes():
                     self.received += piece

@@ -57,7 +57,7 @@ class Lives(RuleBasedStateMachine):
         for url in URLS:
             if url in before - urls:
                 self.origins[url].discard(origin)
-            elif url in urls - before - self.removed:
+            elif url in urls - self.removed:
                 self.origins[url].add(origin)
             self.settle(url)
 
@@ -197,12 +197,18 @@ def test_patterns_of_addresses():
 
 def test_a_router_has_a_bound_on_instances():
     router, upstreams = PrefixRouter(), Upstreams()
-    members = Membership(router, upstreams)
+    members = Membership(router, upstreams, keep_s=0.0)
     many = tuple(f"http://10.1.{high}.{low}:80" for high in range(17) for low in range(250))
     members.resolved("dns://x:80", Resolution(many))
     assert router.stats().instances == len(upstreams.names) == 4096
     with pytest.raises(InvalidValue, match="4,096 instances"):
         members.add("http://a")
+    for url in many[:10]:
+        members.remove(url)
+    members.sweep()
+    members.resolved("dns://x:80", Resolution(many))
+    assert router.stats().instances == 4096
+    assert not {*many[:10]} & {*upstreams.names}, "what was removed came back"
 
 
 def test_an_instance_comes_back_with_what_its_snapshot_says():
@@ -240,7 +246,8 @@ def test_an_instance_comes_back_with_what_its_snapshot_says():
         assert held(old) == held(between) == 64
         members.remove(url)
         time[0] = 19.0
-        members.sweep()
+        while members.sweep():
+            pass
         assert url not in members
         assert router.stats().blocks == router.stats().instances == 0
         cache.clear()
@@ -253,6 +260,24 @@ def test_an_instance_comes_back_with_what_its_snapshot_says():
     finally:
         reader.close()
         publisher.close()
+
+
+def test_many_blocks_are_forgotten_in_steps():
+    router, upstreams = PrefixRouter(URLS[:2]), Upstreams(URLS[:2])
+    members = Membership(router, upstreams, keep_s=0.0)
+    for url in URLS[:2]:
+        tokens = list(range(70_000))
+        router.apply(url, [BlockStored(tokens, None, tokens, 1, None, "GPU", None)])
+        members.remove(url)
+    left = []
+    while members.sweep():
+        left.append(router.stats().blocks)
+        router.check()
+        if len(left) == 5:
+            assert members.add(URLS[1]) is False  # it stays, with what is left of its blocks
+    assert left == [120_000, 100_000, 80_000, 50_000, 30_000]
+    assert upstreams.names == [URLS[1]]
+    assert router.stats().instances == 1
 
 
 # --- over HTTP -------------------------------------------------------------------------------

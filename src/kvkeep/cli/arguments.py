@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import InvalidValue, told
-from kvkeep.core.geometry.units import parse_bytes, parse_count, parse_seconds
+from kvkeep.core.geometry.units import parse_bytes, parse_count, parse_seconds, parse_wait
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,15 +68,9 @@ def seconds(text: str) -> float:
     Accepts 0 and less: the range of an option is checked where its value is used.
     """
     try:
-        return float(text)
-    except ValueError:
-        pass
-    try:
-        return parse_seconds(text)
-    except InvalidValue:
-        raise argparse.ArgumentTypeError(
-            f"{told(text)} is no time; write seconds, as 30, or 500ms, 30s, 5m, 12h or 7d"
-        ) from None
+        return parse_wait(text)
+    except InvalidValue as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def duration(text: str) -> float:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from kvkeep.core.config_file import ConfigFile
 from kvkeep.core.errors import InvalidValue, did_you_mean, told, whole
-from kvkeep.core.geometry.units import parse_count, parse_seconds
+from kvkeep.core.geometry.units import parse_count, parse_wait
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -140,7 +140,7 @@ def seconds_of(name: str, value: object) -> float:
     """Return a timeout in seconds, 0 included; as a number, or as text such as ``"500ms"``."""
     if isinstance(value, str):
         try:
-            value = parse_seconds(value)
+            value = parse_wait(value)
         except InvalidValue as error:
             raise InvalidValue(f"{name}: {error}") from error
     if (

@@ -18,7 +18,13 @@ from kvkeep.core.geometry.dtypes import DTYPES, normalise_dtype
 from kvkeep.core.geometry.groups import AttentionShape, LayerGroup, StateTensor
 from kvkeep.core.geometry.hub import download_hint
 from kvkeep.core.geometry.shape import KVGeometry
-from kvkeep.core.geometry.units import format_bytes, parse_bytes, parse_count, parse_seconds
+from kvkeep.core.geometry.units import (
+    format_bytes,
+    parse_bytes,
+    parse_count,
+    parse_seconds,
+    parse_wait,
+)
 
 __all__ = [
     "DTYPES",
@@ -32,4 +38,5 @@ __all__ = [
     "parse_bytes",
     "parse_count",
     "parse_seconds",
+    "parse_wait",
 ]

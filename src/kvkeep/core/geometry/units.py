@@ -8,7 +8,7 @@ from typing import Final, SupportsIndex
 
 from kvkeep.core.errors import InvalidValue, told, whole
 
-__all__ = ["format_bytes", "parse_bytes", "parse_count", "parse_seconds"]
+__all__ = ["format_bytes", "parse_bytes", "parse_count", "parse_seconds", "parse_wait"]
 
 _BINARY: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _BYTES: Final[dict[str, int]] = {
@@ -119,3 +119,24 @@ def parse_seconds(text: str) -> float:
     if not seconds:
         raise InvalidValue(f"{told(text)} is no time above zero; write 500ms, 30s, 10m, 12h or 7d")
     return seconds
+
+
+def parse_wait(text: str) -> float:
+    """Return a time in seconds, given as such or with its unit: ``"2.5"``, ``"0"``, ``"5m"``.
+
+    For limits and intervals, whose plain numbers are seconds everywhere. Zero, less and nan are
+    left to the caller to judge.
+
+    Raises:
+        InvalidValue: the text is neither a number nor a time.
+    """
+    try:
+        return float(text)
+    except ValueError:
+        pass
+    try:
+        return parse_seconds(text)
+    except InvalidValue:
+        raise InvalidValue(
+            f"{told(text)} is no time; write seconds, as 30, or 500ms, 30s, 5m, 12h or 7d"
+        ) from None

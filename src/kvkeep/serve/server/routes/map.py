@@ -4,9 +4,7 @@ import asyncio
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Path, Query, Request
-from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse, Response
-from starlette.types import Receive, Scope, Send
 
 from kvkeep.serve.server import tree
 from kvkeep.serve.server.errors import ApiError
@@ -20,6 +18,7 @@ from kvkeep.serve.server.routes.base import (
     ServiceOf,
     errors,
     require_key,
+    route_with,
 )  # fmt: skip
 from kvkeep.serve.server.schemas.map import (
     MapResponse,
@@ -42,17 +41,7 @@ _IN_USE: Errors = {409: {"model": ErrorResponse, "description": "All of it is in
 _NO_TEXT: Errors = {403: {"model": ErrorResponse, "description": "This server shows no text."}}
 
 
-class _NodeRoute(JSONRoute):
-    """An endpoint of a node. Its error 405 lists the methods of all endpoints of a node."""
-
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse other methods here: Starlette's error lists this endpoint's only."""
-        if scope["method"] not in (self.methods or ()):
-            raise HTTPException(405, headers={"Allow": "GET, POST"})
-        await super().handle(scope, receive, send)
-
-
-_nodes = APIRouter(route_class=_NodeRoute)
+_nodes = APIRouter(route_class=route_with("GET, POST"))
 
 
 def _maps(request: Request, service: ServiceOf) -> Maps:

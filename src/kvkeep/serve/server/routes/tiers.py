@@ -16,6 +16,7 @@ from kvkeep.serve.server.routes.base import (
     ServiceOf,
     errors,
     require_key,
+    route_with,
 )
 from kvkeep.serve.server.schemas.responses import ErrorResponse
 from kvkeep.serve.server.schemas.tiers import (
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["router"]
 
 router = APIRouter(prefix="/kv", tags=["cache"], route_class=JSONRoute)
+_all = APIRouter(route_class=route_with("GET, POST"))
 
 _CONFLICT: Errors = {
     409: {
@@ -42,13 +44,13 @@ _CONFLICT: Errors = {
 }
 
 
-@router.get("/tiers", responses={**READ_ERRORS, **errors(404)}, operation_id="kv_tiers")
+@_all.get("/tiers", responses={**READ_ERRORS, **errors(404)}, operation_id="kv_tiers")
 async def tiers(service: ServiceOf) -> TiersResponse:
     """The levels of the store, fastest first."""
     return TiersResponse(tiers=await _rows(_store(service)))
 
 
-@router.post(
+@_all.post(
     "/tiers",
     responses={**ERRORS, **errors(403, 404), **_CONFLICT},
     operation_id="kv_attach_tier",
@@ -137,3 +139,6 @@ def _conflict(error: IllegalStep) -> ApiError:
 
 def _line(error: Exception) -> str:
     return " ".join(str(error).split())
+
+
+router.include_router(_all)
