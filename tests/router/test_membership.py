@@ -246,7 +246,8 @@ def test_an_instance_comes_back_with_what_its_snapshot_says():
         assert held(old) == held(between) == 64
         members.remove(url)
         time[0] = 19.0
-        members.sweep()
+        while members.sweep():
+            pass
         assert url not in members
         assert router.stats().blocks == router.stats().instances == 0
         cache.clear()
@@ -259,6 +260,24 @@ def test_an_instance_comes_back_with_what_its_snapshot_says():
     finally:
         reader.close()
         publisher.close()
+
+
+def test_many_blocks_are_forgotten_in_steps():
+    router, upstreams = PrefixRouter(URLS[:2]), Upstreams(URLS[:2])
+    members = Membership(router, upstreams, keep_s=0.0)
+    for url in URLS[:2]:
+        tokens = list(range(70_000))
+        router.apply(url, [BlockStored(tokens, None, tokens, 1, None, "GPU", None)])
+        members.remove(url)
+    left = []
+    while members.sweep():
+        left.append(router.stats().blocks)
+        router.check()
+        if len(left) == 5:
+            assert members.add(URLS[1]) is False  # it stays, with what is left of its blocks
+    assert left == [120_000, 100_000, 80_000, 50_000, 30_000]
+    assert upstreams.names == [URLS[1]]
+    assert router.stats().instances == 1
 
 
 # --- over HTTP -------------------------------------------------------------------------------

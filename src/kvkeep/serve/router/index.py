@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from kvkeep.serve.router.held import (
     longest_first,
 )
 from kvkeep.serve.router.keys import MAX_TOKENS, PrefixKeys, length_of
+from kvkeep.serve.router.place_blocks import InstanceBlocks, Place, PlaceBlocks, PlaceSlots
 from kvkeep.serve.router.public import PublicKeys
 
 if TYPE_CHECKING:
@@ -41,94 +41,6 @@ _MOST_TIERS = 8
 _LONGEST_NAME = 64  # characters of a tier's name
 _ROUND = 64
 """An instance over its limit loses at least 1/64 of the limit at once."""
-
-
-class Place(NamedTuple):
-    """A rank of an instance."""
-
-    instance: str
-    rank: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _InstanceBlocks:
-    """One instance's blocks in the index, over all its ranks and tiers."""
-
-    blocks: int = 0
-    evicted: int = 0
-    parts: list[_PlaceBlocks] = field(default_factory=list)
-
-
-@dataclass(slots=True, eq=False)
-class _PlaceBlocks:
-    """One place's blocks in one tier, under the place's own hashes."""
-
-    instance: _InstanceBlocks
-    bit: int
-    tier: TierBlocks
-    holders: dict[int, int]
-    """The tier's own table: prefix key → places, one bit each."""
-    blocks: dict[Hash, int] = field(default_factory=dict)
-    """Hash → prefix key, least recently stored or looked up first."""
-    copies: dict[Hash, int] = field(default_factory=dict)
-    """Hash → how often it was stored beyond the first time."""
-    twins: dict[int, int] = field(default_factory=dict)
-    """Prefix key → how many of its hashes there are beyond the first."""
-
-    def add(self, block: Hash, key: int) -> None:
-        known = self.blocks.get(block)
-        if known == key:
-            self.copies[block] = self.copies.get(block, 0) + 1
-            self.refresh(block, key)
-            return
-        if known is not None:  # the hash has a new meaning: its removal was missed
-            self.drop(block, all_copies=True)
-        self.blocks[block] = key
-        self.instance.blocks += 1
-        mask = self.holders.get(key, 0)
-        if mask & self.bit:
-            self.twins[key] = self.twins.get(key, 0) + 1
-        else:
-            self.holders[key] = mask | self.bit if mask else self.bit
-
-    def add_all(self, hashes: Sequence[Hash], keys: list[int]) -> None:
-        """Add blocks in a row; `add`, inlined for those that are new."""
-        blocks, holders, bit = self.blocks, self.holders, self.bit
-        # Blocks that the same places hold share one mask: it has 160 bytes for 1,000 places.
-        last, both, new = 0, bit, 0
-        for block, key in zip(hashes, keys, strict=True):
-            mask = holders.get(key, 0)
-            if block in blocks or mask & bit:
-                self.add(block, key)
-            else:
-                blocks[block] = key
-                if mask != last:
-                    last, both = mask, mask | bit
-                holders[key] = both
-                new += 1
-        self.instance.blocks += new
-
-    def drop(self, block: Hash, *, all_copies: bool = False) -> None:
-        if all_copies:
-            self.copies.pop(block, None)
-        elif _fewer(self.copies, block):
-            return
-        key = self.blocks.pop(block, None)
-        if key is None:
-            return
-        self.instance.blocks -= 1
-        if _fewer(self.twins, key):
-            return
-        mask = self.holders[key] & ~self.bit
-        if mask:
-            self.holders[key] = mask
-        else:
-            del self.holders[key]
-
-    def refresh(self, block: Hash, key: int) -> None:
-        """Move a block to the end of the eviction order."""
-        del self.blocks[block]
-        self.blocks[block] = key
 
 
 class PlacementIndex:
@@ -162,11 +74,10 @@ class PlacementIndex:
         self._most = whole("most_blocks", most_blocks, 1)
         self._named = frozenset(tiers)
         self._tiers = {tier: TierBlocks(tier) for tier in tiers}
-        self._instances: dict[str, _InstanceBlocks] = {}
-        self._expected = _InstanceBlocks()  # from `expect`: bounded by the running requests
-        self._places: dict[Place, dict[str, _PlaceBlocks]] = {}
-        self._names: list[Place | None] = []  # by slot, the position of a place's bit
-        self._reserved: dict[Place, int] = {}
+        self._instances: dict[str, InstanceBlocks] = {}
+        self._expected = InstanceBlocks()  # from `expect`: bounded by the running requests
+        self._places: dict[Place, dict[str, PlaceBlocks]] = {}
+        self._slots = PlaceSlots()
         self._sizes: dict[int, int] = {}  # block size → places with such blocks
         # Keys found by lookups, recorded once an instance comes near its limit.
         self._used: set[int] = set()
@@ -195,25 +106,11 @@ class PlacementIndex:
 
     def reserve(self, place: Place) -> int:
         """Return a slot, the position of a place's bit, which stays its own until `release`."""
-        slot = self._reserved.get(place)
-        if slot is None:
-            parts = self._places.get(place)
-            bit = next(iter(parts.values())).bit if parts else self._free_bit(place)
-            slot = self._reserved[place] = bit.bit_length() - 1
-        return slot
+        return self._slots.reserve(place)
 
     def release(self, place: Place) -> None:
-        """Give back a place's slot, after its blocks were cleared. Idempotent."""
-        slot = self._reserved.pop(place, None)
-        if slot is not None and place not in self._places:
-            self._names[slot] = None
-
-    def _free_bit(self, place: Place) -> int:
-        if None not in self._names:
-            self._names.append(None)
-        slot = self._names.index(None)
-        self._names[slot] = place
-        return 1 << slot
+        """Give back a place's slot, once its blocks are cleared. Idempotent."""
+        self._slots.release(place, used=place in self._places)
 
     # --- announced blocks --------------------------------------------------------------------
 
@@ -325,8 +222,18 @@ class PlacementIndex:
                 del self._tiers[name]
         for part in list(parts.values())[:1]:
             _clear_bit(self._sizes, part.bit)
-            if place not in self._reserved:
-                self._names[part.bit.bit_length() - 1] = None
+            self._slots.give(place)
+
+    def shrink(self, instance: str, most: int) -> int:
+        """Remove up to ``most`` blocks of an instance; return how many are left."""
+        own = self._instances.get(instance)
+        if own is None:
+            return 0
+        for part in own.parts:
+            for block in list(islice(reversed(part.blocks), most)):
+                part.drop(block, all_copies=True)
+                most -= 1
+        return own.blocks
 
     def remove_instance(self, instance: str) -> None:
         """Remove all blocks and counters of an instance."""
@@ -334,26 +241,21 @@ class PlacementIndex:
             self.clear(place)
         self._instances.pop(instance, None)
 
-    def _announced(self, place: Place, tier: str) -> _PlaceBlocks | None:
+    def _announced(self, place: Place, tier: str) -> PlaceBlocks | None:
         """Return where to add announced blocks; None for too many tiers or too long a name."""
         parts = self._places.get(place, {})
         if tier not in parts and (len(parts) >= _MOST_TIERS or len(tier) > _LONGEST_NAME):
             return None
-        instance = self._instances.setdefault(place.instance, _InstanceBlocks())
+        instance = self._instances.setdefault(place.instance, InstanceBlocks())
         return self._blocks_at(place, tier, instance)
 
-    def _blocks_at(self, place: Place, tier: str, instance: _InstanceBlocks) -> _PlaceBlocks:
+    def _blocks_at(self, place: Place, tier: str, instance: InstanceBlocks) -> PlaceBlocks:
         parts = self._places.setdefault(place, {})
         part = parts.get(tier)
         if part is None:
-            if parts:
-                bit = next(iter(parts.values())).bit
-            elif place in self._reserved:
-                bit = 1 << self._reserved[place]
-            else:
-                bit = self._free_bit(place)
+            bit = 1 << self._slots.take(place)
             blocks = self._tiers.setdefault(tier, TierBlocks(tier))
-            part = parts[tier] = _PlaceBlocks(instance, bit, blocks, blocks.holders)
+            part = parts[tier] = PlaceBlocks(instance, bit, blocks, blocks.holders)
             instance.parts.append(part)
         return part
 
@@ -365,7 +267,7 @@ class PlacementIndex:
                 return key
         return None
 
-    def _allow_size(self, own: _PlaceBlocks, block_size: int) -> bool:
+    def _allow_size(self, own: PlaceBlocks, block_size: int) -> bool:
         """Whether a place may have blocks of this size; if so, note that it has some."""
         bit = own.bit
         if not own.tier.sizes.get(block_size, 0) & bit:
@@ -381,7 +283,7 @@ class PlacementIndex:
             self._use_size(own, block_size)
         return True
 
-    def _use_size(self, own: _PlaceBlocks, block_size: int) -> None:
+    def _use_size(self, own: PlaceBlocks, block_size: int) -> None:
         for sizes in (self._sizes, own.tier.sizes):
             sizes[block_size] = sizes.get(block_size, 0) | own.bit
 
@@ -391,7 +293,7 @@ class PlacementIndex:
             self._used.clear()
         self._used.update(keys[: self._most])
 
-    def _evict(self, instance: _InstanceBlocks) -> None:
+    def _evict(self, instance: InstanceBlocks) -> None:
         """Bring an instance below its limit.
 
         In rounds, since finding a dict's first entries costs a step per deleted one before them. A
@@ -423,9 +325,7 @@ class PlacementIndex:
         named: dict[Place, HeldPrefix] = {}
         for places, held in self.groups(tokens, lora, salt):
             for slot in bits_of(places):
-                place = self._names[slot]
-                assert place is not None, "a bit without a place"
-                named[place] = held
+                named[self._slots.place(slot)] = held
         return named
 
     def groups(self, tokens: TokenArray, lora: str = "", salt: str = "") -> list[HeldGroup]:
@@ -464,7 +364,7 @@ class PlacementIndex:
                 part = parts.get(tier)
                 if part is None:
                     continue
-                assert self._names[part.bit.bit_length() - 1] == place, place
+                assert self._slots.place(part.bit.bit_length() - 1) == place, place
                 for key in part.blocks.values():
                     counted[key] = counted.get(key, 0) | part.bit
                 spare = len(part.blocks) - len(set(part.blocks.values()))
@@ -499,13 +399,3 @@ def _clear_bit(sizes: dict[int, int], bit: int) -> None:
         sizes[size] &= ~bit
         if not sizes[size]:
             del sizes[size]
-
-
-def _fewer(counts: dict[Any, int], name: object) -> bool:
-    """Decrement a count. Return False if there was none."""
-    count = counts.get(name, 0)
-    if count > 1:
-        counts[name] = count - 1
-    elif count:
-        del counts[name]
-    return bool(count)

@@ -140,8 +140,16 @@ class PrefixRouter:
                 self._loads[instance] = {}
                 self._add_place(Place(instance))
 
+    def shrink(self, instance: str, most: int) -> int:
+        """Forget up to ``most`` blocks of an instance; return how many are left.
+
+        To remove an instance of a million blocks in steps, between which prompts are placed.
+        """
+        with self._lock:
+            return self._index.shrink(instance, most)
+
     def remove(self, instance: str) -> None:
-        """Remove an instance with its blocks, load and counters."""
+        """Remove an instance with its blocks, load and counters. Cost: O(blocks), see `shrink`."""
         self.clear(instance)
         with self._lock:
             places = self._loads.pop(instance, {})

@@ -101,7 +101,10 @@ def route_with(methods: str) -> type[JSONRoute]:
     """
 
     class SharedRoute(JSONRoute):
+        """An endpoint that shares its address."""
+
         async def handle(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+            """Refuse other methods here, with the list of all."""
             if scope["method"] not in (self.methods or ()):
                 raise HTTPException(405, headers={"Allow": methods})
             await super().handle(scope, receive, send)
