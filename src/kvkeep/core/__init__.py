@@ -8,4 +8,5 @@ slots/       SlotCache, for engines whose caches are contiguous
 geometry/    bytes per token, from a model's configuration
 miss_ratio/  sampled miss-ratio curves
 keys.py · public.py · tokens.py · extras.py · events.py · errors.py   used by all rooms
+config_file.py · prefix_file.py   files that users write
 """
