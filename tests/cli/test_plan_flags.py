@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.bench.replay.candidates import Candidate
+from kvkeep.bench.replay.candidates import PlanCandidate
 from kvkeep.cli import _parser
 from kvkeep.cli.plan_flags import serve_command, vllm_option
 from kvkeep.core.eviction import POLICIES
@@ -21,7 +21,7 @@ from kvkeep.store.tiers import TIERINGS, open_tiers, tiering
 MODEL = Path("./my models/Llama")
 SIZES = st.integers(1, 10**9)
 SETTINGS = st.builds(
-    Candidate,
+    PlanCandidate,
     st.sampled_from([*POLICIES, "lru+sessions", "adaptive+sessions"]),
     SIZES,
     st.just(0) | SIZES,
@@ -35,7 +35,7 @@ def near(text: str, tokens: int, size: float) -> bool:
 
 
 @given(SETTINGS, KINDS)
-def test_the_server_takes_its_command(chosen: Candidate, size: float) -> None:
+def test_the_server_takes_its_command(chosen: PlanCandidate, size: float) -> None:
     words = shlex.split(serve_command(chosen, MODEL, size))
     assert words[0] == "kvkeep"
     args = _parser().parse_args(words[1:])
@@ -52,7 +52,7 @@ def test_the_server_takes_its_command(chosen: Candidate, size: float) -> None:
 
 
 @given(SETTINGS, KINDS)
-def test_the_connector_takes_its_options(chosen: Candidate, size: float) -> None:
+def test_the_connector_takes_its_options(chosen: PlanCandidate, size: float) -> None:
     option, text = shlex.split(vllm_option(chosen, size))
     assert option == "--kv-transfer-config"
     config = json.loads(text)
@@ -66,7 +66,7 @@ def test_the_connector_takes_its_options(chosen: Candidate, size: float) -> None
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_its_tiers_open(policy: str, tmp_path: Path) -> None:
-    chosen = Candidate(policy, 100, 300, "inclusive")
+    chosen = PlanCandidate(policy, 100, 300, "inclusive")
     folder = str(tmp_path / "a folder & more?")
     (_, text) = shlex.split(vllm_option(chosen, 1 << 20, folder))
     memory, below = open_tiers(json.loads(text)["kv_connector_extra_config"]["tiers"])
@@ -77,5 +77,5 @@ def test_its_tiers_open(policy: str, tmp_path: Path) -> None:
 
 
 def test_without_a_cache_nothing_is_stored() -> None:
-    words = shlex.split(serve_command(Candidate(None, 0), MODEL, 1.0))
+    words = shlex.split(serve_command(PlanCandidate(None, 0), MODEL, 1.0))
     assert _parser().parse_args(words[1:]).no_store

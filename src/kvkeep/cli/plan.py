@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import argparse
 
     from kvkeep.bench.replay import Advice, Workload
-    from kvkeep.bench.replay.candidates import Candidate
+    from kvkeep.bench.replay.candidates import PlanCandidate
     from kvkeep.cli.arguments import Commands
 
 __all__ = ["add_parser", "run"]
@@ -131,7 +131,7 @@ def _print_costs(plan: PlannedMemory, advice: Advice, currency: str) -> None:
 
 
 def _print_flags(
-    chosen: Candidate,
+    chosen: PlanCandidate,
     args: argparse.Namespace,
     kept: replaying.ModelSizes | None,
     page_tokens: int,

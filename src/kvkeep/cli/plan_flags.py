@@ -12,7 +12,7 @@ from kvkeep.bench.replay.simulate import SESSIONS
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvkeep.bench.replay.candidates import Candidate
+    from kvkeep.bench.replay.candidates import PlanCandidate
 
 __all__ = ["FOLDER", "serve_command", "vllm_option"]
 
@@ -23,7 +23,7 @@ _USUAL = "lru"
 
 
 def serve_command(
-    chosen: Candidate, model: Path, bytes_per_token: float, folder: str = FOLDER
+    chosen: PlanCandidate, model: Path, bytes_per_token: float, folder: str = FOLDER
 ) -> str:
     """Return the ``kvkeep serve`` that uses this setting; without a cache, it stores nothing."""
     words = ["kvkeep", "serve", "--model", str(model)]
@@ -37,7 +37,7 @@ def serve_command(
     return shlex.join(words)
 
 
-def vllm_option(chosen: Candidate, bytes_per_token: float, folder: str = FOLDER) -> str:
+def vllm_option(chosen: PlanCandidate, bytes_per_token: float, folder: str = FOLDER) -> str:
     """Return the ``--kv-transfer-config`` of vLLM with the memory and disk of a setting.
 
     A setting without a cache has none: do not ask for it.
@@ -56,17 +56,17 @@ def vllm_option(chosen: Candidate, bytes_per_token: float, folder: str = FOLDER)
     return f"--kv-transfer-config {shlex.quote(json.dumps(config))}"
 
 
-def _disk(chosen: Candidate, bytes_per_token: float, folder: str) -> str:
+def _disk(chosen: PlanCandidate, bytes_per_token: float, folder: str) -> str:
     size = _bytes(chosen.disk_tokens * bytes_per_token)
     return f"file://{quote(folder)}?size={size}{_query(chosen, '&')}"
 
 
-def _query(chosen: Candidate, mark: str) -> str:
+def _query(chosen: PlanCandidate, mark: str) -> str:
     policy = _policy(chosen)
     return "" if policy == _USUAL else f"{mark}policy={policy}"
 
 
-def _policy(chosen: Candidate) -> str:
+def _policy(chosen: PlanCandidate) -> str:
     assert chosen.policy is not None
     return chosen.policy.removesuffix(SESSIONS)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvkeep.bench.replay.bounds import BELADY, INFINITE, belady, infinite
-from kvkeep.bench.replay.candidates import Candidate
+from kvkeep.bench.replay.candidates import PlanCandidate
 from kvkeep.bench.replay.grouping import GroupSizes, WindowSize
 from kvkeep.bench.replay.loop import simulate_loop
 from kvkeep.bench.replay.outcome import GROUP_REASONS, REASONS, Outcome, Spans
@@ -25,10 +25,10 @@ __all__ = [
     "LOADINGS",
     "REASONS",
     "Advice",
-    "Candidate",
     "GroupSizes",
     "Outcome",
     "Paging",
+    "PlanCandidate",
     "PlannedMemory",
     "PrefillCost",
     "ReplayRun",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvkeep.bench.replay.candidates import Candidate, cheapest_of_each_size
+from kvkeep.bench.replay.candidates import PlanCandidate, cheapest_of_each_size
 from kvkeep.bench.replay.doubts import difference
 from kvkeep.bench.replay.plan_figures import FLEXIBLE, USUAL, WORTH, percent, points
 from kvkeep.bench.replay.words import money
@@ -26,11 +26,11 @@ class Advice:
     prices, none costs less a month. ``warnings`` say what the trace is too short to tell.
     """
 
-    chosen: Candidate
+    chosen: PlanCandidate
     recommendation: str
     reasons: tuple[str, ...]
     warnings: tuple[str, ...] = ()
-    candidates: tuple[Candidate, ...] = ()
+    candidates: tuple[PlanCandidate, ...] = ()
 
     @property
     def policy(self) -> str | None:
@@ -68,9 +68,9 @@ def _most_reuse(figures: PlanFigures) -> Advice:
     if below is not None and not figures.saves_time(*below):
         below = None
         why_disk += " But it saves no time: computing is faster than loading from it."
-    chosen = Candidate(policy, plan.memory_tokens, hit_rate=figures.here[policy])
+    chosen = PlanCandidate(policy, plan.memory_tokens, hit_rate=figures.here[policy])
     if below is not None:
-        chosen = Candidate(
+        chosen = PlanCandidate(
             below[0], plan.memory_tokens, plan.disk_tokens, below[1], figures.tiers[below]
         )
         why_disk += figures.seconds(*below)
@@ -116,7 +116,7 @@ def _sizes(figures: PlanFigures) -> str:
     return said
 
 
-def _chance_of_reuse(figures: PlanFigures, chosen: Candidate) -> Iterator[str]:
+def _chance_of_reuse(figures: PlanFigures, chosen: PlanCandidate) -> Iterator[str]:
     """Yield a warning if the usual policy in memory alone may reuse as much on another day."""
     run, usual = figures.run(chosen), figures.plan.of(USUAL)
     if run == usual:
@@ -162,7 +162,7 @@ def _cheapest(figures: PlanFigures) -> Advice:
     return Advice(chosen, words, tuple(filter(None, reasons)), warnings, tuple(found))
 
 
-def _planned(figures: PlanFigures, chosen: Candidate, found: Sequence[Candidate]) -> str:
+def _planned(figures: PlanFigures, chosen: PlanCandidate, found: Sequence[PlanCandidate]) -> str:
     """Return what the memory that was asked about costs, if another is cheaper."""
     here = [one for one in found if one.memory_tokens == figures.plan.memory_tokens]
     best = min(here, key=_month)
@@ -171,7 +171,7 @@ def _planned(figures: PlanFigures, chosen: Candidate, found: Sequence[Candidate]
     return f"With {figures.named(best)}, a month costs {_money(figures, best)}."
 
 
-def _disk_costs(figures: PlanFigures, found: Sequence[Candidate]) -> str:
+def _disk_costs(figures: PlanFigures, found: Sequence[PlanCandidate]) -> str:
     """Return what the tier costs and saves."""
     if not figures.tiers:
         return ""
@@ -193,7 +193,7 @@ def _disk_costs(figures: PlanFigures, found: Sequence[Candidate]) -> str:
     )
 
 
-def _size_costs(figures: PlanFigures, found: Sequence[Candidate]) -> str:
+def _size_costs(figures: PlanFigures, found: Sequence[PlanCandidate]) -> str:
     """Return what more and less memory reuses and costs."""
     alone = cheapest_of_each_size(one for one in found[1:] if not one.disk_tokens)
     parts = [
@@ -204,7 +204,7 @@ def _size_costs(figures: PlanFigures, found: Sequence[Candidate]) -> str:
 
 
 def _chance_of_money(
-    figures: PlanFigures, chosen: Candidate, found: Sequence[Candidate]
+    figures: PlanFigures, chosen: PlanCandidate, found: Sequence[PlanCandidate]
 ) -> Iterator[str]:
     """Yield a warning if a cache may cost as much as none on another day."""
     nothing = found[0]
@@ -222,12 +222,12 @@ def _chance_of_money(
         )
 
 
-def _month(one: Candidate) -> float:
+def _month(one: PlanCandidate) -> float:
     assert one.month is not None
     return one.month
 
 
-def _money(figures: PlanFigures, one: Candidate) -> str:
+def _money(figures: PlanFigures, one: PlanCandidate) -> str:
     return _amount(figures, _month(one))
 
 

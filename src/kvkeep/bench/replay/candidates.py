@@ -1,4 +1,4 @@
-"""`Candidate`: a setting that a plan can recommend, and what it would bring."""
+"""`PlanCandidate`: a setting that a plan can recommend, and what it would bring."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from kvkeep.bench.replay.prices import Prices
     from kvkeep.bench.replay.runs import ReplayRun
 
-__all__ = ["Candidate", "candidates", "cheapest_of_each_size"]
+__all__ = ["PlanCandidate", "candidates", "cheapest_of_each_size"]
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class PlanCandidate:
     """A setting that was replayed, or no cache at all (then ``policy`` is None).
 
     ``hit_rate`` is the share of prompt tokens that it reuses, ``month`` what a month of such
@@ -33,7 +33,7 @@ class Candidate:
     month: float | None = None
 
     @classmethod
-    def of(cls, run: ReplayRun, outcome: Outcome, month: float | None = None) -> Candidate:
+    def of(cls, run: ReplayRun, outcome: Outcome, month: float | None = None) -> PlanCandidate:
         """Return the setting of a replay."""
         return cls(
             run.policy,
@@ -47,7 +47,7 @@ class Candidate:
 
 def candidates(
     outcomes: Mapping[ReplayRun, Outcome], prices: Prices | None, span_s: float
-) -> list[Candidate]:
+) -> list[PlanCandidate]:
     """Return the settings among replays: bounds, and replays that take time, are none.
 
     With prices, no cache at all is the first one. Prices need a trace that takes time: with
@@ -55,25 +55,25 @@ def candidates(
     """
     if span_s <= 0:
         prices = None
-    found: list[Candidate] = []
+    found: list[PlanCandidate] = []
     for run, outcome in outcomes.items():
         if run.policy in BOUNDS or run.cost is not None:
             continue
         if prices is None:
-            found.append(Candidate.of(run, outcome))
+            found.append(PlanCandidate.of(run, outcome))
             continue
         month, nothing = prices.month(outcome, span_s), prices.nothing_kept(outcome, span_s)
         assert month is not None
         assert nothing is not None
         if not found:
-            found.append(Candidate(None, 0, month=nothing.total))
-        found.append(Candidate.of(run, outcome, month.total))
+            found.append(PlanCandidate(None, 0, month=nothing.total))
+        found.append(PlanCandidate.of(run, outcome, month.total))
     return found
 
 
-def cheapest_of_each_size(found: Iterable[Candidate]) -> list[Candidate]:
+def cheapest_of_each_size(found: Iterable[PlanCandidate]) -> list[PlanCandidate]:
     """Return the cheapest setting of each memory and disk, and no cache, the cheapest first."""
-    best: dict[tuple[int, int], Candidate] = {}
+    best: dict[tuple[int, int], PlanCandidate] = {}
     for one in found:
         assert one.month is not None
         size = one.memory_tokens, one.disk_tokens

@@ -22,7 +22,7 @@ from kvkeep.bench.replay.words import amount
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from kvkeep.bench.replay.candidates import Candidate
+    from kvkeep.bench.replay.candidates import PlanCandidate
     from kvkeep.bench.replay.outcome import Outcome
     from kvkeep.bench.replay.planning import PlannedMemory
 
@@ -67,7 +67,7 @@ class PlanFigures:
 
     # --- names ---------------------------------------------------------------------------------
 
-    def named(self, one: Candidate) -> str:
+    def named(self, one: PlanCandidate) -> str:
         """Return a setting in words."""
         if one.policy is None:
             return "no cache"
@@ -80,7 +80,7 @@ class PlanFigures:
             words += f"{one.tiering}"
         return words
 
-    def run(self, one: Candidate) -> ReplayRun:
+    def run(self, one: PlanCandidate) -> ReplayRun:
         """Return the replay of a setting."""
         assert one.policy is not None
         if one.tiering is not None:
@@ -156,7 +156,7 @@ class PlanFigures:
 
     # --- what a tier saves in seconds ----------------------------------------------------------
 
-    def in_time(self, one: Candidate) -> bool:
+    def in_time(self, one: PlanCandidate) -> bool:
         """Whether loading from the tier of a setting saves time, as far as that is replayed.
 
         Policies and sizes that were not timed are judged by those that were.

@@ -130,10 +130,8 @@ class PagedCache:
             from kvkeep.core.cache.observers import MissRatioObserver  # noqa: PLC0415
             from kvkeep.core.miss_ratio import PromptWatch  # noqa: PLC0415 - only where needed
 
-            self._watch = PromptWatch.of(
-                what_if, self.page_size, pool.num_pages,
-                kv_only=self.groups is not None, measured=self.reuse,
-            )  # fmt: skip
+            kinds = {"kv_only": self.groups is not None, "measured": self.reuse}
+            self._watch = PromptWatch.of(what_if, self.page_size, pool.num_pages, **kinds)
             self._core.observe(MissRatioObserver(self._watch))
 
     def bind(self, memory: object) -> None:
@@ -331,10 +329,9 @@ class PagedCache:
     ) -> tuple[MissRatioPoint, ...]:
         """Estimate the hit rates that caches of ``pages`` pages would have had so far.
 
-        Default sizes: ¼, ½, 1, 2, 4 and 8 times this cache; 16 times is the most. The rate of the
-        present size is measured; sizes of which the prompts tell nothing are left out. With
-        ``namespace``, for its prompts alone, in memory that all namespaces share. With groups of
-        layers, see `MissRatioPoint`. `IllegalStep` without ``what_if``. Cost: below 2 ms.
+        Default sizes: ¼, ½, 1, 2, 4 and 8 times this cache; 16 times is the most. Sizes of which
+        the prompts tell nothing are left out. With ``namespace``, for its prompts alone, in memory
+        that all share. See `MissRatioPoint`. `IllegalStep` without ``what_if``. Cost: below 2 ms.
         """
         if self._watch is None:
             raise IllegalStep("this cache keeps no miss-ratio curve; make it with what_if=0.1")
