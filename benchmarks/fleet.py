@@ -44,9 +44,8 @@ from kvkeep.serve.router import PrefixRouter, RoutingCost
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvkeep.serve.kv_events import KVEvent
-
     from kvkeep.core.events import Event
+    from kvkeep.serve.kv_events import KVEvent
     from kvkeep.serve.router import RouteTicket
 
 BLOCK = 16
