@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import importlib
+import os
 import time
 from functools import lru_cache, partial
 from importlib.metadata import entry_points
@@ -201,7 +201,10 @@ def _refuse_twice(tiers: Sequence[object]) -> None:
     for place in tiers:
         if not (isinstance(place, str) and place.startswith("file://")):
             continue
-        url = TierURL(place)
+        try:
+            url = TierURL(place)
+        except InvalidValue:
+            continue  # opening it says so
         path = os.path.normpath(url.path)
         if path in seen:
             raise InvalidValue(f"{url.safe} is given twice; a directory is one tier")
