@@ -78,6 +78,7 @@ def test_a_server_with_workers_of_its_own(llama: str, tmp_path: Path) -> None:
     arguments = [
         "--kv-transfer-config", json.dumps(config), "--block-size", str(BLOCK),
         "--max-model-len", "900", "--num-gpu-blocks-override", "30",
+        "--shutdown-timeout", "60",  # without it vLLM may log that its engine is dead
     ]  # fmt: skip
     url = f"http://127.0.0.1:{port}"
     with served(llama, arguments, tmp_path / "log", processes=True) as one:
@@ -106,6 +107,7 @@ def test_a_server_with_workers_of_its_own(llama: str, tmp_path: Path) -> None:
         assert {*expected, *TIER_GAUGES} <= names | {f"{name}_total" for name in names}
         filled = re.findall(r'kvkeep_used_bytes{.*rank="0",tier="file"} (\S+)', page())
         assert filled
+        assert "\nvllm:generation_tokens_total{" in page()  # deploy/prometheus asks for it
         assert float(filled[0]) > 0
         live = fetch(f"{url}/kv/live", None)
         assert {tier["name"] for tier in live["tiers"]} == {"memory", "file"}
