@@ -167,7 +167,7 @@ def test_a_file_of_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ({"tiers": ["nowhere://x"]}, "no tier is called nowhere"),
         ({"tiers": ["file:///x?encrypt=/no/such/key"]}, "/no/such/key"),
         ({"tiers": ["memory://1MiB", "file:///x?codec=int9"]}, "codec is 'int9'"),
-        ({"cost": "/no/such/file"}, "/no/such/file"),
+        ({"cost": "/no/such/file"}, "cost: cannot read /no/such/file"),
         ({"public_prefixes": "/no/such/file"}, "cannot be read: No such file"),
         ({"capture": "/no/such/folder/trace"}, "there is no folder /no/such/folder"),
     ],

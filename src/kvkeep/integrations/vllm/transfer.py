@@ -130,7 +130,10 @@ def check_part(part: TransferPart) -> None:
     options = part.options
     check_tiers(options.tiers, in_front=part.name != TIER)
     if options.cost:
-        CostModel.read(Path(options.cost))
+        try:
+            CostModel.read(Path(options.cost))
+        except InvalidValue as error:
+            raise InvalidValue(f"cost: {error}") from error
     public, capture = (getattr(options, name, "") for name in ("public_prefixes", "capture"))
     try:
         if public:
