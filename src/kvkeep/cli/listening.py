@@ -21,7 +21,8 @@ def add_address(group: argparse._ArgumentGroup, *, port: int) -> None:
         default="127.0.0.1",
         help="address to listen on (default: 127.0.0.1, this machine only)",
     )
-    add_option(group, "--port N", "port to listen on; 0: any free port", type=count, default=port)
+    text = f"port to listen on; 0: any free port (default: {port})"
+    group.add_argument("--port", metavar="N", type=count, default=port, help=text)
     group.add_argument(
         "--allow-host",
         metavar="NAME",
