@@ -105,6 +105,7 @@ def create_proxy(
     learn_costs: bool = True,
     membership: Membership | None = None,
     admin_key: str | None = None,
+    exposed: bool = False,
 ) -> Starlette:
     """Return an ASGI application in front of ``upstreams``, whose names are the router's instances.
 
@@ -113,7 +114,7 @@ def create_proxy(
     (None: all). See `PromptParser` for ``tokenize``, `Timeouts` for time limits and tries,
     `BodyBudget` for the memory of request bodies, `ConversationTable` for what is learned of
     answers, `TenantRoutes` for ``usage``, `InstanceCosts` for ``learn_costs``, and `InstanceRoutes`
-    for ``admin_key``.
+    for ``admin_key`` and ``exposed``.
 
     API keys and bodies are forwarded unchanged and never logged.
     """
@@ -171,7 +172,7 @@ def create_proxy(
             Route("/metrics", proxy.metrics, methods=["GET"]),
             Route("/kv/conversations", proxy.conversations, methods=["GET"]),
             *told,
-            *InstanceRoutes(membership, admin_key).routes(),
+            *InstanceRoutes(membership, admin_key, exposed=exposed).routes(),
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in placed.items()),
             Route(COUNT_PATH, MessagesEndpoint(proxy.forward), methods=["POST"]),
             *(Route(path, _Forward(proxy, placed=False)) for path in _OTHERS),
