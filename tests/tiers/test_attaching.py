@@ -318,6 +318,26 @@ def test_a_removal_while_blocks_move_removes_them(bench):
     assert get(store, range(8)) == 0
 
 
+@pytest.mark.parametrize("how", ["remove", "clear"])
+def test_what_is_removed_while_it_is_read_to_be_moved_does_not_come_back(bench, how):
+    place = bench.disk(at="a")
+    store = stored(bench, range(4), place)
+    (first,) = names(store)
+    store.attach(bench.spec(bench.disk(at="b")))
+    settle(store)
+    blocks = [name(number) for number in range(4)]
+    place.hang("room")  # the record is in hand, and not handed on yet
+    with ThreadPoolExecutor(1) as pool:
+        detaching = pool.submit(store.detach, first)
+        place.wait_inside("room")
+        removed = store.remove(blocks) if how == "remove" else store.clear(blocks[0][:16])
+        assert removed.complete
+        place.heal()
+        assert detaching.result().left == 0
+    assert there(store.tiers[0]) == []
+    assert get(store, range(4)) == 0
+
+
 def test_closing_ends_a_detachment(bench):
     store = stored(bench, range(8), bench.disk(at="a"))
     (first,) = names(store)

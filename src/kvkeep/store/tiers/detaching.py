@@ -138,16 +138,25 @@ class Evacuation:
 
     def _move(self, block: bytes, targets: Sequence[Tier], until: float) -> None:
         handed_on = False
+        mark = self._queue.begin_move(self._source, block)  # whoever deletes it ends the move
         try:
-            record = None if self._source.is_hidden(block) else self._source.fetch(block)
-            if record is not None and not self._closed():
-                handed_on = self._hand_on(block, record, targets, until)
+            if mark is not None and not self._source.is_hidden(block):
+                record = self._source.fetch(block)
+                if record is not None and not self._closed():
+                    handed_on = self._hand_on(block, record, mark, targets, until)
         finally:
+            if mark is not None:
+                self._queue.end_move(block, mark)
             if not handed_on:
                 self._slots.release()
 
     def _hand_on(
-        self, block: bytes, record: memoryview, targets: Sequence[Tier], until: float
+        self,
+        block: bytes,
+        record: memoryview,
+        mark: object,
+        targets: Sequence[Tier],
+        until: float,
     ) -> bool:
         """Queue the write of ``record`` to the first tier with room; return whether it was."""
         target = self._reserve(record, block, targets)
@@ -165,7 +174,7 @@ class Evacuation:
                     self._room[target.name] = room + size
             self._slots.release()
 
-        pending = self._queue.begin_demotion(self._source, target, block, ended)
+        pending = self._queue.begin_demotion(self._source, target, block, ended, mark=mark)
         if pending is None:
             return True  # it is being written there, or deleted: `ended` was called
         begun = True
