@@ -10,6 +10,7 @@ import pytest
 from tier_bench import PAGE, RAW, Bench, get, name, put, settle, there, until
 
 from kvkeep.core.errors import IllegalStep, InvalidValue
+from kvkeep.core.eviction import LRU
 from kvkeep.store.tiers import AdaptiveTiering, Exclusive, Inclusive
 
 
@@ -336,6 +337,26 @@ def test_what_is_removed_while_it_is_read_to_be_moved_does_not_come_back(bench, 
         assert detaching.result().left == 0
     assert there(store.tiers[0]) == []
     assert get(store, range(4)) == 0
+
+
+def test_a_store_that_is_closed_meanwhile_takes_no_tier(bench):
+    store = bench.store(64, bench.disk(at="a"))
+    made, go_on = threading.Event(), threading.Event()
+
+    def slow_policy() -> LRU:
+        made.set()
+        go_on.wait(20)
+        return LRU()
+
+    place = bench.disk(at="b")
+    with ThreadPoolExecutor(1) as pool:
+        attaching = pool.submit(store.attach, bench.spec(place, policy=slow_policy))
+        assert made.wait(10)
+        assert store.close(10)
+        go_on.set()
+        with pytest.raises(IllegalStep, match="the store is closed"):
+            attaching.result()
+    assert len(store.tiers) == 1
 
 
 def test_closing_ends_a_detachment(bench):

@@ -29,7 +29,8 @@ class TierChanges:
     """Attaches and detaches the tiers of one store, one at a time.
 
     ``make`` returns the tier of a specification, with a name that no tier of the store had before;
-    ``closed`` says whether the store is.
+    ``tell`` tells it what the store knows of namespaces, under ``lock``, under which the store
+    learns of them, and is closed; ``closed`` says whether it is.
 
     Thread safety: all methods. A second change while one runs raises `IllegalStep`.
     """
@@ -40,13 +41,17 @@ class TierChanges:
         queue: WriteQueue,
         returns: TierReturns,
         make: Callable[[TierSpec], Tier],
+        tell: Callable[[Tier], None],
         closed: Callable[[], bool],
+        lock: threading.Lock,
     ) -> None:
         self._levels = levels
         self._queue = queue
         self._returns = returns
         self._make = make
+        self._tell = tell
         self._closed = closed
+        self._lock = lock
         self._changing = threading.Lock()
         self._opening: list[threading.Thread] = []
         # Names are used once: holds and writes of a detached tier may still be on their way.
@@ -63,11 +68,16 @@ class TierChanges:
             at = self._place_below(below)
             spec.name = self._unused(spec.name)
             tier = self._make(spec)
-            levels.losses.attach(tier.name)
-            self._returns.attach(tier.catalogue)
             active = list(levels.active)
             active.insert(at, tier)
-            levels.arrange(active)
+            # In one step: a store that is closed, or told of a quota, meanwhile has the tier or not.
+            with self._lock:
+                if self._closed():
+                    raise IllegalStep("the store is closed")
+                self._tell(tier)
+                levels.losses.attach(tier.name)
+                self._returns.attach(tier.catalogue)
+                levels.arrange(active)
         name = f"kvkeep {tier.name} opening"
         self._opening = [one for one in self._opening if one.is_alive()]
         self._opening.append(threading.Thread(target=_list, args=(tier,), name=name, daemon=True))
