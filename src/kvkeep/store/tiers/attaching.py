@@ -40,6 +40,7 @@ class TierChanges:
         levels: Levels,
         queue: WriteQueue,
         returns: TierReturns,
+        *,
         make: Callable[[TierSpec], Tier],
         tell: Callable[[Tier], None],
         closed: Callable[[], bool],
@@ -70,7 +71,7 @@ class TierChanges:
             tier = self._make(spec)
             active = list(levels.active)
             active.insert(at, tier)
-            # In one step: a store that is closed, or told of a quota, meanwhile has the tier or not.
+            # In one step: when a store is closed, or told of a quota, it has the tier, or not yet.
             with self._lock:
                 if self._closed():
                     raise IllegalStep("the store is closed")
