@@ -359,6 +359,31 @@ def test_a_store_that_is_closed_meanwhile_takes_no_tier(bench):
     assert len(store.tiers) == 1
 
 
+@pytest.mark.parametrize("hanging", ["source", "target"])
+def test_a_detachment_ends_though_a_place_hangs_and_soon_if_the_store_is_closed(bench, hanging):
+    places = {"source": bench.disk(at="a"), "target": bench.disk(at="b")}
+    store = stored(bench, range(8), places["source"])
+    (first,) = names(store)
+    store.attach(bench.spec(places["target"]))
+    settle(store)
+    for place in places.values():
+        place.timeout = 0.3
+    places[hanging].hang()
+    ended: list[float] = []
+
+    def detach() -> None:
+        store.detach(first, timeout=300.0)
+        ended.append(time.monotonic())
+
+    detaching = threading.Thread(target=detach, daemon=True)
+    detaching.start()
+    time.sleep(0.1)
+    store.close(1)
+    detaching.join(30)
+    places[hanging].heal()
+    assert ended
+
+
 def test_closing_ends_a_detachment(bench):
     store = stored(bench, range(8), bench.disk(at="a"))
     (first,) = names(store)

@@ -108,7 +108,7 @@ class TierChanges:
             self._levels.arrange(active)  # from here on no read begins there; those that run end
             self._returns.detach(tier.catalogue)
             self._levels.losses.note(left, name, "removed", "detached")
-            close_tier(tier, until)
+            close_tier(tier, until, self._closed)
         result = moving.result(left)
         _LOG.info(
             "tier %s detached: %d blocks moved, %d that it alone had stay there",
