@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvkeep.core.events import Event
+    from kvkeep.serve.kv_events import KVEvent
     from kvkeep.serve.router import RouteTicket
 
 BLOCK = 16
@@ -178,10 +179,8 @@ def measure(instances: int, blocks: int, count: int) -> Size:
         others += sum(old not in gone for old in changed)
         for number in range(lost):
             router.add(name_of(number))
-            payloads = [
-                encode(Batch(0.0, [event], 0))
-                for event in (AllBlocksCleared(), *events_of(number, blocks, system))
-            ]
+            events: list[KVEvent] = [AllBlocksCleared(), *events_of(number, blocks, system)]
+            payloads = [encode(Batch(0.0, [event], 0)) for event in events]
             begun = time.process_time()
             for payload in payloads:
                 router.apply(name_of(number), decode(payload)[0].events)

@@ -50,7 +50,9 @@ def measured(length: int, requests: int, *, cached: bool) -> tuple[list[float], 
         watch.ended(id, "done", answer=answer, computed=length + ANSWER - 1, kept=length)
         spent.append(time.perf_counter() - began)
         began = time.perf_counter()
-        status.explainer.computed()
+        explainer = status.explainer
+        assert explainer is not None
+        explainer.computed()
         settled += time.perf_counter() - began
     assert watch.lost == 0
     status.close()

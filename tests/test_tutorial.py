@@ -97,6 +97,20 @@ def serving(folder: Path) -> Iterator[str]:
         process.stdout.close()
 
 
+@contextmanager
+def loading(folder: Path, ask: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """A server that was restarted, and the usage of ``ask``, its first request.
+
+    A machine that is busy with other tests may be faster to compute it: then it is restarted again.
+    """
+    for tries_left in (3, 2, 1, 0):
+        with serving(folder) as url:
+            usage = asked(url, ask)["usage"]
+            if usage["kvkeep"]["loaded_tokens"] or not tries_left:
+                yield url, usage
+                return
+
+
 def asked(url: str, question: dict[str, Any]) -> dict[str, Any]:
     answer = httpx.post(f"{url}/v1/chat/completions", json=question, timeout=60)
     assert answer.status_code == 200, answer.text
@@ -122,8 +136,8 @@ def test_the_tutorial_does_what_it_says(tmp_path: Path) -> None:
         reuse.came_out(2, asked(url, ask)["usage"])
         assert asked(url, ask)["usage"]["prompt_tokens_details"] == {"cached_tokens": 41}
         reuse.drew(0, httpx.get(f"{url}/kv/map", params={"format": "text"}).text)
-    with serving(tmp_path) as url:
-        store.came_out(0, asked(url, ask)["usage"])
+    with loading(tmp_path, ask) as (url, usage):
+        store.came_out(0, usage)
         rules = ask["messages"][0]["content"]
         answers = []
         for time_of_day in ("22:14", "22:15"):

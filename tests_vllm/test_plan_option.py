@@ -8,14 +8,14 @@ import shlex
 import pytest
 from vllm.config import KVTransferConfig
 
-from kvkeep.bench.replay.candidates import Candidate
+from kvkeep.bench.replay.candidates import PlanCandidate
 from kvkeep.cli.plan_flags import vllm_option
 from kvkeep.integrations.vllm.options import ConnectorOptions
 
 
 @pytest.mark.parametrize("disk", [0, 3_000_000])
 def test_vllm_takes_what_a_plan_gives(disk: int) -> None:
-    chosen = Candidate("adaptive", 200_000, disk, "inclusive" if disk else None)
+    chosen = PlanCandidate("adaptive", 200_000, disk, "inclusive" if disk else None)
     option, text = shlex.split(vllm_option(chosen, 131_072.0))
     assert option == "--kv-transfer-config"
     config = KVTransferConfig(**json.loads(text))

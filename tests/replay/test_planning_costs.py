@@ -99,12 +99,12 @@ def test_a_trace_without_a_duration_has_no_costs(replayed):
 
 
 def test_a_tier_that_saves_no_time_is_no_candidate():
-    work = workload([[("hot", at % 20), *range(9)] for at in range(300)])
+    work = workload([[("hot", at % 10), *range(9)] for at in range(80)])
     cost = PrefillCost(seconds_per_token=0.001, kv_bytes_per_token=100.0)
     for bandwidth, pays in ((1e9, True), (0.001, False)):
         read = TransferCost(seconds_per_byte=1 / bandwidth)
         plan = PlannedMemory(
-            400, 8000, cost=cost, read=read, prices=prices(10, 1e6, 1e-6), bytes_per_token=1e5
+            200, 4000, cost=cost, read=read, prices=prices(10, 1e6, 1e-6), bytes_per_token=1e5
         )
         advice = plan.advice(dict(replay(work, plan.runs(work))), work.span_s)
         assert any(one.disk_tokens for one in advice.candidates) == pays

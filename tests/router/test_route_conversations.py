@@ -83,7 +83,8 @@ def test_anthropics_api_says_the_same() -> None:
             body = {"model": "m", "max_tokens": 5, "messages": messages, "stream": True}
             answer = httpx.post(f"{proxy.url}/v1/messages", json=body, timeout=20)
             assert b'"stop_reason": "tool_use"' in answer.content
-        assert stops(proxy) == {"tool_calls": (2, 1)}
+            # The client may have the answer before the proxy has noted its end.
+            eventually(lambda turn=turn: stops(proxy) == {"tool_calls": (turn + 1, turn)})
 
 
 def test_a_compressed_answer_is_passed_on_unread() -> None:
@@ -131,7 +132,7 @@ def test_an_answer_that_breaks_off_is_unfinished() -> None:
 
 def test_a_conversation_stays_at_its_instance() -> None:
     """Plain servers, which say nothing of their caches; and no client names anything."""
-    with routing("well", "well", "well", cost=RoutingCost()) as (proxy, made):
+    with routing("well", "well", "well", cost=RoutingCost(slack=0.0)) as (proxy, made):
         for one in made:
             one.chunks = STOP
         prompts = [[number] * 40 for number in range(6)]

@@ -37,7 +37,7 @@ def two() -> Iterator[tuple[list[Instance], Process, str]]:
     """Two instances, a proxy that finds out soon what is wrong with them, and its address."""
     made = [Instance(), Instance()]
     # Costs that instances learn on a busy machine differ, and would decide where prompts go.
-    alike = "--prefill-speed", "15000"
+    alike = "--prefill-speed", "15000", "--slack", "0"
     proxy, url = route(made, "--probe-interval", "0.1", "--probe-timeout", "1", *alike)
     try:
         for one in made:

@@ -16,7 +16,7 @@ from store_kv import GQA, disk, given, numbers, open_store, put
 from kvkeep.core.errors import IllegalStep
 from kvkeep.core.keys import Namespace, space_of
 from kvkeep.store import BlockStore, KVStore, Prefetch
-from kvkeep.store.tiers import BlockPrefetch, TailLimit, TieredStore
+from kvkeep.store.tiers import BlockPrefetch, TailLimit, TieredStore, open_tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,6 +61,8 @@ CALLS: dict[type, dict[str, Callable[[Any], object]]] = {
         "remove": lambda s: s.remove(TOKENS),
         "clear": lambda s: s.clear(),
         "watch": lambda s: s.watch(print),
+        "attach": lambda s: s.attach("memory://1MiB"),
+        "detach": lambda s: s.detach("file"),
         "flush": lambda s: s.flush(1.0),
         "__enter__": lambda s: s.__enter__(),
     },
@@ -84,6 +86,8 @@ CALLS: dict[type, dict[str, Callable[[Any], object]]] = {
         "remove": lambda s: s.remove(KEYS),
         "clear": lambda s: s.clear(),
         "watch": lambda s: s.watch(print),
+        "attach": lambda s: s.attach("memory://1MiB"),
+        "detach": lambda s: s.detach("file"),
         "flush": lambda s: s.flush(1.0),
         "__enter__": lambda s: s.__enter__(),
     },
@@ -109,6 +113,8 @@ CALLS: dict[type, dict[str, Callable[[Any], object]]] = {
         "set_quota": lambda s: s.set_quota(SPACE, 1 << 20),
         "announce": lambda s: s.announce(SPACE, "a"),
         "expect": lambda s: s.expect(SPACE),
+        "attach": lambda s: s.attach(open_tier("memory://1MiB")),
+        "detach": lambda s: s.detach("file"),
         "flush": lambda s: s.flush(1.0),
         "check_open": lambda s: s.check_open(),
     },
@@ -127,7 +133,7 @@ CALLS: dict[type, dict[str, Callable[[Any], object]]] = {
 ANSWERS: dict[type, set[str]] = {
     KVStore: {"close", "stats", "check", "root", "tiers", "shared", "snapshots"},
     BlockStore: {"close", "stats", "check", "shared"},
-    TieredStore: {"close", "stats", "check", "closed", "inherited", "idle"},
+    TieredStore: {"close", "stats", "check", "closed", "inherited", "idle", "names", "tiers"},
     Prefetch: {"done", "cancel", "start"},
     BlockPrefetch: {"done", "cancel"},
 }

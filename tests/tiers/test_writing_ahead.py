@@ -106,6 +106,9 @@ class Ahead(RuleBasedStateMachine):
             assert not self.copied
             assert not left
             return
+        for block, level in self.moves._ahead.items():
+            # With room below for all, a copy stays there until it is moved out.
+            assert block in self.tiers._levels[level].catalogue
         for block in left:
             assert waits.worth(waits.best(block)[0]) > 2 * bar  # type: ignore[arg-type]
         worths: list[float] = []
@@ -140,9 +143,6 @@ class Ahead(RuleBasedStateMachine):
     @invariant()
     def books_agree(self) -> None:
         self.tiers.check()
-        for block, level in self.moves._ahead.items():
-            # With room below for all, a copy stays there until it is moved out.
-            assert block in self.tiers._levels[level].catalogue
 
 
 class AheadInclusive(Ahead):

@@ -83,7 +83,7 @@ def add_parser(commands: Commands) -> None:
         "--slack X",
         "loads that differ by less than this share of a prompt's prefill count as equal, so that "
         "several routers choose alike; 0: always the least loaded (default: 0.1)",
-        type=float,
+        type=number,
     )
     _add_timeouts(parser.add_argument_group("instances that do not answer"))
     limits = parser.add_argument_group("limits")

@@ -64,7 +64,7 @@ class TierChanges:
             levels = self._levels
             place = spec.backend.describe()
             for tier in levels.tiers:
-                if tier.backend.describe() == place:
+                if spec.backend.shared and tier.backend.describe() == place:
                     raise IllegalStep(f"{place} is attached already, as {tier.name}")
             at = self._place_below(below)
             spec.name = self._unused(spec.name)

@@ -274,9 +274,12 @@ class FetchMoves(ABC):
         return count
 
     def _leave_again(self, bar: float) -> None:
-        """Let tiers delete what was written ahead and is worth keeping in memory by now."""
+        """Let tiers delete what was written ahead and is worth keeping in memory by now.
+
+        What left memory is forgotten, and what came back since and left its tier for that.
+        """
         for block, level in list(self._ahead.items()):
-            if block not in self._memory:
+            if block not in self._memory or not self.has_copy(block):
                 del self._ahead[block]
             elif bar and self.fetches.worth_of(block) > _MARGIN * bar:
                 if self._planner.leaves(level):

@@ -45,10 +45,17 @@ def open_directory(path: str | os.PathLike[str]) -> RecordDirectory:
         _prepare(directory)
         directory.device = os.stat(root).st_dev
     except OSError as error:
+        why = _told(error, root)
         if error.errno in CANNOT_WRITE | WRONG_KIND:
-            raise InvalidValue(f"{root} cannot hold records: {reason(error)}") from error
-        raise BackendFailed(error.errno, f"{root} cannot be opened: {reason(error)}") from error
+            raise InvalidValue(f"{root} cannot hold records: {why}") from error
+        raise BackendFailed(error.errno, f"{root} cannot be opened: {why}") from error
     return directory
+
+
+def _told(error: OSError, root: str) -> str:
+    """Return why the directory ``root`` cannot be opened, with the file in it that is wrong."""
+    file = error.filename
+    return reason(error) + (f" ({file})" if file is not None and file != root else "")
 
 
 def restore(directory: RecordDirectory) -> None:
