@@ -108,6 +108,12 @@ def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "large").write_bytes(b"#" * (1 << 20) + b"\n")
     with pytest.raises(InvalidValue, match="larger than 1 MiB"):
         ConfigFile.read(tmp_path / "large")
+    (tmp_path / "number.toml").write_text("[serve]\nport = " + "9" * 5000)
+    with pytest.raises(InvalidValue, match=r"number\.toml is no TOML"):
+        ConfigFile.read(tmp_path / "number.toml")
+    (tmp_path / "many.toml").write_text("[serve]\n" + "".join(f"k{n} = 1\n" for n in range(1001)))
+    with pytest.raises(InvalidValue, match=r"1001 options in \[serve\]: it is no file of sett"):
+        ConfigFile.read(tmp_path / "many.toml")
     (tmp_path / "bom.toml").write_bytes(b"\xef\xbb\xbf[serve]\n")
     assert ConfigFile.read(tmp_path / "bom.toml").sections == ("serve",)
 
@@ -123,6 +129,13 @@ def test_what_is_secret():
     assert masked("tier", ["valkey://me:pass@host:6379?y=z", tiers[1]]) == [
         "valkey://me:***@host:6379?y=z", tiers[1],
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("password", ["pa/ss", "p@ss", "p a ss", "p?a#ss", "p\nss", "a:b@c:d"])
+def test_no_part_of_a_password_is_shown(password):
+    url = f"valkey://me:{password}@host:6379/x?y=z"
+    assert masked("tier", url) == "valkey://me:***@host:6379/x?y=z"
+    assert masked("tier", {"url": [url]}) == {"url": ["valkey://me:***@host:6379/x?y=z"]}
 
 
 @pytest.mark.skipif(os.name != "posix", reason="access rights")

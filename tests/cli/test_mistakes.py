@@ -91,6 +91,15 @@ def test_an_option_without_its_value(name, capsys):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
+def test_a_default_is_told_once_and_as_it_can_be_typed(name):
+    for action in COMMANDS[name]._actions:
+        text = action.help or ""
+        assert text.count("(default:") + text.count("; default:") <= 1, text
+        if action.dest == "port":
+            assert f"(default: {action.default})" in text
+
+
+@pytest.mark.parametrize("name", COMMANDS)
 def test_a_wrong_count_size_or_time_names_its_option(name, capsys):
     parser = COMMANDS[name]
     for action in parser._actions:
@@ -111,6 +120,9 @@ def test_a_wrong_count_size_or_time_names_its_option(name, capsys):
         ("store gc file:///x --older 7", ["7d"]),
         ("replay {trace} --polciy lru", ["--polciy", "did you mean '--policy'?"]),
         ("replay --polciy lru {trace} --capacity 1k", ["--polciy", "did you mean '--policy'?"]),
+        ("serve --polciy lru", ["--polciy", "did you mean '--eviction'?"]),
+        ("serve --policy lru", ["--policy", "did you mean '--eviction'?"]),
+        ("replay {trace} --eviction lru", ["--eviction", "did you mean '--policy'?"]),
         ("replay {trace}", ["--capacity", "kvkeep replay --help"]),
         ("replay {trace} --capacity 1k --policy lruu", ["'lruu'", "did you mean 'lru'?"]),
         ("replay {trace} --capacity 1X", ["'1X'", "40GiB"]),

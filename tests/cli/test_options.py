@@ -106,7 +106,11 @@ ROUTE = {
     "--body-timeout": Option("--body-timeout 7", "create_proxy.bodies.seconds", 7.0),
     "--body-budget": Option("--body-budget 9MiB", "create_proxy.bodies.budget", 9 << 20),
     "--most-blocks": Option("--most-blocks 7", "PrefixRouter.most_blocks", 7),
-    "--host": Option("--host 0.0.0.0", "bind.host create_proxy.hosts", ("0.0.0.0", None)),
+    "--host": Option(
+        "--host 0.0.0.0",
+        "bind.host create_proxy.hosts create_proxy.exposed",
+        ("0.0.0.0", None, True),
+    ),
     "--port": Option("--port 7", "bind.port", 7),
     "--allow-host": Option(
         HOSTS,

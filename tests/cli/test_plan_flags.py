@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvkeep.bench.replay.candidates import PlanCandidate
 from kvkeep.cli import _parser
-from kvkeep.cli.plan_flags import serve_command, vllm_option
+from kvkeep.cli.plan_flags import moves_between_tiers, serve_command, vllm_option
 from kvkeep.core.eviction import POLICIES
 from kvkeep.core.geometry import parse_bytes
 from kvkeep.integrations.options import EngineOptions
@@ -24,8 +24,10 @@ SETTINGS = st.builds(
     PlanCandidate,
     st.sampled_from([*POLICIES, "lru+sessions", "adaptive+sessions"]),
     SIZES,
-    st.just(0) | SIZES,
+    SIZES,
     st.sampled_from(TIERINGS),
+) | st.builds(
+    PlanCandidate, st.sampled_from([*POLICIES, "lru+sessions", "adaptive+sessions"]), SIZES
 )
 KINDS = st.sampled_from([0.5, 1024.0, 131_072.0, 72_000.5])
 
@@ -40,15 +42,22 @@ def test_the_server_takes_its_command(chosen: PlanCandidate, size: float) -> Non
     assert words[0] == "kvkeep"
     args = _parser().parse_args(words[1:])
     assert args.model == MODEL
-    assert near(args.memory, chosen.memory_tokens, size)
-    assert args.eviction == chosen.policy.removesuffix("+sessions")
     assert args.no_store == (not chosen.disk_tokens)
-    assert bool(args.tier) == bool(chosen.disk_tokens)
+    *above, below = args.tier or [None]
     if chosen.disk_tokens:
         assert tiering(args.tiering) is not None
         assert args.tiering == chosen.tiering
-        (tier,) = args.tier
-        assert near(tier.partition("size=")[2].partition("&")[0], chosen.disk_tokens, size)
+        assert near(below.partition("size=")[2].partition("&")[0], chosen.disk_tokens, size)
+    # Blocks move between the tiers of a store. Its pool is none: it keeps what is written below.
+    if moves_between_tiers(chosen):
+        (memory,) = above
+        place, _, query = memory.removeprefix("memory://").partition("?")
+        assert near(place, chosen.memory_tokens, size)
+        assert (query or "policy=lru") == f"policy={chosen.policy.removesuffix('+sessions')}"
+    else:
+        assert not above
+        assert near(args.memory, chosen.memory_tokens, size)
+        assert args.eviction == chosen.policy.removesuffix("+sessions")
 
 
 @given(SETTINGS, KINDS)

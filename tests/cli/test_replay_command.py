@@ -418,3 +418,45 @@ def test_what_is_wrong_with_a_plan_is_one_line(trace, capsys, words, says):
     error = capsys.readouterr().err
     assert says in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--prefill-speed 2", "--gpu-hour, --memory-price"),
+        ("--gpu-hour -1 --prefill-speed 9 --memory-price 3", "--gpu-hour is -1.0"),
+        ("--gpu-hour nan --prefill-speed 9 --memory-price 3", "--gpu-hour is nan"),
+        ("--gpu-hour 1 --prefill-speed 0 --memory-price 3", "--prefill-speed is 0"),
+        ("--gpu-hour 1 --prefill-speed 9 --memory-price 3 --disk-price -1", "--disk-price is -1.0"),
+    ],
+)
+def test_wrong_prices_are_told_by_their_options(short, hybrid, capsys, words, says):
+    for command in (["plan", short, "--memory", "50k"], ["replay", short, "--capacity", "50k"]):
+        assert main([*command, "--model", hybrid, *words.split()]) == 2
+        error = capsys.readouterr().err
+        assert says in error
+        assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["plan", "--memory", "50k", "--disk", "1M"], ["replay", "--capacity", "50k+1M"]],
+)
+def test_a_tier_is_not_replayed_as_free(short, tmp_path, capsys, command):
+    """Without a price of its own a disk would cost nothing, and always pay."""
+    fields = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 2,
+              "num_key_value_heads": 2, "head_dim": 8, "hidden_size": 16}  # fmt: skip
+    model = tmp_path / "config.json"
+    model.write_text(json.dumps(fields))
+    words = [
+        "--model",
+        str(model),
+        "--gpu-hour",
+        "2",
+        "--prefill-speed",
+        "9",
+        "--memory-price",
+        "3",
+    ]
+    assert main([command[0], short, *command[1:], *words]) == 2
+    assert "the cost of a month also needs --disk-price" in capsys.readouterr().err

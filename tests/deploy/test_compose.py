@@ -43,9 +43,9 @@ def test_docker_compose_takes_the_file():
     assert not done.stderr
     resolved = json.loads(done.stdout)["services"]
     assert set(resolved) == set(services())
-    for name in OURS:
+    for name in SERVERS:
         assert resolved[name]["environment"]["KVKEEP_API_KEY"] == "a-key"
-        assert resolved[name]["read_only"]
+    assert all(resolved[name]["read_only"] for name in OURS)
 
 
 def test_only_the_loopback_address_is_published():
@@ -70,6 +70,11 @@ def test_a_service_has_no_rights(name):
     assert not {"privileged", "network_mode", "pid", "ipc"} & set(one)
     if name not in OURS:
         assert re.fullmatch(r"docker\.io/[\w/]+:v?\d+\.\d+[\w.-]*", one["image"]), "a version"
+
+
+def test_only_servers_have_their_key():
+    having = {name for name in OURS if "KVKEEP_API_KEY" in services()[name].get("environment", {})}
+    assert having == set(SERVERS)
 
 
 @pytest.mark.parametrize("name", services())

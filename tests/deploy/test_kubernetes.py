@@ -181,6 +181,14 @@ def test_a_pod_has_time_to_end(workload):
     assert pod(workload)["terminationGracePeriodSeconds"] >= waits + needs + ENDING_S
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_upgrade_waits_until_routers_know_a_new_server(variant):
+    """Or the last server that they know would go before they have heard of the first new one."""
+    (servers,) = of_kind(manifests(variant), "StatefulSet")
+    cached_s, every_s = 30, CONFIG["route"].get("discover-every", 5.0)
+    assert servers["spec"]["minReadySeconds"] >= cached_s + every_s
+
+
 @pytest.mark.parametrize("workload", RUNNING)
 def test_probes_ask_a_port_that_there_is(workload):
     only = container(workload)

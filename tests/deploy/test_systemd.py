@@ -62,6 +62,17 @@ def test_a_unit_has_time_to_end(path):
 
 
 @units
+def test_what_a_unit_holds_of_prompts_reaches_no_disk(path):
+    service = read_unit(path)["Service"]
+    assert (service["LimitCORE"], service["MemorySwapMax"]) == (["0"], ["0"])
+
+
+def test_only_the_server_has_its_key():
+    having = [path.stem for path in UNITS if "EnvironmentFile" in read_unit(path)["Service"]]
+    assert having == ["kvkeep-serve"]
+
+
+@units
 def test_a_unit_is_started_again_unless_its_options_are_wrong(path):
     service = read_unit(path)["Service"]
     assert service["Restart"] == ["on-failure"]

@@ -12,7 +12,10 @@ from kvkeep.cli import main
 from kvkeep.core.errors import InvalidValue
 from kvkeep.integrations.lmcache import from_environment, read_yaml, translate
 from kvkeep.integrations.options import EngineOptions
-from kvkeep.store.backends import TierURL
+from kvkeep.store.codecs import BlockShape
+from kvkeep.store.tiers.opening import check_tiers
+
+SHAPE = BlockShape("bfloat16", "NHD", ((8, 128), (8, 128)))  # a layer's K and V
 
 # Every option of LMCache 0.5.6.
 NAMES = [
@@ -77,6 +80,10 @@ def test_each_option_of_lmcache_is_known():
             ["file:///a%20b/c?size=3GiB&policy=lfu"],
         ),
         ({"local_cpu": False, "local_disk": "/mnt"}, ["file:///mnt"]),
+        ({"local_disk": "/mnt", "max_local_cpu_size": 0, "cache_policy": "FIFO"},
+         ["file:///mnt?policy=fifo"]),
+        ({"remote_url": "file:///mnt/nfs"}, ["memory://5GiB", "file:///mnt/nfs"]),
+        ({"remote_url": " redis://h:6379 "}, ["memory://5GiB", "redis://h:6379"]),
         ({"cache_policy": "MRU"}, ["memory://5GiB"]),
         ({"remote_url": "rediss://u:p@h:6379"}, ["memory://5GiB", "rediss://u:p@h:6379"]),
         (
@@ -100,8 +107,7 @@ def test_tiers(given, tiers):
     found = translate(given)
     assert found.options["tiers"] == tiers
     EngineOptions.from_json(found.options, "it")
-    for tier in tiers:
-        TierURL(tier)
+    check_tiers(found.options["tiers"], SHAPE)
 
 
 def test_times_and_tokens():
@@ -121,6 +127,8 @@ def test_times_and_tokens():
         {"max_local_cpu_size": -1},
         {"max_local_cpu_size": True},
         {"local_disk": "relative/path", "max_local_disk_size": 1},
+        {"local_disk": "~/kv"},
+        {"local_disk": "file:///"},
         {"local_disk": 7},
         {"remote_url": "host:6379"},
         {"blocking_timeout_secs": float("nan")},
@@ -130,6 +138,40 @@ def test_what_lmcache_would_not_take(given):
     with pytest.raises(InvalidValue) as raised:
         translate(given)
     assert next(iter(given)) in str(raised.value)
+    assert "://" not in str(raised.value) or "remote_url" in given
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("redis://u:SECRET@h1:6379,h2:6379", "cannot be parsed"),
+        ("redis://:SECRET@h:6379?db=2", "has no option db"),
+        ("s3://minio:9000/bucket", "?endpoint="),
+        ("fs://host:0", "names no directory"),
+        ("mooncakestore://h:1", "there is no tier for mooncakestore://"),
+    ],
+)
+def test_a_remote_tier_that_could_not_be_opened_is_not_printed(url, says):
+    found = translate({"remote_url": url, "remote_serde": "cachegen"})
+    fates = {row.option: row for row in found.rows}
+    assert fates["remote_url"].fate == "no counterpart"
+    assert says in fates["remote_url"].note
+    assert fates["remote_serde"].fate == "not needed"
+    assert found.options["tiers"] == ["memory://5GiB"]
+    assert "SECRET" not in str(found.rows)
+
+
+def test_what_is_said_is_what_is_given():
+    rows = {row.option: row.note for row in translate({"local_cpu": False}).rows}
+    assert rows["local_cpu"].startswith("memory://1GiB: ")
+    rows = {row.option: row.note for row in translate({"min_retrieve_tokens": 7.5}).rows}
+    assert rows["min_retrieve_tokens"] == "min_tokens: 7"
+
+
+def test_the_nearest_name_is_suggested():
+    (row,) = translate({"saev_unfull_chunk": True}).rows
+    assert row.fate == "unknown"
+    assert row.note.endswith("did you mean 'save_unfull_chunk'?")
 
 
 @given(st.dictionaries(st.one_of(st.sampled_from(NAMES), st.text("abc_")), VALUES, max_size=8))
@@ -142,6 +184,7 @@ def test_every_option_has_one_row_and_no_row_a_password(given):
         told = str(found.rows)
         assert len(found.rows) == len(given)
         EngineOptions.from_json({"tiers": found.options["tiers"]}, "it")
+        check_tiers(found.options["tiers"], SHAPE)
     assert "SECRET" not in told
 
 

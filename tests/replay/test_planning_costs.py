@@ -90,6 +90,21 @@ def test_a_disk_below_less_memory_is_tried(replayed):
     assert "A tier of 250 MiB below memory saves" in str(advice)
 
 
+@given(AMOUNTS, AMOUNTS, AMOUNTS)
+def test_the_edge_of_what_was_tried_is_told(replayed, gpu, memory, disk):
+    work, outcomes = replayed
+    plan = PlannedMemory(200, 2000, prices=prices(gpu, memory, disk))
+    advice = plan.advice(outcomes, work.span_s)
+    cached = [one for one in advice.candidates if one.policy is not None]
+    best = min(cached, key=lambda one: one.month) if advice.policy is None else advice.chosen
+    sizes = {one.memory_tokens for one in cached if bool(one.disk_tokens) == bool(best.disk_tokens)}
+    told = [one for one in advice.warnings if "memory that was tried" in one]
+    at = [which for which, size in (("least", min(sizes)), ("most", max(sizes)))
+          if best.memory_tokens == size]  # fmt: skip
+    assert len(told) == len(at)
+    assert all(f" is the {which} memory" in one for one, which in zip(told, at, strict=True))
+
+
 def test_a_trace_without_a_duration_has_no_costs(replayed):
     _, outcomes = replayed
     plan = PlannedMemory(200, 2000, prices=prices(1, 1, 1))

@@ -131,6 +131,27 @@ def test_what_more_memory_brings_each_namespace():
     assert simulate(work, 30 * 4).what_if_namespaces == {}
 
 
+@given(st.integers(0, 12), st.sampled_from([None, 2, 4]), st.integers(0, 99))
+@settings(max_examples=15, deadline=None)
+def test_the_curve_agrees_with_the_hit_rate_also_where_prompts_are_refused(long, page, seed):
+    """Prompts that do not fit are misses; where they are many, there is no curve."""
+    chance = random.Random(seed)
+    paths: list[list[object]] = [
+        [("talk", chance.randrange(60)), *range(chance.randrange(1, 9))] for _ in range(400)
+    ]
+    for at in range(long):
+        paths.insert(37 * at, [("long", at % 3), *range(35)])
+    work = workload(paths)
+    outcome = simulate(work, 30 * 4, what_if=1.0, page_tokens=page)
+    assert outcome.refused == long
+    refused = 36 * long / int(work.prompt_units.sum())
+    assert bool(outcome.what_if) == (refused <= 0.02)
+    for size, rate in outcome.what_if:
+        if size == 30 * 4:
+            measured = outcome.hit_rate if page is None else outcome.token_hit_rate
+            assert rate == pytest.approx(measured, abs=0.02)
+
+
 def test_what_does_not_fit_is_computed_and_counted():
     work = workload(["ab", "abcdefgh", "ab"])
     outcome = simulate(work, 3 * 4)

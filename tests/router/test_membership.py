@@ -365,7 +365,16 @@ def test_who_may_change_instances():
         for header in ("x-forwarded-for", "forwarded", "x-real-ip"):
             assert httpx.get(url, headers={header: "10.0.0.1"}).status_code == 403
         assert httpx.get(url, headers={"host": "evil.example"}).status_code == 400
-    with routing("well", admin_key="k3y") as (proxy, (one,)):
+    with routing("well", exposed=True, hosts=None) as (proxy, (one,)):
+        # A sidecar's requests come from this machine, and those of a page whose name leads here.
+        url = f"{proxy.url}/kv/instances"
+        for headers in ({}, {"host": "evil.example"}, {"x-envoy-attempt-count": "1"}):
+            added = httpx.post(url, json={"url": "http://a"}, headers=headers)
+            assert (added.status_code, httpx.get(url, headers=headers).status_code) == (403, 403)
+            assert httpx.delete(f"{url}/{one.url}", headers=headers).status_code == 403
+        assert "--admin-key-file" in added.json()["error"]["message"]
+        assert ask(proxy).is_success
+    with routing("well", admin_key="k3y", exposed=True) as (proxy, (one,)):
         url = f"{proxy.url}/kv/instances"
         for headers in ({}, {"authorization": "Bearer x"}, {"authorization": "Basic k3y"}):
             assert httpx.get(url, headers=headers).status_code == 401

@@ -539,7 +539,7 @@ def test_nothing_is_asked_for_that_the_client_did_not():
         plain.endheaders()
         assert plain.getresponse().read() == WHOLE
         plain.close()
-        assert set(one.asked[0][1]) <= {"host", "content-length"}
+        assert set(one.asked[0][1]) <= {"host", "content-length", "via"}
 
 
 def test_what_is_about_the_connection_stays():
@@ -547,3 +547,21 @@ def test_what_is_about_the_connection_stays():
              (b"X-Other", b"2"), (b"Transfer-Encoding", b"chunked"),
              (b"Authorization", b"Bearer k")]  # fmt: skip
     assert end_to_end_headers(given) == [(b"x-other", b"2"), (b"authorization", b"Bearer k")]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/models"])
+def test_a_router_among_its_own_instances_does_not_ask_itself_for_ever(path):
+    with routing("well") as (proxy, (one,)), routing("well") as (second, (other,)):
+        with httpx.Client(timeout=20) as client:
+            for router, url in ((proxy, second.url), (second, proxy.url), (proxy, proxy.url)):
+                client.post(f"{router.url}/kv/instances", json={"url": url}).raise_for_status()
+            for router, mine in ((proxy, one), (second, other)):
+                client.delete(f"{router.url}/kv/instances/{mine.url}").raise_for_status()
+            # No server is left, only routers that ask each other and themselves.
+            asked = {"prompt": "text"} if path == "/v1/completions" else None
+            method = "POST" if asked else "GET"
+            assert client.request(method, proxy.url + path, json=asked).status_code >= 500
+            eventually(lambda: client.get(f"{proxy.url}/health").status_code == 503)
+            client.post(f"{proxy.url}/kv/instances", json={"url": one.url}).raise_for_status()
+            assert client.request(method, proxy.url + path, json=asked).is_success
+        assert one.paths == [path]

@@ -6,6 +6,9 @@ import asyncio
 
 import openai
 import pytest
+from openai.types.chat import ChatCompletionContentPartTextParam, completion_create_params
+
+from kvkeep.serve.server.schemas.chat import ChatRequest, TextPart
 
 pytestmark = pytest.mark.model
 
@@ -240,9 +243,27 @@ def test_values_that_ask_for_what_is_done_anyway_are_taken(chat):
         response_format={"type": "text"},
         tool_choice="none",
         service_tier="auto",
-        extra_body={"tools": None, "stop": None, "n": None, "logit_bias": None, "stream": False},
-    )
+        extra_body={"tools": None, "stop": None, "n": None, "logit_bias": None, "stream": False,
+                    "moderation": None, "prompt_cache_options": {"mode": "implicit"}},
+    )  # fmt: skip
     assert answer.choices[0].message.content == ANSWER
+
+
+def test_marks_of_where_a_prompt_can_be_reused_change_nothing(chat):
+    (*others, last) = ASK
+    mark = {"mode": "explicit", "ttl": "30m"}
+    part = {"type": "text", "text": last["content"], "prompt_cache_breakpoint": mark}
+    answer = chat(**{**GREEDY, "messages": [*others, {**last, "content": [part]}]})
+    assert answer.choices[0].message.content == ANSWER
+
+
+def test_every_field_of_openais_client_is_known():
+    """Taken, or refused with the reason: none as if it were a slip of the pen."""
+    asked = completion_create_params.CompletionCreateParamsNonStreaming
+    fields = asked.__required_keys__ | asked.__optional_keys__
+    assert fields <= {*ChatRequest.model_fields, *ChatRequest.REFUSED}
+    part = ChatCompletionContentPartTextParam
+    assert part.__required_keys__ | part.__optional_keys__ <= {*TextPart.model_fields}
 
 
 def test_the_default_goes_on_until_the_end(chat):

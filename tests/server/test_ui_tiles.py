@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 
 import pytest
@@ -34,6 +35,7 @@ BOTH = """() => {
     kinds: [...document.querySelectorAll("#tiers-table .health")].map((one) => one.dataset.kind),
   };
 }"""
+RATE = re.compile(r"([\d.]+) %")
 FAILURES = {"requests failed", "requests timed out", "calls failed", "reads came late",
             "records damaged", "blocks not written"}  # fmt: skip
 
@@ -128,6 +130,28 @@ def test_tiles_and_tables_agree_while_it_works_and_after_a_tier_failed(opened, f
         assert "failed: no " in told["lines"][0]["about"]
         until(page, "document.getElementById('errors-tile').dataset.kind === 'bad'")
         agree(page.evaluate(BOTH))
+
+
+def test_the_present_pool_and_what_tiers_gave_make_up_the_hit_rate(opened):
+    prompts = [tokens_of(seed, LONG) for seed in range(4)]
+    with storing("memory://64MiB", num_pages=256, what_if=1.0) as server:
+        for prompt in (*prompts, *prompts):
+            ask(server, prompt)
+        forget_pool(server)
+        for prompt in prompts:
+            ask(server, prompt)
+        totals = server.http.get("/kv/live").json()["totals"]
+        assert 0 < totals["loaded_tokens"] < totals["cached_tokens"]
+        with opened(server) as page:
+            live(page)
+            until(page, "document.querySelector('#whatif-points .now') !== null")
+            now = plain(page.locator("#whatif-points .now").inner_text())
+            said = plain(page.locator("#whatif-said").inner_text())
+            whole = plain(page.locator("#rate .note").inner_text())
+            said = said.partition("Of the pool alone: tiers gave ")[2]
+            pool, besides, rate = (float(RATE.search(text)[1]) for text in (now, said, whole))
+            assert abs(pool + besides - rate) <= 1.5
+            assert abs(rate - 100 * totals["cached_tokens"] / totals["prompt_tokens"]) <= 0.5
 
 
 def test_requests_that_fail_are_counted(server, opened):

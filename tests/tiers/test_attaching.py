@@ -10,6 +10,7 @@ import pytest
 from tier_bench import PAGE, RAW, Bench, get, name, put, settle, there, until
 
 from kvkeep.core.errors import IllegalStep, InvalidValue
+from kvkeep.core.eviction import LRU
 from kvkeep.store.tiers import AdaptiveTiering, Exclusive, Inclusive
 
 
@@ -316,6 +317,71 @@ def test_a_removal_while_blocks_move_removes_them(bench):
     settle(store)
     assert there(store.tiers[0]) == []
     assert get(store, range(8)) == 0
+
+
+@pytest.mark.parametrize("how", ["remove", "clear"])
+def test_what_is_removed_while_it_is_read_to_be_moved_does_not_come_back(bench, how):
+    place = bench.disk(at="a")
+    store = stored(bench, range(4), place)
+    (first,) = names(store)
+    store.attach(bench.spec(bench.disk(at="b")))
+    settle(store)
+    blocks = [name(number) for number in range(4)]
+    place.hang("room")  # the record is in hand, and not handed on yet
+    with ThreadPoolExecutor(1) as pool:
+        detaching = pool.submit(store.detach, first)
+        place.wait_inside("room")
+        removed = store.remove(blocks) if how == "remove" else store.clear(blocks[0][:16])
+        assert removed.complete
+        place.heal()
+        assert detaching.result().left == 0
+    assert there(store.tiers[0]) == []
+    assert get(store, range(4)) == 0
+
+
+def test_a_store_that_is_closed_meanwhile_takes_no_tier(bench):
+    store = bench.store(64, bench.disk(at="a"))
+    made, go_on = threading.Event(), threading.Event()
+
+    def slow_policy() -> LRU:
+        made.set()
+        go_on.wait(20)
+        return LRU()
+
+    place = bench.disk(at="b")
+    with ThreadPoolExecutor(1) as pool:
+        attaching = pool.submit(store.attach, bench.spec(place, policy=slow_policy))
+        assert made.wait(10)
+        assert store.close(10)
+        go_on.set()
+        with pytest.raises(IllegalStep, match="the store is closed"):
+            attaching.result()
+    assert len(store.tiers) == 1
+
+
+@pytest.mark.parametrize("hanging", ["source", "target"])
+def test_a_detachment_ends_though_a_place_hangs_and_soon_if_the_store_is_closed(bench, hanging):
+    places = {"source": bench.disk(at="a"), "target": bench.disk(at="b")}
+    store = stored(bench, range(8), places["source"])
+    (first,) = names(store)
+    store.attach(bench.spec(places["target"]))
+    settle(store)
+    for place in places.values():
+        place.timeout = 0.3
+    places[hanging].hang()
+    ended: list[float] = []
+
+    def detach() -> None:
+        store.detach(first, timeout=300.0)
+        ended.append(time.monotonic())
+
+    detaching = threading.Thread(target=detach, daemon=True)
+    detaching.start()
+    time.sleep(0.1)
+    store.close(1)
+    detaching.join(30)
+    places[hanging].heal()
+    assert ended
 
 
 def test_closing_ends_a_detachment(bench):

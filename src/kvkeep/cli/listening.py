@@ -21,7 +21,8 @@ def add_address(group: argparse._ArgumentGroup, *, port: int) -> None:
         default="127.0.0.1",
         help="address to listen on (default: 127.0.0.1, this machine only)",
     )
-    add_option(group, "--port N", "port to listen on; 0: any free port", type=count, default=port)
+    text = f"port to listen on; 0: any free port (default: {port})"
+    group.add_argument("--port", metavar="N", type=count, default=port, help=text)
     group.add_argument(
         "--allow-host",
         metavar="NAME",
@@ -68,10 +69,11 @@ def allowed_hosts(host: str, names: Iterable[str], loopback: Iterable[str]) -> l
     too, and nothing else: a web page cannot reach the server under the page's own host name.
     """
     allowed = [name.lower() for name in names]
-    return [*allowed, *loopback, host.lower()] if _is_loopback(host) else allowed or None
+    return [*allowed, *loopback, host.lower()] if is_loopback(host) else allowed or None
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether no other machine reaches a server that listens on ``host``."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

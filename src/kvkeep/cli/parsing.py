@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["Parser"]
 
 _NUMBER: Final = re.compile(r"-\.?\d")
+_ALSO_CALLED: Final = {"--policy": "--eviction", "--eviction": "--policy"}  # in other commands
 
 
 class Parser(argparse.ArgumentParser):
@@ -79,7 +80,12 @@ class Parser(argparse.ArgumentParser):
             before = name
 
     def _unknown(self, name: str, before: str, options: Sequence[str]) -> str:
-        near = did_you_mean("--" + name.lstrip("-"), options)
+        asked = "--" + name.lstrip("-")
+        near = did_you_mean(asked, options)
+        if not near:
+            also = {word: ours for word, ours in _ALSO_CALLED.items() if ours in options}
+            near = next((f"; did you mean {also[word]!r}?" for word in also
+                         if did_you_mean(asked, [word])), "")  # fmt: skip
         takes = [one for one in self._actions if before in one.option_strings and one.nargs != 0]
         hint = f"; a value that begins with - is given as {before}={name}" if takes else ""
         return f"there is no option {name}{near or hint}"

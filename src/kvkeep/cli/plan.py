@@ -15,7 +15,7 @@ from kvkeep.bench.replay.words import money
 from kvkeep.cli import replaying
 from kvkeep.cli.arguments import add_json, add_option, add_path
 from kvkeep.cli.drawing import visible
-from kvkeep.cli.plan_flags import serve_command, vllm_option
+from kvkeep.cli.plan_flags import moves_between_tiers, serve_command, vllm_option
 from kvkeep.cli.sharing import part
 from kvkeep.cli.tables import print_table
 from kvkeep.cli.trace import add_reading_arguments, opened
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         cost = PrefillCost.read(args.cost)
         reads = replaying.tier_reads(args.cost, 1 if disk else 0)
         read = reads[1] if reads else None
-    prices = replaying.prices_of(args, kept, page_tokens)
+    prices = replaying.prices_of(args, kept, page_tokens, tiers=disk > 0)
     size = kept.bytes_per_token(page_tokens) if replaying.in_bytes(args.memory) else None
     plan = PlannedMemory(memory, disk, groups, cost, read, prices, size)
     workload = replaying.read_workload(trace)
@@ -145,7 +145,12 @@ def _print_flags(
     print(f"  {serve_command(chosen, args.model, size)}\n")
     if chosen.policy is None:
         return
+    if moves_between_tiers(chosen):
+        _paragraph(
+            f"The tiering {chosen.tiering} is one of tiers, so the memory is a tier here. The pool "
+            "of running requests comes on top; --memory gives its size."
+        )
     print("vLLM, with this memory beside the GPU's:\n")
     print(f"  {vllm_option(chosen, size)}\n")
-    if chosen.tiering not in {None, "inclusive"}:
+    if moves_between_tiers(chosen):
         _paragraph("vLLM's connector has the tiering inclusive only.")

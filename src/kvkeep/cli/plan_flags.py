@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from kvkeep.bench.replay.candidates import PlanCandidate
 
-__all__ = ["FOLDER", "serve_command", "vllm_option"]
+__all__ = ["FOLDER", "moves_between_tiers", "serve_command", "vllm_option"]
 
 FOLDER = "/var/lib/kvkeep"
 """The place of a disk tier in what is to be pasted."""
@@ -22,13 +22,28 @@ _MIB = 1 << 20
 _USUAL = "lru"
 
 
+def moves_between_tiers(chosen: PlanCandidate) -> bool:
+    """Whether a setting's tiering does more than to write everything below.
+
+    The pool of a server does this much: what it computes is written below, and stays in the pool.
+    """
+    return chosen.tiering not in {None, "inclusive"}
+
+
 def serve_command(
     chosen: PlanCandidate, model: Path, bytes_per_token: float, folder: str = FOLDER
 ) -> str:
-    """Return the ``kvkeep serve`` that uses this setting; without a cache, it stores nothing."""
+    """Return the ``kvkeep serve`` that uses this setting; without a cache, it stores nothing.
+
+    The memory is the pool's; where the tiering moves blocks between memory and disk, it is a tier.
+    """
     words = ["kvkeep", "serve", "--model", str(model)]
     if chosen.policy is None:
         return shlex.join([*words, "--no-store"])
+    if moves_between_tiers(chosen):
+        for tier in _tiers(chosen, bytes_per_token, folder):
+            words += ["--tier", tier]
+        return shlex.join([*words, "--tiering", str(chosen.tiering)])
     words += ["--memory", _bytes(chosen.memory_tokens * bytes_per_token)]
     words += ["--eviction", _policy(chosen)]
     if not chosen.disk_tokens:
@@ -43,17 +58,19 @@ def vllm_option(chosen: PlanCandidate, bytes_per_token: float, folder: str = FOL
     A setting without a cache has none: do not ask for it.
     """
     assert chosen.policy is not None
-    memory = f"memory://{_bytes(chosen.memory_tokens * bytes_per_token)}{_query(chosen, '?')}"
-    tiers = [memory]
-    if chosen.disk_tokens:
-        tiers.append(_disk(chosen, bytes_per_token, folder))
     config = {
         "kv_connector": "KVKeepConnector",
         "kv_connector_module_path": "kvkeep.integrations.vllm",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"tiers": tiers},
+        "kv_connector_extra_config": {"tiers": _tiers(chosen, bytes_per_token, folder)},
     }
     return f"--kv-transfer-config {shlex.quote(json.dumps(config))}"
+
+
+def _tiers(chosen: PlanCandidate, bytes_per_token: float, folder: str) -> list[str]:
+    memory = _bytes(chosen.memory_tokens * bytes_per_token)
+    tiers = [f"memory://{memory}{_query(chosen, '?')}"]
+    return [*tiers, _disk(chosen, bytes_per_token, folder)] if chosen.disk_tokens else tiers
 
 
 def _disk(chosen: PlanCandidate, bytes_per_token: float, folder: str) -> str:

@@ -160,8 +160,9 @@ def run(args: argparse.Namespace) -> int:
     kept = replaying.ModelSizes.of(args)
     trace = opened(args, args.file)
     page_tokens = args.page or trace.unit_tokens
-    prices = replaying.prices_of(args, kept, page_tokens)
     runs = _planned_runs(args, kept, page_tokens, bounds=not args.no_bounds and not args.json)
+    tiers = any(run.below for run in runs)
+    prices = replaying.prices_of(args, kept, page_tokens, tiers=tiers)
     workload = replaying.read_workload(trace)
     outcomes = replaying.replayed(workload, runs, args)
     if args.out is not None:

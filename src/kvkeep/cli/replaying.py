@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import sys
@@ -167,25 +168,39 @@ def in_bytes(text: str) -> bool:
     return text.strip().lower().endswith(("b", "i"))
 
 
-def prices_of(args: argparse.Namespace, kept: ModelSizes, page_tokens: int) -> Prices | None:
-    """Return the prices that were given, None if none was; `InvalidValue` if one is missing."""
+def prices_of(
+    args: argparse.Namespace, kept: ModelSizes, page_tokens: int, *, tiers: bool
+) -> Prices | None:
+    """Return the prices that were given, None if none was.
+
+    ``tiers``: something below memory is replayed, and has a price, too. Raises `InvalidValue` for a
+    price that is missing, as it would count as 0, and for one that is negative or no number.
+    """
     from kvkeep.bench.replay.report import Prices  # noqa: PLC0415 - only needed with prices
 
     given = {
         "--gpu-hour": args.gpu_hour,
         "--prefill-speed": args.prefill_speed,
         "--memory-price": args.memory_price,
-        "--model": args.model,
+        "--disk-price": args.disk_price,
     }
-    if args.gpu_hour is None and args.memory_price is None and args.disk_price is None:
+    if all(value is None for value in given.values()):
         return None
-    missing = [option for option, value in given.items() if value is None]
+    needed = given | {"--model": args.model}
+    if not tiers:
+        del needed["--disk-price"]
+    missing = [option for option, value in needed.items() if value is None]
     if missing:
         raise InvalidValue(f"the cost of a month also needs {', '.join(missing)}")
+    for option, value in given.items():
+        if value is not None and not 0 <= value < math.inf:
+            raise InvalidValue(f"{option} is {value}; a number of at least 0 is needed")
+    if not args.prefill_speed:
+        raise InvalidValue("--prefill-speed is 0; a number of tokens a second above 0 is needed")
     return Prices(
         gpu_hour=args.gpu_hour,
         memory_gib_month=args.memory_price,
-        disk_gib_month=args.disk_price or 0.0,
+        disk_gib_month=args.disk_price or 0.0,  # without tiers nothing is priced by it
         kv_bytes_per_token=round(kept.bytes_per_token(page_tokens)),
         prefill_tokens_per_s=args.prefill_speed,
     )

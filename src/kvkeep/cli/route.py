@@ -17,7 +17,13 @@ from kvkeep.cli.arguments import (
     count,
     number,
 )
-from kvkeep.cli.listening import add_address, add_connection_limits, add_log_level, allowed_hosts
+from kvkeep.cli.listening import (
+    add_address,
+    add_connection_limits,
+    add_log_level,
+    allowed_hosts,
+    is_loopback,
+)
 from kvkeep.cli.server import api_key
 from kvkeep.cli.tenants import add_public_prefixes
 from kvkeep.core.errors import InvalidValue, require, whole
@@ -124,7 +130,7 @@ def _add_instances(instances: argparse._ArgumentGroup) -> None:
         instances,
         "--admin-key-file",
         "file that holds the key for /kv/instances, in one line (default: /kv/instances answers "
-        "this machine only)",
+        "this machine only, and nobody unless --host is a loopback address)",
     )
 
 
@@ -231,6 +237,7 @@ def run(args: argparse.Namespace) -> int:
                 learn_costs=args.cost is None and args.prefill_speed is None,
                 membership=membership,
                 admin_key=admin_key,
+                exposed=not is_loopback(args.host),
             )
             serve(
                 proxy,

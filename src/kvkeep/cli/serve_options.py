@@ -131,7 +131,7 @@ def _add_limits(limits: argparse._ArgumentGroup) -> None:
         limits,
         "--pin-share X",
         "share of the pool, and of the largest tier, that clients keep (cache_control, "
-        "prompt_cache_retention) for each cache_salt; for all together it is half (default: 0.1)",
+        "prompt_cache_retention) for each cache_salt; for all together it is half",
         type=number,
         default=0.1,
     )

@@ -27,7 +27,9 @@ SECTIONS: Final = ("serve", "route", "connector")
 
 _MOST_BYTES: Final = 1 << 20
 _PROBE: Final = "kvkeep-probe"
-_PASSWORD: Final = re.compile(r"(?<=://)([^/@\s:]*):[^@\s]*(?=@)")
+_MOST_VALUES: Final = 1000  # in a section: the line of each is sought
+# Up to the last @: a password may have an @, and too much is hidden rather than too little.
+_PASSWORD: Final = re.compile(r"(?<=://)([^/@:]*):.*(?=@)", re.DOTALL)
 HIDDEN: Final = "***"
 """What is shown in place of a secret."""
 
@@ -41,6 +43,8 @@ def masked(name: str, value: object) -> object:
     """Return a value to show: ``***`` for a secret, and in place of passwords in URLs."""
     if isinstance(value, list | tuple):
         return [masked(name, one) for one in value]
+    if isinstance(value, dict):
+        return {key: masked(name, one) for key, one in value.items()}
     if is_secret(name) and value not in (None, ""):
         return HIDDEN
     return _PASSWORD.sub(rf"\1:{HIDDEN}", value) if isinstance(value, str) else value
@@ -85,7 +89,7 @@ class ConfigFile:
             raise InvalidValue(f"cannot read settings from {file}: {reason(error)}") from error
         try:
             tables = tomllib.loads(text)
-        except (tomllib.TOMLDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # also of a number of 5,000 digits
             raise InvalidValue(f"{file} is no TOML: {reason(error)}") from error
         found = cls(file, text, tables)
         for name, table in tables.items():
@@ -99,6 +103,10 @@ class ConfigFile:
                 raise InvalidValue(
                     f"{found.where(name)}: {name} is {told(masked(name, table))}; write [{name}] "
                     "on a line of its own, and the options below it"
+                )
+            if len(table) > _MOST_VALUES:
+                raise InvalidValue(
+                    f"{file} has {len(table)} options in [{name}]: it is no file of settings"
                 )
         return found
 

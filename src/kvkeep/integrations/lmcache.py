@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
-from kvkeep.core.errors import InvalidValue, require, told
+from kvkeep.core.errors import InvalidValue, MissingExtra, did_you_mean, require, told
 from kvkeep.integrations.lmcache_names import FAMILIES, NO_COUNTERPART, NOT_NEEDED, STATUS
+from kvkeep.store.tiers.opening import check_tiers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -109,9 +110,10 @@ def translate(given: Mapping[str, object]) -> Translation:
 
 _POLICIES: Final = {"LRU": "lru", "LFU": "lfu", "FIFO": "fifo"}
 _REMOTE: Final = {
-    "redis": "redis", "rediss": "rediss", "resp": "redis", "valkey": "valkey", "s3": "s3",
-    "azure": "az", "fs": "file",
+    "redis": "redis", "resp": "redis", "valkey": "valkey", "s3": "s3",
+    "rediss": "rediss", "azure": "az", "fs": "file", "file": "file",
 }  # fmt: skip
+_LEAST: Final = "memory://1GiB"  # an engine has one tier at least
 _AWS: Final = re.compile(r"(?P<bucket>.+?)\.s3(?:[.-](?P<region>[a-z0-9-]+))?\.amazonaws\.com")
 _EMPTY: Final = (None, "", False, "None", "null", "false", "False")
 
@@ -138,20 +140,21 @@ class _Work:
             if name.startswith(begin):
                 why = NO_COUNTERPART.get(of) or NOT_NEEDED.get(of) or STATUS
                 return Translated(name, shown, "no counterpart", why)
-        return Translated(name, shown, "unknown", "no option of LMCache 0.5.6")
+        near = did_you_mean(name, [*_TAKEN, *NOT_NEEDED, *NO_COUNTERPART])
+        return Translated(name, shown, "unknown", f"no option of LMCache 0.5.6{near}")
 
     # --- tiers -----------------------------------------------------------------------------------
 
     def options(self) -> dict[str, Any]:
         """Return kvkeep's options."""
         tiers = self.memory() + self.disks() + self._remote()
-        made: dict[str, Any] = {"tiers": tiers or ["memory://1GiB"]}
+        made: dict[str, Any] = {"tiers": tiers or [_LEAST]}
         if (seconds := self.number("blocking_timeout_secs")) is not None:
             made["load_timeout"] = seconds
         if (ms := self.number("lookup_timeout_ms")) is not None:
             made["lookup_timeout"] = ms / 1000
-        if tokens := self.number("min_retrieve_tokens"):
-            made["min_tokens"] = int(tokens)
+        if tokens := int(self.number("min_retrieve_tokens") or 0):
+            made["min_tokens"] = tokens
         if "save_decode_cache" in self.given and not _true(self.given["save_decode_cache"]):
             made["answers"] = False
         return made
@@ -160,6 +163,8 @@ class _Work:
         if not _true(self.given.get("local_cpu", True)):
             return []
         size = self.number("max_local_cpu_size")
+        if size == 0:
+            return []
         return [f"memory://{_bytes(5.0 if size is None else size)}{self._policy('?')}"]
 
     def disks(self) -> list[str]:
@@ -168,7 +173,8 @@ class _Work:
             return []
         size = self.number("max_local_disk_size") or 0.0
         room = f"?size={_bytes(size / len(paths))}" if size > 0 else ""
-        return [f"file://{quote(path)}{room}{self._policy('&') if room else ''}" for path in paths]
+        policy = self._policy("&" if room else "?")
+        return [f"file://{quote(path)}{room}{policy}" for path in paths]
 
     def paths(self) -> list[str]:
         given = self.given.get("local_disk")
@@ -179,25 +185,42 @@ class _Work:
                                "with commas between them")  # fmt: skip
         paths = [one.strip().removeprefix("file://") for one in given.split(",") if one.strip()]
         for path in paths:
-            if not path.startswith("/"):
+            if not path.startswith("/") or not path.strip("/"):
                 raise InvalidValue(
-                    f"local_disk has {_safe(path)}; a tier on disk needs a path from the root"
+                    f"local_disk has {told(path)}; a tier on disk needs the path of a directory, "
+                    "from the root"
                 )
-        return [path.rstrip("/") or "/" for path in paths]
+        return [path.rstrip("/") for path in paths]
 
     def _remote(self) -> list[str]:
         url = self.remote_url()
-        if url is None or url[1] is None:
+        if url is None or self.refused(url):
             return []
         codec = "codec=int8" if self.given.get("remote_serde") == "cachegen" else ""
-        joined = "&" if "?" in url[1] else "?"
-        return [url[1] + (joined + codec if codec else "")]
+        joined = "&" if "?" in url else "?"
+        return [url + (joined + codec if codec else "")]
 
-    def remote_url(self) -> tuple[str, str | None] | None:
-        """Return the scheme of the remote tier and its URL for kvkeep, or None for either."""
+    def refused(self, url: str) -> str | None:
+        """Return why kvkeep would not open a remote tier, or None. Credentials are not checked."""
+        scheme = url.partition("://")[0]
+        if scheme not in _REMOTE.values():
+            return f"there is no tier for {scheme}://; see the tiers in docs/store.md"
+        if scheme == "az":  # its account is in the environment of the engine
+            return None
+        try:
+            check_tiers([url], in_front=False)
+        except InvalidValue as error:
+            return str(error)
+        except MissingExtra:
+            return None
+        return None
+
+    def remote_url(self) -> str | None:
+        """Return the URL of the remote tier: kvkeep's, or as given if there is no such tier."""
         given = self.given.get("remote_url")
         if given in _EMPTY:
             return None
+        given = given.strip() if isinstance(given, str) else given
         if not isinstance(given, str) or "://" not in given:
             raise InvalidValue(
                 "remote_url is no URL; LMCache takes one such as redis://host:6379"
@@ -205,13 +228,13 @@ class _Work:
         scheme, _, rest = given.partition("://")
         ours = _REMOTE.get(scheme)
         if ours is None:
-            return scheme, None
+            return given
         if ours == "file":
-            path = urlsplit(given).path
-            return scheme, f"file://{quote(path)}"
+            _, slash, path = rest.partition("/")  # LMCache takes host:port/path
+            return f"file://{quote(slash + path)}"
         if ours == "s3":
-            return scheme, self._s3(rest)
-        return scheme, f"{ours}://{rest}"
+            return self._s3(rest)
+        return f"{ours}://{rest}"
 
     def _s3(self, place: str) -> str:
         extra = self.given.get("extra_config")
@@ -251,15 +274,17 @@ class _Work:
 
 
 def _cpu(work: _Work, value: object) -> tuple[Fate, str]:
-    if _true(value):
-        return "translated", work.memory()[0].partition("?")[0]
+    if _LEAST in work.options()["tiers"] and not work.memory():
+        return "no counterpart", f"{_LEAST}: no other tier is left, and there has to be one"
+    if memory := work.memory():
+        return "translated", memory[0].partition("?")[0]
     return "translated", "no memory:// tier; a buffer for transfers remains"
 
 
 def _cpu_size(work: _Work, value: object) -> tuple[Fate, str]:
     tiers = work.memory()
     if not tiers:
-        return "not needed", "local_cpu is off; kvkeep sizes the buffer for transfers"
+        return "not needed", "no memory:// tier; kvkeep sizes the buffer for transfers"
     return "translated", f"{tiers[0].partition('?')[0]}, for each rank, as before"
 
 
@@ -280,18 +305,20 @@ def _disk_size(work: _Work, value: object) -> tuple[Fate, str]:
 
 
 def _remote(work: _Work, value: object) -> tuple[Fate, str]:
-    found = work.remote_url()
-    if found is None:
-        return "not needed", "it is off"
-    scheme, url = found
+    url = work.remote_url()
     if url is None:
-        return "no counterpart", f"there is no tier for {scheme}://; see the tiers in docs/store.md"
+        return "not needed", "it is off"
+    if why := work.refused(url):
+        return "no counterpart", why
     return "translated", f"{_safe(url)}; records are kvkeep's own, so it begins empty"
 
 
 def _serde(work: _Work, value: object) -> tuple[Fate, str]:
     if value in ("naive", None, ""):
         return "not needed", "records are raw unless codec= says otherwise"
+    url = work.remote_url()
+    if value == "cachegen" and (url is None or work.refused(url)):
+        return "not needed", "there is no remote tier"
     if value == "cachegen":
         return "translated", "codec=int8 at the remote tier: lossy, too, and marked as such"
     return "no counterpart", "codec=lossless is exact; int8, int4 and transform are lossy"
@@ -313,9 +340,10 @@ def _policy_of(work: _Work, value: object) -> tuple[Fate, str]:
 
 
 def _min_tokens(work: _Work, value: object) -> tuple[Fate, str]:
-    if not work.number("min_retrieve_tokens"):
+    tokens = work.options().get("min_tokens")
+    if tokens is None:
         return "not needed", "0 is the default"
-    return "translated", f"min_tokens: {value}"
+    return "translated", f"min_tokens: {tokens}"
 
 
 def _api(work: _Work, value: object) -> tuple[Fate, str]:
@@ -339,7 +367,7 @@ def _extra(work: _Work, value: object) -> tuple[Fate, str]:
         names += ("; credentials: in the URL of valkey://, and in the environment for object "
                   "stores")  # fmt: skip
     taken = {"s3_region", "disable_tls"} & {*value}
-    if taken and (work.remote_url() or ("",))[0] == "s3":
+    if taken and (work.remote_url() or "").startswith("s3://"):
         return "translated", f"region= and endpoint= of s3://; of {names}"
     return "no counterpart", f"look at each: {names}"
 

@@ -110,7 +110,7 @@ def _sizes(figures: PlanFigures) -> str:
     if twice is not None and twice - rates[here] < WORTH:
         said += " Twice the memory would add next to nothing."
         if half is not None and rates[here] - half < WORTH:
-            said += " Half of the memory would be enough."
+            said += " Half of the memory would be enough for this trace."
     elif twice is not None:
         said += f" Twice the memory would add {points(twice - rates[here])}."
     return said
@@ -158,7 +158,10 @@ def _cheapest(figures: PlanFigures) -> Advice:
         _disk_costs(figures, found), _size_costs(figures, found),
         figures.groups(chosen.policy or USUAL), figures.misses(),
     )  # fmt: skip
-    warnings = (*figures.doubts(), *_chance_of_money(figures, chosen, found))
+    warnings = (
+        *figures.doubts(), *_untried(figures, chosen, found),
+        *_chance_of_money(figures, chosen, found),
+    )  # fmt: skip
     return Advice(chosen, words, tuple(filter(None, reasons)), warnings, tuple(found))
 
 
@@ -201,6 +204,23 @@ def _size_costs(figures: PlanFigures, found: Sequence[PlanCandidate]) -> str:
         for one in sorted(alone, key=lambda one: one.memory_tokens)
     ]
     return f"More or less memory, each with its cheapest policy: {', '.join(parts)}."
+
+
+def _untried(
+    figures: PlanFigures, chosen: PlanCandidate, found: Sequence[PlanCandidate]
+) -> Iterator[str]:
+    """Yield a warning if the cheapest memory is the least or the most that was tried."""
+    best = chosen if chosen.policy is not None else min(found[1:], key=_month)
+    below = "with" if best.disk_tokens else "without"
+    tried = {
+        one.memory_tokens for one in found[1:] if bool(one.disk_tokens) == bool(best.disk_tokens)
+    }
+    for edge, which, other in ((min(tried), "least", "less"), (max(tried), "most", "more")):
+        if best.memory_tokens == edge:
+            yield (
+                f"{figures.plan.size(edge)} is the {which} memory that was tried {below} a tier "
+                f"below it, and the cheapest: {other} may cost less still. Plan around it to know."
+            )
 
 
 def _chance_of_money(

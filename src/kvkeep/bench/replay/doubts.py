@@ -29,8 +29,9 @@ def doubts(usual: Outcome, endless: Outcome, span_s: float, size: str) -> Iterat
     ``endless`` that of an unlimited cache.
     """
     if usual.requests < FEW_REQUESTS:
+        plural = "" if usual.requests == 1 else "s"
         yield (
-            f"The trace has {count(usual.requests)} requests, too few to advise from: "
+            f"The trace has {count(usual.requests)} request{plural}, too few to advise from: "
             f"{FEW_REQUESTS} are the least, and a day of traffic is better."
         )
     if usual.hit_tokens and not usual.evicted_pages and not usual.refused:

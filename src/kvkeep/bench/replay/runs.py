@@ -40,7 +40,7 @@ BOUNDS = (BELADY, INFINITE)
 
 _CURVE_OF = "lru"
 _SAMPLED_BLOCKS = 0.1  # share of the blocks that the what-if curve samples
-_VERSION = 9  # of replays: outcomes in a log of another version are not reused
+_VERSION = 10  # of replays: outcomes in a log of another version are not reused
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ SESSIONS = "+sessions"
 LEAST_TOKENS = 0.002
 """Part of all tokens from which on a tenant is compared with itself: fewer are chance."""
 
+_REFUSED = 0.02  # share of the prompts above which the pool tells nothing of other sizes
 _TIMES = (0.5, 1.0, 2.0, 4.0)  # factors of the memory, for the curve of each namespace
 
 
@@ -59,9 +60,10 @@ def simulate(
     explains ``page_tokens``. With ``sessions`` the cache knows the session of each request, if the
     trace does; the policy of the outcome is then "lru+sessions". With ``what_if`` the cache samples
     that share of the blocks, and the outcome has the curve of what LRU would reuse with ⅛ … 8 times
-    the memory. With ``shares`` tenants have these weights (`Shares`; others have 1), the outcome's
-    ``shares`` have the hits of each that has 0.2 % of the tokens, and its policy is then
-    "lru+shares". ``progress`` is called with the number of requests done.
+    the memory, unless more than a fiftieth of the prompt tokens was refused: how these would do in
+    other memory is not known. With ``shares`` tenants have these weights (`Shares`; others have 1),
+    the outcome's ``shares`` have the hits of each that has 0.2 % of the tokens, and its policy is
+    then "lru+shares". ``progress`` is called with the number of requests done.
 
     With ``groups`` the model has windows or states: prompts are computed in passes of at most 2,048
     tokens, which end at ``stops`` (default: those that the cache plans) for checkpoints. Pages are
@@ -198,6 +200,7 @@ class Stage:
             clock=lambda: self.watch.now,
         )
         self.cache.subscribe(self.watch.see)
+        self._accepted = np.ones(len(workload), bool)
         self._passes: Passes | None = None
         layout = self.paging.layout
         if groups is not None and not isinstance(layout, int):
@@ -270,6 +273,7 @@ class Stage:
     def refuse(self, number: int) -> None:
         """Record a request for which there is no room."""
         self.watch.outcome.refused += 1
+        self._accepted[number] = False
         self.watch.request(number, 0, 0)
 
     def compute_prompt(self, number: int, sequence: Sequence, *, publish: bool) -> None:
@@ -321,7 +325,8 @@ class Stage:
         """Return the complete outcome."""
         outcome = self.watch.outcome
         outcome.evicted_pages = self.cache.stats().evicted_pages
-        if self._what_if is not None:
+        curves = self._what_if is not None and self._told() >= 1 - _REFUSED
+        if curves:
             sizes = [max(1, int(self.pages * 2.0 ** (step / 2))) for step in range(-6, 7)]
             outcome.what_if = [
                 [size * self.paging.tokens, rate] for size, rate in self._curve(sizes).items()
@@ -332,7 +337,7 @@ class Stage:
         if self._shares is not None:
             for tenant, amounts in self.watch.tokens_of(LEAST_TOKENS).items():
                 outcome.shares[tenant] = [self._shares.get(tenant, 1.0), *amounts]
-        if self._what_if is not None and len(outcome.namespaces) > 1:
+        if curves and len(outcome.namespaces) > 1:
             some = [max(1, int(self.pages * times)) for times in _TIMES]
             for space in outcome.namespaces:
                 rates = self._curve(some, space)
@@ -342,14 +347,26 @@ class Stage:
                     ]
         return outcome
 
+    def _told(self) -> float:
+        """Return the share of the prompt tokens whose requests were not refused."""
+        tokens = self.workload.tokens
+        asked = int(tokens.sum(dtype=np.int64))
+        return int(tokens[self._accepted].sum(dtype=np.int64)) / asked if asked else 1.0
+
     def _curve(self, sizes: list[int], space: str | None = None) -> dict[int, float]:
-        """Return hit rates by pages, of prompt tokens only, without padding tokens."""
-        work, share = self.workload, 1.0
+        """Return hit rates by pages, of all prompt tokens, without padding tokens."""
+        work = self.workload
+        asked = work.tokens if self.paging.page_tokens is not None else work.prompt_units
+        chosen = np.ones(len(work), bool)
+        if space is not None:
+            chosen = work.namespace == work.namespaces.index(space)
+        accepted = chosen & self._accepted
+        seen = int(asked[accepted].sum(dtype=np.int64))  # by the cache
         if self.paging.page_tokens is None:
-            units = work.prompt_units
-            if space is not None:
-                units = units[work.namespace == work.namespaces.index(space)]
-            asked = self.paging.unit_size * int(units.sum(dtype=np.int64))
-            share = 1 + len(units) / asked if asked else 1.0
+            seen = self.paging.unit_size * seen + int(accepted.sum())  # with a padding token each
+        total = int(asked[chosen].sum(dtype=np.int64))
+        if self.paging.page_tokens is None:
+            total *= self.paging.unit_size
+        share = seen / total if total else 1.0
         points = self.cache.what_if(sizes, space)
         return {point.pages: min(1.0, share * point.hit_rate) for point in points}

@@ -42,13 +42,19 @@ class InstanceRoutes:
 
     Whoever adds an instance is sent prompts, so these need the ``key``, as a bearer token. Without
     a key only this machine is answered: the peer has a loopback address, and no proxy has forwarded
-    the request. A page in a browser cannot add an instance: a body must say that it is JSON.
+    the request. If other machines reach the router (``exposed``), nobody is answered without a key:
+    what a sidecar passes on comes from a loopback address, too, and so does a page in a browser
+    whose name was made to resolve to one. A body must say that it is JSON, so that no page can add
+    an instance of a router on a loopback address.
 
     Thread safety: none; for the event loop.
     """
 
-    def __init__(self, membership: Membership, key: str | None = None) -> None:
+    def __init__(
+        self, membership: Membership, key: str | None = None, *, exposed: bool = False
+    ) -> None:
         self._membership = membership
+        self._exposed = exposed
         self._key = None if key is None else key.encode()
 
     def routes(self) -> list[Route]:
@@ -100,6 +106,12 @@ class InstanceRoutes:
             answer = _error(401, "the instances need the admin key: Authorization: Bearer KEY")
             answer.headers["www-authenticate"] = "Bearer"
             return answer
+        if self._exposed:
+            return _error(
+                403,
+                "other machines reach this router, so its instances need a key: start it with "
+                "--admin-key-file, or with --host 127.0.0.1",
+            )
         direct = not any(name in request.headers for name in _FORWARDED)
         if direct and request.client is not None and _is_loopback(request.client.host):
             return None

@@ -152,7 +152,7 @@ class PromptParser:
         self, body: bytes, headers: list[tuple[bytes, bytes]]
     ) -> TokenArray | None:
         """Send the text to /tokenize of instances that are up, in turn; doubt one that is late."""
-        own = [pair for pair in headers if pair[0] in {b"authorization", b"x-api-key"}]
+        own = [pair for pair in headers if pair[0] in {b"authorization", b"x-api-key", b"via"}]
         own.append((b"content-type", b"application/json"))
         tried: set[str] = set()
         while len(tried) < _MOST_TRIES:

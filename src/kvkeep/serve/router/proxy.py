@@ -34,6 +34,7 @@ from kvkeep.serve.router.prompts import Prompt, PromptParser, credentials_of
 from kvkeep.serve.router.readiness import Readiness, ReadinessGuard
 from kvkeep.serve.router.upstreams import UpstreamFailed, end_to_end_headers
 from kvkeep.serve.router.usage import SALT, TenantRoutes
+from kvkeep.serve.router.via import Via
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -57,7 +58,7 @@ _PLACED = ("/v1/completions", "/v1/chat/completions")
 # Forwarded to the least loaded instance.
 _OTHERS = ("/v1/models", "/v1/models/{name:path}", "/v1/embeddings", "/tokenize", "/detokenize")
 # Statuses that count as a failure of the instance, and those worth a try at another one.
-_FAILED = frozenset({502, 503, 504})
+_FAILED = frozenset({502, 503, 504, 508})
 _ELSEWHERE = _FAILED | {429}
 _LONGEST_PATH = 32 << 10  # bytes, with its query
 
@@ -105,6 +106,7 @@ def create_proxy(
     learn_costs: bool = True,
     membership: Membership | None = None,
     admin_key: str | None = None,
+    exposed: bool = False,
 ) -> Starlette:
     """Return an ASGI application in front of ``upstreams``, whose names are the router's instances.
 
@@ -113,7 +115,7 @@ def create_proxy(
     (None: all). See `PromptParser` for ``tokenize``, `Timeouts` for time limits and tries,
     `BodyBudget` for the memory of request bodies, `ConversationTable` for what is learned of
     answers, `TenantRoutes` for ``usage``, `InstanceCosts` for ``learn_costs``, and `InstanceRoutes`
-    for ``admin_key``.
+    for ``admin_key`` and ``exposed``.
 
     API keys and bodies are forwarded unchanged and never logged.
     """
@@ -171,7 +173,7 @@ def create_proxy(
             Route("/metrics", proxy.metrics, methods=["GET"]),
             Route("/kv/conversations", proxy.conversations, methods=["GET"]),
             *told,
-            *InstanceRoutes(membership, admin_key).routes(),
+            *InstanceRoutes(membership, admin_key, exposed=exposed).routes(),
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in placed.items()),
             Route(COUNT_PATH, MessagesEndpoint(proxy.forward), methods=["POST"]),
             *(Route(path, _Forward(proxy, placed=False)) for path in _OTHERS),
@@ -238,6 +240,7 @@ class _Proxy:
         self._router = router
         self._expected = expected
         self._conversations = expected.table
+        self._via = Via()
         self._upstreams = upstreams
         self._health = upstreams.health
         self._reader = reader
@@ -291,6 +294,12 @@ class _Proxy:
         a request for instances that do not know its API.
         """
         headers = end_to_end_headers(request.scope["headers"])
+        if self._via.passed(headers):
+            log.error("a request came back: this router is among its own instances")
+            message = "this router is among its own instances"
+            await _error(508, message, "server_error")(request.scope, request.receive, send)
+            return
+        headers = self._via.mark(headers)
         shown = body if exchange is None else exchange.body
         known = headers if exchange is None else exchange.headers(headers)
         prompt = await self._prompts.read(shown, known) if placed else Prompt(None)

@@ -29,7 +29,8 @@ class TierChanges:
     """Attaches and detaches the tiers of one store, one at a time.
 
     ``make`` returns the tier of a specification, with a name that no tier of the store had before;
-    ``closed`` says whether the store is.
+    ``tell`` tells it what the store knows of namespaces, under ``lock``, under which the store
+    learns of them, and is closed; ``closed`` says whether it is.
 
     Thread safety: all methods. A second change while one runs raises `IllegalStep`.
     """
@@ -39,14 +40,19 @@ class TierChanges:
         levels: Levels,
         queue: WriteQueue,
         returns: TierReturns,
+        *,
         make: Callable[[TierSpec], Tier],
+        tell: Callable[[Tier], None],
         closed: Callable[[], bool],
+        lock: threading.Lock,
     ) -> None:
         self._levels = levels
         self._queue = queue
         self._returns = returns
         self._make = make
+        self._tell = tell
         self._closed = closed
+        self._lock = lock
         self._changing = threading.Lock()
         self._opening: list[threading.Thread] = []
         # Names are used once: holds and writes of a detached tier may still be on their way.
@@ -63,11 +69,16 @@ class TierChanges:
             at = self._place_below(below)
             spec.name = self._unused(spec.name)
             tier = self._make(spec)
-            levels.losses.attach(tier.name)
-            self._returns.attach(tier.catalogue)
             active = list(levels.active)
             active.insert(at, tier)
-            levels.arrange(active)
+            # In one step: when a store is closed, or told of a quota, it has the tier, or not yet.
+            with self._lock:
+                if self._closed():
+                    raise IllegalStep("the store is closed")
+                self._tell(tier)
+                levels.losses.attach(tier.name)
+                self._returns.attach(tier.catalogue)
+                levels.arrange(active)
         name = f"kvkeep {tier.name} opening"
         self._opening = [one for one in self._opening if one.is_alive()]
         self._opening.append(threading.Thread(target=_list, args=(tier,), name=name, daemon=True))
@@ -97,7 +108,7 @@ class TierChanges:
             self._levels.arrange(active)  # from here on no read begins there; those that run end
             self._returns.detach(tier.catalogue)
             self._levels.losses.note(left, name, "removed", "detached")
-            close_tier(tier, until)
+            close_tier(tier, until, self._closed)
         result = moving.result(left)
         _LOG.info(
             "tier %s detached: %d blocks moved, %d that it alone had stay there",

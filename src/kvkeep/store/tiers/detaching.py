@@ -24,6 +24,7 @@ _LOG = logging.getLogger("kvkeep.tiers")
 _AT_ONCE = 2  # blocks that are read or written at a time: readers are left to requests
 _PER_QUERY = 256  # blocks
 _GRACE = 1.0  # seconds
+_SLICE = 0.1  # seconds after which a wait looks whether the store is closed
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +82,12 @@ class Evacuation:
         targets = list(self._levels.active)
         if not source.codec.exact:  # what it has is not for exact tiers
             targets = [one for one in targets if not one.codec.exact]
-        self._room = {tier.name: _free(tier) for tier in targets}
+        self._room = {tier.name: _free(tier, until) for tier in targets}
         running, order = 0, self._only_here(until)
         for block, size in order:
-            if self._closed() or not self._takes(size):
+            if not self._takes(size):
                 continue
-            if not self._slots.acquire(timeout=max(0.0, until - time.monotonic())):
+            if not self._slot(until):
                 break
             if source.reading.submit(
                 partial(self._move, block, targets, until), given_up=self._slots.release
@@ -95,7 +96,7 @@ class Evacuation:
             else:
                 self._slots.release()
         for _ in range(_AT_ONCE if running else 0):  # wait for the last ones
-            if not self._slots.acquire(timeout=max(0.0, until - time.monotonic())):
+            if not self._slot(until):
                 break
         for tier in targets:
             with self._lock:
@@ -131,6 +132,16 @@ class Evacuation:
 
     # --- one block: in a reader thread of the source ----------------------------------------------
 
+    def _slot(self, until: float) -> bool:
+        """Wait for one of the moves to end; False at ``until``, or once the store is closed."""
+        while not self._closed():
+            left = until - time.monotonic()
+            if self._slots.acquire(timeout=max(0.0, min(_SLICE, left))):
+                return True
+            if left <= 0:
+                return False
+        return False
+
     def _takes(self, size: int) -> bool:
         """Whether any tier has room for ``size`` bytes."""
         with self._lock:
@@ -138,16 +149,25 @@ class Evacuation:
 
     def _move(self, block: bytes, targets: Sequence[Tier], until: float) -> None:
         handed_on = False
+        mark = self._queue.begin_move(self._source, block)  # whoever deletes it ends the move
         try:
-            record = None if self._source.is_hidden(block) else self._source.fetch(block)
-            if record is not None and not self._closed():
-                handed_on = self._hand_on(block, record, targets, until)
+            if mark is not None and not self._source.is_hidden(block):
+                record = self._source.fetch(block)
+                if record is not None and not self._closed():
+                    handed_on = self._hand_on(block, record, mark, targets, until)
         finally:
+            if mark is not None:
+                self._queue.end_move(block, mark)
             if not handed_on:
                 self._slots.release()
 
     def _hand_on(
-        self, block: bytes, record: memoryview, targets: Sequence[Tier], until: float
+        self,
+        block: bytes,
+        record: memoryview,
+        mark: object,
+        targets: Sequence[Tier],
+        until: float,
     ) -> bool:
         """Queue the write of ``record`` to the first tier with room; return whether it was."""
         target = self._reserve(record, block, targets)
@@ -165,7 +185,7 @@ class Evacuation:
                     self._room[target.name] = room + size
             self._slots.release()
 
-        pending = self._queue.begin_demotion(self._source, target, block, ended)
+        pending = self._queue.begin_demotion(self._source, target, block, ended, mark=mark)
         if pending is None:
             return True  # it is being written there, or deleted: `ended` was called
         begun = True
@@ -204,35 +224,53 @@ class Evacuation:
             tier.catalogue.pin([block], max(0.0, end - now), most)
 
 
-def _free(tier: Tier) -> int | None:
-    """Return the bytes that a tier has free; None: it has no budget, 0: it does not answer."""
+def _free(tier: Tier, until: float) -> int | None:
+    """Return the bytes that a tier has free; None: it has no budget, 0: it does not answer.
+
+    A reader thread asks: a place that hangs is waited for until its timeout, and ``until``.
+    """
     capacity = tier.backend.capacity
     if capacity is None:
         return None
-    try:
-        used = tier.backend.used()
-    except (BackendFailed, OSError) as error:
-        _LOG.info("tier %s: %s", tier.name, error)
+    found: list[int | None] = []
+    over = threading.Event()
+
+    def ask() -> None:
+        try:
+            found.append(tier.backend.used())
+        except (BackendFailed, OSError) as error:
+            _LOG.info("tier %s: %s", tier.name, error)
+        finally:
+            over.set()
+
+    if not tier.reading.submit(ask, given_up=over.set):
         return 0
-    if used is None:
-        used = tier.catalogue.total_bytes
+    over.wait(max(0.0, min(tier.timeout, until - time.monotonic())))
+    if not found:
+        return 0
+    used = tier.catalogue.total_bytes if found[0] is None else found[0]
     return max(0, capacity - used - tier.writing.cost)
 
 
-def close_tier(tier: Tier, until: float) -> None:
+def close_tier(tier: Tier, until: float, closed: Callable[[], bool]) -> None:
     """Make a tier's writes durable, end its threads, and close its backend.
 
-    Waits until ``until`` (monotonic seconds), or a second if that is later, and then half a second
-    for the backend to close.
+    Waits until ``until`` (monotonic seconds), or a second if that is later, but not for calls that
+    hang, nor once the store is ``closed()``; and then for the backend to close, for its timeout at
+    most, or half a second.
     """
     until = max(until, time.monotonic() + min(_GRACE, tier.timeout))
     tier.writing.submit(tier.flush, 0)
-    tier.health.settled(max(0.0, until - time.monotonic()))
+    for work in (tier.writing, tier.reading):
+        while not closed():
+            left = min(until - time.monotonic(), tier.timeout - work.longest)
+            if left <= 0 or work.wait(min(_SLICE, left)):
+                break
     for work in (tier.reading, tier.writing):
-        work.close(max(0.0, until - time.monotonic()))
+        work.close(0.0)
     for work in (tier.reading, tier.writing):  # running calls end within the timeout, or it hangs
         work.join(max(0.0, min(until - time.monotonic(), tier.timeout - work.longest)))
     # Closing a backend that hangs may hang, too: do it in a daemon thread.
     closing = threading.Thread(target=tier.close, name=f"kvkeep {tier.name}", daemon=True)
     closing.start()
-    closing.join(max(0.5, until - time.monotonic()))
+    closing.join(max(0.5, min(tier.timeout, until - time.monotonic())))

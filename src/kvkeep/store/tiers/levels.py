@@ -113,6 +113,14 @@ class Levels:
         tiers = self.tiers
         return tiers[min(level, len(tiers)) - 1]
 
+    def target(self, level: int) -> Tier:
+        """Return the tier that moves to ``level`` are written to, as `tier`, but not one leaving.
+
+        So a move that was planned before a tier was detached goes to another one.
+        """
+        active = self.active
+        return active[min(level, len(active)) - 1]
+
     def number(self, name: str) -> int | None:
         """Return the level of the tier ``name`` that is written; None: there is none any more."""
         return next((at for at, one in enumerate(self.active, start=1) if one.name == name), None)

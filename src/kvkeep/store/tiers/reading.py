@@ -378,7 +378,7 @@ class ReadRequest(ReadMoves):
         return f"{name}, {'inexact' if made == BEHIND else codec_name(made)}"
 
     def copy(self, move: Copy) -> None:
-        tier = self._levels.tier(move.target)
+        tier = self._levels.target(move.target)
         if not tier.knows(move.block) and move.block in self._levels.memory:
             assert self._holds is not None
             self._reader.queue.write(tier, move.block, 0.0, self._holds.add(tier, move.block))

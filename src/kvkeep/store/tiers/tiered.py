@@ -82,6 +82,7 @@ class TieredStore(TieredReads):
         self.losses.dropping = lambda tier, why: warning.dropped(tier, why) if self.tiers else None
         self.memory = open_front(memory, self.losses, self._evicted_from_memory, shares)
         self._open = partial(Tier, losses=self.losses, notes=notes, shares=shares, cost=self.cost)
+        self._lock = threading.Lock()  # of what tiers are told, and of `close`
         self._quotas: dict[bytes, int] = {}
         self._tenants: dict[bytes, str | None] | None = None if shares is None else {}
         self._expected: dict[bytes, None] = {}
@@ -100,9 +101,9 @@ class TieredStore(TieredReads):
         super().__init__(self._levels, self._reader)
         self._pins = LevelPins(self._levels)
         self._changes = TierChanges(
-            self._levels, self._queue, self.returns, self._tier, lambda: self._closed
-        )
-        self._lock = threading.Lock()
+            self._levels, self._queue, self.returns,
+            make=self._tier, tell=self._tell, closed=lambda: self._closed, lock=self._lock,
+        )  # fmt: skip
         for tier in opened:
             tier.open()
         for tier in opened:
@@ -119,17 +120,20 @@ class TieredStore(TieredReads):
         return self._levels.names
 
     def _tier(self, spec: TierSpec) -> Tier:
-        """Return a tier, not listed yet, that knows what the store knows of namespaces."""
+        """Return a tier, not listed yet."""
         tier: Tier = self._open(spec, evicting=lambda block: self._demoter.from_tier(tier, block))
         share = int(self.memory.capacity * _QUEUED_SHARE)
         tier.writing.limit = min(tier.options.queue_bytes or share, share)
-        for space, limit in list(self._quotas.items()):
-            tier.catalogue.set_quota(space, limit)
-        for space, tenant in list((self._tenants or {}).items()):
-            tier.catalogue.announce(space, tenant)
-        for space in list(self._expected):
-            tier.expect(space)
         return tier
+
+    def _tell(self, tier: Tier) -> None:
+        """Tell a new tier what the store knows of namespaces, under the lock."""
+        for space, limit in self._quotas.items():
+            tier.catalogue.set_quota(space, limit)
+        for space, tenant in (self._tenants or {}).items():
+            tier.catalogue.announce(space, tenant)
+        for space in self._expected:
+            tier.expect(space)
 
     def _evicted_from_memory(self, block: bytes) -> None:
         self._demoter.note_evicted(block)
@@ -137,9 +141,10 @@ class TieredStore(TieredReads):
     def expect(self, space: bytes) -> None:
         """Make each tier log once if it holds blocks but none of this namespace; see `Tier`."""
         self.check_open()
-        self._expected[space] = None
-        for tier in self.tiers:
-            tier.expect(space)
+        with self._lock:
+            self._expected[space] = None
+            for tier in self.tiers:
+                tier.expect(space)
 
     # --- writes ----------------------------------------------------------------------------------
 
@@ -214,17 +219,19 @@ class TieredStore(TieredReads):
     def set_quota(self, space: bytes, limit: int) -> None:
         """Limit a namespace to ``limit`` bytes in each level that has a budget."""
         self.check_open()
-        self._quotas[space] = limit
-        for order in (self.memory.catalogue, *(tier.catalogue for tier in self.tiers)):
-            order.set_quota(space, limit)
+        with self._lock:
+            self._quotas[space] = limit
+            for order in (self.memory.catalogue, *(tier.catalogue for tier in self.tiers)):
+                order.set_quota(space, limit)
 
     def announce(self, space: bytes, tenant: str | None) -> None:
         """Count a namespace for the share of ``tenant`` in each level; see `Catalogue`."""
         self.check_open()
-        if self._tenants is not None:
-            self._tenants[space] = tenant
-        for order in (self.memory.catalogue, *(tier.catalogue for tier in self.tiers)):
-            order.announce(space, tenant)
+        with self._lock:
+            if self._tenants is not None:
+                self._tenants[space] = tenant
+            for order in (self.memory.catalogue, *(tier.catalogue for tier in self.tiers)):
+                order.announce(space, tenant)
 
     # --- tiers that come and go ------------------------------------------------------------------
 

@@ -57,6 +57,7 @@ class WriteQueue:
         self._pending: dict[tuple[bytes, str], Pending] = {}
         self._clearing: list[bytes] = []  # spaces that are being deleted, b"" for everything
         self._refusing: set[str] = set()  # names of tiers that are, or were, detached
+        self._moving: dict[bytes, object] = {}  # the mark of each block that `begin_move` began
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -222,20 +223,46 @@ class WriteQueue:
             before.waiting += [then] if then is not None else []
             return None
 
+    def begin_move(self, source: Tier, block: bytes) -> object | None:
+        """Return the mark of a move of ``block`` out of ``source``; None if that is deleting it.
+
+        Call it before the record is read, and `begin_demotion` with the mark behind: that begins
+        nothing if the block was deleted in between. Call `end_move` in any case.
+        """
+        mark = object()
+        with self._lock:
+            if self._is_deleting(source, block):
+                return None
+            self._moving[block] = mark
+        return mark
+
+    def end_move(self, block: bytes, mark: object) -> None:
+        """Forget a mark of `begin_move`."""
+        with self._lock:
+            if self._moving.get(block) is mark:
+                del self._moving[block]
+
     def begin_demotion(
-        self, source: Tier, target: Tier, block: bytes, then: Callable[[bool], None]
+        self,
+        source: Tier,
+        target: Tier,
+        block: bytes,
+        then: Callable[[bool], None],
+        *,
+        mark: object | None = None,
     ) -> Pending | None:
         """Return a new pending write of a block that ``source`` evicts, or None.
 
         None if the block is being written to ``target`` already: ``then`` is called with True. Also
-        None if ``source`` or ``target`` is deleting it, so that the demotion does not bring it
-        back: ``then`` is called with False.
+        None if ``source`` or ``target`` is deleting it, or it was deleted since ``mark``, so that
+        the demotion does not bring it back: ``then`` is called with False.
         """
         key = (block, target.name)
         with self._lock:
             before = self._pending.get(key)
             deleting = self._is_deleting(source, block)
             deleting = deleting or target.name in self._refusing
+            deleting = deleting or (mark is not None and self._moving.get(block) is not mark)
             if before is None and not deleting:
                 self._pending[key] = pending = Pending(then)
                 return pending
@@ -335,6 +362,7 @@ class WriteQueue:
         running: list[threading.Event] = []
         with self._lock:
             for block in blocks:
+                self._moving.pop(block, None)
                 key = (block, tier.name)
                 before = self._pending.get(key)
                 if before is not None:
@@ -353,6 +381,8 @@ class WriteQueue:
         """Treat all blocks that begin with ``space`` as being deleted; yield the pending ones."""
         with self._lock:
             self._clearing.append(space)
+            for block in [one for one in self._moving if one.startswith(space)]:
+                del self._moving[block]
             pending = [block for block, _ in self._pending if block.startswith(space)]
         try:
             yield list(dict.fromkeys(pending))

@@ -194,7 +194,7 @@ class StoreRequest(StoreMoves):
             return run
         below = {block for block in run if any(tier.knows(block) for tier in tiers)}
         for move in moves:
-            tier, block = self._levels.tier(move.target), move.block
+            tier, block = self._levels.target(move.target), move.block
             if tier.knows(block):
                 continue
             if tier.codec.exact and not self._run_exact:

@@ -5,7 +5,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
-from kvkeep.serve.server.schemas.base import RequestModel, SamplingRequest, field_error
+from kvkeep.serve.server.schemas.base import (
+    RequestModel,
+    SamplingRequest,
+    at_most,
+    field_error,
+)
 
 __all__ = [
     "ChatRequest",
@@ -21,6 +26,7 @@ _NO_TOOLS = "this server does not support tools"
 _TEXT_ONLY = "models here read and write text only"
 _MOST_MESSAGES = 4096
 _MOST_PARTS = 8192
+_MOST_MARKS = 16  # fields of a breakpoint
 
 
 class TextPart(RequestModel):
@@ -28,6 +34,10 @@ class TextPart(RequestModel):
 
     type: Literal["text"]
     text: str
+    prompt_cache_breakpoint: Annotated[dict[str, str] | None, at_most(_MOST_MARKS)] = Field(
+        default=None,
+        description="Ignored: every beginning of a prompt can be reused. It keeps nothing longer.",
+    )
 
 
 class Message(RequestModel):
@@ -111,6 +121,9 @@ class ChatRequest(SamplingRequest):
         "function_call": _NO_TOOLS,
         "audio": _TEXT_ONLY,
         "modalities": _TEXT_ONLY,
+        "moderation": "this server moderates nothing",
+        "prompt_cache_options": "all prompts are cached; kvkeep.store false keeps one out, and "
+        "prompt_cache_retention keeps one longer",
         "prediction": "use kvkeep.draft_tokens for speculation from the prompt",
         "reasoning_effort": "models here have no such setting",
         "verbosity": "models here have no such setting",
@@ -125,6 +138,12 @@ class ChatRequest(SamplingRequest):
         "functions": ([],),
         "function_call": ("none",),
         "modalities": (["text"],),
+        "prompt_cache_options": (
+            {},
+            {"mode": "implicit"},
+            {"ttl": "30m"},
+            {"mode": "implicit", "ttl": "30m"},
+        ),
         "service_tier": ("auto", "default"),
         "store": (False,),
     }

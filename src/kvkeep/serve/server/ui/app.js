@@ -117,7 +117,7 @@ new Poll({
     drawLive(answer);
     drawTiles(answer);
     drawHistory(answer.history);
-    drawWhatIf(mapped ? answer.what_if : undefined);
+    drawWhatIf(mapped ? answer.what_if : undefined, answer.totals);
     drawTables(answer);
   },
   failed: silent,
