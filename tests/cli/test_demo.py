@@ -130,8 +130,9 @@ def test_the_last_lines_name_the_model_that_was_asked(capsys):
     print_rows([row], 4, Path("my models/hybrid"))
     *_, serve, curl = capsys.readouterr().out.splitlines()
     assert serve == "Next: kvkeep serve --model 'my models/hybrid', and when it listens"
-    body = shlex.split(curl)[-1]
-    assert json.loads(body)["messages"][0]["role"] == "user"
+    body = json.loads(shlex.split(curl)[-1])
+    assert body["messages"][0]["role"] == "user"
+    assert (body["max_tokens"], body["temperature"]) == (32, 0)
 
 
 # --- what must not pass ----------------------------------------------------------------------

@@ -21,7 +21,8 @@ __all__ = ["as_json", "print_rows"]
 _NEXT = """\
 Next: {serve}, and when it listens
 curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \
--d '{{"messages": [{{"role": "user", "content": "What does heapq.merge do?"}}]}}'"""
+-d '{{"max_tokens": 32, "temperature": 0, \
+"messages": [{{"role": "user", "content": "What does heapq.merge do?"}}]}}'"""
 
 
 def _totals(rows: list[DemoRow]) -> dict[str, float | None]:
