@@ -121,7 +121,7 @@ def two_ranks(llama: str, disk: str) -> None:
     ("extra", "said"),
     [
         ({"tier": []}, "options are tiers, revision"),
-        ({"load_timeout": "soon"}, "load_timeout is 'soon'"),
+        ({"load_timeout": "soon"}, "load_timeout: 'soon' is no time"),
         ({"tiers": "memory://1GiB"}, "a list of URLs"),
         ({"tiers": ["nowhere://"]}, "no tier is called nowhere"),
     ],

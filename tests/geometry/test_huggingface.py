@@ -323,7 +323,7 @@ def test_a_file_that_holds_no_configuration(tmp_path: Path, content: bytes, mess
 def test_a_path_with_nothing_there(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=r"cannot read .*config.json: No such file"):
         KVGeometry.from_config(tmp_path)
-    with pytest.raises(UnsupportedModel, match="a local model directory"):
+    with pytest.raises(UnsupportedModel, match="a local directory is needed"):
         KVGeometry.from_config("meta-llama/Llama-3.1-8B")
     with pytest.raises(UnsupportedModel, match="cannot read"):
         KVGeometry.from_config("\0")

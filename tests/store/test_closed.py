@@ -77,6 +77,8 @@ CALLS: dict[type, dict[str, Callable[[Any], object]]] = {
         "knows": lambda s: s.knows(KEYS),
         "unknown": lambda s: s.unknown(KEYS),
         "sources": lambda s: s.sources(KEYS),
+        "losses": lambda s: s.losses(KEYS),
+        "own_bytes": lambda s: s.own_bytes(),
         "must_ask": lambda s: s.must_ask,
         "prefetch": lambda s: s.prefetch(KEYS, [100] * 4),
         "pin": lambda s: s.pin(KEYS, 1.0),
@@ -97,6 +99,7 @@ CALLS: dict[type, dict[str, Callable[[Any], object]]] = {
         "knows": lambda s: s.knows(IDS[0]),
         "holders": lambda s: s.holders(IDS),
         "losses_of": lambda s: s.losses_of(IDS),
+        "bytes_of": lambda s: s.bytes_of(space_of(Namespace())),
         "read": lambda s: s.read(IDS, [100] * 4, lambda at, raw: None),
         "read_back": lambda s: s.read_back(
             IDS, [100] * 4, lambda at, raw: None, levels=[0] * 4, limit=TailLimit()

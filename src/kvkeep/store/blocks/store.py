@@ -301,6 +301,7 @@ class BlockStore(Store):
 
         For keys that were not found. Queries no tier. Cost: some µs a key.
         """
+        self._tiered.check_open()
         return last_losses(self._tiered, [self._space + key for key in keys])
 
     def returns(self, block_tokens: int) -> BlockReturns:

@@ -323,6 +323,7 @@ class TieredStore(TieredReads):
 
         The memory in front, and tiers without a budget, are left out. Does no I/O.
         """
+        self.check_open()
         tiers = [tier for tier in self.tiers if tier.indexed]
         return {tier.name: tier.catalogue.spaces().get(space, 0) for tier in tiers}
 
