@@ -81,7 +81,7 @@ class Observed:
         self.metrics = ServerMetrics(self.watching.usage)
         self.metrics.watch(self._cache)
         self._notifier = Notifier(*self.watching.start())
-        self.what_if = PromptWatch.of(0.1, PAGE, PAGES, 256)
+        self.what_if = PromptWatch.of(0.1, PAGE, PAGES)
         self._core = self._cache._core
         self._none = np.empty(0, np.int32)
         self._rng = np.random.default_rng(0)
@@ -110,7 +110,7 @@ class Observed:
             self._free += gone.tolist()
             self._tell(Evicted(gone, "pressure"))
         self._tell(Opened(number, space, len(prompt), 0))
-        self.what_if.opened(prompt[:-1].tobytes(), self._none, space)
+        self.what_if.opened(prompt[:-1].tobytes(), self._none, space, 0)
         emit(RequestAdmitted(request, number, 0))
         if count:
             pages = np.array([self._free.pop() for _ in range(count)], np.int32)
