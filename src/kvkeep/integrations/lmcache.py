@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 from urllib.parse import quote
 
+from kvkeep.core.config_file import masked
 from kvkeep.core.errors import InvalidValue, MissingExtra, did_you_mean, require, told
 from kvkeep.integrations.lmcache_names import FAMILIES, NO_COUNTERPART, NOT_NEEDED, STATUS
 from kvkeep.store.tiers.opening import check_tiers
@@ -310,7 +311,7 @@ def _remote(work: _Work, value: object) -> tuple[Fate, str]:
         return "not needed", "it is off"
     if why := work.refused(url):
         return "no counterpart", why
-    return "translated", f"{_safe(url)}; records are kvkeep's own, so it begins empty"
+    return "translated", f"{masked('', url)}; records are kvkeep's own, so it begins empty"
 
 
 def _serde(work: _Work, value: object) -> tuple[Fate, str]:
@@ -412,18 +413,11 @@ def _bytes(gib: float) -> str:
     return f"{whole // 1024}GiB" if whole % 1024 == 0 and whole else f"{max(1, whole)}MiB"
 
 
-def _safe(url: str) -> str:
-    """Return ``url`` without its password."""
-    scheme, _, rest = url.partition("://")
-    before, at, after = rest.rpartition("@")
-    return f"{scheme}://{before.partition(':')[0] + ':…@' if at else ''}{after}"
-
-
 def _shown(name: str, value: object) -> str:
     if name == "extra_config" or isinstance(value, dict):
         return f"{len(value)} options" if isinstance(value, dict) else told(value, 40)
     if isinstance(value, str) and "://" in value:
-        return _safe(value)
+        return str(masked(name, value))
     if any(word in name for word in ("password", "secret", "token_", "api_key", "access_key")):
         return "…"
     if isinstance(value, bool):

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvkeep.bench.traces import Capture, Seen, Served
 from kvkeep.core.keys import Namespace
-from kvkeep.integrations.vllm.ends import AnswerEnds
+from kvkeep.integrations.vllm.ends import SUCCEEDED, AnswerEnds
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from kvkeep.integrations.vllm.groups import Groups
 
 __all__ = ["Recorder"]
-
-# By name: vLLM renumbers statuses from release to release.
-_SUCCEEDED = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"})
 
 
 class Recorder:
@@ -56,7 +53,7 @@ class Recorder:
         now = time.time()
         arrived = time.perf_counter() - (now - request.arrival_time)
         served = None
-        if request.status.name in _SUCCEEDED and first is not None:
+        if request.status.name in SUCCEEDED and first is not None:
             since = request.arrival_time
             served = Served(cached, loaded, max(0.0, first - since), max(0.0, now - since))
         self._capture.note(

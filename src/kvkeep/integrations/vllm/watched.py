@@ -14,6 +14,7 @@ from kvkeep.integrations.engine_status import EngineFacts, EngineStatus
 from kvkeep.integrations.loss_runs import loss_runs, misses_of
 from kvkeep.integrations.request_watch import WatchedLoad
 from kvkeep.integrations.status_options import loopback_names
+from kvkeep.integrations.vllm.ends import SUCCEEDED
 from kvkeep.integrations.vllm.keys import keys_of
 from kvkeep.integrations.vllm.messages import WorkerNews
 from kvkeep.integrations.vllm.scheduler import SchedulerSide
@@ -45,11 +46,10 @@ if TYPE_CHECKING:
 __all__ = ["WatchedSchedulerSide"]
 
 _LOG = logging.getLogger("kvkeep.vllm")
-# By name: vLLM renumbers statuses from release to release.
 _OUTCOMES: Final[dict[str, Outcome]] = {
-    "FINISHED_STOPPED": "done", "FINISHED_LENGTH_CAPPED": "done", "FINISHED_REPETITION": "done",
+    **dict.fromkeys(SUCCEEDED, "done"),
     "FINISHED_ABORTED": "aborted",
-}  # fmt: skip
+}
 
 
 class WatchedSchedulerSide(SchedulerSide):
