@@ -50,7 +50,9 @@ def test_costs_of_another_model_are_refused(tmp_path):
     assert json.loads(path.read_text())["model"] == "one"
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"tiers": 3}', '{"kvkeep_cost": "9"}', "[" * 9999])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"tiers": 3}', '{"kvkeep_cost": "9"}', "[" * 9999]
+)
 def test_damaged_files(tmp_path, caplog, text):
     path = tmp_path / "cost.json"
     path.write_text(text)
