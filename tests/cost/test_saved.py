@@ -11,7 +11,7 @@ import time
 import pytest
 
 from kvkeep.core.cost import CostFile, CostModel, PrefillCost, TransferCost
-from kvkeep.core.cost.files import OtherVersion
+from kvkeep.core.cost.files import OtherCostVersion
 from kvkeep.core.errors import InvalidValue
 
 
@@ -71,7 +71,7 @@ def test_a_file_of_another_version_stays_as_it_is(tmp_path, caplog):
     path = tmp_path / "cost.json"
     text = '{"kvkeep_cost": 9, "model": "m", "tiers": {}}'
     path.write_text(text)
-    with pytest.raises(OtherVersion, match=r"cost\.json: kvkeep_cost is 9; 1 is needed"):
+    with pytest.raises(OtherCostVersion, match=r"cost\.json: kvkeep_cost is 9; 1 is needed"):
         CostFile.open(path, "m")
     with caplog.at_level(logging.WARNING):
         assert CostFile.begin(path, "m") is None

@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-__all__ = ["VERSION", "OtherVersion", "check_version", "read_json", "write_json"]
+__all__ = ["VERSION", "OtherCostVersion", "check_version", "read_json", "write_json"]
 
 VERSION: Final = 1
 """Version of the format: the field ``kvkeep_cost`` of every file."""
 _MAX_FILE: Final = 1 << 20
 
 
-class OtherVersion(InvalidValue):
+class OtherCostVersion(InvalidValue):
     """A file of costs in a version of the format that this kvkeep does not read."""
 
 
@@ -27,7 +27,7 @@ def check_version(found: Mapping[str, object]) -> None:
     """Check the field ``kvkeep_cost`` of a file of costs.
 
     Raises:
-        OtherVersion: it is a whole number, and not this version.
+        OtherCostVersion: it is a whole number, and not this version.
         InvalidValue: it is missing, or no version.
     """
     if "kvkeep_cost" not in found:
@@ -35,7 +35,7 @@ def check_version(found: Mapping[str, object]) -> None:
     version = found["kvkeep_cost"]
     if type(version) is int and version == VERSION:
         return
-    kind = OtherVersion if type(version) is int else InvalidValue
+    kind = OtherCostVersion if type(version) is int else InvalidValue
     raise kind(
         f"kvkeep_cost is {told(version)}; {VERSION} is needed, as `kvkeep calibrate` writes it"
     )

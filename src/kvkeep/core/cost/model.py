@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvkeep.core.cost.files import (
     VERSION,
-    OtherVersion,
+    OtherCostVersion,
     check_version,
     read_json,
     write_json,
@@ -112,7 +112,7 @@ class CostModel:
         One with tiers may lack ``kvkeep_cost`` or all of prefill, as people write it.
 
         Raises:
-            OtherVersion: ``kvkeep_cost`` is another version.
+            OtherCostVersion: ``kvkeep_cost`` is another version.
             InvalidValue: it is neither of them.
         """
         if not isinstance(found, dict):
@@ -147,7 +147,7 @@ class CostModel:
         try:
             return cls.of(found)
         except InvalidValue as error:
-            kind = OtherVersion if isinstance(error, OtherVersion) else InvalidValue
+            kind = OtherCostVersion if isinstance(error, OtherCostVersion) else InvalidValue
             raise kind(f"{path}: {error}") from error
 
     def write(self, path: Path) -> None:

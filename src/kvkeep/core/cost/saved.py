@@ -6,7 +6,7 @@ import logging
 import threading
 from typing import TYPE_CHECKING
 
-from kvkeep.core.cost.files import OtherVersion
+from kvkeep.core.cost.files import OtherCostVersion
 from kvkeep.core.cost.model import CostModel
 from kvkeep.core.errors import InvalidValue, told
 
@@ -73,7 +73,7 @@ class CostFile:
         except OSError as error:
             log.warning("costs are not kept: cannot make %s: %s", path.parent, error.strerror)
             return None
-        except OtherVersion as error:
+        except OtherCostVersion as error:
             log.warning("costs are not kept: %s", error)
             return None
         except InvalidValue as error:
