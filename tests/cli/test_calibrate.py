@@ -62,7 +62,9 @@ def test_tiers_are_measured(tmp_path, capsys):
     assert found["tiers"]["file"]["write"]["seconds_per_byte"] > 0
     assert " on " in found["model"]
     left = {path.name for path in tmp_path.rglob("*") if path.is_file()}
-    assert left == {"cost.json", "FORMAT", "ledger", "budget"}, "what was written is deleted"
+    assert left == {"cost.json", "FORMAT", "ledger", "budget", "spaces"}, (
+        "what was written is deleted"
+    )
     for wrong, message in (
         (["--tier", "none://x"], "no tier is called none"),
         (["--tier", "file://"], "file"),
