@@ -10,8 +10,7 @@ import time
 
 import pytest
 
-from kvkeep.core.cost import CostFile, CostModel, PrefillCost, TransferCost
-from kvkeep.core.cost.files import OtherCostVersion
+from kvkeep.core.cost import CostFile, CostModel, OtherCostVersion, PrefillCost, TransferCost
 from kvkeep.core.errors import InvalidValue
 
 

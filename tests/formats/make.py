@@ -122,16 +122,20 @@ def keys(folder: Path) -> None:
 def store(folder: Path) -> None:
     shape: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 8, "dtype": "bfloat16"}
     options: dict[str, Any] = {"model": "tiny@1", "block_tokens": 4}
-    prompts = []
+    prompts, public = [], list(range(900, 908))
     with KVStore(
         KVGeometry(**shape),
         tiers=["memory://1MiB", f"file://{folder / 'store'}?size=16MiB&writes=1GB/day"],
         **options,
     ) as opened:
-        for seed, (tenant, count, tail, extra) in enumerate(
-            (("", 12, False, []), ("acme", 10, True, []), ("acme", 8, False, [(1, b"an image")]))
-        ):
+        opened.public.declare(public)
+        for seed, (tenant, count, tail, extra) in enumerate((
+            ("", 12, False, []), ("acme", 10, True, []), ("acme", 8, False, [(1, b"an image")]),
+            ("acme", 12, False, []),
+        )):  # fmt: skip
             tokens = [100 * seed + number for number in range(count)]
+            if seed == 3:
+                tokens[: len(public)] = public
             kv = numbers(seed, 2, 2, count, 2, 8)
             opened.put(tokens, kv, tenant=tenant, tail=tail, extra=extra, wait=True)
             prompts.append({
@@ -144,7 +148,7 @@ def store(folder: Path) -> None:
         notes = {space.hex(): note.decode() for space, note in backend.noted_spaces().items()}
     note(folder, "store.json", {
         "geometry": shape, "options": options, "prompts": prompts, "blocks": blocks,
-        "budget": 16 << 20, "written": 4096 * len(blocks), "spaces": notes,
+        "public": public, "budget": 16 << 20, "written": 4096 * len(blocks), "spaces": notes,
     })  # fmt: skip
 
 

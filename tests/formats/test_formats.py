@@ -115,7 +115,7 @@ def read_store(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     url = f"file://{place}?size=16MiB&writes=1GB/day"
     blocks = {bytes.fromhex(block): size for block, size in want["blocks"].items()}
 
-    (tier,) = command(capsys, "store", "stat", url)["tiers"]
+    (tier,) = command(capsys, "store", "stat", url, "--sample", "99")["tiers"]
     assert (tier["blocks"], tier["odd"]) == (len(blocks), 0)
     assert tier["last_budget"]["bytes"] == want["budget"]
     assert tier["last_budget"]["given"]
@@ -132,6 +132,7 @@ def read_store(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
     geometry = KVGeometry(**want["geometry"])
     with KVStore(geometry, tiers=["memory://1MiB", url], **want["options"]) as store:
+        store.public.declare(want["public"])
         for prompt in want["prompts"]:
             extra = [(at, plain(data)) for at, data in prompt["extra"]]
             kv, count = store.get(prompt["tokens"], tenant=prompt["tenant"], extra=extra)

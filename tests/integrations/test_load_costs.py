@@ -169,3 +169,22 @@ def test_files_of_costs(tmp_path: Path) -> None:
     write_costs(cost, str(given))
     os.utime(given, (time.time() + 120,) * 2)
     assert costs_in(str(given), "m").prefill.prefill_s(0, 1000) == pytest.approx(1.0)
+
+
+def test_learned_costs_of_another_version_stay(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given, learned = tmp_path / "cost.json", tmp_path / "cost.learned.json"
+    PrefillCost(seconds_per_token=1e-3).write(given)
+    newer = '{"kvkeep_cost": 2, "model": "m"}'
+    learned.write_text(newer)
+    cost = costs_in(str(given), "m")
+    assert cost.prefill.prefill_s(0, 1000) == pytest.approx(1.0)
+    write_costs(cost, str(given))
+    assert learned.read_text() == newer
+    assert "costs were not saved" in caplog.text
+    assert "kvkeep_cost is 2; 1 is needed" in caplog.text
+    learned.write_text("{")
+    write_costs(cost, str(given))
+    assert costs_in(str(given), "m").prefill.known
+    assert "kvkeep_cost" in learned.read_text(), "a damaged one is written anew"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from kvkeep.core.cost import CostModel
+from kvkeep.core.cost import CostModel, OtherCostVersion
 from kvkeep.core.errors import InvalidValue
 
 __all__ = ["costs_in", "write_costs"]
@@ -39,12 +39,27 @@ def costs_in(path: str, model: str) -> CostModel:
 
 
 def write_costs(cost: CostModel, path: str) -> None:
-    """Write what was learned beside the file that was given; nothing if ``path`` is empty."""
+    """Write what was learned beside the file that was given; nothing if ``path`` is empty.
+
+    A file of another version of the format stays as it is, and that is logged.
+    """
     if path and cost.prefill.known:
+        learned = _beside(Path(path))
         try:
-            cost.write(_beside(Path(path)))
+            _check_version(learned)
+            cost.write(learned)
         except InvalidValue as error:
             _LOG.warning("costs were not saved: %s", error)
+
+
+def _check_version(path: Path) -> None:
+    """Raise `OtherCostVersion` for a file of another version; a damaged one may be replaced."""
+    try:
+        CostModel.read(path)
+    except OtherCostVersion:
+        raise
+    except InvalidValue:
+        pass
 
 
 def _beside(path: Path) -> Path:

@@ -9,6 +9,7 @@ Overlap, take_turns              do both at once, of several prompts
 
 from __future__ import annotations
 
+from kvkeep.core.cost.files import OtherCostVersion
 from kvkeep.core.cost.fit import OnlineFit
 from kvkeep.core.cost.meeting import LoadablePrompt, Meeting, PrefixChoice, best_prefix, meet
 from kvkeep.core.cost.model import CostModel
@@ -29,6 +30,7 @@ __all__ = [
     "Measured",
     "Meeting",
     "OnlineFit",
+    "OtherCostVersion",
     "Overlap",
     "PrefillCost",
     "PrefixChoice",
