@@ -220,12 +220,8 @@ def write_tables(record: Mapping[str, Any]) -> None:
     page = PAGE.read_text()
     for name, table in tables(record).items():
         begin, end = marks(name)
-        page = re.sub(
-            f"{begin}.*{end}",
-            lambda _, text=f"{begin}\n{table}\n{end}": text,
-            page,
-            flags=re.DOTALL,
-        )
+        before, _, rest = page.partition(begin)
+        page = f"{before}{begin}\n{table}\n{end}{rest.partition(end)[2]}"
     PAGE.write_text(page)
 
 
