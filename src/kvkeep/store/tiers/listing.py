@@ -49,7 +49,7 @@ class Listing:
         calls: BackendCalls,
         known: KnownBlocks,
         losses: LossLog,
-        notes: Mapping[bytes, bytes],
+        notes: Mapping[bytes, bytes] | None,
         quarantine: Callable[[bytes, str], None],
     ) -> None:
         self.at = 0.0
@@ -59,7 +59,7 @@ class Listing:
         self._backend = calls.backend
         self._known = known
         self._losses = losses
-        self._notes = notes
+        self._notes = {} if notes is None else notes  # it may be empty yet, and filled later
         self._quarantine = quarantine
         self._running = threading.Lock()
         self._comparing = threading.Lock()

@@ -143,11 +143,7 @@ class Tier:
         self.records = RecordCodec(spec.codec, spec.codec_of)
         self._reader = RecordReader(self._calls, self._known, self.records, self.losses, self.reads)
         self._listing = Listing(
-            self._calls,
-            self._known,
-            self.losses,
-            {} if notes is None else notes,
-            self._reader.quarantine,
+            self._calls, self._known, self.losses, notes, self._reader.quarantine
         )
         self.order = WriteOrder(self.name, self._known, lambda: self.timeout)
         self._space = TierSpace(
