@@ -243,6 +243,15 @@ def test_metrics_and_alerts_that_the_page_names_exist(path: Path) -> None:
         assert f"alert: {alert}" in rules, alert
 
 
+def test_each_alert_leads_to_a_section() -> None:
+    rules = (ROOT / "deploy/prometheus/kvkeep-rules.yml").read_text()
+    rows = [
+        line for line in OPERATORS[1].read_text().splitlines() if "](troubleshooting.md#" in line
+    ]
+    for alert in re.findall(r"alert: (\w+)", rules):
+        assert any(f"`{alert}`" in row for row in rows), alert
+
+
 def test_counters_that_the_page_names_exist() -> None:
     known = (ROOT / "docs/store.md").read_text() + (ROOT / "docs/vllm.md").read_text()
     for name in ("drops", "dropped_tokens", "over_budget", "unread_tokens", "damaged", "refused",
