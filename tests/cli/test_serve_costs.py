@@ -40,7 +40,7 @@ def stopped(process):
 def test_a_restart_begins_with_what_was_learned(tmp_path):
     folder = tmp_path / "kvkeep" / "costs"
     with serving(XDG_CACHE_HOME=str(tmp_path)) as (process, url, _):
-        assert "kvkeep_cost" not in costs(url)
+        assert "seconds_per_token" not in costs(url)
         for number in range(6):
             ask(url, f"{number} " * 50)
         learned = costs(url)
@@ -59,7 +59,7 @@ def test_a_restart_begins_with_what_was_learned(tmp_path):
     assert [one.name for one in folder.iterdir()] == [file.name]
     # Another model, device or other tiers have a file of their own.
     with serving("--no-store", XDG_CACHE_HOME=str(tmp_path)) as (process, url, _):
-        assert "kvkeep_cost" not in costs(url)
+        assert "seconds_per_token" not in costs(url)
         ask(url, "more")
         stopped(process)
     assert len(list(folder.iterdir())) == 2

@@ -143,6 +143,7 @@ def test_stat_has_the_totals(url: str, capsys: pytest.CaptureFixture[str]) -> No
     assert answer["sample"] == {
         "records": 8,
         "bad": 0,
+        "other_version": 0,
         "codecs": {"raw": 5, "lossless": 3},
         "raw_bytes": 8 * 2 * PAYLOAD,
         "record_bytes": 8 * RECORD,
@@ -272,6 +273,11 @@ def test_another_format_version_is_not_damaged(
     answer = answered(capsys, "verify", url, "--repair")
     assert (answer["sound"], answer["other_version"], answer["bad"]) == (7, 1, 0)
     assert block(A, 0) in there(place)
+    sample = answered(capsys, "stat", url, "--sample", "8")["sample"]
+    assert (sample["records"], sample["other_version"], sample["bad"]) == (7, 1, 0)
+    assert "  1 of the records read are of another format version" in said(
+        capsys, "stat", url, "--sample", "8"
+    )
 
 
 def test_wrong_threads(url: str, capsys: pytest.CaptureFixture[str]) -> None:

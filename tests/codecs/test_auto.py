@@ -135,10 +135,13 @@ def test_wrong_settings_are_refused(text):
 def test_wrong_files_are_refused(tmp_path):
     with pytest.raises(InvalidValue, match="cannot read"):
         make_codec(f"auto:nats=1,figures={tmp_path / 'none'}", LLAMA)
-    for bad in ("", "[]", "{}", '{"kvkeep_codecs": 2}', "null", '{"kvkeep_codecs": 1}'):
+    for bad in ("", "[]", "{}", '{"kvkeep_codecs": "2"}', "null", '{"kvkeep_codecs": 1}'):
         (tmp_path / "f").write_text(bad)
         with pytest.raises(InvalidValue, match="no file of codecs"):
             make_codec(f"auto:nats=1,figures={tmp_path / 'f'}", LLAMA)
+    figures(tmp_path / "f", {"int8": 0.1}, kvkeep_codecs=2)
+    with pytest.raises(InvalidValue, match="in version 2; this kvkeep reads 1"):
+        make_codec(f"auto:nats=1,figures={tmp_path / 'f'}", LLAMA)
     own = f"auto:nats=1,figures={tmp_path / 'f'}"
     for nats in (
         {"int8": -1}, {"int8": float("nan")}, {"int8": "x"}, {"int8": 10**400}, {own: 0.1},

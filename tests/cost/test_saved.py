@@ -11,6 +11,7 @@ import time
 import pytest
 
 from kvkeep.core.cost import CostFile, CostModel, PrefillCost, TransferCost
+from kvkeep.core.cost.files import OtherCostVersion
 from kvkeep.core.errors import InvalidValue
 
 
@@ -49,7 +50,9 @@ def test_costs_of_another_model_are_refused(tmp_path):
     assert json.loads(path.read_text())["model"] == "one"
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"tiers": 3}', '{"kvkeep_cost": 9}', "[" * 9999])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"tiers": 3}', '{"kvkeep_cost": "9"}', "[" * 9999]
+)
 def test_damaged_files(tmp_path, caplog, text):
     path = tmp_path / "cost.json"
     path.write_text(text)
@@ -61,7 +64,20 @@ def test_damaged_files(tmp_path, caplog, text):
     assert "learned anew" in caplog.text
     assert not file.cost.prefill.known
     file.close()
-    assert json.loads(path.read_text()) == {"model": "m", "tiers": {}}
+    assert json.loads(path.read_text()) == {"kvkeep_cost": 1, "model": "m", "tiers": {}}
+
+
+def test_a_file_of_another_version_stays_as_it_is(tmp_path, caplog):
+    path = tmp_path / "cost.json"
+    text = '{"kvkeep_cost": 9, "model": "m", "tiers": {}}'
+    path.write_text(text)
+    with pytest.raises(OtherCostVersion, match=r"cost\.json: kvkeep_cost is 9; 1 is needed"):
+        CostFile.open(path, "m")
+    with caplog.at_level(logging.WARNING):
+        assert CostFile.begin(path, "m") is None
+    assert "costs are not kept" in caplog.text
+    assert "kvkeep_cost is 9; 1 is needed" in caplog.text
+    assert path.read_text() == text
 
 
 def test_folders(tmp_path, caplog):

@@ -332,7 +332,7 @@ def test_what_was_changed_just_now_is_not_remembered(tmp_path, cache_folder, mon
     "content",
     [
         b"", b"{", b"[]", b"7", b"\xff\xfe", b"[" * 100_000, b"{" + b" " * (1 << 20) + b"}",
-        b'{"version": 2, "digests": {}}', b'{"version": 1, "digests": []}',
+        b'{"version": "2", "digests": {}}', b'{"version": 1, "digests": []}',
     ],
 )  # fmt: skip
 def test_a_broken_memory_costs_time_only(tmp_path, cache_folder, content):
@@ -341,6 +341,17 @@ def test_a_broken_memory_costs_time_only(tmp_path, cache_folder, content):
     (cache_folder / "weights.json").write_bytes(content)
     assert weights_digest(tmp_path) == digest
     assert planted(cache_folder) == weights_digest(tmp_path)  # and it was made anew
+
+
+def test_the_memory_of_another_version_stays(tmp_path, cache_folder):
+    save_file(tensors(), tmp_path / "model.safetensors")
+    digest = weights_digest(tmp_path)
+    other = (cache_folder / "weights.json").read_text().replace('"version": 1', '"version": 2')
+    (cache_folder / "weights.json").write_text(other)
+    planted(cache_folder)
+    other = (cache_folder / "weights.json").read_text()
+    assert weights_digest(tmp_path) == digest
+    assert (cache_folder / "weights.json").read_text() == other
 
 
 @pytest.mark.parametrize("wrong", [7, "", "xyz", "g" * 32, "a" * 33, None])

@@ -59,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
     choose_threads(args)  # before torch is imported
     from kvkeep.bench.codecs import allocate, measure, sensitivities  # noqa: PLC0415 - torch
     from kvkeep.store.codecs import make_codec  # noqa: PLC0415
+    from kvkeep.store.codecs.auto import FIGURES_VERSION  # noqa: PLC0415
 
     probe = _probe(args, text)
     names = list(dict.fromkeys(args.codecs.split(",")))
@@ -83,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
             )
             advance(1)
     said = {
-        "kvkeep_codecs": 1,
+        "kvkeep_codecs": FIGURES_VERSION,
         "model": name_of(args.model),
         "parts": [list(part) for part in probe.shape.parts],
         "context": args.context,

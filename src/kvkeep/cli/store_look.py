@@ -17,7 +17,7 @@ from kvkeep.store.backends import WriteBudget
 from kvkeep.store.backends.budget import FileBucket
 from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.codecs import codec_name
-from kvkeep.store.tiers.record import BadRecord, RecordHeader, read_header
+from kvkeep.store.tiers.record import BadRecord, OtherVersion, RecordHeader, read_header
 
 if TYPE_CHECKING:
     import argparse
@@ -89,10 +89,11 @@ def _latest_first(space: NamespaceRecords) -> list[Listed]:
 
 
 class _Sample(NamedTuple):
-    """The headers of some records, and how many records were bad."""
+    """The headers of some records; how many more were bad, or of another format version."""
 
     headers: list[RecordHeader]
     bad: int
+    other_version: int
 
     @property
     def codecs(self) -> dict[str, int]:
@@ -128,6 +129,7 @@ def stat(place: OpenTier, args: argparse.Namespace) -> CommandResult:
         "sample": {
             "records": len(sample.headers),
             "bad": sample.bad,
+            "other_version": sample.other_version,
             "codecs": sample.codecs,
             "raw_bytes": sample.raw_bytes,
             "record_bytes": sample.record_bytes,
@@ -175,16 +177,18 @@ def _last_budget_row(found: dict[str, Any]) -> tuple[str, str]:
 def _sampled(place: OpenTier, records: list[Listed], count: int) -> _Sample:
     """Read ``count`` random records for their headers; a backend reads only whole records."""
     some = random.sample(records, 0 if place.is_raw else min(count, len(records)))
-    headers, bad = [], 0
+    headers, bad, other_version = [], 0, 0
     with bytes_progress("reading some records", of=sum(record.size for record in some)) as advance:
         for listed in some:
             record = place.backend.get(listed.block, aligned)
             try:
                 headers += [] if record is None else [read_header(record)]
+            except OtherVersion:
+                other_version += 1
             except BadRecord:
                 bad += 1
             advance(listed.size)
-    return _Sample(headers, bad)
+    return _Sample(headers, bad, other_version)
 
 
 def _by_age(records: list[Listed]) -> list[list[Listed]]:
@@ -224,6 +228,8 @@ def _totals(answer: dict[str, object], sample: _Sample) -> list[str]:
         ratio = sample.raw_bytes / sample.record_bytes
         smaller = f"; {ratio:.2f}× smaller than the KV" if ratio > 1.005 else ""
         lines.append(f"  codecs of {len(sample.headers)} records read: {codecs}{smaller}")
+    if sample.other_version:
+        lines.append(f"  {sample.other_version} of the records read are of another format version")
     if sample.bad:
         lines.append(f"  {sample.bad} of the records read are bad: see kvkeep store verify")
     return lines

@@ -6,14 +6,39 @@ import json
 import os
 from typing import TYPE_CHECKING, Any, Final
 
-from kvkeep.core.errors import InvalidValue
+from kvkeep.core.errors import InvalidValue, told
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
-__all__ = ["read_json", "write_json"]
+__all__ = ["VERSION", "OtherCostVersion", "check_version", "read_json", "write_json"]
 
+VERSION: Final = 1
+"""Version of the format: the field ``kvkeep_cost`` of every file."""
 _MAX_FILE: Final = 1 << 20
+
+
+class OtherCostVersion(InvalidValue):
+    """A file of costs in a version of the format that this kvkeep does not read."""
+
+
+def check_version(found: Mapping[str, object]) -> None:
+    """Check the field ``kvkeep_cost`` of a file of costs.
+
+    Raises:
+        OtherCostVersion: it is a whole number, and not this version.
+        InvalidValue: it is missing, or no version.
+    """
+    if "kvkeep_cost" not in found:
+        raise InvalidValue(f"kvkeep_cost is missing; a file of costs has {VERSION} there")
+    version = found["kvkeep_cost"]
+    if type(version) is int and version == VERSION:
+        return
+    kind = OtherCostVersion if type(version) is int else InvalidValue
+    raise kind(
+        f"kvkeep_cost is {told(version)}; {VERSION} is needed, as `kvkeep calibrate` writes it"
+    )
 
 
 def read_json(path: Path) -> object:

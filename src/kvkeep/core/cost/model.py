@@ -5,7 +5,13 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any, Final
 
-from kvkeep.core.cost.files import read_json, write_json
+from kvkeep.core.cost.files import (
+    VERSION,
+    OtherCostVersion,
+    check_version,
+    read_json,
+    write_json,
+)
 from kvkeep.core.cost.prefill import LearnedPrefill, PrefillCost
 from kvkeep.core.cost.transfer import LearnedTransfer, TransferCost
 from kvkeep.core.errors import InvalidValue, told
@@ -91,7 +97,7 @@ class CostModel:
                         **learned.cost.as_dict(), "error": learned.error,
                         "observations": learned.observations,
                     }  # fmt: skip
-        found: dict[str, Any] = {"model": self.model, "tiers": tiers}
+        found: dict[str, Any] = {"kvkeep_cost": VERSION, "model": self.model, "tiers": tiers}
         if self.prefill.known:
             found = {
                 **self.prefill.cost.as_dict(), "error": self.prefill.error,
@@ -101,9 +107,18 @@ class CostModel:
 
     @classmethod
     def of(cls, found: object) -> CostModel:
-        """Return the model of an `as_dict`, or of a `PrefillCost`'s. Raises `InvalidValue`."""
+        """Return the model of an `as_dict`, or of a `PrefillCost`'s.
+
+        One with tiers may lack ``kvkeep_cost`` or all of prefill, as people write it.
+
+        Raises:
+            OtherCostVersion: ``kvkeep_cost`` is another version.
+            InvalidValue: it is neither of them.
+        """
         if not isinstance(found, dict):
             raise InvalidValue(f"costs are an object, got {told(found)}")
+        if "kvkeep_cost" in found or "tiers" not in found:
+            check_version(found)
         tiers, model = found.get("tiers", {}), found.get("model", "")
         if not isinstance(tiers, dict) or not all(isinstance(one, dict) for one in tiers.values()):
             raise InvalidValue(f"tiers are objects with read and write, got {told(tiers)}")
@@ -118,20 +133,22 @@ class CostModel:
                     costs[name] = TransferCost.of(one[kind])
                 except InvalidValue as error:
                     raise InvalidValue(f"tier {told(name)}, {kind}: {error}") from error
-        prefill = PrefillCost.of(found) if "kvkeep_cost" in found or "tiers" not in found else None
+        has_prefill = "tiers" not in found or not found.keys().isdisjoint(PrefillCost.__slots__)
+        prefill = PrefillCost.of(found) if has_prefill else None
         return cls(prefill, reads=known["read"], writes=known["write"], model=model)
 
     @classmethod
     def read(cls, path: Path) -> CostModel:
         """Read a file that `write` or ``kvkeep calibrate`` wrote.
 
-        Raises `InvalidValue` with its name.
+        Raises as `of`, with its name.
         """
         found = read_json(path)
         try:
             return cls.of(found)
         except InvalidValue as error:
-            raise InvalidValue(f"{path}: {error}") from error
+            kind = OtherCostVersion if isinstance(error, OtherCostVersion) else InvalidValue
+            raise kind(f"{path}: {error}") from error
 
     def write(self, path: Path) -> None:
         """Write a file, whole or not at all. Raises `InvalidValue` if it cannot be written."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvkeep.core.cost.files import read_json, write_json
+from kvkeep.core.cost.files import VERSION, check_version, read_json, write_json
 from kvkeep.core.cost.fit import OnlineFit, non_negative
 from kvkeep.core.errors import InvalidValue, told
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Fit", "LearnedPrefill", "Measured", "PrefillCost"]
 
-_VERSION = 1
 _MAX_VALUE = 1e12
 _MAX_NAME = 512
 _SEEDED = ((0, 64), (0, 1024), (0, 8192), (8128, 8192), (4096, 8192))  # spans that show a seed
@@ -132,21 +131,14 @@ class PrefillCost:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the cost for JSON; `of` reads it."""
-        return {"kvkeep_cost": _VERSION, **asdict(self)}
+        return {"kvkeep_cost": VERSION, **asdict(self)}
 
     @classmethod
     def of(cls, found: object) -> PrefillCost:
         """Return the cost of an `as_dict`. Raises `InvalidValue`."""
         if not isinstance(found, dict):
             raise InvalidValue(f"a cost is an object, got {told(found)}")
-        if "kvkeep_cost" not in found:
-            raise InvalidValue(f"kvkeep_cost is missing; a file of costs has {_VERSION} there")
-        version = found["kvkeep_cost"]
-        if isinstance(version, bool) or version != _VERSION:
-            raise InvalidValue(
-                f"kvkeep_cost is {told(version)}; {_VERSION} is needed, as `kvkeep calibrate` "
-                "writes it"
-            )
+        check_version(found)
         if "seconds_per_token" not in found:
             raise InvalidValue("seconds_per_token is missing")
         known = {key: found[key] for key in (*_NUMBERS, "name") if key in found}

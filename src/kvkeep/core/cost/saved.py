@@ -6,6 +6,7 @@ import logging
 import threading
 from typing import TYPE_CHECKING
 
+from kvkeep.core.cost.files import OtherCostVersion
 from kvkeep.core.cost.model import CostModel
 from kvkeep.core.errors import InvalidValue, told
 
@@ -63,13 +64,17 @@ class CostFile:
     def begin(cls, path: Path, model: str, *, every_s: float = 300.0) -> Self | None:
         """Return `open`'s file in a folder that is made if need be; begun anew if it is damaged.
 
-        None, with a warning in the log, if there can be no such folder.
+        None, with a warning in the log, if there can be no such folder, or if the file is of
+        another version of the format: that stays as it is.
         """
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             return cls.open(path, model, every_s=every_s)
         except OSError as error:
             log.warning("costs are not kept: cannot make %s: %s", path.parent, error.strerror)
+            return None
+        except OtherCostVersion as error:
+            log.warning("costs are not kept: %s", error)
             return None
         except InvalidValue as error:
             log.warning("costs are learned anew: %s", error)

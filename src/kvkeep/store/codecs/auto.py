@@ -28,10 +28,12 @@ if TYPE_CHECKING:
     from kvkeep.store.codecs.base import BlockShape
 
 __all__ = [
-    "AutoCodec", "AutoSetting", "CodecSpeed", "candidates", "choose", "read_nats",
-    "seconds_to_read",
+    "FIGURES_VERSION", "AutoCodec", "AutoSetting", "CodecSpeed", "candidates", "choose",
+    "read_nats", "seconds_to_read",
 ]  # fmt: skip
 
+FIGURES_VERSION: Final = 1
+"""Version of the file that ``kvkeep codec measure`` writes: its field ``kvkeep_codecs``."""
 _EXACT: Final = ("raw", "lossless")
 _UNNUMBERED: Final = -1
 _SEALED: Final = 0xFFFF  # above every encrypted codec's
@@ -126,14 +128,22 @@ def read_nats(path: Path, shape: BlockShape) -> dict[str, float]:
         with open(path, "rb", opener=nonblocking) as file:
             text = file.read(_MOST_FILE + 1) or b""
         found: Any = json.loads(text) if len(text) <= _MOST_FILE else None
-        if found["kvkeep_codecs"] != 1:
-            raise KeyError
+        version = found["kvkeep_codecs"]
+        if type(version) is not int:
+            raise TypeError
+        if version != FIGURES_VERSION:
+            raise InvalidValue(
+                f"{path} has figures of codecs in version {version}; this kvkeep reads "
+                f"{FIGURES_VERSION}"
+            )
         parts = [list(map(int, part)) for part in found["parts"]]
         nats = {str(one["codec"]): float(one["nats"]) for one in found["codecs"]}
         if not all(0 <= value < math.inf for value in nats.values()):
             raise ValueError
         if any(name.partition(":")[0] == AutoCodec.name for name in nats):
             raise ValueError  # it would choose among codecs that may be itself
+    except InvalidValue:
+        raise
     except OSError as error:
         raise InvalidValue(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:

@@ -1,7 +1,8 @@
 """A cache of weight digests, by the identity of the files.
 
 It is one small JSON file in the user's cache directory, which holds digests of paths, not paths. If
-it is damaged, not writable or foreign, digests are made again: that costs time only.
+it is damaged, not writable or foreign, digests are made again: that costs time only. A damaged file
+is replaced; one of another version stays as it is, since another kvkeep uses it.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class WeightsCache:
 
     def find(self, key: str) -> str | None:
         """Return the digest under ``key``, or None."""
-        return self._read().get(key)
+        return (self._read() or {}).get(key)
 
     def remember(self, key: str, digest: str, files: list[FileIdentity]) -> None:
         """Store ``digest``, unless one of ``files`` changed within the last seconds."""
@@ -89,13 +90,16 @@ class WeightsCache:
         if self._file is None or newest > time.time_ns() - _SETTLED_NS:
             return
         entries = self._read()
+        if entries is None:
+            return
         entries.pop(key, None)
         entries[key] = digest  # at the end, with the latest
         kept = dict(list(entries.items())[-_ENTRIES:])
         with contextlib.suppress(OSError):  # a read-only home: the digest is made again next time
             _replace(self._file, json.dumps({"version": _VERSION, "digests": kept}))
 
-    def _read(self) -> dict[str, str]:
+    def _read(self) -> dict[str, str] | None:
+        """Return the entries; None if the file is of another version."""
         if self._file is None:
             return {}
         try:
@@ -105,7 +109,9 @@ class WeightsCache:
         except (OSError, ValueError, RecursionError):
             return {}
         match found:
-            case {"version": 1, "digests": dict(digests)}:
+            case {"version": int(version)} if version != _VERSION:
+                return None
+            case {"version": int(), "digests": dict(digests)}:
                 return {
                     key: digest
                     for key, digest in digests.items()

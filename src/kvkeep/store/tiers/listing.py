@@ -59,7 +59,7 @@ class Listing:
         self._backend = calls.backend
         self._known = known
         self._losses = losses
-        self._notes = {} if notes is None else notes  # it may be empty yet, and filled later
+        self._notes = {} if notes is None else notes  # filled later: an empty one is kept
         self._quarantine = quarantine
         self._running = threading.Lock()
         self._comparing = threading.Lock()

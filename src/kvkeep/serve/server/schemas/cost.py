@@ -63,7 +63,7 @@ class CostResponse(ResponseModel):
     seconds_per_token_pair · (b² - a²) / 2. Fields of prefill are left out while nothing is known.
     """
 
-    kvkeep_cost: int | None = None
+    kvkeep_cost: int = Field(description="Version of the format.")
     seconds_fixed: float | None = None
     seconds_per_token: float | None = None
     seconds_per_token_pair: float | None = None

@@ -112,6 +112,11 @@ def _check_format(directory: RecordDirectory, names: Collection[str], *, known: 
     found = _head(directory.format, 64)
     if found == _FORMAT:
         return
+    if found and _FORMAT.startswith(found):
+        raise InvalidValue(
+            f"{directory.format} is cut short: it has {len(found)} of the {len(_FORMAT)} bytes "
+            f"{_FORMAT!r}; write these, or delete the directory"
+        )
     if found.startswith(b"kvkeep blocks "):
         raise InvalidValue(
             f"{directory.root} holds {found.decode('ascii', 'replace').strip()!r} and this kvkeep "

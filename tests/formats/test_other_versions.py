@@ -1,0 +1,388 @@
+"""Files of versions that are not written yet, with unknown fields, or cut short.
+
+Each is refused by name, or is a counted miss, as its reader's contract says; what is read of it is
+never something else. Nothing is deleted or replaced that another version may need.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+import xxhash
+from test_formats import NEWEST, SHAPE, arena_at, bytes_of, command, expected, plain, private
+
+from kvkeep import InvalidValue
+from kvkeep.bench.traces import open_trace
+from kvkeep.cli import main
+from kvkeep.core.cost import CostModel, PrefillCost
+from kvkeep.core.geometry import KVGeometry
+from kvkeep.core.keys import SPACE_BYTES, chain_keys
+from kvkeep.core.tokens import as_tokens
+from kvkeep.serve.kv_events.wire import decode
+from kvkeep.store import KVStore
+from kvkeep.store.backends import WriteBudget
+from kvkeep.store.backends.budget import OverBudget
+from kvkeep.store.backends.disk import DiskBackend
+from kvkeep.store.backends.shm import ShmBackend
+from kvkeep.store.codecs.auto import read_nats
+from kvkeep.store.codecs.basis import load_basis
+from kvkeep.store.identity.weights_cache import WeightsCache
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+WANT = expected(NEWEST, "store.json")
+PROMPT = WANT["prompts"][0]
+
+
+def changed(path: Path, at: int, content: bytes) -> bytes:
+    """Write other bytes at an offset of ``path``; return all of them."""
+    data = bytearray(path.read_bytes())
+    data[at : at + len(content)] = content
+    path.write_bytes(data)
+    return bytes(data)
+
+
+def resealed(path: Path, at: int, content: bytes) -> bytes:
+    """The same in a record's header, whose checksum is right again."""
+    head = bytearray(changed(path, at, content)[:128])
+    return changed(path, 120, xxhash.xxh3_64_digest(bytes(head[:120])))
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+# --- directories of disk tiers ---------------------------------------------------------------
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return private(NEWEST / "store", tmp_path / "store")
+
+
+def opened(place: Path, options: str = "?size=16MiB") -> KVStore:
+    tiers = ["memory://1MiB", f"file://{place}{options}"]
+    return KVStore(KVGeometry(**WANT["geometry"]), tiers=tiers, **WANT["options"])
+
+
+def files_of(place: Path) -> list[Path]:
+    """The records of the first prompt's three blocks."""
+    with opened(place) as store:
+        root = store.root()
+    keys = chain_keys(root[SPACE_BYTES:], as_tokens(PROMPT["tokens"]).tobytes(), 16)
+    files = [place / root[:SPACE_BYTES].hex() / key.hex() for key in keys]
+    assert all(file.exists() for file in files)
+    return files
+
+
+def got(store: KVStore) -> int:
+    """The tokens that the store has of the first prompt, each as it was put."""
+    kv, count = store.get(PROMPT["tokens"])
+    if count:
+        whole = plain(PROMPT["kv"])
+        shape = (4, len(PROMPT["tokens"]), -1)  # layers, K and V; tokens
+        rows = [whole[at : at + len(whole) // 4] for at in range(0, len(whole), len(whole) // 4)]
+        size = len(rows[0]) // shape[1] * count
+        assert bytes_of(kv) == b"".join(row[:size] for row in rows)
+    return count
+
+
+@pytest.mark.parametrize(
+    ("at", "content"),
+    [(8, b"\x02\0"), (10, b"\x27\0"), (12, b"\x02\0\0\0")],
+    ids=["version 2", "codec 39", "unknown flags"],
+)
+def test_a_record_of_another_version_is_a_counted_miss_and_stays(
+    place: Path, at: int, content: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = files_of(place)[1]
+    newer = resealed(file, at, content)
+    with opened(place) as store:
+        assert got(store) == 4
+        counters = store.stats().tiers[1].counters
+        assert (counters["refused"], counters["damaged"]) == (1, 0)
+        store.check()
+    (tier,) = command(capsys, "store", "verify", f"file://{place}", "--repair")["tiers"]
+    assert tier["bad"] == 0
+    assert tier["other_version"] == (at != 10)  # of an unknown codec, the record itself is sound
+    (tier,) = command(capsys, "store", "stat", f"file://{place}", "--sample", "99")["tiers"]
+    assert tier["sample"]["codecs"].get("codec 39") == (1 if at == 10 else None)
+    assert file.read_bytes() == newer
+
+
+def test_storing_the_same_block_replaces_a_record_of_another_version(place: Path) -> None:
+    """One name has one record; a newer version reads those of this one."""
+    file = files_of(place)[0]
+    before = file.read_bytes()
+    resealed(file, 8, b"\x02\0")
+    kv = plain(PROMPT["kv"])
+    with opened(place) as store:
+        assert got(store) == 0
+        import torch
+
+        tensor = torch.frombuffer(bytearray(kv), dtype=torch.bfloat16).view(2, 2, 12, 2, 8)
+        store.put(PROMPT["tokens"], tensor, wait=True)
+        store.flush()
+    assert file.read_bytes() == before
+    with opened(place) as store:
+        assert got(store) == 12
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_records_of_another_version_are_evicted_by_their_age_as_all_are(
+    place: Path, ours_first: bool
+) -> None:
+    """They take room, so they count within the budget; the latest used stay, whoever wrote them."""
+    theirs = files_of(place)
+    for file in theirs:
+        resealed(file, 8, b"\x02\0")
+    everything = sorted(place.glob("?" * 32 + "/*"))
+    ours = [file for file in everything if file not in theirs]
+    for age, file in enumerate([*ours, *theirs] if ours_first else [*theirs, *ours]):
+        os.utime(file, (age, 1_700_000_000 + age))
+    with opened(place, "?size=4096") as store:  # 4,864 bytes are there
+        store._tiered.tiers[0].reading.wait(20)
+        store.check()
+    gone = [file for file in everything if not file.exists()]
+    assert gone == [ours[0] if ours_first else theirs[0]]
+
+
+def test_a_directory_of_another_version_is_refused_and_not_changed(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "FORMAT").write_bytes(b"kvkeep blocks 2\n")
+    before = contents(place)
+    with pytest.raises(InvalidValue, match="'kvkeep blocks 2' and this kvkeep writes 'kvkeep blo"):
+        opened(place)
+    for action in (["stat"], ["verify", "--repair"], ["gc", "--size", "0"], ["rm", "--all"]):
+        assert main(["store", action[0], f"file://{place}", *action[1:]]) == 2
+        assert "kvkeep blocks 2" in capsys.readouterr().err
+    assert contents(place) == before
+
+
+@pytest.mark.parametrize("size", range(0, 16, 3))
+def test_a_format_file_cut_short_is_refused(place: Path, size: int) -> None:
+    os.truncate(place / "FORMAT", size)
+    if not size:  # a directory whose maker was killed
+        with opened(place) as store:
+            assert got(store) == 12
+        assert (place / "FORMAT").read_bytes() == b"kvkeep blocks 1\n"
+        return
+    with pytest.raises(InvalidValue, match=f"FORMAT is cut short: it has {size} of the 16 bytes"):
+        opened(place)
+    assert (place / "FORMAT").stat().st_size == size
+
+
+@pytest.mark.parametrize("content", [b"", b"kvled", b"kvledgr2" + b"\xff" * 56])
+def test_a_ledger_that_is_not_understood_is_counted_anew(place: Path, content: bytes) -> None:
+    (place / "ledger").write_bytes(content)
+    with DiskBackend(place) as backend:
+        assert backend.used() == 4096 * len(WANT["blocks"])
+    with opened(place) as store:
+        assert got(store) == 12
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"kvkeep budg", b"kvkeep budget 8192 given 1 more\n", b"kvkeep budget2 8192"]
+)
+def test_a_budget_that_is_not_understood_is_none_and_evicts_nothing(
+    place: Path, content: bytes
+) -> None:
+    (place / "budget").write_bytes(content)
+    with DiskBackend(place) as backend:
+        assert backend.last_budget() is None
+    with opened(place, "") as store:
+        assert got(store) == 12
+    assert len(list(place.glob("?" * 32 + "/*"))) == len(WANT["blocks"])
+
+
+@pytest.mark.parametrize("content", [b"kvwrite2" + b"\0" * 44, b"kvwrites" + b"\0" * 20, b"kv"])
+def test_a_write_budget_that_is_not_understood_is_spent(place: Path, content: bytes) -> None:
+    """Rather no writes for a while than more than the disk shall bear."""
+    (place / "writes").write_bytes(content)
+    with DiskBackend(place) as backend:
+        backend.limit_writes(WriteBudget.parse("1GB/day"))
+        with pytest.raises(OverBudget):
+            backend.put(bytes(48), memoryview(bytes(100 << 20)))
+
+
+def test_notes_of_another_version_are_skipped_and_stay(place: Path) -> None:
+    space = bytes(range(16))
+    lines = b'%s {"format": "kvkeep namespace 2", "names": 5}\nno note at all\n'
+    lines = lines % space.hex().encode() + (place / "spaces").read_bytes()
+    (place / "spaces").write_bytes(lines)
+    with opened(place) as store:
+        assert got(store) == 12
+        store.put([9, 9, 9, 9], _zeros(), tenant="new", wait=True)
+    now = (place / "spaces").read_bytes()
+    assert now.startswith(lines)
+    assert now.count(b"\n") == lines.count(b"\n") + 1
+
+
+def _zeros() -> Any:
+    import torch
+
+    return torch.zeros(2, 2, 4, 2, 8, dtype=torch.bfloat16)
+
+
+def test_a_record_cut_short_is_quarantined(place: Path) -> None:
+    file = files_of(place)[0]
+    whole = file.read_bytes()
+    for size in (1, 64, 127, 128, 300, len(whole) - 1):
+        file.write_bytes(whole[:size])
+        with opened(place) as store:
+            assert got(store) == 0
+            assert store.stats().tiers[1].counters["damaged"] == 1
+        assert not file.exists()
+
+
+# --- memory of a node ------------------------------------------------------------------------
+
+
+def test_an_arena_of_another_version_or_cut_short_is_refused_and_stays(tmp_path: Path) -> None:
+    import zlib
+
+    path = arena_at(NEWEST, tmp_path)
+    whole = path.read_bytes()
+    head = whole[:8] + b"\x02" + whole[9:48]
+    newer = head + zlib.crc32(head).to_bytes(4, "little") + whole[52:]
+    cut = [whole[:size] for size in (10, 100, 5000, len(whole) - 1)]
+    cases = [(newer, "version 2; this kvkeep reads 1")]
+    cases += [(one, r"no shared arena|truncated") for one in cut]
+    for content, said in cases:
+        path.write_bytes(content)
+        with pytest.raises(InvalidValue, match=said):
+            ShmBackend(None, directory=str(tmp_path))
+        with pytest.raises(InvalidValue, match=said):
+            ShmBackend(64 << 10, directory=str(tmp_path))
+        assert path.read_bytes() == content
+
+
+# --- files -----------------------------------------------------------------------------------
+
+
+def test_a_basis_of_another_version_or_cut_short(tmp_path: Path) -> None:
+    whole = (NEWEST / "random.basis").read_bytes()
+    path = tmp_path / "b"
+    path.write_bytes(whole[:8] + b"\x02" + whole[9:])
+    with pytest.raises(InvalidValue, match="a basis of version 2; this kvkeep reads 1"):
+        load_basis(path)
+    for size in [*range(0, len(whole), 97), len(whole) - 1]:
+        path.write_bytes(whole[:size])
+        with pytest.raises(InvalidValue, match=r"no basis|should have"):
+            load_basis(path)
+
+
+def test_a_trace_of_another_version(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "t.jsonl"
+    text = (NEWEST / "trace.jsonl").read_text()
+    path.write_text(text.replace('"kvkeep_trace":1', '"kvkeep_trace":2'))
+    with pytest.raises(InvalidValue, match="kvkeep_trace is 2, not 1"):
+        open_trace(path)
+    assert main(["replay", str(path), "--capacity", "64"]) == 2
+    assert "kvkeep_trace is 2, not 1" in capsys.readouterr().err
+
+
+def test_unknown_fields_of_a_trace_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    lines = (NEWEST / "trace.jsonl").read_text().replace("}\n", ',"a_new_field":[1]}\n')
+    path.write_text(lines)
+    whole = list(open_trace(NEWEST / "trace.jsonl"))
+    assert [request.units.tolist() for request in open_trace(path, strict=True)] == [
+        request.units.tolist() for request in whole
+    ]
+
+
+@pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
+def test_a_trace_cut_short_gives_its_beginning(tmp_path: Path, name: str) -> None:
+    whole = (NEWEST / name).read_bytes()
+    want = [(one.time, one.units.tolist()) for one in open_trace(NEWEST / name)]
+    path = tmp_path / name
+    for size in range(0, len(whole), 61):
+        path.write_bytes(whole[:size])
+        try:
+            trace = open_trace(path)
+            found = [(one.time, one.units.tolist()) for one in trace]
+        except InvalidValue:
+            continue
+        assert found == want[: len(found)]
+        if name.endswith("gz"):
+            assert trace.skipped == 1
+        else:
+            assert len(found) + trace.skipped == len(whole[:size].splitlines()) - 1
+
+
+def test_costs_of_another_version_or_cut_short(tmp_path: Path) -> None:
+    for name in ("cost.json", "reads.json", "prefill.json"):
+        text = (NEWEST / name).read_text()
+        path = tmp_path / name
+        path.write_text(text.replace('"kvkeep_cost": 1', '"kvkeep_cost": 2'))
+        for read in (CostModel.read, PrefillCost.read):
+            with pytest.raises(InvalidValue, match=rf"{name}: kvkeep_cost is 2; 1 is needed"):
+                read(path)
+        path.write_text(text.replace("{", '{"a_new_field": 1,', 1))
+        assert CostModel.read(path).as_dict() == CostModel.read(NEWEST / name).as_dict()
+        for size in range(len(text.rstrip())):
+            path.write_text(text[:size])
+            with pytest.raises(InvalidValue, match=name):
+                CostModel.read(path)
+
+
+def test_figures_of_another_version_or_cut_short(tmp_path: Path) -> None:
+    text = (NEWEST / "figures.json").read_text()
+    path = tmp_path / "f.json"
+    path.write_text(text.replace('"kvkeep_codecs":1', '"kvkeep_codecs":2'))
+    with pytest.raises(InvalidValue, match="in version 2; this kvkeep reads 1"):
+        read_nats(path, SHAPE)
+    for size in range(len(text.rstrip())):
+        path.write_text(text[:size])
+        with pytest.raises(InvalidValue, match="no file of codecs"):
+            read_nats(path, SHAPE)
+
+
+def test_a_cache_of_weights_of_another_version_or_cut_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(private(NEWEST / "cache", tmp_path / "cache")))
+    path = tmp_path / "cache" / "kvkeep" / "weights.json"
+    key, text = expected(NEWEST, "weights.json")["key"], path.read_text()
+    other = text.replace('"version": 1', '"version": 2')
+    path.write_text(other)
+    assert WeightsCache().find(key) is None
+    WeightsCache().remember("11" * 16, "22" * 16, [])
+    assert path.read_text() == other
+    for size in range(len(text)):
+        path.write_text(text[:size])
+        assert WeightsCache().find(key) is None
+    WeightsCache().remember(key, "22" * 16, [])
+    assert WeightsCache().find(key) == "22" * 16
+
+
+def test_events_that_are_not_known_are_counted() -> None:
+    payload = (NEWEST / "events.bin").read_bytes()
+    whole, _ = decode(payload)
+    ts, events, rank = msgspec.msgpack.decode(payload)
+    events[1] = {"type": "BlockMoved", "block_hashes": [1]}
+    events[0]["a_new_field"] = 1
+    batch, skipped = decode(msgspec.msgpack.encode([ts, events, rank]))
+    assert skipped == 1
+    assert batch.events == [whole.events[0], *whole.events[2:]]
+    for size in range(len(payload)):
+        with pytest.raises(InvalidValue, match="not a batch of KV events"):
+            decode(payload[:size])
+
+
+def test_settings_that_are_not_known_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "settings.toml"
+    text = (NEWEST / "settings.toml").read_text()
+    path.write_text(text.replace("port = 8000", "port = 8000\na-new-option = 1"))
+    assert main(["config", "check", str(path)]) != 0
+    said = "".join(capsys.readouterr())
+    assert "a-new-option" in said
+    assert "Traceback" not in said
