@@ -46,6 +46,10 @@ NOT_NEEDED: Final[dict[str, str]] = {
     "enable_chunk_statistics": "statistics are always counted",
     "chunk_statistics_auto_start_statistics": "statistics are always counted",
     "blend_special_str": "blending has no counterpart",
+    "use_experimental": "there is one connector",
+    "use_native": "there is one connector",
+    "lmcache_rpc_port": "the scheduler asks the workers through the engine",
+    "discard_partial_chunks": "whole blocks are stored",
     "track_usage": "kvkeep sends nothing to anybody",
     "log_level": "VLLM_LOGGING_LEVEL, and the logger kvkeep",
 }
@@ -82,6 +86,7 @@ FAMILIES: Final[dict[str, str]] = {
     "hidden_state": "enable_hidden_state_cache",
     "max_hidden_state": "enable_hidden_state_cache",
     "mp_": "mp_host",
+    "mp.": "mp_host",
     "ec_": "enable_hidden_state_cache",
     "chunk_statistics_": "chunk_statistics_auto_start_statistics",
     "audit_": "runtime_plugin_locations",
