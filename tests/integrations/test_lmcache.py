@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -271,6 +273,21 @@ def test_a_connector_of_the_server_inside_another_one(capsys):
     assert rows["mp.host"].fate == rows["mp.port"].fate == "no counterpart"
     assert main(["translate", json.dumps(outer)]) == 0
     assert "in place of LMCache's entry in MultiConnector" in capsys.readouterr().out
+
+
+def test_the_page_shows_what_is_printed(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "from-lmcache.md"
+    (shown,) = re.findall(r"^```text\n(.*?)^```", page.read_text("utf-8"), re.M | re.DOTALL)
+    extra = {
+        "lmcache.remote_url": "redis-cluster://u:p@h1:6379,h2:6379",
+        "lmcache.local_disk": "/mnt/kv",
+        "lmcache.max_local_disk_size": 100,
+        "lmcache.chunk_size": 256,
+    }
+    given = {"kv_connector": "LMCacheConnectorV1", "kv_connector_extra_config": extra}
+    assert main(["translate", json.dumps(given), "--tp", "8"]) == 0
+    assert capsys.readouterr().out.startswith(shown)
 
 
 @pytest.mark.parametrize(

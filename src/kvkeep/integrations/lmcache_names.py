@@ -57,6 +57,7 @@ NOT_NEEDED: Final[dict[str, str]] = {
 
 NO_COUNTERPART: Final[dict[str, str]] = {
     "enable_blending": "KV is reused behind equal prefixes alone, so answers are exact",
+    "skip_save": "the kv_role kv_consumer stores nothing; for one request \"store\": false",
     "enable_p2p": "instances share a tier instead: valkey:// or an object store",
     "enable_pd": "vLLM's own connectors move KV from prefill to decode; MultiConnector takes both",
     "storage_plugins": "other packages register tiers as entry points (kvkeep.backends)",
