@@ -8,8 +8,10 @@ from __future__ import annotations
 import logging
 import re
 import socket
+import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,6 +126,24 @@ def test_speed_and_space_of_a_place(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert is_shown(space)
 
 
+def test_a_full_filesystem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = tmp_path / "kv"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("only root can mount a small filesystem")
+    try:
+        with stored(place) as store:
+            put(store)
+        with (place / "tmp" / "other").open("wb", buffering=0) as other, suppress(OSError):
+            while other.write(bytes(1024)):
+                pass
+        lines = said(capsys, "doctor", f"file://{place}?size=1MiB", "--seconds", "0", code=1)
+        assert is_shown(next(line for line in lines.splitlines() if "has no room" in line))
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
 def test_more_kv_than_memory_holds(tmp_path: Path, log: Callable[[str], str]) -> None:
     slow = FaultyBackend(DiskBackend(tmp_path / "kv", capacity=1 << 26, sync="never"))
     slow.timeout = 60.0
@@ -198,6 +218,12 @@ def test_what_ends_the_start_of_a_server(
     (place / "notes.txt").write_text("not ours")
     with pytest.raises(InvalidValue) as raised:
         stored(place)
+    assert is_shown(f"kvkeep: error: {raised.value}")
+    with stored(tmp_path / "2" / "kv"):
+        pass
+    (tmp_path / "2" / "kv" / "FORMAT").write_text("kvkeep blocks 2\n")
+    with pytest.raises(InvalidValue) as raised:
+        stored(tmp_path / "2" / "kv")
     assert is_shown(f"kvkeep: error: {raised.value}")
     with socket.create_server(("127.0.0.1", 0)) as used:
         port = str(used.getsockname()[1])
