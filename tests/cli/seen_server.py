@@ -14,9 +14,10 @@ from kvkeep.core.cache import PagedCache
 from kvkeep.serve.engine import Engine, Runner, Tokenizer
 from kvkeep.serve.models import bundled_model
 from kvkeep.serve.server import Listener, ServerSettings, bind, create_app, url_of
+from kvkeep.store import KVStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 SYSTEM = (
     "You are a helpful assistant. It is {time}. Answer in one sentence, and be polite about it."
@@ -24,11 +25,17 @@ SYSTEM = (
 
 
 @contextmanager
-def seen(*, num_pages: int = 256, **settings: Any) -> Iterator[str]:
-    """Serve; gives the URL."""
+def seen(*, num_pages: int = 256, tiers: Sequence[str] = (), **settings: Any) -> Iterator[str]:
+    """Serve, over tiers if there are any; gives the URL."""
     runner = Runner.load(bundled_model(), num_pages=num_pages, page_size=16, device="cpu")
     cache = PagedCache(num_pages, 16)
-    engine = Engine(runner, cache, Tokenizer.load(bundled_model()))
+    store = None
+    if tiers:
+        store = KVStore(
+            runner.geometry, model="kvkeep-tiny", revision=runner.identity, tiers=tiers,
+            block_tokens=64,
+        )  # fmt: skip
+    engine = Engine(runner, cache, Tokenizer.load(bundled_model()), store=store)
     app = create_app(engine, ServerSettings(name="kvkeep-tiny", drain_timeout_s=0, **settings))
     listening: Future[None] = Future()
     with bind("127.0.0.1", 0) as bound, ThreadPoolExecutor(1, "server under test") as thread:
@@ -40,6 +47,8 @@ def seen(*, num_pages: int = 256, **settings: Any) -> Iterator[str]:
         finally:
             listener.stop()
             served.result(30)
+            if store is not None:
+                store.close()
 
 
 def chat(url: str, time: str, question: str, key: str | None = None, **fields: Any) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,7 +12,8 @@ from hypothesis import strategies as st
 
 from kvkeep.cli import main
 from kvkeep.core.errors import InvalidValue
-from kvkeep.integrations.lmcache import from_environment, read_yaml, translate
+from kvkeep.integrations.lmcache import translate
+from kvkeep.integrations.lmcache_given import Given, from_environment, gather, read_yaml
 from kvkeep.integrations.options import EngineOptions
 from kvkeep.store.codecs import BlockShape
 from kvkeep.store.tiers.opening import check_tiers
@@ -101,6 +104,22 @@ def test_each_option_of_lmcache_is_known():
             ["memory://5GiB", "s3://b?endpoint=http://minio.test:9000&codec=int8"],
         ),
         ({"remote_url": "mooncakestore://h:1"}, ["memory://5GiB"]),
+        (  # as it is in a variable
+            {"remote_url": "s3://b.minio.test:9000",
+             "extra_config": '{"disable_tls": true, "s3_region": "eu"}'},
+            ["memory://5GiB", "s3://b?endpoint=http://minio.test:9000&region=eu"],
+        ),
+        ({"remote_url": "redis://u:p@h1:1,h2:2"}, ["memory://5GiB", "redis://u:p@h1:1"]),
+        (
+            {"remote_url": "redis-cluster://u:p@h1:1,h2:2", "remote_serde": "cachegen"},
+            ["memory://5GiB", "redis://u:p@h1:1?cluster=yes&codec=int8"],
+        ),
+        (
+            {"remote_url": "fs://any:0/mnt/a,/mnt/b"},
+            ["memory://5GiB", "file:///mnt/a", "file:///mnt/b"],
+        ),
+        ({"local_cpu": "yes"}, ["memory://1GiB"]),  # "true" and "1" are true
+        ({"local_cpu": "1", "max_local_cpu_size": 2}, ["memory://2GiB"]),
     ],
 )  # fmt: skip
 def test_tiers(given, tiers):
@@ -144,7 +163,7 @@ def test_what_lmcache_would_not_take(given):
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        ("redis://u:SECRET@h1:6379,h2:6379", "cannot be parsed"),
+        ("redis-sentinel://u:SECRET@h1:26379/mymaster", "sentinels are not asked"),
         ("redis://:SECRET@h:6379?db=2", "has no option db"),
         ("s3://minio:9000/bucket", "?endpoint="),
         ("fs://host:0", "names no directory"),
@@ -190,9 +209,101 @@ def test_every_option_has_one_row_and_no_row_a_password(given):
 
 def test_aliases_and_environment():
     found = translate({"enable_xpyd": True})
-    assert [(row.option, row.fate) for row in found.rows] == [("enable_pd", "no counterpart")]
+    assert [(row.option, row.fate) for row in found.rows] == [("enable_xpyd", "no counterpart")]
+    for alias in ("nixl_role", "controller_url", "lmcache_worker_port", "external_backends"):
+        assert translate({alias: "x"}).rows[0].fate != "unknown"
     given = {"LMCACHE_LOCAL_CPU": "False", "LMCACHE_CONFIG_FILE": "x", "PATH": "/bin"}
     assert from_environment(given) == {"local_cpu": "False"}
+    quoted = {"LMCACHE_REMOTE_URL": '"redis://h:1"', "LMCACHE_CACHE_POLICY": " 'LFU' "}
+    assert from_environment(quoted) == {"remote_url": "redis://h:1", "cache_policy": "LFU"}
+
+
+def test_the_disk_of_each_rank():
+    given = {"local_cpu": False, "local_disk": "/mnt/a,/mnt/b", "max_local_disk_size": 100}
+    found = translate(given, ranks=8)
+    assert found.options["tiers"] == ["file:///mnt/a?size=400GiB", "file:///mnt/b?size=400GiB"]
+    assert "8 ranks" in {row.option: row.note for row in found.rows}["max_local_disk_size"]
+    notes = {row.option: row.note for row in translate(given).rows}
+    assert notes["max_local_disk_size"].endswith("with several ranks on a machine, --tp")
+    notes = {row.option: row.note for row in translate({"local_disk": "/mnt/a"}).rows}
+    assert "give size=" in notes["local_disk"]
+
+
+def test_a_network_filesystem_is_warned_of():
+    (row,) = translate({"remote_url": "fs://any:0/mnt/nfs"}).rows
+    assert "over a network filesystem" in row.note
+
+
+TRANSFER = {
+    "kv_connector": "LMCacheConnectorV1", "kv_role": "kv_consumer",
+    "kv_connector_extra_config": {"lmcache.local_cpu": True, "lmcache.max_local_cpu_size": 20,
+                                  "discard_partial_chunks": False},
+}  # fmt: skip
+
+
+def test_what_replaces_what(tmp_path):
+    path = tmp_path / "lmcache.yaml"
+    path.write_text("max_local_cpu_size: 1\nchunk_size: 1\nlocal_disk: /mnt/a\n")
+    environment = {"LMCACHE_CONFIG_FILE": str(path), "LMCACHE_CHUNK_SIZE": "2",
+                   "LMCACHE_MAX_LOCAL_CPU_SIZE": "2"}  # fmt: skip
+    expected = {"max_local_cpu_size": "2", "chunk_size": "2", "local_disk": "/mnt/a"}
+    assert gather(None, environment) == Given(expected)
+    assert gather(str(path), {"LMCACHE_CHUNK_SIZE": "2"}).options["chunk_size"] == "2"
+    found = gather(json.dumps(TRANSFER), environment)
+    assert found.role == "kv_consumer"
+    assert not found.inside
+    assert found.options == {
+        "kv_connector": "LMCacheConnectorV1", "max_local_cpu_size": 20, "chunk_size": "2",
+        "local_disk": "/mnt/a", "local_cpu": True, "discard_partial_chunks": False,
+    }  # fmt: skip
+    assert all(row.fate != "unknown" for row in translate(found.options).rows)
+    path.write_text(json.dumps(TRANSFER))
+    assert gather(str(path), {}).options["max_local_cpu_size"] == 20
+
+
+def test_a_connector_of_the_server_inside_another_one(capsys):
+    place = {"lmcache.mp.host": "tcp://h", "lmcache.mp.port": 5555}
+    mp = {"kv_connector": "LMCacheMPConnector", "kv_connector_extra_config": place}
+    extra = {"connectors": [mp, {"kv_connector": "Other"}]}
+    outer = {"kv_connector": "MultiConnector", "kv_connector_extra_config": extra}
+    found = gather(json.dumps(outer), {})
+    assert found.inside
+    rows = {row.option: row for row in translate(found.options).rows}
+    assert "--l1-size-gb is shm://" in rows["kv_connector"].note
+    assert rows["mp.host"].fate == rows["mp.port"].fate == "no counterpart"
+    assert main(["translate", json.dumps(outer)]) == 0
+    assert "in place of LMCache's entry in MultiConnector" in capsys.readouterr().out
+
+
+def test_the_page_shows_what_is_printed(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "from-lmcache.md"
+    (shown,) = re.findall(r"^```text\n(.*?)^```", page.read_text("utf-8"), re.M | re.DOTALL)
+    extra = {
+        "lmcache.remote_url": "redis-cluster://u:p@h1:6379,h2:6379",
+        "lmcache.local_disk": "/mnt/kv",
+        "lmcache.max_local_disk_size": 100,
+        "lmcache.chunk_size": 256,
+    }
+    given = {"kv_connector": "LMCacheConnectorV1", "kv_connector_extra_config": extra}
+    assert main(["translate", json.dumps(given), "--tp", "8"]) == 0
+    assert capsys.readouterr().out.startswith(shown)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"kv_connector": "NixlConnector"}', "LMCacheConnectorV1 is translated"),
+        ('{"kv_connector": ', "no JSON"),
+        (json.dumps({**TRANSFER, "kv_role": "both"}), "kv_both, kv_producer or kv_consumer"),
+        (json.dumps({**TRANSFER, "kv_connector_extra_config": [1]}), "an object is needed"),
+    ],
+)
+def test_a_wrong_configuration_of_vllm_is_one_line(text, says, capsys):
+    assert main(["translate", text]) == 2
+    err = capsys.readouterr().err
+    assert says in err
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -228,6 +339,7 @@ def test_what_is_printed(tmp_path, capsys, monkeypatch):
     line = next(line for line in out.splitlines() if line.startswith("  '{"))
     given = json.loads(line.strip()[1:-1])
     assert given["kv_connector_extra_config"] == {"tiers": ["memory://20GiB"], "min_tokens": 9}
+    assert given["kv_role"] == "kv_both"
 
     monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(path))
     assert main(["translate", "--engine", "sglang", "--json"]) == 0

@@ -179,6 +179,7 @@ _REMEDIES: Final = {
     "Permission denied": "give the directory to the user of the engine, with mode 0700",
     "Read-only": "mount it writable",
     "No space": "make room, or give a smaller size=",
+    "has no room for": "make room on its filesystem; until then older KV is evicted for new",
     "lock": "find the process that holds it: lslocks",
 }
 

@@ -9,8 +9,8 @@ import shutil
 import textwrap
 from typing import TYPE_CHECKING
 
-from kvkeep.cli.arguments import add_json
-from kvkeep.core.errors import InvalidValue
+from kvkeep.cli.arguments import add_json, add_option, count
+from kvkeep.core.errors import InvalidValue, whole
 
 if TYPE_CHECKING:
     import argparse
@@ -24,7 +24,6 @@ __all__ = ["add_parser", "run"]
 _VLLM = {
     "kv_connector": "KVKeepConnector",
     "kv_connector_module_path": "kvkeep.integrations.vllm",
-    "kv_role": "kv_both",
 }
 _SGLANG = {
     "backend_name": "kvkeep",
@@ -47,9 +46,11 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "file",
         nargs="?",
-        help="YAML file of LMCache (default: the one that LMCACHE_CONFIG_FILE names, or the "
-        "variables LMCACHE_…)",
+        help="YAML file of LMCache, or vLLM's --kv-transfer-config with its connector, as JSON or "
+        "a file (default: the file that LMCACHE_CONFIG_FILE names). Variables LMCACHE_… replace "
+        "what the file has",
     )
+    add_option(parser, "--tp RANKS", "tensor-parallel ranks on a machine", type=count, default=1)
     parser.add_argument(
         "--engine", choices=["vllm", "sglang"], default="vllm", help="(default: vllm)"
     )
@@ -59,19 +60,16 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the translation: to be pasted on standard output, the table beside it."""
-    from kvkeep.integrations.lmcache import (  # noqa: PLC0415 - not for `kvkeep --help`
-        from_environment,
-        read_yaml,
-        translate,
-    )
+    from kvkeep.integrations.lmcache import translate  # noqa: PLC0415 - not for `kvkeep --help`
+    from kvkeep.integrations.lmcache_given import gather  # noqa: PLC0415
 
-    path = args.file or os.environ.get("LMCACHE_CONFIG_FILE")
-    given = read_yaml(path) if path else from_environment(os.environ)
-    if not given:
-        where = path or "variables LMCACHE_…"
+    whole("--tp", args.tp, 1)
+    given = gather(args.file, os.environ)
+    if not given.options:
+        where = args.file or os.environ.get("LMCACHE_CONFIG_FILE") or "variables LMCACHE_…"
         raise InvalidValue(f"no options of LMCache in {where}")
-    found = translate(given)
-    engine, left_out = _for_engine(args.engine, found)
+    found = translate(given.options, ranks=args.tp)
+    engine, left_out = _for_engine(args.engine, found, given.role)
     if args.json:
         names = ("option", "given", "fate", "note")
         rows = [dict(zip(names, row, strict=True)) for row in found.rows]
@@ -86,6 +84,9 @@ def run(args: argparse.Namespace) -> int:
         print("\npython -m sglang.launch_server --enable-hierarchical-cache \\")
         print("  --hicache-storage-backend dynamic --hicache-storage-backend-extra-config \\")
     print(f"  {shlex.quote(json.dumps(engine))}")
+    if given.inside:
+        print("\nPut it in place of LMCache's entry in MultiConnector, whose outer configuration "
+              'needs "kv_load_failure_policy": "recompute".')  # fmt: skip
     if left_out:
         print(f"\nSGLang's storage backend has no option {', '.join(left_out)}.")
     print("\nThe tiers begin empty: what LMCache has stored is not read.")
@@ -107,9 +108,9 @@ def _told(rows: Sequence[Translated]) -> Iterator[str]:
             )  # fmt: skip
 
 
-def _for_engine(engine: str, found: Translation) -> tuple[dict[str, object], list[str]]:
+def _for_engine(engine: str, found: Translation, role: str) -> tuple[dict[str, object], list[str]]:
     """Return what to give the engine, and the options that it does not have."""
     if engine == "vllm":
-        return {**_VLLM, "kv_connector_extra_config": found.options}, []
+        return {**_VLLM, "kv_role": role, "kv_connector_extra_config": found.options}, []
     taken = {key: value for key, value in found.options.items() if key in _SGLANG_HAS}
     return {**_SGLANG, **taken}, [key for key in found.options if key not in taken]

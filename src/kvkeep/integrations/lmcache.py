@@ -1,34 +1,40 @@
 """Configurations of LMCache, option by option in kvkeep's words.
 
-Read from LMCache 0.5.6: a YAML file, or environment variables ``LMCACHE_…``. Nothing of LMCache is
-imported, and nothing that a configuration names is opened.
+The options are those of LMCache 0.5.6; `kvkeep.integrations.lmcache_given` reads them. Nothing of
+LMCache is imported, and nothing that a configuration names is opened.
 """
 
 from __future__ import annotations
 
-import re
+import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 from urllib.parse import quote
 
 from kvkeep.core.config_file import masked
-from kvkeep.core.errors import InvalidValue, MissingExtra, did_you_mean, require, told
+from kvkeep.core.errors import InvalidValue, did_you_mean, told
 from kvkeep.integrations.lmcache_names import FAMILIES, NO_COUNTERPART, NOT_NEEDED, STATUS
-from kvkeep.store.tiers.opening import check_tiers
+from kvkeep.integrations.lmcache_remote import refused, remote_urls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["Translated", "Translation", "from_environment", "read_yaml", "translate"]
+__all__ = ["Translated", "Translation", "translate"]
 
 Fate = Literal["translated", "not needed", "no counterpart", "unknown"]
 
-_PREFIX: Final = "LMCACHE_"
-_MOST_BYTES: Final = 1 << 20  # of a file
 _ALIASES: Final = {
     "enable_xpyd": "enable_pd",
     "external_backends": "storage_plugins",
     "plugin_locations": "runtime_plugin_locations",
+    "controller_url": "controller_pull_url",
+    "lmcache_worker_port": "lmcache_worker_ports",
+    "nixl_peer_host": "pd_peer_host",
+    "nixl_peer_init_port": "pd_peer_init_port",
+    "nixl_peer_alloc_port": "pd_peer_alloc_port",
+    "nixl_proxy_host": "pd_proxy_host",
+    "nixl_proxy_port": "pd_proxy_port",
+    "nixl_role": "pd_role",
 }
 
 
@@ -61,61 +67,21 @@ class Translation:
     rows: tuple[Translated, ...]
 
 
-def read_yaml(path: str) -> dict[str, object]:
-    """Return the options of a file of LMCache.
-
-    Raises:
-        InvalidValue: it cannot be read, is not a YAML mapping, or is larger than 1 MiB.
-        MissingExtra: PyYAML is not installed.
-    """
-    yaml = require("yaml", "translate")
-    try:
-        with open(path, "rb") as file:
-            text = file.read(_MOST_BYTES + 1)
-    except OSError as error:
-        raise InvalidValue(f"cannot read {path}: {error.strerror}") from error
-    if len(text) > _MOST_BYTES:
-        raise InvalidValue(f"{path} is larger than 1 MiB: no configuration of LMCache")
-    try:
-        found = yaml.safe_load(text)
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        where = getattr(error, "problem_mark", None)
-        line = "" if where is None else f", line {where.line + 1}"
-        raise InvalidValue(f"{path}{line} is no YAML") from error
-    if found is None:
-        return {}
-    if not isinstance(found, dict):
-        raise InvalidValue(f"{path} is {told(found, 40)}; options are needed, as chunk_size: 256")
-    return {str(name): value for name, value in found.items()}
-
-
-def from_environment(environment: Mapping[str, str]) -> dict[str, object]:
-    """Return the options that ``LMCACHE_…`` variables give; a file they name is not read."""
-    return {
-        name.removeprefix(_PREFIX).lower(): value
-        for name, value in environment.items()
-        if name.startswith(_PREFIX) and name != f"{_PREFIX}CONFIG_FILE"
-    }
-
-
-def translate(given: Mapping[str, object]) -> Translation:
+def translate(given: Mapping[str, object], *, ranks: int = 1) -> Translation:
     """Return the options of LMCache in kvkeep's words. Cost: none; nothing is opened.
+
+    ``ranks`` are those of one machine: LMCache takes the size of its disk tier for each.
 
     Raises:
         InvalidValue: an option with tiers or times has a value that LMCache would not take.
     """
-    work = _Work({_ALIASES.get(name, name): value for name, value in given.items()})
-    rows = [work.row(name) for name in work.given]
+    work = _Work({_ALIASES.get(name, name): value for name, value in given.items()}, ranks)
+    rows = [work.row(name, _ALIASES.get(name, name)) for name in given]
     return Translation(work.options(), tuple(rows))
 
 
 _POLICIES: Final = {"LRU": "lru", "LFU": "lfu", "FIFO": "fifo"}
-_REMOTE: Final = {
-    "redis": "redis", "resp": "redis", "valkey": "valkey", "s3": "s3",
-    "rediss": "rediss", "azure": "az", "fs": "file", "file": "file",
-}  # fmt: skip
 _LEAST: Final = "memory://1GiB"  # an engine has one tier at least
-_AWS: Final = re.compile(r"(?P<bucket>.+?)\.s3(?:[.-](?P<region>[a-z0-9-]+))?\.amazonaws\.com")
 _EMPTY: Final = (None, "", False, "None", "null", "false", "False")
 
 
@@ -124,25 +90,26 @@ class _Work:
     """One translation: the options that are given, and what is known of the tiers so far."""
 
     given: dict[str, object]
+    ranks: int = 1
 
-    def row(self, name: str) -> Translated:
-        """Tell what becomes of one option."""
+    def row(self, option: str, name: str) -> Translated:
+        """Tell what becomes of one option; ``name`` is its newest name."""
         value = self.given[name]
         shown = _shown(name, value)
         if name in _TAKEN:
             fate, note = _TAKEN[name](self, value)
-            return Translated(name, shown, fate, note)
+            return Translated(option, shown, fate, note)
         for where, fate in ((NOT_NEEDED, "not needed"), (NO_COUNTERPART, "no counterpart")):
             if name in where:
                 if fate == "no counterpart" and value in _EMPTY:
-                    return Translated(name, shown, "not needed", "it is off")
-                return Translated(name, shown, fate, where[name])
+                    return Translated(option, shown, "not needed", "it is off")
+                return Translated(option, shown, fate, where[name])
         for begin, of in FAMILIES.items():
             if name.startswith(begin):
                 why = NO_COUNTERPART.get(of) or NOT_NEEDED.get(of) or STATUS
-                return Translated(name, shown, "no counterpart", why)
+                return Translated(option, shown, "no counterpart", why)
         near = did_you_mean(name, [*_TAKEN, *NOT_NEEDED, *NO_COUNTERPART])
-        return Translated(name, shown, "unknown", f"no option of LMCache 0.5.6{near}")
+        return Translated(option, shown, "unknown", f"no option of LMCache 0.5.6{near}")
 
     # --- tiers -----------------------------------------------------------------------------------
 
@@ -173,7 +140,7 @@ class _Work:
         if not paths:
             return []
         size = self.number("max_local_disk_size") or 0.0
-        room = f"?size={_bytes(size / len(paths))}" if size > 0 else ""
+        room = f"?size={_bytes(size * self.ranks / len(paths))}" if size > 0 else ""
         policy = self._policy("&" if room else "?")
         return [f"file://{quote(path)}{room}{policy}" for path in paths]
 
@@ -194,66 +161,33 @@ class _Work:
         return [path.rstrip("/") for path in paths]
 
     def _remote(self) -> list[str]:
-        url = self.remote_url()
-        if url is None or self.refused(url):
+        if self.refused():
             return []
-        codec = "codec=int8" if self.given.get("remote_serde") == "cachegen" else ""
-        joined = "&" if "?" in url else "?"
-        return [url + (joined + codec if codec else "")]
+        lossy = self.given.get("remote_serde") == "cachegen"
+        return [url + ("&" if "?" in url else "?") + "codec=int8" if lossy else url
+                for url in self.remote_urls()]  # fmt: skip
 
-    def refused(self, url: str) -> str | None:
-        """Return why kvkeep would not open a remote tier, or None. Credentials are not checked."""
-        scheme = url.partition("://")[0]
-        if scheme not in _REMOTE.values():
-            return f"there is no tier for {scheme}://; see the tiers in docs/store.md"
-        if scheme == "az":  # its account is in the environment of the engine
-            return None
-        try:
-            check_tiers([url], in_front=False)
-        except InvalidValue as error:
-            return str(error)
-        except MissingExtra:
-            return None
-        return None
+    def refused(self) -> str | None:
+        """Return why kvkeep would not open the remote tiers, or None."""
+        return next((why for url in self.remote_urls() if (why := refused(url))), None)
 
-    def remote_url(self) -> str | None:
-        """Return the URL of the remote tier: kvkeep's, or as given if there is no such tier."""
+    def remote_urls(self) -> list[str]:
+        """Return the URLs of the remote tiers: kvkeep's, or as given if there is no such tier."""
         given = self.given.get("remote_url")
         if given in _EMPTY:
-            return None
-        given = given.strip() if isinstance(given, str) else given
-        if not isinstance(given, str) or "://" not in given:
-            raise InvalidValue(
-                "remote_url is no URL; LMCache takes one such as redis://host:6379"
-            )  # fmt: skip
-        scheme, _, rest = given.partition("://")
-        ours = _REMOTE.get(scheme)
-        if ours is None:
-            return given
-        if ours == "file":
-            _, slash, path = rest.partition("/")  # LMCache takes host:port/path
-            return f"file://{quote(slash + path)}"
-        if ours == "s3":
-            return self._s3(rest)
-        return f"{ours}://{rest}"
+            return []
+        return remote_urls(given if isinstance(given, str) else "", self.extra)
 
-    def _s3(self, place: str) -> str:
-        extra = self.given.get("extra_config")
-        extra = extra if isinstance(extra, dict) else {}
-        host, *path = place.split("/")  # LMCache takes bucket.host
-        options = {}
-        if found := _AWS.fullmatch(host):
-            name, options["region"] = found["bucket"], found["region"] or ""
-        else:
-            name, _, rest = host.partition(".")
-            plain = _true(extra.get("disable_tls", False))
-            options["endpoint"] = f"{'http' if plain else 'https'}://{rest}" if rest else ""
-        if region := extra.get("s3_region"):
-            options["region"] = str(region)
-        options = {key: value for key, value in options.items() if value}
-        rest = "/".join([name, *[one for one in path if one]])
-        query = "&".join(f"{key}={quote(value, safe=':/')}" for key, value in options.items())
-        return f"s3://{rest}" + (f"?{query}" if query else "")
+    @property
+    def extra(self) -> dict[str, Any]:
+        """LMCache's ``extra_config``, which may be JSON."""
+        given = self.given.get("extra_config")
+        if isinstance(given, str):
+            try:
+                given = json.loads(given)
+            except (ValueError, RecursionError):
+                return {}
+        return given if isinstance(given, dict) else {}
 
     def _policy(self, joined: str) -> str:
         name = _POLICIES.get(str(self.given.get("cache_policy", "LRU")).upper(), "lru")
@@ -293,32 +227,42 @@ def _disk(work: _Work, value: object) -> tuple[Fate, str]:
     tiers = work.disks()
     if not tiers:
         return "not needed", "it is off"
-    return "translated", f"{', '.join(tiers)}; what is stored outlives the process"
+    note = f"{', '.join(tiers)}; what is stored outlives the process"
+    return "translated", note if work.number("max_local_disk_size") else f"{note}. {_NO_SIZE}"
 
 
 def _disk_size(work: _Work, value: object) -> tuple[Fate, str]:
     if not work.paths():
         return "not needed", "local_disk is off"
     if not work.number("max_local_disk_size"):
-        return "not needed", "without size= a directory keeps to a share of the disk"
-    several = len(work.paths()) > 1
-    return "translated", f"size= of file://{', an equal share for each path' if several else ''}"
+        return "not needed", _NO_SIZE
+    shared = ", an equal share for each path" if len(work.paths()) > 1 else ""
+    if work.ranks > 1:
+        return "translated", f"size= of file://, times {work.ranks} ranks, which share it{shared}"
+    return "translated", (
+        f"size= of file://{shared}. LMCache gives it to each rank, kvkeep to all together: with "
+        "several ranks on a machine, --tp"
+    )
 
 
 def _remote(work: _Work, value: object) -> tuple[Fate, str]:
-    url = work.remote_url()
-    if url is None:
+    urls = work.remote_urls()
+    if not urls:
         return "not needed", "it is off"
-    if why := work.refused(url):
+    if why := work.refused():
         return "no counterpart", why
-    return "translated", f"{masked('', url)}; records are kvkeep's own, so it begins empty"
+    note = f"{', '.join(str(masked('', url)) for url in urls)}; records are kvkeep's own, so it "
+    note += "begins empty"
+    if urls[0].startswith("file://"):
+        note += (". For a disk of this machine: over a network filesystem the budget is not kept, "
+                 "so machines share valkey:// or an object store instead")  # fmt: skip
+    return "translated", note
 
 
 def _serde(work: _Work, value: object) -> tuple[Fate, str]:
     if value in ("naive", None, ""):
         return "not needed", "records are raw unless codec= says otherwise"
-    url = work.remote_url()
-    if value == "cachegen" and (url is None or work.refused(url)):
+    if value == "cachegen" and (not work.remote_urls() or work.refused()):
         return "not needed", "there is no remote tier"
     if value == "cachegen":
         return "translated", "codec=int8 at the remote tier: lossy, too, and marked as such"
@@ -360,17 +304,28 @@ def _locations(work: _Work, value: object) -> tuple[Fate, str]:
 def _extra(work: _Work, value: object) -> tuple[Fate, str]:
     if value in _EMPTY or value == {}:
         return "not needed", "it is empty"
-    if not isinstance(value, dict):
+    extra = work.extra
+    if not extra:
         return "unknown", "LMCache takes an object here"
-    names = ", ".join(sorted(map(str, value))[:12])
+    names = ", ".join(sorted(map(str, extra))[:12])
     if any("password" in str(name) or "secret" in str(name) or "key" in str(name)
-           for name in value):  # fmt: skip
+           for name in extra):  # fmt: skip
         names += ("; credentials: in the URL of valkey://, and in the environment for object "
                   "stores")  # fmt: skip
-    taken = {"s3_region", "disable_tls"} & {*value}
-    if taken and (work.remote_url() or "").startswith("s3://"):
+    if {"s3_region", "disable_tls"} & {*extra} and any(
+        url.startswith("s3://") for url in work.remote_urls()
+    ):
         return "translated", f"region= and endpoint= of s3://; of {names}"
     return "no counterpart", f"look at each: {names}"
+
+
+def _connector(work: _Work, value: object) -> tuple[Fate, str]:
+    if value != "LMCacheMPConnector":
+        return "translated", "KVKeepConnector"
+    return "translated", (
+        "KVKeepConnector, without a server process. What `lmcache server` has as --l1-size-gb is "
+        "shm://…GiB in place of memory://, and each --l2-adapter a tier below it"
+    )
 
 
 def _timeout(name: str) -> Callable[[_Work, object], tuple[Fate, str]]:
@@ -383,7 +338,12 @@ def _timeout(name: str) -> Callable[[_Work, object], tuple[Fate, str]]:
     return tell
 
 
+_NO_SIZE: Final = (
+    "Without max_local_disk_size LMCache stores nothing there, and kvkeep takes 80 % of the free "
+    "space: give size="
+)
 _TAKEN: Final[dict[str, Callable[[_Work, object], tuple[Fate, str]]]] = {
+    "kv_connector": _connector,
     "local_cpu": _cpu,
     "max_local_cpu_size": _cpu_size,
     "local_disk": _disk,
@@ -404,7 +364,7 @@ _TAKEN: Final[dict[str, Callable[[_Work, object], tuple[Fate, str]]]] = {
 
 def _true(value: object) -> bool:
     if isinstance(value, str):
-        return value.strip().lower() in ("true", "1", "yes", "on")
+        return value.strip().lower() in ("true", "1")
     return bool(value)
 
 
@@ -414,6 +374,8 @@ def _bytes(gib: float) -> str:
 
 
 def _shown(name: str, value: object) -> str:
+    if name == "extra_config" and isinstance(value, str):
+        return "JSON"
     if name == "extra_config" or isinstance(value, dict):
         return f"{len(value)} options" if isinstance(value, dict) else told(value, 40)
     if isinstance(value, str) and "://" in value:

@@ -46,6 +46,10 @@ NOT_NEEDED: Final[dict[str, str]] = {
     "enable_chunk_statistics": "statistics are always counted",
     "chunk_statistics_auto_start_statistics": "statistics are always counted",
     "blend_special_str": "blending has no counterpart",
+    "use_experimental": "there is one connector",
+    "use_native": "there is one connector",
+    "lmcache_rpc_port": "the scheduler asks the workers through the engine",
+    "discard_partial_chunks": "whole blocks are stored",
     "track_usage": "kvkeep sends nothing to anybody",
     "log_level": "VLLM_LOGGING_LEVEL, and the logger kvkeep",
 }
@@ -53,6 +57,7 @@ NOT_NEEDED: Final[dict[str, str]] = {
 
 NO_COUNTERPART: Final[dict[str, str]] = {
     "enable_blending": "KV is reused behind equal prefixes alone, so answers are exact",
+    "skip_save": "the kv_role kv_consumer stores nothing; for one request \"store\": false",
     "enable_p2p": "instances share a tier instead: valkey:// or an object store",
     "enable_pd": "vLLM's own connectors move KV from prefill to decode; MultiConnector takes both",
     "storage_plugins": "other packages register tiers as entry points (kvkeep.backends)",
@@ -82,6 +87,7 @@ FAMILIES: Final[dict[str, str]] = {
     "hidden_state": "enable_hidden_state_cache",
     "max_hidden_state": "enable_hidden_state_cache",
     "mp_": "mp_host",
+    "mp.": "mp_host",
     "ec_": "enable_hidden_state_cache",
     "chunk_statistics_": "chunk_statistics_auto_start_statistics",
     "audit_": "runtime_plugin_locations",

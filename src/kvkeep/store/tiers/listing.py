@@ -196,9 +196,9 @@ class Listing:
         others = [note for one, note in notes.items() if there is None or one in there]
         found = difference(ours, others)
         if found is not None:
-            unlike, same_model = found
+            unlike, unexpected = found
             _LOG.log(
-                logging.WARNING if same_model else logging.INFO,
+                logging.WARNING if unexpected else logging.INFO,
                 "tier %s: %s holds blocks, but none of this store; in the most similar ones, %s",
                 self._calls.name, self._backend.describe(), ", ".join(unlike),
             )  # fmt: skip

@@ -24,6 +24,7 @@ NOTE_BYTES = 4096
 _FORMAT = "kvkeep namespace 1"
 _LONGEST = 160  # characters; of a longer field the note has a digest
 _SHOWN = 60
+_TENANTS = frozenset(("tenant", "scope"))  # separate what is shared; both change without a fault
 _NAMES = tuple(sorted(field.name for field in fields(Namespace)))
 
 
@@ -36,13 +37,14 @@ def note_of(namespace: Namespace) -> bytes:
 def difference(ours: bytes, others: Iterable[bytes]) -> tuple[list[str], bool] | None:
     """Compare ``ours`` with the note in ``others`` that differs in the fewest fields.
 
-    Return a text for each of these fields, as ``model is 'a' there and 'b' here``, and whether both
-    are of one model. None if no readable note differs.
+    Return a text for each of these fields, as ``model is 'a' there and 'b' here``, and whether that
+    is unexpected: both are of one model, and not only of different tenants. None if no readable
+    note differs.
     """
     mine = _read(ours)
     assert mine is not None, "our own note"
     nearest: list[str] | None = None
-    same = False
+    unexpected = False
     for other in others:
         theirs = _read(other)
         if theirs is None:
@@ -50,8 +52,8 @@ def difference(ours: bytes, others: Iterable[bytes]) -> tuple[list[str], bool] |
         unlike = [name for name in _NAMES if mine.get(name) != theirs.get(name)]
         if unlike and (nearest is None or len(unlike) < len(nearest)):
             nearest = [_sentence(name, theirs.get(name), mine.get(name)) for name in unlike]
-            same = "model" not in unlike
-    return None if nearest is None else (nearest, same)
+            unexpected = "model" not in unlike and not _TENANTS.issuperset(unlike)
+    return None if nearest is None else (nearest, unexpected)
 
 
 def _told(name: str, value: str) -> str:

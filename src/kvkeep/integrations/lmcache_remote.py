@@ -1,0 +1,89 @@
+"""The remote tier of LMCache as URLs of kvkeep's. Nothing is opened."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final
+from urllib.parse import quote
+
+from kvkeep.core.errors import InvalidValue, MissingExtra
+from kvkeep.store.tiers.opening import check_tiers
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["refused", "remote_urls"]
+
+_SCHEMES: Final = {
+    "redis": "redis", "redis-cluster": "redis", "resp": "redis", "valkey": "valkey", "s3": "s3",
+    "rediss": "rediss", "azure": "az", "fs": "file", "file": "file",
+}  # fmt: skip
+_AWS: Final = re.compile(r"(?P<bucket>.+?)\.s3(?:[.-](?P<region>[a-z0-9-]+))?\.amazonaws\.com")
+
+
+def remote_urls(url: str, extra: Mapping[str, object]) -> list[str]:
+    """Return the tiers of a ``remote_url``: kvkeep's, or as given if there is no such tier.
+
+    ``extra`` is LMCache's ``extra_config``. Several paths become several tiers. Raises
+    `InvalidValue` for what is no URL.
+    """
+    scheme, sign, rest = url.strip().partition("://")
+    if not sign:
+        raise InvalidValue("remote_url is no URL; LMCache takes one such as redis://host:6379")
+    ours = _SCHEMES.get(scheme)
+    if ours is None:
+        return [url.strip()]
+    if ours == "file":
+        _, slash, path = rest.partition("/")  # LMCache takes host:port/path
+        paths = [one.strip() for one in (slash + path).split(",")]
+        return [f"file://{quote(one)}" for one in paths if one] or ["file://"]
+    if ours == "s3":
+        return [_s3(rest, extra)]
+    if ours in ("redis", "valkey", "rediss"):
+        return [_valkey(ours, rest, cluster=scheme == "redis-cluster")]
+    return [f"{ours}://{rest}"]
+
+
+def refused(url: str) -> str | None:
+    """Return why kvkeep would not open a remote tier, or None. Credentials are not checked."""
+    scheme = url.partition("://")[0]
+    if scheme == "redis-sentinel":
+        return "sentinels are not asked: give the server's own address as redis://"
+    if scheme not in _SCHEMES.values():
+        return f"there is no tier for {scheme}://; see the tiers in docs/store.md"
+    if scheme == "az":  # its account is in the environment of the engine
+        return None
+    try:
+        check_tiers([url], in_front=False)
+    except InvalidValue as error:
+        return str(error)
+    except MissingExtra:
+        return None
+    return None
+
+
+def _valkey(scheme: str, rest: str, *, cluster: bool) -> str:
+    """Return the URL of a server, or of one node: kvkeep asks it for the others."""
+    who, at, hosts = rest.rpartition("@")
+    first = hosts.partition(",")[0]
+    url = f"{scheme}://{who}{at}{first}"
+    if cluster:
+        url += ("&" if "?" in url else "?") + "cluster=yes"
+    return url
+
+
+def _s3(place: str, extra: Mapping[str, object]) -> str:
+    host, *path = place.split("/")  # LMCache takes bucket.host
+    options = {}
+    if found := _AWS.fullmatch(host):
+        name, options["region"] = found["bucket"], found["region"] or ""
+    else:
+        name, _, rest = host.partition(".")
+        plain = str(extra.get("disable_tls", False)).lower() in ("true", "1")
+        options["endpoint"] = f"{'http' if plain else 'https'}://{rest}" if rest else ""
+    if region := extra.get("s3_region"):
+        options["region"] = str(region)
+    options = {key: value for key, value in options.items() if value}
+    rest = "/".join([name, *[one for one in path if one]])
+    query = "&".join(f"{key}={quote(value, safe=':/')}" for key, value in options.items())
+    return f"s3://{rest}" + (f"?{query}" if query else "")
