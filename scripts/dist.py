@@ -22,7 +22,7 @@ import tomllib
 from pathlib import Path
 
 from dist_checks.bare import checked, pythons
-from dist_checks.contents import faults_of, sdist_files, wheel_files
+from dist_checks.contents import faults_of, listed, sdist_files, wheel_files
 
 ROOT = Path(__file__).parent.parent
 _CLASSIFIER = "Programming Language :: Python :: 3."
@@ -37,7 +37,7 @@ def main() -> int:
     subprocess.run(
         [sys.executable, "-m", "twine", "--no-color", "check", "--strict", wheel, sdist], check=True
     )
-    faults = faults_of(wheel, sdist, ROOT)
+    faults = faults_of(wheel, sdist, ROOT, listed(ROOT))
     for one, count in ((wheel, len(wheel_files(wheel))), (sdist, len(sdist_files(sdist)))):
         print(f"{one.name}: {count} files, {one.stat().st_size / 2**20:.1f} MiB")
     faults += _by_python(wheel)

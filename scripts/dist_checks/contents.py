@@ -1,4 +1,4 @@
-"""The contents of a wheel and of a source distribution, held against the tracked files."""
+"""The contents of a wheel and of a source distribution, held against the files of a checkout."""
 
 from __future__ import annotations
 
@@ -16,26 +16,31 @@ if TYPE_CHECKING:
     from email.message import Message
     from pathlib import Path
 
-__all__ = ["description", "faults_of", "metadata", "sdist_files", "wheel_files"]
+__all__ = ["description", "faults_of", "listed", "metadata", "sdist_files", "wheel_files"]
 
 MOST_BYTES = 10 * 2**20  # a wheel has 6 MiB, nearly all of it the tiny model
 _RELATIVE = re.compile(r"\]\((?!https?://|#)[^)]*\)")
 _CHECKOUT = ("constraints.txt", "in this folder", "Until there is a release")
 
 
-def faults_of(wheel: Path, sdist: Path, root: Path) -> list[str]:
+def faults_of(wheel: Path, sdist: Path, root: Path, files: list[str]) -> list[str]:
     """Return what is wrong with the two files, one line each; none if they can be released.
 
-    ``root`` is the checkout that they were built from, with Git: what it does not track is not
-    released.
+    ``root`` is the checkout that they were built from, and ``files`` those that belong to it.
     """
     project = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))
-    tracked = _tracked(root)
     return [
-        *_wheel_faults(wheel, project, tracked),
-        *_sdist_faults(sdist, project, tracked),
+        *_wheel_faults(wheel, project, files),
+        *_sdist_faults(sdist, project, files),
         *_index_page_faults(wheel, project),
     ]
+
+
+def listed(root: Path, *, new: bool = False) -> list[str]:
+    """Return the files of a checkout that Git tracks; ``new``: also those it does not ignore."""
+    command = ["git", "ls-files", "-z", "--cached", *(["--others", "--exclude-standard"] * new)]
+    found = subprocess.run(command, cwd=root, capture_output=True, check=True)
+    return found.stdout.decode().rstrip("\0").split("\0")
 
 
 def wheel_files(wheel: Path) -> dict[str, int]:
@@ -64,28 +69,23 @@ def description(wheel: Path) -> str:
     return payload.decode("utf-8")
 
 
-def _tracked(root: Path) -> list[str]:
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, check=True)
-    return listed.stdout.decode().rstrip("\0").split("\0")
-
-
-def _wheel_faults(wheel: Path, project: dict[str, Any], tracked: list[str]) -> Iterator[str]:
-    files = wheel_files(wheel)
+def _wheel_faults(wheel: Path, project: dict[str, Any], files: list[str]) -> Iterator[str]:
+    found = wheel_files(wheel)
     info = f"{wheel.name.split('-py3', maxsplit=1)[0]}.dist-info"
     licences = [
         name
         for pattern in project["project"]["license-files"]
-        for name in fnmatch.filter(tracked, pattern)
+        for name in fnmatch.filter(files, pattern)
     ]
-    wanted = {name.removeprefix("src/") for name in tracked if name.startswith("src/kvkeep/")}
+    wanted = {name.removeprefix("src/") for name in files if name.startswith("src/kvkeep/")}
     wanted |= {f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt")}
     wanted |= {f"{info}/licenses/{name}" for name in licences}
-    yield from _differences("wheel", set(files), wanted)
-    for folder in sorted({"/".join(name.split("/")[:-1]) for name in tracked if _foreign(name)}):
+    yield from _differences("wheel", set(found), wanted)
+    for folder in sorted({"/".join(name.split("/")[:-1]) for name in files if _foreign(name)}):
         if not any(name.startswith(f"{folder}/") for name in licences):
             yield f"wheel: no file of license-files is about {folder}"
-    if sum(files.values()) > MOST_BYTES:
-        yield f"wheel: {sum(files.values())} bytes unpacked; at most {MOST_BYTES} are meant to be"
+    if sum(found.values()) > MOST_BYTES:
+        yield f"wheel: {sum(found.values())} bytes unpacked; at most {MOST_BYTES} are meant to be"
 
 
 def _foreign(name: str) -> bool:
@@ -95,11 +95,11 @@ def _foreign(name: str) -> bool:
     )
 
 
-def _sdist_faults(sdist: Path, project: dict[str, Any], tracked: list[str]) -> Iterator[str]:
+def _sdist_faults(sdist: Path, project: dict[str, Any], files: list[str]) -> Iterator[str]:
     include = project["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
     wanted = {
         name
-        for name in tracked
+        for name in files
         for pattern in include
         if name.startswith(f"{pattern}/") or fnmatch.fnmatch(name, pattern)
     }
@@ -113,7 +113,7 @@ def _differences(where: str, found: set[str], wanted: set[str]) -> Iterator[str]
     for name in sorted(wanted - found):
         yield f"{where}: {name} is missing"
     for name in sorted(found - wanted):
-        yield f"{where}: {name} is too much, or not tracked by Git"
+        yield f"{where}: {name} is too much, or not in Git"
 
 
 def _index_page_faults(wheel: Path, project: dict[str, Any]) -> Iterator[str]:
