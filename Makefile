@@ -10,7 +10,8 @@ MAKEFLAGS += --jobs=3  # the prerequisites of `test` are set up in parallel
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo train docs docs-serve servers quick slow-tests test test-versions check bench soak clean
+.PHONY: help setup serve demo train docs docs-serve docs-version servers quick slow-tests test test-versions check bench \
+	soak dist clean
 
 # Tests without models, browsers and servers of their own.
 QUICK_ROOMS := backends cache codecs eviction explain faults feed geometry groups http pages prefix slots store \
@@ -46,6 +47,15 @@ docs: setup      ## build the documentation site into build/site; a warning is a
 
 docs-serve: setup ## show the documentation site at http://127.0.0.1:8008, rebuilt on every change
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --livereload --dev-addr 127.0.0.1:8008
+
+# Pages of a version stay readable when the next one is out: 0.1/, 0.2/, … and latest/, which leads to one.
+# DOCS_ALIAS= for a version that is older than the latest.
+DOCS_ALIAS ?= latest
+docs-version: setup ## add the site of this version to the local branch gh-pages, which any web server can serve
+	@export PATH="$(abspath $(BIN)):$$PATH" NO_MKDOCS_2_WARNING=1; \
+	  version=$$(sed -nE 's/^version = "([0-9]+\.[0-9]+)\..*"/\1/p' pyproject.toml) && \
+	  mike deploy --update-aliases --alias-type=redirect "$$version" $(DOCS_ALIAS) && mike set-default latest
+	@echo "branch gh-pages; git push origin gh-pages publishes it"
 
 # vLLM and SGLang pin their own versions of most packages, so each has an environment of its own.
 .venv-vllm/.installed: requirements-vllm.txt pyproject.toml
@@ -130,6 +140,9 @@ bench: setup     ## measure the core, the store against the machine, the engine 
 
 soak: setup      ## stress server, cache and store for 20 minutes (SOAK_ARGS="--minutes 60")
 	@$(BIN)/python scripts/soak.py $(SOAK_ARGS)
+
+dist: setup      ## build wheel and source distribution into dist/, and check them with every Python there is
+	@$(BIN)/python scripts/dist.py
 
 clean:           ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

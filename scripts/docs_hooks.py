@@ -1,4 +1,4 @@
-"""The hooks of `mkdocs.yml`: fill reference markers, and inline drawings into pages.
+"""The hooks of `mkdocs.yml`: fill reference markers, inline drawings, let readers choose a version.
 
 A page of the reference contains markers on lines of their own. They are filled when the site is
 built, so that they cannot become outdated:
@@ -13,6 +13,7 @@ The text of a link to a page becomes the title of that page.
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,6 +38,12 @@ _FILLED: dict[str, Callable[..., str]] = {
     "api": public_names,
     "docstring": module_text,
 }
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """Show a choice of versions where mike builds the site as one of several."""
+    if "MIKE_DOCS_VERSION" in os.environ:
+        config.extra["version"] = {"provider": "mike", "default": "latest"}
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:

@@ -155,6 +155,7 @@ EXTERNAL: dict[str, set[str]] = {
     "transformers": {
         "serve.engine", "integrations",
         "cli.model",  # to quieten its progress bars
+        "cli.tree",  # says which extras the command needs together
         "cli.codec_measure", "bench.codecs",  # measure on a model of theirs
     },
     "flash_attn": {"serve.engine.attention.flash"},  # if it is installed
@@ -175,7 +176,8 @@ EXTERNAL: dict[str, set[str]] = {
     "pydantic": {"serve.server"}, "pydantic_core": {"serve.server"},
     "prometheus_client": {"serve.server", "serve.router", "serve.http", "cli.route"},
     # The command says which extra is missing before anything is begun.
-    "zmq": {"serve.kv_events", "cli.route"}, "msgspec": {"serve.kv_events", "serve.router"},
+    "zmq": {"serve.kv_events", "serve.router", "cli.route"},
+    "msgspec": {"serve.kv_events", "serve.router"},
     "httpx": {"serve.router", "cli.route"},
     "rich": {"cli", "core.prefix.render", "serve.server.tree"},
     "pytest": {"testing"},

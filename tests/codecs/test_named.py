@@ -65,7 +65,7 @@ def test_importing_codecs_needs_neither_torch_nor_the_others():
     ("name", "key", "module", "extra"),
     [
         ("lossless", None, "numcodecs", "store"),
-        ("int8", None, "torch", "torch"),
+        ("int8", None, "torch", "store"),
         ("raw", KEY, "cryptography", "encryption"),
     ],
 )

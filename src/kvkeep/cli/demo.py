@@ -143,11 +143,9 @@ def _tiers(args: argparse.Namespace) -> Iterator[list[str]]:
 def _service(args: argparse.Namespace, name: str, tiers: list[str]) -> Iterator[tuple[Engine, str]]:
     """Serve a new engine over ``tiers``; yield the engine and its URL."""
     with progress("starting"):
+        require("kvkeep.serve.server", "server")  # a missing extra is told before a model is loaded
         from kvkeep.serve.engine import Engine  # noqa: PLC0415 - seconds, for torch
 
-        require(
-            "kvkeep.serve.server", "server"
-        )  # a missing extra is reported before the model is loaded
     # float32: in half precision the order of summation can decide between two close logits.
     runner, tokenizer = load(args, dtype="float32")
     with open_store(args, runner, name=name, tiers=tiers) as store:

@@ -18,7 +18,7 @@ from kvkeep.cli.serve_options import add_options
 from kvkeep.cli.server import KEY_VARIABLE, api_key
 from kvkeep.cli.tenants import eviction_of, weights_of
 from kvkeep.cli.tiers import default_tiers, open_default_store, open_store
-from kvkeep.core.errors import InvalidValue
+from kvkeep.core.errors import InvalidValue, require
 from kvkeep.core.geometry.units import format_bytes
 from kvkeep.core.prefix_file import read_prefixes
 from kvkeep.core.tokens import TOKEN_BYTES
@@ -62,6 +62,7 @@ def add_parser(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal; return 0 after an orderly shutdown."""
     choose_threads(args)  # before torch is imported
+    require("kvkeep.serve.server", "server")  # first: a missing extra is that of all below
     from kvkeep.serve.engine import Engine, Limits  # noqa: PLC0415 - seconds, for torch
     from kvkeep.serve.http import ConnectionLimits, bind, connections_for, raise_file_limit, url_of  # noqa: PLC0415
     from kvkeep.serve.server import Listener, create_app  # noqa: PLC0415

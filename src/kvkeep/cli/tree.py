@@ -166,6 +166,7 @@ def _tokenizer(
     """Return functions that encode a line and decode tokens; no tokenizer for token ids alone."""
     if all(line.lstrip().startswith("[") for line in lines):
         return _token_ids, None
+    require("transformers", "transformers,cli")  # the drawing needs the other
     from kvkeep.serve.engine.text import Tokenizer  # noqa: PLC0415 - seconds, for torch
     from kvkeep.serve.models import bundled_model  # noqa: PLC0415
 

@@ -44,6 +44,7 @@ __all__ = [
     "did_you_mean",
     "reason",
     "require",
+    "require_engine",
     "told",
     "whole",
 ]
@@ -139,17 +140,27 @@ class MissingExtra(KVKeepError, ImportError):
 
 
 def require(module: str, extra: str) -> ModuleType:
-    """Import ``module``, or raise `MissingExtra` naming the ``extra`` that brings it."""
+    """Import ``module``, or raise `MissingExtra` naming the ``extra`` that brings it.
+
+    ``extra`` brings all that the caller needs, so that nobody is told of one extra after the other.
+    """
+    return _required(module, f"install it with: pip install 'kvkeep[{extra}]'")
+
+
+def require_engine(module: str, engine: str) -> ModuleType:
+    """Import ``module``, or raise `MissingExtra` saying that kvkeep runs inside ``engine`` here."""
+    return _required(module, f"kvkeep runs inside {engine} here, which no extra installs")
+
+
+def _required(module: str, advice: str) -> ModuleType:
     package = module.partition(".")[0]
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != package:
             raise  # the package is installed, one of its own imports is not
-        raise MissingExtra(
-            f"{package} is needed here; install it with: pip install 'kvkeep[{extra}]'",
-            name=error.name,
-        ) from error
+        missing = MissingExtra(f"{package} is needed here; {advice}", name=error.name)
+    raise missing  # outside `except`: the traceback ends in one error, not in two
 
 
 def told(value: object, most: int = 80) -> str:

@@ -10,15 +10,19 @@ from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 
-from kvkeep.core.errors import IllegalStep, InvalidValue, whole
-from kvkeep.core.eviction import POLICIES
-from kvkeep.core.eviction import policy as named_policy
-from kvkeep.core.keys import Namespace
-from kvkeep.core.prefix import RadixIndex
-from kvkeep.core.tokens import TOKEN_BYTES, as_tokens
-from kvkeep.integrations.page_slots import PageSlots
+from kvkeep.core.errors import IllegalStep, InvalidValue, require, whole
+
+require("torch", "torch")  # first, so that the error names the extra to install
+
+import torch  # noqa: E402
+
+from kvkeep.core.eviction import POLICIES  # noqa: E402
+from kvkeep.core.eviction import policy as named_policy  # noqa: E402
+from kvkeep.core.keys import Namespace  # noqa: E402
+from kvkeep.core.prefix import RadixIndex  # noqa: E402
+from kvkeep.core.tokens import TOKEN_BYTES, as_tokens  # noqa: E402
+from kvkeep.integrations.page_slots import PageSlots  # noqa: E402
 
 if TYPE_CHECKING:
     from kvkeep.core.eviction import EvictionPolicy

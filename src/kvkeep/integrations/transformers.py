@@ -14,18 +14,21 @@ from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Self
 
-from kvkeep.core.errors import IllegalStep, InvalidValue, UnsupportedModel
-from kvkeep.integrations.transformers_caches import check_cache, fill, grown, held, length_of
-from kvkeep.integrations.transformers_meeting import RowLoad
-from kvkeep.integrations.transformers_model import geometry_of, needs_snapshots, rope_limit
-from kvkeep.integrations.transformers_prefill import Prefill
-from kvkeep.integrations.transformers_rows import rows_of
-from kvkeep.integrations.transformers_settings import GenerateSettings
-from kvkeep.integrations.transformers_snapshots import PreparedRows, SnapshotRuns
-from kvkeep.integrations.transformers_storing import StoredRows
-from kvkeep.integrations.transformers_timing import PassClock
-from kvkeep.store import KVStore
-from kvkeep.store.identity import ModelWatch, model_identity
+from kvkeep.core.errors import IllegalStep, InvalidValue, UnsupportedModel, require
+
+require("torch", "transformers")  # first, so that the error names the extra to install
+
+from kvkeep.integrations.transformers_caches import check_cache, fill, grown, held, length_of  # noqa: E402
+from kvkeep.integrations.transformers_meeting import RowLoad  # noqa: E402
+from kvkeep.integrations.transformers_model import geometry_of, needs_snapshots, rope_limit  # noqa: E402
+from kvkeep.integrations.transformers_prefill import Prefill  # noqa: E402
+from kvkeep.integrations.transformers_rows import rows_of  # noqa: E402
+from kvkeep.integrations.transformers_settings import GenerateSettings  # noqa: E402
+from kvkeep.integrations.transformers_snapshots import PreparedRows, SnapshotRuns  # noqa: E402
+from kvkeep.integrations.transformers_storing import StoredRows  # noqa: E402
+from kvkeep.integrations.transformers_timing import PassClock  # noqa: E402
+from kvkeep.store import KVStore  # noqa: E402
+from kvkeep.store.identity import ModelWatch, model_identity  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,15 +8,19 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from kvkeep.core.errors import InvalidValue, reason, require, whole
-from kvkeep.core.geometry import download_hint
-from kvkeep.core.pages.device import pick_device
-from kvkeep.store.codecs.base import BlockShape
-from kvkeep.store.codecs.basis_fit import BasisFit
-from kvkeep.store.codecs.transform import TransformCodec
-from kvkeep.store.identity import model_identity
+
+require("torch", "transformers")  # first, so that the error names the extra to install
+
+import torch  # noqa: E402
+
+from kvkeep.core.geometry import download_hint  # noqa: E402
+from kvkeep.core.pages.device import pick_device  # noqa: E402
+from kvkeep.store.codecs.base import BlockShape  # noqa: E402
+from kvkeep.store.codecs.basis_fit import BasisFit  # noqa: E402
+from kvkeep.store.codecs.transform import TransformCodec  # noqa: E402
+from kvkeep.store.identity import model_identity  # noqa: E402
 
 if TYPE_CHECKING:
     import os

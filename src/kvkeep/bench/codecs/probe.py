@@ -191,7 +191,7 @@ class ReuseProbe:
         )
 
     def _cache(self, kv: KV) -> Any:
-        cache = require("transformers", "hf").DynamicCache()
+        cache = require("transformers", "transformers").DynamicCache()
         for layer, (keys, values) in enumerate(kv):
             cache.update(keys.clone(), values.clone(), layer)
         return cache

@@ -37,6 +37,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvkeep.core.errors import require_engine
+
 if TYPE_CHECKING:
     from kvkeep.integrations.sglang.storage import KVKeepStorage
 
@@ -46,6 +48,7 @@ __all__ = ["KVKeepStorage"]
 def __getattr__(name: str) -> object:
     """Import the storage when it is asked for: the plug-in is loaded in every SGLang process."""
     if name == "KVKeepStorage":
+        require_engine("sglang", "SGLang")
         from kvkeep.integrations.sglang.storage import KVKeepStorage  # noqa: PLC0415
 
         return KVKeepStorage

@@ -35,6 +35,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvkeep.core.errors import require_engine
+
 if TYPE_CHECKING:
     from kvkeep.integrations.vllm.connector import KVKeepConnector
 
@@ -47,6 +49,7 @@ def __getattr__(name: str) -> object:
     vLLM asks for it while it makes an engine's configuration: wrong options end the start there.
     """
     if name == "KVKeepConnector":
+        require_engine("vllm", "vLLM")
         from kvkeep.integrations.vllm.connector import KVKeepConnector  # noqa: PLC0415
         from kvkeep.integrations.vllm.early import check_start  # noqa: PLC0415
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from kvkeep.serve.router.cost import RoutingCost
-from kvkeep.serve.router.held import HeldPrefix
-from kvkeep.serve.router.index import Place, PlacementIndex
-from kvkeep.serve.router.router import PrefixRouter, RouterStats, RouteTicket, Score
+from kvkeep.core.errors import require
+
+require("msgspec", "router")  # first, so that the error names the extra to install
+require("zmq", "router")
+
+from kvkeep.serve.router.cost import RoutingCost  # noqa: E402
+from kvkeep.serve.router.held import HeldPrefix  # noqa: E402
+from kvkeep.serve.router.index import Place, PlacementIndex  # noqa: E402
+from kvkeep.serve.router.router import PrefixRouter, RouterStats, RouteTicket, Score  # noqa: E402
 
 __all__ = [
     "HeldPrefix",

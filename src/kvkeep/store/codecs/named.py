@@ -96,7 +96,7 @@ def _make(name: str, shape: BlockShape) -> Codec:
     if name == "raw" or (shape.kinds and name != "lossless" and not shape.kinds[0].dtype):
         return RawCodec()  # of states alone, there is nothing that a lossy codec may change
     if name.partition(":")[0] == "transform":
-        require("torch", "torch")
+        require("torch", "store")
         from kvkeep.store.codecs.transform import transform_of  # noqa: PLC0415
 
         return transform_of(name.partition(":")[2], shape)
@@ -105,7 +105,7 @@ def _make(name: str, shape: BlockShape) -> Codec:
         return KindsCodec([_make(name if kind.dtype else exact, kind) for kind in shape.kinds])
     if name == "lossless":
         return LosslessCodec(shape)
-    require("torch", "torch")
+    require("torch", "store")
     name, colon, setting = name.partition(":")
     if name == "int4":
         from kvkeep.store.codecs.int4 import Int4Codec  # noqa: PLC0415

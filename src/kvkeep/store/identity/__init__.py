@@ -12,8 +12,12 @@ weights.py   a digest of weights in files, cached by weights_cache.py
 
 from __future__ import annotations
 
-from kvkeep.store.identity.base import is_loaded, model_identity
-from kvkeep.store.identity.watch import ModelWatch
-from kvkeep.store.identity.weights import weights_digest
+from kvkeep.core.errors import require
+
+require("torch", "store")  # first, so that the error names the extra to install
+
+from kvkeep.store.identity.base import is_loaded, model_identity  # noqa: E402
+from kvkeep.store.identity.watch import ModelWatch  # noqa: E402
+from kvkeep.store.identity.weights import weights_digest  # noqa: E402
 
 __all__ = ["ModelWatch", "is_loaded", "model_identity", "weights_digest"]

@@ -20,10 +20,14 @@ finding.py    the longest stored position
 
 from __future__ import annotations
 
-from kvkeep.store.kv.paying import LoadChoice
-from kvkeep.store.kv.prefetch import Prefetch
-from kvkeep.store.kv.snapshot import Snapshot
-from kvkeep.store.kv.store import KVStore
-from kvkeep.store.kv.tail import TailRead
+from kvkeep.core.errors import require
+
+require("torch", "store")  # first, so that the error names the extra to install
+
+from kvkeep.store.kv.paying import LoadChoice  # noqa: E402
+from kvkeep.store.kv.prefetch import Prefetch  # noqa: E402
+from kvkeep.store.kv.snapshot import Snapshot  # noqa: E402
+from kvkeep.store.kv.store import KVStore  # noqa: E402
+from kvkeep.store.kv.tail import TailRead  # noqa: E402
 
 __all__ = ["KVStore", "LoadChoice", "Prefetch", "Snapshot", "TailRead"]

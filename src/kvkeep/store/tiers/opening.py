@@ -133,10 +133,10 @@ def open_tiers(
             that processes share; nothing stays open.
         MissingExtra: xxhash, which computes the checksums of records, is not installed.
     """
-    require("xxhash", "store")  # else every read and write fails later, in the background
     shape = shape or BlockShape()
     if isinstance(tiers, str | Backend) or not tiers:
         raise InvalidValue(f"tiers are a list of URLs, fastest first, got {tiers!r}")
+    _require_extras(tiers)
     _refuse_twice(tiers)
     opened: list[MemorySpec | TierSpec] = []
     try:
@@ -184,7 +184,7 @@ def check_tiers(
         InvalidValue: a URL is wrong.
         MissingExtra: a tier needs a package that is not installed.
     """
-    require("xxhash", "store")
+    _require_extras(tiers)
     _refuse_twice(tiers)
     for at, place in enumerate(tiers):
         url = TierURL(place)
@@ -193,6 +193,19 @@ def check_tiers(
         url.finish()
         if not asked.front:
             asked.require_budget(has=has_budget)
+
+
+def _require_extras(tiers: Sequence[str | Backend]) -> None:
+    """Raise `MissingExtra`, naming all extras that ``tiers`` need, if xxhash is not installed.
+
+    It computes the checksums of records: without it, reads and writes would fail in the background.
+    """
+    urls = [place for place in tiers if isinstance(place, str)]
+    homes = [_HOMES.get(place.partition("://")[0], "") for place in urls]
+    extras = ["objects" if any(home.startswith("objects.") for home in homes) else "store"]
+    if any("encrypt=" in place for place in urls):
+        extras.append("encryption")
+    require("xxhash", ",".join(extras))
 
 
 def _refuse_twice(tiers: Sequence[object]) -> None:
