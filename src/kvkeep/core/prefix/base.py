@@ -113,42 +113,24 @@ class PrefixIndex(ABC):
     def match(self, symbols: bytes, namespace: Namespace) -> PrefixMatch | None:
         """Return the longest cached prefix; None if nothing is stored in ``namespace``.
 
-        Changes nothing. Cost: one dictionary probe and one memcmp per run on the path, about
-        0.3 µs and 20 ps a byte.
+        Changes nothing that is stored. Cost: that of `Trails.follow`.
         """
         root = self._roots.get(namespace)
         if root is None:
             return None
-        node: Node = root
-        unit = self.unit
-        startswith = symbols.startswith
-        offset = 0
-        pages: list[PageArray] = []
-        while child := node.children.get(symbols[offset : offset + unit]):
-            run = child.run
-            if not startswith(run, offset):
-                return self._match_inside(symbols, offset, child, pages)
-            offset += len(run)
-            pages.append(child.pages)
-            node = child
-        match = PrefixMatch(joined(pages), node, node.size)
-        if self.exact and node.children and offset < len(symbols):
-            self._match_head(symbols[offset : offset + unit], match)
-        return match
-
-    def _match_inside(
-        self, symbols: bytes, offset: int, child: Node, pages: list[PageArray]
-    ) -> PrefixMatch:
-        """Return the match of a prompt that ends or differs inside ``child``, after its key."""
-        common = common_bytes(symbols, offset, child.run)
-        taken = common // self.unit
-        pages.append(child.pages[:taken])
-        match = PrefixMatch(joined(pages), child, taken)
-        tokens = (common - taken * self.unit) // TOKEN_BYTES
-        if self.exact and tokens:
-            match.partial_page = int(child.pages[taken])
-            match.partial_tokens = tokens
-            match.source = child
+        path = self.tree.trails.follow(root, symbols)
+        end = path.end
+        match = PrefixMatch(joined(path.parts), end, path.taken)
+        if not self.exact:
+            return match
+        if path.taken < end.size:
+            tokens = path.more // TOKEN_BYTES
+            if tokens:
+                match.partial_page = int(end.pages[path.taken])
+                match.partial_tokens = tokens
+                match.source = end
+        elif end.children and path.size < len(symbols):
+            self._match_head(symbols[path.size : path.size + self.unit], match)
         return match
 
     def _match_head(self, head: bytes, match: PrefixMatch) -> None:
@@ -272,22 +254,16 @@ class PrefixIndex(ABC):
         """
         assert len(symbols) == len(pages) * self.unit
         tree, unit = self.tree, self.unit
-        node = hold
-        offset = 0
-        existing: list[PageArray] = []
-        while child := node.children.get(symbols[offset : offset + unit]):
-            if not symbols.startswith(child.run, offset):
-                child = tree.split(child, common_bytes(symbols, offset, child.run) // unit)
-            offset += len(child.run)
-            existing.append(child.pages)
-            node = child
+        path = tree.trails.follow(hold, symbols)
+        node = path.end if path.taken == path.end.size else tree.split(path.end, path.taken)
+        existing = path.parts
         if tree.owners is not None and (existing or owner is None):
             tree.owners.used(node, owner)
-        if offset < len(symbols):
+        if path.size < len(symbols):
             node = tree.append(
                 node,
-                symbols[offset:],
-                pages[offset // unit :],
+                symbols[path.size :],
+                pages[path.size // unit :],
                 priority,
                 known=known,
                 owner=owner,
