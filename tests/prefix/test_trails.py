@@ -335,12 +335,18 @@ def put(cache: PagedCache, tokens: list[int]) -> None:
 
 
 def steps(cache: PagedCache, tokens: list[int]) -> int:
-    """The steps of a walk over all of ``tokens``."""
+    """The steps of a walk over all of ``tokens``, before it joins its path."""
     index, space = cache._core.index, as_namespace("")
     symbols = index.encoder(space).lookup(as_tokens(tokens))
-    path = index.tree.trails.follow(index.tree.roots[space], symbols)
-    assert path.size == len(symbols)
-    return len(path.parts)
+    match = Walked(index, symbols, index.tree.roots[space])
+    assert len(match.pages) * index.unit == len(symbols)
+    count = 0
+    node = match.end
+    while node.parent is not None:
+        node = (node if node.trail is None else node.trail.nodes[0]).parent
+        count += 1
+    index.match(symbols, space)
+    return count
 
 
 def test_a_path_of_many_runs_becomes_one_step() -> None:

@@ -118,19 +118,20 @@ class PrefixIndex(ABC):
         root = self._roots.get(namespace)
         if root is None:
             return None
-        path = self.tree.trails.follow(root, symbols)
-        end = path.end
-        match = PrefixMatch(joined(path.parts), end, path.taken)
+        match = self.tree.trails.follow(root, symbols)
         if not self.exact:
             return match
-        if path.taken < end.size:
-            tokens = path.more // TOKEN_BYTES
+        end = match.end
+        if match.taken < end.size:
+            tokens = match.more // TOKEN_BYTES
             if tokens:
-                match.partial_page = int(end.pages[path.taken])
+                match.partial_page = int(end.pages[match.taken])
                 match.partial_tokens = tokens
                 match.source = end
-        elif end.children and path.size < len(symbols):
-            self._match_head(symbols[path.size : path.size + self.unit], match)
+        elif end.children:
+            size = len(match.pages) * self.unit
+            if size < len(symbols):
+                self._match_head(symbols[size : size + self.unit], match)
         return match
 
     def _match_head(self, head: bytes, match: PrefixMatch) -> None:
@@ -253,17 +254,18 @@ class PrefixIndex(ABC):
         they are stored for, None for an unnamed one; ``namespace`` is theirs, if not the path's.
         """
         assert len(symbols) == len(pages) * self.unit
-        tree, unit = self.tree, self.unit
-        path = tree.trails.follow(hold, symbols)
-        node = path.end if path.taken == path.end.size else tree.split(path.end, path.taken)
-        existing = path.parts
-        if tree.owners is not None and (existing or owner is None):
+        tree = self.tree
+        match = tree.trails.follow(hold, symbols)
+        existing = match.pages
+        count = len(existing)
+        node = match.end if match.taken == match.end.size else tree.split(match.end, match.taken)
+        if tree.owners is not None and (count or owner is None):
             tree.owners.used(node, owner)
-        if path.size < len(symbols):
+        if count < len(pages):
             node = tree.append(
                 node,
-                symbols[path.size :],
-                pages[path.size // unit :],
+                symbols[count * self.unit :],
+                pages[count:],
                 priority,
                 known=known,
                 owner=owner,
@@ -272,7 +274,7 @@ class PrefixIndex(ABC):
             )
         self._moved(hold, node)
         node.priority = max(node.priority, priority)  # it is held, so in no queue by priority
-        return Inserted(node, joined(existing))
+        return Inserted(node, existing)
 
     def evict(self, count: int) -> PageArray:
         """Remove ``count`` pages, or all evictable ones if they are fewer; see `RunTree.evict`."""

@@ -20,36 +20,21 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from operator import attrgetter
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from kvkeep.core.prefix.heads import common_bytes
-from kvkeep.core.prefix.results import joined
+from kvkeep.core.prefix.results import PrefixMatch, joined
 
 if TYPE_CHECKING:
     from kvkeep.core.pages.table import PageArray
     from kvkeep.core.prefix.node import Node
 
-__all__ = ["Followed", "Trail", "Trails"]
+__all__ = ["Trail", "Trails"]
 
 _STEPS: Final = 8
 """A walk of so many steps joins its path. A step takes about as long as 4 KiB of comparison."""
 _MOST_MOVED: Final = 16
 _end = attrgetter("end")
-
-
-class Followed(NamedTuple):
-    """How far symbols agree with a path of the tree; see `Trails.follow`."""
-
-    end: Node
-    """The node in which the full pages end; the start if not one page agrees."""
-    taken: int
-    """Pages of ``end`` that agree."""
-    parts: list[PageArray]
-    """The full pages behind the start, in order."""
-    size: int
-    """Bytes of symbols of those pages."""
-    more: int
-    """Bytes that agree beyond them, where they end inside ``end``; else 0."""
 
 
 class Trail:
@@ -142,8 +127,8 @@ class Trails:
         self.steps = steps
         self.num_bytes = 0
 
-    def follow(self, start: Node, symbols: bytes) -> Followed:
-        """Walk from ``start`` along ``symbols``, as far as full pages of them are stored.
+    def follow(self, start: Node, symbols: bytes) -> PrefixMatch:
+        """Return the full pages behind ``start`` that are stored of ``symbols``.
 
         Changes no run, but may join the path. Cost: one dictionary probe and one memcmp per step,
         about 0.3 µs and 20 ps a byte; a path that was walked before has few steps.
@@ -180,7 +165,7 @@ class Trails:
             more = 0
         if len(parts) >= self.steps:
             self._join(node)
-        return Followed(node, taken, parts, offset, more)
+        return PrefixMatch(joined(parts), node, taken, more)
 
     def _join(self, end: Node) -> None:
         """Join the path to ``end``: what is behind the last trail that it left, or all of it."""
