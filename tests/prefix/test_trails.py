@@ -85,7 +85,7 @@ def _tokens_alike(left: bytes, right: bytes) -> int:
 def agrees(cache: PagedCache, tokens: list[int], namespace: str = "") -> None:
     """Assert that the index matches what a walk from page to page finds."""
     index, space = cache._core.index, as_namespace(namespace)
-    symbols = index.encoder(space).lookup(as_tokens(tokens))
+    symbols = bytes(index.encoder(space).lookup(as_tokens(tokens)))
     match = index.match(symbols, space)
     if match is None:
         assert space not in index.tree.roots
@@ -337,7 +337,7 @@ def put(cache: PagedCache, tokens: list[int]) -> None:
 def steps(cache: PagedCache, tokens: list[int]) -> int:
     """The steps of a walk over all of ``tokens``, before it joins its path."""
     index, space = cache._core.index, as_namespace("")
-    symbols = index.encoder(space).lookup(as_tokens(tokens))
+    symbols = bytes(index.encoder(space).lookup(as_tokens(tokens)))
     match = Walked(index, symbols, index.tree.roots[space])
     assert len(match.pages) * index.unit == len(symbols)
     count = 0

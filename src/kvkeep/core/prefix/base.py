@@ -8,7 +8,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from kvkeep.core.prefix.check import check_tree
-from kvkeep.core.prefix.heads import common_bytes
+from kvkeep.core.prefix.heads import common_head
 from kvkeep.core.prefix.marks import Marks
 from kvkeep.core.prefix.node import Node, descend
 from kvkeep.core.prefix.results import (
@@ -43,8 +43,8 @@ class Encoder(ABC):
     """
 
     @abstractmethod
-    def lookup(self, tokens: TokenArray) -> bytes:
-        """Return the symbols to match for a prompt of these tokens."""
+    def lookup(self, tokens: TokenArray) -> bytes | memoryview:
+        """Return the symbols to match for a prompt of these tokens, maybe in their own memory."""
 
     @abstractmethod
     def pages(self, tokens: TokenArray, start: int, stop: int) -> bytes:
@@ -110,10 +110,11 @@ class PrefixIndex(ABC):
 
     # --- matching ----------------------------------------------------------------------------
 
-    def match(self, symbols: bytes, namespace: Namespace) -> PrefixMatch | None:
+    def match(self, symbols: bytes | memoryview, namespace: Namespace) -> PrefixMatch | None:
         """Return the longest cached prefix; None if nothing is stored in ``namespace``.
 
-        Changes nothing that is stored. Cost: that of `Trails.follow`.
+        ``symbols`` are bytes, which are not kept. Changes nothing that is stored. Cost: that of
+        `Trails.follow`.
         """
         root = self._roots.get(namespace)
         if root is None:
@@ -131,7 +132,7 @@ class PrefixIndex(ABC):
         elif end.children:
             size = len(match.pages) * self.unit
             if size < len(symbols):
-                self._match_head(symbols[size : size + self.unit], match)
+                self._match_head(bytes(symbols[size : size + self.unit]), match)
         return match
 
     def _match_head(self, head: bytes, match: PrefixMatch) -> None:
@@ -139,7 +140,7 @@ class PrefixIndex(ABC):
         node = match.end
         if node.heads is None:
             (key,) = node.children
-            found: tuple[bytes, int] | None = key, common_bytes(head, 0, key)
+            found: tuple[bytes, int] | None = key, common_head(head, key)
         else:
             found = node.heads.closest(head, node.children)
         if found is not None and found[1] >= TOKEN_BYTES:

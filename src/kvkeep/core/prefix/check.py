@@ -56,9 +56,9 @@ def _check_trails(tree: RunTree, nodes: list[Node]) -> None:
         assert all(node.trail is trail for node in trail.nodes)
         for upper, lower in pairwise(trail.nodes):
             assert lower.parent is upper, "a trail with a gap"
-        assert bytes(trail.symbols) == b"".join(node.run for node in trail.nodes)
+        assert trail.symbols[: trail.size] == b"".join(node.run for node in trail.nodes)
         assert (trail.pages == joined([node.pages for node in trail.nodes])).all()
-        assert trail.num_bytes <= 2 * (len(trail.symbols) + trail.pages.nbytes)
+        assert trail.num_bytes <= 2 * (trail.size + trail.pages.nbytes)
         counted += trail.num_bytes
     assert sum(len(trail.nodes) for trail in trails) == sum(
         node.trail is not None for node in nodes
@@ -80,6 +80,7 @@ def _check_run(tree: RunTree, node: Node) -> None:
     assert node.parent is not None
     assert node.size == len(node.pages) > 0
     assert len(node.run) == node.size * tree.unit
+    assert node.front.startswith(node.run)
     assert node.end == node.parent.end + node.size
     assert node.depth == node.parent.end
     above = node.parent.namespace
