@@ -1,4 +1,4 @@
-"""How costs grow with the number of running forks, of pins, and of evictable leaves.
+"""How costs grow with the number of running forks, of pins, of evictable leaves, of runs on a path.
 
 Each line is one operation at several sizes, with the ratio of the cost at the largest size to that
 at the smallest. A cost that does not grow has a ratio near 1, apart from the cost of memory that
@@ -31,6 +31,7 @@ PAGE = 4
 FORKS = (250, 1000, 4000)
 PINS = (1000, 8000, 64_000)
 LEAVES = (10_000, 100_000)
+RUNS = (8, 64, 512)
 VOCABULARY = 128_000
 TIMED = 200
 
@@ -115,6 +116,19 @@ def breaking(count: int) -> Iterator[Callable[[], object]]:
         yield serve
 
 
+def matching(count: int) -> Iterator[Callable[[], object]]:
+    """Yield full hits of a prompt of 2,048 pages, whose path has ``count`` runs."""
+    cache = PagedCache(8192, 16)
+    rng = np.random.default_rng(1)
+    tokens = rng.integers(0, VOCABULARY, 32_768, dtype=np.int32)
+    store(cache, tokens)
+    for i in range(1, count):
+        shared = tokens[: i * 2048 // count * 16]
+        store(cache, np.concatenate((shared, rng.integers(0, VOCABULARY, 16, dtype=np.int32))))
+    for _ in range(TIMED):
+        yield lambda: cache.match(tokens)
+
+
 def evicting(count: int, *, pages: int, alike: str) -> Iterator[Callable[[], object]]:
     """Evict so many pages of ``count`` prompts of four pages each.
 
@@ -144,6 +158,7 @@ def lines(scale: float) -> Iterator[Line]:
         scaled = tuple(max(1, int(size * scale)) for size in sizes)
         return Line(name, scaled, tuple(timed(work(size)) for size in scaled))
 
+    yield line("match 2,048 pages, of runs on their path", RUNS, matching)
     yield line("append and publish a page, of forks", FORKS, partial(forking, tail=0))
     yield line("the same, their last page was shared", FORKS, partial(forking, tail=2))
     yield line("a soft pin more, of pins", PINS, partial(pinning, hard=False))

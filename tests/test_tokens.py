@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep import InvalidValue
+from kvkeep import InvalidValue, PagedCache
 from kvkeep.core.tokens import TOKEN_BYTES, TOKEN_DTYPE, as_tokens, common_length, single_token
 
 LARGEST = 2**31 - 1
@@ -30,6 +30,11 @@ INTEGERS = [np.dtype(order + kind + str(size))
         np.array([3, 1, 2]),
         np.array([3.0, 1.0, 2.0]).astype(np.int16),
         memoryview(array("i", [3, 1, 2])),
+        memoryview(array("q", [3, 1, 2])),
+        np.array([3, 1, 2], "<i4").tobytes(),
+        bytearray(np.array([3, 1, 2], "<i4").tobytes()),
+        memoryview(np.array([3, 1, 2], "<i4").tobytes()),
+        memoryview(np.array([3, 1, 2], "<i8").tobytes()).cast("q"),
     ],
     ids=lambda tokens: type(tokens).__name__,
 )
@@ -106,8 +111,12 @@ def test_no_tokens_are_an_empty_row(nothing: Any) -> None:
     ("wrong", "named"),
     [
         ("1 2 3", "got str"),
-        (b"123", "got bytes"),
-        (bytearray(b"123"), "got bytearray"),
+        (b"123", r"int32 ids in little-endian order, got bytes of 3 bytes .*cast\('q'\)"),
+        (bytearray(b"123"), "got bytearray of 3 bytes"),
+        (memoryview(b"12345678")[::2], r"got bytes of 4 bytes and shape \(4,\)"),
+        (memoryview(b"12345678").cast("B", (2, 4)), r"shape \(2, 4\)"),
+        (memoryview(array("d", [1.0])), "float64"),
+        (array("f", [1.0]), "float32"),
         ({1: 2}, "got dict"),
         ({1, 2}, "got set"),
         (frozenset({1}), "got frozenset"),
@@ -169,7 +178,88 @@ def test_tensors() -> None:
             as_tokens(wrong)
 
 
-@given(st.lists(st.integers(-3, LARGEST + 3), max_size=20))
+@pytest.mark.parametrize("last", [-1, 2**31, 2**64, 2.5, None, "2", [2]], ids=repr)
+def test_a_long_list_is_refused_as_a_short_one_is(last: Any) -> None:
+    messages = []
+    for count in (1, 100):
+        with pytest.raises(InvalidValue) as refused:
+            as_tokens([1] * count + [last])
+        messages.append(str(refused.value).split(" at position")[0].split(" shape")[0])
+    assert messages[0] == messages[1]
+
+
+def test_long_lists_of_other_integers() -> None:
+    assert as_tokens([np.int64(5)] * 50).tolist() == [5] * 50
+    assert as_tokens([0, 1, True] * 50).tolist() == [0, 1, 1] * 50
+    with pytest.raises(InvalidValue, match="bool"):
+        as_tokens([True] * 50)
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        array("i", range(50)),
+        memoryview(array("i", range(50))),
+        bytes(200),
+        bytearray(200),
+        memoryview(bytes(200)),
+    ],
+    ids=lambda held: type(held).__name__,
+)
+def test_int32_in_memory_is_not_copied(held: Any) -> None:
+    tokens = as_tokens(held)
+    assert len(tokens) == 50
+    assert np.shares_memory(tokens, np.frombuffer(held, np.int32))
+
+
+def test_memory_can_change_once_the_tokens_are_read() -> None:
+    """A cache keeps tokens of its own, not the caller's memory."""
+    cache = PagedCache(16, 4)
+    held = array("i", range(8))
+    with cache.open(held) as sequence:
+        held.append(8)  # a buffer that is still exported cannot grow
+        held[0] = 99
+        assert sequence.tokens.tolist() == list(range(8))
+        sequence.publish()
+    assert cache.match(held).num_tokens == 0
+    assert cache.match(range(8)).num_tokens == 8
+
+
+def test_dlpack_alone_is_enough() -> None:
+    class Exporter:
+        def __init__(self, values: np.ndarray) -> None:
+            self.values = values
+
+        def __dlpack__(self, **options: Any) -> Any:
+            return self.values.__dlpack__(**options)
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return self.values.__dlpack_device__()
+
+    values = np.array([3, 1, 2], np.int32)
+    tokens = as_tokens(Exporter(values))  # type: ignore[arg-type]
+    assert tokens.tolist() == [3, 1, 2]
+    assert np.shares_memory(tokens, values)
+    assert as_tokens(Exporter(values.astype(np.int64))).tolist() == [3, 1, 2]  # type: ignore[arg-type]
+    with pytest.raises(InvalidValue, match="float64"):
+        as_tokens(Exporter(np.ones(3)))  # type: ignore[arg-type]
+    with pytest.raises(InvalidValue, match=r"shape \(1, 3\)"):
+        as_tokens(Exporter(values.reshape(1, 3)))  # type: ignore[arg-type]
+
+
+def test_an_export_that_fails_is_named() -> None:
+    class Refuses:
+        def __dlpack__(self, **_: Any) -> Any:
+            raise BufferError("not this layout")
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return (1, 0)
+
+    with pytest.raises(InvalidValue, match="cannot be read as one row of ids: not this layout"):
+        as_tokens(Refuses())  # type: ignore[arg-type]
+
+
+@given(st.lists(st.integers(-3, LARGEST + 3), max_size=40))
 def test_a_row_is_kept_or_refused_never_changed(tokens: list[int]) -> None:
     if all(0 <= token <= LARGEST for token in tokens):
         assert as_tokens(tokens).tolist() == tokens

@@ -87,6 +87,7 @@ class PagedModel:
             hard_pin_pages=hard_pin_pages,
             clock=self.clock,
         )
+        self.cache._core.index.tree.trails.steps = 2  # trees are small here: join early
         self.num_pages = num_pages
         self.page_size = page_size
         self.prefix = prefix

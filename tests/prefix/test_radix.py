@@ -32,7 +32,7 @@ class Store:
         self.next_page = 0
 
     def symbols(self, tokens: Iterable[int]) -> bytes:
-        return self.index.encoder(SPACE).lookup(as_tokens(list(tokens)))
+        return as_tokens(list(tokens)).tobytes()
 
     def match(self, *tokens: int) -> tuple[list[int], int, int]:
         found = self.index.match(self.symbols(tokens), SPACE)

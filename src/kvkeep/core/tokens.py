@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array as typed_array
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,17 +26,22 @@ TOKEN_DTYPE = np.dtype("<i4")
 TOKEN_BYTES = TOKEN_DTYPE.itemsize
 _DLPACK_CPU = 1
 _FIRST_STEP = 256
+_FEW = 16  # up to so many tokens, a Python loop is faster than a NumPy call
 _TOKEN_MAX = np.iinfo(TOKEN_DTYPE).max
 
 
 def as_tokens(tokens: TokensLike) -> TokenArray:
-    """Return ``tokens`` as a 1-D int32 array, without a copy if it is one already.
+    """Return ``tokens`` as a 1-D int32 array, without a copy if they lie in memory as int32.
 
-    Takes a list, a tuple, a NumPy array, anything NumPy reads as an array of integers (a CPU
-    tensor), or a tensor on another device that has ``cpu()`` (torch's). Raises `InvalidValue` for
-    other shapes, other types, and ids outside 0 … 2³¹-1. Cost: one pass over the tokens. A tensor
-    on a GPU is copied to the host, and the caller waits for everything queued on its stream: where
-    steps must not wait, keep a host copy of the tokens.
+    Takes a NumPy array, an ``array.array`` or a typed ``memoryview``, a CPU tensor or another
+    object with ``__array__`` or DLPack, a list or a tuple; a tensor on another device that has
+    ``cpu()`` (torch's); and ``bytes``, ``bytearray`` or a ``memoryview`` of bytes, read as int32 in
+    little-endian order. Raises `InvalidValue` for other shapes, other types, and ids outside
+    0 … 2³¹-1.
+
+    Cost of 32,768 tokens: int32 one pass to check the range (2 µs), int64 a copy besides (10 µs), a
+    list 0.2 ms. A tensor on a GPU is copied to the host, and the caller waits for everything queued
+    on its stream: where steps must not wait, keep a host copy of the tokens.
     """
     array = as_row(tokens)
     check_range(array)
@@ -58,7 +64,7 @@ def as_row(tokens: TokensLike) -> TokenArray:
             return np.empty(0, TOKEN_DTYPE)
         if array.dtype.kind not in "iu":
             raise InvalidValue(f"tokens are integer ids, got values of type {array.dtype}")
-        if array.max() > _TOKEN_MAX or array.min() < 0:  # before narrowing, which would wrap
+        if _outside(array):  # before narrowing, which would wrap
             _refuse_range(array)
         return array.astype(TOKEN_DTYPE, copy=False)
     return array
@@ -66,7 +72,11 @@ def as_row(tokens: TokensLike) -> TokenArray:
 
 def check_range(array: TokenArray, start: int = 0) -> None:
     """Raise `InvalidValue` for negative ids from ``start`` on; an int32 cannot be too large."""
-    if len(array) > start and np.minimum.reduce(array[start:]) < 0:
+    more = len(array) - start
+    if more <= 0:
+        return
+    lowest = min(array[start:].tolist()) if more <= _FEW else np.minimum.reduce(array[start:])
+    if lowest < 0:
         _refuse_range(array)
 
 
@@ -101,15 +111,61 @@ def common_length(left: npt.NDArray[np.integer], right: npt.NDArray[np.integer])
     return length
 
 
-def _from_objects(tokens: TokensLike) -> npt.NDArray[np.generic]:
+def _outside(array: npt.NDArray[Any]) -> bool:
+    """Whether an array of integers that is not empty has values outside 0 … 2³¹-1."""
+    dtype = array.dtype
+    if dtype.itemsize < TOKEN_BYTES:
+        return dtype.kind == "i" and bool(array.min() < 0)
+    # One pass: as unsigned integers, negative ones are larger than any token.
+    return bool(np.maximum.reduce(array.view(dtype.str.replace("i", "u"))) > _TOKEN_MAX)
+
+
+def _from_objects(tokens: Any) -> npt.NDArray[Any]:
+    if isinstance(tokens, list | tuple) and len(tokens) > _FEW:
+        return _from_list(tokens)
+    if isinstance(tokens, bytes | bytearray):
+        return _from_bytes(memoryview(tokens))
+    if isinstance(tokens, memoryview) and tokens.format == "B":
+        return _from_bytes(tokens)
     tokens = _on_host(tokens)  # its errors have messages of their own
+    return _as_array(tokens)
+
+
+def _as_array(tokens: Any) -> npt.NDArray[Any]:
+    """Return what NumPy reads in an object, without a copy where it has memory to show."""
     try:
-        array = np.asarray(tokens)
-    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+        if hasattr(tokens, "__dlpack__") and not hasattr(tokens, "__array__"):
+            array: npt.NDArray[Any] = np.from_dlpack(tokens)
+        else:
+            array = np.asarray(tokens)
+    except (ValueError, TypeError, OverflowError, RuntimeError, BufferError) as error:
         raise InvalidValue(f"tokens cannot be read as one row of ids: {error}") from error
-    if array.ndim == 0 or isinstance(tokens, bytearray):  # text, sets, generators …
+    if array.ndim == 0:  # text, sets, generators …
         raise InvalidValue(f"tokens are a list or an array of ids, got {type(tokens).__name__}")
     return array
+
+
+def _from_list(tokens: list[int] | tuple[int, ...]) -> npt.NDArray[Any]:
+    """Read a long list by `array.array`, which takes a quarter of NumPy's time.
+
+    What that refuses, and what could be a list of booleans, NumPy reads and names.
+    """
+    try:
+        fast: npt.NDArray[Any] = np.frombuffer(typed_array("Q", tokens), np.uint64)
+    except (TypeError, ValueError, OverflowError):
+        return _as_array(tokens)
+    return fast if np.maximum.reduce(fast) > 1 else _as_array(tokens)
+
+
+def _from_bytes(data: memoryview) -> npt.NDArray[Any]:
+    """Read bytes as int32 in little-endian order, without a copy."""
+    if data.ndim != 1 or not data.contiguous or data.nbytes % TOKEN_BYTES:
+        raise InvalidValue(
+            "tokens given as bytes are one row of int32 ids in little-endian order, got "
+            f"{type(data.obj).__name__} of {data.nbytes} bytes and shape {data.shape}; ids of "
+            "another type: memoryview(data).cast('q') for int64"
+        )
+    return np.frombuffer(data, TOKEN_DTYPE)
 
 
 def _on_host(tokens: Any) -> Any:

@@ -307,7 +307,7 @@ class Core:
 
     def _let_go(self, pages: PageArray) -> None:
         if len(pages):
-            freed = self.pool.release(pages)
+            freed = self.pool.release_known(pages)
             assert freed == len(pages), "the index evicted a page that a sequence uses"
             self.marks.forget(pages)
             for observer in self.observers:
@@ -371,7 +371,7 @@ class Core:
             if claim.hold is not None:
                 # Not a use of the source: the copy, published later, counts as the use.
                 self.index.release(claim.hold, used=False)
-            self.pool.release([claim.copy.src])
+            self.pool.release_page(claim.copy.src)
 
     def now_stored(self, pages: PageArray, hold: Any, start: int) -> None:
         """Give holds to the claims on ``pages``, which the index now stores.

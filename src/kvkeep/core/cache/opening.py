@@ -136,12 +136,12 @@ def open_sequence(core: Core, query: CacheQuery, *, priority: int, reserve: int)
         groups.begin(state, row, found=found)
         sequence.groups = groups
     if len(shared):
-        core.pool.retain(shared)
+        core.pool.retain_known(shared)
         table = np.concatenate((shared, table))
     copy = None
     if match is not None and source is not None:
         copy = PageCopy(match.partial_page, int(table[len(shared)]), match.partial_tokens)
-        core.pool.retain([copy.src])
+        core.pool.retain_page(copy.src)
         core.counters.partial_hits += 1
     sequence.adopt(table, len(shared), copy=copy, source=source)
     if index.policy.remembers and core.reuse:

@@ -261,7 +261,7 @@ class Sequence:
                 self.public_pages = min(self.public_pages, length // size)
             self.encoder.cut(length // size)
             self._pending.drop_needless(self._table.values[self._shared :])
-            core.pool.release(gone)
+            core.pool.release_known(gone)
             if self.groups is not None:
                 self.groups.rewind(length, self._hold, self._shared)
             self.num_cached = min(self.num_cached, length)
@@ -278,7 +278,7 @@ class Sequence:
             groups = None if self.groups is None else self.groups.fork()
             hold = core.index.again(self._hold)
             table = self._table.values
-            core.pool.retain(table)
+            core.pool.retain_known(table)
             other = Sequence(
                 core, self.namespace, self.encoder.fork(), self._tokens.fork(),
                 hold=hold, priority=self.priority,
@@ -344,7 +344,7 @@ class Sequence:
         if len(new):
             size = core.page_size
             row = self._tokens.values[(stop - len(new)) * size : stop * size]
-            core.pool.retain(new)
+            core.pool.retain_known(new)
             core.marks.stored(new, row)
             core.now_stored(new, self._hold, stop - len(new))
             core.counters.stored_pages += len(new)
@@ -381,8 +381,8 @@ class Sequence:
         differ = own[: len(existing)] != existing
         if differ.any():
             self._table.values[start : start + len(existing)] = existing
-            self._core.pool.retain(existing[differ])
-            self._core.pool.release(own[: len(existing)][differ])
+            self._core.pool.retain_known(existing[differ])
+            self._core.pool.release_known(own[: len(existing)][differ])
 
     def close(self, *, keep: bool = True, ended: Ended | None = None) -> None:
         """End the sequence: published pages stay in the cache, all others are freed.
@@ -399,7 +399,7 @@ class Sequence:
             for observer in core.observers:
                 observer.closed(self, keep=keep, ended=ended)
             stored = self._shared
-            core.pool.release(self._table.values)
+            core.pool.release_known(self._table.values)
             if keep:
                 core.index.release(self._hold)
             else:

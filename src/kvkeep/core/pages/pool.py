@@ -29,8 +29,11 @@ class PagePool:
     the pool, free pages, and ids given twice in one batch. Pages are reused least recently freed
     first, so stale data survives as long as possible.
 
-    Cost: O(pages in the batch), vectorised; about 10 ns a page and 5 µs a call. Thread safety:
-    none; the cache that owns the pool holds its lock.
+    `retain_known` and `release_known` take pages that are distinct by construction, such as those
+    of a page table or of a prefix index, and assert only that none is free.
+
+    Cost: O(pages in the batch), vectorised; about 7 ns a page and 5 µs a call, half of it for known
+    pages. Thread safety: none; the cache that owns the pool holds its lock.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -78,6 +81,38 @@ class PagePool:
         if len(freed):
             self._put_back(freed)
         return len(freed)
+
+    def retain_known(self, pages: PageArray) -> None:
+        """Add one reference to each of ``pages``, which are distinct and in use."""
+        index = pages.astype(np.intp)
+        held = self.references.take(index)
+        assert np.count_nonzero(held) == len(held), "a page that is in use is free"
+        held += 1
+        self.references[index] = held
+
+    def release_known(self, pages: PageArray) -> int:
+        """Drop one reference of each of ``pages``, which are distinct; return how many are free."""
+        index = pages.astype(np.intp)
+        held = self.references.take(index)
+        assert np.count_nonzero(held) == len(held), "a page that is in use is free"
+        held -= 1
+        self.references[index] = held
+        count = len(held) - int(np.count_nonzero(held))
+        if count:
+            self._put_back(index if count == len(index) else index[held == 0])
+        return count
+
+    def retain_page(self, page: int) -> None:
+        """Add one reference to a page that is in use."""
+        assert self.references[page] > 0, "a page that is in use is free"
+        self.references[page] += 1
+
+    def release_page(self, page: int) -> None:
+        """Drop one reference of a page."""
+        assert self.references[page] > 0, "a page that is in use is free"
+        self.references[page] -= 1
+        if not self.references[page]:
+            self._put_back(np.array([page], np.intp))
 
     def _put_back(self, freed: PageIndex) -> None:
         tail = (self._head + self.num_free) % self.num_pages

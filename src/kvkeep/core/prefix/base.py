@@ -8,7 +8,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from kvkeep.core.prefix.check import check_tree
-from kvkeep.core.prefix.heads import common_bytes
+from kvkeep.core.prefix.heads import common_head
 from kvkeep.core.prefix.marks import Marks
 from kvkeep.core.prefix.node import Node, descend
 from kvkeep.core.prefix.results import (
@@ -43,8 +43,8 @@ class Encoder(ABC):
     """
 
     @abstractmethod
-    def lookup(self, tokens: TokenArray) -> bytes:
-        """Return the symbols to match for a prompt of these tokens."""
+    def lookup(self, tokens: TokenArray) -> bytes | memoryview:
+        """Return the symbols to match for a prompt of these tokens, maybe in their own memory."""
 
     @abstractmethod
     def pages(self, tokens: TokenArray, start: int, stop: int) -> bytes:
@@ -110,45 +110,29 @@ class PrefixIndex(ABC):
 
     # --- matching ----------------------------------------------------------------------------
 
-    def match(self, symbols: bytes, namespace: Namespace) -> PrefixMatch | None:
+    def match(self, symbols: bytes | memoryview, namespace: Namespace) -> PrefixMatch | None:
         """Return the longest cached prefix; None if nothing is stored in ``namespace``.
 
-        Changes nothing. Cost: one dictionary probe and one memcmp per run on the path, about
-        0.3 µs and 20 ps a byte.
+        ``symbols`` are bytes, which are not kept. Changes nothing that is stored. Cost: that of
+        `Trails.follow`.
         """
         root = self._roots.get(namespace)
         if root is None:
             return None
-        node: Node = root
-        unit = self.unit
-        startswith = symbols.startswith
-        offset = 0
-        pages: list[PageArray] = []
-        while child := node.children.get(symbols[offset : offset + unit]):
-            run = child.run
-            if not startswith(run, offset):
-                return self._match_inside(symbols, offset, child, pages)
-            offset += len(run)
-            pages.append(child.pages)
-            node = child
-        match = PrefixMatch(joined(pages), node, node.size)
-        if self.exact and node.children and offset < len(symbols):
-            self._match_head(symbols[offset : offset + unit], match)
-        return match
-
-    def _match_inside(
-        self, symbols: bytes, offset: int, child: Node, pages: list[PageArray]
-    ) -> PrefixMatch:
-        """Return the match of a prompt that ends or differs inside ``child``, after its key."""
-        common = common_bytes(symbols, offset, child.run)
-        taken = common // self.unit
-        pages.append(child.pages[:taken])
-        match = PrefixMatch(joined(pages), child, taken)
-        tokens = (common - taken * self.unit) // TOKEN_BYTES
-        if self.exact and tokens:
-            match.partial_page = int(child.pages[taken])
-            match.partial_tokens = tokens
-            match.source = child
+        match = self.tree.trails.follow(root, symbols)
+        if not self.exact:
+            return match
+        end = match.end
+        if match.taken < end.size:
+            tokens = match.more // TOKEN_BYTES
+            if tokens:
+                match.partial_page = int(end.pages[match.taken])
+                match.partial_tokens = tokens
+                match.source = end
+        elif end.children:
+            size = len(match.pages) * self.unit
+            if size < len(symbols):
+                self._match_head(bytes(symbols[size : size + self.unit]), match)
         return match
 
     def _match_head(self, head: bytes, match: PrefixMatch) -> None:
@@ -156,7 +140,7 @@ class PrefixIndex(ABC):
         node = match.end
         if node.heads is None:
             (key,) = node.children
-            found: tuple[bytes, int] | None = key, common_bytes(head, 0, key)
+            found: tuple[bytes, int] | None = key, common_head(head, key)
         else:
             found = node.heads.closest(head, node.children)
         if found is not None and found[1] >= TOKEN_BYTES:
@@ -271,23 +255,18 @@ class PrefixIndex(ABC):
         they are stored for, None for an unnamed one; ``namespace`` is theirs, if not the path's.
         """
         assert len(symbols) == len(pages) * self.unit
-        tree, unit = self.tree, self.unit
-        node = hold
-        offset = 0
-        existing: list[PageArray] = []
-        while child := node.children.get(symbols[offset : offset + unit]):
-            if not symbols.startswith(child.run, offset):
-                child = tree.split(child, common_bytes(symbols, offset, child.run) // unit)
-            offset += len(child.run)
-            existing.append(child.pages)
-            node = child
-        if tree.owners is not None and (existing or owner is None):
+        tree = self.tree
+        match = tree.trails.follow(hold, symbols)
+        existing = match.pages
+        count = len(existing)
+        node = match.end if match.taken == match.end.size else tree.split(match.end, match.taken)
+        if tree.owners is not None and (count or owner is None):
             tree.owners.used(node, owner)
-        if offset < len(symbols):
+        if count < len(pages):
             node = tree.append(
                 node,
-                symbols[offset:],
-                pages[offset // unit :],
+                symbols[count * self.unit :],
+                pages[count:],
                 priority,
                 known=known,
                 owner=owner,
@@ -296,7 +275,7 @@ class PrefixIndex(ABC):
             )
         self._moved(hold, node)
         node.priority = max(node.priority, priority)  # it is held, so in no queue by priority
-        return Inserted(node, joined(existing))
+        return Inserted(node, existing)
 
     def evict(self, count: int) -> PageArray:
         """Remove ``count`` pages, or all evictable ones if they are fewer; see `RunTree.evict`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from kvkeep.core.prefix.node import descend
@@ -34,6 +35,7 @@ def check_tree(tree: RunTree, holds: list[Node]) -> PageArray:
     tree.pins.check(nodes)
     if tree.owners is not None:
         tree.owners.check(list(tree.roots.values()))
+    _check_trails(tree, nodes)
     pages = joined([node.pages for node in nodes])
     assert len(pages) == tree.num_pages, (len(pages), tree.num_pages)
     free = [node for node in nodes if not node.holders]
@@ -43,6 +45,25 @@ def check_tree(tree: RunTree, holds: list[Node]) -> PageArray:
     assert pinned.count(False) == len(tree.policy), (pinned.count(False), len(tree.policy))
     assert pinned.count(True) == len(tree.pinned_leaves)
     return pages
+
+
+def _check_trails(tree: RunTree, nodes: list[Node]) -> None:
+    """Assert that trails have exactly what their nodes store, and that their bytes are counted."""
+    trails = {node.trail: None for node in nodes if node.trail is not None}
+    counted = 0
+    for trail in trails:
+        assert len(trail.nodes) > 1, "a trail of one run saves no step"
+        assert all(node.trail is trail for node in trail.nodes)
+        for upper, lower in pairwise(trail.nodes):
+            assert lower.parent is upper, "a trail with a gap"
+        assert trail.symbols[: trail.size] == b"".join(node.run for node in trail.nodes)
+        assert (trail.pages == joined([node.pages for node in trail.nodes])).all()
+        assert trail.num_bytes <= 2 * (trail.size + trail.pages.nbytes)
+        counted += trail.num_bytes
+    assert sum(len(trail.nodes) for trail in trails) == sum(
+        node.trail is not None for node in nodes
+    ), "a trail keeps a run that is not in the tree"
+    assert counted == tree.trails.num_bytes, (counted, tree.trails.num_bytes)
 
 
 def _check_children(tree: RunTree, node: Node, direct: int) -> None:
@@ -59,6 +80,7 @@ def _check_run(tree: RunTree, node: Node) -> None:
     assert node.parent is not None
     assert node.size == len(node.pages) > 0
     assert len(node.run) == node.size * tree.unit
+    assert node.front.startswith(node.run)
     assert node.end == node.parent.end + node.size
     assert node.depth == node.parent.end
     above = node.parent.namespace

@@ -22,19 +22,18 @@ def common_head(left: bytes, right: bytes) -> int:
     return ((differs & -differs).bit_length() - 1) >> 3
 
 
-def common_bytes(symbols: bytes, offset: int, run: bytes | memoryview) -> int:
-    """Return how many leading bytes ``run`` and ``symbols[offset:]`` share, by bisection."""
-    low, high = 0, min(len(run), len(symbols) - offset)
-    view = memoryview(run)
-    if symbols.startswith(view[:high], offset):
+def common_bytes(part: memoryview, whole: bytes) -> int:
+    """Return how many leading bytes ``part``, of bytes, and ``whole`` share, by bisection."""
+    low, high = 0, min(len(part), len(whole))
+    if whole.startswith(part[:high]):
         return high
     while high - low > 256:
         middle = (low + high) >> 1
-        if symbols.startswith(view[low:middle], offset + low):
+        if whole.startswith(part[low:middle], low):
             low = middle
         else:
             high = middle
-    return low + common_head(symbols[offset + low : offset + high], bytes(view[low:high]))
+    return low + common_head(bytes(part[low:high]), whole[low:high])
 
 
 class Heads:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvkeep.core.prefix.heads import Heads
     from kvkeep.core.prefix.owners import Owner
     from kvkeep.core.prefix.pinned import Spot
+    from kvkeep.core.prefix.trails import Trail
     from kvkeep.core.prefix.waits import EvictedWaits
 
 __all__ = ["Node", "Root", "descend"]
@@ -37,7 +38,8 @@ class Node(Entry):
 
     __slots__ = (
         "children", "covered", "end", "extra", "gone", "heads", "holders", "kept", "key",
-        "owner", "pages", "parent", "pins", "run", "serial", "spot", "suspended", "uses",
+        "owner", "pages", "parent", "pins", "run", "serial", "spot", "suspended", "trail",
+        "uses",
     )  # fmt: skip
 
     def __init__(
@@ -70,6 +72,7 @@ class Node(Entry):
         self.suspended = 0  # 1 if its owner is suspended, and 1 for each child with a count
         self.gone: EvictedWaits | None = None  # of evicted runs behind it, see `Waits`
         self.extra: Any = None  # what the tree's listener keeps beside the pages
+        self.trail: Trail | None = None  # that has a copy of this run
 
     @property
     def id(self) -> int:
@@ -96,6 +99,16 @@ class Node(Entry):
         """Its checkpoints, in pages of its path."""
         return () if self.extra is None else self.extra.points
 
+    @property
+    def front(self) -> bytes:
+        """The bytes that the run is the first of: a run that lost its tail is a view of them."""
+        run = self.run
+        if type(run) is bytes:
+            return run
+        stored = cast("memoryview", run).obj
+        assert isinstance(stored, bytes)
+        return stored
+
     def before(self) -> tuple[Namespace, bytes]:
         """Return the namespace of its root, and the symbols of all runs before it."""
         runs: list[bytes | memoryview] = []
@@ -106,18 +119,25 @@ class Node(Entry):
         assert isinstance(node, Root)
         return node.namespace, b"".join(reversed(runs))
 
+    def leave_trail(self) -> None:
+        """Leave the trail, as its last run, before the run changes or leaves the tree."""
+        if self.trail is not None:
+            self.trail.leave(self)
+
     def grow(self, symbols: bytes, pages: PageArray) -> None:
-        """Append pages to the run."""
+        """Append pages to the run of a leaf."""
+        self.leave_trail()
         self.run = b"".join((self.run, symbols))
         self.pages = np.concatenate((self.pages, pages))
         self.size += len(pages)
         self.end += len(pages)
 
     def trim(self, count: int, unit: int) -> PageArray:
-        """Remove the last ``count`` pages and return them.
+        """Remove the last ``count`` pages of a leaf and return them.
 
         Symbols are copied only when half of them are gone, so that trimming page by page is cheap.
         """
+        self.leave_trail()
         keep = self.size - count
         gone = self.pages[keep:]
         self.pages = self.pages[:keep]
@@ -134,6 +154,8 @@ class Node(Entry):
         """Give the first pages to ``upper``, a new node that takes this node's place."""
         parent, at = self.parent, upper.size
         assert parent is not None
+        if self.trail is not None:
+            self.trail.cut_off(upper, self)
         parent.children[upper.key] = upper
         self.run = bytes(self.run[at * unit :])
         self.key = self.run[:unit]
@@ -147,6 +169,12 @@ class Node(Entry):
         """Undo `cut_off`: put the pages of ``upper``, the parent, in front again."""
         parent = upper.parent
         assert parent is not None
+        if upper.trail is not self.trail:
+            upper.leave_trail()
+            if self.trail is not None:
+                self.trail.behind(1)
+        elif upper.trail is not None:
+            upper.trail.absorbed(upper)
         self.run = b"".join((upper.run, self.run))
         self.key = upper.key
         self.pages = np.concatenate((upper.pages, self.pages))

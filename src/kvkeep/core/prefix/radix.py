@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kvkeep.core.prefix.base import Encoder, PrefixIndex
 from kvkeep.core.tokens import TOKEN_BYTES
 
@@ -18,7 +20,8 @@ __all__ = ["RadixIndex"]
 class RadixIndex(PrefixIndex):
     """Compares tokens: runs of full pages, and then the first tokens of one page more.
 
-    Memory: 4 bytes a token, 4 a page, and about 600 bytes a run.
+    Memory: 4 bytes a token, 4 a page, and about 600 bytes a run. Up to twice the bytes of
+    tokens and pages again for paths that are kept joined (`kvkeep.core.prefix.trails`).
     """
 
     name = "radix"
@@ -39,8 +42,10 @@ class _TokenEncoder(Encoder):
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
 
-    def lookup(self, tokens: TokenArray) -> bytes:
-        return tokens.tobytes()
+    def lookup(self, tokens: TokenArray) -> bytes | memoryview:
+        if not tokens.flags.c_contiguous:
+            return tokens.tobytes()
+        return tokens.view(np.uint8).data
 
     def pages(self, tokens: TokenArray, start: int, stop: int) -> bytes:
         return tokens[start * self._page_size : stop * self._page_size].tobytes()

@@ -41,6 +41,8 @@ class PrefixMatch:
     """The node in which the full pages end. For the index."""
     taken: int
     """Pages of ``end`` that match."""
+    more: int = field(default=0, repr=False)
+    """Bytes of symbols that agree beyond them, if the match ends inside ``end``. For the index."""
     partial_page: int = -1
     """The page of which only the first ``partial_tokens`` tokens match; -1 for none."""
     partial_tokens: int = 0
@@ -49,7 +51,7 @@ class PrefixMatch:
 
     def without_partial(self) -> PrefixMatch:
         """Return the same match without its partial page."""
-        return PrefixMatch(self.pages, self.end, self.taken)
+        return PrefixMatch(self.pages, self.end, self.taken, self.more)
 
     def node_at(self, page: int) -> Node:
         """Return the node in which page ``page - 1`` lies, of the full pages that match."""

@@ -29,6 +29,7 @@ from kvkeep.core.prefix.node import Node, Root
 from kvkeep.core.prefix.owners import Owners
 from kvkeep.core.prefix.pinned import Pins
 from kvkeep.core.prefix.results import joined
+from kvkeep.core.prefix.trails import Trails
 from kvkeep.core.prefix.waits import Waits
 from kvkeep.core.public import public_namespace
 
@@ -76,6 +77,7 @@ class RunTree:
         """Leaves without holders that have soft pins: evicted after all that the policy orders."""
         self.ordered = ordered
         self.listener: TreeListener | None = None
+        self.trails = Trails(unit)
         self._serial = 0  # of the newest node
 
     def keep_owners(self) -> Owners:
@@ -378,6 +380,7 @@ class RunTree:
             self.listener.trimming(leaf, 0)
         if self.owners is not None:
             self.owners.gone(leaf)
+        leaf.leave_trail()
         leaf.parent = None
         if leaf.pins:
             self.pins.pass_on(leaf, parent)  # before the parent is queued: pins choose its queue

@@ -74,7 +74,7 @@ class SlotTree:
 
     def match(self, tokens: Sequence[int], pages: int, namespace: Namespace) -> PathHandle:
         """Return the longest stored prefix of the first ``pages`` pages of ``tokens``."""
-        found = self.index.match(self.index.symbols(tokens, 0, pages), namespace)
+        found = self.index.match(self.index.lookup(tokens, pages), namespace)
         if found is None:
             return PathHandle(self, namespace, tokens)
         return PathHandle(self, namespace, tokens, len(found.pages), found.end)
@@ -89,7 +89,7 @@ class SlotTree:
             return None
         node = handle.end()
         if node is None:
-            symbols = self.index.symbols(handle.tokens, 0, handle.pages)
+            symbols = self.index.lookup(handle.tokens, handle.pages)
             found = self.index.match(symbols, handle.namespace)
             if found is None or len(found.pages) < handle.pages:
                 raise IllegalStep(f"{handle} was evicted since; match again, and lock at once")

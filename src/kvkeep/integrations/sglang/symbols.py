@@ -40,7 +40,8 @@ class SlotIndex(PrefixIndex):
     For EAGLE, SGLang matches pairs of neighbouring tokens (``bigrams``): a page of pairs is named
     by its tokens and the one behind them.
 
-    Memory: 8 bytes a token, 4 a page, and about 600 bytes a run.
+    Memory: 8 bytes a token, 4 a page, and about 600 bytes a run. Up to twice the bytes of
+    tokens and pages again for paths that are kept joined (`kvkeep.core.prefix.trails`).
     """
 
     name = "radix"
@@ -72,6 +73,12 @@ class SlotIndex(PrefixIndex):
             return b""
         windows = np.lib.stride_tricks.sliding_window_view(row, size + 1)
         return windows[::size].tobytes()
+
+    def lookup(self, tokens: Sequence[int], pages: int) -> bytes | memoryview:
+        """Return the symbols of the first pages, to match at once: maybe in the tokens' memory."""
+        if self.overlap:
+            return self.symbols(tokens, 0, pages)
+        return row_of(tokens)[: pages * self.page_size].view(np.uint8).data
 
     def tokens_of(self, symbols: bytes | memoryview) -> npt.NDArray[np.int64]:
         """Return the tokens of pages; of pairs, their first tokens."""

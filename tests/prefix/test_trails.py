@@ -1,0 +1,525 @@
+"""Trails: a cache that joins paths answers, evicts and reports exactly as one that walks its runs.
+
+The machine does everything twice: in a cache whose walks join their path after two steps, and in
+one that never joins. All answers, all events and the shape of both trees are compared, and matches
+with a walk from page to page.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvkeep import KVKeepError, PagedCache
+from kvkeep.core.eviction import POLICIES
+from kvkeep.core.keys import as_namespace
+from kvkeep.core.pages.layout import GroupLayout, StateSpec, WindowSpec
+from kvkeep.core.tokens import as_tokens
+from kvkeep.testing.strategies import recipes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvkeep.core.prefix.base import PrefixIndex
+    from kvkeep.core.prefix.node import Node
+    from kvkeep.testing.strategies import Recipe
+
+NEVER = 10**9
+PICK = st.integers(0, 11)
+TURNS = st.lists(
+    st.tuples(st.integers(0, 2), st.integers(1, 3), st.integers(0, 2)), min_size=1, max_size=8
+)
+SPACES = st.sampled_from(["", "", "", "tenant"])
+LAYOUTS: dict[str, Callable[[int], int | GroupLayout]] = {
+    "plain": lambda size: size,
+    "windows": lambda size: GroupLayout(size, (WindowSpec(2 * size + 1),)),
+    "states": lambda size: GroupLayout(size, (), StateSpec(1, size)),
+}
+
+
+class Walked:
+    """A match as a walk from page to page finds it."""
+
+    def __init__(self, index: PrefixIndex, symbols: bytes, root: Node) -> None:
+        self.pages: list[int] = []
+        self.end, self.taken = root, 0
+        unit = index.unit
+        at = 0
+        while True:
+            page = symbols[at : at + unit]
+            if self.taken == self.end.size:
+                below = [c for c in self.end.children.values() if bytes(c.run[:unit]) == page]
+                if not below:
+                    break
+                self.end, self.taken = below[0], 0
+            elif self._page(unit, self.end, self.taken) != page:
+                break
+            self.pages.append(int(self.end.pages[self.taken]))
+            self.taken += 1
+            at += unit
+        rest = symbols[at : at + unit]
+        if self.taken < self.end.size:
+            ends = {int(self.end.pages[self.taken]): self._page(unit, self.end, self.taken)}
+        else:
+            ends = {int(c.pages[0]): self._page(unit, c, 0) for c in self.end.children.values()}
+        alike = {page: _tokens_alike(rest, symbols) for page, symbols in ends.items()}
+        self.partial_tokens = max(alike.values(), default=0) if index.exact else 0
+        self.partial_pages = {p for p, n in alike.items() if n == self.partial_tokens and n}
+
+    @staticmethod
+    def _page(unit: int, node: Node, at: int) -> bytes:
+        return bytes(node.run[at * unit : (at + 1) * unit])
+
+
+def _tokens_alike(left: bytes, right: bytes) -> int:
+    count = 0
+    while count * 4 < len(left) and left[count * 4 :][:4] == right[count * 4 :][:4]:
+        count += 1
+    return count
+
+
+def agrees(cache: PagedCache, tokens: list[int], namespace: str = "") -> None:
+    """Assert that the index matches what a walk from page to page finds."""
+    index, space = cache._core.index, as_namespace(namespace)
+    symbols = bytes(index.encoder(space).lookup(as_tokens(tokens)))
+    match = index.match(symbols, space)
+    if match is None:
+        assert space not in index.tree.roots
+        return
+    walked = Walked(index, symbols, index.tree.roots[space])
+    assert match.pages.tolist() == walked.pages
+    assert (match.end, match.taken) == (walked.end, walked.taken)
+    assert match.partial_tokens == walked.partial_tokens
+    if walked.partial_tokens:
+        assert match.partial_page in walked.partial_pages
+        assert match.source is not None
+        assert match.partial_page in match.source.pages
+    else:
+        assert (match.partial_page, match.source) == (-1, None)
+
+
+class TrailsMachine(RuleBasedStateMachine):
+    """Two caches: one joins paths, the other does not."""
+
+    @initialize(
+        page_size=st.sampled_from([1, 1, 2, 3]),
+        num_pages=st.sampled_from([16, 64, 128]),
+        prefix=st.sampled_from(["radix", "radix", "chain"]),
+        eviction=st.sampled_from(["lru", *sorted(POLICIES)]),
+        layout=st.sampled_from(["plain", "plain", *LAYOUTS]),
+    )
+    def make(self, page_size: int, num_pages: int, prefix: str, eviction: str, layout: str) -> None:
+        self.live: list[list[Any]] = []
+        self.pins: list[list[Any]] = []
+        sizes = LAYOUTS[layout](page_size)
+        self.both = [
+            PagedCache(num_pages, sizes, prefix=prefix, eviction=eviction, clock=lambda: 0.0)
+            for _ in range(2)
+        ]
+        self.page_size = page_size
+        self.events: list[list[str]] = [[], []]
+        for cache, seen, steps in zip(self.both, self.events, (2, NEVER), strict=True):
+            cache._core.index.tree.trails.steps = steps
+            cache.subscribe(lambda event, seen=seen: seen.append(repr(event)))
+        self.prompts: list[list[int]] = [[0]]
+        self.most_tokens = 24 * page_size
+
+    def twice(self, act: Callable[[int], Any]) -> list[Any] | None:
+        """Do it in both caches; None if both refuse."""
+        results: list[Any] = []
+        errors: list[str] = []
+        for which in range(2):
+            try:
+                results.append(act(which))
+            except KVKeepError as error:
+                errors.append(repr(error))
+        if errors:
+            assert len(errors) == 2, errors
+            assert errors[0] == errors[1]
+            return None
+        return results
+
+    def prompt(self, recipe: Recipe) -> list[int]:
+        tokens = recipe.build(self.prompts[-8:], self.page_size, 24)
+        self.prompts.append(tokens)
+        return tokens
+
+    def computed(self, live: list[Any]) -> None:
+        for sequence in live:
+            sequence.copies()
+
+    # --- requests ----------------------------------------------------------------------------
+
+    @rule(recipe=recipes(), space=SPACES, image=st.sampled_from([None, None, b"a", b"b"]))
+    def open(self, recipe: Recipe, space: str, image: bytes | None) -> None:
+        tokens = self.prompt(recipe)
+        extra = None if image is None else [(len(tokens) // 2, image)]
+        live = self.twice(lambda which: self.both[which].open(tokens, space, extra=extra))
+        if live is not None:
+            assert len({sequence.num_cached for sequence in live}) == 1
+            self.live.append(live)
+
+    @rule(recipe=recipes(), space=SPACES, step=st.integers(1, 4))
+    def decoded(self, recipe: Recipe, space: str, step: int) -> None:
+        """A request that publishes a few pages at a time."""
+        self.serve(self.prompt(recipe), space, step)
+
+    @rule(base=PICK, keep=st.integers(0, 24), turns=TURNS, agent=st.booleans(), space=SPACES)
+    def talk(
+        self, base: int, keep: int, turns: list[tuple[int, int, int]], agent: bool, space: str
+    ) -> None:
+        """A conversation with a branch after each turn, so that each turn is a run.
+
+        An agent goes on in the branch for a few turns, which are joined with what is before it.
+        """
+        size = self.page_size
+        tokens = self.prompts[base % len(self.prompts)][: keep * size]
+        for go_on, pages, aside in turns:
+            branch = tokens.copy()
+            for more in (aside, 0, 1) if agent else (aside,):
+                for sibling in (more + 1, more):
+                    self.serve(branch + [sibling] * (size + sibling % 2), space, 99)
+                branch += [more] * size
+            tokens = tokens + [go_on] * size * pages
+            self.serve(tokens, space, 99)
+            self.prompts.append(tokens)
+        agrees(self.both[0], tokens, space)
+
+    @rule(base=PICK, keep=st.integers(1, 72), token=st.integers(0, 3), space=SPACES)
+    def glance(self, base: int, keep: int, token: int, space: str) -> None:
+        """A request that copies a page which begins as its own does, and ends."""
+        tokens = [*self.prompts[base % len(self.prompts)][:keep], token]
+        live = self.twice(lambda which: self.both[which].open(tokens, space))
+        if live is not None:
+            self.computed(live)
+            self.twice(lambda which: live[which].close())
+
+    def serve(self, tokens: list[int], space: str, step: int) -> None:
+        live = self.twice(lambda which: self.both[which].open(tokens, space))
+        if live is None:
+            return
+        self.computed(live)
+        for computed in range(0, len(tokens) + 1, step * self.page_size):
+            self.twice(lambda which: live[which].publish(computed))  # noqa: B023
+        self.twice(lambda which: live[which].publish())
+        self.twice(lambda which: live[which].close())
+
+    @precondition(lambda self: self.live)
+    @rule(which=PICK, recipe=recipes(new=True))
+    def decode(self, which: int, recipe: Recipe) -> None:
+        live = self.live[which % len(self.live)]
+        self.computed(live)
+        room = self.most_tokens - live[0].num_tokens
+        tokens = recipe.build([], self.page_size)[: max(room, 0)]
+        if tokens and self.twice(lambda one: live[one].append(tokens)) is not None:
+            self.computed(live)
+            self.prompts.append(live[0].tokens.tolist())
+
+    @precondition(lambda self: self.live)
+    @rule(which=PICK)
+    def publish(self, which: int) -> None:
+        live = self.live[which % len(self.live)]
+        self.computed(live)
+        results = self.twice(lambda one: live[one].publish())
+        assert results is not None
+        assert results[0] == results[1]
+
+    @precondition(lambda self: self.live)
+    @rule(which=PICK, keep=st.integers(0, 40))
+    def truncate(self, which: int, keep: int) -> None:
+        live = self.live[which % len(self.live)]
+        self.computed(live)
+        self.twice(lambda one: live[one].truncate(keep % (live[one].num_tokens + 1)))
+
+    @precondition(lambda self: 0 < len(self.live) < 6)
+    @rule(which=PICK)
+    def fork(self, which: int) -> None:
+        live = self.live[which % len(self.live)]
+        self.computed(live)
+        forks = self.twice(lambda one: live[one].fork())
+        if forks is not None:
+            self.live.append(forks)
+
+    @precondition(lambda self: self.live)
+    @rule(which=PICK, keep=st.booleans())
+    def close(self, which: int, keep: bool) -> None:
+        live = self.live.pop(which % len(self.live))
+        self.twice(lambda one: live[one].close(keep=keep))
+
+    # --- memory ------------------------------------------------------------------------------
+
+    @rule(count=st.integers(0, 20))
+    def evict(self, count: int) -> None:
+        results = self.twice(lambda one: self.both[one].evict(count))
+        assert results is not None
+        assert results[0] == results[1]
+
+    @rule(recipe=recipes(), space=SPACES)
+    def remove(self, recipe: Recipe, space: str) -> None:
+        tokens = self.prompt(recipe)
+        self.twice(lambda one: self.both[one].remove(tokens, space))
+
+    @rule(space=st.sampled_from([None, "tenant"]))
+    def clear(self, space: str | None) -> None:
+        self.twice(lambda one: self.both[one].clear(space))
+
+    @precondition(lambda self: len(self.pins) < 4)
+    @rule(recipe=recipes(), space=SPACES, hard=st.booleans())
+    def pin(self, recipe: Recipe, space: str, hard: bool) -> None:
+        tokens = self.prompt(recipe)
+        pins = self.twice(lambda one: self.both[one].pin(tokens, space, hard=hard))
+        if pins is not None:
+            self.pins.append(pins)
+
+    @precondition(lambda self: self.pins)
+    @rule(which=PICK)
+    def unpin(self, which: int) -> None:
+        pins = self.pins.pop(which % len(self.pins))
+        self.twice(lambda one: self.both[one].unpin(pins[one]))
+
+    @rule(recipe=recipes(), space=SPACES)
+    def look(self, recipe: Recipe, space: str) -> None:
+        tokens = self.prompt(recipe)
+        for cache in self.both:
+            agrees(cache, tokens, space)
+
+    @invariant()
+    def both_are_alike(self) -> None:
+        if not hasattr(self, "both"):
+            return
+        joined, plain = self.both
+        for tokens in self.prompts[-6:]:
+            for space in ("", "tenant"):
+                agrees(joined, tokens, space)
+        assert not plain._core.index.tree.trails.num_bytes
+        joined.check()
+        assert self.events[0] == self.events[1]
+        for space in ("", "tenant"):
+            assert repr([*joined.runs(space)]) == repr([*plain.runs(space)])
+        for live in self.live:
+            assert live[0].pages.tolist() == live[1].pages.tolist()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "both"):
+            return
+        for live in self.live:
+            self.twice(lambda one: live[one].close())  # noqa: B023
+        for pins in self.pins:
+            self.twice(lambda one: self.both[one].unpin(pins[one]))  # noqa: B023
+        self.twice(lambda one: self.both[one].clear())
+        assert self.both[0]._core.index.tree.trails.num_bytes == 0
+
+
+# --- single cases --------------------------------------------------------------------------------
+
+
+def deep(runs: int, *, page_size: int = 2) -> tuple[PagedCache, list[int]]:
+    """A cache in which one prompt is a path of so many runs of two pages, each with a branch."""
+    cache = PagedCache(4096, page_size)
+    cache._core.index.tree.trails.steps = NEVER
+    tokens = list(range(2 * page_size * runs))
+    put(cache, tokens)
+    for end in range(2 * page_size, len(tokens), 2 * page_size):
+        put(cache, [*tokens[:end], *[10**6] * page_size])
+    return cache, tokens
+
+
+def put(cache: PagedCache, tokens: list[int]) -> None:
+    with cache.open(tokens) as sequence:
+        sequence.copies()
+        sequence.publish()
+
+
+def steps(cache: PagedCache, tokens: list[int]) -> int:
+    """The steps of a walk over all of ``tokens``, before it joins its path."""
+    index, space = cache._core.index, as_namespace("")
+    symbols = bytes(index.encoder(space).lookup(as_tokens(tokens)))
+    match = Walked(index, symbols, index.tree.roots[space])
+    assert len(match.pages) * index.unit == len(symbols)
+    count = 0
+    node = match.end
+    while node.parent is not None:
+        node = (node if node.trail is None else node.trail.nodes[0]).parent
+        count += 1
+    index.match(symbols, space)
+    return count
+
+
+def test_a_path_of_many_runs_becomes_one_step() -> None:
+    cache, tokens = deep(40)
+    assert steps(cache, tokens) == 40
+    cache._core.index.tree.trails.steps = 8
+    assert steps(cache, tokens) == 40  # which joins it
+    assert steps(cache, tokens) == 1
+    assert steps(cache, tokens[:-4]) == 1
+    agrees(cache, tokens)
+    agrees(cache, tokens[:-1])
+    agrees(cache, [*tokens[:33], 7, 7, 7])
+    cache.check()
+
+
+def test_a_conversation_that_grows_keeps_few_steps() -> None:
+    """Each turn adds a run; every eighth walk joins, and visits only the new runs for it."""
+    cache, tokens = deep(8)
+    cache._core.index.tree.trails.steps = 8
+    for turn in range(60):
+        put(cache, [*tokens, 10**6, 10**6])
+        tokens += [turn] * 4
+        put(cache, tokens)
+        assert steps(cache, tokens) <= 8
+    cache.check()
+
+
+def test_paths_that_part_halfway_do_not_take_from_each_other() -> None:
+    cache, first = deep(20)
+    second = first[:12]
+    for turn in range(20):
+        put(cache, [*second, 10**6, 10**6])
+        second = [*second, *[50_000 + turn] * 4]
+        put(cache, second)
+    cache._core.index.tree.trails.steps = 8
+    for _ in range(3):
+        steps(cache, first)
+        steps(cache, second)
+    assert steps(cache, first) == 1
+    assert steps(cache, second) == 2
+    cache.check()
+
+
+def grow(cache: PagedCache, tokens: list[int], go_on: list[int]) -> list[int]:
+    """Add a run of one page for each token of ``go_on``; return the longer prompt."""
+    for token in go_on:
+        put(cache, [*tokens, 10**6, 10**6])
+        tokens = [*tokens, token, token]
+        put(cache, tokens)
+    return tokens
+
+
+def test_a_path_that_leaves_many_trails_halfway_takes_their_fronts() -> None:
+    """An agent that branches off at each turn: each branch was joined with the turn before it."""
+    cache = PagedCache(4000, 2)
+    main: list[int] = []
+    branches: list[list[int]] = []
+    longest = 0
+    for turn in range(40):
+        main = grow(cache, main, [turn])
+        branches.append(grow(cache, main, list(range(1000, 1010))))
+        longest = max(longest, steps(cache, main))
+    assert 8 < longest <= 16
+    assert max(steps(cache, branch) for branch in branches) <= 12
+    cache.check()
+    trails = cache._core.index.tree.trails
+    assert 0 < trails.num_bytes <= 2 * cache._core.index.num_pages * (trails.unit + 4)
+
+
+def test_long_fronts_are_not_taken() -> None:
+    """To move them would cost more than the steps of a walk."""
+    cache = PagedCache(4000, 2)
+    trails = cache._core.index.tree.trails
+    trails.steps = NEVER
+    main: list[int] = []
+    branches: list[list[int]] = []
+    for turn in range(16):
+        main = grow(cache, main, list(range(100 * turn, 100 * turn + 40)))
+        branches.append(grow(cache, main, list(range(10_000, 10_008))))
+    trails.steps = 8
+    for branch in branches:
+        steps(cache, branch)
+    assert [steps(cache, main), steps(cache, main)] == [16, 16]
+    agrees(cache, main)
+    cache.check()
+
+
+def test_a_run_that_is_cut_or_joined_again_stays_in_its_trail() -> None:
+    cache, tokens = deep(10)
+    cache._core.index.tree.trails.steps = 8
+    steps(cache, tokens)
+    for at in (2, 21, 38):  # a partial page in the middle of a run: it is cut for the copy
+        sequence = cache.open([*tokens[: at + 1], 9, 9])
+        assert sequence.num_cached == at + 1
+        cache.check()
+        assert steps(cache, tokens) == 1
+        sequence.copies()
+        sequence.close()
+        cache.check()
+        assert steps(cache, tokens) == 1
+
+
+def test_two_trails_that_meet_in_a_run_that_is_joined_again() -> None:
+    """The end of one trail is joined with the beginning of the next: that leaves both."""
+    cache = PagedCache(64, 1)
+    trails = cache._core.index.tree.trails
+    trails.steps = NEVER
+    index, space = cache._core.index, as_namespace("")
+    tokens = list(range(12))
+    put(cache, tokens)
+    hold, _ = index.hold(index.match(as_tokens(tokens[:6]).tobytes(), space), space, used=False)
+    nodes: list[Node] = []
+    for at in (2, 4, 8, 10):
+        held, _ = index.hold(
+            index.match(as_tokens(tokens[:at]).tobytes(), space), space, used=False
+        )
+        nodes.append(held)
+    leaf = index.match(as_tokens(tokens).tobytes(), space)
+    assert leaf is not None
+    first, second = [nodes[0], nodes[1], hold], [nodes[2], nodes[3], leaf.end]
+    trails._merge([*reversed(first)], {})
+    trails._merge([*reversed(second)], {})
+    index.release(hold, used=False)
+    assert not hold.in_tree
+    for held in nodes:
+        cache._core.index.check([*nodes])
+        index.release(held)
+        nodes = nodes[1:]
+    agrees(cache, tokens)
+    cache.check()
+
+
+def test_eviction_takes_trails_apart_from_the_end() -> None:
+    cache, tokens = deep(30)
+    trails = cache._core.index.tree.trails
+    trails.steps = 8
+    steps(cache, tokens)
+    while cache.stats().pages_cached:
+        cache.evict(1)
+        cache.check()
+        agrees(cache, tokens)
+    assert not trails.num_bytes
+
+
+def test_namespaces_share_no_trail() -> None:
+    cache, tokens = deep(12)
+    cache._core.index.tree.trails.steps = 8
+    steps(cache, tokens)
+    assert cache.match(tokens, "tenant").num_tokens == 0
+    with cache.open(tokens[:8], "tenant") as sequence:
+        sequence.publish()
+    agrees(cache, tokens, "tenant")
+    cache.clear("")
+    assert cache.match(tokens).num_tokens == 0
+    assert cache.match(tokens, "tenant").num_tokens == 8
+
+
+def test_a_match_keeps_its_pages_when_the_tree_changes() -> None:
+    """The answer of `PagedCache.match` is the caller's."""
+    cache, tokens = deep(12)
+    cache._core.index.tree.trails.steps = 8
+    steps(cache, tokens)
+    found = cache.match(tokens).pages
+    before = found.tolist()
+    found[:] = -1
+    assert cache.match(tokens).pages.tolist() == before
+
+
+TestTrailsMachine = TrailsMachine.TestCase
+TestTrailsMachine.settings = settings(
+    max_examples=100 * (20 if os.environ.get("KVKEEP_FUZZ") == "long" else 1),
+    stateful_step_count=40,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
