@@ -163,13 +163,13 @@ def _child(part: Part, file: Path, device: str, size: SizeName, folder: Path) ->
     faulthandler.dump_traceback_later(max(1.0, deadline - 2), exit=False)  # tells where it hangs
     import torch  # noqa: PLC0415 - seconds, and not needed where parts are started
     from gpu_parts.figures import Report, Setting, Skipped  # noqa: PLC0415 - they need torch
+    from kvkeep.core.pages.device import pick_device  # noqa: PLC0415
 
     torch.set_grad_enabled(False)
     report = Report(file)
     try:
-        import_module(f"gpu_parts.{part.module}").run(
-            report, Setting(torch.device(device), size, folder)
-        )
+        setting = Setting(pick_device(device), size, folder)
+        import_module(f"gpu_parts.{part.module}").run(report, setting)
     except Skipped as reason:
         report.skip(str(reason))
         return 0 if report.rows else 3

@@ -20,8 +20,8 @@ __all__ = ["run"]
 
 def run(report: Report, setting: Setting) -> None:
     """Let engines with and without a store take turns on new prompts."""
-    count, length = setting.pick(16, 8, 2), setting.pick(512, 256, 40)
-    steps = setting.pick(128, 64, 8)
+    count, length = setting.pick(16, 4, 2), setting.pick(512, 256, 40)
+    steps = setting.pick(128, 32, 8)
     bench = Bench(report, setting, count * (length + steps + 64))
     without: list[float] = []
     with_store: list[float] = []

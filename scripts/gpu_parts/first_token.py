@@ -25,7 +25,7 @@ _COLD = "computed"
 
 def run(report: Report, setting: Setting) -> None:
     """Measure prompts of several lengths."""
-    lengths = {"full": (2048, 8192, 32_768), "small": (512, 2048), "smallest": (96,)}[setting.size]
+    lengths = {"full": (2048, 8192, 32_768), "small": (512, 1024), "smallest": (96,)}[setting.size]
     bench = Bench(report, setting, lengths[-1])
     report.note(
         "From a request's arrival to its first token. The engine loads what it expects to load "

@@ -13,7 +13,6 @@ import torch
 
 import kvkeep
 from kvkeep.core.geometry import format_bytes
-from kvkeep.core.pages.device import pick_device
 
 if TYPE_CHECKING:
     from gpu_parts.figures import Report, Setting
@@ -28,11 +27,10 @@ _PACKAGES = (
 
 
 def run(report: Report, setting: Setting) -> None:
-    """Tell the machine; raises `InvalidValue` if the device is not there."""
-    device = pick_device(setting.device)
+    """Tell the machine."""
     facts = {"kvkeep": kvkeep.__version__}
     if setting.on_gpu:
-        found = torch.cuda.get_device_properties(device)
+        found = torch.cuda.get_device_properties(setting.device)
         facts |= {
             "GPU": f"{found.name}, {format_bytes(found.total_memory)}",
             "compute capability": f"{found.major}.{found.minor}",

@@ -20,14 +20,18 @@ _HEAD = """# Proof on a GPU
 or PyTorch does without kvkeep. It needs this repository, and an image with PyTorch and CUDA; no
 network, nothing is installed, and it takes at most ten minutes. Each part is a process with a
 deadline: one that fails or hangs does not take the others with it, and this page and
-[the same as JSON](gpu-proof.json) are written after each. Without Transformers and xxhash the
-engine and the store are left out, without pytest and hypothesis the tests; the page says so.
+[the same as JSON](gpu-proof.json) are written after each.
 
 ```sh
 {command}                       # on a GPU; writes docs/gpu-proof.md and .json
 {command} --device cpu --small  # the script itself, without a GPU, in two minutes
-{command} --only first_token --out build/proof --disk /mnt/nvme
+{command} --only first_token decode --out build/proof --disk /mnt/nvme
 ```
+
+Where Transformers or xxhash is missing, the engine and the store are left out; without pytest and
+hypothesis, the tests; the page says so. A folder made elsewhere with the same version of Python by
+`pip install --target packages transformers xxhash pytest hypothesis` brings them:
+`PYTHONPATH=packages {command}`.
 """
 _CPU = """
 **This page was written on a CPU.** There was no GPU to run it on yet: the figures show that the
@@ -46,7 +50,8 @@ def page(found: Mapping[str, Any]) -> str:
         text += _CPU
     size = "" if found["size"] == "full" else f" --{found['size']}"
     text += f"\n**{name}**, {found['date']}, `--device {found['device']}{size}`. "
-    text += "A ratio is the\nmedian over the rounds, to the first line of its case; above 1 is better.\n"
+    text += "A ratio is the\nmedian over the rounds, to the first line of its case; above 1 is "
+    text += "better.\n"
     text += "\n| part | outcome | seconds |\n|---|---|--:|\n"
     for part in parts.values():
         text += f"| {part['title']} | {_outcome(part)} | {part['seconds']:.0f} |\n"

@@ -33,7 +33,7 @@ class _Noted(LearnedPrefill):
 
 def run(report: Report, setting: Setting) -> None:
     """Time passes of products of matrices by both clocks."""
-    width, count = setting.pick(8192, 768, 128), setting.pick(20, 8, 4)
+    width, count = setting.pick(8192, 512, 128), setting.pick(20, 8, 4)
     dtype = torch.bfloat16 if setting.on_gpu else torch.float32
     rounds = setting.pick(20, 9, 3)
     matrix = torch.randn(width, width, dtype=dtype, device=setting.device) / width**0.5
