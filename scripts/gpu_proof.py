@@ -163,6 +163,7 @@ def _child(part: Part, file: Path, device: str, size: SizeName, folder: Path) ->
     faulthandler.dump_traceback_later(max(1.0, deadline - 2), exit=False)  # tells where it hangs
     import torch  # noqa: PLC0415 - seconds, and not needed where parts are started
     from gpu_parts.figures import Report, Setting, Skipped  # noqa: PLC0415 - they need torch
+
     from kvkeep.core.pages.device import pick_device  # noqa: PLC0415
 
     torch.set_grad_enabled(False)

@@ -1,4 +1,4 @@
-"""The script for a GPU, proven on a CPU: its smallest run, its deadlines, and the page in the docs."""
+"""The script for a GPU, proven on a CPU: its smallest run, its deadlines, its page."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_smallest_run_holds(tmp_path, capsys):
 
 def test_a_device_that_is_not_there(tmp_path, capsys):
     assert gpu_proof.main(["--device", "abacus", "--smallest", "--out", str(tmp_path)]) == 1
-    assert "no torch device is named 'abacus'" in capsys.readouterr().out or True
+    assert "no torch device is named 'abacus'" in capsys.readouterr().out
     found = json.loads((tmp_path / "gpu-proof.json").read_text())
     assert list(found["parts"]) == ["machine"]
     assert found["parts"]["machine"]["status"] == "failed"
@@ -73,7 +73,7 @@ def run(folder: Path, code: str, deadline: float):
 
 
 def test_what_a_part_found_before_it_hung_stays(tmp_path):
-    part = run(tmp_path, WRITES + HANGS, 5.0)
+    part = run(tmp_path, WRITES + HANGS, 8.0)
     assert part["status"] == "too slow"
     assert [row["name"] for row in part["rows"]] == ["row"]
     assert "a kernel hangs here" in part["error"]
@@ -116,9 +116,5 @@ def test_all_that_needs_a_gpu_is_marked():
         file.name for file in (HOME / "tests").rglob("*.py")
         if "cuda.is_available()" in file.read_text() and file != Path(__file__)
     }  # fmt: skip
-    without = {
-        "conftest.py",
-        "test_mistakes.py",
-        "test_tensors.py",
-    }  # which is for machines without
-    assert asks == without
+    # The last two ask for tests of machines without a GPU.
+    assert asks == {"conftest.py", "test_mistakes.py", "test_tensors.py"}
