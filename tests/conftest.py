@@ -25,6 +25,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test marked ``cuda`` needs a device; `scripts/gpu_proof.py` runs all of them."""
+    if item.get_closest_marker("cuda") is not None:
+        torch = pytest.importorskip("torch")
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device")
+
+
 @pytest.fixture(scope="module")
 def browser():
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

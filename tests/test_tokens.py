@@ -344,11 +344,9 @@ def test_an_error_of_the_device_is_not_taken_for_a_mistake() -> None:
     assert not isinstance(raised.value, InvalidValue)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_torch_tensors(device: str) -> None:
     torch = pytest.importorskip("torch")
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     for dtype in (torch.int64, torch.int32, torch.uint8):
         assert as_tokens(torch.tensor([3, 1, 2], dtype=dtype, device=device)).tolist() == [3, 1, 2]
     with pytest.raises(InvalidValue, match="integer ids"):

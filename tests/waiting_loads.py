@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from kvkeep.core.cost import PromptTurn
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
-def wait_for_all(loads, compute_s, **_how):
+    from kvkeep.core.cost import LoadProgress
+
+
+def wait_for_all(
+    loads: Sequence[LoadProgress], compute_s: object, **_how: float
+) -> list[PromptTurn]:
     """As `take_turns`; nothing is computed of a prompt that is being loaded."""
     turns = []
     for one in loads:

@@ -68,9 +68,11 @@ def build(family: str, **changes):
 class Bench:
     """A model by itself, and the same model over pages with a cache."""
 
-    def __init__(self, family: str, *, page_size: int, num_pages: int, **cache) -> None:
+    def __init__(
+        self, family: str, *, page_size: int, num_pages: int, device: str = "cpu", **cache
+    ) -> None:
         self.plain = build(family)
-        paged = copy.deepcopy(self.plain)
+        paged = copy.deepcopy(self.plain).to(device)
         geometry = KVGeometry.from_config(paged.config, dtype="float32")
         self.runner = Runner(paged, geometry, num_pages=num_pages, page_size=page_size)
         self.spoil()
@@ -122,6 +124,7 @@ class Bench:
     def assert_right(self, sequence: Sequence, logits: torch.Tensor) -> None:
         """The logits and the greedy choices are those of the last tokens of ``sequence``."""
         expected = self.expected(sequence.tokens)[-len(logits) :]
+        logits = logits.cpu()
         assert (logits - expected).abs().max() <= 1e-4
         assert torch.equal(logits.argmax(-1), expected.argmax(-1))
 
@@ -265,7 +268,10 @@ def make_model():
 
 @pytest.fixture(scope="session")
 def make_bench():
-    """``make_bench(family, page_size=…, num_pages=…, **of the cache)``."""
+    """``make_bench(family, page_size=…, num_pages=…, device="cpu", **of the cache)``.
+
+    The model by itself is on the CPU, whatever the device of the one over pages.
+    """
     return Bench
 
 

@@ -137,7 +137,7 @@ def test_there_is_no_kernel_for_a_cpu(make_story):
     assert flash.find(make_story(SPANS, page_size=4).tensors) is None
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.cuda
 @pytest.mark.parametrize("page_size", [16, 256])
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -152,7 +152,7 @@ def test_a_kernel_of_this_machine(make_story, page_size, window, softcap):
     story.assert_right(story.attend(story.batch(kernel=kernel), **how), 3e-2, **how)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 9])
 def test_gathering_on_a_gpu(make_story, dtype, window):

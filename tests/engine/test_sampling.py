@@ -17,8 +17,6 @@ from kvkeep.serve.engine.sampling import LogitsRow, chance_of, choose, fresh_see
 LOGITS = torch.tensor([1.0, 3.0, 0.0, 2.0, -1.0])  # likeliest first: 1, 3, 0, 2, 4
 MANY = [chance_of(0, 0, i) for i in range(20_000)]
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-
 
 def row(chance=None, generated=(), **params):
     if chance is not None:
@@ -278,7 +276,7 @@ def test_what_a_batch_does_to_the_last_bits_of_logits_does_not_change_what_is_dr
     assert differ.sum() <= 2  # 0.03 are to be expected
 
 
-@needs_cuda
+@pytest.mark.cuda
 def test_cuda_gives_the_same_tokens():
     rows = mixed_rows(40, 40_000)
     logits = torch.randn(40, 40_000, generator=torch.manual_seed(2)).bfloat16()

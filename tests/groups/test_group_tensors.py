@@ -32,9 +32,14 @@ GEOMETRY = KVGeometry.of(
 SIZE = 4
 
 
-@pytest.fixture
-def memory() -> GroupedTensors:
-    return GroupedTensors(GroupPlan(GEOMETRY, SIZE), 64)
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def memory(request: pytest.FixtureRequest) -> GroupedTensors:
+    return GroupedTensors(GroupPlan(GEOMETRY, SIZE), 64, request.param)
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are equal, wherever they are."""
+    return torch.equal(one.cpu(), other.cpu())
 
 
 def random_state(seed: int) -> dict[tuple[int, str], torch.Tensor]:
@@ -61,13 +66,14 @@ def test_every_layer_keeps_its_own(memory: GroupedTensors) -> None:
         k = torch.randn(SIZE, shape.kv_heads, shape.head_dim).bfloat16()
         latent = shape.latent_dim is not None
         v = None if latent else torch.randn(SIZE, shape.kv_heads, shape.value_dim).bfloat16()
-        part.tensors.store(at, slots, k, v)
+        device = memory.device
+        part.tensors.store(at, slots, k.to(device), None if v is None else v.to(device))
         written[layer] = page, k, v
     for layer, (page, k, v) in written.items():
         part, at = memory.of(layer)
         got_k, got_v = part.tensors.gather(at, [page], SIZE)
-        assert torch.equal(got_k, k), layer
-        assert v is None or torch.equal(got_v, v), layer
+        assert same(got_k, k), layer
+        assert v is None or same(got_v, v), layer
 
 
 def test_a_state_comes_back_as_it_was(memory: GroupedTensors) -> None:
@@ -76,7 +82,7 @@ def test_a_state_comes_back_as_it_was(memory: GroupedTensors) -> None:
     memory.write_state(pages, state)
     found = memory.read_state(pages)
     assert found.keys() == state.keys()
-    assert all(torch.equal(found[key], state[key]) for key in state)
+    assert all(same(found[key], state[key]) for key in state)
 
 
 def test_states_and_rows_are_copied_as_the_cache_asks(memory: GroupedTensors) -> None:
@@ -96,12 +102,13 @@ def test_states_and_rows_are_copied_as_the_cache_asks(memory: GroupedTensors) ->
     assert second.num_cached == 8
     memory.copy(second.groups.copies())
     found = memory.read_state(second.groups.state)
-    assert all(torch.equal(found[key], state[key]) for key in state)
+    assert all(same(found[key], state[key]) for key in state)
     second.groups.reach(10)
     part, at = memory.of(1)
     k, v = torch.ones(2, 3, 8).bfloat16(), torch.ones(2, 3, 4).bfloat16()
     row = second.groups.tables[0][2, part.page]
-    part.tensors.store(at, [row * SIZE, row * SIZE + 1], k, v)
+    slots = [row * SIZE, row * SIZE + 1]
+    part.tensors.store(at, slots, k.to(memory.device), v.to(memory.device))
     fork = second.fork()
     memory.copy(second.groups.copies())
     fork.append([7])
@@ -110,9 +117,9 @@ def test_states_and_rows_are_copied_as_the_cache_asks(memory: GroupedTensors) ->
     memory.copy([copy])
     table = fork.groups.tables[0][2:3, part.page]
     assert table[0] != row
-    assert torch.equal(part.tensors.gather(at, table, 2)[0], k)
+    assert same(part.tensors.gather(at, table, 2)[0], k)
     found = memory.read_state(fork.groups.state)
-    assert all(torch.equal(found[key], state[key]) for key in state)
+    assert all(same(found[key], state[key]) for key in state)
     for sequence in (first, second, fork):
         sequence.close()
     cache.check()
@@ -122,7 +129,7 @@ def test_whole_pages_are_read_and_written(memory: GroupedTensors) -> None:
     pages = np.array([1, 4], np.int32)
     content = torch.randint(0, 255, (2, memory.plan.page_bytes), dtype=torch.uint8)
     memory.write(pages, content)
-    assert torch.equal(memory.read(pages), content)
+    assert same(memory.read(pages), content)
     assert not memory.read(np.array([2, 3], np.int32)).any()
 
 

@@ -22,9 +22,9 @@ PAGE_SIZE = 4
 
 
 @pytest.fixture(params=GEOMETRIES)
-def memory(request, layout):
+def memory(request, layout, device):
     torch.manual_seed(3)
-    memory = PagedTensors(GEOMETRIES[request.param], 9, PAGE_SIZE, layout=layout)
+    memory = PagedTensors(GEOMETRIES[request.param], 9, PAGE_SIZE, layout=layout, device=device)
     for layer in range(memory.geometry.layers):
         memory.k(layer).normal_()
         if memory.geometry.latent_dim is None:
@@ -34,6 +34,11 @@ def memory(request, layout):
 
 @pytest.fixture(params=["NHD", "HND"])
 def layout(request):
+    return request.param
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request):
     return request.param
 
 
@@ -86,13 +91,14 @@ def test_a_prepared_store_is_the_plain_one(memory):
     latent = memory.geometry.latent_dim is not None
     places = memory.prepare_store(np.array(slots, np.int32))
     assert len(places) == 4
-    other = PagedTensors(memory.geometry, 9, PAGE_SIZE, layout=memory.layout)
+    device = memory.device
+    other = PagedTensors(memory.geometry, 9, PAGE_SIZE, layout=memory.layout, device=device)
     other.write(range(9), memory.read(range(9)))
     for layer in range(memory.geometry.layers):
-        k = torch.randn(4, heads, dim, dtype=memory.dtype)
+        k = torch.randn(4, heads, dim, dtype=memory.dtype, device=device)
         v = None
         if not latent:
-            v = torch.randn(4, heads, memory.geometry.value_dim, dtype=memory.dtype)
+            v = torch.randn(4, heads, memory.geometry.value_dim, dtype=memory.dtype, device=device)
         memory.store(layer, places, k, v)
         other.store(layer, slots, k, v)
     assert torch.equal(memory.read(range(9)), other.read(range(9)))
@@ -103,7 +109,8 @@ def test_what_is_prepared_is_checked(memory):
         memory.prepare_gather([9], memory.scratch())
     with pytest.raises(InvalidValue, match="slots"):
         memory.prepare_store([9 * PAGE_SIZE])
-    k = torch.zeros(3, memory.geometry.rank_heads, memory.geometry.head_dim, dtype=memory.dtype)
+    shape = (3, memory.geometry.rank_heads, memory.geometry.head_dim)
+    k = torch.zeros(shape, dtype=memory.dtype, device=memory.device)
     v = None if memory.geometry.latent_dim else k[..., : memory.geometry.value_dim]
     with pytest.raises(InvalidValue, match="is needed"):
         memory.store(0, memory.prepare_store([1, 2]), k, v)

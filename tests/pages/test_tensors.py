@@ -31,7 +31,7 @@ GEOMETRIES = {
     "mla": KVGeometry.mla(2, latent_dim=5, rope_dim=2, dtype="float32"),
     "rank of two": KVGeometry(2, 4, 4, "float32", tp=2),
 }
-DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 
 @pytest.fixture(params=LAYOUTS)
@@ -492,10 +492,9 @@ def test_what_no_memory_can_be_made_of(arguments: dict[str, Any], message: str) 
         PagedTensors(GEOMETRIES["gqa"], **{"num_pages": 2, "page_size": 4, **arguments})
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: on the CPU alone")
+@pytest.mark.cuda
 def test_a_gpu_takes_part() -> None:
     assert PagedTensors(GEOMETRIES["gqa"], 2, 4, device="cuda")._batched
-    assert "cuda" in DEVICES
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

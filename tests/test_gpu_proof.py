@@ -1,0 +1,120 @@
+"""The script for a GPU, proven on a CPU: its smallest run, its deadlines, its page."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+HOME = Path(__file__).parents[1]
+sys.path.insert(0, str(HOME / "scripts"))
+
+import gpu_proof  # noqa: E402 - behind its folder
+from gpu_parts.page import page, wrong  # noqa: E402
+
+
+@pytest.mark.model
+def test_the_smallest_run_holds(tmp_path, capsys):
+    """With the real engine, over memory and a disk."""
+    parts = ["agreement", "first_token", "passes"]
+    code = gpu_proof.main(
+        ["--device", "cpu", "--smallest", "--out", str(tmp_path), "--only", *parts]
+    )
+    said = capsys.readouterr().out
+    found = json.loads((tmp_path / "gpu-proof.json").read_text())
+    assert code == 0, said
+    assert list(found["parts"]) == ["machine", *parts]
+    assert {part["status"] for part in found["parts"].values()} == {"done"}
+    assert found["parts"]["machine"]["facts"]["torch"]
+    rows = found["parts"]["first_token"]["rows"]
+    assert [row["name"] for row in rows] == [
+        "computed", "hit in the pool", "from memory", "from memory, all loaded", "from disk",
+        "from disk, all loaded",
+    ]  # fmt: skip
+    assert all(row["median"] > 0 for row in rows)
+    assert [row["name"] for row in rows if row["right"]] == [
+        "from memory, all loaded", "from disk, all loaded"
+    ]  # fmt: skip
+    assert (tmp_path / "gpu-proof.md").read_text() == page(found)
+
+
+def test_a_device_that_is_not_there(tmp_path, capsys):
+    assert gpu_proof.main(["--device", "abacus", "--smallest", "--out", str(tmp_path)]) == 1
+    assert "no torch device is named 'abacus'" in capsys.readouterr().out
+    found = json.loads((tmp_path / "gpu-proof.json").read_text())
+    assert list(found["parts"]) == ["machine"]
+    assert found["parts"]["machine"]["status"] == "failed"
+
+
+WRITES = """
+import json, os, pathlib, subprocess, sys, time
+row = {"case": "one", "name": "row", "values": [], "ratio": None, "right": None, "note": ""}
+found = {"rows": [row], "notes": [], "skipped": [], "facts": {}}
+pathlib.Path("found.json").write_text(json.dumps(found))
+"""
+HANGS = """
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+pathlib.Path("pid").write_text(str(child.pid))
+print("a kernel hangs here", flush=True)
+time.sleep(600)
+"""
+
+
+def run(folder: Path, code: str, deadline: float):
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        return gpu_proof.run_part([sys.executable, "-c", code], folder, deadline)
+    finally:
+        os.chdir(before)
+
+
+def test_what_a_part_found_before_it_hung_stays(tmp_path):
+    part = run(tmp_path, WRITES + HANGS, 8.0)
+    assert part["status"] == "too slow"
+    assert [row["name"] for row in part["rows"]] == ["row"]
+    assert "a kernel hangs here" in part["error"]
+    state = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat")
+    assert not state.exists() or ") Z " in state.read_text()  # what it started ended with it
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [("", "done"), ("sys.exit(3)", "skipped"), ("sys.exit('no memory')", "failed"),
+     ("os.kill(os.getpid(), 11)", "failed")],
+)  # fmt: skip
+def test_how_a_part_ends(tmp_path, code, status):
+    part = run(tmp_path, WRITES + code, 60.0)
+    assert part["status"] == status
+    assert len(part["rows"]) == 1
+    assert bool(part["error"]) is (status == "failed")
+
+
+def test_a_part_without_time_is_not_begun(tmp_path):
+    part = run(tmp_path, WRITES, 0.0)
+    assert (part["status"], part["rows"]) == ("too slow", [])
+    assert not (tmp_path / "found.json").exists()
+
+
+def test_deadlines_are_within_ten_minutes():
+    assert sum(part.deadline for part in gpu_proof.PARTS.values()) <= 600
+
+
+def test_the_page_in_the_docs_is_of_the_last_run():
+    found = json.loads((HOME / "docs" / "gpu-proof.json").read_text())
+    assert (HOME / "docs" / "gpu-proof.md").read_text() == page(found)
+    assert list(found["parts"]) == list(gpu_proof.PARTS)
+    assert not [name for part in found["parts"].values() for name in wrong(part)]
+
+
+def test_all_that_needs_a_gpu_is_marked():
+    """So that the script finds it; a test that asks by itself would be left out."""
+    asks = {
+        file.name for file in (HOME / "tests").rglob("*.py")
+        if "cuda.is_available()" in file.read_text() and file != Path(__file__)
+    }  # fmt: skip
+    # The last two ask for tests of machines without a GPU.
+    assert asks == {"conftest.py", "test_mistakes.py", "test_tensors.py"}
