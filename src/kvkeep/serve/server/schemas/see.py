@@ -210,7 +210,6 @@ class LiveLoads(ResponseModel):
     computed_stored_tokens: int = Field(
         description="Of these: stored tokens that were computed, because that is faster."
     )
-    saved_s: float = Field(description="Expected seconds of computing what was loaded.")
 
 
 class LivePoint(ResponseModel):
