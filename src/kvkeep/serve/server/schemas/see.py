@@ -100,13 +100,16 @@ class PrefillCause(ResponseModel):
 
 
 class SummaryResponse(ResponseModel):
-    """Tokens that the last requests reused and computed; the costliest causes come first."""
+    """Tokens that the last requests reused and computed."""
 
     requests: int
     prompt_tokens: int
     reused: dict[str, int] = Field(description=_REUSED)
     computed: dict[str, int] = Field(description=_COMPUTED)
-    causes: list[PrefillCause]
+    causes: list[PrefillCause] = Field(
+        description="Those with advice come first, by tokens; then the others, by reason, and "
+        "tokens that were never seen before last."
+    )
 
 
 # --- live ----------------------------------------------------------------------------------
