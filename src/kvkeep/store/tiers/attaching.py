@@ -83,7 +83,7 @@ class TierChanges:
                 raise IllegalStep(f"{place} cannot be attached while blocks are removed; try again")
         name = f"kvkeep {tier.name} opening"
         self._opening = [one for one in self._opening if one.is_alive()]
-        self._opening.append(threading.Thread(target=_list, args=(tier,), name=name, daemon=True))
+        self._opening.append(threading.Thread(target=tier.open, name=name, daemon=True))
         self._opening[-1].start()
         _LOG.info("tier %s attached: %s", tier.name, place)
         return tier
@@ -204,9 +204,3 @@ class TierChanges:
             name = f"{given}{number}"
         self._named.add(name)
         return name
-
-
-def _list(tier: Tier) -> None:
-    """List a tier that was attached, and evict down to its budget."""
-    tier.open()
-    tier.trim()

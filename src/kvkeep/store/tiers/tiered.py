@@ -108,8 +108,6 @@ class TieredStore(TieredReads):
         )  # fmt: skip
         for tier in opened:
             tier.open()
-        for tier in opened:
-            tier.trim()
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
