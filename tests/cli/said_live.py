@@ -52,7 +52,7 @@ def live(**changed: Any) -> dict[str, Any]:
         ],
         "loads": {
             "prefill_tokens_per_s": None, "loads": 0, "loaded_tokens": 0,
-            "computed_stored_tokens": 0, "saved_s": 0.0,
+            "computed_stored_tokens": 0,
         },
         "what_if": [
             {"times": times, "pages": int(1024 * times), "hit_rate": rate}

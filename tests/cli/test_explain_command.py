@@ -172,6 +172,11 @@ def test_a_summary_ranks_what_costs():
         "disk)"
     )
     assert " 38 %   12.5 k        41  prompts of tenant acme differ at token 41 [2]" in shown
+    said = summary()
+    said["causes"][1]["advice"] = "Move what changes behind what stays."
+    shown = [line.plain for line in draw_summary(said, 100)]
+    at = next(at for at, line in enumerate(shown) if "differ at token 41" in line)
+    assert shown[at + 1] == " " * 26 + "Move what changes behind what stays."
     many = [{"reason": "new", "tokens": 10, "share": 0.05, "requests": 1}] * 20
     shown = [line.plain for line in draw_summary(summary(causes=many), 100)]
     assert " 40 %       80            8 more causes" in shown

@@ -107,14 +107,17 @@ def test_conversations_have_a_line_where_the_server_follows_them():
 def test_loads_have_a_line_where_there_were_some():
     assert not any(line.startswith(" loads") for line in plain(draw(picture(), "x", 80, 40)))
     loads = {"prefill_tokens_per_s": 5300.0, "loads": 40, "loaded_tokens": 30_720,
-             "computed_stored_tokens": 10_240, "saved_s": 5.9}  # fmt: skip
+             "computed_stored_tokens": 10_240}  # fmt: skip
     (line,) = [
         one for one in plain(draw(picture(live=live(loads=loads)), "x", 80, 40))
         if one.startswith(" loads")
     ]  # fmt: skip
     assert "75 % loaded of 41.0 k stored tokens, the others are faster to compute" in line
-    wide = "\n".join(plain(draw(picture(live=live(loads=loads)), "x", 160, 40)))
-    assert "5.90 s of computing saved · it computes 5,300 tokens/s" in wide
+    reused = [{"source": "pool", "tokens": 900, "saved_s": 7.0},
+              {"source": "memory", "tokens": 300, "saved_s": 2.5},
+              {"source": "disk", "tokens": 400, "saved_s": 3.4}]  # fmt: skip
+    wide = "\n".join(plain(draw(picture(live=live(loads=loads, reused=reused)), "x", 160, 40)))
+    assert "5.90 s of computing saved by tiers so far · it computes 5,300 tokens/s" in wide
     all_loaded = {**loads, "computed_stored_tokens": 0}
     told = "\n".join(plain(draw(picture(live=live(loads=all_loaded)), "x", 80, 40)))
     assert "100 % loaded of 30.7 k stored tokens" in told

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from itertools import permutations
 from pathlib import Path
 
 import pytest
 from served import Served, tokens
 
-from kvkeep.observe.explain import REASONS
+from kvkeep.observe.explain import REASONS, Cause
 from kvkeep.observe.explain.advice import advice
+from kvkeep.observe.explain.summary import _in_order
 
 ROOT = Path(__file__).parents[2]
 NOTHING = {"new", "last_token", "page_remainder", "computing", "not_loaded"}
@@ -20,7 +22,7 @@ WHY = {  # what evidence says of each reason, as docs/explain.md lists it
         for one in ("reuse_off", "store_false", "answer", "admission", "lossy", "queue_full",
                     "no_room", "write_failed", "given_up")
     ],
-    "tier_unavailable": [{"why": one} for one in ("breaker", "late", "error")],
+    "tier_unavailable": [{"why": one} for one in ("breaker", "late", "not_asked", "error")],
     "not_resumable": [{"why": one} for one in ("evicted", "no_room")],
     "diverged": [{"public": True}],
 }  # fmt: skip
@@ -91,6 +93,53 @@ def test_what_many_tenants_share_is_one_cause():
         assert new.advice is None
         assert sum(one.tokens for one in summary.causes) == sum(summary.computed.values())
         assert sum(one.share for one in summary.causes) == pytest.approx(1)
+
+
+def test_what_can_be_changed_comes_first_and_what_was_never_seen_last():
+    with Served(2000) as served:
+        first, second = tokens(range(30)), tokens(range(600, 640))
+        served.run("new", tokens(range(1000, 1400)))
+        served.end(served.open("off", first, store=False))
+        served.run("again", first)
+        served.run("begin", second)
+        for at in range(3):
+            served.run(f"last-{at}", second)
+        served.run("differs", tokens([7], range(601, 640)))
+        causes = served.explainer.summary().causes
+    done = [one for one in causes if one.advice is None]
+    assert {"diverged", "not_admitted"} <= {one.reason for one in causes if one.advice}
+    assert [*(one for one in causes if one.advice), *done] == [*causes]
+    ranked = [one.tokens for one in causes if one.advice]
+    assert ranked == sorted(ranked, reverse=True)
+    assert [one.reason for one in done][-1] == "new"
+    assert done[-1].tokens == max(one.tokens for one in causes)  # it would lead by tokens
+    assert "last_token" in {one.reason for one in done[:-1]}
+
+
+def test_of_what_is_as_it_should_be_reasons_rank_by_all_their_tokens():
+    def cause(reason, tenant, tokens):
+        return Cause(reason, tokens, 0.1, 1, tenant, None, "x", "said", advice=advice(reason, {}))
+
+    causes = [
+        cause("last_token", "a", 40),
+        cause("not_loaded", "a", 30),
+        cause("not_loaded", "b", 25),
+        cause("new", "a", 900),
+        cause("computing", "a", 40),
+        cause("diverged", "a", 1),
+        cause("evicted", "a", 1),
+    ]
+    for shuffled in permutations(causes):
+        ranked = [(one.reason, one.tenant) for one in _in_order([*shuffled])]
+        assert ranked == [
+            ("diverged", "a"),
+            ("evicted", "a"),
+            ("not_loaded", "a"),
+            ("not_loaded", "b"),
+            ("computing", "a"),
+            ("last_token", "a"),
+            ("new", "a"),
+        ]
 
 
 def test_causes_with_other_remedies_are_apart():

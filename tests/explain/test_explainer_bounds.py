@@ -385,8 +385,9 @@ def test_a_summary_ranks_what_costs_most() -> None:
         assert summary.requests == 11
         assert [(one.reason, one.tenant, one.position) for one in summary.causes[:2]] == [
             ("diverged", "A", 41),
-            ("new", "A", None),
+            ("not_admitted", "", None),
         ]
+        assert summary.causes[-1].reason == "new"
         first = summary.causes[0]
         # 447 tokens are 111 pages and three more, which are not reusable in any of them.
         assert (first.tokens, first.requests) == (7 * 397, 7)

@@ -152,7 +152,8 @@ def test_reuse_is_told_by_tier_with_what_it_saved():
     assert found["kvkeep_hit_tokens_total", "pool"] == 20
     assert found["kvkeep_hit_tokens_total", "file"] == 10
     assert found["kvkeep_prefill_saved_tokens_total",] == 30
-    assert found["kvkeep_prefill_saved_seconds_total",] == pytest.approx(0.6)
+    assert found["kvkeep_prefill_saved_seconds_total", "pool"] == pytest.approx(0.4)
+    assert found["kvkeep_prefill_saved_seconds_total", "file"] == pytest.approx(0.2)
     assert found["kvkeep_namespace_prompt_ratio", "t"] == 1
     assert found["kvkeep_namespace_reused_ratio", "t"] == pytest.approx(0.5, abs=1e-3)
 

@@ -22,6 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tier_bench import Bench, checked, get, name, put, settle
 
 from kvkeep.core.errors import IllegalStep
+from kvkeep.core.keys import SPACE_BYTES
 from kvkeep.store.tiers import Exclusive, Inclusive, PassThrough
 
 LONG = os.environ.get("KVKEEP_FUZZ") == "long"
@@ -37,7 +38,7 @@ class Comings(RuleBasedStateMachine):
     """A store with memory that is emptied now and then, and up to three of five directories.
 
     ``must`` are the blocks that have to be found; ``may`` are those that a directory had when it
-    was detached: they are found again once it is attached.
+    was detached, and that were not removed since: they are found again once it is attached.
     """
 
     policy: Any = Inclusive
@@ -75,8 +76,19 @@ class Comings(RuleBasedStateMachine):
     @rule(some=numbers)
     def remove(self, some: list[int]) -> None:
         assert self.store.remove([name(number) for number in some]).complete
-        self.must -= set(some)
-        self.may -= set(some)
+        self.are_gone(set(some))
+
+    @precondition(lambda self: self.behind)
+    @rule()
+    def clear(self) -> None:
+        assert self.store.clear(name(0)[:SPACE_BYTES]).complete
+        self.are_gone(set(range(BLOCKS)))
+
+    def are_gone(self, some: set[int]) -> None:
+        """Nowhere, not even in a directory that comes back later."""
+        self.must -= some
+        self.may -= some
+        self.behind = {place: known - some for place, known in self.behind.items()}
 
     @precondition(lambda self: len(self.at) < 3)
     @rule(place=st.integers(0, 4), top=st.booleans())

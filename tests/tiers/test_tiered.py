@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
@@ -153,10 +154,39 @@ def test_a_budget_that_became_smaller_holds_from_the_opening_on(bench: Bench) ->
     put(store, range(40), wait=20)
     store.close()
     store = bench.store(64, bench.spec(bench.disk(16), writers=2))
+    settle(store)
+    assert store.stats()[1].counters["evictions"] == 24
     assert len(there(store.tiers[0])) == 16
     assert store.stats()[1].used_bytes == 16 * PAGE
     put(store, range(100, 104), wait=20)
     assert len(there(store.tiers[0])) == 16, "only what had to go went"
+
+
+def test_a_smaller_budget_counts_whole_units(bench: Bench) -> None:
+    """Where records do not fill them, as those of models do not."""
+    size = PAGE + 500
+    store = bench.store(64, bench.disk(80))
+    put(store, range(40), size=size, wait=20)
+    store.close()
+    store = bench.store(64, bench.disk(16))
+    settle(store)
+    assert store.tiers[0].backend.used() == 16 * PAGE
+    assert len(there(store.tiers[0])) == 8
+    assert get(store, range(40), size=size) == 8, "the end of a prompt goes first"
+
+
+def test_stores_that_open_a_smaller_place_together_evict_it_once(bench: Bench) -> None:
+    store = bench.store(64, bench.disk(300))
+    for start in range(0, 256, 32):
+        put(store, range(start, start + 32), wait=20)
+    store.close()
+    places = [bench.disk(128) for _ in range(3)]
+    with ThreadPoolExecutor(3) as threads:
+        stores = list(threads.map(lambda place: bench.store(8, place), places))
+    for one in stores:
+        settle(one)
+    used = places[0].used() // PAGE
+    assert 128 - 3 * 128 // 64 <= used <= 128
 
 
 # --- quotas ----------------------------------------------------------------------------------

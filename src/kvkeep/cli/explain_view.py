@@ -46,6 +46,7 @@ _WHY: Final = {
     "overtaken": "others were loaded meanwhile",
     "breaker": "its circuit breaker is open",
     "late": "it was too slow",
+    "not_asked": "it was not asked, as its answers take too long",
     "error": "it failed",
 }
 _CAUSE: Final = {
@@ -60,7 +61,7 @@ _CAUSE: Final = {
 
 
 def summary(said: Object, width: int) -> list[Text]:
-    """Draw the causes of the tokens computed for the latest requests, largest first."""
+    """Draw the causes of the tokens computed for the latest requests, in the server's order."""
     width = min(width, _WIDEST)
     reused, computed = tokens_by(said, "reused"), tokens_by(said, "computed")
     prompt, missed = whole(said, "prompt_tokens"), sum(computed.values())
@@ -82,8 +83,10 @@ def summary(said: Object, width: int) -> list[Text]:
         share = percent(number(cause, "share") or 0.0, 1.0)
         line = Text(f"{share:>5}  {amount(whole(cause, 'tokens')):>7}  ")
         line.append(f"{amount(whole(cause, 'requests')):>8}  ")
-        example = short_id(text(cause, "example"))
+        example, indent = short_id(text(cause, "example")), line.cell_len
         lines += hanging(line, cause_words(cause) + (f" [{example}]" if example else ""), width)
+        if advice := text(cause, "advice"):
+            lines += hanging(Text(" " * indent), advice, width, "dim")
     if rest := causes[_SHOWN_CAUSES:]:
         share = percent(sum(number(cause, "share") or 0.0 for cause in rest), 1.0)
         tokens = amount(sum(whole(cause, "tokens") for cause in rest))

@@ -194,7 +194,12 @@ def _loads(live: Mapping[str, Any], width: int) -> list[Text]:
     if computed:
         line.append(", the others are faster to compute")
     if width >= ROOMY:
-        line.append(f" · {seconds(number(known, 'saved_s'))} of computing saved", "dim")
+        saved = sum(
+            number(one, "saved_s") or 0.0
+            for one in entries(live, "reused")
+            if one.get("source") != "pool"
+        )
+        line.append(f" · {seconds(saved)} of computing saved by tiers so far", "dim")
         if speed := number(known, "prefill_tokens_per_s"):
             line.append(f" · it computes {amount(round(speed))} tokens/s", "dim")
     return [fit(line, width)]

@@ -25,16 +25,18 @@ class LossRun(NamedTuple):
     loss: Loss | None
 
 
-def loss_runs(store: BlockStore, keys: Sequence[bytes]) -> list[LossRun]:
+def loss_runs(
+    store: BlockStore, keys: Sequence[bytes], since: float | None = None
+) -> list[LossRun]:
     """Return why ``keys``, which were not found, are missing; empty if the store is closed.
 
-    Of more than 256 keys, some stand for the ones before them. Queries no tier. Cost: a few µs a
-    key, a millisecond at most.
+    ``since``: see `BlockStore.losses`. Of more than 256 keys, some stand for the ones before them.
+    Queries no tier. Cost: a few µs a key, a millisecond at most.
     """
     step = max(1, -(-len(keys) // _MOST_ASKED))
     ends = [*range(step, len(keys), step), len(keys)] if keys else []
     try:
-        losses = store.losses([keys[end - 1] for end in ends])
+        losses = store.losses([keys[end - 1] for end in ends], since=since)
     except IllegalStep:
         return []
     runs: list[LossRun] = []
@@ -45,15 +47,18 @@ def loss_runs(store: BlockStore, keys: Sequence[bytes]) -> list[LossRun]:
     return runs
 
 
-def misses_of(runs: Iterable[LossRun], first: int, block_tokens: int) -> list[Miss]:
+def misses_of(
+    runs: Iterable[LossRun], first: int, block_tokens: int, unknown: Loss | None = None
+) -> list[Miss]:
     """Return the tokens of a prompt that are missing, and why; block ``first`` has the first key.
 
-    Blocks of which nothing is known are left out.
+    Blocks of which nothing is known are missing for the reason ``unknown``; None: they are left
+    out.
     """
     found: list[Miss] = []
     start = first
-    for end, loss in runs:
-        stop = first + end
+    for end, known in runs:
+        stop, loss = first + end, known or unknown
         if loss is not None:
             tokens = start * block_tokens, stop * block_tokens
             found.append(Miss(*tokens, loss.tier, loss.what, loss.at, loss.detail))

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvkeep.integrations.request_watch import Misses
     from kvkeep.integrations.vllm.lookups import PendingLookup
     from kvkeep.integrations.vllm.options import RequestOptions
+    from kvkeep.store.tiers import Loss
 
 __all__ = ["FollowedRequest"]
 
@@ -42,6 +43,7 @@ class FollowedRequest:
         choice: what to load of what was last found, if that was compared with computing.
         found: the block up to which it was last found.
         reached: the block up to which it was stored at the last lookup.
+        unanswered: why a shared tier did not tell how far it is stored; None: all told.
         misses: for the status, what returns why its blocks are not loaded.
         had: for the trace, tokens in vLLM's own prefix cache when the request first ran.
         promised: for the trace, tokens to be loaded at that time.
@@ -65,6 +67,7 @@ class FollowedRequest:
     choice: LoadDecision | None = None
     found: int = 0
     reached: int = 0
+    unanswered: Loss | None = None
     misses: Misses | None = None
     had: int = 0
     promised: int = 0

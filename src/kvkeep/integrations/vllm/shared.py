@@ -89,9 +89,9 @@ class SharedStore(OpenStore):
             return []
         return [run._replace(end=first + run.end) for run in runs]
 
-    def losses(self, hashes: Sequence[bytes]) -> list[LossRun]:
+    def losses(self, hashes: Sequence[bytes], since: float | None = None) -> list[LossRun]:
         """Return why blocks that were not found are missing; see `loss_runs`."""
-        return loss_runs(self.store, keys_of(hashes, self.groups.counted))
+        return loss_runs(self.store, keys_of(hashes, self.groups.counted), since)
 
     def tell(self, notes: ReturnNotes) -> None:
         """Tell the tiers of conversations that a scheduler in another process follows.

@@ -11,11 +11,10 @@ import vllm
 
 from kvkeep.core.keys import Namespace
 from kvkeep.integrations.engine_status import EngineFacts, EngineStatus
-from kvkeep.integrations.loss_runs import loss_runs, misses_of
+from kvkeep.integrations.loss_runs import LossRun, misses_of
 from kvkeep.integrations.request_watch import WatchedLoad
 from kvkeep.integrations.status_options import loopback_names
 from kvkeep.integrations.vllm.ends import SUCCEEDED
-from kvkeep.integrations.vllm.keys import keys_of
 from kvkeep.integrations.vllm.messages import WorkerNews
 from kvkeep.integrations.vllm.scheduler import SchedulerSide
 from kvkeep.serve.http import url_of
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvkeep.integrations.load_choice import LoadDecision
-    from kvkeep.integrations.loss_runs import LossRun
     from kvkeep.integrations.request_watch import Misses
     from kvkeep.integrations.vllm.groups import Groups
     from kvkeep.integrations.vllm.messages import LoadEnd, StepPlan
@@ -157,7 +155,8 @@ class WatchedSchedulerSide(SchedulerSide):
             if external:
                 loading = followed.local, begin
             told = () if lookup is None else lookup.losses
-            followed.misses = partial(self._misses, followed, choice, begin // size, told)
+            asked = choice, begin // size, told, time.time()
+            followed.misses = partial(self._misses, followed, *asked)
         tables = blocks.get_block_ids()
         self._watch.admitted(
             request.request_id,
@@ -174,8 +173,9 @@ class WatchedSchedulerSide(SchedulerSide):
         choice: LoadDecision | None,
         begin: int,
         told: Sequence[LossRun],
+        at: float,
     ) -> list[Miss]:
-        """In a thread: why blocks from ``begin`` on are not loaded.
+        """In a thread: why blocks from ``begin`` on are not loaded, as of ``at`` (Unix seconds).
 
         ``told`` is what workers in other processes said of those that were not found.
         """
@@ -192,10 +192,16 @@ class WatchedSchedulerSide(SchedulerSide):
                     compute_s=choice.compute_s,
                 )
             )
+        hashes = followed.hashes(found, request.num_prompt_tokens // size)
         if self._shared is not None:
-            hashes = followed.hashes(found, request.num_prompt_tokens // size)
-            told = loss_runs(self._shared.store, keys_of(hashes, self._groups.counted))
-        return misses + misses_of(told, found, size)
+            # Later losses are of what the request itself computed and stored.
+            told = [
+                LossRun(end, None if loss is not None and (loss.at or 0) > at else loss)
+                for end, loss in self._shared.losses(hashes)
+            ]
+        if followed.unanswered is not None:
+            told = told or [LossRun(len(hashes), None)]
+        return misses + misses_of(told, found, size, followed.unanswered)
 
     def receive(self, output: KVConnectorOutput) -> None:
         """As `SchedulerSide.receive`; tell which loads have ended."""

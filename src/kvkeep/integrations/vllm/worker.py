@@ -257,7 +257,7 @@ class WorkerSide:
         shared, there = self._open(), BlockReach(lookup.first, lookup.first)
         runs: list[RunCost] = []
         losses: list[LossRun] = []
-        until = time.monotonic() + self._options.lookup_timeout
+        since, until = time.time(), time.monotonic() + self._options.lookup_timeout
         try:
             there = self._groups.reach(
                 lookup.hashes,
@@ -266,7 +266,7 @@ class WorkerSide:
             )
             runs = shared.runs(lookup.hashes, lookup.first, there.end)
             if self._options.status:
-                losses = shared.losses(lookup.hashes[there.end :])
+                losses = shared.losses(lookup.hashes[there.end :], since)
         except KVKeepError as error:
             _LOG.warning("a lookup failed: %s", error)
         finally:

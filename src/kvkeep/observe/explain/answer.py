@@ -180,7 +180,11 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class ExplainSummary:
-    """Tokens that the last ``requests`` reused and computed, and the causes, ranked by tokens."""
+    """Tokens that the last ``requests`` reused and computed, and the causes of computed ones.
+
+    Causes with advice come first, those of most tokens at the front; then those without, by
+    reason, and tokens that were never seen before last.
+    """
 
     requests: int
     prompt_tokens: int

@@ -1,4 +1,4 @@
-"""Causes shared by the last requests, ranked by computed tokens."""
+"""Causes shared by the last requests, in the order in which an operator looks at them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvkeep.observe.explain.advice import advice
-from kvkeep.observe.explain.answer import Cause, ExplainSummary
+from kvkeep.observe.explain.answer import REASONS, Cause, ExplainSummary
 from kvkeep.observe.explain.sentences import cause_sentence
 
 if TYPE_CHECKING:
@@ -95,8 +95,27 @@ def summarise(records: Iterable[ExplainedRequest]) -> ExplainSummary:
         for what, tenants in groups.items()
         for tenant, group in _merged(tenants).items()
     ]
-    causes.sort(key=lambda cause: -cause.tokens)
-    return ExplainSummary(requests, prompt_tokens, reused, computed, tuple(causes))
+    return ExplainSummary(requests, prompt_tokens, reused, computed, _in_order(causes))
+
+
+def _in_order(causes: list[Cause]) -> tuple[Cause, ...]:
+    """Return causes with advice, those of most tokens first, then those without, by reason.
+
+    The latter are as they should be; their reasons are ranked by tokens, but ``new`` is last.
+    """
+    as_it_should_be: dict[str, int] = {}
+    for cause in causes:
+        if cause.advice is None:
+            tokens = as_it_should_be.get(cause.reason, 0)
+            as_it_should_be[cause.reason] = tokens + cause.tokens
+
+    def rank(cause: Cause) -> tuple[bool, bool, int, int, int]:
+        done = cause.advice is None
+        of_reason = as_it_should_be[cause.reason] if done else 0
+        place = REASONS.index(cause.reason)
+        return done, done and cause.reason == "new", -of_reason, -cause.tokens, place
+
+    return tuple(sorted(causes, key=rank))
 
 
 def _merged(tenants: dict[str | None, _Group]) -> dict[str | None, _Group]:

@@ -27,10 +27,6 @@ _COUNTERS = {
         "overtaken_tokens",
         "Of these, tokens that were computed while others of their prompt were loaded",
     ),
-    "kvkeep_store_load_saved_seconds": (
-        "saved_s",
-        "Expected seconds of computing the tokens that were loaded",
-    ),
     "kvkeep_store_load_avoided_seconds": (
         "avoided_s",
         "Expected seconds by which loading would have been slower than computing",

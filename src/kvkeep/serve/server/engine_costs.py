@@ -35,7 +35,8 @@ class LoadSums:
         both: loads of which a part was loaded and another computed, at once.
         computed: loads of which all was computed, late ones as well.
         late: loads in which computing did not wait for a tier.
-        saved_s: seconds of computing that the loaded tokens saved, as the model expects.
+        computing_s: seconds that computing the loaded tokens would have taken, as the model
+            expects.
         avoided_s: seconds by which loading would have been slower, as the model expected.
     """
 
@@ -46,7 +47,7 @@ class LoadSums:
     both: int = 0
     computed: int = 0
     late: int = 0
-    saved_s: float = 0.0
+    computing_s: float = 0.0
     avoided_s: float = 0.0
 
     def add(self, other: LoadSums) -> None:
@@ -85,7 +86,7 @@ class EngineCosts:
         if not (report.sources or slower or report.late):
             return None
         cost = self.cost.prefill.cost
-        saved = sum(
+        computing = sum(
             max(0.0, cost.prefill_s(start, stop) - cost.seconds_fixed)
             for start, stop, _ in report.sources
         )
@@ -98,7 +99,7 @@ class EngineCosts:
             both=bool(report.sources and (slower or report.late)),
             computed=not report.sources,
             late=report.late,
-            saved_s=saved,
+            computing_s=computing,
             # Each has the seconds of the whole request.
             avoided_s=max(
                 [0.0, *((one.load_s or 0.0) - (one.compute_s or 0.0) for one in expected)]

@@ -44,7 +44,7 @@ def as_answer(explained: Explanation, *, id: str | None, decode: Decode | None) 
 
 
 def as_summary(summary: ExplainSummary) -> SummaryResponse:
-    """Return the summary, the causes with the most tokens first."""
+    """Return the summary as JSON has it; the order of the causes is kept."""
     return SummaryResponse(
         requests=summary.requests,
         prompt_tokens=summary.prompt_tokens,

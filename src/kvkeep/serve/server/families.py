@@ -327,12 +327,15 @@ def of_reuse(reuse: ReuseSnapshot) -> Iterator[Metric]:
         "Reused prompt tokens, which were not computed",
         reuse.saved_tokens,
     )
-    yield CounterMetricFamily(
+    saved = CounterMetricFamily(
         "kvkeep_prefill_saved_seconds",
-        "Estimated time saved: each reused token counts the average time of a computed prompt "
-        "token at that moment",
-        reuse.saved_seconds,
+        "Estimated time saved, by source: each reused token counts the average time of a computed "
+        "prompt token at that moment",
+        labels=["tier"],
     )
+    for tier, seconds in reuse.saved_seconds_by_tier.items():
+        saved.add_metric([_tier(tier)], seconds)
+    yield saved
     yield CounterMetricFamily(
         "kvkeep_prefill_computed_tokens", "Prompt tokens that were computed", reuse.computed_tokens
     )

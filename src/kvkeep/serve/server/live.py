@@ -242,7 +242,6 @@ def load_figures(costs: EngineCosts) -> LiveLoads:
         loads=recent.loads,
         loaded_tokens=recent.loaded_tokens,
         computed_stored_tokens=recent.computed_stored_tokens,
-        saved_s=recent.saved_s,
     )
 
 

@@ -36,10 +36,15 @@ def tier_runs(tiered: TieredStore, blocks: Sequence[bytes]) -> list[tuple[int, s
     return runs
 
 
-def last_losses(tiered: TieredStore, blocks: Sequence[bytes]) -> list[Loss | None]:
-    """Return why each block was lost last, or cannot be read now; None: nothing is known."""
+def last_losses(
+    tiered: TieredStore, blocks: Sequence[bytes], since: float | None
+) -> list[Loss | None]:
+    """Return why each block was lost last, or cannot be read now; None: nothing is known.
+
+    ``since``: see `BlockStore.losses`.
+    """
     found: list[Loss | None] = []
-    for block, loss in zip(blocks, tiered.losses_of(blocks), strict=True):
+    for block, loss in zip(blocks, tiered.losses_of(blocks, since), strict=True):
         # A block that was stored again since then has an entry still.
         last = tiered.losses.of(block) if loss is None else loss
         found.append(None if last is None or last.what == "never" else last)

@@ -296,13 +296,14 @@ class BlockStore(Store):
         self._tiered.check_open()
         return tier_runs(self._tiered, [self._space + key for key in keys])
 
-    def losses(self, keys: Sequence[bytes]) -> list[Loss | None]:
+    def losses(self, keys: Sequence[bytes], *, since: float | None = None) -> list[Loss | None]:
         """Return why each of ``keys`` was lost last, or cannot be read now; None: nothing is known.
 
-        For keys that were not found. Queries no tier. Cost: some µs a key.
+        For keys that were not found. A tier that failed or was late since ``since`` (Unix seconds)
+        counts as such for the keys that it may hold. Queries no tier. Cost: some µs a key.
         """
         self._tiered.check_open()
-        return last_losses(self._tiered, [self._space + key for key in keys])
+        return last_losses(self._tiered, [self._space + key for key in keys], since)
 
     def returns(self, block_tokens: int) -> BlockReturns:
         """Return what follows this store's conversations, in blocks of ``block_tokens`` tokens.

@@ -14,6 +14,7 @@ from kvkeep.store.tiers.detaching import Detached, Evacuation, close_tier
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from kvkeep.store.tiers.departed import DepartedPlaces
     from kvkeep.store.tiers.levels import Levels
     from kvkeep.store.tiers.tier import Tier, TierSpec
     from kvkeep.store.tiers.tier_returns import TierReturns
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["TierChanges"]
 
 _LOG = logging.getLogger("kvkeep.tiers")
+_ATTEMPTS = 10  # to attach a place while blocks are removed
 _PAUSE = 0.02  # seconds between two looks at the writes of a tier that is detached
 
 
@@ -40,6 +42,7 @@ class TierChanges:
         levels: Levels,
         queue: WriteQueue,
         returns: TierReturns,
+        departed: DepartedPlaces,
         *,
         make: Callable[[TierSpec], Tier],
         tell: Callable[[Tier], None],
@@ -49,6 +52,7 @@ class TierChanges:
         self._levels = levels
         self._queue = queue
         self._returns = returns
+        self._departed = departed
         self._make = make
         self._tell = tell
         self._closed = closed
@@ -71,20 +75,56 @@ class TierChanges:
             tier = self._make(spec)
             active = list(levels.active)
             active.insert(at, tier)
-            # In one step: when a store is closed, or told of a quota, it has the tier, or not yet.
-            with self._lock:
-                if self._closed():
-                    raise IllegalStep("the store is closed")
-                self._tell(tier)
-                levels.losses.attach(tier.name)
-                self._returns.attach(tier.catalogue)
-                levels.arrange(active)
+            for _ in range(_ATTEMPTS):
+                self._delete_removed(tier, place)
+                if self._arranged(tier, place, active):
+                    break
+            else:
+                raise IllegalStep(f"{place} cannot be attached while blocks are removed; try again")
         name = f"kvkeep {tier.name} opening"
         self._opening = [one for one in self._opening if one.is_alive()]
-        self._opening.append(threading.Thread(target=_list, args=(tier,), name=name, daemon=True))
+        self._opening.append(threading.Thread(target=tier.open, name=name, daemon=True))
         self._opening[-1].start()
         _LOG.info("tier %s attached: %s", tier.name, place)
         return tier
+
+    def _delete_removed(self, tier: Tier, place: str) -> None:
+        """Delete in ``place`` what was removed from the store since it was detached there."""
+        removed = self._departed.removed_since(place)
+        if not removed:
+            return
+        deleted: list[bool] = []
+
+        def delete() -> None:
+            complete = not tier.remove(removed.blocks)[1]
+            for prefix in removed.prefixes:
+                complete &= tier.clear(prefix or None)[1]
+            deleted.append(complete)
+
+        thread = threading.Thread(target=delete, name=f"kvkeep {tier.name} deleter", daemon=True)
+        thread.start()
+        lists = len(removed.prefixes) * tier.removal_timeout(0)
+        thread.join(tier.removal_timeout(len(removed.blocks)) + lists)
+        if deleted != [True]:
+            raise IllegalStep(
+                f"{place} has blocks that were removed while it was detached, and they could not "
+                "be deleted there; attach it when it answers, or clear it"
+            )
+        self._departed.made_good(place, removed)
+
+    def _arranged(self, tier: Tier, place: str, active: list[Tier]) -> bool:
+        """Have ``tier`` among the ``active`` ones; False if blocks were removed just now."""
+        # In one step: when a store is closed, or told of a quota, it has the tier, or not yet; and
+        # a removal that is recorded later finds it.
+        with self._lock, self._departed.coming_back(place) as ready:
+            if self._closed():
+                raise IllegalStep("the store is closed")
+            if ready:
+                self._tell(tier)
+                self._levels.losses.attach(tier.name)
+                self._returns.attach(tier.catalogue)
+                self._levels.arrange(active)
+        return ready
 
     def detach(self, name: str, *, move: bool, timeout: float) -> Detached:
         """See `TieredStore.detach`."""
@@ -105,6 +145,7 @@ class TierChanges:
                 self._levels.arrange(before)
                 self._queue.accept(name)
                 raise
+            self._departed.left(tier.backend.describe(), tier.undeleted)
             self._levels.arrange(active)  # from here on no read begins there; those that run end
             self._returns.detach(tier.catalogue)
             self._levels.losses.note(left, name, "removed", "detached")
@@ -163,9 +204,3 @@ class TierChanges:
             name = f"{given}{number}"
         self._named.add(name)
         return name
-
-
-def _list(tier: Tier) -> None:
-    """List a tier that was attached, and evict down to its budget."""
-    tier.open()
-    tier.trim()

@@ -24,6 +24,7 @@ __all__ = ["Listing"]
 _LOG = logging.getLogger("kvkeep.tiers")
 _SUSPICIOUS = 16  # the header of a record above 1/16 of the budget is checked before it is listed
 _NOTED_KEPT = 4096
+_PARTS = 64  # of a budget: what is evicted at once where it was reduced
 
 
 class _ListFailed(Exception):
@@ -95,7 +96,7 @@ class Listing:
         else:
             self._losses.note(gone, self._calls.name, "removed", "gone")
             self.complete = True
-            self._excess = catalogue.total_bytes - (self._backend.capacity or 0)
+            self._excess = self._over()
         self._calls.listed(stale_listings)
         self.seconds = time.monotonic() - started
 
@@ -134,10 +135,23 @@ class Listing:
             return f"it has {listed.size} bytes and should have {header.record_bytes}"
         return None
 
-    def trim(self, space: TierSpace) -> None:
-        """Evict down to the budget, in case it was reduced since the last run."""
-        if self._excess > 0:
-            space.make_room(self._excess)
+    def _over(self) -> int:
+        """Return the bytes above the budget, by the backend's count of all processes if any."""
+        used: int | None = None
+        with self._calls.to("used"):
+            used = self._backend.used()
+        taken = self._known.catalogue.taken_bytes if used is None else used
+        return taken - (self._backend.capacity or 0)
+
+    def trim(self, space: TierSpace) -> bool:
+        """Evict a part of what is above the budget; return whether there may be more to evict.
+
+        The bytes are counted anew for each part, so that processes that open a place together
+        evict together what one of them would.
+        """
+        over = self._over()
+        part = max(1, (self._backend.capacity or 0) // _PARTS)
+        return over > 0 and space.make_room(min(over, part))
 
     @property
     def over_budget(self) -> bool:

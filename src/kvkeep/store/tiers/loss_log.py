@@ -41,7 +41,8 @@ class Miss:
       "detached" (the tier was, and has them still).
     - "damaged": the record did not verify.
     - "unavailable": "breaker" (the circuit breaker is open), or the error.
-    - "late": the tier did not answer in time.
+    - "late": the tier did not answer in time; "not asked" if it was not asked, since its answers
+      take longer than they save.
     - "slower": the tier has the tokens, and computing them is faster (`Miss.slower`): "expected"
       (they were not read) or "overtaken" (they were computed while they were read). Both times.
     - "never": no loss is recorded; "part" if less is stored than is worth loading, "state" if the

@@ -165,19 +165,23 @@ class Tier:
     # --- lookups ---------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """List the backend in a reader thread; wait for its timeout at most."""
-        if self.indexed:
-            self.reading.submit(self.relist)
-            self.reading.wait(self.timeout)
+        """List the backend in a reader thread; wait for its timeout at most.
 
-    def trim(self) -> None:
-        """Evict down to the budget, in case it was reduced since the last run.
-
-        Call it after `open`, before anything is written. Waits for the timeout at most.
+        If the budget was reduced since the last run, a writer thread then evicts down to it.
         """
-        if self.indexed and self._listing.over_budget:
-            self.reading.submit(lambda: self._listing.trim(self._space))
+        if self.indexed:
+            self.reading.submit(self._list)
             self.reading.wait(self.timeout)
+
+    def _list(self) -> None:
+        self.relist()
+        if self._listing.over_budget:
+            self.writing.submit(self._trim, 0)
+
+    def _trim(self) -> None:
+        """Evict a part of what is above the budget, and queue the next part behind writes."""
+        if self._listing.trim(self._space):
+            self.writing.submit(self._trim, 0)
 
     def relist(self) -> None:
         """List the backend again: others may have written or deleted there."""
@@ -230,6 +234,11 @@ class Tier:
     def hide(self, blocks: Sequence[bytes]) -> None:
         """Treat ``blocks`` as missing until they are written anew."""
         self._known.hide(blocks)
+
+    @property
+    def undeleted(self) -> list[bytes]:
+        """Blocks that the backend failed to delete, and that no catalogue has."""
+        return self._known.undeleted
 
     def probe(self, blocks: Sequence[bytes], until: float | None = None) -> set[bytes]:
         """Return those of ``blocks`` that are here; query the backend if `queried`.

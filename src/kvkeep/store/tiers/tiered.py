@@ -11,6 +11,7 @@ from kvkeep.core.cost import CostModel
 from kvkeep.store.tiers.attaching import TierChanges
 from kvkeep.store.tiers.buffer import SmallBuffer
 from kvkeep.store.tiers.demoting import Demoter, left_until
+from kvkeep.store.tiers.departed import DepartedPlaces
 from kvkeep.store.tiers.fetch_back import open_fetch_back
 from kvkeep.store.tiers.front import open_front
 from kvkeep.store.tiers.level_pins import LevelPins
@@ -96,18 +97,17 @@ class TieredStore(TieredReads):
         self._reader = Reader(
             self._levels, self._queue, self._demoter, self.cost.reading(memory.name)
         )
-        self._remover = Remover(self._levels, self._queue, self._reader)
+        departed = DepartedPlaces()
+        self._remover = Remover(self._levels, self._queue, self._reader, departed)
         self._reader.fetch_back = open_fetch_back(self.returns, self._levels, self._reader)
         super().__init__(self._levels, self._reader)
         self._pins = LevelPins(self._levels)
         self._changes = TierChanges(
-            self._levels, self._queue, self.returns,
+            self._levels, self._queue, self.returns, departed,
             make=self._tier, tell=self._tell, closed=lambda: self._closed, lock=self._lock,
         )  # fmt: skip
         for tier in opened:
             tier.open()
-        for tier in opened:
-            tier.trim()
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
@@ -238,13 +238,15 @@ class TieredStore(TieredReads):
     def attach(self, spec: TierSpec, below: str | None = None) -> str:
         """Add a tier below the one named ``below``, or below all; return the tier's name.
 
-        Returns at once: the tier is listed in the background, and read and written meanwhile. The
-        name is that of ``spec``, with a number if a tier of this store ever had it.
+        The tier is listed in the background, and read and written meanwhile. If this store had the
+        place before, what was removed since then is deleted there first, for which the call waits,
+        as for a removal. The name is that of ``spec``, with a number if a tier of this store ever
+        had it.
 
         Raises:
             InvalidValue: there is no tier ``below``.
-            IllegalStep: the same place is attached already, or another tier is being attached or
-                detached; the backend stays the caller's.
+            IllegalStep: the same place is attached already, another tier is being attached or
+                detached, or what was removed could not be deleted; the backend stays the caller's.
         """
         self.check_open()
         return self._changes.attach(spec, below).name

@@ -45,7 +45,7 @@ class LoadCounts(ResponseModel):
     both: int = Field(description="Loads that were loaded in part and computed in part, at once.")
     computed: int = Field(description="Loads of which all was computed.")
     late: int = Field(description="Loads in which computing did not wait for a tier.")
-    saved_s: float = Field(description="Expected seconds of computing what was loaded.")
+    computing_s: float = Field(description="Expected seconds of computing what was loaded.")
     avoided_s: float = Field(description="Expected seconds by which loading would be slower.")
 
 

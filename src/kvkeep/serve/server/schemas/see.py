@@ -100,13 +100,16 @@ class PrefillCause(ResponseModel):
 
 
 class SummaryResponse(ResponseModel):
-    """Tokens that the last requests reused and computed; the costliest causes come first."""
+    """Tokens that the last requests reused and computed."""
 
     requests: int
     prompt_tokens: int
     reused: dict[str, int] = Field(description=_REUSED)
     computed: dict[str, int] = Field(description=_COMPUTED)
-    causes: list[PrefillCause]
+    causes: list[PrefillCause] = Field(
+        description="Those with advice come first, by tokens; then the others, by reason, and "
+        "tokens that were never seen before last."
+    )
 
 
 # --- live ----------------------------------------------------------------------------------
@@ -210,7 +213,6 @@ class LiveLoads(ResponseModel):
     computed_stored_tokens: int = Field(
         description="Of these: stored tokens that were computed, because that is faster."
     )
-    saved_s: float = Field(description="Expected seconds of computing what was loaded.")
 
 
 class LivePoint(ResponseModel):

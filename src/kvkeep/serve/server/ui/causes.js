@@ -1,10 +1,10 @@
 // Why tokens were computed: first the causes against which something can be done, each with what;
-// then, by reason, those that are as they should be, prompts that were never seen last.
+// then, by reason, those that are as they should be. Their order is the server's.
 
 import {bar} from "./bars.js";
 import {byId, el, hide, keyed, say, shown, theirs} from "./dom.js";
 import {explain, reasonName} from "./explain.js";
-import {ORDER, many, share, tokens, whole} from "./words.js";
+import {many, share, tokens, whole} from "./words.js";
 
 const MOST = 8;
 // Where the page shows more about a reason.
@@ -79,9 +79,7 @@ const rest = (causes) => {
     }
   }
   hide(byId("causes-rest"), !reasons.size);
-  const order = [...reasons.values()].sort((a, b) => (a.reason === "new") - (b.reason === "new")
-    || b.tokens - a.tokens);
-  keyed(byId("causes-rest-list"), order, (one) => one.reason, make, fill);
+  keyed(byId("causes-rest-list"), [...reasons.values()], (one) => one.reason, make, fill);
 };
 
 export const drawCauses = (answer) => {
@@ -91,8 +89,6 @@ export const drawCauses = (answer) => {
     : `Of the last ${many(answer.requests, "request")}, ${tokens(computed)} of `
       + `${tokens(answer.prompt_tokens)} were computed: ${whole(never)} that were never seen before, `
       + `${whole(computed - never)} for other reasons.`);
-  const ranked = [...answer.causes].sort((a, b) => b.tokens - a.tokens
-    || ORDER.indexOf(a.reason) - ORDER.indexOf(b.reason));
-  change(ranked.filter((one) => one.advice));
-  rest(ranked.filter((one) => !one.advice));
+  change(answer.causes.filter((one) => one.advice));
+  rest(answer.causes.filter((one) => !one.advice));
 };

@@ -60,7 +60,6 @@ export const REASONS = {
   last_token: "last token",
   new: "never seen",
 };
-export const ORDER = Object.keys(REASONS);
 export const sourceName = (source) => (source === "pool" ? "pool" : `tier ${source}`);
 export const tenantName = (salt) => (salt ? salt : "(no salt)");
 // Instead of what an endpoint or a field of an answer would say.
