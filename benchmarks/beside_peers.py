@@ -1,7 +1,7 @@
-"""kvkeep beside vLLM, SGLang, mini-sglang and LMCache: the same work, by turns, in one run.
+"""kvkeep beside vLLM, SGLang and LMCache: the same work, by turns, in one run.
 
     make bench-peers                               # sets up what it can, and writes the page
-    .venv/bin/python benchmarks/beside_peers.py --quick --only kvkeep,vLLM
+    .venv/bin/python benchmarks/beside_peers.py --quick --only 'kvkeep;vLLM'
     .venv/bin/python benchmarks/beside_peers.py --part tiers --json
     .venv/bin/python benchmarks/beside_peers.py --write docs/benchmarks.md
 

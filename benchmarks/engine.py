@@ -30,10 +30,10 @@ import numpy as np
 import torch
 from transformers.utils import logging as transformers_logging
 
+from contenders import PAGE, Generate, GenerateBatch, GenerateOnPrefix, Work
 from kvkeep.core.cache import PagedCache
 from kvkeep.serve.engine import Engine, Runner, SamplingParams, Tokenizer
 from kvkeep.serve.models import bundled_model
-from contenders import PAGE, Generate, GenerateBatch, GenerateOnPrefix, Work
 from rounds import Bench, Row, alone, random_tokens, ratios
 
 if TYPE_CHECKING:

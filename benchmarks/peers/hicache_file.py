@@ -6,15 +6,15 @@ Pages of 64 tokens, in calls of 128 pages, as its controller moves them.
 from __future__ import annotations
 
 import sys
+from importlib.metadata import version as version_of
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests_sglang"))
 
-import without_gpu  # type: ignore[import-not-found]  # noqa: F401 - before SGLang itself
-import sglang
 import torch
+import without_gpu  # type: ignore[import-not-found]  # noqa: F401 - before SGLang itself
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 from sglang.srt.mem_cache.utils import get_hash_str
 from sglang_pools import Pages, config_of, hashes, pools, spans  # type: ignore[import-not-found]
@@ -31,7 +31,7 @@ CALL = 128
 
 def version(variant: str) -> str:
     """Return SGLang's version."""
-    return str(sglang.__version__) + variant
+    return version_of("sglang") + variant
 
 
 def storage(setting: Setting) -> HiCacheFile:
@@ -76,16 +76,14 @@ class Host:
         self.count = length // PAGE
         kept = made.host.kv_buffer
         (self._kept,) = kept if isinstance(kept, list | tuple) else (kept,)
-        self._axis = next(
-            at for at, size in enumerate(self._kept.shape) if size == made.host.size
-        )
+        self._axis = next(at for at, size in enumerate(self._kept.shape) if size == made.host.size)
         source = self._part(0, length)
         source.copy_(kv_of(length, sizes.token_bytes).view(-1)[: source.numel()].view(source.shape))
         self._length = length
         self._host = made.host
         self.pages = Pages(made, storage(setting), v1=False)
 
-    def _part(self, first: int, length: int) -> torch.Tensor:
+    def _part(self, first: int, length: int) -> Any:
         return self._kept.narrow(self._axis, first, length)
 
     def set(self, keys: list[str]) -> bool:

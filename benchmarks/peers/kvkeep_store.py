@@ -96,7 +96,10 @@ def memory_get(which: int) -> Any:
 def opened(setting: Setting, length: int, options: str = "") -> KVStore:
     """Open the directory, with empty memory in front of it."""
     sizes = setting.sizes
-    tiers = [memory(length * sizes.token_bytes), f"file://{setting.directory}/kv?size=64GiB{options}"]
+    tiers: list[Any] = [
+        memory(length * sizes.token_bytes),
+        f"file://{setting.directory}/kv?size=64GiB{options}",
+    ]
     return KVStore(geometry(sizes.token_bytes), model=MODEL, tiers=tiers)
 
 
@@ -137,7 +140,7 @@ def disk_get(which: int, *, cached: bool) -> Any:
         while True:
             with opened(setting, length, "&io=buffered" if cached else "") as store:
                 (into_cache if cached else evict_from_cache)(setting.directory)
-                _, found = yield Timed(lambda: store.get(tokens, out=out))  # noqa: B023
+                _, found = yield Timed(lambda: store.get(tokens, out=out))
                 assert found == length
                 assert torch.equal(out, kv)
                 out.zero_()

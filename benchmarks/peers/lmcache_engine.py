@@ -1,7 +1,8 @@
 """LMCache's in-process engine on the CPU, with a connector that copies a prompt's KV by chunks.
 
 LMCache ships no connector for the CPU. This one makes one copy of each chunk of 256 tokens, between
-LMCache's memory and one tensor of a prompt, as `KVStore` does. Without vLLM its hashes are Python's.
+LMCache's memory and one tensor of a prompt, as `KVStore` does. Its hashes are Python's `hash`, its
+default.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from contextlib import contextmanager
+from importlib.metadata import version as version_of
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +18,6 @@ os.environ |= {
     "LMCACHE_TRACK_USAGE": "false", "DO_NOT_TRACK": "1", "LMCACHE_LOG_LEVEL": "ERROR",
     "PYTHONHASHSEED": "0",
 }  # fmt: skip
-
-from importlib.metadata import version as version_of
 
 import torch
 from lmcache.v1.cache_engine import LMCacheEngineBuilder

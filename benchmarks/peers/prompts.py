@@ -28,7 +28,9 @@ def prompt(seed: int, length: int) -> npt.NDArray[np.int32]:
     return np.random.default_rng(seed).integers(0, VOCABULARY, length, dtype=np.int32)
 
 
-def branches(tokens: npt.NDArray[np.int32], runs: int, page: int) -> Iterator[npt.NDArray[np.int32]]:
+def branches(
+    tokens: npt.NDArray[np.int32], runs: int, page: int
+) -> Iterator[npt.NDArray[np.int32]]:
     """Return the prompts that split the path of ``tokens`` into so many runs of whole pages."""
     pages = len(tokens) // page
     for at in range(1, runs):

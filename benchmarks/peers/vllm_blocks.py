@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import torch
-import vllm
 from vllm import SamplingParams
+from vllm import __version__ as vllm_version
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -35,7 +35,7 @@ FEW = 3
 
 def version(variant: str) -> str:
     """Return vLLM's version."""
-    return str(vllm.__version__) + variant
+    return str(vllm_version) + variant
 
 
 class Blocks:

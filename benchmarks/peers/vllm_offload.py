@@ -81,7 +81,8 @@ def lookup(setting: Setting) -> Steps:
 
 def known(setting: Setting) -> Steps:
     keys = [
-        make_offload_key(hashlib.sha256(b"%d" % at).digest(), 0) for at in range(setting.sizes.pages)
+        make_offload_key(hashlib.sha256(b"%d" % at).digest(), 0)
+        for at in range(setting.sizes.pages)
     ]
     manager, context = manager_of(keys)
 
@@ -135,7 +136,7 @@ class Files:
 
     def digest(self) -> bytes:
         """Return the digest of memory."""
-        return hashlib.blake2b(memoryview(self.memory.reshape(-1))).digest()
+        return hashlib.blake2b(self.memory.data).digest()
 
     def keys(self, of: int) -> list[Any]:
         """Return keys that no other ``of`` has."""

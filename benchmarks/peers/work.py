@@ -83,7 +83,6 @@ SYSTEMS = (
     System("SGLang, Rust", "prefixes", ".venv-sglang", "sglang_trees", "rust"),
     System("SGLang, Python", "prefixes", ".venv-sglang", "sglang_trees", "python"),
     System("SGLang, legacy", "prefixes", ".venv-sglang", "sglang_trees", "legacy"),
-    System("mini-sglang", "prefixes", ".venv-sglang", "mini_sglang"),
     System(OURS, "tiers", ".venv", "kvkeep_store"),
     System("LMCache", "tiers", ".venv-lmcache", "lmcache_engine"),
     System("vLLM offloading", "tiers", ".venv-vllm", "vllm_offload"),
@@ -126,7 +125,9 @@ def cases(sizes: Sizes) -> tuple[Case, ...]:
         text = _tokens(count, sizes)
         found += [
             Case(f"disk put {at}", f"disk: put {text}, synced", "tiers", "wall", "ms"),
-            Case(f"disk cached {at}", f"disk: get {text}, in the page cache", "tiers", "wall", "ms"),
+            Case(
+                f"disk cached {at}", f"disk: get {text}, in the page cache", "tiers", "wall", "ms"
+            ),
             Case(f"disk cold {at}", f"disk: get {text}, cold", "tiers", "wall", "ms"),
         ]
     return tuple(found)

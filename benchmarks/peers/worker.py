@@ -100,7 +100,7 @@ def main(arguments: Sequence[str]) -> None:
         lines.write(json.dumps(answer) + "\n")
         lines.flush()
 
-    given = {name: tuple(value) if isinstance(value, list) else value
+    given: Any = {name: tuple(value) if isinstance(value, list) else value
              for name, value in json.loads(sizes).items()}  # fmt: skip
     setting = Setting(Sizes(**given), variant, Path(directory))
     try:

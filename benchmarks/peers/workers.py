@@ -48,7 +48,7 @@ class Peer:
         )  # fmt: skip
 
     def begin(self) -> None:
-        """Wait until the worker has imported its system; workers that were started import at once."""
+        """Wait until the worker has imported its system; all that were started import together."""
         if self._process is None:
             return
         answer = self._answer(START_S)
