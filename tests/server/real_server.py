@@ -18,6 +18,7 @@ from kvkeep.serve.server import Listener, ServerSettings, bind, create_app, url_
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from kvkeep.serve.http import ConnectionLimits
 
@@ -91,14 +92,16 @@ def running(
     what_if: float | None = None,
     eviction: str = "lru",
     connections: ConnectionLimits | None = None,
+    model: Path | None = None,
     **settings: Any,
 ) -> Iterator[Running]:
     """Start a server and stop it; ``settings`` are those of `kvkeep.serve.server.Settings`."""
-    runner = Runner.load(bundled_model(), num_pages=num_pages, page_size=page_size, device="cpu")
+    model = model or bundled_model()
+    runner = Runner.load(model, num_pages=num_pages, page_size=page_size, device="cpu")
     engine = Engine(
         runner,
         PagedCache(num_pages, page_size, eviction=eviction, what_if=what_if, reuse=reuse),
-        Tokenizer.load(bundled_model()),
+        Tokenizer.load(model),
         limits=limits or Limits(max_running=16, max_waiting=64),
     )
     server = Running(engine, ServerSettings(**{"name": NAME, **settings}), connections)

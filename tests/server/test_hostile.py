@@ -81,18 +81,26 @@ def server(start_server):
         yield one
 
 
+ORDINARY = {"prompt": "Return a copy of", "temperature": 0, "max_tokens": 4, "cache_salt": "me"}
+
+
+def told(server):
+    """What a client of its own is told, quickly."""
+    with httpx.Client(base_url=server.url, timeout=5) as client:
+        return client.post(COMPLETIONS, json=ORDINARY).raise_for_status().json()["choices"]
+
+
+@pytest.fixture(scope="module")
+def told_before(server):
+    """What it is told before anything hostile was sent."""
+    return told(server)
+
+
 @pytest.fixture(autouse=True)
-def _others_notice_nothing(server):
-    """Before and after: the same answer to the same question, quickly, and no page is held."""
-    asked = {"prompt": "Return a copy of", "temperature": 0, "max_tokens": 4, "cache_salt": "me"}
-
-    def told():
-        with httpx.Client(base_url=server.url, timeout=5) as client:
-            return client.post(COMPLETIONS, json=asked).raise_for_status().json()["choices"]
-
-    before = told()
+def _others_notice_nothing(server, told_before):
+    """Afterwards: the same answer to the same question, quickly, and no page is held."""
     yield
-    assert told() == before
+    assert told(server) == told_before
     server.assert_idle()
     assert server.engine.stats().failed == 0
 

@@ -31,7 +31,7 @@ from kvkeep.serve.server.tenant_usage import TenantUsage
 from kvkeep.serve.server.watching import Watching
 
 LONG = os.environ.get("KVKEEP_GROWTH") == "long"
-REQUESTS = 200_000 if LONG else 3_000
+REQUESTS = 200_000 if LONG else 2_000
 # Blocks of memory below 512 bytes: those of twenty requests of which everything is remembered.
 SLACK = 20_000 if LONG else 600
 

@@ -36,11 +36,11 @@ Number = int | ServerError
 T = TypeVar("T")
 
 SLOTS: Final = 16384
-_REDIRECTIONS: Final = 10
-_DISAGREE_S: Final = 0.005
-"""Seconds to wait after two redirections, then twice as long each time: 1.3 s in all. While a slot
-changes hands, two nodes may each name the other until news of the move has reached both, and nodes
-that have nothing else to say send each other news once a second.
+_FIRST_PAUSE_S: Final = 0.005
+_LAST_PAUSE_S: Final = 0.16
+"""Seconds to wait after two redirections, then twice as long each time up to the last. While a slot
+changes hands, two nodes may each name the other until news of the move has reached both. A node
+sends news to one other, chosen at random, once a second: that may take seconds.
 """
 _REDIRECTION: Final = re.compile(
     r"(MOVED|ASK) (?P<slot>[0-9]{1,5}) (?P<host>\S*):(?P<port>[0-9]{1,5})", re.ASCII
@@ -145,12 +145,18 @@ class Nodes:
         read: Callable[[Wire], T],
         deadline: float,
     ) -> T:
-        """Send a command about ``key`` and ``read`` its answer, following redirections."""
+        """Send a command about ``key`` and ``read`` its answer.
+
+        Follows redirections until ``deadline``; raises `TimedOut` if they do not end by then.
+        """
         address, asking = self.node_of(key, deadline), False
-        for attempt in range(_REDIRECTIONS):
-            if attempt > 1:
-                pause = _DISAGREE_S * 2 ** (attempt - 2)
-                time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
+        redirections, pause = 0, _FIRST_PAUSE_S
+        while True:
+            if redirections > 1:
+                if time.monotonic() + pause >= deadline:
+                    raise TimedOut(f"the cluster redirected a command {redirections} times")
+                time.sleep(pause)
+                pause = min(2 * pause, _LAST_PAUSE_S)
             try:
                 with self.wire(address, deadline) as wire:
                     if asking:
@@ -161,7 +167,7 @@ class Nodes:
             except ServerError as error:
                 asking = error.code == "ASK"
                 address = self._redirected(error, address)
-        raise Garbled(f"the cluster redirected a command {_REDIRECTIONS} times")
+                redirections += 1
 
     def call_numbers(
         self, keys: Sequence[bytes], commands: Sequence[Sequence[bytes]], deadline: float
