@@ -7,19 +7,24 @@ never something else. Nothing is deleted or replaced that another version may ne
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 import xxhash
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from test_formats import NEWEST, SHAPE, arena_at, bytes_of, command, expected, plain, private
 
 from kvkeep import InvalidValue
 from kvkeep.bench.traces import open_trace
 from kvkeep.cli import main
+from kvkeep.core.config_file import ConfigFile
 from kvkeep.core.cost import CostModel, PrefillCost
 from kvkeep.core.geometry import KVGeometry
 from kvkeep.core.keys import SPACE_BYTES, chain_keys
+from kvkeep.core.prefix_file import read_prefixes
 from kvkeep.core.tokens import as_tokens
 from kvkeep.serve.kv_events.wire import decode
 from kvkeep.store import KVStore
@@ -32,6 +37,7 @@ from kvkeep.store.codecs.basis import load_basis
 from kvkeep.store.identity.weights_cache import WeightsCache
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 WANT = expected(NEWEST, "store.json")
@@ -326,7 +332,7 @@ def test_costs_of_another_version_or_cut_short(tmp_path: Path) -> None:
                 read(path)
         path.write_text(text.replace("{", '{"a_new_field": 1,', 1))
         assert CostModel.read(path).as_dict() == CostModel.read(NEWEST / name).as_dict()
-        for size in range(len(text.rstrip())):
+        for size in range(0, len(text.rstrip()), 5):
             path.write_text(text[:size])
             with pytest.raises(InvalidValue, match=name):
                 CostModel.read(path)
@@ -338,7 +344,7 @@ def test_figures_of_another_version_or_cut_short(tmp_path: Path) -> None:
     path.write_text(text.replace('"kvkeep_codecs":1', '"kvkeep_codecs":2'))
     with pytest.raises(InvalidValue, match="in version 2; this kvkeep reads 1"):
         read_nats(path, SHAPE)
-    for size in range(len(text.rstrip())):
+    for size in range(0, len(text.rstrip()), 5):
         path.write_text(text[:size])
         with pytest.raises(InvalidValue, match="no file of codecs"):
             read_nats(path, SHAPE)
@@ -386,3 +392,45 @@ def test_settings_that_are_not_known_are_named(
     said = "".join(capsys.readouterr())
     assert "a-new-option" in said
     assert "Traceback" not in said
+
+
+# --- bytes that nobody wrote -----------------------------------------------------------------
+
+FILES: dict[str, Callable[[Path], object]] = {
+    "random.basis": load_basis,
+    "trace.jsonl": lambda path: list(open_trace(path)),
+    "trace.jsonl.gz": lambda path: list(open_trace(path)),
+    "cost.json": CostModel.read,
+    "prefill.json": PrefillCost.read,
+    "figures.json": lambda path: read_nats(path, SHAPE),
+    "settings.toml": ConfigFile.read,
+    "prefixes.jsonl": lambda path: read_prefixes(path, None),
+    "events.bin": lambda path: decode(path.read_bytes()),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+@given(data=st.data())
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_was_changed_is_read_or_refused(
+    tmp_path: Path, name: str, data: st.DataObject
+) -> None:
+    """No reader raises anything but `InvalidValue`; a file with a checksum is never read."""
+    whole = bytearray((NEWEST / name).read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(whole) - 1))
+        kind = data.draw(st.sampled_from(["byte", "cut", "twice"]))
+        if kind == "byte":
+            whole[at] ^= data.draw(st.integers(1, 255))
+        elif kind == "cut":
+            del whole[at : at + data.draw(st.integers(1, 20))]
+        else:
+            whole[at:at] = whole[at : at + data.draw(st.integers(1, 20))]
+        if not whole:
+            break
+    path = tmp_path / name
+    path.write_bytes(whole)
+    is_other = bytes(whole) != (NEWEST / name).read_bytes()
+    with suppress(InvalidValue):
+        FILES[name](path)
+        assert not is_other or not name.endswith(".basis")
