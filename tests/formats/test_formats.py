@@ -36,6 +36,7 @@ from kvkeep.store import KVStore
 from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.backends.disk import DiskBackend
 from kvkeep.store.backends.shm import ShmBackend
+from kvkeep.store.backends.shm.layout import COLUMNS, Layout
 from kvkeep.store.codecs import BlockShape, make_codec
 from kvkeep.store.codecs.auto import read_nats
 from kvkeep.store.codecs.basis import load_basis
@@ -353,6 +354,17 @@ def test_a_changed_format_has_a_new_number(written: Path) -> None:
             )
     for name in ("cost.json", "reads.json"):  # what was fitted differs in its last digits
         assert _fields(expected(written, name)) == _fields(expected(NEWEST, name))
+    if sys.platform == "linux" and sys.byteorder == "little":
+        assert _arena(written) == _arena(NEWEST)
+
+
+def _arena(folder: Path) -> bytes:
+    """The bytes of an arena without the times of last use."""
+    content = bytearray(gzip.decompress((folder / "arena.gz").read_bytes()))
+    layout = Layout.parse(content[:4096])
+    begin = layout.columns_at + 8 * layout.entries * COLUMNS.index("used")
+    content[begin : begin + 8 * layout.entries] = bytes(8 * layout.entries)
+    return bytes(content)
 
 
 def _fields(found: Any) -> Any:
