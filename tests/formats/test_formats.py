@@ -354,8 +354,17 @@ def test_a_changed_format_has_a_new_number(written: Path) -> None:
             )
     for name in ("cost.json", "reads.json"):  # what was fitted differs in its last digits
         assert _fields(expected(written, name)) == _fields(expected(NEWEST, name))
+    assert _beginnings(written) == _beginnings(NEWEST)
     if sys.platform == "linux" and sys.byteorder == "little":
         assert _arena(written) == _arena(NEWEST)
+
+
+def _beginnings(folder: Path) -> list[Any]:
+    """Of files with times and random numbers, the bytes before these."""
+    place = folder / "store"
+    sizes = {"ledger": 24, "writes": 8}
+    heads = [(place / name).read_bytes()[:size] for name, size in sizes.items()]
+    return [*heads, (place / "budget").read_text().split()[:4]]
 
 
 def _arena(folder: Path) -> bytes:
