@@ -1,0 +1,195 @@
+"""Single files of versions that are not written yet, with unknown fields, cut short, or changed.
+
+As in `test_other_versions.py`, each is refused by name, or what cannot be read is counted.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_formats import NEWEST, SHAPE, expected, private
+
+from kvkeep import InvalidValue
+from kvkeep.bench.traces import open_trace
+from kvkeep.cli import main
+from kvkeep.core.config_file import ConfigFile
+from kvkeep.core.cost import CostModel, PrefillCost
+from kvkeep.core.prefix_file import read_prefixes
+from kvkeep.serve.kv_events.wire import decode
+from kvkeep.store.codecs.auto import read_nats
+from kvkeep.store.codecs.basis import load_basis
+from kvkeep.store.identity.weights_cache import WeightsCache
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+def test_a_basis_of_another_version_or_cut_short(tmp_path: Path) -> None:
+    whole = (NEWEST / "random.basis").read_bytes()
+    path = tmp_path / "b"
+    path.write_bytes(whole[:8] + b"\x02" + whole[9:])
+    with pytest.raises(InvalidValue, match="a basis of version 2; this kvkeep reads 1"):
+        load_basis(path)
+    for size in [*range(0, len(whole), 97), len(whole) - 1]:
+        path.write_bytes(whole[:size])
+        with pytest.raises(InvalidValue, match=r"no basis|should have"):
+            load_basis(path)
+
+
+def test_a_trace_of_another_version(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "t.jsonl"
+    text = (NEWEST / "trace.jsonl").read_text()
+    path.write_text(text.replace('"kvkeep_trace":1', '"kvkeep_trace":2'))
+    with pytest.raises(InvalidValue, match="kvkeep_trace is 2, not 1"):
+        open_trace(path)
+    assert main(["replay", str(path), "--capacity", "64"]) == 2
+    assert "kvkeep_trace is 2, not 1" in capsys.readouterr().err
+
+
+def test_unknown_fields_of_a_trace_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    lines = (NEWEST / "trace.jsonl").read_text().replace("}\n", ',"a_new_field":[1]}\n')
+    path.write_text(lines)
+    whole = list(open_trace(NEWEST / "trace.jsonl"))
+    assert [request.units.tolist() for request in open_trace(path, strict=True)] == [
+        request.units.tolist() for request in whole
+    ]
+
+
+@pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
+def test_a_trace_cut_short_gives_its_beginning(tmp_path: Path, name: str) -> None:
+    whole = (NEWEST / name).read_bytes()
+    want = [(one.time, one.units.tolist()) for one in open_trace(NEWEST / name)]
+    path = tmp_path / name
+    for size in range(0, len(whole), 61):
+        path.write_bytes(whole[:size])
+        try:
+            trace = open_trace(path)
+            found = [(one.time, one.units.tolist()) for one in trace]
+        except InvalidValue:
+            continue
+        assert found == want[: len(found)]
+        if name.endswith("gz"):
+            assert trace.skipped == 1
+        else:
+            assert len(found) + trace.skipped == len(whole[:size].splitlines()) - 1
+
+
+def test_costs_of_another_version_or_cut_short(tmp_path: Path) -> None:
+    for name in ("cost.json", "reads.json", "prefill.json"):
+        text = (NEWEST / name).read_text()
+        path = tmp_path / name
+        path.write_text(text.replace('"kvkeep_cost": 1', '"kvkeep_cost": 2'))
+        for read in (CostModel.read, PrefillCost.read):
+            with pytest.raises(InvalidValue, match=rf"{name}: kvkeep_cost is 2; 1 is needed"):
+                read(path)
+        path.write_text(text.replace("{", '{"a_new_field": 1,', 1))
+        assert CostModel.read(path).as_dict() == CostModel.read(NEWEST / name).as_dict()
+        for size in range(0, len(text.rstrip()), 5):
+            path.write_text(text[:size])
+            with pytest.raises(InvalidValue, match=name):
+                CostModel.read(path)
+
+
+def test_figures_of_another_version_or_cut_short(tmp_path: Path) -> None:
+    text = (NEWEST / "figures.json").read_text()
+    path = tmp_path / "f.json"
+    path.write_text(text.replace('"kvkeep_codecs":1', '"kvkeep_codecs":2'))
+    with pytest.raises(InvalidValue, match="in version 2; this kvkeep reads 1"):
+        read_nats(path, SHAPE)
+    for size in range(0, len(text.rstrip()), 5):
+        path.write_text(text[:size])
+        with pytest.raises(InvalidValue, match="no file of codecs"):
+            read_nats(path, SHAPE)
+
+
+def test_a_cache_of_weights_of_another_version_or_cut_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(private(NEWEST / "cache", tmp_path / "cache")))
+    path = tmp_path / "cache" / "kvkeep" / "weights.json"
+    key, text = expected(NEWEST, "weights.json")["key"], path.read_text()
+    other = text.replace('"version": 1', '"version": 2')
+    path.write_text(other)
+    assert WeightsCache().find(key) is None
+    WeightsCache().remember("11" * 16, "22" * 16, [])
+    assert path.read_text() == other
+    for size in range(len(text)):
+        path.write_text(text[:size])
+        assert WeightsCache().find(key) is None
+    WeightsCache().remember(key, "22" * 16, [])
+    assert WeightsCache().find(key) == "22" * 16
+
+
+def test_events_that_are_not_known_are_counted() -> None:
+    payload = (NEWEST / "events.bin").read_bytes()
+    whole, _ = decode(payload)
+    ts, events, rank = msgspec.msgpack.decode(payload)
+    events[1] = {"type": "BlockMoved", "block_hashes": [1]}
+    events[0]["a_new_field"] = 1
+    batch, skipped = decode(msgspec.msgpack.encode([ts, events, rank]))
+    assert skipped == 1
+    assert batch.events == [whole.events[0], *whole.events[2:]]
+    for size in range(len(payload)):
+        with pytest.raises(InvalidValue, match="not a batch of KV events"):
+            decode(payload[:size])
+
+
+def test_settings_that_are_not_known_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "settings.toml"
+    text = (NEWEST / "settings.toml").read_text()
+    path.write_text(text.replace("port = 8000", "port = 8000\na-new-option = 1"))
+    assert main(["config", "check", str(path)]) != 0
+    said = "".join(capsys.readouterr())
+    assert "a-new-option" in said
+    assert "Traceback" not in said
+
+
+# --- bytes that nobody wrote -----------------------------------------------------------------
+
+FILES: dict[str, Callable[[Path], object]] = {
+    "random.basis": load_basis,
+    "trace.jsonl": lambda path: list(open_trace(path)),
+    "trace.jsonl.gz": lambda path: list(open_trace(path)),
+    "cost.json": CostModel.read,
+    "prefill.json": PrefillCost.read,
+    "figures.json": lambda path: read_nats(path, SHAPE),
+    "settings.toml": ConfigFile.read,
+    "prefixes.jsonl": lambda path: read_prefixes(path, None),
+    "events.bin": lambda path: decode(path.read_bytes()),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+@given(data=st.data())
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_was_changed_is_read_or_refused(
+    tmp_path: Path, name: str, data: st.DataObject
+) -> None:
+    """No reader raises anything but `InvalidValue`; a file with a checksum is never read."""
+    whole = bytearray((NEWEST / name).read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(whole) - 1))
+        kind = data.draw(st.sampled_from(["byte", "cut", "twice"]))
+        if kind == "byte":
+            whole[at] ^= data.draw(st.integers(1, 255))
+        elif kind == "cut":
+            del whole[at : at + data.draw(st.integers(1, 20))]
+        else:
+            whole[at:at] = whole[at : at + data.draw(st.integers(1, 20))]
+        if not whole:
+            break
+    path = tmp_path / name
+    path.write_bytes(whole)
+    is_other = bytes(whole) != (NEWEST / name).read_bytes()
+    with suppress(InvalidValue):
+        FILES[name](path)
+        assert not is_other or not name.endswith(".basis")
