@@ -118,6 +118,21 @@ def test_each_option_of_lmcache_is_known():
             {"remote_url": "fs://any:0/mnt/a,/mnt/b"},
             ["memory://5GiB", "file:///mnt/a", "file:///mnt/b"],
         ),
+        (
+            {"remote_url": "valkey://h:6379", "extra_config": {
+                "valkey_username": "me", "valkey_password": "SE:CR@ET", "valkey_database": 3,
+                "tls_enable": True}},
+            ["memory://5GiB", "valkeys://me:SE%3ACR%40ET@h:6379/3"],
+        ),
+        (
+            {"remote_url": "valkey://h1:1,h2:2", "extra_config": {
+                "valkey_mode": "cluster", "valkey_database": 3}},
+            ["memory://5GiB", "valkey://h1:1?cluster=yes"],
+        ),
+        (
+            {"remote_url": "redis://h1:1", "extra_config": {"redis_mode": "cluster"}},
+            ["memory://5GiB", "redis://h1:1?cluster=yes"],
+        ),
         ({"local_cpu": "yes"}, ["memory://1GiB"]),  # "true" and "1" are true
         ({"local_cpu": "1", "max_local_cpu_size": 2}, ["memory://2GiB"]),
     ],
@@ -168,6 +183,8 @@ def test_what_lmcache_would_not_take(given):
         ("s3://minio:9000/bucket", "?endpoint="),
         ("fs://host:0", "names no directory"),
         ("mooncakestore://h:1", "there is no tier for mooncakestore://"),
+        ("lm://h:1", "share valkey://"),
+        ("hf3fs://h:1", "there is no tier for hf3fs://"),
     ],
 )
 def test_a_remote_tier_that_could_not_be_opened_is_not_printed(url, says):
@@ -227,6 +244,21 @@ def test_the_disk_of_each_rank():
     assert notes["max_local_disk_size"].endswith("with several ranks on a machine, --tp")
     notes = {row.option: row.note for row in translate({"local_disk": "/mnt/a"}).rows}
     assert "give size=" in notes["local_disk"]
+
+
+def test_each_name_of_the_extra_config_has_a_word():
+    extra = {"valkey_password": "SECRET", "use_odirect": True, "odd": 1, "save_chunk_meta": False}
+    given = {"remote_url": "valkey://h:1", "extra_config": extra}
+    row = {row.option: row for row in translate(given).rows}["extra_config"]
+    assert row.fate == "translated"
+    assert row.note.startswith("valkey_password: in the URL of the remote tier; use_odirect: io=")
+    assert row.note.endswith("look at each: odd")
+    assert "SECRET" not in str(translate(given).rows)
+    (row,) = translate({"extra_config": {"valkey_password": "SECRET"}}).rows
+    assert row.fate == "no counterpart"
+    assert row.note == "look at each: valkey_password"
+    (row,) = translate({"extra_config": "no JSON"}).rows
+    assert row.fate == "unknown"
 
 
 def test_a_network_filesystem_is_warned_of():

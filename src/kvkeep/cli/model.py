@@ -32,7 +32,9 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, memory: str) -> None
 
 def add_dtype(parser: argparse.ArgumentParser) -> None:
     """Add ``--dtype``, the type of the model's weights and KV."""
-    parser.add_argument("--dtype", help="float32, float16 or bfloat16 (default: as saved)")
+    parser.add_argument(
+        "--dtype", help="float32, float16 or bfloat16 (default: as saved; float32 on a CPU)"
+    )
 
 
 def load(args: argparse.Namespace, *, dtype: str | None) -> tuple[Runner, Tokenizer]:

@@ -13,8 +13,15 @@ from urllib.parse import quote
 
 from kvkeep.core.config_file import masked
 from kvkeep.core.errors import InvalidValue, did_you_mean, told
-from kvkeep.integrations.lmcache_names import FAMILIES, NO_COUNTERPART, NOT_NEEDED, STATUS
-from kvkeep.integrations.lmcache_remote import refused, remote_urls
+from kvkeep.integrations.lmcache_names import (
+    EXTRA,
+    EXTRA_TAKEN,
+    FAMILIES,
+    NO_COUNTERPART,
+    NOT_NEEDED,
+    STATUS,
+)
+from kvkeep.integrations.lmcache_remote import is_true, refused, remote_urls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -123,12 +130,12 @@ class _Work:
             made["lookup_timeout"] = ms / 1000
         if tokens := int(self.number("min_retrieve_tokens") or 0):
             made["min_tokens"] = tokens
-        if "save_decode_cache" in self.given and not _true(self.given["save_decode_cache"]):
+        if "save_decode_cache" in self.given and not is_true(self.given["save_decode_cache"]):
             made["answers"] = False
         return made
 
     def memory(self) -> list[str]:
-        if not _true(self.given.get("local_cpu", True)):
+        if not is_true(self.given.get("local_cpu", True)):
             return []
         size = self.number("max_local_cpu_size")
         if size == 0:
@@ -270,7 +277,7 @@ def _serde(work: _Work, value: object) -> tuple[Fate, str]:
 
 
 def _decode(work: _Work, value: object) -> tuple[Fate, str]:
-    if _true(value):
+    if is_true(value):
         return "not needed", "answers that later prompts contain are stored"
     return "translated", "answers: false; without it, answers that are never read are left out"
 
@@ -307,16 +314,14 @@ def _extra(work: _Work, value: object) -> tuple[Fate, str]:
     extra = work.extra
     if not extra:
         return "unknown", "LMCache takes an object here"
-    names = ", ".join(sorted(map(str, extra))[:12])
-    if any("password" in str(name) or "secret" in str(name) or "key" in str(name)
-           for name in extra):  # fmt: skip
-        names += ("; credentials: in the URL of valkey://, and in the environment for object "
-                  "stores")  # fmt: skip
-    if {"s3_region", "disable_tls"} & {*extra} and any(
-        url.startswith("s3://") for url in work.remote_urls()
-    ):
-        return "translated", f"region= and endpoint= of s3://; of {names}"
-    return "no counterpart", f"look at each: {names}"
+    remote = (work.remote_urls() or [""])[0].partition("://")[0]
+    taken = [name for name in extra if remote in EXTRA_TAKEN.get(name, ())]
+    notes = [f"{', '.join(taken)}: in the URL of the remote tier"] if taken else []
+    notes += [f"{name}: {EXTRA[name]}" for name in extra if name in EXTRA]
+    rest = sorted(str(name) for name in extra if name not in EXTRA and name not in taken)
+    if rest:
+        notes.append(f"look at each: {', '.join(rest[:12])}")
+    return "translated" if taken else "no counterpart", "; ".join(notes)
 
 
 def _connector(work: _Work, value: object) -> tuple[Fate, str]:
@@ -360,12 +365,6 @@ _TAKEN: Final[dict[str, Callable[[_Work, object], tuple[Fate, str]]]] = {
     "store_location": _locations,
     "extra_config": _extra,
 }
-
-
-def _true(value: object) -> bool:
-    if isinstance(value, str):
-        return value.strip().lower() in ("true", "1")
-    return bool(value)
 
 
 def _bytes(gib: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["FAMILIES", "NOT_NEEDED", "NO_COUNTERPART", "STATUS"]
+__all__ = ["EXTRA", "EXTRA_TAKEN", "FAMILIES", "NOT_NEEDED", "NO_COUNTERPART", "STATUS"]
 
 STATUS: Final = "the status endpoint of the connector tells what is cached and why prompts missed"
 
@@ -57,7 +57,7 @@ NOT_NEEDED: Final[dict[str, str]] = {
 
 NO_COUNTERPART: Final[dict[str, str]] = {
     "enable_blending": "KV is reused behind equal prefixes alone, so answers are exact",
-    "skip_save": "the kv_role kv_consumer stores nothing; for one request \"store\": false",
+    "skip_save": 'the kv_role kv_consumer stores nothing; for one request "store": false',
     "enable_p2p": "instances share a tier instead: valkey:// or an object store",
     "enable_pd": "vLLM's own connectors move KV from prefill to decode; MultiConnector takes both",
     "storage_plugins": "other packages register tiers as entry points (kvkeep.backends)",
@@ -95,3 +95,45 @@ FAMILIES: Final[dict[str, str]] = {
     "internal_api_server_": "internal_api_server_enabled",
 }
 """Beginnings of names → the option above that they belong to."""
+
+_VALKEY: Final = ("valkey", "valkeys")
+EXTRA_TAKEN: Final[dict[str, tuple[str, ...]]] = {
+    "s3_region": ("s3",),
+    "disable_tls": ("s3",),
+    "valkey_username": _VALKEY,
+    "valkey_password": _VALKEY,
+    "valkey_database": _VALKEY,
+    "valkey_mode": _VALKEY,
+    "tls_enable": _VALKEY,
+    "redis_mode": ("redis", "rediss"),
+}
+"""Names in ``extra_config`` that become parts of a URL → its schemes."""
+
+_CREDENTIALS: Final = "object stores take credentials from the environment"
+EXTRA: Final[dict[str, str]] = {
+    "use_odirect": "io=auto reads past the page cache where the filesystem can",
+    "save_only_first_rank": "below vLLM's offloading, ranks with the same KV store it once",
+    "remote_enable_mla_worker_id_as0": "below vLLM's offloading, ranks with the same KV store it "
+    "once",
+    "save_chunk_meta": "records describe themselves",
+    "force_store_wait": "a full memory drops KV and counts it; nothing waits",
+    "lookup_backoff_time": "a tier that fails is left alone by its circuit breaker",
+    "request_timeout": "timeout= of the tier",
+    "connection_timeout": "timeout= of the tier",
+    "valkey_num_workers": "connections=, readers= and writers= of the tier",
+    "valkey_sync_num_workers": "connections=, readers= and writers= of the tier",
+    "s3_num_io_threads": "readers= and writers= of the tier",
+    "s3_part_size": "an object is read and written at once",
+    "s3_max_inflight_reqs": "readers= and writers= of the tier",
+    "s3_max_io_concurrency": "readers= and writers= of the tier",
+    "s3_prefer_http2": "the library chooses",
+    "s3_enable_s3express": "there is no option for directory buckets",
+    "aws_access_key_id": _CREDENTIALS,
+    "aws_secret_access_key": _CREDENTIALS,
+    "azure_account_url": "AZURE_STORAGE_ACCOUNT_NAME in the environment, or endpoint=",
+    "azure_account_key": _CREDENTIALS,
+    "azure_connection_string": _CREDENTIALS,
+    "azure_sas_token": _CREDENTIALS,
+    "fs_connector_relative_tmp_dir": "temporary files are in the directory's own tmp",
+}
+"""Names in ``extra_config``, and what kvkeep has in their place."""

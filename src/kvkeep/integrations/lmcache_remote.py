@@ -12,13 +12,25 @@ from kvkeep.store.tiers.opening import check_tiers
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["refused", "remote_urls"]
+__all__ = ["is_true", "refused", "remote_urls"]
 
 _SCHEMES: Final = {
     "redis": "redis", "redis-cluster": "redis", "resp": "redis", "valkey": "valkey", "s3": "s3",
     "rediss": "rediss", "azure": "az", "fs": "file", "file": "file",
 }  # fmt: skip
+_INSTEAD: Final = {
+    "redis-sentinel": "sentinels are not asked: give the server's own address as redis://",
+    "lm": "there is no server of kvkeep's own: share valkey://, or shm:// on one machine",
+    "mooncakestore": "there is no tier for mooncakestore://; docs/backends.md says why",
+}
 _AWS: Final = re.compile(r"(?P<bucket>.+?)\.s3(?:[.-](?P<region>[a-z0-9-]+))?\.amazonaws\.com")
+
+
+def is_true(value: object) -> bool:
+    """Return whether LMCache takes a value for true: a boolean, a number, or one of two texts."""
+    if isinstance(value, str):
+        return value.strip().lower() in ("true", "1")
+    return bool(value)
 
 
 def remote_urls(url: str, extra: Mapping[str, object]) -> list[str]:
@@ -40,16 +52,17 @@ def remote_urls(url: str, extra: Mapping[str, object]) -> list[str]:
     if ours == "s3":
         return [_s3(rest, extra)]
     if ours in ("redis", "valkey", "rediss"):
-        return [_valkey(ours, rest, cluster=scheme == "redis-cluster")]
+        modes = (str(extra.get(f"{name}_mode")).lower() for name in ("valkey", "redis"))
+        return [_valkey(ours, rest, extra, cluster=scheme == "redis-cluster" or "cluster" in modes)]
     return [f"{ours}://{rest}"]
 
 
 def refused(url: str) -> str | None:
     """Return why kvkeep would not open a remote tier, or None. Credentials are not checked."""
     scheme = url.partition("://")[0]
-    if scheme == "redis-sentinel":
-        return "sentinels are not asked: give the server's own address as redis://"
-    if scheme not in _SCHEMES.values():
+    if scheme in _INSTEAD:
+        return _INSTEAD[scheme]
+    if scheme not in {*_SCHEMES.values(), "valkeys"}:
         return f"there is no tier for {scheme}://; see the tiers in docs/store.md"
     if scheme == "az":  # its account is in the environment of the engine
         return None
@@ -62,14 +75,21 @@ def refused(url: str) -> str | None:
     return None
 
 
-def _valkey(scheme: str, rest: str, *, cluster: bool) -> str:
+def _valkey(scheme: str, rest: str, extra: Mapping[str, object], *, cluster: bool) -> str:
     """Return the URL of a server, or of one node: kvkeep asks it for the others."""
     who, at, hosts = rest.rpartition("@")
     first = hosts.partition(",")[0]
+    if scheme == "valkey":  # LMCache reads these for valkey:// alone
+        name, password = (str(extra.get(f"valkey_{one}") or "") for one in ("username", "password"))
+        if not at and (name or password):
+            who, at = f"{quote(name, safe='')}:{quote(password, safe='')}", "@"
+        if is_true(extra.get("tls_enable")):
+            scheme = "valkeys"
+        database = extra.get("valkey_database")
+        if database is not None and not cluster and "/" not in first:
+            first += f"/{database}"
     url = f"{scheme}://{who}{at}{first}"
-    if cluster:
-        url += ("&" if "?" in url else "?") + "cluster=yes"
-    return url
+    return url + ("&" if "?" in url else "?") + "cluster=yes" if cluster else url
 
 
 def _s3(place: str, extra: Mapping[str, object]) -> str:
@@ -79,7 +99,7 @@ def _s3(place: str, extra: Mapping[str, object]) -> str:
         name, options["region"] = found["bucket"], found["region"] or ""
     else:
         name, _, rest = host.partition(".")
-        plain = str(extra.get("disable_tls", False)).lower() in ("true", "1")
+        plain = is_true(extra.get("disable_tls"))
         options["endpoint"] = f"{'http' if plain else 'https'}://{rest}" if rest else ""
     if region := extra.get("s3_region"):
         options["region"] = str(region)
