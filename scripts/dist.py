@@ -7,6 +7,7 @@
 3. Contents: exactly what Git tracks, the licences of vendored parts, no link that leads nowhere.
 4. For each Python of this machine, an environment with the wheel and NumPy alone: every package
    imports or names its extra, and the README's example prints what it says, in an empty directory.
+   Then with all extras that do not bring torch.
 
 A Python of the classifiers that is not on this machine is named as skipped. Needs `build` and
 `twine` (requirements-dev.txt), Git, and a package index. The exit code is 1 if anything is wrong.
@@ -69,9 +70,12 @@ def _by_python(wheel: Path) -> list[str]:
             print(f"Python 3.{minor}: skipped: neither on the PATH nor in pyenv")
             continue
         result = checked(found[minor], wheel)
-        state = f"skipped: {result.skipped}" if result.skipped else "bare environment, "
-        if not result.skipped:
-            state += f"{len(result.faults)} faults" if result.faults else "imports and README work"
+        if result.skipped:
+            state = f"skipped: {result.skipped}"
+        elif result.faults:
+            state = f"{len(result.faults)} faults"
+        else:
+            state = "a bare environment, the README's example, and extras without torch are right"
         print(f"Python {result.version}: {state}", flush=True)
         faults += [f"Python {result.version}: {fault}" for fault in result.faults]
     return faults

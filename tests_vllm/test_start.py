@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from tiered import tiered
 from versions import NO_TIERS
 from vllm.engine.arg_utils import EngineArgs
 
-from kvkeep.core.errors import StartRefused
+from kvkeep.core.errors import MissingExtra, StartRefused
 from kvkeep.integrations.vllm.logs import join_logs
 from kvkeep.integrations.vllm_plugin import register
 
@@ -85,6 +86,16 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         offloading({"type": "KVKeepTier", "tiers": ["memory://1GiB"]}), "tiers have memory://"
     ),
 }  # fmt: skip
+
+
+def test_an_environment_without_the_extra_is_told_of_it_at_the_start(
+    llama: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register()
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    with pytest.raises(MissingExtra, match=r"pip install 'kvkeep\[store\]'$") as missing:
+        configure(llama, kvkeep(TIERS))
+    assert missing.value.__cause__ is missing.value.__context__ is None
 
 
 @pytest.mark.parametrize("wrong", WRONG)
