@@ -10,7 +10,7 @@ MAKEFLAGS += --jobs=3  # the prerequisites of `test` are set up in parallel
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo train docs docs-serve servers quick slow-tests test test-versions check bench soak clean
+.PHONY: help setup serve demo train docs docs-serve servers quick slow-tests test test-versions check bench bench-peers soak clean
 
 # Tests without models, browsers and servers of their own.
 QUICK_ROOMS := backends cache codecs eviction explain faults feed geometry groups http pages prefix slots store \
@@ -84,6 +84,16 @@ SITE_OF = import sysconfig; print(sysconfig.get_path("purelib"))
 	@.venv-sglang/bin/python -m pip install --no-compile --quiet --disable-pip-version-check --no-deps sglang==0.5.23
 	@touch $@
 
+# For benchmarks only. Its wheel wants CUDA packages that its in-process engine never imports on a CPU.
+.venv-lmcache/.installed: requirements-lmcache.txt
+	@echo "== setting up .venv-lmcache (first time: a minute)"
+	@test -x .venv-lmcache/bin/python || $(PYTHON) -m venv .venv-lmcache
+	@.venv-lmcache/bin/python -m pip install --no-compile --quiet --disable-pip-version-check torch==2.13.0
+	@.venv-lmcache/bin/python -m pip install --no-compile --quiet --disable-pip-version-check -r requirements-lmcache.txt
+	@# Last, without dependencies: pip would otherwise report packages that only its server needs.
+	@.venv-lmcache/bin/python -m pip install --no-compile --quiet --disable-pip-version-check --no-deps lmcache==0.5.6
+	@touch $@
+
 # The store is tested against a real Redis, the pages in a real browser. Debian packages both; RUNLEVEL=1
 # keeps the package from starting a service. Tests that find neither are skipped with a message.
 servers:
@@ -127,6 +137,11 @@ bench: setup     ## measure the core, the store against the machine, the engine 
 	@$(BIN)/python benchmarks/core.py
 	@$(BIN)/python benchmarks/store.py
 	@$(BIN)/python benchmarks/engine.py
+
+PEERS := .venv-vllm .venv-sglang .venv-lmcache
+bench-peers: setup ## measure kvkeep beside vLLM, SGLang and LMCache in one run, and write docs/benchmarks.md (PEERS_ARGS="--quick")
+	@for peer in $(PEERS); do $(MAKE) --no-print-directory $$peer/.installed || echo "== without $$peer"; done
+	@$(BIN)/python benchmarks/beside_peers.py --write docs/benchmarks.md $(PEERS_ARGS)
 
 soak: setup      ## stress server, cache and store for 20 minutes (SOAK_ARGS="--minutes 60")
 	@$(BIN)/python scripts/soak.py $(SOAK_ARGS)

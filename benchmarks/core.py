@@ -45,7 +45,7 @@ VOCABULARY = 128_000
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One figure in microseconds, with its goal and the figures of other systems."""
+    """One figure in microseconds, with its goal."""
 
     name: str
     median: float
@@ -53,7 +53,6 @@ class Figure:
     high: float
     runs: int
     goal: float | None = None
-    others: str = ""
 
 
 class Bench:
@@ -75,7 +74,6 @@ class Bench:
         runs: int = 300,
         per: int = 1,
         goal: float | None = None,
-        others: str = "",
     ) -> float:
         """Time ``run``, after an untimed ``before`` each; divide by ``per`` things done in it."""
         runs = max(5, int(runs * self.scale))
@@ -91,7 +89,7 @@ class Bench:
                     took.append(((end - start) / 1e3 - self._clock) / per)
         took.sort()
         low, high = took[len(took) // 10], took[(len(took) * 9) // 10]
-        figure = Figure(name, statistics.median(took), low, high, runs, goal, others)
+        figure = Figure(name, statistics.median(took), low, high, runs, goal)
         self.figures.append(figure)
         return figure.median
 
@@ -134,11 +132,6 @@ def floors(bench: Bench, rng: np.random.Generator) -> None:
 
 def matching(bench: Bench, rng: np.random.Generator) -> None:
     """Time full hits over paths of one run and of many."""
-    others = {
-        1: "SGLang Rust 31, Python 51; mini-sglang 18",
-        64: "SGLang Rust 44, Python 752; mini-sglang 447",
-        512: "SGLang Rust 210, Python 8,200; mini-sglang 3,700",
-    }
     for nodes, goal in ((1, 15), (64, 15), (512, 15)):
         cache, tokens = path(rng, nodes)
         bench.time(
@@ -146,11 +139,10 @@ def matching(bench: Bench, rng: np.random.Generator) -> None:
             lambda cache=cache, tokens=tokens: cache.match(tokens),  # type: ignore[misc]
             runs=1000,
             goal=goal,
-            others=others[nodes],
         )
         parting = np.concatenate((tokens[:20_000], prompt(rng, 12_768)))
         bench.time(
-            f"match, {20_000:,} tokens of it, path of {nodes}",
+            f"match, 20,000 tokens of it, path of {nodes}",
             lambda cache=cache, tokens=parting: cache.match(tokens),  # type: ignore[misc]
             runs=1000,
         )
@@ -204,7 +196,6 @@ def living(bench: Bench, rng: np.random.Generator) -> None:
         before=close_last,
         runs=1000,
         goal=60,
-        others="vLLM 5,700 with hashing, lookup, allocation, free",
     )
     fresh = [prompt(rng) for _ in range(12)]  # more than fit: always cold
     turn = iter(range(10**9))
@@ -222,7 +213,6 @@ def living(bench: Bench, rng: np.random.Generator) -> None:
         before=end_cold,
         runs=500,
         goal=120,
-        others="vLLM 6,000",
     )
 
     def publish_close() -> None:
@@ -270,10 +260,6 @@ def living(bench: Bench, rng: np.random.Generator) -> None:
 
 def evicting(bench: Bench, rng: np.random.Generator) -> None:
     """Time the eviction of many leaves and of one, among few and among many."""
-    others = {
-        10_000: "SGLang Rust 7,000, Python 6,500; mini-sglang 8,000",
-        100_000: "",
-    }
     for leaves in (10_000, 100_000):
         cache = PagedCache((leaves + 1) * 4, PAGE)
         serial = iter(range(10**9))
@@ -291,21 +277,14 @@ def evicting(bench: Bench, rng: np.random.Generator) -> None:
             before=lambda fill=fill, cache=cache: fill(cache.stats().pages_free // 4 - 1),  # type: ignore[misc]
             runs=40,
             goal=1000,
-            others=others[leaves],
         )
-    for leaves, beside in ((50_000, "SGLang Rust 1,500, Python 38,000"),):
-        cache = PagedCache((leaves + 1) * 4, PAGE)
-        for i in range(leaves):
-            tokens = prompt(rng, 4 * PAGE)
-            tokens[0] = i
-            store(cache, tokens)
-        bench.time(
-            f"evict one leaf of {leaves:,}",
-            lambda cache=cache: cache.evict(4),  # type: ignore[misc]
-            runs=2000,
-            goal=10,
-            others=beside,
-        )
+    leaves = 50_000
+    cache = PagedCache((leaves + 1) * 4, PAGE)
+    for i in range(leaves):
+        tokens = prompt(rng, 4 * PAGE)
+        tokens[0] = i
+        store(cache, tokens)
+    bench.time(f"evict one leaf of {leaves:,}", lambda: cache.evict(4), runs=2000, goal=10)
 
 
 def thousand(bench: Bench, rng: np.random.Generator) -> None:
@@ -340,7 +319,6 @@ def thousand(bench: Bench, rng: np.random.Generator) -> None:
         before=listened,
         runs=30,
         goal=1.5 * off,
-        others="the goal is 1.5 × without",
     )
 
 
@@ -354,7 +332,6 @@ def chain(bench: Bench, rng: np.random.Generator) -> None:
         lambda: chain_keys(root, data, PAGE * 4),
         runs=200,
         goal=1300,
-        others="vLLM 3,600",
     )
     cache = PagedCache(POOL, PAGE, prefix="chain")
     store(cache, tokens)
@@ -367,7 +344,6 @@ def chain(bench: Bench, rng: np.random.Generator) -> None:
         lambda: index.match(symbols, space),
         runs=500,
         goal=300,
-        others="vLLM 1,300",
     )
     assert hashing > 0
 
@@ -394,18 +370,18 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps({"unit": "us", "figures": [asdict(f) for f in bench.figures]}, indent=1))
         return 0
     if options.markdown:
-        print("| µs | median | 10 % … 90 % | others, for scale |\n|---|--:|--:|---|")
+        print("| µs | median | 10 % … 90 % |\n|---|--:|--:|")
         for f in bench.figures:
             digits = 1 if f.median < 1000 else 0
             low, high = f"{f.low:,.{digits}f}", f"{f.high:,.{digits}f}"
-            print(f"| {f.name} | {f.median:,.{digits}f} | {low} … {high} | {f.others} |")
+            print(f"| {f.name} | {f.median:,.{digits}f} | {low} … {high} |")
         return 0
     width = max(len(figure.name) for figure in bench.figures)
-    print(f"{'µs':{width}}  {'median':>10}  {'10 % … 90 %':>21}  {'goal':>9}  others, for scale")
+    print(f"{'µs':{width}}  {'median':>10}  {'10 % … 90 %':>21}  {'goal':>9}")
     for f in bench.figures:
         goal = "" if f.goal is None else f"{f.goal:,.0f}" + (" ✓" if f.median <= f.goal else " ✗")
         spread = f"{f.low:,.1f} … {f.high:,.1f}"
-        print(f"{f.name:{width}}  {f.median:>10,.1f}  {spread:>21}  {goal:>9}  {f.others}")
+        print(f"{f.name:{width}}  {f.median:>10,.1f}  {spread:>21}  {goal:>9}")
     return 0
 
 

@@ -2,7 +2,7 @@
 
 A Llama of 100 million random weights in float32 on a CPU, and prompts of random tokens, seeded. In
 each round all contenders get the same work, one after the other; a ratio is that of one round, and
-a spread is the minimum and maximum of all rounds. The contenders are in `peers.py`.
+a spread is the minimum and maximum of all rounds. The contenders are in `contenders.py`.
 
     python benchmarks/engine.py                # the table, in some ten minutes
     python benchmarks/engine.py --json         # for machines
@@ -30,16 +30,16 @@ import numpy as np
 import torch
 from transformers.utils import logging as transformers_logging
 
+from contenders import PAGE, Generate, GenerateBatch, GenerateOnPrefix, Work
 from kvkeep.core.cache import PagedCache
 from kvkeep.serve.engine import Engine, Runner, SamplingParams, Tokenizer
 from kvkeep.serve.models import bundled_model
-from peers import PAGE, Generate, GenerateBatch, GenerateOnPrefix, Work
 from rounds import Bench, Row, alone, random_tokens, ratios
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from peers import Contender, Tokens
+    from contenders import Contender, Tokens
 
 CONCURRENT = 16
 DRAFT = 8

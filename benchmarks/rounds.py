@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
 
-from peers import VOCABULARY, Ours, Work, load_plain, save_model
+from contenders import VOCABULARY, Ours, Work, load_plain, save_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from peers import Answers, Contender, Tokens
+    from contenders import Answers, Contender, Tokens
 
 __all__ = ["Bench", "Row", "alone", "random_tokens", "ratios"]
 

@@ -12,9 +12,7 @@ the figure is their median, with the smallest and the largest.
     python benchmarks/store.py --json
 
 The disk is written and read with direct I/O, by `dd` as well, so the page cache holds none of it:
-what is read is cold. `dd` writes zeros from one thread. LMCache 0.5.6 on a machine of this kind, in
-another run, for scale: memory tier 8–11 GB/s where a copy made 13–17; disk cold 0.9–1.1 GB/s;
-lookup of 32k tokens 600–1000 µs.
+what is read is cold. `dd` writes zeros from one thread. Other systems: `beside_peers.py`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,136 @@
+"""What is measured, on which sizes, and by which systems; the standard library alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["CASES", "FULL", "OURS", "QUICK", "SYSTEMS", "Case", "Part", "Sizes", "System", "cases"]
+
+Part = Literal["prefixes", "tiers"]
+OURS = "kvkeep"
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How large the work is.
+
+    ``stored`` are the lengths of prompts in tiers, in tokens of ``token_bytes`` (a multiple of
+    4,096). ``evicted`` pages go from ``prompts`` cached prompts of 64 tokens, one prompt from
+    ``many``.
+    """
+
+    tokens: int = 32_768
+    page: int = 16
+    runs: tuple[int, int, int] = (1, 64, 512)
+    prompts: int = 10_000
+    evicted: int = 2048
+    many: int = 50_000
+    stored: tuple[int, int] = (4096, 32_768)
+    token_bytes: int = 32_768
+    block: int = 256
+
+    @property
+    def pages(self) -> int:
+        """Pages of the long prompt."""
+        return self.tokens // self.page
+
+
+FULL = Sizes()
+QUICK = Sizes(
+    tokens=2048, runs=(1, 4, 16), prompts=100, evicted=64, many=200, stored=(256, 1024),
+    token_bytes=4096,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One line of a table.
+
+    ``clock``: "cpu" is the processor time of the process, so that neighbours on the machine count
+    less; "wall" where a disk is waited for. ``unit`` is what the line is printed in.
+    """
+
+    name: str
+    title: str
+    part: Part
+    clock: Literal["cpu", "wall"] = "cpu"
+    unit: Literal["µs", "ms"] = "µs"
+
+    def printed(self, seconds: float) -> str:
+        """Return seconds in the unit of this line."""
+        value = seconds * (1e6 if self.unit == "µs" else 1e3)
+        return f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """One column of a table: a worker in an environment of its own.
+
+    ``module`` has the cases, in a table ``CASES`` by name; it is given ``variant``.
+    """
+
+    name: str
+    part: Part
+    environment: str
+    module: str
+    variant: str = ""
+
+
+SYSTEMS = (
+    System(OURS, "prefixes", ".venv", "kvkeep_cache"),
+    System("vLLM", "prefixes", ".venv-vllm", "vllm_blocks"),
+    System("SGLang, Rust", "prefixes", ".venv-sglang", "sglang_trees", "rust"),
+    System("SGLang, Python", "prefixes", ".venv-sglang", "sglang_trees", "python"),
+    System("SGLang, legacy", "prefixes", ".venv-sglang", "sglang_trees", "legacy"),
+    System(OURS, "tiers", ".venv", "kvkeep_store"),
+    System("LMCache", "tiers", ".venv-lmcache", "lmcache_engine"),
+    System("vLLM offloading", "tiers", ".venv-vllm", "vllm_offload"),
+    System("SGLang HiCacheFile", "tiers", ".venv-sglang", "hicache_file"),
+)
+
+
+def _tokens(count: int, sizes: Sizes) -> str:
+    size = count * sizes.token_bytes
+    return f"{count:,} tokens ({size >> 30} GiB)" if size >> 30 else (
+        f"{count:,} tokens ({size >> 20} MiB)"
+    )  # fmt: skip
+
+
+def cases(sizes: Sizes) -> tuple[Case, ...]:
+    """Return all lines in order; their names are the same for all sizes."""
+    found = [
+        Case(f"match {at}", f"match, full hit, path of {runs} run{'s' * (runs > 1)}", "prefixes")
+        for at, runs in enumerate(sizes.runs)
+    ]
+    found += [
+        Case("hit", "a request that is all cached, from open to close", "prefixes"),
+        Case("hit list", "the same, its prompt a Python list", "prefixes"),
+        Case("cold", "a request of new tokens, from open to close", "prefixes"),
+        Case("names", f"hashes of {sizes.pages:,} pages", "prefixes"),
+        Case(
+            "evict", f"evict {sizes.evicted:,} pages of {sizes.prompts:,} short prompts", "prefixes"
+        ),
+        Case("evict one", f"evict one of {sizes.many:,} short prompts", "prefixes"),
+        Case("lookup", f"find {sizes.tokens:,} tokens in memory", "tiers"),
+        Case("known", f"find {sizes.pages:,} blocks by their keys", "tiers"),
+    ]
+    for at, count in enumerate(sizes.stored):
+        text = _tokens(count, sizes)
+        found += [
+            Case(f"memory put {at}", f"memory: put {text}", "tiers", unit="ms"),
+            Case(f"memory get {at}", f"memory: get {text}", "tiers", unit="ms"),
+        ]
+    for at, count in enumerate(sizes.stored):
+        text = _tokens(count, sizes)
+        found += [
+            Case(f"disk put {at}", f"disk: put {text}, synced", "tiers", "wall", "ms"),
+            Case(
+                f"disk cached {at}", f"disk: get {text}, in the page cache", "tiers", "wall", "ms"
+            ),
+            Case(f"disk cold {at}", f"disk: get {text}, cold", "tiers", "wall", "ms"),
+        ]
+    return tuple(found)
+
+
+CASES = cases(FULL)
