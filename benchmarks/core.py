@@ -142,7 +142,7 @@ def matching(bench: Bench, rng: np.random.Generator) -> None:
         )
         parting = np.concatenate((tokens[:20_000], prompt(rng, 12_768)))
         bench.time(
-            f"match, {20_000:,} tokens of it, path of {nodes}",
+            f"match, 20,000 tokens of it, path of {nodes}",
             lambda cache=cache, tokens=parting: cache.match(tokens),  # type: ignore[misc]
             runs=1000,
         )

@@ -46,6 +46,7 @@ class Walked:
 
     def __init__(self, index: PrefixIndex, symbols: bytes, root: Node) -> None:
         self.pages: list[int] = []
+        self.nodes: list[Node] = []  # of each page
         self.end, self.taken = root, 0
         unit = index.unit
         at = 0
@@ -59,6 +60,7 @@ class Walked:
             elif self._page(unit, self.end, self.taken) != page:
                 break
             self.pages.append(int(self.end.pages[self.taken]))
+            self.nodes.append(self.end)
             self.taken += 1
             at += unit
         rest = symbols[at : at + unit]
@@ -93,6 +95,7 @@ def agrees(cache: PagedCache, tokens: list[int], namespace: str = "") -> None:
     walked = Walked(index, symbols, index.tree.roots[space])
     assert match.pages.tolist() == walked.pages
     assert (match.end, match.taken) == (walked.end, walked.taken)
+    assert [match.node_at(at + 1) for at in range(len(match.pages))] == walked.nodes
     assert match.partial_tokens == walked.partial_tokens
     if walked.partial_tokens:
         assert match.partial_page in walked.partial_pages

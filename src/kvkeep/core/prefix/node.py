@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvkeep.core.prefix.heads import Heads
     from kvkeep.core.prefix.owners import Owner
     from kvkeep.core.prefix.pinned import Spot
-    from kvkeep.core.prefix.trails import Trail
+    from kvkeep.core.prefix.trails import RunTrail
     from kvkeep.core.prefix.waits import EvictedWaits
 
 __all__ = ["Node", "Root", "descend"]
@@ -72,7 +72,7 @@ class Node(Entry):
         self.suspended = 0  # 1 if its owner is suspended, and 1 for each child with a count
         self.gone: EvictedWaits | None = None  # of evicted runs behind it, see `Waits`
         self.extra: Any = None  # what the tree's listener keeps beside the pages
-        self.trail: Trail | None = None  # that has a copy of this run
+        self.trail: RunTrail | None = None  # that has a copy of this run
 
     @property
     def id(self) -> int:

@@ -54,11 +54,18 @@ class PrefixMatch:
         return PrefixMatch(self.pages, self.end, self.taken, self.more)
 
     def node_at(self, page: int) -> Node:
-        """Return the node in which page ``page - 1`` lies, of the full pages that match."""
+        """Return the node in which page ``page - 1`` lies, of the full pages that match.
+
+        Cost: the runs and trails behind it.
+        """
         node = self.end
         while node.depth >= page:
-            assert node.parent is not None
-            node = node.parent
+            trail = node.trail
+            first = node if trail is None else trail.nodes[0]
+            if trail is not None and first.depth < page:
+                return trail.at(page)
+            assert first.parent is not None
+            node = first.parent
         return node
 
     def first(self, pages: int) -> PrefixMatch:

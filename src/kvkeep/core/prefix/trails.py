@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     from kvkeep.core.pages.table import PageArray
     from kvkeep.core.prefix.node import Node
 
-__all__ = ["Trail", "Trails"]
+__all__ = ["RunTrail", "Trails"]
 
 _STEPS: Final = 8
 """A walk of so many steps joins its path. A step takes about as long as 4 KiB of comparison."""
-_MOST_MOVED: Final = 16
+_MOST_MOVED: Final = 16  # nodes of fronts, for each step of a walk that takes them over
 _end = attrgetter("end")
 
 
-class Trail:
+class RunTrail:
     """The symbols and pages of consecutive runs, each the parent of the next, in one piece."""
 
     __slots__ = ("_trails", "nodes", "num_bytes", "pages", "size", "symbols")
@@ -175,7 +175,7 @@ class Trails:
 
     def _join(self, end: Node) -> None:
         """Join the path to ``end``: what is behind the last trail that it left, or all of it."""
-        pieces: list[Trail | Node] = []  # from the end up
+        pieces: list[RunTrail | Node] = []  # from the end up
         left: list[tuple[int, int]] = []  # of a trail left halfway: its place, and nodes used
         node: Node | None = end
         while node is not None and node.parent is not None:
@@ -192,23 +192,28 @@ class Trails:
         if alone >= self.steps:
             self._merge(pieces[:alone], {})
         elif len(pieces) >= 2 * self.steps:
-            self._merge(pieces, dict(left))
+            fronts = dict(left)
+            # Else moving them would cost more than the walk did.
+            if sum(fronts.values()) <= _MOST_MOVED * len(pieces):
+                self._merge(pieces, fronts)
 
-    def _merge(self, pieces: list[Trail | Node], left: dict[int, int]) -> None:
-        """Make one trail of ``pieces``, from the end up; of those in ``left``, of their fronts.
+    def _merge(self, pieces: list[RunTrail | Node], left: dict[int, int]) -> None:
+        """Make one trail of ``pieces``, from the end up, at least two.
 
-        The piece with the most nodes is kept, and only other nodes are visited. Where fronts are
-        taken, those are at most `_MOST_MOVED` a step, so a join costs about what the walk did.
+        ``left`` has the nodes to take of trails of which only the front is taken, by place.
+
+        The trail with the most nodes is kept, and only other nodes are visited.
         """
-        whole = [one for at, one in enumerate(pieces) if isinstance(one, Trail) and at not in left]
-        kept = max(whole, key=lambda trail: len(trail.nodes), default=None) or Trail(self, [])
+        trails = [(at, piece) for at, piece in enumerate(pieces) if isinstance(piece, RunTrail)]
+        whole = [trail for at, trail in trails if at not in left]
+        kept = max(whole, key=lambda trail: len(trail.nodes), default=None) or RunTrail(self, [])
         nodes: list[Node] = []
         moved: list[Node] = []
         symbols: list[bytes | memoryview] = []
         pages: list[PageArray] = []
         for at in range(len(pieces) - 1, -1, -1):
             piece = pieces[at]
-            if not isinstance(piece, Trail):
+            if not isinstance(piece, RunTrail):
                 own, run, ids = [piece], piece.run, piece.pages
             elif at in left:
                 own = piece.nodes[: left[at]]
@@ -223,12 +228,9 @@ class Trails:
             pages.append(ids)
             if piece is not kept:
                 moved += own
-        if left and len(moved) > _MOST_MOVED * len(pieces):
-            return
-        for at, count in left.items():
-            trail = pieces[at]
-            assert isinstance(trail, Trail)
-            trail.behind(count)
+        for at, trail in trails:
+            if at in left:
+                trail.behind(left[at])
         for one in whole:
             if one is not kept:
                 one.end()
