@@ -1,4 +1,4 @@
-"""Tests marked ``cuda`` on an emulated GPU: they find mixed devices where there is no GPU."""
+"""Tests marked ``cuda`` on an emulated GPU: they find mixed devices where there is none."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ import pytest
 import emulated_gpu
 
 HOME = Path(__file__).parents[1]
+sys.path.insert(0, str(HOME / "scripts"))
+
+from gpu_parts.suite import files_with_cuda  # noqa: E402 - behind its folder
+
 FILES = [
     "engine/test_devices.py", "engine/test_flash.py", "engine/test_sampling.py",
     "groups/test_group_tensors.py", "pages/test_prepared.py", "pages/test_tensors.py",
@@ -39,6 +43,12 @@ def ran(tmp_path: Path, *files: str) -> dict[str, list[str]]:
         ends = [part.tag for part in case if part.tag in found] or ["passed"]
         found[ends[0]].append(case.get("name", ""))
     return found
+
+
+def test_all_files_take_part():
+    """But for tokens, which NumPy reads from CUDA's own arrays."""
+    named = {HOME / "tests" / file for file in FILES}
+    assert named == set(files_with_cuda()) - {HOME / "tests/test_tokens.py"}
 
 
 def test_what_a_gpu_would_run(tmp_path):
