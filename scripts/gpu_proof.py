@@ -51,13 +51,13 @@ class Part:
 
 
 PARTS = {
-    "machine": Part("machine", "The machine", 40),
-    "agreement": Part("agreement", "The same as on a CPU", 50),
-    "tests": Part("suite", "Tests marked `cuda`", 120),
-    "first_token": Part("first_token", "Time to the first token", 130),
-    "decode": Part("decode", "Decoding with and without a store", 70),
-    "copies": Part("copies", "Copies", 60),
-    "attention": Part("attention", "Attention over pages", 60),
+    "machine": Part("machine", "The machine", 30),
+    "agreement": Part("agreement", "The same as on a CPU", 40),
+    "tests": Part("suite", "Tests marked `cuda`", 140),
+    "first_token": Part("first_token", "Time to the first token", 160),
+    "decode": Part("decode", "Decoding with and without a store", 60),
+    "copies": Part("copies", "Copies", 50),
+    "attention": Part("attention", "Attention over pages", 50),
     "passes": Part("passes", "What a pass takes", 30),
 }
 _ALL_S = 570.0  # for all parts: ten minutes, less what ends and writes

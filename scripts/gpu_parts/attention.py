@@ -172,12 +172,15 @@ def _measure(report: Report, setting: Setting, case: _Case) -> None:
             continue
         got = filled.rows(out) if way == _PLAIN else out.reshape(wanted.shape)
         errors[way] = (got.float() - wanted).abs().max().item()
+    if not ways:
+        return
+    first, *_ = ways
     taken = Clock(setting.device).turns(ways, setting.pick(30, 9, 2))
     limit = 1e-4 if filled.dtype == torch.float32 else 3e-2
     for way, seconds in taken.items():
         report.add(Row(
             label, way, "ms", tuple(one * 1e3 for one in seconds),
-            () if way == _PLAIN else ratios(seconds, taken[_PLAIN]),
+            () if way == first else ratios(seconds, taken[first]),
             right=errors[way] <= limit, note=f"largest error {errors[way]:.1e}",
         ))  # fmt: skip
 

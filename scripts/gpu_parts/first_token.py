@@ -33,7 +33,7 @@ def run(report: Report, setting: Setting) -> None:
         "Memory is pinned on a GPU. Reads pass the page cache by where the disk allows that."
     )
     for length in lengths:
-        _Length(bench, length).measure(report, setting.pick(5, 3, 1))
+        _Length(bench, length).measure(report, setting.pick(3, 3, 1))
 
 
 class _Length:

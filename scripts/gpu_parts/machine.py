@@ -40,7 +40,7 @@ def run(report: Report, setting: Setting) -> None:
     report.tell(facts | {
         "processor": f"{_processor()}, {len(os.sched_getaffinity(0))} cores for this process",
         "memory": format_bytes(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
-        "system": f"{platform.system()} {platform.release()}",
+        "system": platform.system(),
         "Python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": np.__version__,

@@ -1,8 +1,13 @@
-"""Part "tests": the tests that need a CUDA device, by pytest."""
+"""Part "tests": the tests that need a CUDA device, by pytest.
+
+A collection error, such as of a file whose imports are missing here, is a failure.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -17,32 +22,42 @@ if TYPE_CHECKING:
 __all__ = ["files_with_cuda", "run"]
 
 _HOME = Path(__file__).parents[2]
+_MARKED = re.compile(r"^@pytest\.mark\.cuda|marks=pytest\.mark\.cuda", re.MULTILINE)
 
 
 def files_with_cuda() -> list[Path]:
     """Return the files of tests that have a test or a variant marked ``cuda``."""
     files = sorted((_HOME / "tests").rglob("test_*.py"))
-    return [file for file in files if "mark.cuda" in file.read_text("utf-8")]
+    return [file for file in files if _MARKED.search(file.read_text("utf-8"))]
 
 
 def run(report: Report, setting: Setting) -> None:
-    """Run the marked tests of each file; each file has a process of its own."""
+    """Run the marked tests of all files.
+
+    On a GPU each file has a process of its own: after an illegal access, nothing else in the same
+    process can use the device.
+    """
     needs(pytest="every test", hypothesis="the tests' conftest")
     if setting.size == "smallest":
         raise Skipped("the smallest size runs no tests: it is run by one")
+    files = files_with_cuda()
     if not setting.on_gpu:
         report.note("The device is a CPU, so pytest collects the tests, and skips them.")
-    for file in files_with_cuda():
-        _run(report, setting, file)
+    if importlib.util.find_spec("transformers") is None:
+        report.skip("tests/engine: its conftest needs transformers")
+        files = [file for file in files if file.parent.name != "engine"]
+    for some in [[file] for file in files] if setting.on_gpu else [files]:
+        _run(report, setting, some)
 
 
-def _run(report: Report, setting: Setting, file: Path) -> None:
-    """Run the tests of a file, and add a row with their number."""
-    name = str(file.relative_to(_HOME))
-    result = setting.folder / f"{file.stem}.xml"
+def _run(report: Report, setting: Setting, files: list[Path]) -> None:
+    """Run the tests of some files in a process, and add a row for each."""
+    names = [str(file.relative_to(_HOME)) for file in files]
+    result = setting.folder / "tests.xml"
+    result.unlink(missing_ok=True)
     # The project's own options need plug-ins that may be missing here.
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", name, "-m", "cuda", "-q", "-p", "no:cacheprovider",
+        [sys.executable, "-m", "pytest", *names, "-m", "cuda", "-q", "-p", "no:cacheprovider",
          "-o", "addopts=", "-o", "filterwarnings=default", f"--junitxml={result}"],
         cwd=_HOME, env=os.environ | {"OMP_NUM_THREADS": "4"}, capture_output=True, text=True,
         check=False,
@@ -50,11 +65,24 @@ def _run(report: Report, setting: Setting, file: Path) -> None:
     if not result.exists():
         last = " ".join((done.stdout + done.stderr).strip().splitlines()[-1:])
         note = f"exit code {done.returncode}: {last}"
-        report.add(Row("pytest", name, right=False, note=note))
+        report.add(Row("pytest", ", ".join(names), right=False, note=note))
         return
+    cases = list(ET.parse(result).getroot().iter("testcase"))
+    for name in names:
+        module = name.removesuffix(".py").replace("/", ".")
+        # A file that cannot be imported is a case without a class.
+        mine = [
+            one for one in cases
+            if f"{one.get('classname') or one.get('name')}.".startswith(f"{module}.")
+        ]  # fmt: skip
+        report.add(_row(name, mine))
+
+
+def _row(name: str, cases: list[ET.Element]) -> Row:
+    """Return the row of a file: how its tests ended."""
     counts = {"passed": 0, "failed": 0, "skipped": 0}
     failed, reasons = [], set()
-    for case in ET.parse(result).getroot().iter("testcase"):
+    for case in cases:
         tags = {part.tag: part.get("message", "") for part in case}
         if {"failure", "error"} & tags.keys():
             counts["failed"] += 1
@@ -70,5 +98,4 @@ def _run(report: Report, setting: Setting, file: Path) -> None:
         text += f" ({'; '.join(sorted(reasons))})"
     ran = counts["passed"] + counts["failed"]
     right = None if not ran else not counts["failed"]
-    note = "; ".join([text or "none collected", *failed[:5]])
-    report.add(Row("pytest", name, right=right, note=note))
+    return Row("pytest", name, right=right, note="; ".join([text or "none collected", *failed[:5]]))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from kvkeep.serve.engine import Engine, SamplingParams
+from hybrid_families import amplified
+from kvkeep.core.geometry import KVGeometry
+from kvkeep.serve.engine import Engine, Runner, SamplingParams
 from kvkeep.store import KVStore
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("load_first")]
@@ -72,6 +75,27 @@ def test_answers_from_memory_and_a_disk(make, prompt, family, tmp_path):
             assert store.flush(30)
     assert loaded[0] == 0
     assert min(loaded[1:]) >= 64
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "lfm2", "deepseek_v3", "gpt_oss"])
+def test_answers_of_models_with_states_and_latents(family, device):
+    plain = amplified(family)
+    geometry = KVGeometry.from_config(plain.config, dtype="float32")
+    runner = Runner(amplified(family).to(device), geometry, num_pages=1600, page_size=4)
+    engine = Engine(runner, runner.cache())
+    tokens = np.random.default_rng(6).integers(3, 64, 70, dtype=np.int32)
+    prompts = [tokens, tokens[:40], tokens[::-1].copy()]
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    for _ in range(2):  # computed, then from the pool
+        for done, prompt in zip(engine.generate(prompts, params), prompts, strict=True):
+            ids = [*prompt.tolist()]
+            with torch.inference_mode():
+                for _ in range(4):
+                    logits = plain(torch.tensor([ids]), use_cache=False).logits
+                    ids.append(int(logits[0, -1].argmax()))
+            assert [*done.tokens] == ids[-4:]
+    engine.cache.check()
 
 
 @pytest.mark.parametrize("device", DEVICES)

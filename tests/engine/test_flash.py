@@ -17,6 +17,7 @@ from kvkeep.serve.engine.attention.dense import Scoring
 
 pytestmark = pytest.mark.model
 
+GPU = [pytest.param("cuda", marks=pytest.mark.cuda)]
 SPANS = [(33, 34, 32), (35, 40, 32), (0, 21), (20, 60), (3, 4), (0, 1)]
 
 
@@ -137,14 +138,14 @@ def test_there_is_no_kernel_for_a_cpu(make_story):
     assert flash.find(make_story(SPANS, page_size=4).tensors) is None
 
 
-@pytest.mark.cuda
+@pytest.mark.parametrize("device", GPU)
 @pytest.mark.parametrize("page_size", [16, 256])
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_a_kernel_of_this_machine(make_story, page_size, window, softcap):
+def test_a_kernel_of_this_machine(make_story, device, page_size, window, softcap):
     if not any(map(importlib.util.find_spec, ("flash_attn", "flash_attn_interface"))):
         pytest.skip("no flash-attention installed")
-    story = make_story(SPANS, page_size=page_size, dim=64, dtype=torch.bfloat16, device="cuda")
+    story = make_story(SPANS, page_size=page_size, dim=64, dtype=torch.bfloat16, device=device)
     kernel = flash.find(story.tensors)
     if kernel is None:
         pytest.skip(f"what is installed does not take pages of {page_size} tokens here")
@@ -152,11 +153,11 @@ def test_a_kernel_of_this_machine(make_story, page_size, window, softcap):
     story.assert_right(story.attend(story.batch(kernel=kernel), **how), 3e-2, **how)
 
 
-@pytest.mark.cuda
+@pytest.mark.parametrize("device", GPU)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 9])
-def test_gathering_on_a_gpu(make_story, dtype, window):
-    story = make_story(SPANS, page_size=16, dim=64, dtype=dtype, device="cuda")
+def test_gathering_on_a_gpu(make_story, device, dtype, window):
+    story = make_story(SPANS, page_size=16, dim=64, dtype=dtype, device=device)
     tolerance = 1e-4 if dtype == torch.float32 else 3e-2
     story.assert_right(story.attend(window=window), tolerance, window=window)
 

@@ -276,13 +276,14 @@ def test_what_a_batch_does_to_the_last_bits_of_logits_does_not_change_what_is_dr
     assert differ.sum() <= 2  # 0.03 are to be expected
 
 
-@pytest.mark.cuda
-def test_cuda_gives_the_same_tokens():
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_a_gpu_gives_the_same_tokens(device):
     rows = mixed_rows(40, 40_000)
     logits = torch.randn(40, 40_000, generator=torch.manual_seed(2)).bfloat16()
-    found = choose(logits.cuda(), rows)
+    there = logits.to(device)
+    found = choose(there, rows)
     assert found == choose(logits, rows)
-    assert [choose(logits[i : i + 1].cuda(), rows[i : i + 1])[0] for i in range(40)] == found
+    assert [choose(there[i : i + 1], rows[i : i + 1])[0] for i in range(40)] == found
 
 
 # --- adjustments -----------------------------------------------------------------------------

@@ -492,9 +492,9 @@ def test_what_no_memory_can_be_made_of(arguments: dict[str, Any], message: str) 
         PagedTensors(GEOMETRIES["gqa"], **{"num_pages": 2, "page_size": 4, **arguments})
 
 
-@pytest.mark.cuda
-def test_a_gpu_takes_part() -> None:
-    assert PagedTensors(GEOMETRIES["gqa"], 2, 4, device="cuda")._batched
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_a_gpu_takes_part(device: str) -> None:
+    assert PagedTensors(GEOMETRIES["gqa"], 2, 4, device=device)._batched
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

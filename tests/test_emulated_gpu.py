@@ -1,0 +1,95 @@
+"""Tests marked ``cuda`` on an emulated GPU: they find mixed devices where there is none."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+import emulated_gpu
+
+HOME = Path(__file__).parents[1]
+sys.path.insert(0, str(HOME / "scripts"))
+
+from gpu_parts.suite import files_with_cuda  # noqa: E402 - behind its folder
+
+FILES = [
+    "engine/test_devices.py", "engine/test_flash.py", "engine/test_sampling.py",
+    "groups/test_group_tensors.py", "pages/test_prepared.py", "pages/test_tensors.py",
+]  # fmt: skip
+
+pytestmark = [
+    pytest.mark.model,
+    pytest.mark.skipif(emulated_gpu.MISSING, reason="this torch takes no backend in Python"),
+]
+
+
+def ran(tmp_path: Path, *files: str) -> dict[str, list[str]]:
+    """The names of tests by how they ended, in a process to which the device was added."""
+    report = tmp_path / "report.xml"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "emulated_gpu", "-q", "-m", "cuda",
+         "-p", "no:cacheprovider", f"--junitxml={report}", *files],
+        cwd=HOME, capture_output=True, text=True, timeout=500, check=False,
+        env=os.environ | {"PYTHONPATH": f"{HOME / 'src'}:{HOME / 'tests'}", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert report.exists(), done.stdout + done.stderr
+    found: dict[str, list[str]] = {"passed": [], "failure": [], "error": [], "skipped": []}
+    for case in ET.parse(report).getroot().iter("testcase"):
+        ends = [part.tag for part in case if part.tag in found] or ["passed"]
+        found[ends[0]].append(case.get("name", ""))
+    return found
+
+
+def test_all_files_take_part():
+    """But for tokens, which NumPy reads from CUDA's own arrays."""
+    named = {HOME / "tests" / file for file in FILES}
+    assert named == set(files_with_cuda()) - {HOME / "tests/test_tokens.py"}
+
+
+def test_what_a_gpu_would_run(tmp_path):
+    found = ran(tmp_path, *(f"tests/{file}" for file in FILES))
+    assert (found["failure"], found["error"]) == ([], [])
+    assert len(found["passed"]) > 200
+    assert all("kernel_of_this_machine" in name for name in found["skipped"])
+
+
+MISTAKES = """
+import pytest, torch
+pytestmark = pytest.mark.cuda
+DEVICE = pytest.mark.parametrize("device", ["cuda"])
+
+@DEVICE
+def test_two_devices(device):
+    torch.ones(3, device=device) + torch.ones(3)
+
+@DEVICE
+def test_numpy(device):
+    torch.ones(3, device=device).numpy()
+
+@DEVICE
+def test_an_index_of_the_device(device):
+    torch.ones(3)[torch.tensor([1, 2], device=device)]
+
+@DEVICE
+def test_a_copy(device):
+    there = torch.zeros(3, device=device)
+    there.copy_(torch.ones(3))
+    there[[0, 2]] = 5
+    there += 1
+    assert there.device.type != "cpu"
+    assert there.cpu().tolist() == there.tolist() == [6, 2, 6]
+"""
+
+
+def test_it_finds_mistakes(tmp_path):
+    file = tmp_path / "test_mistakes.py"
+    file.write_text(MISTAKES)
+    found = ran(tmp_path, "-c", str(HOME / "pyproject.toml"), f"--rootdir={HOME}", str(file))
+    names = ["test_two_devices", "test_numpy", "test_an_index_of_the_device"]
+    assert [name.partition("[")[0] for name in found["failure"]] == names
+    assert [name.partition("[")[0] for name in found["passed"]] == ["test_a_copy"]
