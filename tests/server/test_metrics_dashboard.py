@@ -12,7 +12,14 @@ from pathlib import Path
 import promql_parser
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 from test_metrics_families import all_of_it
+
+from kvkeep.serve.http import BodyBudget
+from kvkeep.serve.router import PrefixRouter
+from kvkeep.serve.router.discovery import Resolution
+from kvkeep.serve.router.health import InstanceHealth
+from kvkeep.serve.router.metrics import RouterFigures, RouterMetrics
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = json.loads((ROOT / "deploy/grafana/kvkeep.json").read_text(encoding="utf-8"))
@@ -51,11 +58,23 @@ def of_vllm():
 
 
 @functools.cache
+def of_router():
+    """Every family of `kvkeep route` that panels and alerts are about."""
+    router, metrics = PrefixRouter(["http://a"]), RouterMetrics(BodyBudget(), ["GPU"])
+    metrics.resolved("a.svc", Resolution(["http://a"], None))
+    metrics.matched_tokens.labels("GPU").inc()
+    seen = RouterFigures({"http://a": InstanceHealth.UP}, [])
+    text = metrics.exposition(seen, router, None).decode()
+    found = list(text_string_to_metric_families(text))
+    return [family for family in found if not family.name.endswith("_created")]
+
+
+@functools.cache
 def names():
     """Name of each sample in the exposition, or on vLLM's page → its labels."""
     found = {name: set(labels) for name, (labels, _) in of_vllm().items()}
     found["vllm:generation_tokens_total"] = set()  # vLLM's own; tests_vllm finds it there
-    for family in all_of_it():
+    for family in [*all_of_it(), *of_router()]:
         for sample in family.samples:
             found.setdefault(sample.name, set()).update(sample.labels)
     return found
@@ -161,7 +180,7 @@ def test_there_is_a_row_for_everything():
     rows = [panel["title"] for panel in DASHBOARD["panels"] if panel["type"] == "row"]
     assert rows == [
         "Hit rate", "Time to first token", "Why tokens are computed", "Pages", "Evictions",
-        "Tiers", "What if, and who", "vLLM",
+        "Tiers", "What if, and who", "vLLM", "Router",
     ]  # fmt: skip
 
 
@@ -194,7 +213,7 @@ def test_a_query_is_promql_about_metrics_that_there_are(where, query, legend):
 
 
 def test_counters_are_asked_for_their_rate_and_gauges_are_not():
-    types = {family.name: family.type for family in all_of_it()}
+    types = {family.name: family.type for family in [*all_of_it(), *of_router()]}
     types |= {name: kind for name, (_, kind) in of_vllm().items()}
     for where, query, _ in queries():
         for name, _ in selectors(parsed(query)):

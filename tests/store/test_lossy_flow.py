@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from store_kv import MODEL, disk, records
 
+from kvkeep.core.errors import InvalidValue
 from kvkeep.core.geometry import KVGeometry
 from kvkeep.store import KVStore
 from kvkeep.store.codecs import BlockShape, make_codec
@@ -92,6 +93,44 @@ def test_reading_copies_no_lossy_block(tmp_path, tiering, codec, above):
         assert got(store, 24)[1] == 24
     assert assert_exact(tmp_path / "exact") == 0
     assert len(records(tmp_path / "lossy")) == len(PROMPT) // BLOCK  # moved nowhere
+
+
+@pytest.mark.parametrize("exact", [0, 3, 4, 10, 22, 23, 40])
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("start", [0, 6])
+def test_a_caller_says_how_many_tokens_are_exact(tmp_path, exact, given, start):
+    """Its word counts, whether the store gave out such KV before or not."""
+    lossy = filled(tmp_path / "lossy")
+    kv = inexact_behind(exact, 23)
+    with opened(MEMORY, disk(tmp_path / "exact"), lossy) as store:
+        if given:
+            assert got(store, 24)[1] == 24
+        put = store.put(range(23), kv[:, :, start:], start, tail=True, wait=True, exact=exact)
+        assert put.dropped == 0
+    first = -(-start // BLOCK)
+    ends = [*range(BLOCK * (first + 1), 24, BLOCK), 23]
+    written = sum(end <= exact for end in ends)
+    assert assert_exact(tmp_path / "exact") == written
+
+
+def inexact_behind(exact: int, tokens: int) -> torch.Tensor:
+    kv = truth(tokens)
+    kv[:, :, exact:] += 1
+    return kv
+
+
+def test_what_a_caller_said_is_remembered(tmp_path):
+    """Put again without a word, or as the beginning of another prompt, it is not exact."""
+    with opened(MEMORY, disk(tmp_path / "exact"), disk(tmp_path / "lossy", codec="int8")) as store:
+        store.put(range(24), inexact_behind(10, 24), wait=True, exact=10)
+        store.put(range(28), inexact_behind(10, 28), wait=True)
+        store.put([*range(11), *range(90, 97)], inexact_behind(10, 18), wait=True)
+        assert assert_exact(tmp_path / "exact") == 2
+        store.put(range(24), truth(24), wait=True, exact=24)
+        assert assert_exact(tmp_path / "exact") == 6
+        assert torch.equal(got(store, 24)[0], truth(24))
+        with pytest.raises(InvalidValue, match="exact"):
+            store.put(range(24), truth(24), exact=-1)
 
 
 @pytest.mark.parametrize("how", ["get", "tail"])

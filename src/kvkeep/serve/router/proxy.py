@@ -271,8 +271,9 @@ class _Proxy:
         return JSONResponse(body, 200 if up else 503)
 
     async def metrics(self, request: Request) -> Response:
-        """Return the metrics in Prometheus' text format."""
-        text = self._metrics.exposition(self._router, self._upstreams, self._reader)
+        """Return the metrics in Prometheus' text format, which a thread writes."""
+        seen = self._metrics.seen(self._upstreams)
+        text = await asyncio.to_thread(self._metrics.exposition, seen, self._router, self._reader)
         return Response(text, headers={"content-type": self._metrics.content_type})
 
     async def conversations(self, request: Request) -> Response:

@@ -97,6 +97,10 @@ class PinBudget:
             self._prune(path[-1])
         return pinned
 
+    def resize(self, most_each: int, most: int) -> None:
+        """Set other bounds. Pins beyond smaller ones stay until they end; none is added to them."""
+        self.most_each, self.most = most_each, most
+
     def _count(self, tokens: int) -> int:
         size = tokens * TOKEN_BYTES
         return -(-size // self._unit) if self._tails else size // self._unit
@@ -119,7 +123,7 @@ class PinBudget:
         more = min(last - len(path), self.most_each - tenant.units)
         if more <= 0:
             return path
-        room = self.most - self.units
+        room = max(0, self.most - self.units)  # less than none after a `resize`
         if more > room:
             more = room + self._make_room(tenant, room, more - room)
         new = pieces[len(path) : len(path) + more]

@@ -129,6 +129,7 @@ class KVStore(PromptLoads):
         replace: bool = False,
         answer: int | None = None,
         ended: Ended = _UNKNOWN,
+        exact: int | None = None,
         tenant: str | None = None,
         extra: ExtraLike | None = None,
     ) -> Put:
@@ -150,16 +151,21 @@ class KVStore(PromptLoads):
             answer: where an answer begins that is complete and ended as ``ended`` says. What of it
                 is never read again (`worth`) is not stored, and counted in `Put.unread`. The store
                 learns that from `ended`, which is called as well.
+            exact: how many leading tokens have exact KV, where the caller knows. From there on it
+                is not, as it was decoded by a lossy codec, or computed behind such KV, and tiers
+                with an exact codec do not take it. None: by what this store gave out.
             extra: ``[(position, bytes)]``: bytes that belong to tokens, such as an image to its
                 placeholder. Positions count from ``tokens[0]``. They become part of the keys of
                 all blocks from there on.
 
         Raises:
-            InvalidValue: tokens, ``start``, or the shape or dtype of ``kv`` are wrong.
+            InvalidValue: tokens, ``start``, ``exact``, or the shape or dtype of ``kv`` are wrong.
             IllegalStep: the store is closed.
         """
         began = self._timing.begin()
         transfers = self._transfers("put", "put_snapshot")
+        if exact is not None:
+            whole("exact", exact, 0)
         prompt = self._prompt(tokens, start, tenant, extra)
         if not start:  # else parts of it were asked for, or put, before
             self._requested(prompt)
@@ -167,7 +173,7 @@ class KVStore(PromptLoads):
         if answer is not None:
             stop = self._keep_until(prompt, answer, ended, tenant)
         put = transfers.put(
-            self._tiered, prompt, kv, stop=stop, wait=wait, tail=tail, replace=replace
+            self._tiered, prompt, kv, stop=stop, wait=wait, tail=tail, replace=replace, exact=exact
         )
         self._reporter.put(began, len(prompt.row) - start, put, self._tiered.memory.name)
         return put

@@ -52,6 +52,7 @@ class KVTransfers:
         wait: bool,
         tail: bool,
         replace: bool,
+        exact: int | None = None,
     ) -> Put:
         """See `KVStore.put`; ``kv`` is that of the prompt from its ``start`` on.
 
@@ -81,15 +82,21 @@ class KVTransfers:
                 old = prompt._replace(start=first * size)
                 failed = delete_from(tiered, old, self._followers, tiered.supersede).failed
             self._followers.note([*full[:first], *blocks])
-            before = full[:first]
-            begun = inexact_from(tiered, names, row, full)
+            before, known = full[:first], None
+            if exact is None:
+                begun = inexact_from(tiered, names, row, full)
+            else:
+                known = sum(first * size + end <= exact for end in accumulate(lengths))
+                begun = exact // size if exact < len(row) else None
+                if begun is not None:  # remembered for puts that do not say it
+                    tiered.inexact.add([names.head(row, begun, full)])
             if begun is not None and begun < first:
                 before = [*before, names.head(row, begun, full)]
             elif begun is not None:
                 tiered.inexact.add(blocks[begun - first : begun - first + 1])
             written = tiered.write(
                 blocks, self._form.sizes(lengths), fill, wait=_WAIT_S if wait else None,
-                before=before,
+                before=before, exact=known,
             )  # fmt: skip
         kept = sum(lengths[at] for at in written.kept)
         skipped = sum(lengths[at] for at in written.already)

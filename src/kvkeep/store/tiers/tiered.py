@@ -156,10 +156,12 @@ class TieredStore(TieredReads):
         *,
         wait: float | None = None,
         before: Sequence[bytes] = (),
+        exact: int | None = None,
     ) -> Written:
         """Store ``blocks``; ``fill(i, raw)`` writes the KV of those that no level has yet.
 
         ``before`` are the prompt's blocks before them: behind one in `inexact` nothing is exact.
+        With ``exact``, so many leading ``blocks`` are, whatever `inexact` has.
         Returns when they are in memory; tiers that the policy admits are written in the background.
         From the first block without room on, blocks are dropped. With ``wait``, waits up to that
         many seconds in all, for room in full queues and for the end of all writes.
@@ -168,9 +170,11 @@ class TieredStore(TieredReads):
         until = 0.0 if wait is None else time.monotonic() + wait
         if blocks:
             self._levels.requested(blocks, raw_bytes[0])
+        if exact is None:
+            exact = self.inexact.exact(before, blocks)
         request = StoreRequest(
             self._levels, self._queue, self._demoter,
-            raw_bytes=raw_bytes, fill=fill, until=until, exact=self.inexact.exact(before, blocks),
+            raw_bytes=raw_bytes, fill=fill, until=until, exact=exact,
         )  # fmt: skip
         with self._closed_is_illegal():
             request.store(blocks)
