@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 __all__ = ["CASES", "FULL", "OURS", "QUICK", "SYSTEMS", "Case", "Part", "Sizes", "System", "cases"]
 
@@ -29,6 +29,12 @@ class Sizes:
     stored: tuple[int, int] = (4096, 32_768)
     token_bytes: int = 32_768
     block: int = 256
+
+    @classmethod
+    def read(cls, found: dict[str, Any]) -> Sizes:
+        """Return the sizes that JSON has as an object."""
+        return cls(**{name: tuple(value) if isinstance(value, list) else value
+                      for name, value in found.items()})  # fmt: skip
 
     @property
     def pages(self) -> int:
