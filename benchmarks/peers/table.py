@@ -92,7 +92,7 @@ def notes(measured: Measured) -> list[str]:
     versions = {name.partition(" ")[0].strip(","): text for name, text in measured.versions.items()}
     rounds = max((len(one) for by in measured.seconds.values() for one in by.values()), default=0)
     lines = [
-        f"Medians of {rounds} rounds; when they began, {measured.load:.1f} processes of others wanted "
+        f"Medians of {rounds} rounds; when they began, {measured.load:.1f} other processes wanted "
         f"the machine's CPUs. Versions: {', '.join(map(' '.join, versions.items()))}."
     ]
     faster = list(_faster(measured))
@@ -110,12 +110,13 @@ def notes(measured: Measured) -> list[str]:
 
 def _faster(measured: Measured) -> Iterator[str]:
     for case in cases(measured.sizes):
-        by = measured.seconds.get(case.name, {})
-        ours = by.get(OURS, [])
+        taken = dict(measured.seconds.get(case.name, {}))
+        ours = taken.pop(OURS, [])
         found = [
-            name for name, taken in by.items()
-            if name != OURS and ours and all(one < own for one, own in zip(taken, ours, strict=False))
-        ]  # fmt: skip
+            name
+            for name, theirs in taken.items()
+            if ours and all(one < own for one, own in zip(theirs, ours, strict=False))
+        ]
         if found:
             yield f"- {case.title}: {'; '.join(found)}"
 

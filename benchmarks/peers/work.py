@@ -110,9 +110,9 @@ def cases(sizes: Sizes) -> tuple[Case, ...]:
         for at, runs in enumerate(sizes.runs)
     ]
     found += [
-        Case("hit", "a request that is all cached, from open to close", "prefixes"),
-        Case("hit list", "the same, its prompt a Python list", "prefixes"),
-        Case("cold", "a request of new tokens, from open to close", "prefixes"),
+        Case("hit", "a cached request, from open to close", "prefixes"),
+        Case("hit list", "a cached request whose prompt is a Python list", "prefixes"),
+        Case("cold", "a new request, from open to close", "prefixes"),
         Case("names", f"hashes of {sizes.pages:,} pages", "prefixes"),
         Case(
             "evict", f"evict {sizes.evicted:,} pages of {sizes.prompts:,} short prompts", "prefixes"

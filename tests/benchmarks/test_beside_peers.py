@@ -120,7 +120,7 @@ def test_what_is_said_of_a_run() -> None:
         measured.add(CASES[1], OURS, ours)
         measured.add(CASES[1], "vLLM", 2.5e-5)
     first, *more = notes(measured)
-    assert first.startswith("Medians of 2 rounds; when they began, 0.2 processes")
+    assert first.startswith("Medians of 2 rounds; when they began, 0.2 other processes")
     assert first.endswith("Versions: kvkeep 1, SGLang 2.")
     assert more == ["", "Faster than kvkeep in all rounds:", "", f"- {CASES[0].title}: vLLM"]
     measured.missing["LMCache"] = "no wheel"
