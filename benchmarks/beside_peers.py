@@ -31,7 +31,7 @@ from peers.workers import Peer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from peers.work import Case, Sizes
+    from peers.work import Case
 
 PARTS: tuple[Part, ...] = get_args(Part)
 
@@ -86,17 +86,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dir", type=Path, help="where files go (default: a temporary directory)")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="write the tables into a page")
     parser.add_argument("--json", action="store_true", help="seconds of all rounds")
+    parser.add_argument(
+        "--read", type=Path, metavar="FILE", help="what --json printed: run nothing"
+    )
     options = parser.parse_args(arguments)
     options.only = names if options.only is None else options.only.split(";")
     unknown = [one for one in options.only if one not in names]
     if unknown:
         parser.error(f"no system {unknown[0]!r}; there are: {'; '.join(names)}")
     options.rounds = options.rounds or (2 if options.quick else 7)
-    sizes: Sizes = QUICK if options.quick else FULL
-    measured = Measured(sizes)
-    with tempfile.TemporaryDirectory(dir=options.dir, prefix="kvkeep peers ") as work:
-        for part in options.part or PARTS:
-            measure(part, measured, options, Path(work))
+    if options.read:
+        measured = Measured.read(options.read.read_text(encoding="utf-8"))
+    else:
+        measured = Measured(QUICK if options.quick else FULL, os.getloadavg()[0])
+        with tempfile.TemporaryDirectory(dir=options.dir, prefix="kvkeep peers ") as work:
+            for part in options.part or PARTS:
+                measure(part, measured, options, Path(work))
     lines: list[str] = []
     for part in options.part or PARTS:
         lines += [*table(measured, part), ""]

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from peers.work import OURS, SYSTEMS, cases
+from peers.work import OURS, SYSTEMS, Sizes, cases
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-    from peers.work import Case, Part, Sizes
+    from peers.work import Case, Part
 
-__all__ = ["BEGIN", "END", "TITLES", "Measured", "rows_of", "table", "write"]
+__all__ = ["BEGIN", "END", "TITLES", "Measured", "notes", "rows_of", "table", "write"]
 
 BEGIN = "<!-- peers: written by benchmarks/beside_peers.py -->"
 END = "<!-- peers: end -->"
@@ -24,9 +25,13 @@ NOTHING = "–"
 
 @dataclass(slots=True)
 class Measured:
-    """Seconds of each round by case and system, and why some have none."""
+    """Seconds of each round by case and system, and why some have none.
+
+    ``load``: runnable processes when the measurements began, as the system's mean of a minute.
+    """
 
     sizes: Sizes
+    load: float = 0.0
     seconds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     failed: dict[str, dict[str, str]] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
@@ -38,6 +43,13 @@ class Measured:
             self.failed.setdefault(case.name, {})[system] = took
         else:
             self.seconds.setdefault(case.name, {}).setdefault(system, []).append(took)
+
+    @classmethod
+    def read(cls, text: str) -> Measured:
+        """Return what was printed as JSON."""
+        found = json.loads(text)
+        found["sizes"] = Sizes.read(found["sizes"])
+        return cls(**found)
 
     def cell(self, case: Case, system: str) -> str:
         """Return the median, and its ratio to kvkeep's: the median, smallest, largest of rounds."""
@@ -76,17 +88,37 @@ def table(measured: Measured, part: Part) -> list[str]:
 
 
 def notes(measured: Measured) -> list[str]:
-    """Return a line of versions, and one for each system that could not be measured."""
+    """Return what was run on what, where others are faster, and what could not be measured."""
     versions = {name.partition(" ")[0].strip(","): text for name, text in measured.versions.items()}
-    lines = ["Versions: " + ", ".join(f"{name} {text}" for name, text in versions.items()) + "."]
-    lines += [f"{name} was not measured: {why}." for name, why in measured.missing.items()]
-    lines += [
-        f"{name} failed at “{case.title}”: {why}."
+    rounds = max((len(one) for by in measured.seconds.values() for one in by.values()), default=0)
+    lines = [
+        f"Medians of {rounds} rounds; when they began, {measured.load:.1f} other processes wanted "
+        f"the machine's CPUs. Versions: {', '.join(map(' '.join, versions.items()))}."
+    ]
+    faster = list(_faster(measured))
+    if faster:
+        lines += ["", "Faster than kvkeep in all rounds:", "", *faster]
+    gaps = [f"- {name} was not measured: {why}." for name, why in measured.missing.items()]
+    gaps += [
+        f"- {name} failed at “{case.title}”: {why}."
         for case in cases(measured.sizes)
         for name, why in measured.failed.get(case.name, {}).items()
         if name not in measured.missing
     ]
-    return lines
+    return [*lines, "", *gaps] if gaps else lines
+
+
+def _faster(measured: Measured) -> Iterator[str]:
+    for case in cases(measured.sizes):
+        taken = dict(measured.seconds.get(case.name, {}))
+        ours = taken.pop(OURS, [])
+        found = [
+            name
+            for name, theirs in taken.items()
+            if ours and all(one < own for one, own in zip(theirs, ours, strict=False))
+        ]
+        if found:
+            yield f"- {case.title}: {'; '.join(found)}"
 
 
 def rows_of(lines: Iterable[str]) -> list[list[str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 __all__ = ["CASES", "FULL", "OURS", "QUICK", "SYSTEMS", "Case", "Part", "Sizes", "System", "cases"]
 
@@ -29,6 +29,12 @@ class Sizes:
     stored: tuple[int, int] = (4096, 32_768)
     token_bytes: int = 32_768
     block: int = 256
+
+    @classmethod
+    def read(cls, found: dict[str, Any]) -> Sizes:
+        """Return the sizes that JSON has as an object."""
+        return cls(**{name: tuple(value) if isinstance(value, list) else value
+                      for name, value in found.items()})  # fmt: skip
 
     @property
     def pages(self) -> int:
@@ -104,9 +110,9 @@ def cases(sizes: Sizes) -> tuple[Case, ...]:
         for at, runs in enumerate(sizes.runs)
     ]
     found += [
-        Case("hit", "a request that is all cached, from open to close", "prefixes"),
-        Case("hit list", "the same, its prompt a Python list", "prefixes"),
-        Case("cold", "a request of new tokens, from open to close", "prefixes"),
+        Case("hit", "a cached request, from open to close", "prefixes"),
+        Case("hit list", "a cached request whose prompt is a Python list", "prefixes"),
+        Case("cold", "a new request, from open to close", "prefixes"),
         Case("names", f"hashes of {sizes.pages:,} pages", "prefixes"),
         Case(
             "evict", f"evict {sizes.evicted:,} pages of {sizes.prompts:,} short prompts", "prefixes"

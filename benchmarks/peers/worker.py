@@ -100,9 +100,7 @@ def main(arguments: Sequence[str]) -> None:
         lines.write(json.dumps(answer) + "\n")
         lines.flush()
 
-    given: Any = {name: tuple(value) if isinstance(value, list) else value
-             for name, value in json.loads(sizes).items()}  # fmt: skip
-    setting = Setting(Sizes(**given), variant, Path(directory))
+    setting = Setting(Sizes.read(json.loads(sizes)), variant, Path(directory))
     try:
         found = importlib.import_module(f"peers.{module}")
         version = found.version(variant)

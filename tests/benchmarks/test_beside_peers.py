@@ -6,13 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from peers.table import BEGIN, END, TITLES, Measured, rows_of, table, write
+from peers.table import BEGIN, END, TITLES, Measured, notes, rows_of, table, write
 from peers.work import CASES, FULL, OURS, QUICK, SYSTEMS, System, cases
 from peers.workers import Peer
 
@@ -107,6 +108,29 @@ def test_ratios_are_of_rounds() -> None:
     header, *rows = rows_of(table(measured, "prefixes"))
     assert header[:3] == ["µs", OURS, "vLLM"]
     assert rows[0][:3] == [case.title, "20.0", "40.0: 2.00× (1.00 … 4.00)"]
+
+
+def test_what_is_said_of_a_run() -> None:
+    measured = Measured(
+        FULL, 0.25, versions={OURS: "1", "SGLang, Rust": "2", "SGLang, Python": "2"}
+    )
+    for ours, theirs in ((2e-5, 1e-5), (3e-5, 2e-5)):
+        measured.add(CASES[0], OURS, ours)
+        measured.add(CASES[0], "vLLM", theirs)
+        measured.add(CASES[1], OURS, ours)
+        measured.add(CASES[1], "vLLM", 2.5e-5)
+    first, *more = notes(measured)
+    assert first.startswith("Medians of 2 rounds; when they began, 0.2 other processes")
+    assert first.endswith("Versions: kvkeep 1, SGLang 2.")
+    assert more == ["", "Faster than kvkeep in all rounds:", "", f"- {CASES[0].title}: vLLM"]
+    measured.missing["LMCache"] = "no wheel"
+    measured.add(CASES[2], "vLLM", "KeyError: 7")
+    assert notes(measured)[-2:] == [
+        "- LMCache was not measured: no wheel.",
+        f"- vLLM failed at “{CASES[2].title}”: KeyError: 7.",
+    ]
+    again = Measured.read(json.dumps(asdict(measured)))
+    assert again == measured
 
 
 def test_only_what_is_between_the_marks_is_replaced(tmp_path: Path) -> None:
