@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -85,18 +84,23 @@ def test_it_starts_no_thread_and_changes_no_setting() -> None:
     python("-c", program)
 
 
-def _import_times(log: str) -> dict[str, int]:
-    """Module → microseconds with all that it imported, from the log of ``-X importtime``."""
-    rows = re.findall(r"^import time:\s+\d+ \|\s+(\d+) \|\s+(\S+)$", log, re.M)
-    return {module: int(time) for time, module in rows}
-
-
 def test_its_share_of_the_import_time_is_small() -> None:
-    """NumPy, in the same process, is the measure: what a machine is worth today."""
+    """NumPy, in the same process, is the measure: what a machine is worth today.
+
+    Of processor time, which others on the machine take from nobody.
+    """
+    program = (
+        "from time import process_time as now\n"
+        "begun = now()\n"
+        "import numpy\n"
+        "between = now()\n"
+        "import kvkeep\n"
+        "print((now() - between) / (between - begun))\n"
+    )
     ratios: list[float] = []
     while len(ratios) < 15 and not any(ratio < 1 for ratio in ratios):  # noise can only add
-        times = _import_times(python("-X", "importtime", "-c", "import numpy, kvkeep").stderr)
-        ratios.append(times["kvkeep"] / times["numpy"])
+        # The first may have to compile: bytecode is part of any installation.
+        ratios.append(float(python("-c", program, PYTHONDONTWRITEBYTECODE="").stdout))
     assert min(ratios) < 1, f"kvkeep and all it imports besides, against NumPy: {ratios}"
 
 

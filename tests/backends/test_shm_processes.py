@@ -216,7 +216,7 @@ def test_a_crash_at_every_line(tmp_path: Path) -> None:
             repaired += backend.repairs > repairs
             assert backend.lost == 0
         number += step
-        step = 1 if os.environ.get("KVKEEP_FUZZ") == "long" else 7
+        step = 1 if os.environ.get("KVKEEP_FUZZ") == "long" else 13
     assert number > 300, "the whole change is a few lines"
     assert repaired > 15, "no crash was in the middle of a change"
 
@@ -248,7 +248,7 @@ def test_a_crash_at_every_line_of_runs(tmp_path: Path) -> None:
             repaired += backend.repairs > repairs
             assert backend.lost == 0
         number += step
-        step = 1 if os.environ.get("KVKEEP_FUZZ") == "long" else 5
+        step = 1 if os.environ.get("KVKEEP_FUZZ") == "long" else 11
     assert number > 300, "the whole change is a few lines"
     assert partly, "no crash was in the middle of a run"
     assert repaired > 15, "no crash was in the middle of a change"

@@ -1,6 +1,6 @@
 """Engines' whole repertoire against `PagedCache`, checked after every step by the slow model.
 
-``KVKEEP_FUZZ=long`` runs twenty times as many examples.
+``KVKEEP_FUZZ=long`` runs fifty times as many examples.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from paged_machine import ChainMachine, RadixMachine
 
 SETTINGS = settings(
-    max_examples=400 * (20 if os.environ.get("KVKEEP_FUZZ") == "long" else 1),
+    max_examples=150 * (50 if os.environ.get("KVKEEP_FUZZ") == "long" else 1),
     stateful_step_count=50,
     deadline=None,
     print_blob=True,

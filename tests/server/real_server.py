@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 import threading
 import time
 from contextlib import contextmanager
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from kvkeep.serve.http import ConnectionLimits
 
 NAME = "kvkeep-tiny"
+COMPLETIONS = "/v1/completions"
 PATIENCE_S = 30.0
 
 
@@ -109,3 +112,25 @@ def running(
         yield server
     finally:
         server.stop()
+
+
+@contextmanager
+def raw(
+    server: Running, body: dict[str, Any], *, buffer: int | None = None
+) -> Iterator[socket.socket]:
+    """A connection on which ``body`` was asked, closed without a word at the end.
+
+    ``buffer``: so many bytes at most wait here to be read.
+    """
+    data = json.dumps(body).encode()
+    head = (
+        f"POST {COMPLETIONS} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(data)}\r\n\r\n"
+    )
+    with socket.socket() as connection:
+        connection.settimeout(30)
+        if buffer is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+        connection.connect(("127.0.0.1", server.port))
+        connection.sendall(head.encode() + data)
+        yield connection

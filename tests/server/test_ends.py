@@ -11,36 +11,15 @@ from contextlib import contextmanager
 import httpx
 import openai
 import pytest
-from real_server import eventually
+from real_server import COMPLETIONS, eventually, raw
 
 from kvkeep.core.errors import OutOfPages
 from kvkeep.serve.engine import Limits
 
 pytestmark = pytest.mark.model
 
-COMPLETIONS = "/v1/completions"
 ENDLESS = {"prompt": "Return a copy", "max_tokens": 8000, "ignore_eos": True, "temperature": 0}
 SHORT = {"prompt": "Return a copy", "max_tokens": 2, "temperature": 0}
-
-
-@contextmanager
-def raw(server, body, *, buffer=None):
-    """A connection on which ``body`` was asked, closed without a word at the end.
-
-    ``buffer``: so many bytes at most wait here to be read.
-    """
-    data = json.dumps(body).encode()
-    head = (
-        f"POST {COMPLETIONS} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(data)}\r\n\r\n"
-    )
-    with socket.socket() as connection:
-        connection.settimeout(30)
-        if buffer is not None:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
-        connection.connect(("127.0.0.1", server.port))
-        connection.sendall(head.encode() + data)
-        yield connection
 
 
 def outcomes(server, outcome):
