@@ -85,11 +85,6 @@ class Catalogue:
         return known is not None and not self._expired(known)
 
     @property
-    def taken_bytes(self) -> int:
-        """Bytes that these blocks take in the backend, in its whole units."""
-        return self._table.taken
-
-    @property
     def total_bytes(self) -> int:
         """Bytes of all records."""
         return self._table.bytes

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvkeep.store.tiers.known import KnownBlocks
     from kvkeep.store.tiers.loss_log import LossLog
     from kvkeep.store.tiers.space import TierSpace
+    from kvkeep.store.tiers.workers import Workers
 
 __all__ = ["Listing"]
 
@@ -140,23 +141,24 @@ class Listing:
         used: int | None = None
         with self._calls.to("used"):
             used = self._backend.used()
-        taken = self._known.catalogue.taken_bytes if used is None else used
+        taken = self._known.catalogue.total_bytes if used is None else used
         return taken - (self._backend.capacity or 0)
 
-    def trim(self, space: TierSpace) -> bool:
-        """Evict a part of what is above the budget; return whether there may be more to evict.
+    def trim(self, space: TierSpace, writing: Workers) -> None:
+        """Evict down to the budget in parts, each behind the writes that wait then.
 
         The bytes are counted anew for each part, so that processes that open a place together
         evict together what one of them would.
         """
-        over = self._over()
-        part = max(1, (self._backend.capacity or 0) // _PARTS)
-        return over > 0 and space.make_room(min(over, part))
 
-    @property
-    def over_budget(self) -> bool:
-        """Whether the last listing found more bytes than the budget."""
-        return self._excess > 0
+        def evict() -> None:
+            over = self._over()
+            part = max(1, (self._backend.capacity or 0) // _PARTS)
+            if over > 0 and space.make_room(min(over, part)):
+                writing.submit(evict, 0)
+
+        if self._excess > 0:
+            writing.submit(evict, 0)
 
     def blocks(self, within: bytes) -> tuple[set[bytes], bool]:
         """Return the ids in the backend that begin with ``within``, and whether those are all."""

@@ -165,23 +165,14 @@ class Tier:
     # --- lookups ---------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """List the backend in a reader thread; wait for its timeout at most.
-
-        If the budget was reduced since the last run, a writer thread then evicts down to it.
-        """
+        """List the backend, for its timeout at most; then writers evict down to the budget."""
         if self.indexed:
             self.reading.submit(self._list)
             self.reading.wait(self.timeout)
 
     def _list(self) -> None:
         self.relist()
-        if self._listing.over_budget:
-            self.writing.submit(self._trim, 0)
-
-    def _trim(self) -> None:
-        """Evict a part of what is above the budget, and queue the next part behind writes."""
-        if self._listing.trim(self._space):
-            self.writing.submit(self._trim, 0)
+        self._listing.trim(self._space, self.writing)
 
     def relist(self) -> None:
         """List the backend again: others may have written or deleted there."""
