@@ -26,7 +26,9 @@ from kvkeep.core.keys import as_namespace
 from kvkeep.core.pages import PagePool
 from kvkeep.core.prefix.base import PrefixIndex
 from kvkeep.core.prefix.chain import ChainIndex, _KeyEncoder
+from kvkeep.core.prefix.node import Node
 from kvkeep.core.prefix.radix import RadixIndex
+from kvkeep.core.prefix.trails import Trails
 from kvkeep.core.prefix.tree import RunTree
 
 if TYPE_CHECKING:
@@ -163,15 +165,19 @@ def partial_matches_are_a_token_too_long(patch: Patch) -> None:
 
 
 def partial_matches_are_a_token_too_short(patch: Patch) -> None:
-    match_inside = RadixIndex._match_inside
+    follow = Trails.follow
 
-    def shorter(self: RadixIndex, *args: object) -> object:
-        match = match_inside(self, *args)
-        if match.partial_tokens > 1:
-            match.partial_tokens -= 1
+    def shorter(self: Trails, *args: object) -> object:
+        match = follow(self, *args)
+        if match.more > 4:
+            match.more -= 4
         return match
 
-    patch.setattr(RadixIndex, "_match_inside", shorter)
+    patch.setattr(Trails, "follow", shorter)
+
+
+def evicted_runs_stay_in_their_trail(patch: Patch) -> None:
+    patch.setattr(Node, "leave_trail", lambda self: None)
 
 
 def namespaces_are_one(patch: Patch) -> None:
@@ -230,13 +236,13 @@ def duplicates_are_not_freed(patch: Patch) -> None:
 
 
 def pages_are_free_while_they_are_used(patch: Patch) -> None:
-    retain = PagePool.retain
+    retain = PagePool.retain_known
 
     def forgetful(self: PagePool, pages: object) -> None:
         if len(pages) != 2:
             retain(self, pages)
 
-    patch.setattr(PagePool, "retain", forgetful)
+    patch.setattr(PagePool, "retain_known", forgetful)
 
 
 RADIX_ONLY = {partial_matches_are_a_token_too_long, partial_matches_are_a_token_too_short,
