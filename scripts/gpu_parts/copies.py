@@ -6,6 +6,7 @@ pinned memory: what the hardware gives. Pages are scattered over a pool of twice
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -53,8 +54,15 @@ def _measure(report: Report, setting: Setting, nbytes: int, rounds: int) -> None
     pool = PagedTensors(geometry, 2 * count, _SIZE, device=device, check_ids=False)
     pages = np.random.default_rng(1).permutation(2 * count)[:count].astype(np.int32)
     shape = (count, pool.page_bytes)
-    host = torch.empty(shape, dtype=torch.uint8, pin_memory=pinned).random_(0, 256)
-    pageable = torch.empty(shape, dtype=torch.uint8).random_(0, 256)
+    host = torch.empty(shape, dtype=torch.uint8, pin_memory=pinned)
+    first, at = torch.arange(count) * 31 % 256, torch.arange(pool.page_bytes) % 251
+    host.copy_(first.to(torch.uint8)[:, None] + at.to(torch.uint8))  # pages differ, and wrap
+    pool.write(pages, host)
+    equal = torch.equal(pool.read(pages).cpu(), host)
+    moved = count * pool.page_bytes
+    size = f"{moved / 2**20:,.3g} MiB"
+    report.add(Row(size, "there and back is the same", right=equal))
+    pageable = torch.ones(shape, dtype=torch.uint8)
     flat, other = (torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(2))
     step = max(1, _BLOCK // _SIZE)
     parts = [slice(at, at + step) for at in range(0, count, step)]
@@ -91,20 +99,9 @@ def _measure(report: Report, setting: Setting, nbytes: int, rounds: int) -> None
             "gather of K and V, layer by layer": gathered,
         },
     }
-    moved = count * pool.page_bytes
+    rows = partial(_rows, report, device=device, nbytes=moved, rounds=rounds)
     for where, contenders in ways.items():
-        _rows(
-            report,
-            f"{moved / 2**20:,.3g} MiB {where}",
-            contenders,
-            device=device,
-            nbytes=moved,
-            rounds=rounds,
-        )
-    pool.write(pages, host)
-    back = pool.read(pages).cpu()
-    equal = torch.equal(back, host.cpu())
-    report.add(Row(f"{moved / 2**20:,.3g} MiB", "there and back is the same", right=equal))
+        rows(f"{size} {where}", contenders)
 
 
 def _store(report: Report, setting: Setting, nbytes: int, rounds: int) -> None:
