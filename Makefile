@@ -23,6 +23,10 @@ QUICK_RUN = OMP_NUM_THREADS=1 PYTHONPATH=scripts $(BIN)/pytest -p quick_tests -m
 help:            ## show this list
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/'
 
+# Its tests fork a thousand processes, and a process without torch forks in a seventh of the time: they
+# run before the others, whose modules import torch.
+FORKING := tests/backends
+
 setup: $(STAMP)  ## make .venv and install kvkeep with its extras and the development tools
 
 $(STAMP): pyproject.toml constraints.txt requirements-dev.txt
@@ -135,7 +139,8 @@ slow-tests: setup ## measure which tests `make quick` leaves out, and write test
 
 test: check servers .venv-vllm/.installed .venv-sglang/.installed ## check, then all the tests
 	@echo "== pytest, two workers with a core each (10 to 15 minutes)"
-	@OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal $(or $(PYTEST_ARGS),$(FORKING))
+	@test -n "$(PYTEST_ARGS)" || OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --ignore=$(FORKING)
 	@test -n "$(PYTEST_ARGS)" || { echo "== beside vLLM (4 to 7 minutes)"; .venv-vllm/bin/python -m pytest tests_vllm -n 2 --dist loadfile --no-loadscope-reorder; }
 	@test -n "$(PYTEST_ARGS)" || { echo "== beside SGLang"; OMP_NUM_THREADS=1 .venv-sglang/bin/python -m pytest tests_sglang; }
 
