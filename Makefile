@@ -10,8 +10,7 @@ MAKEFLAGS += --jobs=3  # the prerequisites of `test` are set up in parallel
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo train docs docs-serve docs-version servers quick slow-tests test test-versions check bench \
-	bench-peers soak dist clean
+.PHONY: help setup serve demo train docs docs-serve servers quick slow-tests test test-versions check bench soak clean
 
 # Tests without models, browsers and servers of their own.
 QUICK_ROOMS := backends cache codecs eviction explain faults feed geometry groups http pages prefix slots store \
@@ -55,6 +54,7 @@ docs-serve: setup ## show the documentation site at http://127.0.0.1:8008, rebui
 # Pages of a version stay readable when the next one is out: 0.1/, 0.2/, … and latest/, which leads to one.
 # DOCS_ALIAS= for a version that is older than the latest.
 DOCS_ALIAS ?= latest
+.PHONY: docs-version
 docs-version: setup ## add the site of this version to the local branch gh-pages, which any web server can serve
 	@export PATH="$(abspath $(BIN)):$$PATH" NO_MKDOCS_2_WARNING=1; \
 	  version=$$(sed -nE 's/^version = "([0-9]+\.[0-9]+)\..*"/\1/p' pyproject.toml) && \
@@ -161,6 +161,7 @@ bench-peers: setup ## measure kvkeep beside vLLM, SGLang and LMCache in one run,
 soak: setup      ## stress server, cache and store for 20 minutes (SOAK_ARGS="--minutes 60")
 	@$(BIN)/python scripts/soak.py $(SOAK_ARGS)
 
+.PHONY: dist
 dist: setup      ## build wheel and source distribution into dist/, and check them with every Python there is
 	@$(BIN)/python scripts/dist.py
 
