@@ -33,8 +33,11 @@ class Sizes:
     @classmethod
     def read(cls, found: dict[str, Any]) -> Sizes:
         """Return the sizes that JSON has as an object."""
-        return cls(**{name: tuple(value) if isinstance(value, list) else value
-                      for name, value in found.items()})  # fmt: skip
+        values: Any = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in found.items()
+        }
+        return cls(**values)
 
     @property
     def pages(self) -> int:
