@@ -140,7 +140,7 @@ bench: setup     ## measure the core, the store against the machine, the engine 
 
 PEERS := .venv-vllm .venv-sglang .venv-lmcache
 bench-peers: setup ## measure kvkeep beside vLLM, SGLang and LMCache in one run, and write docs/benchmarks.md (PEERS_ARGS="--quick")
-	@for peer in $(PEERS); do MAKEFLAGS= $(MAKE) --no-print-directory $$peer/.installed || echo "== without $$peer"; done
+	@for peer in $(PEERS); do $(MAKE) --no-print-directory $$peer/.installed || echo "== without $$peer"; done
 	@$(BIN)/python benchmarks/beside_peers.py --write docs/benchmarks.md $(PEERS_ARGS)
 
 soak: setup      ## stress server, cache and store for 20 minutes (SOAK_ARGS="--minutes 60")
