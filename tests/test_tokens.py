@@ -152,6 +152,29 @@ def test_what_is_no_row_of_tokens_is_refused_and_named(wrong: Any, named: str) -
         as_tokens(wrong)
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("count", [3, 50])
+def test_masked_values_are_no_ids(dtype: type, count: int) -> None:
+    row = np.arange(count, dtype=dtype)
+    for hidden in (0, -7):
+        row[1] = hidden
+        masked = np.ma.array(row, mask=[at == 1 for at in range(count)])
+        with pytest.raises(InvalidValue, match="masked values"):
+            as_tokens(masked)
+        assert as_tokens(masked.compressed()).tolist() == [0, *range(2, count)]
+
+
+def test_arrays_of_subclasses_are_read_as_arrays() -> None:
+    class Strange(np.ndarray):
+        def astype(self, *given: Any, **options: Any) -> Any:
+            raise AssertionError("as_tokens uses what the subclass made of it")
+
+    row = np.arange(50)
+    for tokens in (row.view(Strange), np.ma.array(row)):
+        assert type(as_tokens(tokens)) is np.ndarray
+        assert as_tokens(tokens).tolist() == row.tolist()
+
+
 def test_a_generator_is_refused_before_it_is_read() -> None:
     tokens = iter([1, 2, 3])
     with pytest.raises(InvalidValue):

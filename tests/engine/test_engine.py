@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 import pytest
 
@@ -474,3 +476,18 @@ def test_a_stop_text_ends_a_beam():
     assert cut.finish_reason == "stop"
     assert stop not in cut.text
     assert len(cut.tokens) < len(free.tokens)
+
+
+def test_a_prompt_is_lent_for_the_call_alone(bench, prompt):
+    engine, _ = make(bench, step_tokens=16, max_running=4)
+    first = prompt(40, 1).astype(np.int32)
+    lent = array("i", first)
+    asked = [engine.add(first, few(4)), engine.add(lent, few(4))]
+    row = first.copy()
+    lent.append(0)  # a buffer that is still exported cannot grow
+    engine.step()
+    first[:] = lent[0] = 159  # between two chunks of the prompt
+    done = finish(engine)
+    for request in asked:
+        assert request.prompt.tolist() == row.tolist()
+        assert [*done[request.id].tokens] == bench.greedy(row, 4)

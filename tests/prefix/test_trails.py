@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -18,11 +19,12 @@ from kvkeep import KVKeepError, PagedCache
 from kvkeep.core.eviction import POLICIES
 from kvkeep.core.keys import as_namespace
 from kvkeep.core.pages.layout import GroupLayout, StateSpec, WindowSpec
+from kvkeep.core.prefix import trails as trails_module
 from kvkeep.core.tokens import as_tokens
 from kvkeep.testing.strategies import recipes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from kvkeep.core.prefix.base import PrefixIndex
     from kvkeep.core.prefix.node import Node
@@ -427,7 +429,7 @@ def test_long_fronts_are_not_taken() -> None:
     main: list[int] = []
     branches: list[list[int]] = []
     for turn in range(16):
-        main = grow(cache, main, list(range(100 * turn, 100 * turn + 40)))
+        main = grow(cache, main, list(range(100 * turn, 100 * turn + 70)))
         branches.append(grow(cache, main, list(range(10_000, 10_008))))
     trails.steps = 8
     for branch in branches:
@@ -435,6 +437,75 @@ def test_long_fronts_are_not_taken() -> None:
     assert [steps(cache, main), steps(cache, main)] == [16, 16]
     agrees(cache, main)
     cache.check()
+
+
+def crowded(front: int) -> tuple[PagedCache, list[int], list[list[int]]]:
+    """A path of 17 trails that all go on elsewhere, the first behind so many runs of the path."""
+    cache = PagedCache(4000, 2)
+    trails = cache._core.index.tree.trails
+    trails.steps = NEVER
+    main = grow(cache, [], list(range(front)))
+    branches = [grow(cache, main, [7000, 7001])]
+    for turn in range(16):
+        main = grow(cache, main, [1000 + turn])
+        branches.append(grow(cache, main, list(range(10_000, 10_008))))
+    trails.steps = 8
+    for branch in branches:
+        steps(cache, branch)
+    return cache, main, branches
+
+
+def test_a_long_front_stays_where_it_is_and_the_short_rest_leaves() -> None:
+    cache, main, branches = crowded(300)
+    assert [steps(cache, main), steps(cache, main)] == [17, 1]
+    assert [steps(cache, branch) for branch in branches] == [*[2] * 16, 1]
+    for branch in branches:
+        agrees(cache, branch)
+        agrees(cache, branch[:-3])
+    cache.check()
+
+
+def test_a_conversation_whose_answers_are_left_out_is_joined() -> None:
+    """Each prompt leaves the last run where its answer begins, and that is cut there at once."""
+    cache = PagedCache(4000, 2)
+    main: list[int] = []
+    for turn in range(100):
+        main = [*main, *[turn] * 4]
+        put(cache, [*main, *[10**6] * 4])
+        assert steps(cache, main) <= 9
+    cache.check()
+
+
+@pytest.mark.parametrize("scarce", ["joined", "rest"])
+def test_a_path_that_there_is_no_memory_to_join_stays_as_it_is(
+    scarce: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever copy fails, no trail has other pages than its runs."""
+    place = trails_module if scarce == "joined" else trails_module.RunTrail
+    enough = getattr(place, scarce)
+    for most in range(40):
+        left = iter(range(most))
+
+        def allocate(*given: Any, left: Iterator[int] = left) -> Any:
+            if next(left, None) is None:
+                raise MemoryError
+            return enough(*given)
+
+        cache, main, branches = crowded(20)
+        monkeypatch.setattr(place, scarce, allocate)
+        refused = False
+        try:
+            cache.match(main)
+        except MemoryError:
+            refused = True
+        monkeypatch.setattr(place, scarce, enough)
+        cache.check()
+        for tokens in (main, *branches):
+            agrees(cache, tokens)
+        if not refused:
+            assert most
+            return
+    raise AssertionError("it never ends")
 
 
 def test_a_run_that_is_cut_or_joined_again_stays_in_its_trail() -> None:

@@ -54,7 +54,7 @@ def as_row(tokens: TokensLike) -> TokenArray:
     The caller uses `check_range` for tokens that may be new. Tokens that equal stored ones are in
     range, so a cached prompt needs no pass over all of it.
     """
-    array: npt.NDArray[Any] = tokens if isinstance(tokens, np.ndarray) else _from_objects(tokens)
+    array: npt.NDArray[Any] = tokens if type(tokens) is np.ndarray else _from_objects(tokens)
     if array.ndim != 1:
         raise InvalidValue(
             f"tokens are one row of ids, got an array of shape {array.shape}; pass one prompt"
@@ -127,8 +127,17 @@ def _from_objects(tokens: Any) -> npt.NDArray[Any]:
         return _from_bytes(memoryview(tokens))
     if isinstance(tokens, memoryview) and tokens.format == "B":
         return _from_bytes(tokens)
+    if isinstance(tokens, np.ndarray):  # of a subclass
+        return _unmasked(tokens)
     tokens = _on_host(tokens)  # its errors have messages of their own
     return _as_array(tokens)
+
+
+def _unmasked(tokens: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the array itself of an array of a subclass; refuse masked values, which are no ids."""
+    if np.ma.is_masked(tokens):
+        raise InvalidValue("tokens have masked values; pass the ids alone: tokens.compressed()")
+    return np.asarray(tokens)
 
 
 def _as_array(tokens: Any) -> npt.NDArray[Any]:
@@ -174,7 +183,7 @@ def _on_host(tokens: Any) -> Any:
     The device is read from ``__dlpack_device__``, so no library is imported.
     """
     device = getattr(tokens, "__dlpack_device__", None)
-    if device is None or isinstance(tokens, np.ndarray):
+    if device is None:
         return tokens
     try:
         kind = int(device()[0])

@@ -6,6 +6,7 @@ from collections import Counter
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from kvkeep.core.prefix.heads import stored_bytes
 from kvkeep.core.prefix.node import descend
 from kvkeep.core.prefix.results import joined
 
@@ -56,9 +57,10 @@ def _check_trails(tree: RunTree, nodes: list[Node]) -> None:
         assert all(node.trail is trail for node in trail.nodes)
         for upper, lower in pairwise(trail.nodes):
             assert lower.parent is upper, "a trail with a gap"
-        assert trail.symbols[: trail.size] == b"".join(node.run for node in trail.nodes)
+        assert trail.run == b"".join(node.run for node in trail.nodes)
+        assert stored_bytes(trail.run).startswith(trail.run)
         assert (trail.pages == joined([node.pages for node in trail.nodes])).all()
-        assert trail.num_bytes <= 2 * (trail.size + trail.pages.nbytes)
+        assert trail.num_bytes <= 2 * (len(trail.run) + trail.pages.nbytes)
         counted += trail.num_bytes
     assert sum(len(trail.nodes) for trail in trails) == sum(
         node.trail is not None for node in nodes
@@ -80,7 +82,7 @@ def _check_run(tree: RunTree, node: Node) -> None:
     assert node.parent is not None
     assert node.size == len(node.pages) > 0
     assert len(node.run) == node.size * tree.unit
-    assert node.front.startswith(node.run)
+    assert stored_bytes(node.run).startswith(node.run)
     assert node.end == node.parent.end + node.size
     assert node.depth == node.parent.end
     above = node.parent.namespace

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -53,7 +53,7 @@ class Node(Entry):
         super().__init__()
         self.namespace: Namespace = _NONE if parent is None else parent.namespace
         self.parent = parent
-        self.run = run  # symbols of all pages
+        self.run = run  # symbols of all pages; a view of them and more once it lost its tail
         self.key = bytes(run[:unit])  # symbols of the first page
         self.pages = pages
         self.size = len(pages)
@@ -98,16 +98,6 @@ class Node(Entry):
     def points(self) -> tuple[int, ...]:
         """Its checkpoints, in pages of its path."""
         return () if self.extra is None else self.extra.points
-
-    @property
-    def front(self) -> bytes:
-        """The bytes that the run is the first of: a run that lost its tail is a view of them."""
-        run = self.run
-        if type(run) is bytes:
-            return run
-        stored = cast("memoryview", run).obj
-        assert isinstance(stored, bytes)
-        return stored
 
     def before(self) -> tuple[Namespace, bytes]:
         """Return the namespace of its root, and the symbols of all runs before it."""

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 __all__ = ["RadixIndex"]
 
 
+_SHORT = 1 << 16  # bytes: steps along a copy are faster, and a copy takes less than that saves
+
+
 class RadixIndex(PrefixIndex):
     """Compares tokens: runs of full pages, and then the first tokens of one page more.
 
@@ -43,7 +46,7 @@ class _TokenEncoder(Encoder):
         self._page_size = page_size
 
     def lookup(self, tokens: TokenArray) -> bytes | memoryview:
-        if not tokens.flags.c_contiguous:
+        if tokens.nbytes <= _SHORT or not tokens.flags.c_contiguous:
             return tokens.tobytes()
         return tokens.view(np.uint8).data
 

@@ -19,11 +19,12 @@ Trails never change what matches: the node operations that change runs keep them
 from __future__ import annotations
 
 from bisect import bisect_left
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
-from kvkeep.core.prefix.heads import common_bytes
-from kvkeep.core.prefix.results import PrefixMatch, joined
+from kvkeep.core.prefix.heads import common_bytes, stored_bytes
+from kvkeep.core.prefix.results import EMPTY_PAGES, PrefixMatch, joined
 
 if TYPE_CHECKING:
     from kvkeep.core.pages.table import PageArray
@@ -33,29 +34,45 @@ __all__ = ["RunTrail", "Trails"]
 
 _STEPS: Final = 8
 """A walk of so many steps joins its path. A step takes about as long as 4 KiB of comparison."""
-_MOST_MOVED: Final = 16  # nodes of fronts, for each step of a walk that takes them over
+_SINGLE: Final = 8  # runs of a trail that a walk follows one by one before it looks for its place
+_MOST_MOVED: Final = 64  # nodes, for each step of a walk that takes fronts of trails over
 _end = attrgetter("end")
+
+
+def _goes_on(symbols: memoryview, run: bytes | memoryview, offset: int) -> bool:
+    """Whether ``symbols`` go on with ``run`` from ``offset`` on; copies neither."""
+    part = symbols[offset : offset + len(run)]
+    return len(part) == len(run) and stored_bytes(run).startswith(part)
 
 
 class RunTrail:
     """The symbols and pages of consecutive runs, each the parent of the next, in one piece."""
 
-    __slots__ = ("_trails", "nodes", "num_bytes", "pages", "size", "symbols")
+    __slots__ = ("_trails", "nodes", "num_bytes", "pages", "run")
 
     def __init__(self, trails: Trails, nodes: list[Node]) -> None:
         self._trails = trails
         self.nodes = nodes
-        self.symbols = b""
-        self.size = 0
-        """Bytes of symbols that are used: the last runs may have left."""
+        self.run: bytes | memoryview = b""
+        """The symbols; a view of bytes that begin with them once the last runs have left."""
         self.pages: PageArray
         self.num_bytes = 0
         """Bytes that the symbols and pages take, up to twice as much as is used of them."""
 
     def put(self, symbols: bytes, pages: PageArray) -> None:
         """Set what the nodes store, in memory that is the trail's own."""
-        self.symbols, self.size, self.pages = symbols, len(symbols), pages
+        self.run, self.pages = symbols, pages
         self._count(len(symbols) + pages.nbytes)
+
+    def front(self, count: int) -> tuple[memoryview, PageArray]:
+        """Return the symbols and pages of the first ``count`` nodes."""
+        pages = self.nodes[count - 1].end - self.nodes[0].depth
+        return memoryview(self.run)[: pages * self._trails.unit], self.pages[:pages]
+
+    def rest(self, count: int) -> tuple[bytes, PageArray]:
+        """Return a copy of the symbols and pages behind the first ``count`` nodes."""
+        pages = self.nodes[count - 1].end - self.nodes[0].depth
+        return bytes(self.run[pages * self._trails.unit :]), self.pages[pages:].copy()
 
     def place(self, node: Node) -> int:
         """Return the place of one of the nodes. Cost: O(log n)."""
@@ -64,6 +81,15 @@ class RunTrail:
     def at(self, end: int) -> Node:
         """Return the node of the page before ``end``. Cost: O(log n)."""
         return self.nodes[bisect_left(self.nodes, end, key=_end)]
+
+    def common(self, symbols: memoryview) -> tuple[Node, int, int]:
+        """Return how much of its front ``symbols`` begin with: the last node of it, and pages.
+
+        Also the bytes of symbols of one page more.
+        """
+        unit = self._trails.unit
+        count, more = divmod(common_bytes(symbols[: len(self.run)], stored_bytes(self.run)), unit)
+        return self.at(self.nodes[0].depth + count), count, more
 
     def cut_off(self, upper: Node, lower: Node) -> None:
         """Record that ``upper`` takes the first pages of ``lower``, one of the nodes."""
@@ -85,31 +111,27 @@ class RunTrail:
         if len(self.nodes) < 2:
             self.end()
             return
-        pages = self.nodes[-1].end - self.nodes[0].depth
-        self.size = pages * self._trails.unit
-        self.pages = self.pages[:pages]
-        if self.num_bytes > 2 * (self.size + self.pages.nbytes):
-            self.put(self.symbols[: self.size], self.pages.copy())
+        self.run, self.pages = self.front(len(self.nodes))
+        if self.num_bytes > 2 * (len(self.run) + self.pages.nbytes):
+            self.put(bytes(self.run), self.pages.copy())
 
     def behind(self, count: int) -> None:
         """Take out the first ``count`` nodes. Cost: one copy of what follows them."""
-        pages = self.nodes[count - 1].end - self.nodes[0].depth
+        if len(self.nodes) - count < 2:
+            self.end()
+            return
+        symbols, pages = self.rest(count)
         for node in self.nodes[:count]:
             node.trail = None
         del self.nodes[:count]
-        if len(self.nodes) < 2:
-            self.end()
-        else:
-            symbols = self.symbols[pages * self._trails.unit : self.size]
-            self.put(symbols, self.pages[pages:].copy())
+        self.put(symbols, pages)
 
     def end(self) -> None:
         """End the trail: its nodes are in none."""
         for node in self.nodes:
             node.trail = None
         self.nodes = []
-        self.symbols, self.size = b"", 0
-        self.pages = self.pages[:0].copy()
+        self.run, self.pages = b"", EMPTY_PAGES
         self._count(0)
 
     def _count(self, num_bytes: int) -> None:
@@ -132,52 +154,79 @@ class Trails:
         self.steps = steps
         self.num_bytes = 0
 
-    def follow(self, start: Node, symbols: bytes | memoryview) -> PrefixMatch:
+    def follow(  # noqa: PLR0912 - a call would take as long as a step
+        self, start: Node, symbols: bytes | memoryview
+    ) -> PrefixMatch:
         """Return the full pages behind ``start`` that are stored of ``symbols``.
 
         ``symbols`` are bytes; they are read and not kept. Changes no run, but may join the path.
-        Cost: one dictionary probe and one memcmp per step, about 0.5 µs and 20 ps a byte; a path
-        that was walked before has few steps.
+        Cost: one dictionary probe and one memcmp per step, about 0.3 µs and 20 ps a byte; a path
+        that was walked before has few steps. Where a prompt leaves a trail, its first runs are
+        steps, and further ones together cost as much as some ten.
         """
         node, unit = start, self.unit
-        taken, offset, more = node.size, 0, 0
+        offset = more = 0
         parts: list[PageArray] = []
-        view = memoryview(symbols)
-        while child := node.children.get(bytes(view[offset : offset + unit])):
+        left: RunTrail | None = None  # the prompt leaves it: where that begins, and parts before
+        begin = before = 0
+        inside = 0  # parts that are not the first ones of their trails
+        alone = 0  # the first part behind the last trail that the prompt left
+        if type(symbols) is bytes:
+            own, goes_on = symbols, symbols.startswith
+        else:
+            own, goes_on = None, partial(_goes_on, memoryview(symbols))
+        while child := node.children.get(
+            bytes(symbols[offset : offset + unit]) if own is None else own[offset : offset + unit]
+        ):
             trail = child.trail
-            if trail is None or trail.nodes[0] is not child:  # the start lies inside a trail
-                trail, stored, pages, size = None, child.front, child.pages, child.size * unit
-            else:
-                stored, pages, size = trail.symbols, trail.pages, trail.size
-            part = view[offset : offset + size]
-            # The stored bytes begin with those of the prompt, which need no copy for that.
-            agree = stored.startswith(part)
-            if agree and len(part) == size:
-                node = child if trail is None else trail.nodes[-1]
-                taken = node.size
-                parts.append(pages)
-                offset += size
+            if trail is not None:
+                if trail.nodes[0] is child:
+                    run = trail.run
+                    if goes_on(run, offset):
+                        node = trail.nodes[-1]
+                        parts.append(trail.pages)
+                        offset += len(run)
+                        continue
+                    left, begin, before = trail, offset, len(parts)
+                    alone = before + 1
+                elif trail is left:
+                    if len(parts) < before + _SINGLE:
+                        inside, alone = inside + 1, alone + 1
+                    else:
+                        inside, alone = inside - _SINGLE + 1, before + 1
+                        node, count, more = trail.common(memoryview(symbols)[begin:])
+                        parts[before:] = [trail.pages[:count]]
+                        taken = node.size - (node.end - trail.nodes[0].depth - count)
+                        if taken < node.size:
+                            break
+                        offset, more = begin + count * unit, 0
+                        continue
+            run = child.run
+            if goes_on(run, offset):
+                node = child
+                parts.append(child.pages)
+                offset += len(run)
                 continue
-            more = len(part) if agree else common_bytes(part, stored)
-            count = more // unit
-            stop = child.depth + count
-            node = child if trail is None else trail.at(stop)
-            taken = stop - node.depth
-            parts.append(pages[:count])
-            if taken < node.size:
-                more -= count * unit
-                break
-            offset += count * unit
-            more = 0
-        if len(parts) >= self.steps:
-            self._join(node)
+            part = memoryview(symbols)[offset : offset + len(run)]
+            taken, more = divmod(common_bytes(part, stored_bytes(run)), unit)
+            node = child
+            parts.append(child.pages[:taken])
+            break
+        else:
+            taken = node.size
+        if len(parts) - alone >= self.steps or len(parts) - inside >= 2 * self.steps:
+            self._join(node, taken)
         return PrefixMatch(joined(parts), node, taken, more)
 
-    def _join(self, end: Node) -> None:
-        """Join the path to ``end``: what is behind the last trail that it left, or all of it."""
+    def _join(self, end: Node, taken: int) -> None:
+        """Join the path to ``end``: what is behind the last trail that it left, or all of it.
+
+        A run that matches in part is left out if it is in no trail: it may be cut there soon, and
+        what is behind the cut is not on the path.
+        """
         pieces: list[RunTrail | Node] = []  # from the end up
-        left: list[tuple[int, int]] = []  # of a trail left halfway: its place, and nodes used
-        node: Node | None = end
+        left: dict[int, int] = {}  # of a trail left halfway: its place, and nodes used
+        node = end if taken == end.size or end.trail is not None else end.parent
         while node is not None and node.parent is not None:
             trail = node.trail
             if trail is None:
@@ -185,56 +234,66 @@ class Trails:
                 node = node.parent
                 continue
             if pieces and trail.nodes[-1] is not node:
-                left.append((len(pieces), trail.place(node) + 1))
+                left[len(pieces)] = trail.place(node) + 1
             pieces.append(trail)
             node = trail.nodes[0].parent
-        alone = left[0][0] if left else len(pieces)
+        alone = next(iter(left), len(pieces))
         if alone >= self.steps:
             self._merge(pieces[:alone], {})
         elif len(pieces) >= 2 * self.steps:
-            fronts = dict(left)
-            # Else moving them would cost more than the walk did.
-            if sum(fronts.values()) <= _MOST_MOVED * len(pieces):
-                self._merge(pieces, fronts)
+            self._merge(pieces, left)
 
     def _merge(self, pieces: list[RunTrail | Node], left: dict[int, int]) -> None:
         """Make one trail of ``pieces``, from the end up, at least two.
 
-        ``left`` has the nodes to take of trails of which only the front is taken, by place.
+        ``left`` has the nodes to take of trails of which only the front is taken, by place. Nothing
+        is done if moving these would cost more than the walk did.
 
-        The trail with the most nodes is kept, and only other nodes are visited.
+        The trail is kept that makes the fewest nodes change their trail, and only those are
+        visited: all that are not in it, and what is behind its own front.
         """
-        trails = [(at, piece) for at, piece in enumerate(pieces) if isinstance(piece, RunTrail)]
-        whole = [trail for at, trail in trails if at not in left]
-        kept = max(whole, key=lambda trail: len(trail.nodes), default=None) or RunTrail(self, [])
+        trails = [
+            (piece, left.get(at, len(piece.nodes)))
+            for at, piece in enumerate(pieces)
+            if isinstance(piece, RunTrail)
+        ]
+        none = RunTrail(self, []), 0
+        kept, on_path = max([none, *trails], key=lambda one: 2 * one[1] - len(one[0].nodes))
+        changes = sum(count for _, count in trails) + len(kept.nodes) - 2 * on_path
+        if left and changes > _MOST_MOVED * len(pieces):
+            return
         nodes: list[Node] = []
         moved: list[Node] = []
         symbols: list[bytes | memoryview] = []
         pages: list[PageArray] = []
         for at in range(len(pieces) - 1, -1, -1):
             piece = pieces[at]
-            if not isinstance(piece, RunTrail):
-                own, run, ids = [piece], piece.run, piece.pages
-            elif at in left:
-                own = piece.nodes[: left[at]]
-                ids = piece.pages[: own[-1].end - own[0].depth]
-                run = memoryview(piece.symbols)[: len(ids) * self.unit]
+            if isinstance(piece, RunTrail):
+                count = left.get(at, len(piece.nodes))
+                own, (run, ids) = piece.nodes[:count], piece.front(count)
             else:
-                own, run, ids = piece.nodes, piece.symbols, piece.pages
-                if piece.size < len(run):
-                    run = memoryview(run)[: piece.size]
+                own, run, ids = [piece], memoryview(piece.run), piece.pages
             nodes += own
             symbols.append(run)
             pages.append(ids)
             if piece is not kept:
                 moved += own
-        for at, trail in trails:
-            if at in left:
-                trail.behind(left[at])
-        for one in whole:
-            if one is not kept:
-                one.end()
+        path = b"".join(symbols), joined(pages)  # before any change: memory may be short
+        for trail, count in trails:
+            if trail is not kept:
+                trail.behind(count)
+        if on_path < len(kept.nodes):
+            self._part(kept, on_path)
         for node in moved:
             node.trail = kept
         kept.nodes = nodes
-        kept.put(b"".join(symbols), joined(pages))
+        kept.put(*path)
+
+    def _part(self, trail: RunTrail, count: int) -> None:
+        """Put what is behind the first ``count`` nodes of a trail into one of its own."""
+        nodes = trail.nodes[count:]
+        rest = RunTrail(self, nodes) if len(nodes) > 1 else None
+        if rest is not None:
+            rest.put(*trail.rest(count))
+        for node in nodes:
+            node.trail = rest

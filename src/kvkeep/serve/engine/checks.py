@@ -30,12 +30,15 @@ class RequestChecks:
     limits: Limits
 
     def tokens(self, prompt: str | TokensLike) -> TokenArray:
-        """Return the tokens of ``prompt``; `InvalidValue` if the model cannot compute them."""
+        """Return a copy of the tokens of ``prompt``, whose memory may change while it waits.
+
+        Raises `InvalidValue` if the model cannot compute them.
+        """
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InvalidValue("text prompts need a tokenizer; give the engine one, or tokens")
             prompt = self.tokenizer.encode(prompt)
-        tokens = as_tokens(prompt)
+        tokens = as_tokens(prompt).copy()
         runner = self.runner
         if not len(tokens):
             raise InvalidValue("it has no tokens; a prompt has at least one")

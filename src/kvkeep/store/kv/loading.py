@@ -150,7 +150,7 @@ class PromptLoads(PromptStore):
             IllegalStep: the store is closed.
         """
         transfers = self._transfers("load_tail", "get_snapshot")
-        prompt = self._requested(self._prompt(tokens, start, tenant, extra))
+        prompt = self._requested(self._prompt(tokens, start, tenant, extra)).copied()
 
         def begin() -> Callable[[LoadedKV], object]:
             began = self._timing.begin()

@@ -227,6 +227,10 @@ class PromptBlocks(NamedTuple):
     start: int
     names: Names
 
+    def copied(self) -> PromptBlocks:
+        """Return the same with tokens of its own, for what is named after the call returns."""
+        return self._replace(row=self.row.copy())
+
 
 class TenantNames:
     """The `Names` of every tenant of a store, made when a tenant is first named.

@@ -279,7 +279,7 @@ class PromptStore(Store):
         `put`.
         """
         prompt = self._requested(self._prompt(tokens, start, tenant, extra))
-        return self._kept.prefetch(self._tiered, prompt)
+        return self._kept.prefetch(self._tiered, prompt.copied())
 
     def pin(
         self,
