@@ -388,7 +388,8 @@ class Core:
     def may_write(self, page: int, offset: int) -> bool:
         """Whether the caller, who has a reference, may write to ``page`` from ``offset`` on.
 
-        A claim on the page reads only its leading tokens, so writing behind those is allowed.
+        The index does not store the page. A claim on it reads only its leading tokens, so writing
+        behind those is allowed.
         """
         references = int(self.pool.references[page])
         if references == 1:
@@ -414,7 +415,7 @@ class Core:
         expected[stored] += 1
         for sequence in self.sequences.values():
             sequence.check(stored)
-            expected[sequence.pages] += 1
+            expected[sequence.unpublished] += 1
         if self.groups is not None:
             from kvkeep.core.groups.check import check_groups  # noqa: PLC0415 - as above
 
