@@ -386,10 +386,9 @@ class Core:
                     claim.hold = self.index.move(self.index.again(hold), hold, start + at + 1)
 
     def may_write(self, page: int, offset: int) -> bool:
-        """Whether the caller, who has a reference, may write to ``page`` from ``offset`` on.
+        """Whether a user of ``page``, which the index lacks, may write to it from ``offset`` on.
 
-        The index does not store the page. A claim on it reads only its leading tokens, so writing
-        behind those is allowed.
+        A claim on the page reads only its leading tokens, so writing behind those is allowed.
         """
         references = int(self.pool.references[page])
         if references == 1:

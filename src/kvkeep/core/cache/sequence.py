@@ -93,8 +93,7 @@ class Sequence:
         self._hold = hold
         # Region map of the page table:
         #   0 … _shared      pages that the index stores; the hold protects exactly these
-        #   _shared … end    pages of this sequence (and of forks that have not written them), to
-        #                    each of which it has a reference
+        #   _shared … end    pages that it (and forks that have not written them) refers to
         self._shared = 0
         self._opened_pages = 0  # leading shared pages that other sequences computed
         self._pending = PendingCopies(core)
@@ -382,10 +381,7 @@ class Sequence:
             forks.leave(page, self)
 
     def _exchange(self, start: int, own: PageArray, existing: PageArray) -> None:
-        """Give up the references to ``own`` pages, which are published; take ``existing`` ones.
-
-        Those are the stored pages with the same content as the first of ``own``.
-        """
+        """Drop the references to ``own`` pages; ``existing`` ones replace the first of them."""
         self._table.values[start : start + len(existing)] = existing
         self._core.pool.release_known(own)
 
