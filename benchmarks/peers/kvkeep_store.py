@@ -126,19 +126,20 @@ def disk_put(which: int) -> Any:
 
 
 def disk_get(which: int, *, cached: bool) -> Any:
-    """With ``io=buffered`` where the page cache has the files: by default it reads past it."""
+    """With ``io=buffered`` where the page cache has the files: by default it goes past it."""
+    options = "&io=buffered" if cached else ""
 
     def steps(setting: Setting) -> Steps:
         sizes = setting.sizes
         length = sizes.stored[which]
         tokens, kv = prompt(1, length), kv_of(length, sizes.token_bytes)
         out = torch.zeros_like(kv)
-        with opened(setting, length) as store:
+        with opened(setting, length, options) as store:
             store.put(tokens, kv, wait=True)
             store.flush()
         sync(setting.directory)
         while True:
-            with opened(setting, length, "&io=buffered" if cached else "") as store:
+            with opened(setting, length, options) as store:
                 (into_cache if cached else evict_from_cache)(setting.directory)
                 _, found = yield Timed(lambda: store.get(tokens, out=out))
                 assert found == length

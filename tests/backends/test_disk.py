@@ -113,7 +113,7 @@ def test_memory_of_any_alignment_is_written_and_read(tmp_path: Path, io: disk.Io
         backend = DiskBackend(tmp_path / "store", io=io)
     except InvalidValue:
         pytest.skip("the filesystem of the tests has no direct I/O")
-    for size in (5, UNIT, 100_001):
+    for size in (5, UNIT, 100_001, 1_200_001):
         record = content(A, 1, size)
         backend.put(A, memoryview(b"x" + record)[1:])
         found = backend.get(A, lambda size: memoryview(bytearray(size + 1))[1:])
@@ -223,7 +223,10 @@ def test_an_empty_file_is_a_miss_and_goes_to_quarantine(backend: DiskBackend) ->
 
 
 @pytest.mark.parametrize("io", ["auto", "buffered"])
-@pytest.mark.parametrize(("size", "left"), [(5000, 100), (200_001, 0), (200_001, 70_000)])
+@pytest.mark.parametrize(
+    ("size", "left"),
+    [(5000, 100), (200_001, 0), (200_001, 70_000), (1_200_001, 1 << 19), (1_200_001, 800_000)],
+)
 def test_a_file_cut_short_while_it_is_read_is_a_failure(
     tmp_path: Path, io: disk.Io, size: int, left: int
 ) -> None:

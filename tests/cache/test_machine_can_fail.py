@@ -41,6 +41,13 @@ def writes_to_shared_pages(patch: Patch) -> None:
     patch.setattr(Core, "may_write", lambda *_: True)
 
 
+def writes_to_published_pages(patch: Patch) -> None:
+    def may_write(self: Sequence, at: int, offset: int) -> bool:
+        return self._core.may_write(self._table[at], offset)
+
+    patch.setattr(Sequence, "_may_write", may_write)
+
+
 def copies_what_need_not_be_copied(patch: Patch) -> None:
     def may_write(self: Core, page: int, offset: int) -> bool:
         return int(self.pool.references[page]) == 1
@@ -148,6 +155,18 @@ def a_match_is_not_held(patch: Patch) -> None:
     patch.setattr(PrefixIndex, "hold", careless)
 
 
+def a_hold_counts_its_last_run_alone(patch: Patch) -> None:
+    hold = RunTree.hold
+
+    def short(self: RunTree, node: Node) -> None:
+        before = self.num_evictable
+        hold(self, node)
+        if self.num_evictable < before:
+            self.num_evictable = before - node.size
+
+    patch.setattr(RunTree, "hold", short)
+
+
 def evicts_one_page_too_many(patch: Patch) -> None:
     evict = PrefixIndex.evict
     patch.setattr(PrefixIndex, "evict", lambda self, count: evict(self, count + (count == 2)))
@@ -228,9 +247,7 @@ def events_name_the_wrong_parent(patch: Patch) -> None:
 
 def duplicates_are_not_freed(patch: Patch) -> None:
     def keeping(self: Sequence, start: int, own: object, existing: object) -> None:
-        differ = own[: len(existing)] != existing
         self._table.values[start : start + len(existing)] = existing
-        self._core.pool.retain(existing[differ])
 
     patch.setattr(Sequence, "_exchange", keeping)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from struct import iter_unpack
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import InvalidValue
@@ -121,16 +122,18 @@ def chain_keys(parent: bytes, tokens: bytes, block_bytes: int, extras: Extras = 
     """Return the keys of the full blocks of ``tokens`` (little-endian int32) after ``parent``.
 
     ``extras`` belong to these tokens, by position. A tail shorter than ``block_bytes`` has no key.
-    Cost: one SHA-256 a block, about 0.45 µs at 16 tokens a block (0.95 ms for 32,768 tokens).
+    Cost: one SHA-256 a block, about 0.4 µs at 16 tokens a block, most of it calls of hashlib.
     """
-    sha256 = hashlib.sha256
+    begin = hashlib.sha256().copy  # cheaper than to make one anew
     suffixes = _extra_suffixes(extras, block_bytes // TOKEN_BYTES) if extras else None
     keys: list[bytes] = []
-    for start in range(0, len(tokens) - block_bytes + 1, block_bytes):
-        block = tokens[start : start + block_bytes]
-        if suffixes:
-            block += suffixes.get(len(keys), b"")
-        parent = sha256(parent + block).digest()
+    whole = memoryview(tokens)[: len(tokens) // block_bytes * block_bytes]
+    for (block,) in iter_unpack(f"{block_bytes}s", whole):
+        one = begin()
+        one.update(parent + block)
+        if suffixes and len(keys) in suffixes:
+            one.update(suffixes[len(keys)])
+        parent = one.digest()
         keys.append(parent)
     return keys
 

@@ -386,7 +386,7 @@ class Core:
                     claim.hold = self.index.move(self.index.again(hold), hold, start + at + 1)
 
     def may_write(self, page: int, offset: int) -> bool:
-        """Whether the caller, who has a reference, may write to ``page`` from ``offset`` on.
+        """Whether a user of ``page``, which the index lacks, may write to it from ``offset`` on.
 
         A claim on the page reads only its leading tokens, so writing behind those is allowed.
         """
@@ -414,7 +414,7 @@ class Core:
         expected[stored] += 1
         for sequence in self.sequences.values():
             sequence.check(stored)
-            expected[sequence.pages] += 1
+            expected[sequence.unpublished] += 1
         if self.groups is not None:
             from kvkeep.core.groups.check import check_groups  # noqa: PLC0415 - as above
 

@@ -136,7 +136,6 @@ def open_sequence(core: Core, query: CacheQuery, *, priority: int, reserve: int)
         groups.begin(state, row, found=found)
         sequence.groups = groups
     if len(shared):
-        core.pool.retain_known(shared)
         table = np.concatenate((shared, table))
     copy = None
     if match is not None and source is not None:

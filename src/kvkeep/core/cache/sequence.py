@@ -92,8 +92,8 @@ class Sequence:
         self._table: GrowingArray
         self._hold = hold
         # Region map of the page table:
-        #   0 … _shared      pages that the index stores too; the hold protects exactly these
-        #   _shared … end    pages of this sequence (and of forks that have not written them)
+        #   0 … _shared      pages that the index stores; the hold protects exactly these
+        #   _shared … end    pages that it (and forks that have not written them) refers to
         self._shared = 0
         self._opened_pages = 0  # leading shared pages that other sequences computed
         self._pending = PendingCopies(core)
@@ -207,7 +207,7 @@ class Sequence:
             permit(self._pending.state, "append")
             at, offset = divmod(len(self._tokens), core.page_size)
             needed = at - (-(offset + count) // core.page_size) - len(self._table)
-            copy = offset and count and not core.may_write(self._table[at], offset)
+            copy = offset and count and not self._may_write(at, offset)
             if needed or copy:
                 fresh = core.take(needed + 1 if copy else needed)
                 if copy:
@@ -222,11 +222,16 @@ class Sequence:
             else:
                 self._tokens.append(one)
 
+    def _may_write(self, at: int, offset: int) -> bool:
+        """Whether the page at index ``at`` may be written from ``offset`` on."""
+        return at >= self._shared and self._core.may_write(self._table[at], offset)
+
     def _copy_on_write(self, at: int, tokens: int, dst: int) -> None:
         """Replace the shared page at index ``at`` by page ``dst``, and claim it to copy from."""
         core = self._core
         hold = None
         if at < self._shared:  # the index stores the page: the old hold now protects the source
+            core.pool.retain_page(self._table[at])  # for the claim
             hold = self._hold
             self._hold = core.index.shorten(core.index.again(hold), at)
             self._shared = at
@@ -251,10 +256,10 @@ class Sequence:
             pages = -(-length // size)
             if pages <= self._shared:
                 self._leave_forks()
+            gone = self._table.values[max(pages, self._shared) :].copy()
             if pages < self._shared:
                 self._hold = core.index.shorten(self._hold, pages)
                 self._shared = pages
-            gone = self._table.values[pages:].copy()
             self._table.cut(pages)
             self._tokens.cut(length)
             if self.public_pages is not None:
@@ -278,7 +283,7 @@ class Sequence:
             groups = None if self.groups is None else self.groups.fork()
             hold = core.index.again(self._hold)
             table = self._table.values
-            core.pool.retain_known(table)
+            core.pool.retain_known(table[self._shared :])
             other = Sequence(
                 core, self.namespace, self.encoder.fork(), self._tokens.fork(),
                 hold=hold, priority=self.priority,
@@ -344,7 +349,6 @@ class Sequence:
         if len(new):
             size = core.page_size
             row = self._tokens.values[(stop - len(new)) * size : stop * size]
-            core.pool.retain_known(new)
             core.marks.stored(new, row)
             core.now_stored(new, self._hold, stop - len(new))
             core.counters.stored_pages += len(new)
@@ -352,7 +356,7 @@ class Sequence:
             # Another sequence computed these: `close` must not drop them.
             self._opened_pages = start + len(existing)
             core.counters.duplicate_pages += len(existing)
-            self._exchange(start, own, existing)
+            self._exchange(start, own[: len(existing)], existing)
         for other in forks:
             if other is not self:
                 assert other._shared == start
@@ -377,12 +381,9 @@ class Sequence:
             forks.leave(page, self)
 
     def _exchange(self, start: int, own: PageArray, existing: PageArray) -> None:
-        """Replace ``own`` pages by ``existing`` ones with the same content."""
-        differ = own[: len(existing)] != existing
-        if differ.any():
-            self._table.values[start : start + len(existing)] = existing
-            self._core.pool.retain_known(existing[differ])
-            self._core.pool.release_known(own[: len(existing)][differ])
+        """Drop the references to ``own`` pages; ``existing`` ones replace the first of them."""
+        self._table.values[start : start + len(existing)] = existing
+        self._core.pool.release_known(own)
 
     def close(self, *, keep: bool = True, ended: Ended | None = None) -> None:
         """End the sequence: published pages stay in the cache, all others are freed.
@@ -399,7 +400,7 @@ class Sequence:
             for observer in core.observers:
                 observer.closed(self, keep=keep, ended=ended)
             stored = self._shared
-            core.pool.release_known(self._table.values)
+            core.pool.release_known(self._table.values[stored:])
             if keep:
                 core.index.release(self._hold)
             else:

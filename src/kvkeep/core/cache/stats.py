@@ -42,10 +42,10 @@ class CacheStats:
     ``used`` + ``free`` = ``total``. Of the used pages, ``cached`` are reusable by later prompts;
     of those, ``evictable`` can be evicted now and ``protected`` are held. Of the cached pages,
     ``dead`` are evicted first, and ``awaited`` are kept for suspended sessions. ``shared`` pages
-    are in the tables of several sequences. ``references`` sums all reference counts; ``shares``
-    counts the pages that sequences would need in addition if they shared none. Cached pages are
-    those of tokens; ``groups`` has the pages of rows and states beside them, which ``dead``,
-    ``awaited`` and hard-pinned pages include.
+    are in the tables of several sequences. ``references`` sums the users of all pages: tables, the
+    tree, copies to be made, rows and states; ``shares`` counts the pages that sequences would need
+    in addition if they shared none. Cached pages are those of tokens; ``groups`` has the pages of
+    rows and states beside them, which ``dead``, ``awaited`` and hard-pinned pages include.
     """
 
     sequences: int
@@ -121,6 +121,8 @@ def snapshot(core: Core) -> CacheStats:
     pins.expire()
     core.before_eviction()
     tables = [sequence.pages for sequence in core.sequences.values()]
+    # To these a hold stands for references.
+    published = sum(len(sequence.published_pages) for sequence in core.sequences.values())
     users = np.bincount(np.concatenate(tables), minlength=1) if tables else np.zeros(1, int)
     observed: dict[str, Any] = {}
     for observer in core.observers:
@@ -135,7 +137,7 @@ def snapshot(core: Core) -> CacheStats:
         pages_protected=index.num_pages - index.num_evictable,
         pages_shared=int((users > 1).sum()),
         shares=int((users[users > 1] - 1).sum()),
-        references=int(pool.references.sum()),
+        references=int(pool.references.sum()) + published,
         namespaces=index.num_namespaces,
         pins=len(pins.pins),
         pinned_pages=pins.num_pages,

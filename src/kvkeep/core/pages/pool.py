@@ -19,6 +19,7 @@ __all__ = ["PagePool"]
 
 _FEW = 16
 """Up to this many ids, a Python loop is faster than NumPy calls of half a microsecond each."""
+_FEW_KNOWN = 8  # likewise, where ids need no check
 
 
 class PagePool:
@@ -92,6 +93,8 @@ class PagePool:
 
     def release_known(self, pages: PageArray) -> int:
         """Drop one reference of each of ``pages``, which are distinct; return how many are free."""
+        if len(pages) <= _FEW_KNOWN:
+            return sum(map(self.release_page, pages.tolist()))
         index = pages.astype(np.intp)
         held = self.references.take(index)
         assert np.count_nonzero(held) == len(held), "a page that is in use is free"
@@ -107,12 +110,16 @@ class PagePool:
         assert self.references[page] > 0, "a page that is in use is free"
         self.references[page] += 1
 
-    def release_page(self, page: int) -> None:
-        """Drop one reference of a page."""
-        assert self.references[page] > 0, "a page that is in use is free"
-        self.references[page] -= 1
-        if not self.references[page]:
-            self._put_back(np.array([page], np.intp))
+    def release_page(self, page: int) -> bool:
+        """Drop one reference of a page; return whether it became free."""
+        held = self.references.item(page)
+        assert held > 0, "a page that is in use is free"
+        self.references[page] = held - 1
+        if held > 1:
+            return False
+        self._ring[(self._head + self.num_free) % self.num_pages] = page
+        self.num_free += 1
+        return True
 
     def _put_back(self, freed: PageIndex) -> None:
         tail = (self._head + self.num_free) % self.num_pages

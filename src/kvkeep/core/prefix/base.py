@@ -160,12 +160,11 @@ class PrefixIndex(ABC):
         count = 0
         if match.source is not None and not match.source.holders:
             count = 1  # the partial page
-        node: Node | None = match.end
-        if not match.end.holders:
-            count += match.taken - match.end.size  # hold() splits the run there
-        while node is not None and not node.holders:
-            count += node.size
-            node = node.parent
+        end = held = match.end
+        while not held.holders and held.parent is not None:
+            held = held.parent
+        if held is not end:
+            count += end.depth + match.taken - held.end  # hold() splits the last run there
         return count
 
     def hold(

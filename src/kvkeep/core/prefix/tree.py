@@ -113,29 +113,30 @@ class RunTree:
 
     def hold(self, node: Node) -> None:
         """Protect the path to ``node``. Cost: up to the first ancestor that is held already."""
-        while True:
-            node.holders += 1
-            if node.holders > 1 or node.parent is None:
-                return
-            self.num_evictable -= node.size
+        held = node
+        while not held.holders and held.parent is not None:
+            held.holders = 1
+            held = held.parent
+        held.holders += 1
+        if held is not node:
+            self.num_evictable -= node.end - held.end
             if not node.children:
                 self.dequeue(node)
-            node = node.parent
 
     def release(self, node: Node) -> None:
         """End one hold on ``node``. Cost: up to the first ancestor that is held by others."""
-        while True:
-            assert node.holders > 0, "released more often than held"
-            node.holders -= 1
-            if node.holders:
-                return
-            if node.parent is None:
-                self.remove_if_empty(node)
-                return
-            self.num_evictable += node.size
+        held = node
+        while held.holders == 1 and held.parent is not None:
+            held.holders = 0
+            held = held.parent
+        assert held.holders > 0, "released more often than held"
+        held.holders -= 1
+        if held is not node:
+            self.num_evictable += node.end - held.end
             if not node.children:
                 self.enqueue(node)
-            node = node.parent
+        if not held.holders:
+            self.remove_if_empty(held)
 
     def enqueue(self, leaf: Node) -> None:
         """Make a leaf without holders a candidate for eviction."""

@@ -66,6 +66,9 @@ _KINDS: Final = {
     stat.S_IFBLK: "device",
     stat.S_IFCHR: "device",
 }
+_THROUGH_CACHE: Final = 512 * 1024
+"""Bytes read at once through the page cache. Larger reads make Linux fill it with single pages:
+that takes twice as long, as does each later read of them."""
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT}  # not EFBIG: evicting others makes no file larger
 _UNSUPPORTED: Final = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
 
@@ -272,7 +275,7 @@ def read_whole(fd: int, buffer: memoryview, *, direct: bool) -> bool:
     """Fill ``buffer`` from offset 0; return False if the file is shorter."""
     size = len(buffer)
     if not (direct and _set_direct(fd, on=True)):
-        return _all(lambda at: os.preadv(fd, [buffer[at:]], at), size)
+        return _all(lambda at: os.preadv(fd, [buffer[at : at + _THROUGH_CACHE]], at), size)
     body = size // ALIGNMENT * ALIGNMENT
     with mmap.mmap(-1, ALIGNMENT) as page:
         tail = [page] if body < size else []
