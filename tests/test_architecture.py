@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import subprocess
 import sys
 from dataclasses import dataclass
 from functools import cache
@@ -730,13 +729,3 @@ def test_a_planted_reach_and_a_planted_giant_are_found() -> None:
     assert grown(lines, {}, 2) == ["kvkeep.a.A: 3, at most 2"]
     assert grown(arguments, {"kvkeep.a.A": 2}, 1) == []
     assert grown(arguments, {"kvkeep.a.A": 2}, 2) == ["kvkeep.a.A: take it out of the table"]
-
-
-def test_nothing_that_git_ignores_is_in_the_repository() -> None:
-    """As an environment of 23,000 files would be that was added all the same."""
-    home = SOURCE.parent
-    if not (home / ".git").exists():
-        pytest.skip("a source distribution has no repository")
-    ask = ["git", "ls-files", "--cached", "--ignored", "--exclude-standard"]
-    tracked = subprocess.run(ask, cwd=home, capture_output=True, text=True, check=True).stdout
-    assert tracked.split() == []

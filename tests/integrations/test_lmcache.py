@@ -135,6 +135,10 @@ def test_each_option_of_lmcache_is_known():
         ),
         ({"local_cpu": "yes"}, ["memory://1GiB"]),  # "true" and "1" are true
         ({"local_cpu": "1", "max_local_cpu_size": 2}, ["memory://2GiB"]),
+        ({"local_cpu": 1}, ["memory://5GiB"]),
+        ({"local_cpu": " True "}, ["memory://5GiB"]),
+        ({"local_cpu": 1.0}, ["memory://1GiB"]),
+        ({"local_cpu": 2}, ["memory://1GiB"]),
     ],
 )  # fmt: skip
 def test_tiers(given, tiers):

@@ -7,7 +7,7 @@ from posixpath import normpath
 from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
 
-from kvkeep.core.errors import InvalidValue, MissingExtra
+from kvkeep.core.errors import InvalidValue, MissingExtra, told
 from kvkeep.store.tiers.opening import check_tiers
 
 if TYPE_CHECKING:
@@ -28,10 +28,8 @@ _AWS: Final = re.compile(r"(?P<bucket>.+?)\.s3(?:[.-](?P<region>[a-z0-9-]+))?\.a
 
 
 def is_true(value: object) -> bool:
-    """Return whether LMCache takes a value for true: a boolean, a number, or one of two texts."""
-    if isinstance(value, str):
-        return value.strip().lower() in ("true", "1")
-    return bool(value)
+    """Return whether LMCache takes a value for true: what is written true or 1."""
+    return told(value).strip("'\" ").lower() in ("true", "1")
 
 
 def once(paths: Iterable[str]) -> list[str]:
