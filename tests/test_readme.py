@@ -77,3 +77,10 @@ def test_links_between_documents_lead_somewhere() -> None:
     for document in [*DOCUMENTS, ROOT / "CONTRIBUTING.md"]:
         for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text(encoding="utf-8")):
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_the_changelog_tells_each_change_once() -> None:
+    changes = re.split(r"^(?=- |#)", (ROOT / "CHANGELOG.md").read_text("utf-8"), flags=re.MULTILINE)
+    told = [change.strip() for change in changes if change.startswith("- ")]
+    assert len(told) > 100
+    assert sorted(told) == sorted(set(told))

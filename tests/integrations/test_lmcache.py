@@ -135,6 +135,10 @@ def test_each_option_of_lmcache_is_known():
         ),
         ({"local_cpu": "yes"}, ["memory://1GiB"]),  # "true" and "1" are true
         ({"local_cpu": "1", "max_local_cpu_size": 2}, ["memory://2GiB"]),
+        ({"local_cpu": 1}, ["memory://5GiB"]),
+        ({"local_cpu": " True "}, ["memory://5GiB"]),
+        ({"local_cpu": 1.0}, ["memory://1GiB"]),
+        ({"local_cpu": 2}, ["memory://1GiB"]),
     ],
 )  # fmt: skip
 def test_tiers(given, tiers):
@@ -382,3 +386,71 @@ def test_what_is_printed(tmp_path, capsys, monkeypatch):
 
     assert main(["translate", str(tmp_path / "none")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+HOSTILE = {  # what a small file can become → what is said of it
+    "a: &a [x,x]\n" + "".join(f"b{i}: &{'bcdefghij'[i]} [*{'abcdefghi'[i]},*{'abcdefghi'[i]}]\n"
+                              for i in range(9)): "is no YAML",
+    "chunk_size: 0x" + "f" * 5000: "is no YAML",
+    "extra_config: {s3_region: 0b" + "1" * 300 + "}": "is no YAML",
+    'local_disk: "/mnt/\\ud800"': "'\\ud800' in a path or URL",
+    'remote_url: "fs://h:0/\\ud800"': "'\\ud800' in a path or URL",
+    'remote_url: valkey://h:1\nextra_config: {valkey_password: "\\udfff"}': "no character of UTF-8",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_a_small_file_stays_small(text, tmp_path, capsys):
+    path = tmp_path / "lmcache.yaml"
+    path.write_text(text)
+    assert main(["translate", str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert HOSTILE[text] in err
+    assert err.count("\n") == 1
+
+
+def test_an_alias_is_read(tmp_path):
+    path = tmp_path / "lmcache.yaml"
+    path.write_text("local_disk: &place /mnt/a\ngds_path: *place\n")
+    assert read_yaml(str(path)) == {"local_disk": "/mnt/a", "gds_path": "/mnt/a"}
+
+
+@pytest.mark.parametrize(
+    ("given", "tiers"),
+    [
+        ({"local_disk": "/a,/b,/a/,/x/../a"}, ["memory://5GiB", "file:///a", "file:///b"]),
+        ({"remote_url": "fs://h:1/a,/a/,/b"}, ["memory://5GiB", "file:///a", "file:///b"]),
+        ({"local_disk": "/a", "remote_url": "fs://h:1/a/"}, ["memory://5GiB", "file:///a"]),
+        ({"remote_url": "azure://box/kv"}, ["memory://5GiB", "az://box/kv"]),
+        ({"remote_url": "azure://box/kv?y=1"}, ["memory://5GiB"]),
+        ({"local_disk": "/a\0b"}, []),
+    ],
+)
+def test_a_tier_that_the_engine_would_refuse_is_not_printed(given, tiers, monkeypatch):
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    if not tiers:
+        with pytest.raises(InvalidValue):
+            translate(given)
+        return
+    found = translate(given)
+    assert found.options["tiers"] == tiers
+    EngineOptions.from_json(found.options, "it")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "me")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "bWU=")
+    check_tiers(tiers, SHAPE)
+
+
+def test_longer_than_a_thread_can_wait():
+    made = translate({"blocking_timeout_secs": 1e14, "lookup_timeout_ms": 1e14}).options
+    EngineOptions.from_json(made, "it")
+
+
+def test_no_control_characters_and_no_secrets_of_unknown_options(tmp_path, capsys):
+    path = tmp_path / "lmcache.yaml"
+    path.write_text('"\\e[2Jx": 3\ncache_policy: "\\e]0;x\\a\\nlru"\nhf_token: SECRET\n'
+                    "storage_key: SECRET\nAUTH: SECRET\n")  # fmt: skip
+    assert main(["translate", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "SECRET" not in out
+    assert out.replace("\n", "").isprintable()

@@ -211,16 +211,17 @@ def test_raw_records_in_a_tier_with_a_codec_stay_what_they_are(codec: str, bench
 
 
 REFUSED = {
-    "lossy in an exact tier": (("int8", None), ("raw", None)),
-    "plain in an encrypted tier": (("raw", None), ("raw", KEY)),
-    "encrypted without a key": (("raw", KEY), ("raw", None)),
+    "int8, is lossy, and the tier's is exact": (("int8", None), ("raw", None)),
+    "is not encrypted, and those of this tier are": (("raw", None), ("raw", KEY)),
+    "is encrypted, and this tier has no key": (("raw", KEY), ("raw", None)),
 }
 
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_records_that_are_not_for_a_tier_are_refused_and_written_anew(
-    kind: str, bench: Bench
+    kind: str, bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", "kvkeep.tiers")
     theirs, ours = REFUSED[kind]
     place = bench.disk()
     written = bench.tier(place, theirs[0], key=theirs[1])
@@ -231,6 +232,7 @@ def test_records_that_are_not_for_a_tier_are_refused_and_written_anew(
     tier = store.tiers[0]
     assert get(store, [0]) == 0
     assert (tier.counters.refused, tier.counters.damaged) == (1, 0)
+    assert kind in caplog.text
     assert place.calls["quarantine"] == 0
     assert bytes(stored(place, BLOCK)) == before, "it stays as it is"
     assert tier.breaker.state == "closed"

@@ -10,6 +10,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from kvkeep.cli.arguments import add_json, add_option, count
+from kvkeep.cli.drawing import visible
 from kvkeep.core.errors import InvalidValue, whole
 
 if TYPE_CHECKING:
@@ -101,9 +102,10 @@ def _told(rows: Sequence[Translated]) -> Iterator[str]:
         if mine:
             yield f"{fate}:"
         for row in mine:
-            yield f"  {row.option}: {row.given}"
+            yield visible(f"  {row.option}: {row.given}")
             yield from textwrap.wrap(
-                row.note, max(40, width), initial_indent="      ", subsequent_indent="      ",
+                visible(row.note), max(40, width),
+                initial_indent="      ", subsequent_indent="      ",
                 break_long_words=False, break_on_hyphens=False,
             )  # fmt: skip
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from posixpath import normpath
+from threading import TIMEOUT_MAX
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
-from kvkeep.core.config_file import masked
+from kvkeep.core.config_file import is_secret, masked
 from kvkeep.core.errors import InvalidValue, did_you_mean, told
 from kvkeep.integrations.lmcache_names import (
     EXTRA,
@@ -21,7 +23,7 @@ from kvkeep.integrations.lmcache_names import (
     NOT_NEEDED,
     STATUS,
 )
-from kvkeep.integrations.lmcache_remote import is_true, refused, remote_urls
+from kvkeep.integrations.lmcache_remote import is_true, once, refused, remote_urls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -83,8 +85,12 @@ def translate(given: Mapping[str, object], *, ranks: int = 1) -> Translation:
         InvalidValue: an option with tiers or times has a value that LMCache would not take.
     """
     work = _Work({_ALIASES.get(name, name): value for name, value in given.items()}, ranks)
-    rows = [work.row(name, _ALIASES.get(name, name)) for name in given]
-    return Translation(work.options(), tuple(rows))
+    try:
+        rows = [work.row(name, _ALIASES.get(name, name)) for name in given]
+        return Translation(work.options(), tuple(rows))
+    except UnicodeEncodeError as error:  # half a character, of YAML, JSON or a variable
+        part = error.object[error.start : error.end]
+        raise InvalidValue(f"{told(part)} in a path or URL is no character of UTF-8") from error
 
 
 _POLICIES: Final = {"LRU": "lru", "LFU": "lfu", "FIFO": "fifo"}
@@ -125,9 +131,9 @@ class _Work:
         tiers = self.memory() + self.disks() + self._remote()
         made: dict[str, Any] = {"tiers": tiers or [_LEAST]}
         if (seconds := self.number("blocking_timeout_secs")) is not None:
-            made["load_timeout"] = seconds
+            made["load_timeout"] = min(seconds, TIMEOUT_MAX)
         if (ms := self.number("lookup_timeout_ms")) is not None:
-            made["lookup_timeout"] = ms / 1000
+            made["lookup_timeout"] = min(ms / 1000, TIMEOUT_MAX)
         if tokens := int(self.number("min_retrieve_tokens") or 0):
             made["min_tokens"] = tokens
         if "save_decode_cache" in self.given and not is_true(self.given["save_decode_cache"]):
@@ -160,12 +166,12 @@ class _Work:
                                "with commas between them")  # fmt: skip
         paths = [one.strip().removeprefix("file://") for one in given.split(",") if one.strip()]
         for path in paths:
-            if not path.startswith("/") or not path.strip("/"):
+            if not path.startswith("/") or not path.strip("/") or "\0" in path:
                 raise InvalidValue(
                     f"local_disk has {told(path)}; a tier on disk needs the path of a directory, "
                     "from the root"
                 )
-        return [path.rstrip("/") for path in paths]
+        return once(path.rstrip("/") for path in paths)
 
     def _remote(self) -> list[str]:
         if self.refused():
@@ -176,7 +182,13 @@ class _Work:
 
     def refused(self) -> str | None:
         """Return why kvkeep would not open the remote tiers, or None."""
-        return next((why for url in self.remote_urls() if (why := refused(url))), None)
+        urls = self.remote_urls()
+        if why := next((why for url in urls if (why := refused(url))), None):
+            return why
+        own = {normpath(path) for path in self.paths()}
+        if own.isdisjoint(normpath(unquote(url.removeprefix("file://"))) for url in urls):
+            return None
+        return "local_disk has the same directory, and a directory is one tier"
 
     def remote_urls(self) -> list[str]:
         """Return the URLs of the remote tiers: kvkeep's, or as given if there is no such tier."""
@@ -367,6 +379,9 @@ _TAKEN: Final[dict[str, Callable[[_Work, object], tuple[Fate, str]]]] = {
 }
 
 
+_SECRETS: Final = ("password", "passwd", "secret", "credential", "token_", "_token", "_key", "auth")
+
+
 def _bytes(gib: float) -> str:
     whole = round(gib * 1024)
     return f"{whole // 1024}GiB" if whole % 1024 == 0 and whole else f"{max(1, whole)}MiB"
@@ -379,7 +394,7 @@ def _shown(name: str, value: object) -> str:
         return f"{len(value)} options" if isinstance(value, dict) else told(value, 40)
     if isinstance(value, str) and "://" in value:
         return str(masked(name, value))
-    if any(word in name for word in ("password", "secret", "token_", "api_key", "access_key")):
+    if is_secret(name) or any(word in name.lower() for word in _SECRETS):
         return "…"
     if isinstance(value, bool):
         return "true" if value else "false"

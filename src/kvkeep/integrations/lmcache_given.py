@@ -13,11 +13,14 @@ from kvkeep.core.errors import InvalidValue, require, told
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from types import ModuleType
 
 __all__ = ["Given", "from_environment", "gather", "read_yaml"]
 
 _PREFIX: Final = "LMCACHE_"
 _MOST_BYTES: Final = 1 << 20  # of a file
+_MOST_ALIASES: Final = 16  # each may stand for all that was before it
+_MOST_BITS: Final = 256  # of a number; Python writes no whole number of 4,301 digits
 
 
 class Given(NamedTuple):
@@ -65,7 +68,8 @@ def read_yaml(path: str) -> dict[str, object]:
     """Return the options of a file of LMCache.
 
     Raises:
-        InvalidValue: it cannot be read, is not a YAML mapping, or is larger than 1 MiB.
+        InvalidValue: it cannot be read, is not a YAML mapping, is larger than 1 MiB, or has more
+            than 16 aliases, which could stand for terabytes.
         MissingExtra: PyYAML is not installed.
     """
     yaml = require("yaml", "translate")
@@ -77,7 +81,7 @@ def read_yaml(path: str) -> dict[str, object]:
     if len(text) > _MOST_BYTES:
         raise InvalidValue(f"{path} is larger than 1 MiB: no configuration of LMCache")
     try:
-        found = yaml.safe_load(text)
+        found = yaml.load(text, _loader(yaml))
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
         where = getattr(error, "problem_mark", None)
         line = "" if where is None else f", line {where.line + 1}"
@@ -87,6 +91,28 @@ def read_yaml(path: str) -> dict[str, object]:
     if not isinstance(found, dict):
         raise InvalidValue(f"{path} is {told(found, 40)}; options are needed, as chunk_size: 256")
     return {str(name): value for name, value in found.items()}
+
+
+def _loader(yaml: ModuleType) -> type[Any]:
+    """Return PyYAML's safe loader with a bound on what a small text can become."""
+
+    class Bounded(yaml.SafeLoader):  # type: ignore[name-defined, misc]
+        aliases = 0
+
+        def compose_node(self, parent: object, index: object) -> object:
+            self.aliases += bool(self.check_event(yaml.AliasEvent))
+            if self.aliases > _MOST_ALIASES:
+                raise ValueError("too many aliases")
+            return super().compose_node(parent, index)
+
+        def construct_yaml_int(self, node: object) -> int:
+            number: int = super().construct_yaml_int(node)
+            if number.bit_length() > _MOST_BITS:
+                raise ValueError("too large a number")
+            return number
+
+    Bounded.add_constructor("tag:yaml.org,2002:int", Bounded.construct_yaml_int)
+    return Bounded
 
 
 def from_environment(environment: Mapping[str, str]) -> dict[str, object]:

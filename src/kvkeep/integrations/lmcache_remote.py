@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
+from posixpath import normpath
 from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
 
-from kvkeep.core.errors import InvalidValue, MissingExtra
+from kvkeep.core.errors import InvalidValue, MissingExtra, told
 from kvkeep.store.tiers.opening import check_tiers
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
-__all__ = ["is_true", "refused", "remote_urls"]
+__all__ = ["is_true", "once", "refused", "remote_urls"]
 
 _SCHEMES: Final = {
     "redis": "redis", "redis-cluster": "redis", "resp": "redis", "valkey": "valkey", "s3": "s3",
@@ -27,10 +28,16 @@ _AWS: Final = re.compile(r"(?P<bucket>.+?)\.s3(?:[.-](?P<region>[a-z0-9-]+))?\.a
 
 
 def is_true(value: object) -> bool:
-    """Return whether LMCache takes a value for true: a boolean, a number, or one of two texts."""
-    if isinstance(value, str):
-        return value.strip().lower() in ("true", "1")
-    return bool(value)
+    """Return whether LMCache takes a value for true: what is written true or 1."""
+    return told(value).strip("'\" ").lower() in ("true", "1")
+
+
+def once(paths: Iterable[str]) -> list[str]:
+    """Return each directory once, by its first name: kvkeep refuses one that is two tiers."""
+    found: dict[str, str] = {}
+    for path in paths:
+        found.setdefault(normpath(path) if path else "", path)
+    return list(found.values())
 
 
 def remote_urls(url: str, extra: Mapping[str, object]) -> list[str]:
@@ -48,7 +55,7 @@ def remote_urls(url: str, extra: Mapping[str, object]) -> list[str]:
     if ours == "file":
         _, slash, path = rest.partition("/")  # LMCache takes host:port/path
         paths = [one.strip() for one in (slash + path).split(",")]
-        return [f"file://{quote(one)}" for one in paths if one] or ["file://"]
+        return [f"file://{quote(one)}" for one in once(paths) if one] or ["file://"]
     if ours == "s3":
         return [_s3(rest, extra)]
     if ours in ("redis", "valkey", "rediss"):
@@ -64,11 +71,11 @@ def refused(url: str) -> str | None:
         return _INSTEAD[scheme]
     if scheme not in {*_SCHEMES.values(), "valkeys"}:
         return f"there is no tier for {scheme}://; see the tiers in docs/store.md"
-    if scheme == "az":  # its account is in the environment of the engine
-        return None
     try:
         check_tiers([url], in_front=False)
     except InvalidValue as error:
+        if scheme == "az" and "cannot be opened" in str(error):
+            return None  # its account is in the environment of the engine
         return str(error)
     except MissingExtra:
         return None

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["EXPLAIN_LOG", "TreeExplainer"]
 
 EXPLAIN_LOG = logging.getLogger("kvkeep.sglang.explain")
-"""At DEBUG a line for each request, at INFO the most expensive causes."""
+"""At DEBUG a line for each request, at INFO the first causes."""
 _SUMMARY_EVERY = 1000
 _CAUSES = 3
 _MOST_LINES = 10_000

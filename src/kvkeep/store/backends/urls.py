@@ -57,6 +57,8 @@ class TierURL:
         self.password = unquote(parts.password) if parts.password else None
         self.host = parts.hostname
         self.path = unquote(parts.path)
+        if "\0" in self.path:
+            raise InvalidValue("a tier's URL has %00 in its path; no system takes that character")
         user = f"{parts.username or ''}:***@" if self.password else ""
         if not user and parts.username:
             user = f"{parts.username}@"

@@ -111,8 +111,8 @@ class Store:
         False). It is read until then. Waits ``timeout`` seconds at most, and a second or two for
         the backend to close. From a place without a budget (``valkey://``) nothing is copied.
 
-        If the tier is attached again, what it had is found again, also what was removed from the
-        store meanwhile.
+        If the tier is attached again, what it had is found again, but for what was removed from
+        the store meanwhile.
 
         Raises:
             InvalidValue: there is no such tier, or ``timeout`` is no time.

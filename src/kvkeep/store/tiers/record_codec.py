@@ -104,11 +104,15 @@ class RecordCodec:
             raise NotForUs("its KV is not exact, and the tier's is")
         if header.codec == self.codec.number:
             return header, self.codec
-        codec = None
-        if not header.codec < WITHOUT_KEY_ID <= self.codec.number:
-            codec = self._codec_of(header.codec)
-        if codec is None or (self.codec.exact and not codec.exact):
-            raise NotForUs(f"codec {header.codec} is not for this tier")
+        if header.codec < WITHOUT_KEY_ID <= self.codec.number:
+            raise NotForUs("the record is not encrypted, and those of this tier are")
+        codec = self._codec_of(header.codec)
+        if codec is None and self.codec.number < WITHOUT_KEY_ID <= header.codec:
+            raise NotForUs("the record is encrypted, and this tier has no key (encrypt=, decrypt=)")
+        if codec is None:
+            raise NotForUs(f"codec {header.codec} is unknown here")
+        if self.codec.exact and not codec.exact:
+            raise NotForUs(f"the record's codec, {codec.name}, is lossy, and the tier's is exact")
         return header, codec
 
     def decode(
