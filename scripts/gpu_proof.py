@@ -66,6 +66,7 @@ PARTS = {
 _ALL_S = 570.0  # for all parts: ten minutes, less what ends and writes
 _KILLED_S = 5.0  # a process that hangs in the driver may not end even when killed
 _TOLD = 400  # characters of an error
+_READ = 1 << 16  # bytes of a log's end
 _ROOM = 1 << 20  # bytes that must fit where results are written
 _STOP = threading.Event()  # a signal has asked for the end
 
@@ -199,8 +200,13 @@ def _ended(process: subprocess.Popen[bytes]) -> int | None:
 
 
 def _last(log: Path) -> str:
-    """Return the end of what a process said, in one line."""
-    lines = log.read_text("utf-8", errors="replace").strip().splitlines()
+    """Return the end of what a process said, in one line; of a hang, the innermost calls."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _READ))
+        lines = file.read().decode("utf-8", errors="replace").strip().splitlines()
+    hangs = [at for at, line in enumerate(lines) if line.endswith("(most recent call first):")]
+    if hangs:  # the main thread is the last one
+        return " ".join(" ".join(lines[hangs[-1] + 1 :]).split())[:_TOLD]
     return " ".join(" ".join(lines[-12:]).split())[-_TOLD:]
 
 

@@ -85,6 +85,19 @@ def test_what_a_part_found_before_it_hung_stays(tmp_path):
     assert not state.exists() or ") Z " in state.read_text()  # what it started ended with it
 
 
+def test_a_hang_is_told_by_its_innermost_calls(tmp_path):
+    hang = (
+        "\nimport faulthandler\n"
+        "faulthandler.dump_traceback_later(4)\n"
+        "def inner(): time.sleep(60)\n"
+        "def outer(depth): outer(depth - 1) if depth else inner()\n"
+        "outer(40)\n"
+    )
+    part = run(tmp_path, WRITES + hang, 8.0)
+    assert part["status"] == "too slow"
+    assert "in inner" in part["error"]
+
+
 @pytest.mark.parametrize(
     ("code", "status"),
     [("", "done"), ("sys.exit(3)", "skipped"), ("sys.exit('no memory')", "failed"),
