@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ HOME = Path(__file__).parents[1]
 sys.path.insert(0, str(HOME / "scripts"))
 
 import gpu_proof  # noqa: E402 - behind its folder
+from gpu_parts import figures, suite  # noqa: E402
 from gpu_parts.page import page, wrong  # noqa: E402
 
 
@@ -81,6 +85,19 @@ def test_what_a_part_found_before_it_hung_stays(tmp_path):
     assert not state.exists() or ") Z " in state.read_text()  # what it started ended with it
 
 
+def test_a_hang_is_told_by_its_innermost_calls(tmp_path):
+    hang = (
+        "\nimport faulthandler\n"
+        "faulthandler.dump_traceback_later(4)\n"
+        "def inner(): time.sleep(60)\n"
+        "def outer(depth): outer(depth - 1) if depth else inner()\n"
+        "outer(40)\n"
+    )
+    part = run(tmp_path, WRITES + hang, 8.0)
+    assert part["status"] == "too slow"
+    assert "in inner" in part["error"]
+
+
 @pytest.mark.parametrize(
     ("code", "status"),
     [("", "done"), ("sys.exit(3)", "skipped"), ("sys.exit('no memory')", "failed"),
@@ -97,6 +114,65 @@ def test_a_part_without_time_is_not_begun(tmp_path):
     part = run(tmp_path, WRITES, 0.0)
     assert (part["status"], part["rows"]) == ("too slow", [])
     assert not (tmp_path / "found.json").exists()
+
+
+@pytest.mark.parametrize("option", ["--out", "--disk"])
+def test_a_folder_that_cannot_be_written_does_not_cost_the_run(tmp_path, capsys, option):
+    file = tmp_path / "file"
+    file.touch()
+    given = ["--out", str(tmp_path / "out"), option, str(file / "below")]
+    assert gpu_proof.main(["--device", "cpu", "--smallest", "--only", "passes", *given]) == 0
+    said = capsys.readouterr().out
+    assert f"nothing can be written to {file / 'below'}; it goes to " in said
+    written = Path(said.rpartition("written: ")[2].strip())
+    assert "What a pass takes" in written.read_text()
+    if option == "--out":
+        for name in ("gpu-proof.md", "gpu-proof.json"):
+            (written.parent / name).unlink()
+
+
+def test_a_run_that_is_ended_ends_its_part(tmp_path):
+    script = [sys.executable, str(HOME / "scripts" / "gpu_proof.py"), "--device", "cpu"]
+    run = subprocess.Popen(
+        [*script, "--smallest", "--out", str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    children = Path(f"/proc/{run.pid}/task/{run.pid}/children")
+    while not (part := children.read_text().split()):
+        time.sleep(0.01)
+    run.send_signal(signal.SIGTERM)
+    said, _ = run.communicate(timeout=60)
+    assert run.returncode == 1
+    assert "failed" in said
+    assert "written: " in said
+    assert not Path(f"/proc/{part[0]}").exists()
+
+
+def test_a_package_that_is_too_old_is_named(monkeypatch):
+    monkeypatch.setattr(figures.metadata, "version", lambda _name: "4.57.1")
+    with pytest.raises(figures.Skipped, match=r"the engine needs transformers 5, not 4\.57\.1"):
+        figures.needs(transformers="the engine", pytest="tests")
+
+
+def test_a_file_of_tests_that_hangs_is_a_row(tmp_path, monkeypatch):
+    """With what it had begun, which holds its output open."""
+    hangs = tmp_path / "test_hangs.py"
+    hangs.write_text(
+        "import subprocess, time\n"
+        "import pytest\n"
+        "@pytest.mark.cuda\n"
+        "def test_it():\n"
+        "    subprocess.Popen(['sleep', '60'])\n"
+        "    time.sleep(60)\n"
+    )
+    monkeypatch.setattr(suite, "_HOME", tmp_path)
+    report = figures.Report(tmp_path / "found.json")
+    setting = figures.Setting(figures.torch.device("cpu"), "small", tmp_path)
+    began = time.monotonic()
+    suite._run(report, setting, [hangs], 8.0)
+    assert time.monotonic() - began < 50
+    (row,) = report.rows
+    assert row.right is False
+    assert row.note.startswith("not done after 8 s")
 
 
 def test_deadlines_are_within_ten_minutes():

@@ -6,6 +6,7 @@ Pages of 64 tokens, in calls of 128 pages, as its controller moves them.
 from __future__ import annotations
 
 import sys
+from array import array
 from importlib.metadata import version as version_of
 from itertools import count
 from pathlib import Path
@@ -16,11 +17,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests_sglang"))
 import torch
 import without_gpu  # type: ignore[import-not-found]  # noqa: F401 - before SGLang itself
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
+from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_hash_str
 from sglang_pools import Pages, config_of, hashes, pools, spans  # type: ignore[import-not-found]
 
 from peers.prompts import emptied, evict_from_cache, into_cache, kv_of, prompt, sync
-from peers.worker import Timed
 
 if TYPE_CHECKING:
     from peers.worker import Setting, Steps
@@ -44,12 +45,12 @@ def lookup(setting: Setting) -> Steps:
     """Hash a prompt by pages, and ask for them."""
     sizes = setting.sizes
     made = storage(setting)
-    tokens = prompt(1, sizes.tokens).tolist()
+    tokens = RadixKey(array("q", prompt(1, sizes.tokens).tolist()))
     small = torch.zeros(64, dtype=torch.uint8)
     for key in get_hash_str(tokens, page_size=PAGE):
         assert made.set(key, small)
     while True:
-        found = yield Timed(lambda: made.batch_exists(get_hash_str(tokens, page_size=PAGE)), 3)
+        found = yield lambda: made.batch_exists(get_hash_str(tokens, page_size=PAGE))
         assert found == sizes.tokens // PAGE
 
 
@@ -60,7 +61,7 @@ def known(setting: Setting) -> Steps:
     for key in keys:
         assert made.set(key, small)
     while True:
-        found = yield Timed(lambda: made.batch_exists(keys), 3)
+        found = yield lambda: made.batch_exists(keys)
         assert found == len(keys)
 
 
@@ -123,7 +124,7 @@ def disk_put(which: int) -> Any:
                 sync(setting.directory)
                 return done
 
-            done = yield Timed(put)
+            done = yield put
             assert done
 
     return steps
@@ -137,7 +138,7 @@ def disk_get(which: int, *, cached: bool) -> Any:
         sync(setting.directory)
         while True:
             (into_cache if cached else evict_from_cache)(setting.directory)
-            found = yield Timed(lambda: host.get(keys))
+            found = yield lambda: host.get(keys)
             assert found == len(keys)
             assert host.equal()
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 import kvkeep
 from kvkeep import Namespace, PagedCache
 from kvkeep.core.keys import chain_keys, root_key
-from peers.prompts import SHORT, branches, prompt, short_prompts
-from peers.worker import Timed
+from peers.prompts import SHORT, branches, by_turns, conversations, prompt, short_prompts
 
 if TYPE_CHECKING:
     from peers.worker import Setting, Steps
-
-TIMES = 20
 
 
 def version(variant: str) -> str:
@@ -22,31 +21,37 @@ def version(variant: str) -> str:
     return str(kvkeep.__version__) + variant
 
 
-def request(cache: PagedCache, tokens: Any, *, publish: bool = False) -> int:
-    """Open and close a request as an engine does; return the tokens that were cached."""
+def request(cache: PagedCache, tokens: Any) -> int:
+    """Open, publish and close a request as an engine does; return the tokens that were cached."""
     sequence = cache.open(tokens)
     sequence.copies()
     found = sequence.num_cached
-    if publish:
-        sequence.publish()
+    sequence.publish()
     sequence.close()
     return int(found)
 
 
+def filled(setting: Setting, runs: int) -> tuple[PagedCache, list[Any]]:
+    """Return a cache with all conversations, each a path of so many runs, and their prompts."""
+    sizes = setting.sizes
+    cache = PagedCache(2 * sizes.conversations * sizes.pages, sizes.page)
+    prompts = conversations(sizes)
+    for tokens in prompts:
+        request(cache, tokens)
+        for branch in branches(tokens, runs, sizes.page):
+            request(cache, branch)
+    path = sum(run.start + len(run.pages) <= sizes.pages for run in cache.runs())
+    assert path >= runs * len(prompts)
+    return cache, prompts
+
+
 def match(which: int) -> Any:
     def steps(setting: Setting) -> Steps:
-        sizes = setting.sizes
-        runs = sizes.runs[which]
-        cache = PagedCache(2 * sizes.pages, sizes.page)
-        tokens = prompt(1, sizes.tokens)
-        request(cache, tokens, publish=True)
-        for branch in branches(tokens, runs, sizes.page):
-            request(cache, branch, publish=True)
-        path = sum(run.start + len(run.pages) <= sizes.pages for run in cache.runs())
-        assert path >= runs
+        cache, prompts = filled(setting, setting.sizes.runs[which])
         while True:
-            found = yield Timed(lambda: cache.match(tokens), TIMES)
-            assert found.num_tokens == sizes.tokens
+            given = by_turns(prompts, setting.times, np.copy)
+            found = yield lambda: cache.match(next(given))  # noqa: B023
+            assert found.num_tokens == setting.sizes.tokens
 
     return steps
 
@@ -54,12 +59,10 @@ def match(which: int) -> Any:
 def hit(*, listed: bool) -> Any:
     def steps(setting: Setting) -> Steps:
         sizes = setting.sizes
-        cache = PagedCache(2 * sizes.pages, sizes.page)
-        tokens = prompt(1, sizes.tokens)
-        request(cache, tokens, publish=True)
-        given: Any = tokens.tolist() if listed else tokens
+        cache, prompts = filled(setting, 1)
         while True:
-            found = yield Timed(lambda: request(cache, given), TIMES)
+            given = by_turns(prompts, setting.times, np.ndarray.tolist if listed else np.copy)
+            found = yield lambda: request(cache, next(given))  # noqa: B023
             assert found >= sizes.tokens - sizes.page
 
     return steps
@@ -70,8 +73,9 @@ def cold(setting: Setting) -> Steps:
     cache = PagedCache(4 * sizes.pages, sizes.page)
     for at in count():
         cache.clear()
-        new = iter([prompt(10 + 3 * at + more, sizes.tokens) for more in range(3)])
-        found = yield Timed(lambda: request(cache, next(new), publish=True), 3)  # noqa: B023
+        seeds = range(10 + at * setting.times, 10 + (at + 1) * setting.times)
+        new = iter([prompt(seed, sizes.tokens) for seed in seeds])
+        found = yield lambda: request(cache, next(new))  # noqa: B023
         assert found == 0
 
 
@@ -80,7 +84,7 @@ def names(setting: Setting) -> Steps:
     data = prompt(1, sizes.tokens).tobytes()
     root = root_key(Namespace())
     while True:
-        found = yield Timed(lambda: chain_keys(root, data, sizes.page * 4), TIMES)
+        found = yield lambda: chain_keys(root, data, sizes.page * 4)
         assert len(found) == sizes.pages
 
 
@@ -88,16 +92,15 @@ def evict(*, one: bool) -> Any:
     def steps(setting: Setting) -> Steps:
         sizes = setting.sizes
         prompts = sizes.many if one else sizes.prompts
-        times = 10 if one else 1
         each = SHORT // sizes.page
         pages = each if one else sizes.evicted
         cache = PagedCache((prompts + 1) * each, sizes.page)
         first, new = 0, prompts
         while True:
             for tokens in short_prompts(first, new):
-                request(cache, tokens, publish=True)
+                request(cache, tokens)
             first += new
-            gone = yield Timed(lambda: cache.evict(pages), times)
+            gone = yield lambda: cache.evict(pages)
             assert gone >= pages
             new = cache.stats().pages_free // each - 1
 

@@ -14,7 +14,6 @@ from kvkeep.core.geometry import KVGeometry
 from kvkeep.store import BlockStore, KVStore
 from kvkeep.store.backends.memory import MemoryBackend
 from peers.prompts import evict_from_cache, into_cache, kv_of, prompt, sync
-from peers.worker import Timed
 
 if TYPE_CHECKING:
     from peers.worker import Setting, Steps
@@ -47,7 +46,7 @@ def lookup(setting: Setting) -> Steps:
     with KVStore(SMALL, model=MODEL, tiers=["memory://64MiB"]) as store:
         store.put(tokens, kv)
         while True:
-            found = yield Timed(lambda: store.lookup(tokens), 10)
+            found = yield lambda: store.lookup(tokens)
             assert found.tokens == len(tokens)
 
 
@@ -56,7 +55,7 @@ def known(setting: Setting) -> Steps:
     with BlockStore(Namespace(model=MODEL), tiers=["memory://64MiB"]) as store:
         store.put(keys, [bytes(64)] * len(keys))
         while True:
-            found = yield Timed(lambda: store.knows(keys), 10)
+            found = yield lambda: store.knows(keys)
             assert found == len(keys)
 
 
@@ -69,7 +68,7 @@ def memory_put(which: int) -> Any:
         with KVStore(geometry(sizes.token_bytes), model=MODEL, tiers=tiers) as store:
             while True:
                 store.clear()
-                done = yield Timed(lambda: store.put(tokens, kv))
+                done = yield lambda: store.put(tokens, kv)
                 assert done.tokens == length
 
     return steps
@@ -85,7 +84,7 @@ def memory_get(which: int) -> Any:
         with KVStore(geometry(sizes.token_bytes), model=MODEL, tiers=tiers) as store:
             store.put(tokens, kv)
             while True:
-                _, found = yield Timed(lambda: store.get(tokens, out=out))
+                _, found = yield lambda: store.get(tokens, out=out)
                 assert found == length
                 assert torch.equal(out, kv)
                 out.zero_()
@@ -119,7 +118,7 @@ def disk_put(which: int) -> Any:
                     sync(setting.directory)
                     return int(done.tokens)
 
-                done = yield Timed(put)
+                done = yield put
                 assert done == length
 
     return steps
@@ -141,7 +140,7 @@ def disk_get(which: int, *, cached: bool) -> Any:
         while True:
             with opened(setting, length, options) as store:
                 (into_cache if cached else evict_from_cache)(setting.directory)
-                _, found = yield Timed(lambda: store.get(tokens, out=out))
+                _, found = yield lambda: store.get(tokens, out=out)
                 assert found == length
                 assert torch.equal(out, kv)
                 out.zero_()

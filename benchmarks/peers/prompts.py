@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     import numpy.typing as npt
 
+    from peers.work import Sizes
+
 __all__ = [
-    "SHORT", "branches", "emptied", "evict_from_cache", "into_cache", "kv_of", "prompt",
-    "short_prompts", "sync",
+    "SHORT", "branches", "by_turns", "conversations", "emptied", "evict_from_cache", "into_cache",
+    "kv_of", "prompt", "short_prompts", "sync",
 ]  # fmt: skip
 
 SHORT = 64
@@ -26,6 +28,16 @@ VOCABULARY = 128_000
 def prompt(seed: int, length: int) -> npt.NDArray[np.int32]:
     """Return random tokens: the same for all systems."""
     return np.random.default_rng(seed).integers(0, VOCABULARY, length, dtype=np.int32)
+
+
+def conversations(sizes: Sizes) -> list[npt.NDArray[np.int32]]:
+    """Return the long prompts that are cached."""
+    return [prompt(1 + at, sizes.tokens) for at in range(sizes.conversations)]
+
+
+def by_turns(prompts: list[Any], times: int, form: Callable[[Any], Any]) -> Iterator[Any]:
+    """Return prompts by turns, each an object that no call has seen, made before the first."""
+    return iter([form(prompts[at % len(prompts)]) for at in range(times)])
 
 
 def branches(

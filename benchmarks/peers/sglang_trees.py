@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests_sglang"))
 
+import numpy as np
+import torch
 import without_gpu  # type: ignore[import-not-found]  # noqa: F401 - before SGLang itself
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
@@ -23,17 +25,12 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.mem_cache.utils import compute_node_hash_values
 from tree_scheduler import memory  # type: ignore[import-not-found]
 
-from peers.prompts import SHORT, branches, prompt, short_prompts
-from peers.worker import Timed
+from peers.prompts import SHORT, branches, by_turns, conversations, prompt, short_prompts
 
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
 
     from peers.worker import Setting, Steps
-
-TIMES = 10
-FEW = 3
 
 
 def version(variant: str) -> str:
@@ -50,6 +47,9 @@ class Tree:
         params = memory(self.page, tokens // self.page, rows=4, row=setting.sizes.tokens + 64)
         params.token_to_kv_pool_allocator.debug_mode = False
         self.allocator = params.token_to_kv_pool_allocator
+        self._total = self.allocator.available_size()
+        # A unified tree frees the slots of what it has by itself.
+        self._frees = setting.variant == "legacy"
         if setting.variant == "legacy":
             self.cache: Any = RadixCache(params)
             return
@@ -62,29 +62,43 @@ class Tree:
         """Return what is found."""
         return self.cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens)))
 
-    def insert(self, tokens: array[int], slots: Any) -> None:
-        """Store a prompt in slots that the caller allocated; free those that were stored before."""
-        done = self.cache.insert(InsertParams(key=RadixKey(tokens), value=slots))
-        if done.prefix_len:
-            self.allocator.free(slots[: done.prefix_len])
+    def serve(self, tokens: array[int]) -> int:
+        """Match, lock, allocate the rest, insert and unlock; return the tokens that were cached.
 
-    def hit(self, tokens: Any) -> int:
-        """Serve a request that is cached: match, lock, slots, unlock."""
-        given = tokens if isinstance(tokens, array) else array("q", tokens)
-        found = self.match(given)
-        node = found.last_device_node
+        As its scheduler does for a prompt that is computed in one pass and ends, without its
+        request and its table of slots. The last token is computed again.
+        """
+        key = RadixKey(tokens, limit=len(tokens) - 1)
+        matched = self.cache.match_prefix(MatchPrefixParams(key=key))
+        found, node = matched.device_prefix_len, matched.last_device_node
         lock = self.cache.lock(node)
-        slots = self.cache.path_device_indices(node)
+        cached = self.cache.path_device_indices(node)
+        slots = self.allocator.alloc(len(tokens) - found)
+        assert slots is not None
+        self._insert(tokens, torch.cat((cached, slots)), found)
         self.cache.unlock(lock)
-        return len(slots)
+        return int(found)
 
-    def cold(self, tokens: array[int]) -> int:
-        """Serve a request that is new: match, allocate, insert."""
-        found = self.match(tokens).device_prefix_len
+    def keep(self, tokens: array[int]) -> None:
+        """Store a prompt, by no more calls than that needs."""
         slots = self.allocator.alloc(len(tokens))
         assert slots is not None
-        self.insert(tokens, slots)
-        return int(found)
+        self._insert(tokens, slots, 0)
+
+    def _insert(self, tokens: array[int], slots: Any, cached: int) -> None:
+        """Insert a prompt; slots behind ``cached`` that the tree has no use for are freed."""
+        done = self.cache.insert(
+            InsertParams(key=RadixKey(tokens), value=slots, prev_prefix_len=cached)
+        )
+        if self._frees and done.prefix_len > cached:
+            self.allocator.free(slots[cached : done.prefix_len])
+
+    def check(self) -> None:
+        """Raise unless each slot is free, or in the tree."""
+        kept = self.cache.evictable_size() + self.cache.protected_size()
+        assert self.allocator.available_size() + kept == self._total, (
+            "slots are lost, or free twice"
+        )
 
     def evict(self, tokens: int) -> int:
         """Evict at least so many tokens; return how many are gone."""
@@ -100,19 +114,27 @@ def taken(tokens: npt.NDArray[np.int32]) -> array[int]:
     return array("q", tokens.tolist())
 
 
+def filled(setting: Setting, runs: int) -> tuple[Tree, list[Any]]:
+    """Return a tree with all conversations, each a path of so many nodes, and their prompts."""
+    sizes = setting.sizes
+    # A branch needs room for its whole prompt until the tree has told what it knew of it.
+    made = Tree(setting, (2 * sizes.conversations + 1) * sizes.tokens)
+    prompts = conversations(sizes)
+    for tokens in prompts:
+        made.keep(taken(tokens))
+        for branch in branches(tokens, runs, sizes.page):
+            made.keep(taken(branch))
+    made.check()
+    return made, prompts
+
+
 def match(which: int) -> Any:
     def steps(setting: Setting) -> Steps:
-        sizes = setting.sizes
-        made = Tree(setting, 3 * sizes.tokens)
-        tokens = prompt(1, sizes.tokens)
-        made.cold(taken(tokens))
-        for branch in branches(tokens, sizes.runs[which], sizes.page):
-            made.cold(taken(branch))
-        given = taken(tokens)
-        times = TIMES if sizes.runs[which] < 500 else FEW
+        made, prompts = filled(setting, setting.sizes.runs[which])
         while True:
-            found = yield Timed(lambda: made.match(given), times)
-            assert found.device_prefix_len == sizes.tokens
+            given = by_turns(prompts, setting.times, taken)
+            found = yield lambda: made.match(next(given))  # noqa: B023
+            assert found.device_prefix_len == setting.sizes.tokens
 
     return steps
 
@@ -120,13 +142,16 @@ def match(which: int) -> Any:
 def hit(*, listed: bool) -> Any:
     def steps(setting: Setting) -> Steps:
         sizes = setting.sizes
-        made = Tree(setting, 2 * sizes.tokens)
-        tokens = prompt(1, sizes.tokens)
-        made.cold(taken(tokens))
-        given: Any = tokens.tolist() if listed else taken(tokens)
+        made, prompts = filled(setting, 1)
         while True:
-            found = yield Timed(lambda: made.hit(given), TIMES)
-            assert found == sizes.tokens
+            if listed:
+                lists = by_turns(prompts, setting.times, np.ndarray.tolist)
+                found = yield lambda: made.serve(array("q", next(lists)))  # noqa: B023
+            else:
+                given = by_turns(prompts, setting.times, taken)
+                found = yield lambda: made.serve(next(given))  # noqa: B023
+            assert found == sizes.tokens - sizes.page  # it computes the last page again
+            made.check()
 
     return steps
 
@@ -136,9 +161,11 @@ def cold(setting: Setting) -> Steps:
     made = Tree(setting, 4 * sizes.tokens)
     for at in count():
         made.clear()
-        new = iter([taken(prompt(10 + FEW * at + more, sizes.tokens)) for more in range(FEW)])
-        found = yield Timed(lambda: made.cold(next(new)), FEW)  # noqa: B023
+        seeds = range(10 + at * setting.times, 10 + (at + 1) * setting.times)
+        new = iter([taken(prompt(seed, sizes.tokens)) for seed in seeds])
+        found = yield lambda: made.serve(next(new))  # noqa: B023
         assert found == 0
+        made.check()
 
 
 class Node:
@@ -155,7 +182,7 @@ def names(setting: Setting) -> Steps:
     sizes = setting.sizes
     node = Node(taken(prompt(1, sizes.tokens)))
     while True:
-        found = yield Timed(lambda: compute_node_hash_values(node, sizes.page), TIMES)
+        found = yield lambda: compute_node_hash_values(node, sizes.page)
         assert len(found) == sizes.pages
 
 
@@ -163,15 +190,14 @@ def evict(*, one: bool) -> Any:
     def steps(setting: Setting) -> Steps:
         sizes = setting.sizes
         prompts = sizes.many if one else sizes.prompts
-        times = FEW if one else 1
         tokens = SHORT if one else sizes.evicted * sizes.page
         made = Tree(setting, (prompts + 1) * SHORT)
         first, new = 0, prompts
         while True:
             for short in short_prompts(first, new):
-                made.cold(taken(short))
+                made.keep(taken(short))
             first += new
-            gone = yield Timed(lambda: made.evict(tokens), times)
+            gone = yield lambda: made.evict(tokens)
             assert gone >= tokens
             new = made.allocator.available_size() // SHORT - 1
 

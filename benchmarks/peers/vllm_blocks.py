@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
+import numpy as np
 import torch
 from vllm import SamplingParams
 from vllm import __version__ as vllm_version
@@ -21,16 +22,12 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
-from peers.prompts import SHORT, branches, prompt, short_prompts
-from peers.worker import Timed
+from peers.prompts import SHORT, branches, by_turns, conversations, prompt, short_prompts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from peers.worker import Setting, Steps
 
 init_none_hash(sha256)
-FEW = 3
 
 
 def version(variant: str) -> str:
@@ -76,22 +73,25 @@ class Blocks:
         return int(hit)
 
 
-def stored(setting: Setting, prompts: Sequence[Any]) -> Blocks:
+def stored(setting: Setting, runs: int) -> tuple[Blocks, list[Any]]:
+    """Return a manager with all conversations, and so many branches of each, and their prompts."""
     sizes = setting.sizes
-    made = Blocks(2 * sizes.pages + 2, sizes.page, sizes.tokens)
+    made = Blocks(2 * sizes.conversations * sizes.pages + 2, sizes.page, sizes.tokens)
+    prompts = conversations(sizes)
     for tokens in prompts:
         made.serve(tokens.tolist())
-    return made
+        for branch in branches(tokens, runs, sizes.page):
+            made.serve(branch.tolist())
+    return made, prompts
 
 
 def match(which: int) -> Any:
     def steps(setting: Setting) -> Steps:
         sizes = setting.sizes
-        tokens = prompt(1, sizes.tokens)
-        made = stored(setting, [tokens, *branches(tokens, sizes.runs[which], sizes.page)])
-        request = made.make(tokens.tolist())
+        made, prompts = stored(setting, sizes.runs[which])
         while True:
-            found = yield Timed(lambda: made.manager.get_computed_blocks(request), FEW)
+            given = by_turns(prompts, setting.times, lambda tokens: made.make(tokens.tolist()))
+            found = yield lambda: made.manager.get_computed_blocks(next(given))  # noqa: B023
             assert found[1] == sizes.tokens - sizes.page  # it computes the last block again
 
     return steps
@@ -99,11 +99,10 @@ def match(which: int) -> Any:
 
 def hit(setting: Setting) -> Steps:
     sizes = setting.sizes
-    tokens = prompt(1, sizes.tokens)
-    made = stored(setting, [tokens])
-    listed = tokens.tolist()
+    made, prompts = stored(setting, 1)
     while True:
-        found = yield Timed(lambda: made.serve(listed), FEW)
+        given = by_turns(prompts, setting.times, np.ndarray.tolist)
+        found = yield lambda: made.serve(next(given))  # noqa: B023
         assert found == sizes.tokens - sizes.page
 
 
@@ -112,17 +111,18 @@ def cold(setting: Setting) -> Steps:
     made = Blocks(4 * sizes.pages, sizes.page, sizes.tokens)
     for at in count():
         assert made.manager.reset_prefix_cache()
-        new = iter([prompt(10 + FEW * at + more, sizes.tokens).tolist() for more in range(FEW)])
-        found = yield Timed(lambda: made.serve(next(new)), FEW)  # noqa: B023
+        seeds = range(10 + at * setting.times, 10 + (at + 1) * setting.times)
+        new = iter([prompt(seed, sizes.tokens).tolist() for seed in seeds])
+        found = yield lambda: made.serve(next(new))  # noqa: B023
         assert found == 0
 
 
 def names(setting: Setting) -> Steps:
     sizes = setting.sizes
-    made = stored(setting, [])
+    made = Blocks(2, sizes.page, sizes.tokens)
     request = made.make(prompt(1, sizes.tokens).tolist(), hashed=False)
     while True:
-        found = yield Timed(lambda: made.hasher(request), FEW)
+        found = yield lambda: made.hasher(request)
         assert len(found) == sizes.pages
 
 
@@ -132,7 +132,6 @@ def evict(*, one: bool) -> Any:
     def steps(setting: Setting) -> Steps:
         sizes = setting.sizes
         prompts = sizes.many if one else sizes.prompts
-        times = 10 if one else 1
         each = SHORT // sizes.page
         pages = each if one else sizes.evicted
         made = Blocks(prompts * each, sizes.page, SHORT)
@@ -143,8 +142,8 @@ def evict(*, one: bool) -> Any:
                 made.serve(tokens.tolist())
             first += new
             kept: list[Any] = []
-            yield Timed(lambda: kept.extend(pool.get_new_blocks(pages)), times)  # noqa: B023
-            assert len(kept) == pages * times
+            yield lambda: kept.extend(pool.get_new_blocks(pages))  # noqa: B023
+            assert len(kept) == pages * setting.times
             pool.free_blocks(kept)
             new = len(kept) // each
 

@@ -33,7 +33,6 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from peers.prompts import emptied, evict_from_cache, into_cache, prompt, sync
 from peers.vllm_blocks import Blocks, version
-from peers.worker import Timed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -75,7 +74,7 @@ def lookup(setting: Setting) -> Steps:
         return found
 
     while True:
-        found = yield Timed(find, 3)
+        found = yield find
         assert found == sizes.tokens
 
 
@@ -95,7 +94,7 @@ def known(setting: Setting) -> Steps:
         return found
 
     while True:
-        found = yield Timed(find, 10)
+        found = yield find
         assert found == len(keys)
 
 
@@ -179,7 +178,7 @@ def disk_put(which: int) -> Any:
                     made.run(keys, load=False)
                     sync(setting.directory)
 
-                yield Timed(put)
+                yield put
 
     return steps
 
@@ -196,7 +195,7 @@ def disk_get(which: int, *, cached: bool) -> Any:
             while True:
                 (into_cache if cached else evict_from_cache)(setting.directory)
                 made.memory[:] = 0
-                yield Timed(lambda: made.run(keys, load=True))
+                yield lambda: made.run(keys, load=True)
                 assert made.digest() == digest
 
     return steps

@@ -15,13 +15,14 @@ OURS = "kvkeep"
 class Sizes:
     """How large the work is.
 
-    ``stored`` are the lengths of prompts in tiers, in tokens of ``token_bytes`` (a multiple of
-    4,096). ``evicted`` pages go from ``prompts`` cached prompts of 64 tokens, one prompt from
-    ``many``.
+    ``conversations`` long prompts are cached, and asked for by turns. ``stored`` are the lengths of
+    prompts in tiers, in tokens of ``token_bytes`` (a multiple of 4,096). ``evicted`` pages go from
+    ``prompts`` cached prompts of 64 tokens, one prompt from ``many``.
     """
 
     tokens: int = 32_768
     page: int = 16
+    conversations: int = 5
     runs: tuple[int, int, int] = (1, 64, 512)
     prompts: int = 10_000
     evicted: int = 2048
@@ -47,8 +48,8 @@ class Sizes:
 
 FULL = Sizes()
 QUICK = Sizes(
-    tokens=2048, runs=(1, 4, 16), prompts=100, evicted=64, many=200, stored=(256, 1024),
-    token_bytes=4096,
+    tokens=2048, conversations=2, runs=(1, 4, 16), prompts=100, evicted=64, many=200,
+    stored=(256, 1024), token_bytes=4096,
 )  # fmt: skip
 
 
@@ -57,7 +58,8 @@ class Case:
     """One line of a table.
 
     ``clock``: "cpu" is the processor time of the process, so that neighbours on the machine count
-    less; "wall" where a disk is waited for. ``unit`` is what the line is printed in.
+    less; "wall" where a disk is waited for. ``unit`` is what the line is printed in. All systems do
+    it ``times`` in a row, so that the caches of the processor are as warm for each.
     """
 
     name: str
@@ -65,6 +67,7 @@ class Case:
     part: Part
     clock: Literal["cpu", "wall"] = "cpu"
     unit: Literal["µs", "ms"] = "µs"
+    times: int = 1
 
     def printed(self, seconds: float) -> str:
         """Return seconds in the unit of this line."""
@@ -109,20 +112,25 @@ def _tokens(count: int, sizes: Sizes) -> str:
 def cases(sizes: Sizes) -> tuple[Case, ...]:
     """Return all lines in order; their names are the same for all sizes."""
     found = [
-        Case(f"match {at}", f"match, full hit, path of {runs} run{'s' * (runs > 1)}", "prefixes")
+        Case(
+            f"match {at}",
+            f"match, full hit, path of {runs} run{'s' * (runs > 1)}",
+            "prefixes",
+            times=10,
+        )
         for at, runs in enumerate(sizes.runs)
     ]
     found += [
-        Case("hit", "a cached request, from open to close", "prefixes"),
-        Case("hit list", "a cached request whose prompt is a Python list", "prefixes"),
-        Case("cold", "a new request, from open to close", "prefixes"),
-        Case("names", f"hashes of {sizes.pages:,} pages", "prefixes"),
+        Case("hit", "a cached request, from open to close", "prefixes", times=10),
+        Case("hit list", "a cached request whose prompt is a Python list", "prefixes", times=10),
+        Case("cold", "a new request, from open to close", "prefixes", times=3),
+        Case("names", f"hashes of {sizes.pages:,} pages", "prefixes", times=10),
         Case(
             "evict", f"evict {sizes.evicted:,} pages of {sizes.prompts:,} short prompts", "prefixes"
         ),
-        Case("evict one", f"evict one of {sizes.many:,} short prompts", "prefixes"),
-        Case("lookup", f"find {sizes.tokens:,} tokens in memory", "tiers"),
-        Case("known", f"find {sizes.pages:,} blocks by their keys", "tiers"),
+        Case("evict one", f"evict one of {sizes.many:,} short prompts", "prefixes", times=10),
+        Case("lookup", f"find {sizes.tokens:,} tokens in memory", "tiers", times=10),
+        Case("known", f"find {sizes.pages:,} blocks by their keys", "tiers", times=10),
     ]
     for at, count in enumerate(sizes.stored):
         text = _tokens(count, sizes)

@@ -3,8 +3,8 @@
     python -m peers.worker MODULE VARIANT SIZES CPU DIRECTORY
 
 First it says ``{"ready": version, "cases": [names]}`` or ``{"missing": reason}``. Then it answers
-``{"case": name, "clock": "cpu"}`` with ``{"seconds": s}`` or ``{"failed": reason}``. It ends with
-its input.
+``{"case": name, "clock": "cpu", "times": 1}`` with ``{"seconds": s}`` or ``{"failed": reason}``.
+It ends with its input.
 """
 
 from __future__ import annotations
@@ -18,36 +18,32 @@ import time
 import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from peers.work import Sizes
 
-__all__ = ["Making", "Setting", "Steps", "Timed", "main"]
+__all__ = ["Making", "Setting", "Steps", "main"]
 
 CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
 
 
-@dataclass(frozen=True, slots=True)
-class Timed:
-    """A call to measure, ``times`` in a row; the figure is that of one."""
-
-    call: Callable[[], Any]
-    times: int = 1
-
-
-Steps = Generator[Timed, Any, None]
-"""A case: it prepares, yields what to measure, gets what the last call returned, and goes on."""
+Steps = Generator[Callable[[], Any], Any, None]
+"""A case: it prepares, yields a call to measure, gets what the last one returned, and goes on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a case works with: sizes, the variant of its system, an empty directory of its own."""
+    """What a case works with: sizes, the variant of its system, an empty directory of its own.
+
+    What it yields is called ``times`` in a row; the figure is that of one.
+    """
 
     sizes: Sizes
     variant: str
     directory: Path
+    times: int = 1
 
 
 Making = Callable[[Setting], Steps]
@@ -60,26 +56,25 @@ class Worker:
         self._made = made
         self._setting = setting
         self._steps: Steps | None = None
-        self._next: Timed | None = None
+        self._next: Callable[[], Any] | None = None
         self._case = ""
 
-    def seconds(self, case: str, clock: str) -> float:
+    def seconds(self, case: str, clock: str, times: int) -> float:
         """Measure once; a case other than the last one is prepared before."""
         if case != self._case:
             self.forget()
-            self._steps = self._made[case](self._setting)
+            self._steps = self._made[case](replace(self._setting, times=times))
             self._next = next(self._steps)
             self._case = case
         assert self._steps is not None
         assert self._next is not None
-        now, timed = CLOCKS[clock], self._next
-        call = timed.call
+        now, call = CLOCKS[clock], self._next
         began = now()
-        for _ in range(timed.times):
+        for _ in range(times):
             result = call()
         took = now() - began
         self._next = self._steps.send(result)
-        return took / timed.times
+        return took / times
 
     def forget(self) -> None:
         """End the running case, so that the next one has the memory."""
@@ -116,7 +111,7 @@ def main(arguments: Sequence[str]) -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         try:
-            say(seconds=worker.seconds(asked["case"], asked["clock"]))
+            say(seconds=worker.seconds(asked["case"], asked["clock"], asked["times"]))
         except Exception as error:  # noqa: BLE001 - whatever another system raises; the driver says it
             traceback.print_exc()
             with suppress(Exception):

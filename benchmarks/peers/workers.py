@@ -64,7 +64,7 @@ class Peer:
             return self.missing
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # the answer says that it ended
-            line = json.dumps({"case": case.name, "clock": case.clock}) + "\n"
+            line = json.dumps({"case": case.name, "clock": case.clock, "times": case.times}) + "\n"
             self._process.stdin.write(line.encode())
             self._process.stdin.flush()
         answer = self._answer(ANSWER_S)

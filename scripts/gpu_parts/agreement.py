@@ -63,8 +63,9 @@ def _pages(
     tokens = 4 * _SIZE + 3
     slots = here.slots(table, 0, tokens).tolist()
     shape = (tokens, geometry.rank_heads, here.k(0).shape[-1])
-    key = torch.from_numpy(rng.standard_normal(shape, np.float32)).to(here.dtype)
-    value = None if geometry.latent_dim is not None else key.flip(0)
+    exact = torch.from_numpy(rng.standard_normal(shape, np.float32))
+    key = exact.to(here.dtype)
+    value = None if geometry.latent_dim is not None else exact.flip(0).to(here.dtype)
     for memory in (here, there):
         moved = [None if part is None else part.to(memory.device) for part in (key, value)]
         assert moved[0] is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from operator import eq
 from typing import TYPE_CHECKING
 
 from gpu_parts.answers import Bench
@@ -29,17 +31,23 @@ def run(report: Report, setting: Setting) -> None:
     rounds = setting.pick(5, 3, 1)
     for number in range(-1, rounds):
         prompts = [bench.prompt(length) for _ in range(count)]
-        with bench.engine() as engine:
-            rate, answers = _rate(engine, prompts, steps)
-        with bench.store(2 * count * (length + steps)) as store, bench.engine(store) as engine:
-            rate_kept, answers_kept = _rate(engine, prompts, steps)
-            stored = engine.stats().kept_tokens
+        rates: dict[bool, float] = {}
+        answers: dict[bool, list[tuple[int, ...]]] = {}
+        stored = 0
+        for keeps in (False, True) if number % 2 else (True, False):
+            with ExitStack() as stack:
+                store = None
+                if keeps:
+                    store = stack.enter_context(bench.store(2 * count * (length + steps)))
+                engine = stack.enter_context(bench.engine(store))
+                rates[keeps], answers[keeps] = _rate(engine, prompts, steps)
+                stored += engine.stats().kept_tokens
         if number < 0:
             continue
-        without.append(rate)
-        with_store.append(rate_kept)
+        without.append(rates[False])
+        with_store.append(rates[True])
         kept += stored
-        same += sum(one == other for one, other in zip(answers, answers_kept, strict=True))
+        same += sum(map(eq, answers[False], answers[True]))
         total += count
     report.note(
         f"{count} requests at once whose {length:,} tokens are in the pool, {steps} greedy tokens "

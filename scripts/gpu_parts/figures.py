@@ -7,6 +7,7 @@ import json
 import os
 import statistics
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
@@ -153,8 +154,17 @@ def ratios(taken: Sequence[float], others: Sequence[float]) -> tuple[float, ...]
     return tuple(other / one for one, other in zip(taken, others, strict=True))
 
 
+_LEAST = {"transformers": 5}  # major versions, as in pyproject.toml
+
+
 def needs(**packages: str) -> None:
-    """Raise `Skipped` if one of ``packages`` is missing: names with what each is needed for."""
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    """Raise `Skipped` if one of ``packages`` is missing or old: names with what needs each."""
+    missing = []
+    for name, what in packages.items():
+        least = _LEAST.get(name, 0)
+        if importlib.util.find_spec(name) is None:
+            missing.append(f"{what} needs {name}")
+        elif least and int((there := metadata.version(name)).partition(".")[0]) < least:
+            missing.append(f"{what} needs {name} {least}, not {there}")
     if missing:
-        raise Skipped("; ".join(f"{packages[name]} needs {name}" for name in missing))
+        raise Skipped("; ".join(missing))

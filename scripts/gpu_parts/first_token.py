@@ -45,6 +45,7 @@ class _Length:
         self._taken: dict[str, list[float]] = {}
         self._loaded: dict[str, list[float]] = {}
         self._right: dict[str, bool] = {}
+        self._told: dict[str, str] = {}
 
     def measure(self, report: Report, rounds: int) -> None:
         """Ask new prompts, a round before not counted, and add a row for each kind of hit."""
@@ -58,7 +59,7 @@ class _Length:
             loaded = self._loaded[name]
             note = f"{sum(loaded) / len(loaded):.0%} loaded" if "from" in name else ""
             if name in self._right:
-                note += ", pages equal byte by byte" if self._right[name] else ", pages differ"
+                note += f", {self._told[name]}"
             report.add(Row(
                 f"{self._length:,} tokens", name, "ms", tuple(one * 1e3 for one in taken),
                 () if name == _COLD else ratios(taken, cold), self._right.get(name), note,
@@ -95,8 +96,11 @@ class _Length:
                     found = bench.pages(engine, prompt)
                     loaded = engine.stats().loaded_tokens // PAGE
                     same = min(loaded, len(found), len(pages))
-                    right = loaded > 0 and torch.equal(found[:same], pages[:same])
-                    self._right[label] = self._right.get(label, True) and right
+                    right = same > 0 and torch.equal(found[:same], pages[:same])
+                    if self._right.setdefault(label, True):
+                        wrong = "pages differ" if same else "no page was loaded to compare"
+                        self._told[label] = "pages equal byte by byte" if right else wrong
+                        self._right[label] = right
 
     def _note(self, name: str, seconds: float, loaded: float) -> None:
         self._taken.setdefault(name, []).append(seconds)

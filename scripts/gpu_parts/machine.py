@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,6 +40,7 @@ def run(report: Report, setting: Setting) -> None:
         }
     report.tell(facts | {
         "processor": f"{_processor()}, {len(os.sched_getaffinity(0))} cores for this process",
+        "disk": _disk(setting.folder),
         "memory": format_bytes(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
         "system": platform.system(),
         "Python": platform.python_version(),
@@ -55,6 +57,19 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def _disk(folder: Path) -> str:
+    """Return the kind of the filesystem that is measured, and its free bytes."""
+    free = f"{format_bytes(shutil.disk_usage(folder).free)} free"
+    mounts = Path("/proc/mounts")
+    if not mounts.exists():
+        return free
+    kinds = {Path(words[1]): words[2] for line in mounts.read_text().splitlines()
+             if len(words := line.split()) > 2}  # fmt: skip
+    path = folder.resolve()
+    kind = next((kinds[one] for one in (path, *path.parents) if one in kinds), "unknown")
+    return f"{kind}, {free}{' (in memory)' * (kind in {'tmpfs', 'ramfs'})}"
 
 
 def _driver() -> str:

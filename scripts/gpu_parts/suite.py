@@ -5,13 +5,13 @@ A collection error, such as of a file whose imports are missing here, is a failu
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from gpu_parts.figures import Row, Skipped, needs
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["files_with_cuda", "run"]
 
+_SPARE_S = 8.0  # of the part's deadline: to end, and to write
 _HOME = Path(__file__).parents[2]
 _MARKED = re.compile(r"^@pytest\.mark\.cuda|marks=pytest\.mark\.cuda", re.MULTILINE)
 
@@ -43,29 +44,42 @@ def run(report: Report, setting: Setting) -> None:
     files = files_with_cuda()
     if not setting.on_gpu:
         report.note("The device is a CPU, so pytest collects the tests, and skips them.")
-    if importlib.util.find_spec("transformers") is None:
-        report.skip("tests/engine: its conftest needs transformers")
+    try:
+        needs(transformers="the conftest of tests/engine")
+    except Skipped as reason:
+        report.skip(str(reason))
         files = [file for file in files if file.parent.name != "engine"]
-    for some in [[file] for file in files] if setting.on_gpu else [files]:
-        _run(report, setting, some)
+    ends = monotonic() + float(os.environ.get("KVKEEP_PROOF_DEADLINE", "600")) - _SPARE_S
+    groups = [[file] for file in files] if setting.on_gpu else [files]
+    for number, some in enumerate(groups):
+        left = ends - monotonic()
+        # One that hangs leaves half of the time to the others.
+        _run(report, setting, some, left if number + 1 == len(groups) else left / 2)
 
 
-def _run(report: Report, setting: Setting, files: list[Path]) -> None:
+def _run(report: Report, setting: Setting, files: list[Path], limit: float) -> None:
     """Run the tests of some files in a process, and add a row for each."""
     names = [str(file.relative_to(_HOME)) for file in files]
     result = setting.folder / "tests.xml"
     result.unlink(missing_ok=True)
+    log = setting.folder / "tests.log"  # no pipe: what a killed process started may hold it open
     # The project's own options need plug-ins that may be missing here.
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *names, "-m", "cuda", "-q", "-p", "no:cacheprovider",
-         "-o", "addopts=", "-o", "filterwarnings=default", f"--junitxml={result}"],
-        cwd=_HOME, env=os.environ | {"OMP_NUM_THREADS": "4"}, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
+    command = [
+        sys.executable, "-m", "pytest", *names, "-m", "cuda", "-q", "-p", "no:cacheprovider",
+        "-o", "addopts=", "-o", "filterwarnings=default", f"--junitxml={result}",
+    ]  # fmt: skip
+    with log.open("wb") as said:
+        try:
+            code = subprocess.run(
+                command, cwd=_HOME, env=os.environ | {"OMP_NUM_THREADS": "4"}, stdout=said,
+                stderr=said, check=False, timeout=max(1.0, limit),
+            ).returncode  # fmt: skip
+            ended = f"exit code {code}"
+        except subprocess.TimeoutExpired:
+            ended = f"not done after {limit:.0f} s"
     if not result.exists():
-        last = " ".join((done.stdout + done.stderr).strip().splitlines()[-1:])
-        note = f"exit code {done.returncode}: {last}"
-        report.add(Row("pytest", ", ".join(names), right=False, note=note))
+        last = " ".join(log.read_text("utf-8", errors="replace").strip().splitlines()[-1:])
+        report.add(Row("pytest", ", ".join(names), right=False, note=f"{ended}: {last[-200:]}"))
         return
     cases = list(ET.parse(result).getroot().iter("testcase"))
     for name in names:

@@ -24,6 +24,7 @@ class PassTimer:
 
     def __init__(self, prefill: LearnedPrefill, device: torch.device) -> None:
         self._prefill = prefill
+        self._device = device
         self._on_gpu = device.type == "cuda"
         self._began: Any = None
         self._pending: deque[tuple[list[tuple[int, int]], Any, Any]] = deque()
@@ -54,8 +55,8 @@ class PassTimer:
             pieces, began, ended = self._pending.popleft()
             self._prefill.observe(pieces, began.elapsed_time(ended) / 1e3)
 
-    @staticmethod
-    def _mark() -> Any:
+    def _mark(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
+        # Without a stream it would be one of the thread's current device, which may be another.
+        event.record(torch.cuda.current_stream(self._device))
         return event

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ def pin_memory(backend: Region) -> Callable[[], None]:
     status = int(cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
     if status:
         _LOG.warning("%s could not be pinned: CUDA error %d", backend.describe(), status)
+        # CUDA keeps the error for this thread, and torch would raise it after its next kernel.
+        with suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
         return lambda: None
     pinned = [memory]
 
