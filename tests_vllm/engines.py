@@ -27,6 +27,7 @@ from kvkeep.integrations.vllm.stats import Counts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from multiprocessing.connection import Connection
 
     from kvkeep.store import BlockStore
 
@@ -190,6 +191,22 @@ def _called(said: str, call: str, *args: str) -> None:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
     fork_workers()
+    _call_with(call, *args)
+
+
+def beside(call: str, *args: object) -> tuple[Any, Connection]:
+    """Start ``module:function`` on a connection and ``args`` in a process of its own.
+
+    Return the process, and the connection through which it sends.
+    """
+    receives, sends = FORKS.Pipe(duplex=False)
+    process = FORKS.Process(target=_call_with, args=(call, sends, *args))
+    process.start()
+    sends.close()
+    return process, receives
+
+
+def _call_with(call: str, *args: object) -> None:
     module, _, function = call.partition(":")
     getattr(importlib.import_module(module), function)(*args)
 
