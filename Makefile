@@ -93,7 +93,7 @@ SITE_OF = import sysconfig; print(sysconfig.get_path("purelib"))
 	@.venv-sglang/bin/python -m pip install --no-compile --quiet --disable-pip-version-check -r requirements-sglang.txt
 	@.venv-sglang/bin/python -m pip install --no-compile --quiet --disable-pip-version-check --no-deps \
 	  compressed-tensors==0.20.0 torchvision==0.28.0
-	@.venv-sglang/bin/python -m pip install --no-compile --quiet --disable-pip-version-check -e '.[store,encryption]' pytest pytest-timeout
+	@.venv-sglang/bin/python -m pip install --no-compile --quiet --disable-pip-version-check -e '.[store,encryption]' pytest pytest-timeout pytest-xdist
 	@# Last, without dependencies: pip would otherwise report packages that only its server needs.
 	@.venv-sglang/bin/python -m pip install --no-compile --quiet --disable-pip-version-check --no-deps sglang==0.5.23
 	@touch $@
@@ -142,7 +142,7 @@ test: check servers .venv-vllm/.installed .venv-sglang/.installed ## check, then
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal $(or $(PYTEST_ARGS),$(FORKING))
 	@test -n "$(PYTEST_ARGS)" || OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --ignore=$(FORKING)
 	@test -n "$(PYTEST_ARGS)" || { echo "== beside vLLM (4 to 7 minutes)"; .venv-vllm/bin/python -m pytest tests_vllm -n 2 --dist loadfile --no-loadscope-reorder; }
-	@test -n "$(PYTEST_ARGS)" || { echo "== beside SGLang"; OMP_NUM_THREADS=1 .venv-sglang/bin/python -m pytest tests_sglang; }
+	@test -n "$(PYTEST_ARGS)" || { echo "== beside SGLang (a minute)"; OMP_NUM_THREADS=1 .venv-sglang/bin/python -m pytest tests_sglang -n 2 --dist loadfile --no-loadscope-reorder; }
 
 VLLM_VERSIONS := 0.30 0.31 0.32 0.33
 test-versions: setup $(patsubst %,.venv-vllm-%/.installed,$(filter-out 0.32,$(VLLM_VERSIONS))) ## the tests beside every version of vLLM, and the table in docs/vllm.md (40 minutes)

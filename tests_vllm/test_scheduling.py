@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -45,6 +46,7 @@ def test_guessing_ahead(llama: str) -> None:
 
 def guess_ahead(llama: str) -> None:
     """Tokens that were guessed and refused were written into pages: none of them is kept."""
+    os.environ["NUMBA_DISABLE_JIT"] = "1"  # it takes 20 s to compile what makes guesses
     start = prompt(7, seed=1) * 12
     asked = [start + prompt(10 + n, seed=n) + start[:30] for n in range(6)]
     with engine(llama) as plain:
