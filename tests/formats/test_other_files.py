@@ -52,6 +52,31 @@ def test_a_trace_of_another_version(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "kvkeep_trace is 2, not 1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("version", ["0", "10", "1.0", "true", "null", '"1"', "[1]", "1e400"])
+def test_a_trace_of_another_version_is_none_of_another_format(tmp_path: Path, version: str) -> None:
+    """Its lines may look like those of a format that is read."""
+    line = '{"timestamp": 0, "input_length": 512, "output_length": 5, "hash_ids": [0]}\n'
+    path = tmp_path / "t.jsonl"
+    path.write_text(f'{{"kvkeep_trace": {version}, "unit_tokens": 512}}\n{line}')
+    with pytest.raises(InvalidValue, match=r"t\.jsonl is no .* line 1: kvkeep_trace is .* not 1"):
+        open_trace(path)
+
+
+def test_nothing_is_read_behind_a_header_of_another_version(tmp_path: Path) -> None:
+    """Of files that were joined, until the next header that fits."""
+    text = (NEWEST / "trace.jsonl").read_text()
+    count = len(text.splitlines()) - 1
+    path = tmp_path / "t.jsonl"
+    for field, other in (('"kvkeep_trace":1', '"kvkeep_trace":2'), ('_tokens":4}', '_tokens":8}')):
+        assert field in text
+        path.write_text(text + text.replace(field, other, 1) + text)
+        trace = open_trace(path)
+        assert len(list(trace)) == 2 * count
+        assert trace.skipped == 1 + count
+        with pytest.raises(InvalidValue, match=rf"line {count + 2}: "):
+            list(open_trace(path, strict=True))
+
+
 def test_unknown_fields_of_a_trace_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     lines = (NEWEST / "trace.jsonl").read_text().replace("}\n", ',"a_new_field":[1]}\n')

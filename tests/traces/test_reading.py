@@ -168,6 +168,7 @@ def test_what_cannot_be_read_says_why(tmp_path: Path) -> None:
         (tmp_path, "Is a directory"),
         (empty, "has no lines"),
         (lfs, "git lfs pull"),
+        (Path("/dev/zero"), "is a device"),
     ]:
         with pytest.raises(InvalidValue, match=why):
             open_trace(path)

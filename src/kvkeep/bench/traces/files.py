@@ -35,8 +35,9 @@ class BadLine(Exception):
 
 def compression(path: Path) -> str | None:
     """Return "gzip", "zstd" or None, from the first bytes. `InvalidValue` if unreadable."""
-    if path.is_fifo():
-        raise InvalidValue(f"{path} is a pipe; a trace is read several times: save it to a file")
+    if path.is_fifo() or path.is_char_device():
+        kind = "pipe" if path.is_fifo() else "device"
+        raise InvalidValue(f"{path} is a {kind}; a trace is read several times: save it to a file")
     try:
         with path.open("rb") as file:
             magic = file.read(len(_LFS))

@@ -54,8 +54,9 @@ class TraceHeader:
     def of(cls, line: bytes) -> TraceHeader:
         """Parse a header. Raises `BadLine`."""
         found = json_object(line)
-        if found.get("kvkeep_trace") != VERSION:
-            raise BadLine(f"kvkeep_trace is {shown(found.get('kvkeep_trace'))}, not {VERSION}")
+        version = found.get("kvkeep_trace")
+        if type(version) is not int or version != VERSION:
+            raise BadLine(f"kvkeep_trace is {shown(version)}, not {VERSION}")
         sizes = {
             key: count(found, key, 1) if found.get(key) is not None else None
             for key in ("page_size", "pages")
@@ -76,19 +77,28 @@ class TraceHeader:
 
 
 class Native:
-    """Reads lines of a file with this header. ``dropped`` counts requests the capture dropped."""
+    """Reads lines of a file with this header. ``dropped`` counts requests the capture dropped.
+
+    Files may be joined. Behind a header of another version, or with other units, all lines are
+    invalid until the next header that fits: they may mean something else.
+    """
 
     def __init__(self, header: TraceHeader) -> None:
         self.unit_tokens = header.unit_tokens
         self.dropped = 0
+        self._unread = False
 
     def read(self, line: bytes) -> TraceRequest | None:
         """Return the request of a line; None for a header or a note."""
         found = json_object(line)
         if "kvkeep_trace" in found:
+            self._unread = True
             if TraceHeader.of(line).unit_tokens != self.unit_tokens:
                 raise BadLine("a second header with another unit_tokens")
+            self._unread = False
             return None
+        if self._unread:
+            raise BadLine("it is behind a header that is not read")
         if "dropped" in found and "units" not in found:
             self.dropped += count(found, "dropped")
             return None

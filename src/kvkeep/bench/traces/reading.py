@@ -269,17 +269,26 @@ def _look(path: Path, format: str | None) -> tuple[str, TraceHeader | None]:
                 continue
             try:
                 found = _format_of(line)
-                if found == "kvkeep":
-                    return found, TraceHeader.of(line)
             except BadLine as error:
                 seen = seen or str(error)
                 continue
+            if found == "kvkeep":
+                return found, _header(path, number, line)
             if format is None:
                 return found, None
             seen = seen or "the first line is no header"
     if not seen:
         raise InvalidValue(f"{path} has no lines; a trace has a request in each")
     raise InvalidValue(f"{path} is no trace in {format or 'a known format'}: {seen}")
+
+
+def _header(path: Path, number: int, line: bytes) -> TraceHeader:
+    """Return kvkeep's header; a file with another version of it is no file of another format."""
+    try:
+        return TraceHeader.of(line)
+    except BadLine as error:
+        said = f"{path} is no trace that this kvkeep reads: line {number}: {error}"
+        raise InvalidValue(said) from error
 
 
 def _format_of(line: bytes) -> str:
