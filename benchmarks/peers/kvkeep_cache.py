@@ -13,6 +13,8 @@ from kvkeep.core.keys import chain_keys, root_key
 from peers.prompts import SHORT, branches, by_turns, conversations, prompt, short_prompts
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from peers.worker import Setting, Steps
 
 
@@ -61,7 +63,8 @@ def hit(*, listed: bool) -> Any:
         sizes = setting.sizes
         cache, prompts = filled(setting, 1)
         while True:
-            given = by_turns(prompts, setting.times, np.ndarray.tolist if listed else np.copy)
+            form: Callable[[Any], Any] = np.ndarray.tolist if listed else np.copy
+            given = by_turns(prompts, setting.times, form)
             found = yield lambda: request(cache, next(given))  # noqa: B023
             assert found >= sizes.tokens - sizes.page
 
