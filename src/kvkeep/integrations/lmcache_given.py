@@ -96,7 +96,7 @@ def read_yaml(path: str) -> dict[str, object]:
 def _loader(yaml: ModuleType) -> type[Any]:
     """Return PyYAML's safe loader with a bound on what a small text can become."""
 
-    class Bounded(yaml.SafeLoader):  # type: ignore[name-defined, misc]
+    class _Bounded(yaml.SafeLoader):  # type: ignore[name-defined, misc]
         aliases = 0
 
         def compose_node(self, parent: object, index: object) -> object:
@@ -111,8 +111,8 @@ def _loader(yaml: ModuleType) -> type[Any]:
                 raise ValueError("too large a number")
             return number
 
-    Bounded.add_constructor("tag:yaml.org,2002:int", Bounded.construct_yaml_int)
-    return Bounded
+    _Bounded.add_constructor("tag:yaml.org,2002:int", _Bounded.construct_yaml_int)
+    return _Bounded
 
 
 def from_environment(environment: Mapping[str, str]) -> dict[str, object]:
