@@ -60,8 +60,9 @@ def hit(*, listed: bool) -> Any:
     def steps(setting: Setting) -> Steps:
         sizes = setting.sizes
         cache, prompts = filled(setting, 1)
+        form: Any = np.ndarray.tolist if listed else np.copy
         while True:
-            given = by_turns(prompts, setting.times, np.ndarray.tolist if listed else np.copy)
+            given = by_turns(prompts, setting.times, form)
             found = yield lambda: request(cache, next(given))  # noqa: B023
             assert found >= sizes.tokens - sizes.page
 
