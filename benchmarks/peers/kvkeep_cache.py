@@ -13,8 +13,6 @@ from kvkeep.core.keys import chain_keys, root_key
 from peers.prompts import SHORT, branches, by_turns, conversations, prompt, short_prompts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from peers.worker import Setting, Steps
 
 
@@ -62,8 +60,8 @@ def hit(*, listed: bool) -> Any:
     def steps(setting: Setting) -> Steps:
         sizes = setting.sizes
         cache, prompts = filled(setting, 1)
+        form: Any = np.ndarray.tolist if listed else np.copy
         while True:
-            form: Callable[[Any], Any] = np.ndarray.tolist if listed else np.copy
             given = by_turns(prompts, setting.times, form)
             found = yield lambda: request(cache, next(given))  # noqa: B023
             assert found >= sizes.tokens - sizes.page
