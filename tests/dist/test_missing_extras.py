@@ -86,7 +86,7 @@ PARTS: dict[str, tuple[str, str]] = {
         "report",
     ),
     "a file of LMCache": (
-        "from kvkeep.integrations.lmcache import read_yaml\nread_yaml('/dev/null')",
+        "from kvkeep.integrations.lmcache_given import read_yaml\nread_yaml('/dev/null')",
         "translate",
     ),
 }
