@@ -138,9 +138,9 @@ slow-tests: setup ## measure which tests `make quick` leaves out, and write test
 	@$(QUICK_RUN) $(QUICK_TESTS) --write-slow
 
 test: check servers .venv-vllm/.installed .venv-sglang/.installed ## check, then all the tests
-	@echo "== pytest, two workers with a core each (10 to 15 minutes)"
-	@OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal $(or $(PYTEST_ARGS),$(FORKING))
-	@test -n "$(PYTEST_ARGS)" || OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --ignore=$(FORKING)
+	@echo "== pytest, three workers for two cores, as many tests wait (10 to 15 minutes)"
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal $(or $(PYTEST_ARGS),$(FORKING))
+	@test -n "$(PYTEST_ARGS)" || OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal --ignore=$(FORKING)
 	@test -n "$(PYTEST_ARGS)" || { echo "== beside vLLM (4 to 7 minutes)"; .venv-vllm/bin/python -m pytest tests_vllm -n 2 --dist loadfile --no-loadscope-reorder; }
 	@test -n "$(PYTEST_ARGS)" || { echo "== beside SGLang (a minute)"; OMP_NUM_THREADS=1 .venv-sglang/bin/python -m pytest tests_sglang -n 2 --dist loadfile --no-loadscope-reorder; }
 
