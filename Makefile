@@ -10,8 +10,7 @@ MAKEFLAGS += --jobs=3  # the prerequisites of `test` are set up in parallel
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo train docs docs-serve docs-version servers quick slow-tests test test-versions check bench \
-	bench-peers soak dist clean
+.PHONY: help setup serve demo train docs docs-serve servers quick slow-tests test test-versions check bench soak clean
 
 # Tests without models, browsers and servers of their own.
 QUICK_ROOMS := backends cache codecs eviction explain faults feed geometry groups http pages prefix slots store \
@@ -55,6 +54,7 @@ docs-serve: setup ## show the documentation site at http://127.0.0.1:8008, rebui
 # Pages of a version stay readable when the next one is out: 0.1/, 0.2/, … and latest/, which leads to one.
 # DOCS_ALIAS= for a version that is older than the latest.
 DOCS_ALIAS ?= latest
+.PHONY: docs-version
 docs-version: setup ## add the site of this version to the local branch gh-pages, which any web server can serve
 	@export PATH="$(abspath $(BIN)):$$PATH" NO_MKDOCS_2_WARNING=1; \
 	  version=$$(sed -nE 's/^version = "([0-9]+\.[0-9]+)\..*"/\1/p' pyproject.toml) && \
@@ -93,7 +93,7 @@ SITE_OF = import sysconfig; print(sysconfig.get_path("purelib"))
 	@.venv-sglang/bin/python -m pip install --no-compile --quiet --disable-pip-version-check -r requirements-sglang.txt
 	@.venv-sglang/bin/python -m pip install --no-compile --quiet --disable-pip-version-check --no-deps \
 	  compressed-tensors==0.20.0 torchvision==0.28.0
-	@.venv-sglang/bin/python -m pip install --no-compile --quiet --disable-pip-version-check -e '.[store,encryption]' pytest pytest-timeout
+	@.venv-sglang/bin/python -m pip install --no-compile --quiet --disable-pip-version-check -e '.[store,encryption]' pytest pytest-timeout pytest-xdist
 	@# Last, without dependencies: pip would otherwise report packages that only its server needs.
 	@.venv-sglang/bin/python -m pip install --no-compile --quiet --disable-pip-version-check --no-deps sglang==0.5.23
 	@touch $@
@@ -138,11 +138,11 @@ slow-tests: setup ## measure which tests `make quick` leaves out, and write test
 	@$(QUICK_RUN) $(QUICK_TESTS) --write-slow
 
 test: check servers .venv-vllm/.installed .venv-sglang/.installed ## check, then all the tests
-	@echo "== pytest, two workers with a core each (10 to 15 minutes)"
-	@OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal $(or $(PYTEST_ARGS),$(FORKING))
-	@test -n "$(PYTEST_ARGS)" || OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --ignore=$(FORKING)
+	@echo "== pytest, three workers for two cores, as many tests wait (10 to 15 minutes)"
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal $(or $(PYTEST_ARGS),$(FORKING))
+	@test -n "$(PYTEST_ARGS)" || OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal --ignore=$(FORKING)
 	@test -n "$(PYTEST_ARGS)" || { echo "== beside vLLM (4 to 7 minutes)"; .venv-vllm/bin/python -m pytest tests_vllm -n 2 --dist loadfile --no-loadscope-reorder; }
-	@test -n "$(PYTEST_ARGS)" || { echo "== beside SGLang"; OMP_NUM_THREADS=1 .venv-sglang/bin/python -m pytest tests_sglang; }
+	@test -n "$(PYTEST_ARGS)" || { echo "== beside SGLang (a minute)"; OMP_NUM_THREADS=1 .venv-sglang/bin/python -m pytest tests_sglang -n 2 --dist loadfile --no-loadscope-reorder; }
 
 VLLM_VERSIONS := 0.30 0.31 0.32 0.33
 test-versions: setup $(patsubst %,.venv-vllm-%/.installed,$(filter-out 0.32,$(VLLM_VERSIONS))) ## the tests beside every version of vLLM, and the table in docs/vllm.md (40 minutes)
@@ -161,6 +161,7 @@ bench-peers: setup ## measure kvkeep beside vLLM, SGLang and LMCache in one run,
 soak: setup      ## stress server, cache and store for 20 minutes (SOAK_ARGS="--minutes 60")
 	@$(BIN)/python scripts/soak.py $(SOAK_ARGS)
 
+.PHONY: dist
 dist: setup      ## build wheel and source distribution into dist/, and check them with every Python there is
 	@$(BIN)/python scripts/dist.py
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from sglang.srt.managers.cache_controller import HiCacheController
 
-PATIENCE_S = 60
+PATIENCE_S = 300
 
 
 def prefetched(made: HiCacheController, request: str, tokens: list[int]) -> tuple[int, Any]:

@@ -41,7 +41,11 @@ gc.freeze = gc.unfreeze = lambda: None
 
 
 # A file is run by one worker; those that take a minute come first, so that none is left for last.
-SLOW_FILES = ["test_serve.py", "test_models.py", "test_router_vllm.py", "test_scheduling.py"]
+SLOW_FILES = [
+    "test_answers.py", "test_both.py", "test_scheduling.py", "test_models.py",
+    "test_hybrids_apart.py", "test_costs.py", "test_status_ends.py", "test_serve.py",
+    "test_router_vllm.py",
+]  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -18,6 +18,7 @@ from models import VOCABULARY
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+from vllm.v1.engine import utils as engine_processes
 from vllm.v1.executor import multiproc_executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
@@ -26,6 +27,7 @@ from kvkeep.integrations.vllm.stats import Counts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from multiprocessing.connection import Connection
 
     from kvkeep.store import BlockStore
 
@@ -168,15 +170,17 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 # Importing vLLM is most of what a process costs: one has done it, and the others are its forks.
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["conftest", "tiered", "vllm.v1.engine.core"])
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    ["conftest", "tiered", "vllm.v1.engine.core", "vllm.entrypoints.openai.api_server"]
+)
 _FORK = multiprocessing.get_context("fork")
 
 
 def apart(call: str, *args: str) -> None:
     """Run ``module:function`` on ``args`` in a process of its own; what it raises is a failure."""
     with tempfile.NamedTemporaryFile("r") as said:
-        process = _FORKS.Process(target=_called, args=(said.name, call, *args))
+        process = FORKS.Process(target=_called, args=(said.name, call, *args))
         process.start()
         process.join()
         assert process.exitcode == 0, said.read()[-6000:]
@@ -186,15 +190,31 @@ def _called(said: str, call: str, *args: str) -> None:
     with Path(said).open("w") as out:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
-    _fork_workers()
+    fork_workers()
+    _call_with(call, *args)
+
+
+def beside(call: str, *args: object) -> tuple[Any, Connection]:
+    """Start ``module:function`` on a connection and ``args`` in a process of its own.
+
+    Return the process, and the connection through which it sends.
+    """
+    receives, sends = FORKS.Pipe(duplex=False)
+    process = FORKS.Process(target=_call_with, args=(call, sends, *args))
+    process.start()
+    sends.close()
+    return process, receives
+
+
+def _call_with(call: str, *args: object) -> None:
     module, _, function = call.partition(":")
     getattr(importlib.import_module(module), function)(*args)
 
 
-def _fork_workers() -> None:
-    """Let workers of several ranks be forks of this process: vLLM starts them anew on CPUs.
+def fork_workers() -> None:
+    """Let engines and workers that are started here be forks: vLLM starts them anew on CPUs.
 
-    It then leaves their shared memory behind, which is removed here.
+    It then leaves the shared memory of workers behind, which is removed here.
     """
     shutdown = MultiprocExecutor.shutdown
 
@@ -208,7 +228,7 @@ def _fork_workers() -> None:
         for left in {line.split()[-1] for line in lines if "/dev/shm/vllm_" in line}:
             Path(left).unlink(missing_ok=True)
 
-    multiproc_executor.get_mp_context = lambda: _FORK
+    engine_processes.get_mp_context = multiproc_executor.get_mp_context = lambda: _FORK
     MultiprocExecutor.shutdown = cleaned
 
 

@@ -4,44 +4,51 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import socket
-import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
+from engines import FORKS, fork_workers
+from vllm.logger import _configure_vllm_root_logger
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
 IDLE_S = 60.0
 """So long a server that starts may neither compute nor say anything; one that imports does both."""
+
+
+# What `vllm serve` runs; the command itself wants a distribution of the name vllm.
+MODULE = "vllm.entrypoints.openai.api_server"
 
 
 class Served:
     """One server; ``log`` has what it said.
 
     With ``processes`` as a server has them; without, its one worker is in that of the engine, which
-    starts faster.
+    starts faster. It is a fork of a process that has imported vLLM, and so are those that it
+    starts; if ``anew``, all are processes as the command starts them.
     """
 
     def __init__(
-        self, model: str, arguments: Sequence[str], log: Path, *, processes: bool = False
-    ) -> None:
+        self, model: str, arguments: Sequence[str], log: Path, *, processes: bool = False,
+        anew: bool = False,
+    ) -> None:  # fmt: skip
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
-        # What `vllm serve` runs; the command itself wants a distribution of the name vllm.
         command = [
-            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model,
+            "--model", model,
             "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port),
             "--dtype", "float32", "--enforce-eager", "--enable-prompt-tokens-details",
             *([] if processes else ["--distributed-executor-backend", "uni"]), *arguments,
@@ -52,17 +59,16 @@ class Served:
             "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "300",
             "VLLM_LOGGING_LEVEL": "INFO",
         }
-        with log.open("w") as out:
-            self.process = subprocess.Popen(
-                command, stdout=out, stderr=subprocess.STDOUT, env=environment,
-                start_new_session=True,
-            )  # fmt: skip
+        log.touch()
+        called = (anew, command, environment, str(log))
+        self.process = FORKS.Process(target=_serve, args=called)
+        self.process.start()
 
     def wait(self) -> None:
         """Until it answers: as long as it takes, while it gets on."""
         done, moved = -1.0, time.monotonic()
         while not self._answers():
-            if self.process.poll() is not None:
+            if not self.process.is_alive():
                 pytest.fail(f"it ended:\n{self.log.read_text()[-4000:]}")
             if (progress := self._progress()) > done:
                 done, moved = progress, time.monotonic()
@@ -96,14 +102,31 @@ class Served:
 
     def stop(self) -> None:
         """End it in order, as a supervisor would."""
-        self.process.send_signal(signal.SIGTERM)
-        self.process.wait()
+        self.process.terminate()
+        self.process.join()
 
     def kill(self) -> None:
         """End all that is left of it."""
+        self.process.kill()  # which may not yet lead a group
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        self.process.join()
+
+
+def _serve(anew: bool, command: Sequence[str], environment: dict[str, str], log: str) -> None:
+    """Be a server."""
+    os.setsid()
+    with Path(log).open("w") as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+    if anew:
+        os.execve(sys.executable, [sys.executable, "-m", MODULE, *command], environment)
+    os.environ.clear()
+    os.environ.update(environment)
+    _configure_vllm_root_logger()  # by this environment
+    fork_workers()
+    sys.argv = [MODULE, *command]
+    runpy.run_module(MODULE, run_name="__main__")
 
 
 @contextmanager

@@ -20,23 +20,29 @@ from kvkeep.integrations.vllm.requests import FollowedRequest
 if TYPE_CHECKING:
     from pathlib import Path
 
-TALKS, ANSWER = 40, 96
+TALKS, ANSWER, AT_ONCE = 40, 96, 5
 
 
 def dialogues(one: Engine, *, stripped: bool, first: int) -> tuple[list[Answer], float]:
-    """Hold dialogues of two requests; return the second answers and the tokens saved of the first.
+    """Hold dialogues of two requests, a few at once; the last one is held alone.
 
-    The second prompt leaves the first answer out, or contains it.
+    Return the second answers, and the tokens saved of the last dialogue's first request. The second
+    prompt leaves the first answer out, or contains it.
     """
     answers, saved = [], 0.0
-    for talk in range(first, first + TALKS):
+    last = first + TALKS - 1
+    for begin in [*range(first, last, AT_ONCE), last]:
+        talks = range(begin, max(min(begin + AT_ONCE, last), begin + 1))
         before = one["saved_tokens"]
-        question = prompt(70, seed=talk)
-        (answer,) = one.ask([question], max_tokens=ANSWER)
+        questions = [prompt(70, seed=talk) for talk in talks]
+        said = one.ask(questions, max_tokens=ANSWER)
         saved = one["saved_tokens"] - before
-        said = [] if stripped else list(answer.tokens)
         one.forget()
-        answers += one.ask([question + said + prompt(40, seed=1000 + talk)], max_tokens=8)
+        later = [
+            question + ([] if stripped else list(answer.tokens)) + prompt(40, seed=1000 + talk)
+            for talk, question, answer in zip(talks, questions, said, strict=True)
+        ]
+        answers += one.ask(later, max_tokens=8)
     return answers, saved
 
 

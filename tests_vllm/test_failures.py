@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-import subprocess
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from engines import LENGTHS, PROMPTS, Answer, engine, found, same
+from engines import LENGTHS, PROMPTS, Answer, beside, engine, found, prompt, same
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+    from pathlib import Path
+
     from conftest import Server
 
 ALL = sum(min(found(length), length - 1) if found(length) else 0 for length in LENGTHS)
@@ -103,29 +101,25 @@ def test_prompts_longer_than_all_tiers(llama: str, cold: list[Answer], tmp_path:
         assert one["loaded_tokens"] + one["failed_tokens"] == one["hit_tokens"]
 
 
-SAVING = """
-import sys
-import conftest
-from engines import engine, prompt
-with engine(sys.argv[1], ["memory://64MiB", sys.argv[2]]) as one:
-    for seed in range(10_000):
-        one.ask([prompt(700, seed=0)] if seed == 0 else [prompt(600, seed=seed)], max_tokens=2)
-        print(seed, flush=True)
-"""
+def save_for_ever(says: Connection, model: str, tier: str) -> None:
+    """Save one prompt after another, and say the number of each."""
+    with engine(model, ["memory://64MiB", tier]) as one:
+        for seed in range(10_000):
+            one.ask([prompt(600 if seed else 700, seed=seed)], max_tokens=2)
+            says.send(seed)
 
 
 @pytest.mark.parametrize("rounds", [2])
 def test_killed_while_it_saves(llama: str, cold: list[Answer], tmp_path: Path, rounds: int) -> None:
     tier = f"file://{tmp_path}/kv?size=256MiB"
-    with subprocess.Popen(
-        [sys.executable, "-c", SAVING, llama, tier],
-        stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent, env=dict(os.environ),
-    ) as child:  # fmt: skip
-        assert child.stdout is not None
-        for line in child.stdout:
-            if line.strip() == str(rounds):
-                break
-        child.send_signal(signal.SIGKILL)
+    child, says = beside("test_failures:save_for_ever", llama, tier)
+    try:
+        while says.recv() < rounds:
+            pass
+    finally:
+        child.kill()
+        child.join()
+        says.close()
     with engine(llama, ["memory://64MiB", tier]) as one:
         assert records(tmp_path / "kv"), "nothing was written before it was killed"
         same(cold, one.ask(PROMPTS))

@@ -2,53 +2,45 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from engines import LENGTHS, PROMPTS, Answer, engine, found, same
+from engines import LENGTHS, PROMPTS, Answer, beside, engine, found, same
 
 from kvkeep.store.backends.shm import ShmBackend
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+    from pathlib import Path
 
 
 class Neighbour:
     """An engine in another process that answers `PROMPTS` again and again until it is killed."""
 
     def __init__(self, model: str, tier: str) -> None:
-        code = "import sys, conftest, test_one_memory; test_one_memory.answer(*sys.argv[1:])"
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code, model, tier],
-            cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        self.process, self._said = beside("test_one_memory:answer", model, tier)
 
     def round(self) -> list[Answer]:
         """Wait for the answers of one round."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("["):
-                return [
-                    Answer(
-                        tuple(tokens), tuple({int(k): v for k, v in one.items()} for one in logs), n
-                    )
-                    for tokens, logs, n in json.loads(line)
-                ]
-        raise AssertionError(f"the engine ended with {self.process.wait()}")
+        try:
+            answers: list[Answer] = self._said.recv()
+        except EOFError:
+            self.process.join()
+            raise AssertionError(f"the engine ended with {self.process.exitcode}") from None
+        return answers
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        self.process.join()
+        self._said.close()
 
 
-def answer(model: str, tier: str) -> None:
+def answer(says: Connection, model: str, tier: str) -> None:
     """What a neighbour does; called in its process."""
     with engine(model, [tier]) as one:
         while True:
-            answers = one.ask(PROMPTS)
-            print(json.dumps([[a.tokens, a.logprobs, a.cached] for a in answers]), flush=True)
+            says.send(one.ask(PROMPTS))
             one.forget()
 
 

@@ -84,7 +84,8 @@ class Routing:
 
     def __init__(self, instances: list[Instance], *, events: bool = True) -> None:
         self.names = [one.url for one in instances]
-        cost = RoutingCost(prefill=PrefillCost(seconds_per_token=1e-3))
+        # Without slack the one with less work gets what nobody knows, and not the one of a hash.
+        cost = RoutingCost(prefill=PrefillCost(seconds_per_token=1e-3), slack=0.0)
         self.router = PrefixRouter(self.names, cost=cost)
         sources = [Source(one.url, one.events, one.replay, "kv") for one in instances if events]
         self.reader = EventReader(sources, self.router, check_s=1.0)

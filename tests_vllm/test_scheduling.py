@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 from engines import PROMPTS, Answer, apart, engine, found, prompt, same
 from versions import VERSION
 
@@ -45,6 +47,9 @@ def test_guessing_ahead(llama: str) -> None:
 
 def guess_ahead(llama: str) -> None:
     """Tokens that were guessed and refused were written into pages: none of them is kept."""
+    # What makes guesses and refuses them takes 20 s to compile.
+    os.environ["NUMBA_DISABLE_JIT"] = "1"
+    torch.compiler.set_stance("force_eager")
     start = prompt(7, seed=1) * 12
     asked = [start + prompt(10 + n, seed=n) + start[:30] for n in range(6)]
     with engine(llama) as plain:

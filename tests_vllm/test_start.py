@@ -137,9 +137,10 @@ def test_a_server_ends_before_it_loads_anything(llama: str, tmp_path: Path) -> N
     arguments = ["--max-model-len", "512", "--kv-transfer-config", json.dumps(transfer)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_PLUGINS", "")
-        one = Served(llama, arguments, tmp_path / "log", processes=True)
+        one = Served(llama, arguments, tmp_path / "log", processes=True, anew=True)
     try:
-        assert one.process.wait(600) == 1
+        one.process.join(600)
+        assert one.process.exitcode == 1
     finally:
         one.kill()
     said = (tmp_path / "log").read_text()

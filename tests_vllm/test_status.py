@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from conftest import Server
-
 
 @pytest.fixture(scope="module")
 def running(llama: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
@@ -182,25 +180,3 @@ def test_right_options(tmp_path: Path) -> None:
     assert KEY not in repr(options)
     assert ConnectorOptions.parse({"status": 8201}).status == "127.0.0.1:8201"
     assert ConnectorOptions.parse({"status": "[::1]:0"}).status == "[::1]:0"
-
-
-@pytest.mark.parametrize("why", ["late", "not_asked"])
-def test_shared_tiers_that_do_not_answer_are_said(llama: str, server: Server, why: str) -> None:
-    """Others may have stored a prompt, and the tier did not tell in time, or was not asked."""
-    compared = why == "not_asked"  # this model computes faster than any lookup that hangs
-    extra = {"lookup_timeout": 0.3, "flush_timeout": 0.5, "compare_costs": compared}
-    with watched(llama, ["memory://4MiB", server.url(timeout="60s")], extra=extra) as one:
-        one.engine.ask([prompt(300, seed=20)])
-        server.hang()
-        for seed in range(21, 25):
-            one.engine.ask([prompt(300, seed=seed)])
-        said = one.last()
-        (span,) = [at for at in said["spans"] if at["reason"] == "tier_unavailable"]
-        assert (span["start"], span["stop"]) == (0, 288)
-        assert span["evidence"]["why"] == why
-        if why == "late":
-            assert span["evidence"]["tier"] == "valkey"
-            assert "tier 'valkey' may have them and did not answer in time" in said["sentence"]
-        else:
-            assert "was not asked, because its answers take longer" in said["sentence"]
-        server.go_on()

@@ -80,7 +80,7 @@ def test_a_server_with_workers_of_its_own(llama: str, tmp_path: Path) -> None:
         "--max-model-len", "900", "--num-gpu-blocks-override", "30",
     ]  # fmt: skip
     url = f"http://127.0.0.1:{port}"
-    with served(llama, arguments, tmp_path / "log", processes=True) as one:
+    with served(llama, arguments, tmp_path / "log", processes=True, anew=True) as one:
         mine = prompt(300, seed=1)
         asked = {"model": "tiny", "prompt": mine, "max_tokens": 4, "temperature": 0}
         first = json.loads(one.fetch("/v1/completions", asked))["id"]

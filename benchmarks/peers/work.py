@@ -33,7 +33,7 @@ class Sizes:
     @classmethod
     def read(cls, found: dict[str, Any]) -> Sizes:
         """Return the sizes that JSON has as an object."""
-        values: dict[str, Any] = {
+        values: Any = {
             name: tuple(value) if isinstance(value, list) else value
             for name, value in found.items()
         }

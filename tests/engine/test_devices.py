@@ -87,14 +87,16 @@ def test_answers_of_models_with_states_and_latents(family, device):
     tokens = np.random.default_rng(6).integers(3, 64, 70, dtype=np.int32)
     prompts = [tokens, tokens[:40], tokens[::-1].copy()]
     params = SamplingParams(max_tokens=4, ignore_eos=True)
-    for _ in range(2):  # computed, then from the pool
-        for done, prompt in zip(engine.generate(prompts, params), prompts, strict=True):
+    expected = []
+    with torch.inference_mode():
+        for prompt in prompts:
             ids = [*prompt.tolist()]
-            with torch.inference_mode():
-                for _ in range(4):
-                    logits = plain(torch.tensor([ids]), use_cache=False).logits
-                    ids.append(int(logits[0, -1].argmax()))
-            assert [*done.tokens] == ids[-4:]
+            for _ in range(4):
+                logits = plain(torch.tensor([ids]), use_cache=False).logits
+                ids.append(int(logits[0, -1].argmax()))
+            expected.append(ids[-4:])
+    for _ in range(2):  # computed, then from the pool
+        assert [[*done.tokens] for done in engine.generate(prompts, params)] == expected
     engine.cache.check()
 
 

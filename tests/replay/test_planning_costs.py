@@ -32,7 +32,7 @@ def replayed():
         [("hot", chance.randrange(12)), *range(9)]
         if chance.random() < 0.6
         else [("once", number), *range(9)]
-        for number in range(320)
+        for number in range(160)
     ]
     work = workload(paths)
     plan = PlannedMemory(200, 2000, prices=prices(1, 1, 1), bytes_per_token=float(BYTES))

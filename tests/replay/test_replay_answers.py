@@ -10,7 +10,7 @@ from kvkeep.bench.traces import generate
 
 @pytest.fixture(scope="module")
 def reasoning() -> Workload:
-    return Workload.read(generate("reasoning", seed=3, requests=800, unit_tokens=64))
+    return Workload.read(generate("reasoning", seed=3, requests=400, unit_tokens=64))
 
 
 def test_reasoning_is_stored_no_longer_once_it_is_known(reasoning: Workload) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import sys
@@ -239,6 +240,8 @@ def run(args: argparse.Namespace) -> int:
                 admin_key=admin_key,
                 exposed=not is_loopback(args.host),
             )
+            # Modules and tokenizer stay: no full collection of garbage has to look through them.
+            gc.freeze()
             serve(
                 proxy,
                 bound,

@@ -112,7 +112,7 @@ class PrefixCache:
             history of requests.
 
     Thread safety: none, like mini-sglang's own; its scheduler is one thread. Cost: `match_prefix`
-    and `lock_handle` one memcmp per run of the tree, `evict` about 1.5 µs an evicted run.
+    and `lock_handle` one memcmp per run or trail of runs, `evict` about 1.5 µs an evicted run.
 
     Raises:
         InvalidValue: there is no such policy, or it needs a history of requests.

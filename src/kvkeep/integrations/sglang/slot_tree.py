@@ -54,9 +54,9 @@ class StoredPages(NamedTuple):
 class SlotTree:
     """A prefix index over pages that an engine allocates, with locks on prefixes.
 
-    Thread safety: none. Cost: `match` is one memcmp per run, `store` is flat in the pages before
-    those that it stores, `evict` takes about 1.5 µs an evicted run. Memory: 12 bytes for each page
-    of the ``capacity``, besides the index's.
+    Thread safety: none. Cost: `match` is one memcmp per run or trail of runs, `store` is flat in
+    the pages before those that it stores, `evict` takes about 1.5 µs an evicted run. Memory: 12
+    bytes for each page of the ``capacity``, besides the index's.
 
     Attributes:
         index: the index, by page numbers.
