@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,3 +63,47 @@ def test_a_path_that_is_denied_is_named_in_one_line(
         assert said.startswith("kvkeep: error: ")
         assert str(folder) in said
         assert "ermission denied" in said
+
+
+@pytest.fixture
+def unreadable() -> Iterator[Path]:
+    """A tier whose owner, in whose name the test goes on, may not read its records."""
+    root = os.geteuid() == 0
+    # Not below `tmp_path`, which root alone may enter.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as made:
+        place = Path(made) / "tier"
+        shutil.copytree(Path(TRACE).parent / "store", place)
+        Path(made).chmod(0o755)
+        assert main(["store", "verify", f"file://{place}"]) == 0  # imports what it needs
+        for path in (place, *place.rglob("*")):
+            if root:
+                os.chown(path, NOBODY, NOBODY)
+            if path.is_file() and path.parent != place:
+                path.chmod(0)
+        try:
+            if root:
+                os.seteuid(NOBODY)
+            yield place
+        finally:
+            if root:
+                os.seteuid(0)
+
+
+def test_commands_that_look_leave_unreadable_records_where_they_are(
+    unreadable: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def files() -> list[Path]:
+        return sorted(path for path in unreadable.rglob("*") if path.is_file())
+
+    before, url = files(), f"file://{unreadable}"
+    capsys.readouterr()
+    for command, code in (("ls", 0), ("stat", 0), ("verify", 1)):
+        assert main(["store", command, url, "--json"]) == code
+        (tier,) = json.loads(capsys.readouterr().out)["tiers"]
+        assert files() == before
+    assert (tier["sound"], tier["gone"], tier["bad"]) == (0, 0, tier["blocks"])
+    assert all("Permission denied" in one["why"] for one in tier["found"])
+
+    assert main(["store", "verify", url, "--repair"]) == 1
+    assert len(files()) == len(before)
+    assert not [path for path in files() if len(path.parent.name) == 32]
