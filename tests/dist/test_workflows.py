@@ -49,6 +49,21 @@ def test_actions_are_pinned_jobs_end_and_rights_are_few(workflow: Path) -> None:
             assert re.fullmatch(r"actions/[\w-]+@v\d+", step["uses"]), step["uses"]
 
 
+def test_only_a_tag_is_given_the_right_to_write() -> None:
+    """Code of a pull request, and what it installs, never runs with a token that can push."""
+    for workflow in WORKFLOWS:
+        for name, job in yaml.safe_load(workflow.read_text("utf-8"))["jobs"].items():
+            if "write" in job.get("permissions", {}).values():
+                assert job["if"] == "github.ref_type == 'tag'", f"{workflow.stem}: {name}"
+
+
+def test_nothing_that_a_stranger_names_is_put_into_a_script() -> None:
+    """A branch or a title is an argument or a variable, never text of a script."""
+    for workflow in WORKFLOWS:
+        for step in steps(workflow):
+            assert "${{" not in step.get("run", ""), f"{workflow.stem}: {step['run']}"
+
+
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda one: one.stem)
 def test_what_they_run_exists(workflow: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))

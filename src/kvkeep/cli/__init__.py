@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from kvkeep.cli.drawing import visible
 from kvkeep.cli.parsing import Parser
 from kvkeep.cli.settings import ConfigParser
-from kvkeep.core.errors import KVKeepError
+from kvkeep.core.errors import KVKeepError, reason
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,13 +35,20 @@ INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``kvkeep`` with these arguments (default: the process's own); return the exit code.
 
-    A mistake of the user gives one line on stderr and exit code 2.
+    A mistake of the user, or a path that this user must not reach, gives one line on stderr and
+    exit code 2.
     """
     try:
         args = _parser().parse_args(arguments)
         code: int = args.run(args)
     except KVKeepError as error:
         line = visible(" ".join(str(error).split()))  # the message may quote a file or a server
+        print(f"kvkeep: error: {line}", file=sys.stderr)
+        return WRONG_INPUT
+    except PermissionError as error:
+        if error.filename is None:
+            raise
+        line = visible(f"{error.filename}: {reason(error)}")
         print(f"kvkeep: error: {line}", file=sys.stderr)
         return WRONG_INPUT
     except KeyboardInterrupt:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvkeep.cli.progress import bytes_progress
 from kvkeep.cli.store_place import CommandResult, age, columns, spaces_of
-from kvkeep.core.errors import whole
+from kvkeep.core.errors import BackendFailed, whole
 from kvkeep.core.geometry.units import format_bytes
 from kvkeep.core.keys import SPACE_BYTES
 from kvkeep.store.backends import WriteBudget
@@ -180,12 +180,15 @@ def _sampled(place: OpenTier, records: list[Listed], count: int) -> _Sample:
     headers, bad, other_version = [], 0, 0
     with bytes_progress("reading some records", of=sum(record.size for record in some)) as advance:
         for listed in some:
-            record = place.backend.get(listed.block, aligned)
             try:
+                record = place.backend.get(listed.block, aligned)
                 headers += [] if record is None else [read_header(record)]
             except OtherVersion:
                 other_version += 1
             except BadRecord:
+                bad += 1
+            except BackendFailed:
+                place.backend.sizes([listed.block])  # raises if the whole backend fails
                 bad += 1
             advance(listed.size)
     return _Sample(headers, bad, other_version)

@@ -124,6 +124,8 @@ def opened(text: str) -> Iterator[OpenTier]:
     with open_backend(url) as backend:
         url.finish()
         backend.timeout = timeout or backend.timeout
+        if isinstance(backend, DiskBackend):
+            backend.inspecting = True  # only `verify --repair` moves a record
         if writes is not None:
             backend.limit_writes(writes)
         yield OpenTier(url.safe, backend)

@@ -98,6 +98,7 @@ class DiskBackend(Backend):
         odd: entries of the last complete `list` that are no records: foreign names, special files,
             empty files.
         odd_bytes: bytes of the foreign files among them.
+        inspecting: if set, `get` raises for an unreadable file and leaves it where it is.
 
     Thread safety: every method, from any thread and process; also after a fork. The directory must
     be on a filesystem whose ``flock`` reaches all writers, which means one machine. Cost: a put or
@@ -129,6 +130,7 @@ class DiskBackend(Backend):
             raise InvalidValue(f"io={io!r}; it is one of auto, direct, buffered")
         self.capacity = None if capacity is None else whole("capacity", capacity, ALIGNMENT)
         self.quarantined = 0
+        self.inspecting = False
         self.odd = 0
         self.odd_bytes = 0
         self._has_default = False
@@ -207,7 +209,7 @@ class DiskBackend(Backend):
             try:
                 held = open_record(path)
             except PermissionError:
-                if size_of(path) is None:
+                if self.inspecting or size_of(path) is None:
                     raise
                 self.quarantine(block, "unreadable")
                 return None
