@@ -20,5 +20,5 @@ from peers.worker import Setting, Worker
 def test_every_case_runs(module: object, tmp_path: Path) -> None:
     worker = Worker(module.CASES, Setting(QUICK, "", tmp_path))  # type: ignore[attr-defined]
     for case in module.CASES:  # type: ignore[attr-defined]
-        assert all(worker.seconds(case, "cpu", 2) > 0 for _ in range(2))  # what it returns is checked
+        assert all(worker.seconds(case, "cpu", 2) > 0 for _ in range(2))  # checks results
     worker.forget()
