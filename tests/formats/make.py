@@ -1,4 +1,4 @@
-"""Writes the fixtures of this version: what `test_formats.py` reads with every later version.
+"""Writes the fixtures of this version: what `test_every_format.py` reads with every later version.
 
     .venv/bin/python tests/formats/make.py            the folder of this version, if it is missing
     .venv/bin/python tests/formats/make.py VERSION    another name

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_formats import NEWEST, SHAPE, expected, private
+from test_every_format import NEWEST, SHAPE, expected, private
 
 from kvkeep import InvalidValue
 from kvkeep.bench.traces import open_trace

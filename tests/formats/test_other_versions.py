@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import xxhash
-from test_formats import NEWEST, arena_at, bytes_of, command, expected, plain, private
+from test_every_format import NEWEST, arena_at, bytes_of, command, expected, plain, private
 
 from kvkeep import InvalidValue
 from kvkeep.cli import main

@@ -14,7 +14,7 @@ from kvkeep.serve.engine import Engine, Runner, Tokenizer
 from kvkeep.serve.models import bundled_model
 from kvkeep.serve.server import ServerSettings
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.usefixtures("load_first")]
 
 PROMPT = [7, 8, 9, 10] * 80  # five blocks of 64
 BLOCKS = 40
