@@ -22,6 +22,7 @@ from sglang.srt.mem_cache.utils import get_hash_str
 from sglang_pools import Pages, config_of, hashes, pools, spans  # type: ignore[import-not-found]
 
 from peers.prompts import emptied, evict_from_cache, into_cache, kv_of, prompt, sync
+from peers.work import by_tiers
 
 if TYPE_CHECKING:
     from peers.worker import Setting, Steps
@@ -145,10 +146,6 @@ def disk_get(which: int, *, cached: bool) -> Any:
     return steps
 
 
-CASES = {"lookup": lookup, "known": known}
-for _at in range(2):
-    CASES |= {
-        f"disk put {_at}": disk_put(_at),
-        f"disk cached {_at}": disk_get(_at, cached=True),
-        f"disk cold {_at}": disk_get(_at, cached=False),
-    }
+CASES = by_tiers(
+    lookup=lookup, known=known, disk_put=disk_put, disk_get=disk_get,
+)  # fmt: skip

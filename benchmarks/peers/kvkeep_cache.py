@@ -11,6 +11,7 @@ import kvkeep
 from kvkeep import Namespace, PagedCache
 from kvkeep.core.keys import chain_keys, root_key
 from peers.prompts import SHORT, branches, by_turns, conversations, prompt, short_prompts
+from peers.work import by_prefixes
 
 if TYPE_CHECKING:
     from peers.worker import Setting, Steps
@@ -108,14 +109,11 @@ def evict(*, one: bool) -> Any:
     return steps
 
 
-CASES = {
-    "match 0": match(0),
-    "match 1": match(1),
-    "match 2": match(2),
-    "hit": hit(listed=False),
-    "hit list": hit(listed=True),
-    "cold": cold,
-    "names": names,
-    "evict": evict(one=False),
-    "evict one": evict(one=True),
-}
+CASES = by_prefixes(
+    match=match,
+    hit=hit(listed=False),
+    hit_list=hit(listed=True),
+    cold=cold,
+    names=names,
+    evict=evict,
+)

@@ -26,6 +26,7 @@ from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
 from lmcache.v1.metadata import LMCacheMetadata
 
 from peers.prompts import emptied, evict_from_cache, into_cache, kv_of, prompt, sync
+from peers.work import by_tiers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -228,12 +229,7 @@ def disk_get(which: int, *, cached: bool) -> Any:
     return steps
 
 
-CASES = {"lookup": lookup, "known": known}
-for _at in range(2):
-    CASES |= {
-        f"memory put {_at}": memory_put(_at),
-        f"memory get {_at}": memory_get(_at),
-        f"disk put {_at}": disk_put(_at),
-        f"disk cached {_at}": disk_get(_at, cached=True),
-        f"disk cold {_at}": disk_get(_at, cached=False),
-    }
+CASES = by_tiers(
+    lookup=lookup, known=known, disk_put=disk_put, disk_get=disk_get,
+    memory_put=memory_put, memory_get=memory_get,
+)  # fmt: skip

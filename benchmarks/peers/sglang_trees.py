@@ -26,6 +26,7 @@ from sglang.srt.mem_cache.utils import compute_node_hash_values
 from tree_scheduler import memory  # type: ignore[import-not-found]
 
 from peers.prompts import SHORT, branches, by_turns, conversations, prompt, short_prompts
+from peers.work import by_prefixes
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -204,14 +205,11 @@ def evict(*, one: bool) -> Any:
     return steps
 
 
-CASES = {
-    "match 0": match(0),
-    "match 1": match(1),
-    "match 2": match(2),
-    "hit": hit(listed=False),
-    "hit list": hit(listed=True),
-    "cold": cold,
-    "names": names,
-    "evict": evict(one=False),
-    "evict one": evict(one=True),
-}
+CASES = by_prefixes(
+    match=match,
+    hit=hit(listed=False),
+    hit_list=hit(listed=True),
+    cold=cold,
+    names=names,
+    evict=evict,
+)

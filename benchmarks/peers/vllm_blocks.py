@@ -23,6 +23,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request
 
 from peers.prompts import SHORT, branches, by_turns, conversations, prompt, short_prompts
+from peers.work import by_prefixes
 
 if TYPE_CHECKING:
     from peers.worker import Setting, Steps
@@ -150,14 +151,4 @@ def evict(*, one: bool) -> Any:
     return steps
 
 
-CASES = {
-    "match 0": match(0),
-    "match 1": match(1),
-    "match 2": match(2),
-    "hit": hit,
-    "hit list": hit,
-    "cold": cold,
-    "names": names,
-    "evict": evict(one=False),
-    "evict one": evict(one=True),
-}
+CASES = by_prefixes(match=match, hit=hit, hit_list=hit, cold=cold, names=names, evict=evict)

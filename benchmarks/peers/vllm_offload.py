@@ -33,6 +33,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from peers.prompts import emptied, evict_from_cache, into_cache, prompt, sync
 from peers.vllm_blocks import Blocks, version
+from peers.work import by_tiers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -201,10 +202,6 @@ def disk_get(which: int, *, cached: bool) -> Any:
     return steps
 
 
-CASES = {"lookup": lookup, "known": known}
-for _at in range(2):
-    CASES |= {
-        f"disk put {_at}": disk_put(_at),
-        f"disk cached {_at}": disk_get(_at, cached=True),
-        f"disk cold {_at}": disk_get(_at, cached=False),
-    }
+CASES = by_tiers(
+    lookup=lookup, known=known, disk_put=disk_put, disk_get=disk_get,
+)  # fmt: skip

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-__all__ = ["CASES", "FULL", "OURS", "QUICK", "SYSTEMS", "Case", "Part", "Sizes", "System", "cases"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = [
+    "CASES", "FULL", "OURS", "QUICK", "SYSTEMS", "Case", "Part", "Sizes", "System", "by_prefixes",
+    "by_tiers", "cases",
+]  # fmt: skip
 
 Part = Literal["prefixes", "tiers"]
 OURS = "kvkeep"
@@ -107,6 +113,49 @@ def _tokens(count: int, sizes: Sizes) -> str:
     return f"{count:,} tokens ({size >> 30} GiB)" if size >> 30 else (
         f"{count:,} tokens ({size >> 20} MiB)"
     )  # fmt: skip
+
+
+def by_prefixes(
+    *,
+    match: Callable[[int], Any],
+    hit: Any,
+    hit_list: Any,
+    cold: Any,
+    names: Any,
+    evict: Callable[..., Any],
+) -> dict[str, Any]:
+    """Return a system's steps by the names of the cases of prefixes; see `cases`."""
+    return {
+        **{f"match {at}": match(at) for at in range(len(FULL.runs))},
+        "hit": hit,
+        "hit list": hit_list,
+        "cold": cold,
+        "names": names,
+        "evict": evict(one=False),
+        "evict one": evict(one=True),
+    }
+
+
+def by_tiers(
+    *,
+    lookup: Any,
+    known: Any,
+    disk_put: Callable[[int], Any],
+    disk_get: Callable[..., Any],
+    memory_put: Callable[[int], Any] | None = None,
+    memory_get: Callable[[int], Any] | None = None,
+) -> dict[str, Any]:
+    """Return a system's steps by the names of the cases of tiers; see `cases`."""
+    found = {"lookup": lookup, "known": known}
+    for at in range(len(FULL.stored)):
+        if memory_put is not None:
+            found[f"memory put {at}"] = memory_put(at)
+        if memory_get is not None:
+            found[f"memory get {at}"] = memory_get(at)
+        found[f"disk put {at}"] = disk_put(at)
+        found[f"disk cached {at}"] = disk_get(at, cached=True)
+        found[f"disk cold {at}"] = disk_get(at, cached=False)
+    return found
 
 
 def cases(sizes: Sizes) -> tuple[Case, ...]:
