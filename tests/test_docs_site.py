@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import fcntl
+import json
 import os
 import re
 import shlex
@@ -158,6 +159,14 @@ def test_a_folder_can_be_searched(site: Path, browser) -> None:
     page.close()
     assert said == []
     assert all(url.startswith("file:") for url in asked)
+
+
+def test_no_word_of_the_search_index_is_a_wildcard(site: Path) -> None:
+    """With a word such as ``deploy/*.service``, lunr fails when a ``d`` has been typed."""
+    index = json.loads((site / "search" / "search_index.json").read_text("utf-8"))
+    separator = re.compile(index["config"]["separator"])
+    assert separator.split("deploy/*.service") == ["deploy/", ".service"]
+    assert any("*" in page["text"] for page in index["docs"])
 
 
 def test_every_document_is_a_page_that_the_contents_show(
