@@ -71,8 +71,8 @@ def _run(report: Report, setting: Setting, files: list[Path], limit: float) -> N
     with log.open("wb") as said:
         try:
             code = subprocess.run(
-                command, cwd=_HOME, env=os.environ | {"OMP_NUM_THREADS": "4"}, stdout=said,
-                stderr=said, check=False, timeout=max(1.0, limit),
+                command, cwd=_HOME, env=_environment(), stdout=said, stderr=said, check=False,
+                timeout=max(1.0, limit),
             ).returncode  # fmt: skip
             ended = f"exit code {code}"
         except subprocess.TimeoutExpired:
@@ -90,6 +90,12 @@ def _run(report: Report, setting: Setting, files: list[Path], limit: float) -> N
             if f"{one.get('classname') or one.get('name')}.".startswith(f"{module}.")
         ]  # fmt: skip
         report.add(_row(name, mine))
+
+
+def _environment() -> dict[str, str]:
+    """Return that of a process that finds kvkeep in this repository, installed or not."""
+    paths = [str(_HOME / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"OMP_NUM_THREADS": "4", "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def _row(name: str, cases: list[ET.Element]) -> Row:
