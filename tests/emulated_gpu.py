@@ -132,6 +132,22 @@ def _check(name: str, args: Any, mine: list[Emulated], others: list[torch.Tensor
         )
 
 
+def _attending(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """As ``attend``; raises where a fused kernel would read a mask at a misaligned address.
+
+    Where rows lie apart by another number of elements, torch hands the kernel an aligned copy.
+    """
+
+    def checked(*args: Any, attn_mask: Any = None, **how: Any) -> torch.Tensor:
+        if isinstance(attn_mask, Emulated):
+            apart = [stride for stride in attn_mask.stride()[:-1] if stride % 8]
+            if not apart and attn_mask.storage_offset() * attn_mask.element_size() % 16:
+                raise RuntimeError("misaligned address: a mask does not begin at 16 bytes")
+        return attend(*args, attn_mask=attn_mask, **how)
+
+    return checked
+
+
 class Mode(TorchDispatchMode):
     """Makes new tensors on the emulated device where it is asked for; of one thread."""
 
@@ -193,10 +209,13 @@ def _moving(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 def pytest_configure() -> None:
     """Add the device to torch, in this process."""
+    from kvkeep.serve.engine.attention import dense
     from kvkeep.store.identity import watch
 
     getattr(backend_registration, _SETUP)(NAME, backend_module=_Backend())
     torch.tensor, torch.as_tensor = _moving(torch.tensor), _moving(torch.as_tensor)
+    for module in (torch.nn.functional, dense):
+        module.scaled_dot_product_attention = _attending(module.scaled_dot_product_attention)
     torch.inference_mode = _NoGradients
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     watch._samples = lambda _tensors: []  # views of a storage, which a wrapper has not

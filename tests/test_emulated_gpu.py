@@ -73,6 +73,12 @@ def test_an_index_of_the_device(device):
     torch.ones(3)[torch.tensor([1, 2], device=device)]
 
 @DEVICE
+def test_a_misaligned_mask(device):
+    query = torch.ones(1, 1, 2, 8, device=device)
+    mask = torch.zeros(2, 32, device=device)[:, 3:5]
+    torch.nn.functional.scaled_dot_product_attention(query, query, query, attn_mask=mask)
+
+@DEVICE
 def test_a_copy(device):
     there = torch.zeros(3, device=device)
     there.copy_(torch.ones(3))
@@ -88,7 +94,12 @@ def test_what_a_gpu_would_run_and_would_not(tmp_path):
     mistakes = tmp_path / "test_mistakes.py"
     mistakes.write_text(MISTAKES)
     found = ran(tmp_path, *(f"tests/{file}" for file in FILES), str(mistakes))
-    names = ["test_two_devices", "test_numpy", "test_an_index_of_the_device"]
+    names = [
+        "test_two_devices",
+        "test_numpy",
+        "test_an_index_of_the_device",
+        "test_a_misaligned_mask",
+    ]
     assert [name.partition("[")[0] for name in found["failure"]] == names
     assert found["error"] == []
     assert "test_a_copy[cuda]" in found["passed"]

@@ -12,6 +12,9 @@ __all__ = ["pick_device"]
 def pick_device(device: str | torch.device) -> torch.device:
     """Return the torch device named ``device``; "auto" is the GPU if there is one.
 
+    A GPU that is named without a number is the current one, and the answer has its number, which
+    `torch.cuda.set_device` asks for.
+
     Raises `InvalidValue` for a device that this machine, or this build of PyTorch, does not have.
     """
     if device == "auto":
@@ -21,10 +24,9 @@ def pick_device(device: str | torch.device) -> torch.device:
     except RuntimeError as error:
         raise InvalidValue(f"no torch device is named {device!r}; try auto, cpu or cuda") from error
     try:
-        torch.empty(0, device=found)
+        return torch.empty(0, device=found).device
     except (RuntimeError, AssertionError) as error:  # NotImplementedError is a RuntimeError
         raise InvalidValue(f"{_missing(found)}; give auto or cpu") from error
-    return found
 
 
 def _missing(device: torch.device) -> str:

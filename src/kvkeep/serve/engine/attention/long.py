@@ -1,17 +1,18 @@
 """Attention of a piece of many tokens: a prompt, or a chunk of one.
 
 It is bound by computing. Its queries attend in steps of `Grain.query_rows`, so that few keys beyond
-the causal edge are multiplied, and all steps share one mask.
+the causal edge are multiplied, and the masks of all steps are parts of one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from kvkeep.serve.engine.attention.dense import attend
+from kvkeep.serve.engine.attention.plan import ALIGNED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +30,46 @@ class _Step(NamedTuple):
 
     rows: slice
     keys: slice
-    mask: torch.Tensor  # [queries, keys]
+    distance: int  # tokens from the first key to the first query
+
+
+@dataclass(slots=True, eq=False)
+class _Band:
+    """The masks of all steps, of up to ``rows`` queries and ``distance`` tokens from the first key.
+
+    A mask depends only on how far a query is from a key, so that of a step is a part of one. It is
+    made when it is first asked for: pieces that are plainly causal need none.
+    """
+
+    rows: int
+    distance: int
+    context: PlanContext
+    _made: torch.Tensor | None = field(default=None, init=False)
+
+    def mask(self, step: _Step) -> torch.Tensor:
+        """Return the mask [queries, keys] of a step; it begins at an aligned address."""
+        if self._made is None:
+            self._made = self._make()
+        queries, keys = (part.stop - part.start for part in (step.rows, step.keys))
+        # Queries and keys as far apart as these are on a diagonal, and it has a place that is.
+        top = step.distance % ALIGNED
+        left = self._most - (step.distance - top)
+        return self._made[top : top + queries, left : left + keys]
+
+    @property
+    def _most(self) -> int:
+        return -(-self.distance // ALIGNED) * ALIGNED
+
+    def _make(self) -> torch.Tensor:
+        """Return the mask of queries from ``_most`` on and keys from 0 on."""
+        height = self.rows + ALIGNED - 1
+        device, window = self.context.tensors.device, self.context.window
+        query, key = (torch.arange(one, device=device) for one in (height, self._most + height))
+        distance = query[:, None] + self._most - key
+        seen = distance >= 0
+        if window is not None:
+            seen &= distance < window
+        return self.context.mask(seen)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,6 +80,7 @@ class LongPiece:
     gather: Gather | None  # None: all keys it sees are in the batch itself
     causal: bool  # whether the plain causal mask holds, from the first key on
     steps: Sequence[_Step]
+    band: _Band
 
     def attend(
         self,
@@ -83,7 +124,7 @@ class LongPiece:
                 keys[:, :, step.keys],
                 values[:, :, step.keys],
                 scoring,
-                mask=step.mask,
+                mask=self.band.mask(step),
             )
 
 
@@ -91,41 +132,44 @@ def long_pieces(pieces: Sequence[PlacedPiece], context: PlanContext) -> list[Lon
     """Plan each of ``pieces``."""
     if not pieces:
         return []
-    spans = [one.stop - one.first // context.page_size * context.page_size for one in pieces]
-    band = _band(max(spans), context)
-    return [_long_piece(one, band, context) for one in pieces]
+    rows = min(context.grain.query_rows, max(one.tokens for one in pieces))
+    cut = [_steps(one, rows, context) for one in pieces]
+    band = _Band(rows, max(step.distance for steps in cut for step in steps), context)
+    return [_long_piece(one, steps, band, context) for one, steps in zip(pieces, cut, strict=True)]
 
 
-def _band(longest: int, context: PlanContext) -> torch.Tensor:
-    """Return the mask of ``query_rows`` queries that end at the last of ``longest`` keys.
-
-    A mask depends only on the distance of query and key, so the mask of every step is the lower
-    right corner of this one.
-    """
-    rows = min(context.grain.query_rows, longest)
-    distance = torch.arange(longest - rows, longest)[:, None] - torch.arange(longest)
-    seen = distance >= 0
-    if context.window is not None:
-        seen &= distance < context.window
-    return context.mask(seen)
+def _first_key(one: PlacedPiece, page_size: int) -> int:
+    """Return the position of the first of the keys that are at hand."""
+    return one.first if _is_cold(one) else one.first // page_size * page_size
 
 
-def _long_piece(one: PlacedPiece, band: torch.Tensor, context: PlanContext) -> LongPiece:
-    size = context.page_size
-    cold = one.first == one.start  # no key lies before the piece
-    base = one.first if cold else one.first // size * size
-    rows, longest = band.shape
+def _is_cold(one: PlacedPiece) -> bool:
+    """Whether no key lies before the piece."""
+    return one.first == one.start
+
+
+def _steps(one: PlacedPiece, rows: int, context: PlanContext) -> list[_Step]:
+    base = _first_key(one, context.page_size)
     at = one.begin - one.start
     steps = []
     for start in range(one.start, one.stop, rows):
         stop = min(start + rows, one.stop)
         low = one.first if context.window is None else max(one.first, start + 1 - context.window)
-        mask = band[rows - (stop - start) :, longest - (stop - low) :]
-        steps.append(_Step(slice(at + start, at + stop), slice(low - base, stop - base), mask))
-    pages = None if cold else one.seen_pages(size)
+        steps.append(
+            _Step(slice(at + start, at + stop), slice(low - base, stop - base), start - low)
+        )
+    return steps
+
+
+def _long_piece(
+    one: PlacedPiece, steps: list[_Step], band: _Band, context: PlanContext
+) -> LongPiece:
+    cold = _is_cold(one)
+    pages = None if cold else one.seen_pages(context.page_size)
     return LongPiece(
         rows=slice(one.begin, one.begin + one.tokens),
         gather=None if pages is None else context.tensors.prepare_gather(pages, context.scratch),
         causal=cold and context.window is None,
         steps=steps,
+        band=band,
     )

@@ -16,7 +16,12 @@ if TYPE_CHECKING:
 
     IntArray = npt.NDArray[np.int32]
 
-__all__ = ["CPU", "GPU", "Grain", "PlacedPiece", "PlanContext"]
+__all__ = ["ALIGNED", "CPU", "GPU", "Grain", "PlacedPiece", "PlanContext"]
+
+# Elements between the rows of a mask, and where it begins, are multiples of this. Fused kernels read
+# 16 bytes at once: torch copies a mask with other rows at every layer, and one that begins elsewhere
+# is a misaligned address.
+ALIGNED: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +72,13 @@ class PlanContext:
     def mask(self, seen: torch.Tensor) -> torch.Tensor:
         """Return the mask to add to scores: 0 where ``seen``, else minus infinity.
 
-        Boolean masks would be converted to this at every layer.
+        Its rows are `ALIGNED`. Boolean masks would be converted to this at every layer.
         """
-        mask = torch.zeros(seen.shape, dtype=self.tensors.dtype)
-        return mask.masked_fill_(~seen, float("-inf")).to(self.tensors.device)
+        hidden = ~seen.to(self.tensors.device)
+        *rows, keys = hidden.shape
+        width = -(-keys // ALIGNED) * ALIGNED
+        mask = torch.zeros(*rows, width, dtype=self.tensors.dtype, device=hidden.device)
+        return mask[..., :keys].masked_fill_(hidden, float("-inf"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
