@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from gpu_parts.figures import needs
+from gpu_parts.figures import needs, short
 from gpu_parts.models import make_model, shape_of
 from kvkeep.core.cost import CostModel
-from kvkeep.serve.engine import Engine, Runner, SamplingParams
+from kvkeep.serve.engine import Engine, Limits, Runner, SamplingParams
 from kvkeep.store import KVStore
 from waiting_loads import wait_for_all
 
@@ -44,11 +44,13 @@ class Bench:
         self.token_bytes = geometry.bytes_per_token
         self.runner = Runner(model, geometry, num_pages=tokens // PAGE + 64, page_size=PAGE)
         self.cost = CostModel()
+        self._limits = Limits(step_tokens=setting.pick(8192, 1024, 1024))
         self._rng = np.random.default_rng(5)
         report.note(
-            f"A Llama of {parameters / 1e6:,.3g} million random weights in {self.shape.dtype}: "
+            f"A Llama of {short(parameters / 1e6)} million random weights in {self.shape.dtype}: "
             f"{geometry.layers} layers, {geometry.kv_heads} KV heads of {geometry.head_dim}, "
-            f"{geometry.bytes_per_token / 1024:,.3g} KiB of KV a token, pages of {PAGE} tokens."
+            f"{short(geometry.bytes_per_token / 1024)} KiB of KV a token, pages of {PAGE} tokens. "
+            f"Passes of up to {self._limits.step_tokens:,} tokens."
         )
 
     def prompt(self, tokens: int) -> Tokens:
@@ -70,7 +72,9 @@ class Bench:
 
         With ``load_all`` it waits for loads, whatever computing would take.
         """
-        engine = Engine(self.runner, self.runner.cache(), store=store, load_timeout=60.0)
+        engine = Engine(
+            self.runner, self.runner.cache(), store=store, load_timeout=60.0, limits=self._limits
+        )
         if load_all:
             assert engine._offload is not None
             engine._offload._overlaps.take_turns = wait_for_all

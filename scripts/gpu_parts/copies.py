@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from gpu_parts.figures import Clock, Row, Skipped, needs, ratios
+from gpu_parts.figures import Clock, Row, Skipped, needs, ratios, short
 from gpu_parts.models import shape_of
 from kvkeep.core.pages.tensors import PagedTensors
 from kvkeep.store import KVStore
@@ -33,7 +33,7 @@ def run(report: Report, setting: Setting) -> None:
     geometry = shape_of(setting).geometry
     report.note(
         f"Pages of {_SIZE} tokens, {geometry.bytes_per_page(_SIZE) / 1024:,.0f} KiB each; blocks "
-        f"of {_BLOCK} tokens, {geometry.bytes_for(_BLOCK) / 2**20:,.3g} MiB each."
+        f"of {_BLOCK} tokens, {short(geometry.bytes_for(_BLOCK) / 2**20)} MiB each."
     )
     rounds = setting.pick(15, 7, 2)
     sizes = {"full": (1, 16, 256, 1024), "small": (1, 16), "smallest": (1,)}[setting.size]
@@ -60,7 +60,7 @@ def _measure(report: Report, setting: Setting, nbytes: int, rounds: int) -> None
     pool.write(pages, host)
     equal = torch.equal(pool.read(pages).cpu(), host)
     moved = count * pool.page_bytes
-    size = f"{moved / 2**20:,.3g} MiB"
+    size = f"{short(moved / 2**20)} MiB"
     report.add(Row(size, "there and back is the same", right=equal))
     pageable = torch.ones(shape, dtype=torch.uint8)
     flat, other = (torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(2))
@@ -118,7 +118,7 @@ def _store(report: Report, setting: Setting, nbytes: int, rounds: int) -> None:
     with KVStore(geometry, model="proof@1", tiers=[memory]) as store:
         last = rng.integers(0, 1 << 30, blocks * _BLOCK, dtype=np.int32)
         store.put(last, kv)
-        _rows(report, f"{kv.nbytes / 2**20:,.3g} MiB from the store's memory to the device", {
+        _rows(report, f"{short(kv.nbytes / 2**20)} MiB from the store's memory to the device", {
             "plain copy from pinned memory": lambda: out.copy_(host, non_blocking=True),
             "KVStore.get": lambda: store.get(last, out=out),
         }, device=device, nbytes=kv.nbytes, rounds=rounds)  # fmt: skip
@@ -126,7 +126,7 @@ def _store(report: Report, setting: Setting, nbytes: int, rounds: int) -> None:
         right = count == len(last) and isinstance(found, torch.Tensor) and torch.equal(found, kv)
         report.add(Row("the store", "KV put and got is the same", right=right))
         fresh = [rng.integers(0, 1 << 30, len(last), dtype=np.int32) for _ in range(rounds + 2)]
-        _rows(report, f"{kv.nbytes / 2**20:,.3g} MiB from the device to the store's memory", {
+        _rows(report, f"{short(kv.nbytes / 2**20)} MiB from the device to the store's memory", {
             "plain copy to pinned memory": lambda: host.copy_(kv, non_blocking=True),
             "KVStore.put": lambda: store.put(fresh.pop(), kv),
         }, device=device, nbytes=kv.nbytes, rounds=rounds)  # fmt: skip

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["Clock", "Report", "Row", "Setting", "SizeName", "Skipped", "needs", "ratios"]
+__all__ = ["Clock", "Report", "Row", "Setting", "SizeName", "Skipped", "needs", "ratios", "short"]
 
 SizeName = Literal["full", "small", "smallest"]
 
@@ -110,6 +110,11 @@ class Report:
         new = self.file.with_suffix(".new")
         new.write_text(json.dumps(found))
         os.replace(new, self.file)
+
+
+def short(value: float) -> str:
+    """Return a number with three digits, or all of those before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:,.3g}"
 
 
 class Clock:

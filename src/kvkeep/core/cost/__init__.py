@@ -11,7 +11,14 @@ from __future__ import annotations
 
 from kvkeep.core.cost.files import OtherCostVersion
 from kvkeep.core.cost.fit import OnlineFit
-from kvkeep.core.cost.meeting import LoadablePrompt, Meeting, PrefixChoice, best_prefix, meet
+from kvkeep.core.cost.meeting import (
+    LEAST_GAIN,
+    LoadablePrompt,
+    Meeting,
+    PrefixChoice,
+    best_prefix,
+    meet,
+)
 from kvkeep.core.cost.model import CostModel
 from kvkeep.core.cost.overlap import Overlap
 from kvkeep.core.cost.prefill import Fit, LearnedPrefill, Measured, PrefillCost
@@ -20,6 +27,7 @@ from kvkeep.core.cost.transfer import LearnedTransfer, TransferCost
 from kvkeep.core.cost.turns import LoadProgress, PromptTurn, take_turns
 
 __all__ = [
+    "LEAST_GAIN",
     "CostFile",
     "CostModel",
     "Fit",

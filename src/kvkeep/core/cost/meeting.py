@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["LoadablePrompt", "Meeting", "PrefixChoice", "best_prefix", "meet"]
+__all__ = ["LEAST_GAIN", "LoadablePrompt", "Meeting", "PrefixChoice", "best_prefix", "meet"]
 
 
 # Both at once has to save this share of the better one alone. Less is lost again: a pass holds up
 # what arrives meanwhile, and both share processors and memory.
-_LEAST_GAIN: Final = 0.05
+LEAST_GAIN: Final = 0.05
 
 
 class LoadablePrompt(NamedTuple):
@@ -73,13 +73,14 @@ def meet(
     *,
     compute_free_s: float = 0.0,
     load_free_s: float = 0.0,
+    least_gain: float = LEAST_GAIN,
 ) -> Meeting:
     """Return where computing and loading ``prompt`` should meet, so that it is done first.
 
     ``compute_s(start, stop)`` are the seconds to compute tokens, ``load_s(tokens)`` to load as
     many; the first grows with ``stop``, the second with ``tokens``. Both begin when older prompts
-    leave them room: after ``compute_free_s`` and ``load_free_s``. Both at once have to save a
-    twentieth, else it is the better one alone. Cost: O(log blocks).
+    leave them room: after ``compute_free_s`` and ``load_free_s``. Both at once have to save the
+    share ``least_gain``, else it is the better one alone. Cost: O(log blocks).
     """
     start, end, unit = prompt.computed, prompt.loaded, prompt.unit
     behind = compute_s(prompt.stop, prompt.tokens)
@@ -112,7 +113,7 @@ def meet(
     best = min(computed, loaded, key=lambda one: one.seconds)
     if places:
         both = min(places, key=lambda one: one.seconds)
-        if both.seconds - behind <= (1 - _LEAST_GAIN) * (best.seconds - behind):
+        if both.seconds - behind <= (1 - least_gain) * (best.seconds - behind):
             best = both
     return Meeting(*best, computed.seconds, loaded.seconds)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvkeep.core.cost.meeting import LoadablePrompt, meet
+from kvkeep.core.cost.meeting import LEAST_GAIN, LoadablePrompt, meet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -91,6 +91,7 @@ def take_turns(
     pass_s: float = 0.0,
     room_s: float = math.inf,
     compute_free_s: float = 0.0,
+    least_gain: float = LEAST_GAIN,
 ) -> list[PromptTurn]:
     """Return the turn of each prompt; they are in order, the oldest first.
 
@@ -99,7 +100,8 @@ def take_turns(
     what is expected: the larger, the shorter the passes before a meeting. ``pass_s`` of the seconds
     are those of a pass, which prompts share. All passes together take no
     longer than ``room_s``, and none that would hold up an older prompt whose load is about to
-    arrive. Computing begins after ``compute_free_s``. Cost: O(prompts · log blocks).
+    arrive. Computing begins after ``compute_free_s``. A prompt is computed and loaded at once where
+    that is to save the share ``least_gain``. Cost: O(prompts · log blocks).
     """
     if compute_s is None:
         return [_unknown(one) for one in loads]
@@ -107,7 +109,10 @@ def take_turns(
     computing, loading, room, passing = compute_free_s, 0.0, room_s, False
     for one in loads:
         prompt = one.prompt
-        met = meet(prompt, compute_s, one.load_s, compute_free_s=computing, load_free_s=loading)
+        met = meet(
+            prompt, compute_s, one.load_s, compute_free_s=computing, load_free_s=loading,
+            least_gain=least_gain,
+        )  # fmt: skip
         wanted = _stop(one, met.at, compute_s, error, pass_s)
         shared = pass_s if passing else 0.0  # an older one pays for the pass
         stop = _within(prompt.computed, wanted, compute_s, room + shared)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ALIGNED", "CPU", "GPU", "Grain", "PlacedPiece", "PlanContext"]
 
-# Elements between the rows of a mask, and where it begins, are multiples of this. Fused kernels read
-# 16 bytes at once: torch copies a mask with other rows at every layer, and one that begins elsewhere
+# The elements between rows of a mask, and before it, are multiples of this. Fused kernels read 16
+# bytes at once: torch copies a mask with other rows at every layer, and one that begins elsewhere
 # is a misaligned address.
 ALIGNED: Final = 16
 

@@ -272,13 +272,21 @@ class PageLoads(Loads):
 
     def _read_front(self, load: Load, start: int, stop: int) -> int:
         """Read the tokens ``start`` … ``stop - 1``, which are in memory; return how far it came."""
+        # What is read goes to the same memory again: first touching new memory takes longer.
+        room: torch.Tensor | None = None
+        size = 0
         while start < stop and not load.cancelled:
             end = min(stop, (start // self._block + _FRONT) * self._block)
             sources: list[tuple[str, int]] = []
+            out = None
+            if room is not None and end - start <= size:
+                out = self._forms.part(room, 0, end - start)
             kv, count = self._store.get(
                 load.tokens[:end], start, deadline=self._timeout, tenant=load.tenant,
-                sources=sources,
+                sources=sources, out=out,
             )  # fmt: skip
+            if out is None and isinstance(kv, torch.Tensor):
+                room, size = kv, count
             first, end = start, start + count
             load.sources_known([(first, end)], sources)
             while start < end:

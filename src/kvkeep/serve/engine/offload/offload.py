@@ -102,6 +102,7 @@ class Offload:
         self._overlaps = Overlaps(
             self._loads, store.cost, step_tokens=step_tokens,
             token_bytes=runner.geometry.bytes_per_token, timeout=timeout,
+            on_gpu=runner.device.type == "cuda",
         )  # fmt: skip
         self._admitted: list[Answer] = []  # whose loads were not reported
         self._tenants: OrderedDict[Namespace, str] = OrderedDict()
