@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["TierChanges"]
 
 _LOG = logging.getLogger("kvkeep.tiers")
-_ATTEMPTS = 10  # to attach a place while blocks are removed
+_PATIENCE = 5.0  # seconds for which a place is attached while blocks are removed
 _PAUSE = 0.02  # seconds between two looks at the writes of a tier that is detached
 
 
@@ -75,12 +75,14 @@ class TierChanges:
             tier = self._make(spec)
             active = list(levels.active)
             active.insert(at, tier)
-            for _ in range(_ATTEMPTS):
+            until = time.monotonic() + _PATIENCE
+            self._delete_removed(tier, place)
+            while not self._arranged(tier, place, active):
+                if time.monotonic() > until:
+                    raise IllegalStep(
+                        f"{place} cannot be attached while blocks are removed; try again"
+                    )
                 self._delete_removed(tier, place)
-                if self._arranged(tier, place, active):
-                    break
-            else:
-                raise IllegalStep(f"{place} cannot be attached while blocks are removed; try again")
         name = f"kvkeep {tier.name} opening"
         self._opening = [one for one in self._opening if one.is_alive()]
         self._opening.append(threading.Thread(target=tier.open, name=name, daemon=True))
