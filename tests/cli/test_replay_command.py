@@ -20,14 +20,14 @@ from kvkeep.core.errors import InvalidValue
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory):
     path = tmp_path_factory.mktemp("traces") / "agent.jsonl.gz"
-    write_trace(generate("agent", seed=1, requests=200), path)
+    write_trace(generate("agent", seed=1, requests=200, unit_tokens=128), path)
     return str(path)
 
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory):
     path = tmp_path_factory.mktemp("traces") / "agent.jsonl.gz"
-    write_trace(generate("agent", seed=1, requests=30), path)
+    write_trace(generate("agent", seed=1, requests=30, unit_tokens=128), path)
     return str(path)
 
 
@@ -177,7 +177,7 @@ def test_tiers(short, capsys):
 
 def test_where_blocks_come_from(tmp_path, capsys):
     path = tmp_path / "agents.jsonl.gz"
-    write_trace(generate("agents", seed=3, requests=120, unit_tokens=512), path)
+    write_trace(generate("agents", seed=3, requests=120, unit_tokens=1024), path)
     words = ["replay", str(path), "--capacity", "20k+300k", "--policy", "returns", "--jobs", "1"]
     words += ["--tiering", "inclusive", "--no-bounds"]
     for more in ([], ["--no-fetch-back"]):
@@ -200,7 +200,9 @@ def test_where_blocks_come_from(tmp_path, capsys):
 
 def test_shares_of_tenants(tmp_path, capsys):
     path = tmp_path / "tenants.jsonl.gz"
-    write_trace(generate("tenants", seed=1, requests=150, changed={"flood": 1}), path)
+    write_trace(
+        generate("tenants", seed=1, requests=150, unit_tokens=128, changed={"flood": 1}), path
+    )
     words = ["replay", str(path), "--capacity", "60k", "--policy", "lru,2q", "--jobs", "1"]
     words += ["--share", "tenant-0=2,flooder=0.5"]
     assert main([*words, "--json"]) == 0
@@ -254,7 +256,7 @@ def test_time_to_the_first_token(trace, tmp_path, capsys):
 
 def test_jobs_in_a_closed_loop(tmp_path, capsys):
     trace, cost = str(tmp_path / "agent.jsonl.gz"), tmp_path / "cost.json"
-    write_trace(generate("agent", seed=1, requests=200), trace)
+    write_trace(generate("agent", seed=1, requests=200, unit_tokens=128), trace)
     PrefillCost(seconds_per_token=1e-3, decode_seconds_per_token=0.02).write(cost)
     words = ["--capacity", "20k,500k", "--policy", "lru", "--jobs", "1", "--cost", str(cost)]
     assert main(["replay", trace, *words, "--closed-loop", "--json"]) == 0
@@ -287,8 +289,8 @@ def test_nobody_is_served_in_time_where_nobody_fits(trace, tmp_path, capsys):
     cost = tmp_path / "cost.json"
     PrefillCost(seconds_per_token=1e-4).write(cost)
     words = ["--policy", "lru", "--jobs", "1", "--cost", str(cost)]
-    assert main(["replay", trace, "--capacity", "64", *words]) == 0
-    assert "lru, 64 tokens" in capsys.readouterr().out
+    assert main(["replay", trace, "--capacity", "128", *words]) == 0
+    assert "lru, 128 tokens" in capsys.readouterr().out
 
 
 def test_a_bandwidth_too_many_is_refused(trace, tmp_path, capsys):
@@ -353,7 +355,7 @@ def test_a_report_that_fails_is_one_line(trace, tmp_path, capsys, monkeypatch):
 
 def test_plan_ends_in_words(tmp_path, capsys):
     trace = str(tmp_path / "agent.jsonl.gz")  # a plan replays it some forty times
-    write_trace(generate("agent", seed=1, requests=20), trace)
+    write_trace(generate("agent", seed=1, requests=20, unit_tokens=128), trace)
     out = tmp_path / "plan.html"
     words = ["--memory", "50k", "--disk", "500k", "--jobs", "1", "--out", str(out)]
     assert main(["plan", trace, *words]) == 0

@@ -46,10 +46,10 @@ def scans(requests: int, seed: int = 0) -> Workload:
 def test_a_tier_that_saves_no_time_is_not_recommended(bandwidth, pays):
     cost = PrefillCost(seconds_per_token=0.001, kv_bytes_per_token=100.0)
     read = TransferCost(seconds_per_byte=1 / bandwidth)
-    work = chats(12, 5)
-    plan = PlannedMemory(150, 20_000, cost=cost, read=read)
-    assert advice_for(work, PlannedMemory(150, 20_000))[0].disk
-    advice, _ = advice_for(work, plan)
+    work = chats(6, 4)
+    if pays:  # without times as well
+        assert advice_for(work, PlannedMemory(75, 20_000))[0].disk
+    advice, _ = advice_for(work, PlannedMemory(75, 20_000, cost=cost, read=read))
     assert advice.disk == pays
     assert (advice.tiering is not None) == pays
     said = " ".join(advice.reasons)
@@ -87,8 +87,8 @@ def test_scans_ask_for_a_policy_that_withstands_them():
 
 
 def test_a_disk_that_brings_something_and_one_that_does_not():
-    work = chats(12, 5)
-    advice, outcomes = advice_for(work, PlannedMemory(1200, 20_000))
+    work = chats(6, 4)
+    advice, outcomes = advice_for(work, PlannedMemory(300, 20_000))
     assert advice.disk
     assert advice.tiering in {"inclusive", "exclusive", "adaptive", "valued"}
     assert "below it with the tiering" in advice.recommendation

@@ -7,7 +7,7 @@ import random
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from replaying import workload
 
@@ -32,13 +32,14 @@ def replayed():
         [("hot", chance.randrange(12)), *range(9)]
         if chance.random() < 0.6
         else [("once", number), *range(9)]
-        for number in range(160)
+        for number in range(100)
     ]
     work = workload(paths)
     plan = PlannedMemory(200, 2000, prices=prices(1, 1, 1), bytes_per_token=float(BYTES))
     return work, dict(replay(work, plan.runs(work)))
 
 
+@settings(max_examples=50)
 @given(AMOUNTS, AMOUNTS, AMOUNTS)
 def test_nothing_that_was_replayed_costs_less(replayed, gpu, memory, disk):
     work, outcomes = replayed
@@ -90,6 +91,7 @@ def test_a_disk_below_less_memory_is_tried(replayed):
     assert "A tier of 250 MiB below memory saves" in str(advice)
 
 
+@settings(max_examples=50)
 @given(AMOUNTS, AMOUNTS, AMOUNTS)
 def test_the_edge_of_what_was_tried_is_told(replayed, gpu, memory, disk):
     work, outcomes = replayed
@@ -114,7 +116,7 @@ def test_a_trace_without_a_duration_has_no_costs(replayed):
 
 
 def test_a_tier_that_saves_no_time_is_no_candidate():
-    work = workload([[("hot", at % 10), *range(9)] for at in range(80)])
+    work = workload([[("hot", at % 10), *range(9)] for at in range(40)])
     cost = PrefillCost(seconds_per_token=0.001, kv_bytes_per_token=100.0)
     for bandwidth, pays in ((1e9, True), (0.001, False)):
         read = TransferCost(seconds_per_byte=1 / bandwidth)

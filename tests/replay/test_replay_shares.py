@@ -93,7 +93,7 @@ def test_the_requests_of_one_tenant_alone_are_another_workload() -> None:
 @pytest.mark.parametrize(("policy", "seed"), [("lru", 1), ("returns", 2)])
 def test_a_flooder_costs_the_worst_tenant_a_tenth_at_most(policy: str, seed: int) -> None:
     """The flooder begins four fifths of the sessions, each with a prompt never seen again."""
-    trace = generate("tenants", seed=seed, requests=1200, unit_tokens=64, changed={"flood": 4})
+    trace = generate("tenants", seed=seed, requests=1200, unit_tokens=128, changed={"flood": 4})
     work = Workload.read(trace)
     shares = {name: 1 / (1 + int(name.partition("-")[2] or 19)) for name in work.namespaces}
     plain = simulate(work, 800_000, policy)
@@ -137,7 +137,7 @@ def test_in_tiers_alone_is_a_replay_of_its_own_requests(tiering: str) -> None:
 def test_in_tiers_a_flooder_costs_the_worst_tenant_a_tenth_at_most(
     tiering: str, policy: str, seed: int
 ) -> None:
-    trace = generate("tenants", seed=seed, requests=600, unit_tokens=256, changed={"flood": 4})
+    trace = generate("tenants", seed=seed, requests=600, unit_tokens=512, changed={"flood": 4})
     work = Workload.read(trace)
     shares = {name: 1 / (1 + int(name.partition("-")[2] or 19)) for name in work.namespaces}
     sizes = 200_000, 600_000

@@ -246,7 +246,7 @@ def test_mistakes(wrong: Callable[[], Any], message: str) -> None:
 
 
 def test_fetching_back_moves_hits_into_memory() -> None:
-    trace = generate("agents", seed=3, requests=400, unit_tokens=512)
+    trace = generate("agents", seed=3, requests=400, unit_tokens=1024)
     workload = Workload.read(trace)
     by = {
         back: simulate_tiers(workload, [80_000, 600_000], "inclusive", "returns", fetch_back=back)

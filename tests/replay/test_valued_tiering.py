@@ -32,7 +32,7 @@ def found(work: Workload, name: str, sizes: tuple[int, int], count: int) -> tupl
 
 @pytest.mark.parametrize(
     ("trace", "sizes", "count"),
-    [("mooncake_conversation", (600, 2400), 4000), ("agent_sessions", (2000, 3000), 2000)],
+    [("mooncake_conversation", (600, 2400), 4000), ("agent_sessions", (2000, 3000), 1000)],
 )
 def test_it_finds_as_much_and_writes_half(trace: str, sizes: tuple[int, int], count: int) -> None:
     path = TRACES / f"{trace}.jsonl.gz"

@@ -45,7 +45,7 @@ def common(one: TraceRequest, other: TraceRequest) -> int:
 
 
 def test_agents_pause_as_recorded_ones_do() -> None:
-    found = summarise(GeneratedTrace(replace(SMALL, delegated=0.0), seed=1, requests=30_000)).stops
+    found = summarise(GeneratedTrace(replace(SMALL, delegated=0.0), seed=1, requests=15_000)).stops
     tool, person = found["tool_use"], found["end_turn"]
     assert set(found) == {"tool_use", "end_turn"}
     assert tool.requests / person.requests == pytest.approx(13.3, rel=0.15)
@@ -165,7 +165,9 @@ def test_answers_with_reasoning_fill_a_cache_with_what_is_not_read() -> None:
     hits, evicted = [], []
     for reasons in (0.0, 1.0):
         workload = Workload.read(
-            generate("reasoning", seed=1, requests=800, changed={"reasons": reasons})
+            generate(
+                "reasoning", seed=1, requests=800, unit_tokens=128, changed={"reasons": reasons}
+            )
         )
         found = simulate(workload, 60_000)
         hits.append(found.hit_rate)
@@ -178,7 +180,7 @@ def test_answers_with_reasoning_fill_a_cache_with_what_is_not_read() -> None:
 
 
 def test_one_tenant_floods_the_others() -> None:
-    trace = GeneratedTrace(Tenants(tenants=10, flood=4.0), seed=1, requests=2500)
+    trace = GeneratedTrace(Tenants(tenants=10, flood=4.0), seed=1, requests=1500)
     sessions = by_session(trace)
     spaces = Counter(requests[0].namespace for requests in sessions.values())
     assert spaces["flooder"] / spaces.total() == pytest.approx(0.8, abs=0.03)
