@@ -99,6 +99,12 @@ def live(page):
     until(page, "document.getElementById('state').dataset.state === 'live'")
 
 
+def wake(page, server):
+    """Let the page ask now for all that is seen, and the server make its map anew."""
+    server.engine.cache._inspector.forget_maps()
+    page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+
+
 def see(page, selector):
     """Scroll there, so that it is asked for and drawn."""
     place = page.locator(selector).first

@@ -89,16 +89,22 @@ def test_a_text_that_is_a_little_too_long_is_still_counted(server):
     assert told["count"] > told["max_model_len"]
 
 
+def many(value, count):
+    """The JSON of a list of so many."""
+    return f"[{','.join([value] * count)}]"
+
+
 @pytest.mark.parametrize(
     ("prompt", "what"),
     [
-        ([[1]] * MILLION, "objects and lists"),
-        ([{}] * MILLION, "objects and lists"),
-        ([""] * MILLION, "strings"),
-        ({f"{at}": 0 for at in range(500_000)}, "strings"),
-        ([1] * 2 * MILLION, "values"),
-        ([["[{,"] * 2 + [[]] * 40_000], "objects and lists"),
+        (lambda: many("[1]", MILLION), "objects and lists"),
+        (lambda: many("{}", MILLION), "objects and lists"),
+        (lambda: many('""', MILLION), "strings"),
+        (lambda: "{" + ",".join(f'"{at}":0' for at in range(500_000)) + "}", "strings"),
+        (lambda: many("1", 2 * MILLION), "values"),
+        (lambda: f'[["[{{,","[{{,",{many("[]", 40_000)[1:-1]}]]', "objects and lists"),
     ],
+    ids=["lists", "objects", "strings", "keys", "numbers", "lists after brackets in texts"],
 )
 @pytest.mark.parametrize("path", [COMPLETIONS, "/detokenize"])
 def test_bodies_of_many_values_are_refused_before_they_are_parsed(
@@ -108,7 +114,10 @@ def test_bodies_of_many_values_are_refused_before_they_are_parsed(
         raise AssertionError("it was parsed")
 
     monkeypatch.setattr("kvkeep.serve.server.parsing.from_json", never)
-    error = refused(server, path, {"prompt": prompt})
+    content = b'{"prompt":%b}' % prompt().encode()
+    answer = server.http.post(path, content=content, headers=JSON)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
     assert f" {what}; a request has at most " in error["message"]
 
 
@@ -144,12 +153,14 @@ def test_small_texts_are_never_behind_large_ones(server, monkeypatch, path):
         return before(self, text, special_tokens=special_tokens)
 
     monkeypatch.setattr(Tokenizer, "_encoded", slow)
+    short = {"max_tokens": 1} if path == COMPLETIONS else {}
+    body = {"prompt": " " * 2 * LARGE, **short}
     with ThreadPoolExecutor(4) as clients:
-        large = [clients.submit(post, server, path, {"prompt": " " * 2 * LARGE}) for _ in range(4)]
+        large = [clients.submit(post, server, path, body) for _ in range(4)]
         try:
             eventually(lambda: waiting)
-            for body in ({"prompt": "a"}, {"prompt": " " * 1000}):
-                assert post(server, path, {**body})[0] == 200
+            for text in ("a", " " * 1000):
+                assert post(server, path, {"prompt": text, **short})[0] == 200
             assert (
                 post(
                     server,

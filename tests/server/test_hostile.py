@@ -33,7 +33,7 @@ SAMPLING = {
     "kvkeep": {"store": True, "draft_tokens": 2, "beams": 0, "length_penalty": 1.0},
 }  # fmt: skip
 FULL = {
-    COMPLETIONS: {**SAMPLING, "prompt": ["Return", "a copy"], "best_of": 3, "echo": False,
+    COMPLETIONS: {**SAMPLING, "prompt": ["Return", "a copy"], "n": 1, "best_of": 2, "echo": False,
                   "logprobs": 1},
     "/v1/chat/completions": {
         **SAMPLING, "logprobs": True, "top_logprobs": 2, "response_format": {"type": "text"},
@@ -74,10 +74,11 @@ WRONG = {
 
 
 @pytest.fixture(scope="module")
-def server(start_server):
+def server(start_server, small_model):
     """A server whose answers are short whatever is asked: its pool has 256 tokens."""
     limits = Limits(max_running=8, max_waiting=64)
-    with start_server(num_pages=32, page_size=8, limits=limits, request_timeout_s=20) as one:
+    pool = {"num_pages": 32, "page_size": 8, "model": small_model}
+    with start_server(**pool, limits=limits, request_timeout_s=20) as one:
         yield one
 
 

@@ -63,7 +63,7 @@ def figures(client):
 def test_what_was_held_back_is_computed_again(tmp_path):
     prompt = text(40, seed=999)
     with serving(tmp_path) as (process, client):
-        for talk in range(14):  # each next prompt lacks the answer
+        for talk in range(10):  # each next prompt lacks the answer
             begun = text(40, seed=2 * talk)
             ask(client, begun, ANSWER)
             ask(client, np.concatenate((begun, text(9, seed=2 * talk + 1))), 1)

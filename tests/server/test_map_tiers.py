@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from browsing import live, plain, until
+from browsing import live, plain, until, wake
 from real_server import eventually
 from see_help import ask, forget_pool, storing, tokens_of, written
 
@@ -120,6 +120,7 @@ def test_the_picture_by_tier(opened, tmp_path):
     with storing(BIG, f"file://{tier}?size=64MiB") as server, opened(server) as page:
         planted(server, *LONG, SHORT)
         live(page)
+        wake(page, server)
         until(page, "document.querySelectorAll('#picture .box').length === 5")
         page.get_by_role("button", name="Pause polling the server").click()
         page.get_by_label("Colour").select_option("tier")
@@ -141,6 +142,7 @@ def test_the_picture_by_tier(opened, tmp_path):
         until(page, f"{facts}.includes('below400') && !{facts}.includes('cached in')")
         page.locator("#picture .h4").first.click()
         server.engine.clear_store(server.service.namespace(None))
+        wake(page, server)
         until(page, "document.querySelectorAll('#picture .h2').length === 3")
         page.get_by_label("Colour").select_option("age")
         until(page, "!document.getElementById('legend').textContent.includes('pool')")

@@ -26,8 +26,8 @@ HOW_LONG = ("--max-examples", "200")
 def test_what_the_document_says_is_so(start_server, small_model, tmp_path):
     how = HOW_LONG if os.environ.get("KVKEEP_FUZZ") == "long" else HOW
     limits = Limits(max_running=4, max_waiting=16)
-    # No answer is long: the pool has 64 tokens.
-    pool = {"num_pages": 16, "page_size": 4, "model": small_model}
+    # No answer is long: the pool has 32 tokens.
+    pool = {"num_pages": 8, "page_size": 4, "model": small_model}
     with start_server(**pool, limits=limits, request_timeout_s=10) as server:
         done = subprocess.run(
             [

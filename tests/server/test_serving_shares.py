@@ -17,7 +17,7 @@ from kvkeep.serve.server import ServerSettings
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("load_first")]
 
 PROMPT = [7, 8, 9, 10] * 80  # five blocks of 64
-BLOCKS = 40
+BLOCKS = 20
 
 
 @pytest.mark.parametrize("options", [[], ["--share", "a=3", "--share", "flooder=1"]])
@@ -35,7 +35,7 @@ def test_shares_reach_the_tiers(tmp_path, options):
         server = Running(engine, ServerSettings(name=NAME))
         try:
             assert ask(server, PROMPT, "a") == 0
-            for number in range(40):  # 200 blocks
+            for number in range(20):  # 100 blocks
                 assert ask(server, [20 + number, *PROMPT[1:]], "flooder") == 0
             assert ask(server, PROMPT, "a") == (len(PROMPT) - 1 if options else 0)
         finally:

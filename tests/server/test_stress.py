@@ -35,6 +35,7 @@ from warm import KVKEEP
 
 pytestmark = pytest.mark.model
 
+LONG = os.environ.get("KVKEEP_FUZZ") == "long"
 CLIENTS = 40
 PAGES, PAGE = 192, 4  # the longest request takes most of it
 MEMORY = str(PAGES * PAGE * 2048)  # bytes: the bundled model has 2 KiB a token
@@ -43,7 +44,7 @@ LIMITS = Limits(max_running=12, step_tokens=256, max_waiting=2 * CLIENTS, waterm
 FREE = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 # The round of the normal run draws no token by less than 0.0009. Of twenty, round 3 draws one by
 # 0.000002, which is within what a batch does to logits in float32: it may come out otherwise.
-ROUNDS = range(20 if os.environ.get("KVKEEP_FUZZ") == "long" else 1)
+ROUNDS = range(20 if LONG else 1)
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +140,8 @@ def assert_all_is_given_back(server):
 @pytest.mark.parametrize("number", ROUNDS)
 def test_each_of_many_is_told_what_it_is_told_alone(tiny, alone, kind, number):
     rng = random.Random(f"{kind.__name__} {number}")
-    asks = requests(rng, kind)
+    few = kind is greedy and not LONG  # in the others only few guess ahead
+    asks = requests(rng, kind, 24 if few else CLIENTS)
     prompts = [tokens_of(tiny, asked) for asked in asks]
     before, evicted = tiny.engine.stats(), tiny.engine.cache.stats().evicted_pages
 
@@ -151,7 +153,7 @@ def test_each_of_many_is_told_what_it_is_told_alone(tiny, alone, kind, number):
         else:
             assert asked.leaves, "the answer broke off"
     assert_exact(asks, told, prompts)
-    assert sum(got.whole for got in told) > CLIENTS // 2
+    assert sum(got.whole for got in told) > len(asks) // 2
     assert any(got.texts and not got.whole for got in told), "nobody left in the middle"
     assert_all_is_given_back(tiny)
     after = tiny.engine.stats()
@@ -209,7 +211,7 @@ def serving(*more):
 def test_streams_end_in_peace_when_the_server_is_told_to_go(alone):
     rng = random.Random(15)
     asks = []
-    for document in documents(rng)[:4] * 4:
+    for document in documents(rng)[:4] * 2:
         path, body = greedy(rng, document)
         asks.append(Ask(path, {**body, "max_tokens": 60, "ignore_eos": True}))
     expected = [alone(asked) for asked in asks]

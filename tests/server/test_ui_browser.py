@@ -17,6 +17,7 @@ from browsing import (
     plain,
     see,
     until,
+    wake,
 )
 
 pytestmark = pytest.mark.model
@@ -219,6 +220,7 @@ def test_the_focus_stays_while_the_tree_changes(server, opened):
         at = "document.activeElement.dataset.key"
         before = page.evaluate(at)
         complete(server, "A new tenant is larger than all before it. " * 40, cache_salt="larger")
+        wake(page, server)
         until(page, "document.getElementById('picture').textContent.includes('tenant larger')")
         assert page.evaluate(at) == before
 
