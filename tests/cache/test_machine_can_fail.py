@@ -26,13 +26,14 @@ from kvkeep.core.keys import as_namespace
 from kvkeep.core.pages import PagePool
 from kvkeep.core.prefix.base import PrefixIndex
 from kvkeep.core.prefix.chain import ChainIndex, _KeyEncoder
-from kvkeep.core.prefix.node import Node
 from kvkeep.core.prefix.radix import RadixIndex
 from kvkeep.core.prefix.trails import Trails
 from kvkeep.core.prefix.tree import RunTree
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from kvkeep.core.prefix.node import Node
 
 Patch = pytest.MonkeyPatch
 
@@ -193,10 +194,6 @@ def partial_matches_are_a_token_too_short(patch: Patch) -> None:
         return match
 
     patch.setattr(Trails, "follow", shorter)
-
-
-def evicted_runs_stay_in_their_trail(patch: Patch) -> None:
-    patch.setattr(Node, "leave_trail", lambda self: None)
 
 
 def namespaces_are_one(patch: Patch) -> None:

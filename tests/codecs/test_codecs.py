@@ -55,12 +55,12 @@ def test_damage_is_detected_or_stays_within_the_buffer(kind):
     for codec in every_codec(shape):
         encoded = encode(codec, raw)
         found = 0
-        for seed in range(300):
+        for seed in range(150):
             try:
                 decode(codec, spoiled(encoded, seed), len(raw))  # checks the guards
             except (Damaged, OtherKey):  # damage to a basis' digest looks like another basis
                 found += 1
-        assert found >= 90, f"{codec.name} took nearly all for its own"  # 100 have a wrong length
+        assert found >= 45, f"{codec.name} took nearly all for its own"  # 50 have a wrong length
 
 
 @pytest.mark.parametrize("kind", ["nhd", "opaque"])
@@ -97,7 +97,7 @@ def test_wrong_lengths_are_damage(kind, key):
 @pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
 def test_many_threads_use_one_codec(key):
     shape = SHAPES["nhd"]
-    raws = [block(shape, 300 + seed, seed) for seed in range(16)]
+    raws = [block(shape, 140 + seed, seed) for seed in range(16)]
     for codec in every_codec(shape, key):
         alone = [decode(codec, encode(codec, raw), len(raw)) for raw in raws]
 

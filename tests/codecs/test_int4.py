@@ -60,7 +60,7 @@ def test_within_the_bounds_and_as_written_down(kind, name):
 
 
 @given(given_block=any_block(), name=st.sampled_from(SETTINGS))
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_whatever_the_numbers_are(given_block, name):
     check_block(name, *given_block)
 

@@ -207,8 +207,10 @@ def test_every_method_is_right_or_says_so_while_another_thread_closes(
             for _ in range(100_000):
                 try:
                     answer = CALLS[kind][name](one)
-                except IllegalStep:
-                    return
+                except IllegalStep as error:
+                    if "closed" in str(error):
+                        return
+                    answer = None  # the last tier below memory is not detached: that is an answer
                 except BaseException as error:  # noqa: BLE001 - it is told below
                     wrong.append(f"{name}: {error!r}")
                     return

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from kvkeep.store import KVStore
 
-LONGEST = 0.2
+LONGEST = 0.1
 """Seconds that a writer writes, at most."""
 
 
@@ -28,12 +28,19 @@ def processes() -> Iterator[Processes]:
         yield one
 
 
-def kill(pid: int, processes: Processes, chance: random.Random, *, heard: bool = False) -> None:
+def kill(
+    pid: int,
+    processes: Processes,
+    chance: random.Random,
+    *,
+    heard: bool = False,
+    longest: float = LONGEST,
+) -> None:
     """At a random instant: one of seven while it opens its store, the others while it writes."""
     opening = not heard and chance.random() < 1 / 7
     if not opening and not heard:
         processes.hear("open")
-    time.sleep(chance.uniform(0, LONGEST / 4 if opening else LONGEST))
+    time.sleep(chance.uniform(0, longest / 4 if opening else longest))
     os.kill(pid, signal.SIGKILL)
 
 
@@ -93,7 +100,7 @@ def test_a_small_budget_is_kept(processes: Processes, tmp_path: Path, policy: st
     for _ in range(20):
         seed = chance.randrange(1 << 30)
         pid = processes.start("promise", url, 0, seed, int(policy == "exclusive"), 0)
-        kill(pid, processes, chance)
+        kill(pid, processes, chance, longest=2 * LONGEST)  # so that it has to evict
         assert on_disk(tmp_path / "d") <= budget
         promises.hear(processes.wait())
         with reader(url, 0) as store:

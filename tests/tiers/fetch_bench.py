@@ -108,8 +108,11 @@ def memory(blocks: int, **more: Any) -> MemorySpec:
     return MemorySpec(MemoryBackend(blocks * PAGE), POLICIES["returns"], **more)
 
 
-def ask(store: TieredStore, one: Chain, ended: Ended) -> list[str]:
-    """Read a prompt, store the rest, and end; the tiers that it was read from."""
+def ask(store: TieredStore, one: Chain, ended: Ended, wait: float = 5.0) -> list[str]:
+    """Read a prompt, store the rest, and end; the tiers that it was read from.
+
+    ``wait``: seconds that it waits until what it stores is written.
+    """
     blocks = list(one.blocks)
     sizes = [RAW] * len(blocks)
     sources: list[str] = []
@@ -122,6 +125,12 @@ def ask(store: TieredStore, one: Chain, ended: Ended) -> list[str]:
 
     store.returns.requested(one)
     count = store.read(blocks, sizes, proven, sources=sources)
-    store.write(blocks[count:], sizes[count:], fill, wait=5.0)
+    store.write(blocks[count:], sizes[count:], fill, wait=wait)
     store.returns.ended(one, one.tokens, ended, "a")
     return sources
+
+
+def tell(store: TieredStore, one: Chain, ended: Ended) -> None:
+    """A request of which the store learns when it comes and ends; nothing is read or stored."""
+    store.returns.requested(one)
+    store.returns.ended(one, one.tokens, ended, "a")

@@ -8,6 +8,7 @@ import os
 import random
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,6 +25,7 @@ from fetch_bench import (
     ask,
     memory,
     talk,
+    tell,
 )  # fmt: skip
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -333,7 +335,7 @@ def crowded(bench: Bench, clock: Clock, place: FaultyBackend, **more: Any) -> Ti
     spec = bench.spec(place, policy=POLICIES["returns"], **more)
     store = bench.store(memory(12), spec)
     noted, store.returns.noted = store.returns.noted, lambda: None
-    Simulated(12, Inclusive(), clock=clock).teach(lambda one, ended: ask(store, one, ended))
+    Simulated(12, Inclusive(), clock=clock).teach(partial(tell, store))
     ask(store, talk(1, 6), LATER)
     for number in range(2, 8):
         ask(store, talk(number, 4), FAST)

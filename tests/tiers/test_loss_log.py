@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,9 @@ from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.tiers import Exclusive, Inclusive, LossLog, MemorySpec, Miss
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
     from kvkeep.store.tiers import Loss, TieredStore, TierSpec
 
 
@@ -408,14 +412,26 @@ def test_the_source_is_the_tier_that_gave_it(bench: Bench) -> None:
     assert sorted(sources) == sorted([one.name, two.name])
 
 
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Folders of examples: another one each time."""
+    root = tmp_path_factory.mktemp("losses")
+    return (root / str(number) for number in itertools.count())
+
+
 @settings(max_examples=120, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from("pgrc"), st.integers(0, 11)), max_size=25), st.booleans())
-def test_a_block_is_there_or_has_a_fate(tmp_path_factory, steps, exclusive) -> None:
+@given(
+    st.lists(st.tuples(st.sampled_from("pgrc"), st.integers(0, 11)), max_size=25),
+    st.booleans(),
+    st.booleans(),
+)
+def test_a_block_is_there_or_has_a_fate(folders, steps, exclusive, disk) -> None:
     """Whatever was done: what was put once is either there or nobody's "never"."""
-    bench = Bench(tmp_path_factory.mktemp("losses"))
+    bench = Bench(next(folders))
     try:
         policy = Exclusive() if exclusive else Inclusive()
-        store = bench.store(6, bench.spec(bench.disk(4)), policy=policy)
+        place = bench.disk(4) if disk else bench.memory(4)
+        store = bench.store(6, bench.spec(place), policy=policy)
         seen: set[int] = set()
         for step, number in steps:
             if step == "p":

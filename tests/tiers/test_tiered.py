@@ -134,11 +134,11 @@ def test_a_fill_that_raises_leaves_nothing_behind(bench: Bench) -> None:
 
 def test_blocks_are_deleted_on_their_way_down(bench: Bench) -> None:
     place = bench.disk()
-    store = bench.store(16, bench.spec(place, writers=1))
+    store = bench.store(16, bench.spec(place, writers=1, timeout=1.0))
     place.hang("put")
     put(store, range(4))
     place.wait_inside("put")
-    store.remove([name(0), name(2)])
+    store.remove([name(0), name(2)])  # which waits as long as the tier may take
     place.heal()
     settle(store)
     assert there(store.tiers[0]) == above(store) == [1, 3]
