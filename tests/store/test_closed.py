@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 import threading
 import time
 import warnings
@@ -187,7 +188,7 @@ def test_every_method_of_a_closed_store_says_so(kind: type, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("kind", [KVStore, BlockStore, TieredStore], ids=lambda k: k.__name__)
 def test_every_method_is_right_or_says_so_while_another_thread_closes(
-    kind: type, tmp_path: Path
+    kind: type, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """No answer is a miss only because the store was closed meanwhile."""
     finds: dict[str, Callable[[Any], object]] = {
@@ -198,6 +199,9 @@ def test_every_method_is_right_or_says_so_while_another_thread_closes(
     }  # fmt: skip
     names = [name for name in CALLS[kind] if name not in ("remove", "clear", "supersede")]
     wrong: list[str] = []
+    interval = sys.getswitchinterval()
+    request.addfinalizer(lambda: sys.setswitchinterval(interval))
+    sys.setswitchinterval(1e-4)  # threads change places within a method
     for number, name in enumerate(names):
         one, close = opened(kind, tmp_path / str(number))
         want = finds[name](CALLS[kind][name](one)) if name in finds else None

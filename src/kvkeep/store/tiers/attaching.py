@@ -83,10 +83,10 @@ class TierChanges:
                         f"{place} cannot be attached while blocks are removed; try again"
                     )
                 self._delete_removed(tier, place)
-        name = f"kvkeep {tier.name} opening"
-        self._opening = [one for one in self._opening if one.is_alive()]
-        self._opening.append(threading.Thread(target=tier.open, name=name, daemon=True))
-        self._opening[-1].start()
+            name = f"kvkeep {tier.name} opening"
+            opening = threading.Thread(target=tier.open, name=name, daemon=True)
+            self._opening = [*(one for one in self._opening if one.is_alive()), opening]
+            opening.start()
         _LOG.info("tier %s attached: %s", tier.name, place)
         return tier
 
