@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any, Self
 import pytest
 import torch
 from torch.utils import backend_registration
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 NAME = "emulated"
 DEVICE = f"{NAME}:0"
@@ -90,16 +89,21 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     name = func._schema.name
     if name == "aten::_fused_sdp_choice":
         return 0  # attention written out: no kernel is emulated
-    tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+    tensors: list[torch.Tensor] = []
+    _find(args, tensors)
+    _find(kwargs.values(), tensors)
     mine = [one for one in tensors if isinstance(one, Emulated)]
     device = kwargs.get("device")
     there = bool(mine) if device is None else torch.device(device).type == NAME
+    if not mine and not there and name != "aten::histc":
+        return func(*args, **kwargs)  # of the CPU alone
     if name not in {"aten::_to_copy", "aten::copy_"}:
         _check(name, args, mine, [one for one in tensors if not isinstance(one, Emulated)])
     if name == "aten::histc":  # of integers, which a CPU does not count
         args = (args[0].float(), *args[1:])
-    with _disable_current_modes():
-        made = func(*tree_map(_inner, args), **tree_map(_inner, kwargs))
+    made = func(
+        *_mapped(_inner, args), **{key: _mapped(_inner, one) for key, one in kwargs.items()}
+    )
     known = {id(one.inner): one for one in mine} | {
         id(one): one for one in tensors if not isinstance(one, Emulated)
     }  # what was written in place, or to ``out``
@@ -109,7 +113,23 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return known.get(id(one), one)
         return Emulated(one) if there else one
 
-    return tree_map(wrapped, made)
+    return _mapped(wrapped, made)
+
+
+def _find(several: Iterable[Any], found: list[torch.Tensor]) -> None:
+    """Add the tensors in arguments to ``found``."""
+    for one in several:
+        if isinstance(one, torch.Tensor):
+            found.append(one)
+        elif isinstance(one, (list, tuple)):
+            _find(one, found)
+
+
+def _mapped(change: Callable[[Any], Any], one: Any) -> Any:
+    """Return ``one`` with all that it lists changed."""
+    if isinstance(one, (list, tuple)) and not isinstance(one, torch.Size):
+        return type(one)([_mapped(change, part) for part in one])
+    return change(one)
 
 
 def _inner(one: Any) -> Any:

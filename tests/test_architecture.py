@@ -264,7 +264,10 @@ class Reader(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_If(self, node: ast.If) -> None:
-        if ast.unparse(node.test) not in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}:
+        if not isinstance(node.test, ast.Name | ast.Attribute) or ast.unparse(node.test) not in {
+            "TYPE_CHECKING",
+            "typing.TYPE_CHECKING",
+        }:
             self.generic_visit(node)
             return
         before, self.when = self.when, "types"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -65,13 +66,26 @@ def build(family: str, **changes):
     return model.eval()
 
 
+@cache
+def alone(family: str):
+    """The family's model by itself, the same object at every call: nothing may change it."""
+    return build(family)
+
+
+@cache
+def following(family: str) -> dict[tuple[int, ...], int]:
+    """The token that the family's model puts behind each text that was asked for."""
+    return {}
+
+
 class Bench:
     """A model by itself, and the same model over pages with a cache."""
 
     def __init__(
         self, family: str, *, page_size: int, num_pages: int, device: str = "cpu", **cache
     ) -> None:
-        self.plain = build(family)
+        self.plain = alone(family)
+        self._following = following(family)
         paged = copy.deepcopy(self.plain).to(device)
         geometry = KVGeometry.from_config(paged.config, dtype="float32")
         self.runner = Runner(paged, geometry, num_pages=num_pages, page_size=page_size)
@@ -95,10 +109,21 @@ class Bench:
 
     def greedy(self, tokens, count: int) -> list[int]:
         """The next ``count`` tokens, each from a forward pass over all tokens before it."""
-        tokens = list(tokens)
+        text = tuple(map(int, tokens))
         for _ in range(count):
-            tokens.append(int(self.expected(tokens)[-1].argmax()))
-        return tokens[-count:]
+            if text not in self._following:
+                self._following[text] = int(self.expected(text)[-1].argmax())
+            text += (self._following[text],)
+        return [*text[-count:]]
+
+    def assert_greedy(self, tokens, answer, count: int) -> None:
+        """``answer`` is what `greedy` gives, by one forward pass over ``tokens`` and ``answer``.
+
+        Each of its tokens is the most likely one behind those before it.
+        """
+        assert len(answer) == count
+        logits = self.expected([*tokens, *answer[:-1]])[-count:]
+        assert [*answer] == logits.argmax(-1).tolist()
 
     def piece(self, sequence: Sequence, start: int) -> Piece:
         """The tokens of ``sequence`` from ``start`` on, all with logits; makes its page copies."""

@@ -45,7 +45,7 @@ def test_answers_of_many_at_once(make, prompt, family):
     for done, tokens in zip(
         engine.generate(prompts, SamplingParams(max_tokens=5)), prompts, strict=True
     ):
-        assert [*done.tokens] == bench.greedy(tokens, 5)
+        bench.assert_greedy(tokens, done.tokens, 5)
     bench.cache.check()
 
 
@@ -87,16 +87,15 @@ def test_answers_of_models_with_states_and_latents(family, device):
     tokens = np.random.default_rng(6).integers(3, 64, 70, dtype=np.int32)
     prompts = [tokens, tokens[:40], tokens[::-1].copy()]
     params = SamplingParams(max_tokens=4, ignore_eos=True)
-    expected = []
+    first, again = (  # computed, then from the pool
+        [[*done.tokens] for done in engine.generate(prompts, params)] for _ in range(2)
+    )
     with torch.inference_mode():
-        for prompt in prompts:
-            ids = [*prompt.tolist()]
-            for _ in range(4):
-                logits = plain(torch.tensor([ids]), use_cache=False).logits
-                ids.append(int(logits[0, -1].argmax()))
-            expected.append(ids[-4:])
-    for _ in range(2):  # computed, then from the pool
-        assert [[*done.tokens] for done in engine.generate(prompts, params)] == expected
+        for prompt, answer in zip(prompts, first, strict=True):
+            ids = torch.tensor([[*prompt.tolist(), *answer[:-1]]])
+            logits = plain(ids, use_cache=False).logits[0, -4:]
+            assert logits.argmax(-1).tolist() == answer
+    assert again == first
     engine.cache.check()
 
 

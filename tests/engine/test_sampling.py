@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvkeep.core.errors import InvalidValue
+from kvkeep.serve.engine import sampling
 from kvkeep.serve.engine.params import SamplingParams
 from kvkeep.serve.engine.sampling import LogitsRow, chance_of, choose, fresh_seed, likeliest
 
@@ -231,15 +232,16 @@ def test_the_ends_of_chance_draw_nothing_impossible(params, chance):
 
 
 def test_top_k_of_equals_takes_the_lowest_ids():
-    assert set(draws(torch.zeros(2000), top_k=3)) == {0, 1, 2}
+    assert set(draws(torch.zeros(2000), MANY[:2000], top_k=3)) == {0, 1, 2}
 
 
 def test_a_nucleus_of_most_of_the_vocabulary():
     """Wider than the tokens ranked first."""
-    logits = torch.zeros(5000)
+    assert sampling._FIRST < 1100
+    logits = torch.zeros(2600)
     found = set(draws(logits, MANY[:3000], top_p=0.5))
-    assert max(found) < 2500
-    assert len(found) > 1500  # 3,000 draws of 2,500 see 1,747 of them
+    assert max(found) < 1300
+    assert len(found) > 1100  # 3,000 draws of 1,300 see 1,171 of them
 
 
 # --- rows by themselves ----------------------------------------------------------------------

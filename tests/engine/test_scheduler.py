@@ -64,7 +64,7 @@ def requests(draw):
     held=st.sampled_from([0, 30, 44]),
 )
 @settings(
-    max_examples=60,
+    max_examples=40,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
