@@ -1,8 +1,10 @@
-"""vLLM itself, on the CPU, in this process: one thread, so that busy cores do not slow it down."""
+"""vLLM itself, on the CPU, in this process: one thread, so that busy cores do not slow it down.
+
+Nothing here imports vLLM before it is needed: pytest-xdist's own process runs no test.
+"""
 
 from __future__ import annotations
 
-import gc
 import os
 
 os.environ.update(
@@ -25,19 +27,12 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from engines import PROMPTS, Answer, engine
-from models import make_llama
-from versions import NO_TIERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-
-# vLLM is a million objects. It freezes them when an engine starts, thaws them when it ends, and
-# then collects them several times over: most of what an engine costs here. They stay frozen.
-gc.freeze()
-gc.freeze = gc.unfreeze = lambda: None
+    from engines import Answer
 
 
 # A file is run by one worker; those that take a minute come first, so that none is left for last.
@@ -48,7 +43,16 @@ SLOW_FILES = [
 ]  # fmt: skip
 
 
+def pytest_configure() -> None:
+    # Engines of tests are eager; vLLM would still compile a helper of its sampler in each process.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    from engines import freeze
+    from versions import NO_TIERS
+
+    freeze()
     by_name = {name: at for at, name in enumerate(SLOW_FILES)}
     items.sort(key=lambda item: by_name.get(item.path.name, len(by_name)))
     for item in items:
@@ -78,12 +82,16 @@ def proofs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from models import make_llama
+
     return make_llama(tmp_path_factory.mktemp("models") / "llama")
 
 
 @pytest.fixture(scope="session")
 def cold(llama: str) -> list[Answer]:
     """What vLLM says without kvkeep. Only one engine can be in a process: this one comes first."""
+    from engines import PROMPTS, engine
+
     with engine(llama) as plain:
         return plain.ask(PROMPTS)
 
