@@ -14,6 +14,7 @@ os.environ.update(
     VLLM_LOGGING_LEVEL="ERROR",
     VLLM_NO_USAGE_STATS="1",
     OMP_NUM_THREADS="1",
+    NUMBA_NUM_THREADS="1",  # which, once it is imported, sets OMP's
     HF_HUB_OFFLINE="1",
     TOKENIZERS_PARALLELISM="false",
 )
