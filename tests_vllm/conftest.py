@@ -36,10 +36,11 @@ if TYPE_CHECKING:
     from engines import Answer
 
 
-# A file is run by one worker; those that take a minute come first, so that none is left for last.
+# A file is run by one worker; those that take longest come first, so that none is left for last.
 SLOW_FILES = [
-    "test_answers.py", "test_both.py", "test_scheduling.py", "test_models.py",
-    "test_hybrids_apart.py", "test_costs.py", "test_status_ends.py", "test_serve.py",
+    "test_status_ends.py", "test_answers.py", "test_names_in_vllm.py", "test_public_prefixes.py",
+    "test_costs.py", "test_both.py", "test_start.py", "test_tier_kill.py", "test_tier_models.py",
+    "test_scheduling.py", "test_hybrids_apart.py", "test_ranks.py", "test_several_engines.py",
     "test_router_vllm.py",
 ]  # fmt: skip
 

@@ -74,6 +74,7 @@ def test_one_copy_for_all_salts(
         same(expected, answers)
         assert [answer.cached for answer in answers] == [0] + 5 * [PUBLIC]
         private = len(questions[0]) // BLOCK - 4
+        one.forget_all()  # which waits until all is given to the store
         assert one.store.flush(30)
         assert one.store.stats()[1].blocks == 4 + 6 * private
         # Without a salt, and with one that was there before.
