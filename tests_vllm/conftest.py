@@ -1,8 +1,10 @@
-"""vLLM itself, on the CPU, in this process: one thread, so that busy cores do not slow it down."""
+"""vLLM itself, on the CPU, in this process: one thread, so that busy cores do not slow it down.
+
+Nothing here imports vLLM before it is needed: pytest-xdist's own process runs no test.
+"""
 
 from __future__ import annotations
 
-import gc
 import os
 
 os.environ.update(
@@ -12,6 +14,7 @@ os.environ.update(
     VLLM_LOGGING_LEVEL="ERROR",
     VLLM_NO_USAGE_STATS="1",
     OMP_NUM_THREADS="1",
+    NUMBA_NUM_THREADS="1",  # which, once it is imported, sets OMP's
     HF_HUB_OFFLINE="1",
     TOKENIZERS_PARALLELISM="false",
 )
@@ -25,30 +28,33 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from engines import PROMPTS, Answer, engine
-from models import make_llama
-from versions import NO_TIERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-
-# vLLM is a million objects. It freezes them when an engine starts, thaws them when it ends, and
-# then collects them several times over: most of what an engine costs here. They stay frozen.
-gc.freeze()
-gc.freeze = gc.unfreeze = lambda: None
+    from engines import Answer
 
 
-# A file is run by one worker; those that take a minute come first, so that none is left for last.
+# A file is run by one worker; those that take longest come first, so that none is left for last.
 SLOW_FILES = [
-    "test_answers.py", "test_both.py", "test_scheduling.py", "test_models.py",
-    "test_hybrids_apart.py", "test_costs.py", "test_status_ends.py", "test_serve.py",
+    "test_status_ends.py", "test_answers.py", "test_names_in_vllm.py", "test_public_prefixes.py",
+    "test_costs.py", "test_both.py", "test_start.py", "test_tier_kill.py", "test_tier_models.py",
+    "test_scheduling.py", "test_hybrids_apart.py", "test_ranks.py", "test_several_engines.py",
     "test_router_vllm.py",
 ]  # fmt: skip
 
 
+def pytest_configure() -> None:
+    # Engines of tests are eager; vLLM would still compile a helper of its sampler in each process.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    from engines import freeze
+    from versions import NO_TIERS
+
+    freeze()
     by_name = {name: at for at, name in enumerate(SLOW_FILES)}
     items.sort(key=lambda item: by_name.get(item.path.name, len(by_name)))
     for item in items:
@@ -78,12 +84,16 @@ def proofs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from models import make_llama
+
     return make_llama(tmp_path_factory.mktemp("models") / "llama")
 
 
 @pytest.fixture(scope="session")
 def cold(llama: str) -> list[Answer]:
     """What vLLM says without kvkeep. Only one engine can be in a process: this one comes first."""
+    from engines import PROMPTS, engine
+
     with engine(llama) as plain:
         return plain.ask(PROMPTS)
 

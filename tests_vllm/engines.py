@@ -11,6 +11,7 @@ import tempfile
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +27,45 @@ from kvkeep.integrations import loaded
 from kvkeep.integrations.vllm.stats import Counts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from multiprocessing.connection import Connection
 
     from kvkeep.store import BlockStore
 
 BLOCK = 32
+
+# vLLM is a million objects. It freezes them when an engine starts, thaws them when it ends, and
+# then collects them several times over: most of what an engine costs here. They stay frozen.
+_freeze = gc.freeze
+gc.freeze = gc.unfreeze = lambda: None
+MANY = 20_000
+"""Objects; an engine that has ended leaves less than these, unless it was the first to import."""
+
+
+def freeze() -> None:
+    """Let no collection look at what is there now, which stays."""
+    gc.collect()
+    _freeze()
+
+
+def _register_once() -> None:
+    """Let vLLM look through all modules for kernels to replace once, and not for each engine."""
+    try:
+        from vllm.triton_utils import dispatcher
+    except ImportError:  # an older vLLM, which does not
+        return
+    register, replaced = dispatcher.register_kernels, set[tuple[str, int]]()
+
+    def registered(overrides: Mapping[str, Any]) -> None:
+        new = {name: by for name, by in overrides.items() if (name, id(by)) not in replaced}
+        if new:
+            register(new)
+            replaced.update((name, id(by)) for name, by in new.items())
+
+    dispatcher.register_kernels = registered
+
+
+_register_once()
 
 
 @dataclass(frozen=True)
@@ -162,6 +196,8 @@ def engine(model: str, tiers: Sequence[str] | None = None, **more: Any) -> Itera
         # What vLLM does when it is collected must not happen to the next engine.
         running.llm = running.core = None
         gc.collect()
+        if len(gc.get_objects()) > MANY:
+            _freeze()
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -171,15 +207,27 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 # Importing vLLM is most of what a process costs: one has done it, and the others are its forks.
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    ["conftest", "tiered", "vllm.v1.engine.core", "vllm.entrypoints.openai.api_server"]
-)
+FORKS.set_forkserver_preload(["conftest", "imported"])
 _FORK = multiprocessing.get_context("fork")
+
+
+def start_forks() -> None:
+    """Start the process that others are forks of; it finds the modules of tests."""
+    path = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [path])])
+    try:
+        forkserver.ensure_running()
+    finally:
+        if path is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = path
 
 
 def apart(call: str, *args: str) -> None:
     """Run ``module:function`` on ``args`` in a process of its own; what it raises is a failure."""
     with tempfile.NamedTemporaryFile("r") as said:
+        start_forks()
         process = FORKS.Process(target=_called, args=(said.name, call, *args))
         process.start()
         process.join()
@@ -199,6 +247,7 @@ def beside(call: str, *args: object) -> tuple[Any, Connection]:
 
     Return the process, and the connection through which it sends.
     """
+    start_forks()
     receives, sends = FORKS.Pipe(duplex=False)
     process = FORKS.Process(target=_call_with, args=(call, sends, *args))
     process.start()

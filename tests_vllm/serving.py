@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
-from engines import FORKS, fork_workers
+from engines import FORKS, fork_workers, start_forks
 from vllm.logger import _configure_vllm_root_logger
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ class Served:
         }
         log.touch()
         called = (anew, command, environment, str(log))
+        start_forks()
         self.process = FORKS.Process(target=_serve, args=called)
         self.process.start()
 

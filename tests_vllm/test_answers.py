@@ -20,7 +20,7 @@ from kvkeep.integrations.vllm.requests import FollowedRequest
 if TYPE_CHECKING:
     from pathlib import Path
 
-TALKS, ANSWER, AT_ONCE = 40, 96, 5
+TALKS, ANSWER, AT_ONCE = 40, 64, 10
 
 
 def dialogues(one: Engine, *, stripped: bool, first: int) -> tuple[list[Answer], float]:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from engines import BLOCK, Answer, Engine, engine, prompt, same
+from engines import BLOCK, Answer, Engine, apart, engine, prompt, same
 from hybrids import make_hybrid
 from models import make_adapter, make_gemma
 from test_both import Kept, both, connected
@@ -74,6 +74,7 @@ def test_one_copy_for_all_salts(
         same(expected, answers)
         assert [answer.cached for answer in answers] == [0] + 5 * [PUBLIC]
         private = len(questions[0]) // BLOCK - 4
+        one.forget_all()  # which waits until all is given to the store
         assert one.store.flush(30)
         assert one.store.stats()[1].blocks == 4 + 6 * private
         # Without a salt, and with one that was there before.
@@ -217,10 +218,12 @@ def test_states(tmp_path: Path, name: str) -> None:
 
 def test_two_ranks(llama: str, declared: str, tmp_path: Path) -> None:
     """Each rank has its own store, which the scheduler asks."""
-    disk = f"file://{tmp_path}/kv?size=64MiB"
+    apart("test_public_prefixes:two_ranks", llama, declared, f"file://{tmp_path}/kv?size=64MiB")
+
+
+def two_ranks(llama: str, declared: str, disk: str) -> None:
     ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     questions = [[*SYSTEM, *prompt(70, seed=number)] for number in range(2)]
-    destroy_model_parallel()
     with connected(
         llama, disk, options={"public_prefixes": declared, "lookup_timeout": 20.0}, **ranks
     ) as one:
@@ -228,7 +231,6 @@ def test_two_ranks(llama: str, declared: str, tmp_path: Path) -> None:
         assert [answer.cached for answer in answers] == [0, PUBLIC]
         assert asked(one, questions[0], "salt 1").cached == PUBLIC
         assert asked(one, questions[0], "salt 0").cached == (len(questions[0]) // BLOCK) * BLOCK
-    destroy_model_parallel()
 
 
 @pytest.mark.parametrize("algorithm", ["sha256_cbor", "xxhash"])

@@ -10,14 +10,13 @@ import dataclasses
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import pytest
+from engines import FORKS, beside
 from test_failures import records
 from test_tier_pages import Driver, spec_of
 
@@ -28,6 +27,7 @@ from tiers import FS, OURS, blocks_of_fs, fs_tier, seen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from multiprocessing.connection import Connection
 
 ROUNDS = int(os.environ.get("KVKEEP_TIER_KILLS", "8"))
 """Engines that are killed; 100 are a minute or two."""
@@ -64,10 +64,11 @@ def save_for_ever(system: str, root: str, first: int) -> None:
         number += 1
 
 
-def nursery() -> None:
-    """Fork a process that is imported already for each line of input; tell its id and its end."""
+def nursery(says: Connection, hears: Connection) -> None:
+    """Fork a process that is imported already for each line that it hears; tell its id."""
+    os.dup2(says.fileno(), 1)
     tier_module.namespace_of_rows = lambda *_: Namespace(model="pages")
-    for line in sys.stdin:
+    while line := hears.recv():
         system, root, first = line.split()
         child = os.fork()
         if not child:
@@ -80,11 +81,10 @@ def nursery() -> None:
 
 class Nursery:
     def __enter__(self) -> Self:
-        code = "import conftest, test_tier_kill; test_tier_kill.nursery()"
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", code], cwd=Path(__file__).parent, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+        hears, self._tells = FORKS.Pipe(duplex=False)
+        self._process, self._says = beside("test_tier_kill:nursery", hears)
+        hears.close()
+        self._lines = open(self._says.fileno(), closefd=False)
         self.said: list[list[str]] = []
         self.born: list[int] = []
         return self
@@ -93,22 +93,22 @@ class Nursery:
         for child in self.born:
             self.kill(child)  # if its test has failed before it did
         self._process.kill()
-        self._process.communicate()
+        self._process.join()
+        self._lines.close()
+        self._says.close()
+        self._tells.close()
         for child in self.born:
             Path(f"/dev/shm/vllm_offload_kill-{child}.mmap").unlink(missing_ok=True)
 
     def start(self, system: str, root: Path, first: int) -> int:
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{system} {root} {first}\n")
-        self._process.stdin.flush()
+        self._tells.send(f"{system} {root} {first}")
         child = int(self.hear("born")[1])
         self.born.append(child)
         return child
 
     def hear(self, what: str) -> list[str]:
         """Read until a line begins so."""
-        assert self._process.stdout is not None
-        while words := self._process.stdout.readline().split():
+        while words := self._lines.readline().split():
             self.said.append(words)
             if words[0] == what:
                 return words
