@@ -300,9 +300,9 @@ def test_what_is_kept_for_replays_has_a_bound_in_bytes(cache, monkeypatch):
             fill(cache, list(range(number * 100, number * 100 + 20)))
             eventually(lambda: not publisher._queue)
         eventually(lambda: publisher.stats.batches > 20)
+        eventually(lambda: publisher._history[-1][0] == publisher._seq)
         assert 0 < publisher._history_bytes <= 2000
         assert publisher._history_bytes == sum(len(one) for _, one in publisher._history)
-        assert publisher._history[-1][0] == publisher._seq
         mirror = Mirror()
         reader = EventReader([Source("a", publisher.endpoint, publisher.replay)], mirror)
         try:
