@@ -162,6 +162,16 @@ def test_gathering_on_a_gpu(make_story, device, dtype, window):
     story.assert_right(story.attend(window=window), tolerance, window=window)
 
 
+@pytest.mark.parametrize("device", ["cpu", *GPU])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("spans", [SPANS, [(30, 31), (9, 10)], [(5, 6), (0, 30), (9, 10)]])
+def test_sinks_in_half_precision(make_story, device, softcap, spans):
+    """In batches whose rows are in another order than their lengths."""
+    story = make_story(spans, page_size=16, dim=64, dtype=torch.bfloat16, device=device)
+    how = {"sinks": torch.linspace(-1, 1, story.heads, device=device), "softcap": softcap}
+    story.assert_right(story.attend(**how), 3e-2, **how)
+
+
 def test_what_is_passed_on():
     """The kernels' windows count the keys before a query, ours the query too."""
     given = []

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.profiler import profile
 
 from kvkeep.core.geometry import KVGeometry
 from kvkeep.core.pages.tensors import PagedTensors
@@ -61,6 +63,19 @@ def test_masks_are_aligned_and_say_who_sees_whom(spans, window, rows, dtype):
             )
             assert key[-1] == query[-1]
         assert covered == list(range(one.begin, one.begin + one.tokens))
+
+
+@pytest.mark.parametrize(("window", "most"), [(None, 32 << 20), (300, 4 << 20)])
+def test_a_mask_far_behind_in_a_prompt_takes_its_own_memory_alone(window, most):
+    tensors = PagedTensors(KVGeometry(1, 1, 8, "bfloat16"), 1, 1 << 16)
+    context = PlanContext(tensors, tensors.scratch(), Grain(256, 0, 1 << 20), window, group=1)
+    first = 0 if window is None else 50_001 - window
+    placed = PlacedPiece(0, 50_000, 51_000, np.zeros(1, np.int32), first)
+    (piece,) = long.long_pieces([placed], context)
+    with profile(profile_memory=True) as seen:
+        piece.band.mask(piece.steps[0])
+    taken = [max(0, one.self_cpu_memory_usage) for one in seen.events() if one.name != "[memory]"]
+    assert 0 < sum(taken) <= most
 
 
 def test_no_mask_is_made_where_all_is_causal():

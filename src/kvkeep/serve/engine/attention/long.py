@@ -61,15 +61,18 @@ class _Band:
         return -(-self.distance // ALIGNED) * ALIGNED
 
     def _make(self) -> torch.Tensor:
-        """Return the mask of queries from ``_most`` on and keys from 0 on."""
+        """Return the mask of queries from ``_most`` on and keys from 0 on.
+
+        It is all that is allocated: behind a long prompt it takes hundreds of MiB.
+        """
+        tensors, window = self.context.tensors, self.context.window
         height = self.rows + ALIGNED - 1
-        device, window = self.context.tensors.device, self.context.window
-        query, key = (torch.arange(one, device=device) for one in (height, self._most + height))
-        distance = query[:, None] + self._most - key
-        seen = distance >= 0
+        shape = (height, -(-(self._most + height) // ALIGNED) * ALIGNED)
+        hidden = torch.full(shape, float("-inf"), dtype=tensors.dtype, device=tensors.device)
+        mask = hidden.triu_(self._most + 1)  # keys behind each query
         if window is not None:
-            seen &= distance < window
-        return self.context.mask(seen)
+            mask += torch.full_like(mask, float("-inf")).tril_(self._most - window)
+        return mask
 
 
 @dataclass(frozen=True, slots=True, eq=False)

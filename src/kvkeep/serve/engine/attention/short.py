@@ -51,7 +51,8 @@ class ShortGroup:
     def attend(self, layer: int, query: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         """Return [n * queries, heads, dim] for ``query`` [T, heads, dim] of the whole batch."""
         if scoring.sinks is not None:
-            return with_sinks(*self.attend_partial(layer, query, scoring), scoring.sinks)
+            out = with_sinks(*self.attend_partial(layer, query, scoring), scoring.sinks)
+            return out.to(query.dtype)
         self.gather.fill(layer)
         grouped = self._grouped(query)
         out = attend(grouped, self.keys, self.values, scoring, mask=self.mask)
