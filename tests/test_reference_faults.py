@@ -158,7 +158,7 @@ PROMPT = 16_384
 
 
 def set_apart() -> None:
-    """Take all there is, of every test before, from what is collected and counted from now on."""
+    """Exclude objects of earlier tests from garbage collections and counts."""
     gc.collect()
     gc.freeze()
 

@@ -43,7 +43,7 @@ MANY = 20_000
 
 
 def freeze() -> None:
-    """Let no collection look at what is there now, which stays."""
+    """Exclude all present objects from later garbage collections."""
     gc.collect()
     _freeze()
 

@@ -71,7 +71,7 @@ for settings in json.loads(sys.argv[3]):
 def test_a_name_suffices_and_imports_nothing_and_says_nothing(llama: str) -> None:
     """In processes of their own, which import nothing of kvkeep: vLLM does.
 
-    The entry point runs in each process of vLLM, also where nobody uses kvkeep.
+    vLLM runs the entry point in each of its processes, whether or not kvkeep is used.
     """
     transfer = {"kv_connector": "KVKeepConnector", "kv_role": "kv_both",
                 "kv_connector_extra_config": {"tiers": ["memory://16MiB"]}}  # fmt: skip

@@ -76,13 +76,14 @@ class TierChanges:
             active = list(levels.active)
             active.insert(at, tier)
             until = time.monotonic() + _PATIENCE
-            self._delete_removed(tier, place)
-            while not self._arranged(tier, place, active):
+            while True:
+                self._delete_removed(tier, place)
+                if self._arranged(tier, place, active):
+                    break
                 if time.monotonic() > until:
                     raise IllegalStep(
                         f"{place} cannot be attached while blocks are removed; try again"
                     )
-                self._delete_removed(tier, place)
             name = f"kvkeep {tier.name} opening"
             opening = threading.Thread(target=tier.open, name=name, daemon=True)
             self._opening = [*(one for one in self._opening if one.is_alive()), opening]

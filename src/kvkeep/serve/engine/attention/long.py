@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from kvkeep.serve.engine.attention.dense import attend
-from kvkeep.serve.engine.attention.plan import ALIGNED
+from kvkeep.serve.engine.attention.plan import ALIGNED, aligned
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,16 +58,16 @@ class _Band:
 
     @property
     def _most(self) -> int:
-        return -(-self.distance // ALIGNED) * ALIGNED
+        return aligned(self.distance)
 
     def _make(self) -> torch.Tensor:
         """Return the mask of queries from ``_most`` on and keys from 0 on.
 
-        It is all that is allocated: behind a long prompt it takes hundreds of MiB.
+        Behind a long prompt it takes hundreds of MiB: without a window nothing else is allocated.
         """
         tensors, window = self.context.tensors, self.context.window
         height = self.rows + ALIGNED - 1
-        shape = (height, -(-(self._most + height) // ALIGNED) * ALIGNED)
+        shape = (height, aligned(self._most + height))
         hidden = torch.full(shape, float("-inf"), dtype=tensors.dtype, device=tensors.device)
         mask = hidden.triu_(self._most + 1)  # keys behind each query
         if window is not None:

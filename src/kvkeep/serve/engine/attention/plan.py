@@ -16,12 +16,17 @@ if TYPE_CHECKING:
 
     IntArray = npt.NDArray[np.int32]
 
-__all__ = ["ALIGNED", "CPU", "GPU", "Grain", "PlacedPiece", "PlanContext"]
+__all__ = ["ALIGNED", "CPU", "GPU", "Grain", "PlacedPiece", "PlanContext", "aligned"]
 
 # The elements between rows of a mask, and before it, are multiples of this. Fused kernels read 16
 # bytes at once: torch copies a mask with other rows at every layer, and one that begins elsewhere
 # is a misaligned address.
 ALIGNED: Final = 16
+
+
+def aligned(count: int) -> int:
+    """Return the first multiple of `ALIGNED` that is not below ``count``."""
+    return -(-count // ALIGNED) * ALIGNED
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +81,7 @@ class PlanContext:
         """
         hidden = ~seen.to(self.tensors.device)
         *rows, keys = hidden.shape
-        width = -(-keys // ALIGNED) * ALIGNED
-        mask = torch.zeros(*rows, width, dtype=self.tensors.dtype, device=hidden.device)
+        mask = torch.zeros(*rows, aligned(keys), dtype=self.tensors.dtype, device=hidden.device)
         return mask[..., :keys].masked_fill_(hidden, float("-inf"))
 
 

@@ -272,7 +272,7 @@ class PageLoads(Loads):
 
     def _read_front(self, load: Load, start: int, stop: int) -> int:
         """Read the tokens ``start`` … ``stop - 1``, which are in memory; return how far it came."""
-        # What is read goes to the same memory again: first touching new memory takes longer.
+        # All reads share one buffer: the first touch of new memory takes longer than a copy.
         room: torch.Tensor | None = None
         size = 0
         while start < stop and not load.cancelled:

@@ -44,7 +44,7 @@ class Overlaps:
         step_tokens: int,
         token_bytes: float,
         timeout: float,
-        on_gpu: bool = False,
+        on_gpu: bool,
     ) -> None:
         self.take_turns = take_turns
         """The decision; benchmarks replace it."""
