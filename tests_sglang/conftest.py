@@ -7,4 +7,5 @@ from pathlib import Path
 
 import without_gpu  # noqa: F401 - before anything else of SGLang's
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "backends"))  # real servers
+_TESTS = Path(__file__).parents[1] / "tests"
+sys.path[:0] = [str(_TESTS / "backends"), str(_TESTS)]  # real servers, and their ports

@@ -29,6 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ports import free_port
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
@@ -102,9 +104,7 @@ class Server:
     """A redis-server of our own."""
 
     def __init__(self, directory: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         binary = shutil.which("valkey-server") or shutil.which("redis-server")
         if binary is None:
             pytest.skip("no valkey-server and no redis-server here")

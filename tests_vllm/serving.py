@@ -6,7 +6,6 @@ import json
 import os
 import runpy
 import signal
-import socket
 import sys
 import time
 import urllib.error
@@ -19,6 +18,8 @@ import psutil
 import pytest
 from engines import FORKS, fork_workers, start_forks
 from vllm.logger import _configure_vllm_root_logger
+
+from ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -43,8 +44,7 @@ class Served:
         self, model: str, arguments: Sequence[str], log: Path, *, processes: bool = False,
         anew: bool = False,
     ) -> None:  # fmt: skip
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
         command = [

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 from engines import BLOCK, engine, prompt
 from serving import served
 from vllm import SamplingParams
-from watched import eventually, fetch, free_port, watched
+from watched import eventually, fetch, watched
 
 from kvkeep.integrations.vllm.stats import METRICS, metric_of
 from kvkeep.integrations.vllm.tier_figures import TIER_COUNTERS, TIER_GAUGES
+from ports import free_port
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 from engines import prompt
 from tiered import tiered
-from watched import KEY, eventually, fetch, free_port
+from watched import KEY, eventually, fetch
+
+from ports import free_port
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import time
 import urllib.request
 from contextlib import contextmanager
@@ -11,16 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from engines import Engine, engine
 
+from ports import free_port
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 KEY = "a-long-secret"
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-        return port
 
 
 def fetch(url: str, key: str | None = KEY) -> Any:

@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from ports import free_port
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -187,14 +189,6 @@ def come_together(nodes: list[Server]) -> None:
 def _agrees(node: Server, masters: int) -> bool:
     info = node.ask("CLUSTER", "INFO")
     return b"cluster_state:ok" in info and b"cluster_size:%d" % masters in info
-
-
-def free_port() -> int:
-    """A free port."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
 
 
 def make_certificates(directory: Path) -> Certificates:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -25,6 +24,7 @@ from kvkeep.store.backends import TierURL
 from kvkeep.store.backends.objects import ObjectBackend
 from kvkeep.testing.backend_hooks import Rooms, block_id, content, get, put, sizes_listed
 from kvkeep.testing.backend_suite import BackendTests
+from ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -54,8 +54,7 @@ def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def moto() -> Iterator[int]:
     """The port of a server that speaks S3, with a bucket."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     server = subprocess.Popen(
         [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
         stdout=subprocess.DEVNULL,
@@ -292,8 +291,7 @@ def all_fail(backend: ObjectBackend) -> None:
 
 
 def test_a_dead_endpoint_costs_a_timeout_at_most() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     with opened(f"s3://bucket?endpoint=http://127.0.0.1:{port}", 0.5) as backend:
         all_fail(backend)
 

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-from servers import Server, free_port, make_certificates, needs_server, server
+from servers import Server, make_certificates, needs_server, server
 
 from faults import FaultProxy
 from kvkeep.core.errors import BackendFailed
@@ -16,6 +16,7 @@ from kvkeep.store.backends import TierURL
 from kvkeep.store.backends.valkey import ValkeyBackend
 from kvkeep.testing.backend_hooks import Rooms, block_id, content, get, put, sizes_listed
 from kvkeep.testing.backend_threads import together
+from ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

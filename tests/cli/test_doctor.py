@@ -26,6 +26,7 @@ from kvkeep.store import BlockStore
 from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.backends.disk import DiskBackend
 from kvkeep.store.backends.shm import ShmBackend
+from ports import free_port
 from warm import KVKEEP
 
 if TYPE_CHECKING:
@@ -217,8 +218,7 @@ def test_wrong_usage(word: str, said: str, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_no_password_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     url = f"valkey://me:geheim@127.0.0.1:{port}"
     for words in ([url], [json.dumps({"tiers": [url]})], [json.dumps({"tiers": [url + "?x=1"]})]):
         assert main(["doctor", *words]) == 1
@@ -394,8 +394,7 @@ def valkey(*options: str) -> Iterator[int]:
     program = shutil.which("valkey-server") or shutil.which("redis-server")
     if program is None:
         pytest.skip("neither valkey-server nor redis-server is installed")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen(
         [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", *options],
         stdout=subprocess.PIPE, text=True,
@@ -465,8 +464,7 @@ def test_a_full_server(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     wrong = only(doctor(capsys, f"valkey://127.0.0.1:{port}", code=1), "access")
     assert "refused" in wrong["found"]
     assert "start the server" in wrong["todo"]
@@ -519,8 +517,7 @@ def test_a_bucket_that_refuses(
 
 @pytest.mark.usefixtures("cloud")
 def test_a_bucket(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     server = subprocess.Popen(
         [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,

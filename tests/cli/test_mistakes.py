@@ -9,13 +9,13 @@ import argparse
 import json
 import os
 import shlex
-import socket
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from kvkeep.cli import _parser, main
+from ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,8 +33,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     rows = [{"kvkeep_trace": 1, "name": "t", "unit_tokens": 16}]
     rows += [{"time": 0.0, "tokens": 16, "output_tokens": 1, "units": "00" * 8}]
     (tmp_path / "trace").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        dead = f"http://127.0.0.1:{free.getsockname()[1]}"
+    dead = f"http://127.0.0.1:{free_port()}"
     return {
         "tmp": str(tmp_path), "dead": dead, "prompts": str(tmp_path / "prompts"),
         "trace": str(tmp_path / "trace"),

@@ -7,7 +7,6 @@ import os
 import pty
 import re
 import shutil
-import socket
 import subprocess
 import time
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,7 @@ from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.backends.disk import DiskBackend
 from kvkeep.store.tiers import open_backend, open_tiers
 from kvkeep.store.tiers.record import HEADER_BYTES, seal
+from ports import free_port
 from warm import KVKEEP
 
 if TYPE_CHECKING:
@@ -440,8 +440,7 @@ def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_dead_server_is_one_line(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     dead = f"valkey://someone:secret@127.0.0.1:{port}"
     assert main(["store", "ls", dead, url]) == 1
     captured = capsys.readouterr()
@@ -461,8 +460,7 @@ def server() -> Iterator[str]:
     program = shutil.which("valkey-server") or shutil.which("redis-server")
     if program is None:
         pytest.skip("neither valkey-server nor redis-server is installed")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen(
         [program, "--port", str(port), "--bind", "127.0.0.1", "--save", ""],
         stdout=subprocess.PIPE, text=True,

@@ -8,11 +8,10 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import threading
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -20,6 +19,7 @@ import pytest
 from deployed import Command, commands
 
 import warm
+from ports import free_port
 from warm import KVKEEP
 
 if TYPE_CHECKING:
@@ -40,10 +40,7 @@ class Place:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        with ExitStack() as stack:
-            bound = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(4)]
-            free = [one.getsockname()[1] for one in bound]
-        self.ports = dict(zip(("8000", "8080", "5557", "5558"), free, strict=True))
+        self.ports = {port: free_port() for port in ("8000", "8080", "5557", "5558")}
         (folder / "key").mkdir()
         (folder / "key/api-key").write_text(KEY, "utf-8")
 

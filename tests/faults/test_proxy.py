@@ -12,6 +12,7 @@ import pytest
 
 from faults import FaultProxy
 from kvkeep.core.errors import InvalidValue
+from ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -266,8 +267,7 @@ def test_a_reset_ends_only_open_connections(proxy: FaultProxy) -> None:
 
 
 def test_a_dead_target_ends_the_connection(echo: Echo, proxy: FaultProxy) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as gone:
-        proxy.target = gone.getsockname()
+    proxy.target = ("127.0.0.1", free_port())
     with pytest.raises(ConnectionResetError), client(proxy) as one:  # when it connects, or reads
         one.recv(1)
     proxy.target = echo.address

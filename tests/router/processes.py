@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import threading
-from contextlib import ExitStack
 
 import httpx
 
 import warm
+from ports import free_port
 from warm import KVKEEP
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        bound = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [one.getsockname()[1] for one in bound]
 
 
 class Process:
@@ -58,7 +51,7 @@ class Instance:
 
     def __init__(self, *options: str) -> None:
         self.options = options
-        self.port, events, replay = free_ports(3)
+        self.port, events, replay = free_port(), free_port(), free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.events = f"tcp://127.0.0.1:{events}"
         self.replay = f"tcp://127.0.0.1:{replay}"
@@ -83,7 +76,7 @@ class Instance:
 
 def route(made: list[Instance], *options: str) -> tuple[Process, str]:
     """A proxy in front of these, or of those that ``options`` name, and its address."""
-    (port,) = free_ports(1)
+    port = free_port()
     listed = (
         "--instances", ",".join(one.url for one in made),
         "--events", ",".join(one.events for one in made),
