@@ -111,13 +111,14 @@ def test_what_comes_after_the_end_is_dropped(tmp_path: Path) -> None:
     assert list(open_trace(tmp_path / "t")) == []
 
 
-def test_the_file_can_be_read_while_it_grows(tmp_path: Path) -> None:
-    capture = Capture(tmp_path / "t.gz", name="t", page_size=16, pages=1)
+@pytest.mark.parametrize("name", ["t", "t.gz", "t.zst"])
+def test_the_file_can_be_read_while_it_grows(tmp_path: Path, name: str) -> None:
+    capture = Capture(tmp_path / name, name="t", page_size=16, pages=1)
     try:
         capture.note(seen(1, 2, 3))
         for _ in range(1000):
             try:
-                if len(list(open_trace(tmp_path / "t.gz"))) == 1:
+                if len(list(open_trace(tmp_path / name))) == 1:
                     break
             except InvalidValue:  # not even the header yet
                 pass

@@ -69,7 +69,7 @@ def facts(request: TraceRequest) -> tuple[object, ...]:
 @settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(st.lists(requests(), max_size=5), st.sampled_from(["t.jsonl", "t.jsonl.gz"]))
+@given(st.lists(requests(), max_size=5), st.sampled_from(["t.jsonl", "t.jsonl.gz", "t.jsonl.zst"]))
 def test_what_is_written_is_what_is_read(
     tmp_path: Path, given: list[TraceRequest], name: str
 ) -> None:
@@ -98,9 +98,12 @@ def test_any_trace_can_be_converted(tmp_path: Path) -> None:
 
 
 def test_the_same_trace_is_the_same_bytes(tmp_path: Path) -> None:
-    for name in ("a.gz", "b.gz"):
-        write_trace(generate("chat", seed=1, requests=20), tmp_path / name)
-    assert (tmp_path / "a.gz").read_bytes() == (tmp_path / "b.gz").read_bytes()
+    for packed, begin in ((".gz", b"\x1f\x8b"), (".zst", b"\x28\xb5\x2f\xfd")):
+        one, other = (tmp_path / f"{name}{packed}" for name in "ab")
+        for path in (one, other):
+            write_trace(generate("chat", seed=1, requests=20), path)
+        assert one.read_bytes().startswith(begin)
+        assert one.read_bytes() == other.read_bytes()
 
 
 def test_no_file_is_written_over_and_none_is_left_unfinished(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def _add_capture(capture: argparse._ArgumentGroup) -> None:
         capture,
         "--capture",
         "write a trace to this file: times, lengths and keyed hashes of each request, no text; "
-        "compressed if the name ends in .gz",
+        "compressed if the name ends in .gz or .zst",
     )
     add_option(
         capture,

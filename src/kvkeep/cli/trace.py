@@ -91,7 +91,7 @@ def _add_out(parser: argparse.ArgumentParser, name: str, **options: object) -> N
     parser.add_argument(
         name,
         type=Path,
-        help="file to write, which must not exist; compressed if the name ends in .gz",
+        help="file to write, which must not exist; compressed if the name ends in .gz or .zst",
         **options,  # type: ignore[arg-type]
     )
 

@@ -6,15 +6,15 @@ import gzip
 import io
 import zlib
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, BinaryIO, Protocol
+from typing import IO, TYPE_CHECKING, BinaryIO, Protocol, cast
 
 from kvkeep.core.errors import InvalidValue, reason, require
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
-__all__ = ["LINE_BYTES", "BadLine", "Lines", "compression", "opened"]
+__all__ = ["LINE_BYTES", "BadLine", "Lines", "compression", "compressor", "opened"]
 
 LINE_BYTES = 16 << 20
 """Longest line; a longer one is a bad line and is never held in memory."""
@@ -68,6 +68,20 @@ def opened(path: Path) -> Iterator[Lines]:
             )
             with io.BufferedReader(reader, _BUFFER_BYTES) as file:
                 yield Lines(file, raw)
+
+
+def compressor(path: Path) -> Callable[[BinaryIO], IO[bytes]] | None:
+    """Return what compresses a new file of this name: ``.gz``, ``.zst``; None for other names.
+
+    It takes the open file. The same lines give the same bytes. `MissingExtra` without zstandard.
+    """
+    if path.suffix == ".gz":
+        # Without name and time, so that the same trace gives the same bytes.
+        return lambda raw: cast("IO[bytes]", gzip.GzipFile("", "wb", 6, raw, mtime=0))
+    if path.suffix == ".zst":
+        zstandard = require("zstandard", "traces")
+        return lambda raw: cast("IO[bytes]", zstandard.ZstdCompressor().stream_writer(raw))
+    return None
 
 
 class _Readable(Protocol):

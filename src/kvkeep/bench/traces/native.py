@@ -10,12 +10,11 @@ Ids are 16 hexadecimal digits each, without separators. Fields with a default va
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Self, cast
+from typing import IO, TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -28,7 +27,7 @@ from kvkeep.bench.traces.fields import (
     optional_text,
     shown,
 )
-from kvkeep.bench.traces.files import BadLine
+from kvkeep.bench.traces.files import BadLine, compressor
 from kvkeep.bench.traces.request import MAX_TOKENS, MAX_UNIT_TOKENS, Served, TraceRequest, units_of
 from kvkeep.core.errors import InvalidValue
 
@@ -173,14 +172,16 @@ def _line(fields: dict[str, Any]) -> bytes:
 
 
 class TraceWriter:
-    """Writes a file in kvkeep's format, compressed if its name ends in ``.gz``.
+    """Writes a file in kvkeep's format, compressed if its name ends in ``.gz`` or ``.zst``.
 
     Only its owner can read the file. Raises `InvalidValue` for a file that exists, as traces are
-    not overwritten, or cannot be created. Not thread-safe.
+    not overwritten, or cannot be created; `MissingExtra` for ``.zst`` without zstandard. Not
+    thread-safe.
     """
 
     def __init__(self, path: str | os.PathLike[str], header: TraceHeader) -> None:
         path = Path(path)
+        compressed = compressor(path)
         try:
             handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError as error:
@@ -188,11 +189,7 @@ class TraceWriter:
         except OSError as error:
             raise InvalidValue(f"cannot write {path}: {error.strerror}") from error
         self._raw = os.fdopen(handle, "wb")
-        self._file: IO[bytes] = self._raw
-        if path.suffix == ".gz":
-            # Without name and time, so that the same trace gives the same bytes.
-            packed = gzip.GzipFile("", "wb", 6, self._raw, mtime=0)
-            self._file = cast("IO[bytes]", packed)
+        self._file: IO[bytes] = self._raw if compressed is None else compressed(self._raw)
         self._file.write(header.line())
 
     def write(self, request: TraceRequest) -> None:
