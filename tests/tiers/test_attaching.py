@@ -11,7 +11,7 @@ from tier_bench import PAGE, RAW, Bench, get, name, put, settle, there, until
 
 from kvkeep.core.errors import IllegalStep, InvalidValue
 from kvkeep.core.eviction import LRU
-from kvkeep.store.tiers import AdaptiveTiering, Exclusive, Inclusive
+from kvkeep.store.tiers import AdaptiveTiering, Exclusive, Inclusive, Tier
 
 
 def names(store) -> list[str]:
@@ -174,6 +174,28 @@ def test_where_there_is_no_room_the_blocks_used_last_move_and_none_is_evicted(be
     assert {(loss.tier, loss.what, loss.detail) for loss in losses if loss} == {
         (first, "removed", "detached")
     }
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_the_last_room_waits_for_the_block_used_before(bench, monkeypatch, read):
+    """Two blocks are read at a time: the first to arrive may not be the one used last."""
+    store = stored(bench, range(8), bench.disk(at="a"))
+    (first,) = names(store)
+    get(store, [1, 3, 5])
+    store.attach(bench.spec(bench.disk(3, at="b")))
+    fetch = Tier.fetch
+
+    def slow(tier, block):
+        if block == name(5):
+            time.sleep(0.1)
+            if not read:
+                return None
+        return fetch(tier, block)
+
+    monkeypatch.setattr(Tier, "fetch", slow)
+    result = store.detach(first)
+    assert (result.moved, result.left) == (3, 5)
+    assert there(store.tiers[0]) == ([1, 3, 5] if read else [0, 1, 3])
 
 
 def test_the_order_of_uses_moves_as_well(bench):

@@ -72,7 +72,9 @@ class Evacuation:
         self._closed = closed
         self._lock = threading.Lock()
         self._slots = threading.Semaphore(_AT_ONCE)
+        self._targets: list[Tier] = []
         self._room: dict[str, int | None] = {}  # bytes that are free, by tier; None: no limit
+        self._claims: dict[bytes, int] = {}  # blocks that are being read to take room, with bytes
         self._moved: dict[str, list[bytes]] = {}  # by tier
         self._moved_bytes = 0
 
@@ -82,19 +84,28 @@ class Evacuation:
         targets = list(self._levels.active)
         if not source.codec.exact:  # what it has is not for exact tiers
             targets = [one for one in targets if not one.codec.exact]
+        self._targets = targets
         self._room = {tier.name: _free(tier, until) for tier in targets}
         running, order = 0, self._only_here(until)
         for block, size in order:
-            if not self._takes(size):
+            if not self._fits(size):
                 continue
             if not self._slot(until):
                 break
+            if not self._claim(block, size):  # those under way take the room, or leave it
+                if not self._slot(until):
+                    self._slots.release()
+                    break
+                self._slots.release()
+                if not self._claim(block, size):
+                    self._slots.release()
+                    continue
             if source.reading.submit(
-                partial(self._move, block, targets, until), given_up=self._slots.release
+                partial(self._move, block, until), given_up=partial(self._give_up, block)
             ):
                 running += 1
             else:
-                self._slots.release()
+                self._give_up(block)
         for _ in range(_AT_ONCE if running else 0):  # wait for the last ones
             if not self._slot(until):
                 break
@@ -142,35 +153,45 @@ class Evacuation:
                 return False
         return False
 
-    def _takes(self, size: int) -> bool:
-        """Whether any tier has room for ``size`` bytes."""
-        with self._lock:
-            return any(room is None or room >= size for room in self._room.values())
+    def _fits(self, *sizes: int) -> bool:
+        """Whether any tier has room for records of all of ``sizes`` (bytes)."""
+        for tier in self._targets:
+            room, unit = self._room[tier.name], tier.backend.unit
+            if room is None or room >= sum(-(-size // unit) * unit for size in sizes):
+                return True
+        return False
 
-    def _move(self, block: bytes, targets: Sequence[Tier], until: float) -> None:
+    def _claim(self, block: bytes, size: int) -> bool:
+        """Claim room for ``block``; False if there may be none beside what others claim."""
+        with self._lock:
+            if not self._fits(size, *self._claims.values()):
+                return False
+            self._claims[block] = size
+            return True
+
+    def _give_up(self, block: bytes) -> None:
+        """End a move that wrote nothing."""
+        with self._lock:
+            self._claims.pop(block, None)
+        self._slots.release()
+
+    def _move(self, block: bytes, until: float) -> None:
         handed_on = False
         mark = self._queue.begin_move(self._source, block)  # whoever deletes it ends the move
         try:
             if mark is not None and not self._source.is_hidden(block):
                 record = self._source.fetch(block)
                 if record is not None and not self._closed():
-                    handed_on = self._hand_on(block, record, mark, targets, until)
+                    handed_on = self._hand_on(block, record, mark, until)
         finally:
             if mark is not None:
                 self._queue.end_move(block, mark)
             if not handed_on:
-                self._slots.release()
+                self._give_up(block)
 
-    def _hand_on(
-        self,
-        block: bytes,
-        record: memoryview,
-        mark: object,
-        targets: Sequence[Tier],
-        until: float,
-    ) -> bool:
+    def _hand_on(self, block: bytes, record: memoryview, mark: object, until: float) -> bool:
         """Queue the write of ``record`` to the first tier with room; return whether it was."""
-        target = self._reserve(record, block, targets)
+        target = self._reserve(record, block)
         if target is None:
             return False
         size, begun = len(record), False
@@ -205,15 +226,16 @@ class Evacuation:
             lost()
         return True
 
-    def _reserve(self, record: memoryview, block: bytes, targets: Sequence[Tier]) -> Tier | None:
+    def _reserve(self, record: memoryview, block: bytes) -> Tier | None:
         """Return the first tier that takes ``record`` and has room, and count that as taken."""
         with self._lock:
-            for tier in targets:
+            for tier in self._targets:
                 if tier.health.unwritable(block) or tier.records.refuses(record):
                     continue
                 room, unit = self._room[tier.name], tier.backend.unit
                 needed = -(-len(record) // unit) * unit
                 if room is None or room >= needed:
+                    self._claims.pop(block, None)
                     self._room[tier.name] = None if room is None else room - needed
                     return tier
         return None
