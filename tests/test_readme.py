@@ -8,18 +8,11 @@ from pathlib import Path
 import pytest
 
 import warm
+from waiting_loads import LOADING
 from warm import PYTHON
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-# A busy machine may compute what a tier does not bring in time; documents show what is loaded.
-_LOADING = f"""
-import sys
-sys.path.append({str(Path(__file__).parent)!r})
-from kvkeep.serve.engine.offload import overlaps
-from waiting_loads import wait_for_all
-overlaps.take_turns = wait_for_all
-"""
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
@@ -36,7 +29,7 @@ def blocks(language: str) -> list[tuple[str, str]]:
 def test_python_blocks_run_as_pasted(where: str, code: str, tmp_path: Path) -> None:
     loads = "KVStore(" in code and "Engine(" in code
     done = warm.run(
-        [*PYTHON, "-c", _LOADING + code if loads else code],
+        [*PYTHON, "-c", LOADING + code if loads else code],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -1,7 +1,12 @@
-"""In the place of `kvkeep.core.cost.take_turns`: loads are waited for, whatever computing takes."""
+"""In the place of `kvkeep.core.cost.take_turns`: loads are waited for, whatever computing takes.
+
+A busy machine may compute what a tier does not bring in time. In the test's process the fixture
+`load_first` takes this; code for another process begins with `LOADING`.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvkeep.core.cost import PromptTurn
@@ -10,6 +15,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvkeep.core.cost import LoadProgress
+
+
+LOADING = f"""
+import sys
+sys.path.append({str(Path(__file__).parent)!r})
+from kvkeep.serve.engine.offload import overlaps
+from waiting_loads import wait_for_all
+overlaps.take_turns = wait_for_all
+"""
 
 
 def wait_for_all(

@@ -22,7 +22,7 @@ from kvkeep.serve.engine import Engine, Runner, SamplingParams
 from kvkeep.serve.models import bundled_model
 from kvkeep.store import KVStore, model_identity
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.usefixtures("load_first")]
 
 FEW = SamplingParams(max_tokens=6)
 PAGE = 8

@@ -54,8 +54,8 @@ def test_a_stream_is_the_same_answer(chat):
 
 
 def test_a_stream_says_its_usage_where_it_is_asked(chat):
+    whole = chat(**GREEDY).usage  # and the prompt is cached now
     *_, usage = collected(chat(**GREEDY, stream=True, stream_options={"include_usage": True}))
-    whole = chat(**GREEDY).usage
     assert (usage.prompt_tokens, usage.completion_tokens) == (whole.prompt_tokens, 12)
     assert usage.prompt_tokens_details.cached_tokens == whole.prompt_tokens - 1
 

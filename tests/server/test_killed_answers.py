@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import warm
-from warm import KVKEEP
+from waiting_loads import LOADING
+from warm import PYTHON
 
 pytestmark = [
     pytest.mark.model,
@@ -19,14 +20,15 @@ pytestmark = [
 ]
 
 BLOCK, ANSWER = 16, 80
+SERVE = f"{LOADING}\nfrom kvkeep.cli import main\nsys.exit(main())"
 
 
 @contextmanager
 def serving(folder):
     """``kvkeep serve`` in a process of its own, which is killed at the end, and a client."""
     command = [
-        *KVKEEP, "serve", "--port", "0", "--page-size", "16", "--block-tokens", str(BLOCK),
-        "--memory", "16MiB", "--tier", "memory://64MiB",
+        *PYTHON, "-c", SERVE, "serve", "--port", "0",
+        "--page-size", "16", "--block-tokens", str(BLOCK), "--memory", "16MiB", "--tier", "memory://64MiB",
         "--tier", f"file://{folder}/tier?size=256MiB&sync=never",
     ]  # fmt: skip
     process = warm.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
