@@ -45,9 +45,10 @@ def test_a_hung_read_costs_its_timeout_and_the_next_tier_has_it(bench: Bench) ->
     emptied_blocks = [name(number) for number in range(8)]
     store.memory.remove(emptied_blocks)
     asked = slow.calls["get"]
+    slow.timeout = LONG  # of who waits for it
     started = time.monotonic()
     assert get(store, range(8)) == 8
-    assert time.monotonic() - started < SHORT
+    assert time.monotonic() - started < LONG / 4
     assert slow.calls["get"] == asked
     assert first.counters.skipped_calls > 0
 
