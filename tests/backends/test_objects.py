@@ -328,17 +328,20 @@ def test_resets_and_garbage_are_failures(moto: int) -> None:
 
 @pytest.mark.parametrize("status", [500, 503, 403, 401, 400, 418])
 def test_an_error_status_is_a_failure(server: ObjectServer, status: int) -> None:
-    with opened(f"s3://bucket?endpoint={server.url}", 0.5) as backend:
+    with opened(f"s3://bucket?endpoint={server.url}", 30.0) as backend:
         put(backend, BLOCK, b"record")
+        backend.timeout = 0.5
         server.fault = status
         all_fail(backend)
         server.fault = None
+        backend.timeout = 30.0
         assert get(backend, BLOCK) == b"record"
 
 
 def test_a_truncated_answer_is_a_failure(server: ObjectServer) -> None:
-    with opened(f"s3://bucket?endpoint={server.url}", 1.0) as backend:
+    with opened(f"s3://bucket?endpoint={server.url}", 30.0) as backend:
         put(backend, BLOCK, content(BLOCK, 1, 3_000_000))
+        backend.timeout = 1.0
         for fault in ("truncate", "stall"):
             server.fault = fault
             begin = time.monotonic()
@@ -346,6 +349,7 @@ def test_a_truncated_answer_is_a_failure(server: ObjectServer) -> None:
                 get(backend, BLOCK)
             assert time.monotonic() - begin < 3 * backend.timeout + 2
         server.fault = None
+        backend.timeout = 30.0
         assert get(backend, BLOCK) == content(BLOCK, 1, 3_000_000)
 
 

@@ -242,10 +242,13 @@ def test_cut_in_a_value(proxy: FaultProxy, backend: ValkeyBackend, after: int) -
 def test_a_cut_put_keeps_the_old_record(
     proxy: FaultProxy, backend: ValkeyBackend, after: int
 ) -> None:
+    backend.timeout = 10.0
     put(backend, C, b"before")
+    backend.timeout = SHORT_S
     proxy.cut(after, side="requests")
     fails_in_time(backend, CALLS["put"])
     proxy.heal()
+    backend.timeout = 10.0
     assert get(backend, C) == b"before"
     assert_sound(backend)
 
@@ -301,6 +304,7 @@ def test_a_flipped_bit_is_detected_or_in_the_value(
     if place < 10:
         fails_in_time(backend, CALLS["get"])
     else:
+        backend.timeout = 10.0
         found = get(backend, A)
         assert found is not None
         assert found[place - 10] == content(A, 0, LARGE)[place - 10] ^ 1
@@ -337,6 +341,7 @@ def test_requests_that_arrive_garbled(proxy: FaultProxy, backend: ValkeyBackend)
 
 def test_an_unsolicited_answer_is_not_read(proxy: FaultProxy, backend: ValkeyBackend) -> None:
     """An extra answer ends the connection instead of shifting all later answers by one."""
+    backend.timeout = 10.0
     proxy.replace(b"$4\r\nmine\r\n:7\r\n")
     try:
         assert get(backend, A) == b"mine"  # well-formed: only a record's checksum can tell

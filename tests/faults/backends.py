@@ -220,6 +220,14 @@ class FaultyBackend(CountingBackend):
         """Make calls take ``seconds`` longer, or until `heal`. Without names: all calls."""
         self._switch("slow", calls, times=times, seconds=seconds)
 
+    def go_on_slowly(self, seconds: float, *calls: str) -> None:
+        """End `hang`; calls that hung, and later ones, take ``seconds`` longer, as with `slow`.
+
+        With `hang` and `wait_inside` before it, no call ends before it was noticed.
+        """
+        self.slow(seconds, *calls)
+        self.heal("hang")
+
     def fail(self, *calls: str, times: int | None = None, error: Exception | None = None) -> None:
         """Make calls raise ``error`` or `BackendFailed`. Without names: all calls but close."""
         self._switch(

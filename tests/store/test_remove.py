@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 SIZE = 4
 LONG = list(range(22))
 MEMORY = "memory://1MiB"
+PATIENT = 20.0
+"""Seconds: the timeout of a place that is slow and not given up, on a busy machine either."""
 
 
 @pytest.fixture
@@ -156,15 +158,17 @@ def test_tenants_are_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize("running", [True, False], ids=["a write runs", "all writes wait"])
 def test_a_write_on_its_way_does_not_bring_it_back(running: bool, place: FaultyBackend) -> None:
     """The put is slow; the removal waits for the write that runs, and gives up those that wait."""
+    place.timeout = PATIENT
     with opened(place) as store:
         if not running:
             store._tiered.tiers[0].writing.submit(partial(time.sleep, 0.1))
             store._tiered.tiers[0].writing.submit(partial(time.sleep, 0.1))
         else:
-            place.slow(0.1, "put")
+            place.hang("put")
         put(store, LONG)
         if running:
             place.wait_inside("put")
+            place.go_on_slowly(0.1, "put")
         removed = store.remove(LONG)
         assert removed.complete
         quiet(store)
@@ -201,14 +205,16 @@ def test_a_write_that_hangs_is_told_and_does_not_overwrite_what_comes_later(
 
 
 def test_a_read_on_its_way_does_not_bring_it_back(place: FaultyBackend) -> None:
+    place.timeout = PATIENT
     with opened(place) as store:
         put(store, LONG, wait=True)
         forgotten(store)
-        place.slow(0.15, "room")  # its file is open by then: what was deleted can be read
+        place.hang("room")  # its file is open by then: what was deleted can be read
         got: list[int] = []
         reader = threading.Thread(target=lambda: got.append(get(store, LONG)))
         reader.start()
         place.wait_inside("room")
+        place.go_on_slowly(0.15, "room")
         assert store.remove(LONG).complete
         assert get(store, LONG) == 0
         reader.join(10)
@@ -222,13 +228,15 @@ def test_a_read_on_its_way_does_not_bring_it_back(place: FaultyBackend) -> None:
 def test_a_read_that_begins_during_the_removal_does_not_bring_it_back(
     place: FaultyBackend,
 ) -> None:
+    place.timeout = PATIENT
     with opened(place) as store:
         put(store, LONG, wait=True)
         forgotten(store)
-        place.slow(0.1, "delete")
+        place.hang("delete")
         removing = threading.Thread(target=store.remove, args=(LONG,))
         removing.start()
         place.wait_inside("delete")
+        place.go_on_slowly(0.1, "delete")
         assert get(store, LONG) == 0
         removing.join(10)
         assert len(store._tiered.memory.backend) == 0
@@ -291,15 +299,16 @@ def test_a_prefetch_on_its_way_does_not_bring_it_back(
     call: str, hangs: bool, place: FaultyBackend
 ) -> None:
     """Its file is open, or will be opened when it goes on; it may take longer than the tier may."""
+    if not hangs:
+        place.timeout = PATIENT
     with opened(place) as store:
         put(store, LONG, wait=True)
         forgotten(store)
-        if hangs:
-            place.hang(call)
-        else:
-            place.slow(0.15, call)
+        place.hang(call)
         prefetch = store.prefetch(LONG)
         place.wait_inside(call)
+        if not hangs:
+            place.go_on_slowly(0.15, call)
         assert store.remove(LONG).complete
         assert get(store, LONG) == 0
         place.heal()
@@ -321,16 +330,18 @@ def test_a_place_listed_again_meanwhile_does_not_bring_it_back(
     call: str, place: FaultyBackend
 ) -> None:
     """The listing begins before the removal, or while it deletes; it may end after that."""
+    place.timeout = PATIENT
     with opened(place) as store:
         put(store, LONG, wait=True)
         forgotten(store)
-        place.slow(0.15, call)
+        place.hang(call)
         first, second = store.remove, store._tiered.tiers[0].relist
         if call == "list":
             first, second = second, first
         threads = [threading.Thread(target=first, args=() if call == "list" else (LONG,))]
         threads[0].start()
         place.wait_inside(call)
+        place.go_on_slowly(0.15, call)
         threads.append(threading.Thread(target=second, args=(LONG,) if call == "list" else ()))
         threads[1].start()
         for thread in threads:
@@ -345,18 +356,20 @@ def test_what_one_tier_deletes_moves_down_to_none_that_is_done(
     tmp_path: Path, place: FaultyBackend
 ) -> None:
     """The upper one is to evict a block that it deletes just now; the lower one is done by then."""
+    place.timeout = PATIENT
     with opened(place, disk(tmp_path / "low"), policy=Exclusive()) as store:
         put(store, LONG[:4])
         assert store.flush()
         tiered = store._tiered
         (block,) = store._names_of(None).full(np.arange(4, dtype=np.int32))
         forgotten(store)
-        place.slow(0.2, "delete")
+        place.hang("delete")
         removing = threading.Thread(target=store.remove, args=(LONG[:4],))
         removing.start()
         place.wait_inside("delete")
         while (block, tiered.tiers[1].name) in tiered._queue._pending:
             time.sleep(0.001)
+        place.go_on_slowly(0.2, "delete")
         tiered._demoter.from_tier(1, block)
         removing.join(10)
         assert store.flush()

@@ -60,6 +60,16 @@ def opened(address: str, timeout: str = SHORT, *, before: tuple[str, ...] = ()) 
     return store
 
 
+def arrives(store: KVStore, tokens: range) -> int:
+    """Get what the server has, however long that takes on a busy machine; tokens that came."""
+    backend = store._tiered.tiers[-1].backend
+    short, backend.timeout = backend.timeout, LONG_S
+    try:
+        return get(store, tokens)
+    finally:
+        backend.timeout = short
+
+
 def breaker(store: KVStore) -> str:
     return store.stats().tiers[-1].breaker
 
@@ -102,7 +112,7 @@ def _written(store: KVStore) -> bool:
 @needs_server
 def test_a_server_that_is_refused_and_comes_back(proxy: FaultProxy) -> None:
     with opened(proxy.address) as store:
-        assert get(store, prompt(0)) == LENGTH
+        assert arrives(store, prompt(0)) == LENGTH
         proxy.refuse()
         assert get(store, prompt(0)) == LENGTH  # from memory
         for number in range(1, 6):
@@ -168,13 +178,13 @@ def test_killed_again_and_again_while_it_is_used() -> None:
 @needs_server
 def test_what_was_there_a_moment_ago_is_not(running: Server, proxy: FaultProxy) -> None:
     """Expired or evicted by the server between a lookup and the get, or in the middle of it."""
-    with opened(proxy.address) as store:
+    with opened(proxy.address, f"{LONG_S}s") as store:
         assert store.lookup(prompt(0)).tokens == LENGTH
         running.ask("FLUSHALL")
         assert get(store, prompt(0)) == 0
         done = put(store, prompt(0), wait=True)
         assert done.tokens == LENGTH
-    with opened(proxy.address) as store:
+    with opened(proxy.address, f"{LONG_S}s") as store:
         name = next(name for name in names(running) if not name.endswith(b":spaces"))  # a block
         running.ask("DEL", name)
         assert get(store, prompt(0)) < LENGTH
@@ -198,7 +208,7 @@ def names(one: Server) -> list[bytes]:
 def test_a_hung_server_costs_its_timeout_and_then_nothing(proxy: FaultProxy) -> None:
     """The hang ends only when this test says so: whatever returns did not wait for it."""
     with opened(proxy.address) as store:
-        assert get(store, prompt(0)) == LENGTH
+        assert arrives(store, prompt(0)) == LENGTH
         proxy.hang()
         for number in range(1, 5):
             assert get(store, prompt(number)) == 0
@@ -308,7 +318,7 @@ GARBAGE = {
 def test_garbage(proxy: FaultProxy, kind: str) -> None:
     """On connections that are open, and on new ones."""
     with opened(proxy.address) as store:
-        assert get(store, prompt(0)) == LENGTH
+        assert arrives(store, prompt(0)) == LENGTH
         proxy.replace(GARBAGE[kind])
         for number in range(1, 5):
             assert get(store, prompt(number)) == 0

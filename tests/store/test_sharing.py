@@ -92,23 +92,26 @@ def test_what_both_put_is_written_once(tmp_path: Path) -> None:
 def test_a_reader_behind_a_writer_on_one_server(processes: Processes) -> None:
     """Prompts grow while they are read: each time a right prefix, no shorter than before."""
     families, length = 10, 160
-    with server() as one:
-        with open_store("memory://4MiB", one.url) as store:
-            assert get(store, prompt(0, 0, length)) == 0  # connected, before anything is written
-            processes.start("write", one.url, 0, 0, families, length)
+    with server() as one, open_store("memory://4MiB", one.url) as store:
+        partial = 0
+        for who in range(5):  # on a busy machine a writer may end before we go on
+            assert get(store, prompt(who, 0, length)) == 0  # connected, before it is written
+            processes.start("write", one.url, who, 0, families, length)
             seen = [0] * families
-            partial, end = 0, time.monotonic() + PATIENCE
+            end = time.monotonic() + PATIENCE
             while seen != [length] * families:
                 for family in range(families):
-                    found = get(store, prompt(0, family, length))
+                    found = get(store, prompt(who, family, length))
                     assert found >= seen[family]
                     seen[family] = found
                     partial += 0 < found < length
                 assert time.monotonic() < end, f"{seen} of {length}"
-            assert partial, "all was written before anything was read"
-            assert counter(store, "damaged") == counter(store, "errors") == 0
-            store.check()
-        processes.wait()
+            processes.wait()
+            if partial:
+                break
+        assert partial, "all was written before anything was read"
+        assert counter(store, "damaged") == counter(store, "errors") == 0
+        store.check()
 
 
 @needs_server

@@ -159,14 +159,21 @@ def test_a_hanging_tier_holds_up_neither_thread() -> None:
 
 def test_a_slow_block_does_not_keep_back_others() -> None:
     with _behind_faults() as (store, faulty):
-        faulty.hang("get", times=1)
+        last, go_on, inner_get = _blocks(store, TOKENS)[-1], threading.Event(), faulty.inner.get
+
+        def slow(block: bytes, room: Any) -> Any:  # whichever thread of the tier reads it
+            if block == last:
+                assert go_on.wait(10)
+            return inner_get(block, room)
+
+        faulty.inner.get = slow  # type: ignore[method-assign]
         tail, taken = store.load_tail(TOKENS), Taken(store, TOKENS)
         reading = threading.Thread(target=tail.read, args=(taken,))
         reading.start()
-        _until(lambda: len(taken.order) == 9)
-        assert tail.delivered == ((0, 36),)
+        _until(lambda: tail.delivered == ((0, 36),))
+        assert len(taken.order) == 9
         assert tail.front == 40
-        faulty.heal()
+        go_on.set()
         reading.join(5)
         assert tail.delivered == ((0, 40),)
         assert tail.front == 0

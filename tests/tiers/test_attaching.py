@@ -261,10 +261,11 @@ def test_reads_that_run_end_with_the_right_bytes(bench):
     store = stored(bench, range(8), place)
     (first,) = names(store)
     store.attach(bench.spec(bench.disk(at="b")))
-    place.slow(0.1, "get")
+    place.hang("get")
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(get, store, range(8))
         place.wait_inside("get")
+        place.go_on_slowly(0.1, "get")
         assert store.detach(first, move=False).left == 8
         assert reading.result() > 0  # those that were under way; all were right
 
@@ -399,6 +400,7 @@ def test_a_detachment_ends_though_a_place_hangs_and_soon_if_the_store_is_closed(
 
     detaching = threading.Thread(target=detach, daemon=True)
     detaching.start()
+    until(store._changes._changing.locked)
     time.sleep(0.1)
     store.close(1)
     detaching.join(30)

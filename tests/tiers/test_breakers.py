@@ -70,18 +70,20 @@ def test_reads_that_fail_are_left_alone_while_questions_are_answered(
 ) -> None:
     """A short deadline of the caller does not hide that the place hangs."""
     place = bench.disk(None)  # without a budget it is asked for everything
-    tier = bench.spec(place, timeout=SHORT, pause=LONG)
+    tier = bench.spec(place, pause=LONG)
     store = bench.store(16, tier)
     tier = store.tiers[0]
     put(store, range(8), wait=LONG)
     emptied(store)
+    place.timeout = SHORT
     place.hang("get") if how == "hang" else place.fail("get")
     until(lambda: [get(store, [0], deadline=deadline), tier.stats().breakers["read"]][1] == "open")
     asked = place.calls["get"], place.calls["sizes"]
+    place.timeout = LONG  # of who waits for it
     started = time.monotonic()
     for _ in range(20):
         assert get(store, range(8)) == 0
-    assert time.monotonic() - started < SHORT
+    assert time.monotonic() - started < LONG / 4
     assert (place.calls["get"], place.calls["sizes"]) == asked, "nothing is asked for in vain"
     stats = tier.stats()
     assert (stats.breaker, stats.breakers["write"], stats.parts) == ("open", "closed", {})
@@ -201,12 +203,13 @@ def test_what_cannot_be_read_below_is_kept_in_memory_again(bench: Bench) -> None
 def test_a_part_that_is_down_does_not_stop_the_other(how: str, bench: Bench) -> None:
     place = Halves(64 * PAGE)
     place.capacity = None  # as with a server that has its own rules
-    store = bench.store(16, bench.spec(place, timeout=SHORT, pause=LONG))
+    store = bench.store(16, bench.spec(place, pause=LONG))
     tier = store.tiers[0]
     put(store, range(10), wait=LONG)
     emptied(store)
-    place.down = how
+    place.timeout, place.down = SHORT, how
     until(lambda: [get(store, [1]), place.part(name(1)) in tier.stats().parts][1])
+    place.timeout = LONG  # the part that works may be as slow as a busy machine
     started = time.monotonic()
     for _ in range(5):
         for even in range(0, 10, 2):

@@ -45,9 +45,10 @@ def test_a_hung_read_costs_its_timeout_and_the_next_tier_has_it(bench: Bench) ->
     emptied_blocks = [name(number) for number in range(8)]
     store.memory.remove(emptied_blocks)
     asked = slow.calls["get"]
+    slow.timeout = LONG  # of who waits for it
     started = time.monotonic()
     assert get(store, range(8)) == 8
-    assert time.monotonic() - started < SHORT
+    assert time.monotonic() - started < LONG / 4
     assert slow.calls["get"] == asked
     assert first.counters.skipped_calls > 0
 
@@ -166,9 +167,11 @@ def test_a_hung_tier_does_not_take_the_one_above_it_along(bench: Bench) -> None:
     store = bench.store(8, *specs, policy=Exclusive())
     tiers = store.tiers
     lower.hang("put")
-    for first in range(0, 60, 2):
+    for first in range(0, 600, 2):
         put(store, range(first, first + 2))
         time.sleep(0.03)
+        if first >= 58 and tiers[0].counters.demotions_dropped:  # later on a busy machine
+            break
     assert store.flush(0.0) in {True, False}
     assert tiers[0].breaker.opened == 0, "tier 1 is well"
     until(lambda: tiers[0].writing.unfinished == 0)

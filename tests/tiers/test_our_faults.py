@@ -4,10 +4,24 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import pytest
-from tier_bench import PAGE, RAW, SHORT, Bench, checked, content, get, name, put, settle, there
+from tier_bench import (
+    PAGE,
+    RAW,
+    SHORT,
+    Bench,
+    checked,
+    content,
+    get,
+    name,
+    put,
+    settle,
+    there,
+    until,
+)
 
 from kvkeep.core.errors import BackendFailed, OutOfRoom
 from kvkeep.core.eviction import LRU
@@ -319,9 +333,10 @@ def test_a_record_of_another_shape_is_not_demoted_and_stays_known(bench: Bench) 
 def test_an_empty_prompt_waits_for_writes_before_it(bench: Bench) -> None:
     place = bench.disk()
     store = bench.store(16, place)
-    place.slow(0.2, "put")
+    place.hang("put")
     put(store, [0])
     assert there(store.tiers[0]) == []
+    place.go_on_slowly(0.2, "put")
     put(store, [], wait=20)
     assert there(store.tiers[0]) == [0]
 
@@ -337,10 +352,13 @@ def test_a_block_that_is_evicted_and_written_again_stays(bench: Bench, kind: str
     tier = store.tiers[0]
     put(store, range(8), wait=20)
     store.memory.remove([name(number) for number in range(8)])
-    place.slow(0.3, "delete", times=1)
+    place.hang("delete", times=1)
     put(store, [20])  # evicts block 7
     place.wait_inside("delete")
-    put(store, [7], wait=20)
+    put(store, [7])
+    until(lambda: len(tier.writing._running) == 2)  # both writes have begun
+    time.sleep(0.2)
+    place.heal()
     settle(store)
     assert there(tier) == sorted(block[-1] for block in tier.catalogue.blocks())
     assert 7 in there(tier)

@@ -97,7 +97,10 @@ def test_what_nobody_waits_for_any_more_is_not_read(bench: Bench) -> None:
     put(store, range(8), wait=20)
     store.memory.remove([name(number) for number in range(8)])
     behind.hang("get")
-    assert get(store, range(8), deadline=0.05) == 0
+    for deadline in (0.05, 0.5, 5.0):
+        assert get(store, range(8), deadline=deadline) == 0
+        if behind.inside["get"]:  # on a busy machine the first may not have begun either
+            break
     behind.heal()
     settle(store)
     assert behind.calls["get"] == 1

@@ -10,6 +10,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 import pytest
+from tier_bench import until
 
 from kvkeep.store.tiers.workers import Workers
 
@@ -73,7 +74,8 @@ def test_idle_threads_are_used_again(gate: Gate) -> None:
     for _ in range(10):
         workers.submit(lambda: names.add(threading.current_thread().name))
         assert workers.wait(10)
-        time.sleep(0.002)  # it is free when it waits, not when the job is done
+        # It is free when it waits, not when the job is done.
+        until(lambda: workers._free == len(workers._started))
     assert len(names) <= 2
     assert workers.close(10)
 
