@@ -314,7 +314,7 @@ def test_counts_add_up() -> None:
 
 def test_a_reset_says_whether_every_tier_was_reset(server: Server) -> None:
     groups = Groups((Group(("l",), None),), 16, drops_last=False)
-    with BlockStore("reset", tiers=["memory://1MiB", server.url(timeout="200ms")]) as store:
+    with BlockStore("reset", tiers=["memory://1MiB", server.url(timeout="5s")]) as store:
         shared = SharedStore("reset", store, groups, [8], ConnectorOptions(flush_timeout=0.5))
         key = os.urandom(32)
         assert store.put([key], [b"12345678"], wait=10) == 1
