@@ -25,6 +25,7 @@ import socket
 import subprocess
 import time
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -32,7 +33,7 @@ import pytest
 from ports import free_port
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from engines import Answer
@@ -82,6 +83,19 @@ def proofs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     mine: list[dict[str, Any]] = []
     monkeypatch.setattr(formats, "_proofs", lambda: mine)
     return mine
+
+
+@pytest.fixture
+def ten_minutes_later(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Call it, and blocks to delete within ten minutes are gone when the next is asked for."""
+    from kvkeep.integrations.vllm import kept
+
+    def jump() -> None:
+        later = SimpleNamespace(monotonic=lambda: time.monotonic() + 601)
+        monkeypatch.setattr(kept, "time", later)
+        monkeypatch.setattr(kept, "_DELETE_WAIT_S", 60.0)  # not the moment that a request waits
+
+    return jump
 
 
 @pytest.fixture(scope="session")

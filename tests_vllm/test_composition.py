@@ -99,17 +99,23 @@ def test_no_page_is_written_while_vllm_sleeps(llama: str, cold: list[Answer]) ->
         one.ask(PROMPTS)
         worker = get_kv_transfer_group()._worker
         connector = get_kv_transfer_group()
-        read, begun = one.store.read, threading.Event()
+        read, begun, ending = one.store.read, threading.Event(), threading.Event()
+        wake = worker._loaders.wake
         written: list[float] = []
 
         def slow(keys: Any, sizes: Any, sink: Any, **more: Any) -> int:
             def late(at: int, raw: memoryview) -> None:
                 begun.set()
+                assert ending.wait(60)
                 time.sleep(0.05)
                 sink(at, raw)
                 written.append(time.monotonic())
 
             return read(keys, sizes, late, **more)
+
+        def end() -> None:  # the loads are cancelled, and one is within a block
+            ending.set()
+            wake()
 
         one.store.read = slow  # type: ignore[method-assign]
         one.forget()
@@ -118,6 +124,7 @@ def test_no_page_is_written_while_vllm_sleeps(llama: str, cold: list[Answer]) ->
         )
         while not begun.wait(0.001):
             one.llm.llm_engine.step()
+        worker._loaders.wake = end
         connector.unregister_kv_caches()
         ended = time.monotonic()
         assert not worker._running

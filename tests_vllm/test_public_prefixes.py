@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -30,7 +28,7 @@ from kvkeep.integrations.vllm.public import PublicBlocks
 from kvkeep.integrations.vllm.requests import FollowedRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 SYSTEM = prompt(4 * BLOCK + 7, seed=100)
@@ -122,14 +120,13 @@ def test_nothing_else_enters_the_public_part(llama: str, declared: str) -> None:
 
 
 def test_a_tenant_deletes_its_own_blocks_alone(
-    llama: str, declared: str, monkeypatch: pytest.MonkeyPatch
+    llama: str, declared: str, ten_minutes_later: Callable[[], None]
 ) -> None:
 
     mine = [*SYSTEM, *prompt(70)]
     with sharing(llama, declared) as one:
         asked(one, mine, "a", kvkeep={"ttl": 600})
-        later = SimpleNamespace(monotonic=lambda: time.monotonic() + 601)
-        monkeypatch.setattr("kvkeep.integrations.vllm.kept.time", later)
+        ten_minutes_later()
         assert asked(one, mine, "a").cached == PUBLIC
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,7 +10,7 @@ from engines import PROMPTS, Answer, Engine, engine, found, prompt, same
 from vllm import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 
@@ -104,13 +102,12 @@ def test_wrong_wishes_are_not_followed_and_told(
     assert running["ignored_params"] == ignored + 1
 
 
-def test_deleted_after_its_time(running: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deleted_after_its_time(running: Engine, ten_minutes_later: Callable[[], None]) -> None:
     shared, mine = prompt(64, seed=6), prompt(200, seed=7)
     running.ask([shared])
     running.ask([shared + mine], kvkeep={"ttl": 600})
     assert again(running, shared + mine).cached == found(264)
-    later = SimpleNamespace(monotonic=lambda: time.monotonic() + 601)
-    monkeypatch.setattr("kvkeep.integrations.vllm.kept.time", later)
+    ten_minutes_later()
     # What was there before stays.
     assert again(running, shared + mine, kvkeep={"store": False}).cached == 64
 

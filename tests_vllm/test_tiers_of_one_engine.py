@@ -49,7 +49,7 @@ def test_what_one_of_two_tiers_cannot_load_comes_from_the_other(
         return get(self, block, room)
 
     monkeypatch.setattr(DiskBackend, "get", fails)
-    tiers = [kvkeep_tier(place, load_timeout=0.2) for place in places]
+    tiers = [kvkeep_tier(places[0], load_timeout=0.2), kvkeep_tier(places[1], load_timeout=60.0)]
     with engine(llama, kv_transfer_config=offloading(tiers)) as both:
         (warm,) = both.ask(PROMPTS[-1:])
         same(cold[-1:], [warm])

@@ -55,6 +55,7 @@ class Tail:
             if begin in self._store.holes:
                 continue
             sink(begin, stop, kv)
+            self._store.reads += 1
             self.delivered = ((begin, stop), *self.delivered)
             self.sources = (("dict", stop - begin), *self.sources)
         return self.delivered
@@ -94,6 +95,7 @@ class DictStore:
         self.blocks = {}
         self.written = 0  # tokens of all puts
         self.fetch_seconds = self.block_seconds = 0.0  # before the first block, and before each
+        self.reads = 0  # blocks that tails have delivered
         self.holes = set()  # beginnings of blocks that do not come
         self.cost = CostModel()
         self.hung = threading.Event()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from time import perf_counter
+from time import thread_time
 
 import numpy as np
 import pytest
@@ -168,15 +168,15 @@ def test_an_empty_draft_teaches_nothing():
 
 
 def test_cost_does_not_grow_with_the_sequence():
-    """A step at 32k tokens; bounds are ten times its usual time, since the machine is shared."""
+    """A step at 32k tokens; bounds are ten times its usual time, of this thread alone."""
     tokens = np.random.default_rng(3).integers(0, 32_000, 32_768, dtype=np.int32)
-    begun = perf_counter()
+    begun = thread_time()
     drafts = PromptLookup(tokens, 8)
-    assert perf_counter() - begun < 0.3
+    assert thread_time() - begun < 0.3
     steps = []
     for i in range(500):
-        begun = perf_counter()
+        begun = thread_time()
         drafts.extend(tokens[i : i + 2].tolist())
         drafts.propose(8)
-        steps.append(perf_counter() - begun)
+        steps.append(thread_time() - begun)
     assert np.median(steps) < 50e-6

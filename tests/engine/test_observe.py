@@ -141,10 +141,26 @@ class House:
         engine.generate(prompts, SamplingParams(max_tokens=1))
         assert engine.close()
 
-    def ask(self, store, prompt, then=None, **more):
-        """Return what a new engine reports of one request; its answer is the model's."""
+    def ask(self, store, prompt, then=None, *, hangs=None, **more):
+        """Return what a new engine reports of one request; its answer is the model's.
+
+        ``hangs``: whether all has come that does. The engine waits for 0.2 s from then on, and for
+        most of the time in all: so it is the tier that is late.
+        """
         engine, witness = self.engine(store, **more)
-        (answer,) = engine.generate([prompt], SamplingParams(max_tokens=2))
+        request, done = engine.add(prompt, SamplingParams(max_tokens=2)), []
+        if hangs is not None:
+            end = time.monotonic() + 20
+            overlaps = engine._offload._overlaps
+            overlaps._timeout = 60.0
+            while not (request.live and request.live[0].load and hangs(request.live[0].load)):
+                assert engine.step() == []
+                assert time.monotonic() < end
+            took = time.monotonic() - request.live[0].load.alive_at
+            overlaps._timeout = 0.2 + 5 * took
+        while engine.has_work:
+            done += [delta.completion for delta in engine.step() if delta.completion]
+        (answer,) = done
         assert [*answer.tokens] == self.bench.greedy(prompt, 2)
         assert witness.outcomes == {1: "done"}
         report = witness.only()
@@ -554,7 +570,7 @@ def test_a_tier_that_hangs(house, prompt, call):
         forget(store)
         store._tiered.tiers[0].catalogue.forget(store._names_of(None).full(text)[0])
         place.hang(call)
-        report = house.ask(store, text, place.heal, load_timeout=0.2)
+        report = house.ask(store, text, place.heal, hangs=lambda _: place.inside[call])
         assert words(report) == [(0, 99, "faulty", "late")]
         assert report.late
         assert report.seconds >= 0.2
@@ -568,7 +584,12 @@ def test_it_hangs_behind_the_first_blocks(house, prompt):
         house.keep(store, text)
         store._tiered.memory.remove(store._names_of(None).full(text)[2:])
         place.hang("get")
-        report = house.ask(store, text, place.heal, load_timeout=0.2)
+
+        def hangs(load):
+            came = load.evidence.report_so_far().sources
+            return place.inside["get"] and sum(stop - start for start, stop, _ in came) == 32
+
+        report = house.ask(store, text, place.heal, hangs=hangs)
         assert report.sources == ((0, 32, "memory"),)
         assert words(report) == [(32, 96, "faulty", "late"), (96, 99, "memory", "late")]
 

@@ -190,6 +190,18 @@ def test_what_the_store_has_lost_is_written_again_from_the_pool(house, prompt):
     assert engine._offload._mover.flush(5)
     house.store.blocks.clear()
     computed = runner.computed
+    known, forward, looked_up = engine._offload._mover.known, runner.forward, threading.Event()
+    found = known.found
+
+    def noted(*given, **how):
+        found(*given, **how)
+        looked_up.set()
+
+    def then(pieces):  # else it may be over before the store has said what it lacks
+        assert looked_up.wait(20)
+        return forward(pieces)
+
+    known.found, runner.forward = noted, then
     engine.add(text, few(2))
     finish(engine)
     assert runner.computed == computed + 2

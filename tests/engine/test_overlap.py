@@ -65,6 +65,19 @@ class PacedHouse(House):
         limits = {"step_tokens": 32, **limits}
         return Engine(runner, runner.cache(), limits=Limits(**limits), store=store), runner
 
+    def read_meanwhile(self):
+        """Return a ``between``: the second pass begins when blocks were read, however late."""
+        passes, before = [], self.store.reads
+
+        def between(_):
+            passes.append(1)
+            ended = time.monotonic() + 10
+            while len(passes) == 2 and self.store.reads < before + 3:
+                assert time.monotonic() < ended
+                time.sleep(0.001)
+
+        return between
+
     def again(self, *texts, between=None, params=None):
         """Ask what was asked before; returns the completions, the engine and its runner."""
         threads = {*threading.enumerate()}
@@ -97,7 +110,7 @@ def house(make_bench, prompt):
 
 
 def test_both_have_a_part(house):
-    (answer,), engine, runner = house.again(house.text)
+    (answer,), engine, runner = house.again(house.text, between=house.read_meanwhile())
     assert [*answer.tokens] == house.want
     assert runner.computed == 200 - answer.loaded_tokens + 3
     assert 16 <= answer.loaded_tokens <= 184
@@ -116,7 +129,7 @@ def test_a_slow_store_is_not_read(house):
 def test_several_at_once(house, prompt):
     texts = [prompt(120, at) for at in range(2, 5)]
     house.ask(*texts)
-    done, _, runner = house.again(*texts)
+    done, _, runner = house.again(*texts, between=house.read_meanwhile())
     for text, answer in zip(texts, done, strict=True):
         assert [*answer.tokens] == house.bench.greedy(text, 4)
     loaded = sum(answer.loaded_tokens for answer in done)
@@ -172,7 +185,14 @@ def test_reads_that_hang_do_not_hold_up_others(house, prompt, how):
     finish(engine)
     engine.add(long, few(1))
     passes = []
-    runner.between = lambda _: passes.append(time.monotonic())
+    meanwhile = house.read_meanwhile()
+
+    def between(_):
+        passes.append(time.monotonic())
+        if how != "late":
+            meanwhile(_)
+
+    runner.between = between
     began = time.monotonic()
     (answer,) = finish(engine).values()
     gate.set()
@@ -195,7 +215,7 @@ def test_drafts_forks_and_beams(house):
         (want,) = engine.generate([text], params)
         house.store.blocks.clear()
         house.ask(text, params=params)
-        (answer,), _, _ = house.again(text, params=params)
+        (answer,), _, _ = house.again(text, params=params, between=house.read_meanwhile())
         assert answer.choices == want.choices
         assert answer.loaded_tokens
 
