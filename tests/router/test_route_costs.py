@@ -101,7 +101,7 @@ def test_what_is_unsure_is_not_used(in_front_of, error):
 
 
 def test_an_instance_whose_answer_hangs_stays_up(in_front_of):
-    proxy, (one,) = in_front_of(b"hangs", timeouts={"probe_s": 0.2})
+    proxy, (one,) = in_front_of(b"hangs", timeouts={"probe_s": 1.0})
     eventually(lambda: outcomes(proxy, one).get("refused") == 1)
     before = one.probes
     eventually(lambda: one.probes > before + 5)

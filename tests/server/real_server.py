@@ -86,6 +86,24 @@ def eventually(holds: Any, seconds: float = PATIENCE_S) -> None:
 
 
 @contextmanager
+def standing(server: Running) -> Iterator[None]:
+    """No more than one step within the block: what runs by then still runs, whoever is slow."""
+    step, goes_on = server.engine.step, threading.Event()
+
+    def held() -> Any:
+        made = step()
+        goes_on.wait(PATIENCE_S)
+        return made
+
+    server.engine.step = held  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        server.engine.step = step  # type: ignore[method-assign]
+        goes_on.set()
+
+
+@contextmanager
 def running(
     *,
     num_pages: int = 1024,

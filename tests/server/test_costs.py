@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -81,8 +82,18 @@ def test_what_is_slow_is_computed_and_said_to_be(faulty):
         forget_pool(server, *prompts)
         faulty.slow(0.5, "get")
         found = None
-        ask(server, prompts[0])  # computing overtakes the read, which ends later
-        eventually(lambda: read_s(server) > 0.1)
+        asked_at = float("-inf")
+
+        def is_slow():
+            """Computing overtakes the read, which ends later; or it has not begun: again then."""
+            nonlocal asked_at
+            if time.monotonic() - asked_at > 4:
+                server.engine.cache.clear()
+                ask(server, prompts[0])
+                asked_at = time.monotonic()
+            return read_s(server) > 0.1
+
+        eventually(is_slow)
         for prompt in prompts[1:7]:  # memory has the end of the last ones
             told = explained(server, ask(server, prompt))
             if any(
@@ -125,13 +136,14 @@ def test_what_is_fast_is_loaded(tmp_path):
         for prompt in prompts:
             ask(server, prompt)
         forget_pool(server, *prompts)
+        before = costs(server)["loads"]["total"]["loads"]  # those whose answer, nothing, was late
         asked = server.http.post("/kv/explain", json={"prompt": prompts[0]}).json()
         assert sum(asked["reused"].values()) > 0
         for prompt in prompts:
             explained(server, ask(server, prompt))
         said = costs(server)
         total = said["loads"]["total"]
-        assert total["loads"] == len(prompts)
+        assert total["loads"] - before == len(prompts)
         assert total["loaded_tokens"] > 0
         assert total["computing_s"] > 0
         assert total["loaded_tokens"] == server.engine.stats().loaded_tokens

@@ -7,11 +7,12 @@ import socket
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 
 import httpx
 import openai
 import pytest
-from real_server import COMPLETIONS, eventually, raw
+from real_server import COMPLETIONS, eventually, raw, standing
 
 from kvkeep.core.errors import OutOfPages
 from kvkeep.serve.engine import Limits
@@ -46,21 +47,26 @@ def test_a_client_that_goes_frees_its_pages_at_once(server, stream):
 
 def test_it_frees_them_before_the_next_step(server):
     """The steps between the moment the server learns of it and the last page."""
-    steps = []
-    worker = server.service.worker
+    steps, turn = [], threading.Lock()  # none is made between counting them and telling the engine
+    worker, step = server.service.worker, server.engine.step
     abort = worker.abort
 
     def noted(generation):
-        steps.append(server.engine.stats().steps)
-        abort(generation)
+        with turn:
+            steps.append(server.engine.stats().steps)
+            abort(generation)
 
-    worker.abort = noted
+    def stepping():
+        with turn:
+            return step()
+
+    worker.abort, server.engine.step = noted, stepping
     try:
         with raw(server, {**ENDLESS, "stream": True}):
             eventually(lambda: server.engine.num_running == 1)
         eventually(lambda: not server.engine.has_work)
     finally:
-        worker.abort = abort
+        worker.abort, server.engine.step = abort, step
     assert server.engine.stats().steps - steps[0] <= 1
 
 
@@ -130,15 +136,21 @@ def test_a_request_has_its_time_and_no_more(start_server):
         assert answer.status_code == 408
         assert answer.json()["error"]["code"] == "timeout"
         server.assert_idle()
-        *events, nothing = server.http.post(
-            COMPLETIONS, json={**ENDLESS, "stream": True}
-        ).text.split("\n\n")
-        assert nothing == ""
+        tried = 0
+        for seconds in (0.3, 3.0, 15.0):  # a busy machine needs more for some of it
+            tried += 1
+            server.service.settings = replace(server.settings, request_timeout_s=seconds)
+            *events, nothing = server.http.post(
+                COMPLETIONS, json={**ENDLESS, "stream": True}
+            ).text.split("\n\n")
+            assert nothing == ""
+            if len(events) > 2:
+                break
         assert len(events) > 2
         error = json.loads(events[-1].removeprefix("data: "))["error"]
         assert (error["code"], error["type"]) == ("timeout", "timeout_error")
         server.assert_idle()
-        assert outcomes(server, "timeout") == 2
+        assert outcomes(server, "timeout") == 1 + tried
         stream = server.openai().completions.create(
             model="kvkeep-tiny", prompt="x", max_tokens=8000, stream=True,
             extra_body={"ignore_eos": True},
@@ -286,16 +298,24 @@ def test_a_drain_lets_those_finish_that_run_and_takes_no_more(start_server):
                 httpx.post(f"{server.url}{COMPLETIONS}", json=length, timeout=30)
             )
         )
-        asking.start()
-        eventually(lambda: server.engine.num_running == 1)
-        server.listener.stop()
-        eventually(lambda: server.http.get("/health").status_code == 503)
-        refused = server.http.post(COMPLETIONS, json=SHORT)
-        assert refused.status_code == 503
-        assert refused.json()["error"]["code"] == "shutting_down"
+        with standing(server):
+            asking.start()
+            eventually(lambda: server.engine.num_running == 1)
+            server.listener.stop()
+            eventually(lambda: server.http.get("/health").status_code == 503)
+            refused = server.http.post(COMPLETIONS, json=SHORT)
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "shutting_down"
         asking.join(30)
         assert answers[0].status_code == 200
         assert answers[0].json()["usage"]["completion_tokens"] == 300
+
+
+def test_a_server_that_has_ended_can_be_stopped(start_server):
+    with start_server() as server:
+        server.listener.stop()
+        eventually(server.listener._loop.is_closed)
+        server.listener.stop()
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+from contextlib import ExitStack
 
 import pytest
-from real_server import eventually
+from real_server import eventually, standing
 from test_ends import COMPLETIONS, ENDLESS, SHORT, raw
 
 from kvkeep.core.errors import InvalidValue
@@ -45,10 +46,13 @@ def test_a_full_queue_is_no_reason_to_send_all_requests_elsewhere(start_server):
 
 
 def test_a_server_that_drains_is_alive_and_not_ready(start_server):
-    with start_server() as server, raw(server, {**ENDLESS, "max_tokens": 300}) as connection:
-        eventually(lambda: server.engine.num_running == 1)
-        server.listener.stop()
-        eventually(lambda: codes(server) == [(200, None), (503, "shutting_down")])
+    asked = {**ENDLESS, "max_tokens": 300}
+    with start_server() as server, ExitStack() as stack:
+        with standing(server):
+            connection = stack.enter_context(raw(server, asked))
+            eventually(lambda: server.engine.num_running == 1)
+            server.listener.stop()
+            eventually(lambda: codes(server) == [(200, None), (503, "shutting_down")])
         data = b"".join(iter(lambda: connection.recv(65536), b""))
         assert data.startswith(b"HTTP/1.1 200")
         assert b'"completion_tokens":300' in data

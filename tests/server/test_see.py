@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from real_server import eventually, raw
+from real_server import eventually, raw, standing
 from see_help import CHAT, COMPLETIONS, accounts, ask, explained, only, tokens_of
 
 from kvkeep.serve.engine import Limits
@@ -127,8 +127,10 @@ def test_given_up_before_it_was_published(start_server):
     with start_server(limits=Limits(max_running=4, step_tokens=16), num_pages=256) as server:
         prompt = tokens_of(12, 1200)
         body = {"prompt": prompt, "max_tokens": 1, "temperature": 0}
-        with raw(server, body):
-            eventually(lambda: server.engine.num_running == 1)
+        with standing(server):
+            with raw(server, body):
+                eventually(lambda: server.engine.num_running == 1)
+            eventually(lambda: not server.service._tickets)  # it was noticed, and is aborted
 
         def outcomes():
             told = server.http.get("/kv/requests?last=1").json()["requests"]

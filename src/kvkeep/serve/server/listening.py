@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvkeep.serve.http import GuardedServer
@@ -51,9 +52,10 @@ class Listener(GuardedServer):
         await super().serve(sockets)
 
     def stop(self) -> None:
-        """Begin the drain; on the second call, cut it short. Safe from any thread."""
+        """Begin the drain; on the second call, cut it short. Safe from any thread, at any time."""
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._stop)
+            with suppress(RuntimeError):  # the loop is closed: this server has ended
+                self._loop.call_soon_threadsafe(self._stop)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop. uvicorn's own handler would end the process by the signal, not with success."""
