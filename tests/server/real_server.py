@@ -60,6 +60,13 @@ class Running:
         """What /kv/stats says."""
         return self.http.get("/kv/stats").raise_for_status().json()
 
+    def flush(self, seconds: float = PATIENCE_S) -> bool:
+        """Wait until all tiers have what was stored for the answers so far; return whether."""
+        assert self.engine.store is not None
+        offload = self.engine._offload
+        assert offload is not None
+        return offload._mover.flush(seconds) and self.engine.store.flush(seconds)
+
     def assert_idle(self) -> None:
         """Nothing runs or waits, no page is held, and the cache agrees with itself."""
         eventually(lambda: not self.engine.has_work)

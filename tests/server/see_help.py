@@ -120,4 +120,4 @@ def written(server: Running, *prompts: list[int]) -> None:
     eventually(
         lambda: all(store.lookup(one).tokens >= len(one) // BLOCK * BLOCK for one in prompts)
     )
-    store.flush(5.0)  # in vain where a tier is away
+    server.flush(5.0)  # in vain where a tier is away

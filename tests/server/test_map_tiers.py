@@ -66,7 +66,7 @@ def test_what_a_tier_has_in_part():
     with storing("memory://1MiB") as server:
         ask(server, tokens_of(5, 1025))
         eventually(lambda: the_map(server)[1][0]["tier_tokens"])
-        server.engine.store.flush(5.0)
+        assert server.flush(5.0)
         (node,) = the_map(server)[1]
         assert (node["tokens"], node["tier"]) == (1024, "pool")
         assert 0 < node["tier_tokens"]["memory"] < 1024

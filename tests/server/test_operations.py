@@ -100,6 +100,7 @@ def test_metrics_of_two_servers_are_their_own(start_server, server):
 
 
 def test_stats(server):
+    server.http.post(COMPLETIONS, json={**GREEDY, "prompt": [7], "max_tokens": 1})
     stats = server.stats()
     assert stats["cache"]["pages_total"] == 1024
     assert stats["engine"]["steps"] > 0

@@ -150,7 +150,7 @@ def test_cleared_from_the_store():
     with storing(BIG) as server:
         prompt = tokens_of(7, LONG)
         ask(server, prompt)
-        server.engine.store.flush()
+        assert server.flush()
         server.http.post("/kv/clear", json={}).raise_for_status()
         told = explained(server, ask(server, prompt))
         assert only(told, "evicted")["evidence"]["cause"] == "cleared"
@@ -215,7 +215,7 @@ def test_live_is_right_with_a_store_and_json(tmp_path):
     with storing(BIG, f"file://{tmp_path}/tier?size=1MiB") as server:
         for seed in range(30, 40):
             ask(server, tokens_of(seed, LONG))
-        eventually(lambda: server.engine.store.flush(5.0))
+        eventually(lambda: server.flush(5.0))
         time.sleep(0.6)
         live = json.loads(server.http.get("/kv/live").text)
         stats = server.stats()

@@ -126,7 +126,7 @@ def test_a_prompt_is_removed_from_the_pool_and_all_tiers(tmp_path):
             ask(server, salt)
         other = {"prompt": [3, 4, 5, 6] * 40}
         ask(server, **other)
-        server.store.flush(10)
+        assert server.flush(10)
         gone = remove(server, prompt=PROMPT, cache_salt="a")
         assert gone["complete"]
         assert gone["tokens"] == len(PROMPT)
@@ -175,7 +175,7 @@ def test_what_a_running_request_uses_is_named(tmp_path):
 def test_a_tier_that_cannot_delete_is_named(tmp_path, what):
     with serving(tmp_path, api_key=KEY) as server:
         ask(server)
-        server.store.flush(10)
+        assert server.flush(10)
         (tier,) = server.store._tiered.tiers
 
         def fail(*_):

@@ -65,7 +65,7 @@ def answered(server) -> dict[str, Counter[str]]:
         own["computed_tokens"] += told.prompt_tokens - told.prompt_tokens_details.cached_tokens
         own["generated_tokens"] += told.completion_tokens
     eventually(lambda: not server.engine.has_work)
-    assert server.store.flush(30)
+    assert server.flush(30)
     server.sums = sums
     return sums
 
@@ -98,7 +98,7 @@ def test_the_rows_are_the_sums_of_the_answers(tiered):
         model=NAME, prompt=[9] * 130, max_tokens=1, extra_body={"cache_salt": "load"}
     )
     tiered.engine.cache.clear()
-    assert tiered.store.flush(30)
+    assert tiered.flush(30)
     told = client.completions.create(
         model=NAME, prompt=[9] * 130, max_tokens=1, extra_body={"cache_salt": "load"}
     )

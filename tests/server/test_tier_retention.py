@@ -83,7 +83,7 @@ def test_a_day_in_the_tiers_outlives_what_others_store(tmp_path):
         eventually(lambda: server.store.stats().tiers[1].pinned_bytes >= room(300))
         for number in range(3, 20):
             ask(server, number, salt="flood")
-        server.store.flush(PATIENCE_S)
+        assert server.flush(PATIENCE_S)
         assert server.store.stats().tiers[1].counters["evictions"] > file.counters["evictions"]
         server.engine.cache.clear()
         assert ask(server, 1)[1]["loaded_tokens"] >= 319 // 16 * 16
@@ -168,7 +168,7 @@ def test_an_hour_of_cache_control_reaches_the_tiers_and_survives_the_server(tmp_
     with serving(tiers, pin_share=0.25) as server:
         for number in range(3, 25):
             ask(server, number, salt="flood")
-        server.store.flush(PATIENCE_S)
+        assert server.flush(PATIENCE_S)
         assert message(server, None).cache_read_input_tokens >= kept
 
 

@@ -36,7 +36,7 @@ def error(answer):
 def test_tiers_are_attached_and_detached_and_nothing_is_lost(server, tmp_path):
     assert names(server) == ["memory", "file"]
     ask(server)
-    assert server.store.flush(20)
+    assert server.flush(20)
     answer = attach(server, f"file://{tmp_path}/other?size=64MiB", below="memory")
     assert answer.status_code == 200
     memory, other, file = answer.json()["tiers"]
@@ -61,7 +61,7 @@ def test_tiers_are_attached_and_detached_and_nothing_is_lost(server, tmp_path):
 
 def test_blocks_that_are_left_behind_are_explained(server, tmp_path):
     ask(server)
-    assert server.store.flush(20)
+    assert server.flush(20)
     attach(server, f"file://{tmp_path}/other?size=64MiB")
     gone = server.http.delete("/kv/tiers/file", params={"move": False}).json()
     assert (gone["moved"], gone["left"] > 0) == (0, True)
@@ -157,7 +157,7 @@ def test_the_commands_say_what_the_server_does(server, tmp_path, capsys, monkeyp
     monkeypatch.setenv("KVKEEP_API_KEY", KEY)
     monkeypatch.setenv("COLUMNS", "250")
     ask(server)
-    assert server.store.flush(20)
+    assert server.flush(20)
     place = f"file://{tmp_path}/new?size=64MiB"
     assert main(["store", "attach", server.url, place, "--below", "memory"]) == 0
     lines = capsys.readouterr().out.splitlines()
