@@ -96,7 +96,7 @@ def standing_still(server, body):
     """A reader that does not read, and the server's end of its connection, which is full."""
     server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     with raw(server, {**body, "stream": True, "logprobs": 5}, buffer=4096) as reader:
-        eventually(lambda: server.engine.num_running == 1)
+        eventually(lambda: server.engine.num_running)  # soon one for each of its answers
         (connection,) = server.listener.server_state.connections
         eventually(lambda: connection.flow.write_paused)
         yield reader, connection
@@ -195,7 +195,7 @@ def test_a_full_queue_says_when_to_come_again(start_server):
 def test_prompts_of_one_request_are_taken_all_or_none(start_server):
     with start_server(limits=Limits(max_running=1, max_waiting=3)) as server:
         with raw(server, ENDLESS), raw(server, ENDLESS):
-            eventually(lambda: server.engine.num_waiting == 1)
+            eventually(lambda: (server.engine.num_running, server.engine.num_waiting) == (1, 1))
             three = {**SHORT, "prompt": ["one", "two", "three"]}
             assert server.http.post(COMPLETIONS, json=three).status_code == 429
             assert server.engine.num_waiting == 1
