@@ -156,8 +156,8 @@ class Evacuation:
     def _fits(self, *sizes: int) -> bool:
         """Whether any tier has room for records of all of ``sizes`` (bytes)."""
         for tier in self._targets:
-            room, unit = self._room[tier.name], tier.backend.unit
-            if room is None or room >= sum(-(-size // unit) * unit for size in sizes):
+            room = self._room[tier.name]
+            if room is None or room >= sum(_padded(tier, size) for size in sizes):
                 return True
         return False
 
@@ -232,8 +232,7 @@ class Evacuation:
             for tier in self._targets:
                 if tier.health.unwritable(block) or tier.records.refuses(record):
                     continue
-                room, unit = self._room[tier.name], tier.backend.unit
-                needed = -(-len(record) // unit) * unit
+                room, needed = self._room[tier.name], _padded(tier, len(record))
                 if room is None or room >= needed:
                     self._claims.pop(block, None)
                     self._room[tier.name] = None if room is None else room - needed
@@ -244,6 +243,12 @@ class Evacuation:
         now, most = time.time(), (tier.backend.capacity or 0) // 2
         for block, end in self._source.catalogue.pin_ends(blocks).items():
             tier.catalogue.pin([block], max(0.0, end - now), most)
+
+
+def _padded(tier: Tier, size: int) -> int:
+    """Return the bytes that a record of ``size`` bytes takes in a tier, in its whole units."""
+    unit = tier.backend.unit
+    return -(-size // unit) * unit
 
 
 def _free(tier: Tier, until: float) -> int | None:
