@@ -137,12 +137,16 @@ quick: check     ## check, then the tests that take under two minutes in all
 slow-tests: setup ## measure which tests `make quick` leaves out, and write tests/slow_tests.txt
 	@$(QUICK_RUN) $(QUICK_TESTS) --write-slow
 
+# Each part runs, whatever the parts before it found; the processor decides about kernels, so a failing run names it.
 test: check servers .venv-vllm/.installed .venv-sglang/.installed ## check, then all the tests
-	@echo "== pytest, three workers for two cores, as many tests wait (10 to 15 minutes)"
-	@OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal $(or $(PYTEST_ARGS),$(FORKING))
-	@test -n "$(PYTEST_ARGS)" || OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal --ignore=$(FORKING)
-	@test -n "$(PYTEST_ARGS)" || { echo "== beside vLLM (4 to 7 minutes)"; .venv-vllm/bin/python -m pytest tests_vllm -n 2 --dist loadfile --no-loadscope-reorder; }
-	@test -n "$(PYTEST_ARGS)" || { echo "== beside SGLang (a minute)"; OMP_NUM_THREADS=1 .venv-sglang/bin/python -m pytest tests_sglang -n 2 --dist loadfile --no-loadscope-reorder; }
+	@failed=; part() { echo "== $$1"; shift; env "$$@" || failed=yes; }; \
+	if test -n "$(PYTEST_ARGS)"; then part "pytest" OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal $(PYTEST_ARGS); else \
+	  part "pytest, three workers for two cores, as many tests wait (10 to 15 minutes)" OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal $(FORKING); \
+	  part "the other rooms" OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal --ignore=$(FORKING); \
+	  part "beside vLLM (4 to 7 minutes)" .venv-vllm/bin/python -m pytest tests_vllm -n 2 --dist loadfile --no-loadscope-reorder; \
+	  part "beside SGLang (a minute)" OMP_NUM_THREADS=1 .venv-sglang/bin/python -m pytest tests_sglang -n 2 --dist loadfile --no-loadscope-reorder; \
+	fi; \
+	test -z "$$failed" || { lscpu 2>/dev/null; exit 1; }
 
 VLLM_VERSIONS := 0.30 0.31 0.32 0.33
 test-versions: setup $(patsubst %,.venv-vllm-%/.installed,$(filter-out 0.32,$(VLLM_VERSIONS))) ## the tests beside every version of vLLM, and the table in docs/vllm.md (40 minutes)

@@ -9,6 +9,8 @@ import shutil
 import pytest
 from hypothesis import settings
 
+from skip_counts import pytest_terminal_summary  # noqa: F401 - a hook
+
 # No test asks a public host: one authority is enough, and the usual hundreds take 30 ms to read for
 # each client of httpx. Processes that tests start inherit it.
 os.environ["SSL_CERT_FILE"] = os.path.join(os.path.dirname(__file__), "authority.pem")

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 _TESTS = Path(__file__).parents[1] / "tests"
 sys.path[:0] = [str(_TESTS / "backends"), str(_TESTS)]  # real servers, and their ports
 
+from skip_counts import pytest_terminal_summary  # noqa: E402, F401 - a hook
+
 
 @pytest.fixture(autouse=True)
 def _no_server_stays() -> Iterator[None]:

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ports import free_port
+from skip_counts import pytest_terminal_summary  # noqa: F401 - a hook
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
