@@ -93,8 +93,8 @@ def add_parser(commands: Commands) -> None:
     add_option(parser, "--tp RANKS", "tensor-parallel ranks", type=count, default=1)
     parser.add_argument(
         "--dtype",
-        help="type of the KV cache, such as fp8 (default: as configured, else as the weights beside "
-        "the file, else bfloat16, which is then said)",
+        help="type of the KV cache, such as fp8 (default: as configured, else that of the weights "
+        "beside the file, else bfloat16; it is said which)",
     )
     add_json(parser)
     parser.set_defaults(run=run)

@@ -431,7 +431,7 @@ def _read_file(path: Path) -> tuple[dict[str, Any], Path]:
         hint = download_hint(path) or "; a local model directory or its config.json is needed"
         raise UnsupportedModel(f"cannot read {file}: {reason(error)}{hint}") from error
     try:
-        fields = json.loads(content)
+        fields = json.loads(content, object_hook=_special_float)
     except (ValueError, RecursionError) as error:
         raise UnsupportedModel(f"{file} is not JSON: {error}") from error
     if not isinstance(fields, dict):
@@ -439,10 +439,16 @@ def _read_file(path: Path) -> tuple[dict[str, Any], Path]:
     return fields, file.parent
 
 
-def _elements(path: Path) -> Counter[str]:
-    """Return how many elements of each type the header of a safetensors file has.
+def _special_float(fields: dict[str, Any]) -> object:
+    """Return the float that Transformers saves as ``{"__float__": "Infinity"}``."""
+    text = fields.get("__float__")
+    return float(text) if len(fields) == 1 and isinstance(text, str) else fields
 
-    None for another file, such as the pointer that Git LFS leaves in place of one.
+
+def _elements(path: Path) -> Counter[str]:
+    """Return how many elements of each type the header of a safetensors file names.
+
+    Nothing for another file, such as the pointer that Git LFS leaves in place of one.
     """
     elements: Counter[str] = Counter()
     try:
