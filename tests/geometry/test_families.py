@@ -199,7 +199,7 @@ def test_a_family_that_transformers_does_not_know_is_refused_by_name(
         ({"model_type": "internlm2", "num_attention_heads": 32, "num_key_value_heads": 8}, 8),
         ({"model_type": "chatglm", "num_layers": 2, "multi_query_group_num": 2,
           "kv_channels": 64}, 2),
-        ({"n_layers": 2, "dim": 2048, "n_heads": 32, "n_kv_heads": 8}, 8),  # the params.json of Mistral
+        ({"n_layers": 2, "dim": 2048, "n_heads": 32, "n_kv_heads": 8}, 8),  # params.json
         ({"model_type": "gpt_bigcode", "n_head": 32, "multi_query": True}, 1),
         ({"model_type": "mpt", "n_heads": 32, "attn_config": {"kv_n_heads": 4}}, 4),
         ({"model_type": "mpt", "n_heads": 32}, 32),
