@@ -154,6 +154,7 @@ EXTERNAL: dict[str, set[str]] = {
     "yaml": {"integrations.lmcache_given"},  # if it is installed
     "psutil": {"integrations.loaded"},  # when the process of an engine began; engines bring it
     "transformers": {
+        "core.geometry.configuration",  # late, to read a configuration as it does
         "serve.engine", "integrations",
         "cli.model",  # to quieten its progress bars
         "cli.tree",  # says which extras the command needs together

@@ -101,7 +101,9 @@ def test_the_tables_with_rich_and_without(
     assert len(ends) == 1  # columns are aligned to the right
 
 
-GEMMA = LLAMA_31_8B | {"num_hidden_layers": 12, "sliding_window": 1024, "sliding_window_pattern": 6}
+GEMMA = LLAMA_31_8B | {
+    "model_type": "gemma3_text", "num_hidden_layers": 12, "head_dim": 128, "sliding_window": 1024,
+}  # fmt: skip
 QWEN = {
     "model_type": "qwen3_next", "num_hidden_layers": 8, "num_attention_heads": 16,
     "num_key_value_heads": 2, "head_dim": 256, "linear_key_head_dim": 128, "dtype": "bfloat16",
@@ -152,13 +154,12 @@ def test_states_are_a_group(model: Path, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, "32 layers × a latent of 512 + 64, b"),
-        ({"v_head_dim": 64}, "32 layers × 8 KV heads × 128/64, b"),
-        ({"sliding_window": 4096}, ": 32 layers, bfloat16"),
+        ({"model_type": "deepseek_v3"}, "32 layers × a latent of 512 + 64, b"),
+        ({"model_type": "mistral", "sliding_window": 4096}, ": 32 layers, bfloat16"),
     ],
 )
 def test_what_is_special_is_said(
-    model: Path, capsys: pytest.CaptureFixture[str], fields: dict[str, int], told: str
+    model: Path, capsys: pytest.CaptureFixture[str], fields: dict[str, object], told: str
 ) -> None:
     (model / "config.json").write_text(json.dumps(LLAMA_31_8B | fields))
     assert main(["size", "--model", str(model), "--memory", "24GiB", "--tp", "8"]) == 0
@@ -196,10 +197,27 @@ def test_what_is_wrong_is_one_line_and_exit_code_2(
     assert err.count("\n") == 1
 
 
-def test_it_needs_no_torch(model: Path) -> None:
+def test_what_was_assumed_is_said(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scheme = {"kv_cache_scheme": {"num_bits": 8, "type": "float"}, "quant_method": "x"}
+    lacking = {**LLAMA_31_8B, "torch_dtype": None, "quantization_config": scheme}
+    (model / "config.json").write_text(json.dumps(lacking))
+    words = ["size", "--model", str(model), "--memory", "24GiB"]
+    assert main(words) == 0
+    title, assumed, asked, *_ = capsys.readouterr().out.splitlines()
+    assert title.endswith("× 128, bfloat16")
+    assert assumed.endswith("no dtype and no weights are beside it; bfloat16 is assumed")
+    assert "the checkpoint asks for a KV cache of 8-bit float (kv_cache_scheme)" in asked
+    assert main([*words, "--json"]) == 0
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    assert [note in line for note, line in zip(notes, (assumed, asked), strict=True)] == [True] * 2
+    assert main([*words, "--dtype", "fp8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["notes"] == []
+
+
+def test_it_needs_neither_torch_nor_transformers(model: Path) -> None:
     code = (
-        "import sys; from kvkeep.cli import main\n"
+        "import sys; sys.modules['transformers'] = None; from kvkeep.cli import main\n"
         f"main(['size', '--model', {str(model)!r}, '--memory', '24GiB'])\n"
-        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
+        "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

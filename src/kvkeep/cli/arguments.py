@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import InvalidValue, told
+from kvkeep.core.geometry import KVGeometry
 from kvkeep.core.geometry.units import parse_bytes, parse_count, parse_seconds, parse_wait
 
 if TYPE_CHECKING:
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BUNDLED_MODEL", "add_count", "add_json", "add_model_path", "add_option",
     "add_page_size", "add_path", "add_seconds", "add_switch", "byte_size", "count", "duration",
-    "model_name", "number", "seconds",
+    "model_geometry", "model_name", "number", "seconds",
 ]  # fmt: skip
 
 BUNDLED_MODEL = "kvkeep-tiny"
@@ -150,6 +152,14 @@ def add_model_path(parser: argparse._ActionsContainer, help: str) -> None:
 def add_page_size(parser: argparse._ActionsContainer) -> None:
     """Add ``--page-size``, in tokens."""
     add_count(parser, "--page-size", 16, "tokens per page", metavar="TOKENS")
+
+
+def model_geometry(path: Path, *, dtype: str | None = None, tp: int = 1) -> KVGeometry:
+    """Read the geometry of the model in ``path``; say on stderr what had to be assumed."""
+    geometry = KVGeometry.from_config(path, dtype=dtype, tp=tp)
+    for note in geometry.notes:
+        print(f"kvkeep: {note}", file=sys.stderr)
+    return geometry
 
 
 def model_name(path: Path | None) -> str:

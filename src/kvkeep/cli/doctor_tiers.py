@@ -9,12 +9,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from kvkeep.cli.arguments import model_geometry
 from kvkeep.cli.doctor_places import opened_place
 from kvkeep.cli.doctor_probe import TierProbe
 from kvkeep.cli.doctor_results import fail, ok, warn
 from kvkeep.cli.doctor_space import space_results
 from kvkeep.core.errors import KVKeepError, reason
-from kvkeep.core.geometry import KVGeometry
 from kvkeep.core.geometry.units import format_bytes
 from kvkeep.store.backends import TierURL
 
@@ -53,7 +53,7 @@ class KVSize:
         if model is None:
             token = _LLAMA_8B // tp
             return cls("Llama 3.1 8B", token, max(4096, token * block_tokens))
-        geometry = KVGeometry.from_config(model, dtype=dtype, tp=tp)
+        geometry = model_geometry(model, dtype=dtype, tp=tp)
         token = geometry.bytes_per_token
         record = token * block_tokens or geometry.bytes_per_state
         return cls(model.resolve().name, token, max(4096, record))

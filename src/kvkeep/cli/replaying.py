@@ -13,12 +13,19 @@ from kvkeep.bench.replay import BOUNDS, GroupSizes, RunLog, Workload, replay
 from kvkeep.bench.replay.effort import effort
 from kvkeep.bench.replay.runs import increments
 from kvkeep.bench.replay.words import duration
-from kvkeep.cli.arguments import add_option, add_path, add_switch, count, number
+from kvkeep.cli.arguments import (
+    add_option,
+    add_path,
+    add_switch,
+    count,
+    model_geometry,
+    number,
+)
 from kvkeep.cli.drawing import visible
 from kvkeep.cli.progress import progress
 from kvkeep.core.cost import CostModel
 from kvkeep.core.errors import InvalidValue, whole
-from kvkeep.core.geometry import KVGeometry, parse_bytes, parse_count
+from kvkeep.core.geometry import parse_bytes, parse_count
 from kvkeep.core.geometry.units import format_bytes
 from kvkeep.core.groups import GroupPlan
 
@@ -31,6 +38,7 @@ if TYPE_CHECKING:
     from kvkeep.bench.replay.report import Prices
     from kvkeep.bench.traces import FileTrace
     from kvkeep.core.cost import TransferCost
+    from kvkeep.core.geometry import KVGeometry
     from kvkeep.core.groups import GroupLayout
 
 __all__ = [
@@ -133,7 +141,7 @@ class ModelSizes:
         if args.model is not None and args.groups is not None:
             raise InvalidValue("--groups describes a model; leave it out with --model")
         if args.model is not None:
-            return cls(geometry=KVGeometry.from_config(args.model))
+            return cls(geometry=model_geometry(args.model))
         return cls(sizes=None if args.groups is None else GroupSizes.parse(args.groups))
 
     def layout(self, page_tokens: int) -> GroupLayout | None:

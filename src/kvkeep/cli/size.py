@@ -92,7 +92,9 @@ def add_parser(commands: Commands) -> None:
     add_page_size(parser)
     add_option(parser, "--tp RANKS", "tensor-parallel ranks", type=count, default=1)
     parser.add_argument(
-        "--dtype", help="type of the KV cache, such as fp8 (default: as configured)"
+        "--dtype",
+        help="type of the KV cache, such as fp8 (default: as configured, else that of the weights "
+        "beside the file, else bfloat16; it is said which)",
     )
     add_json(parser)
     parser.set_defaults(run=run)
@@ -110,7 +112,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_as_json(sizes)))
         return 0
-    print_facts(f"KV of {sizes.model}: {_described(sizes.geometry)}", rows)
+    title = f"KV of {sizes.model}: {_described(sizes.geometry)}"
+    print_facts("\n".join([title, *(f"  {note}" for note in sizes.geometry.notes)]), rows)
     lengths = [f"{length // 1024}k" for length in _PROMPTS]
     print_table(["bytes of a sequence", "a token", *lengths], _table(sizes))
     return 0
@@ -136,6 +139,7 @@ def _as_json(sizes: _Sizes) -> dict[str, object]:
         "layers": geometry.layers,
         **{name: value if plain else None for name, value in of_all_layers.items()},
         "dtype": geometry.dtype,
+        "notes": geometry.notes,
         "tp": geometry.tp,
         "page_size": sizes.page_size,
         "memory": sizes.memory,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal, SupportsIndex, get_args
 
 from kvkeep.core.errors import InvalidValue, whole
-from kvkeep.core.geometry.dtypes import DTYPES, normalise_dtype
+from kvkeep.core.geometry.units import DTYPES, normalise_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -6,14 +6,13 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, SupportsIndex
 
 from kvkeep.core.errors import InvalidValue, UnsupportedModel, whole
-from kvkeep.core.geometry.dtypes import DTYPES, normalise_dtype
 from kvkeep.core.geometry.groups import AttentionShape, GroupKind, LayerGroup, merged
-from kvkeep.core.geometry.units import format_bytes, parse_bytes
+from kvkeep.core.geometry.units import DTYPES, format_bytes, normalise_dtype, parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from kvkeep.core.geometry.fields import ConfigSource
+    from kvkeep.core.geometry.configuration import ConfigSource
 
 __all__ = ["KVGeometry"]
 
@@ -51,6 +50,8 @@ class KVGeometry:
             unless the model is plain.
         tp: tensor-parallel ranks that share the model.
         groups: what the layers keep; layers that keep the same are one group.
+        notes: sentences about what `from_config` assumed or did not follow, for those who read the
+            sizes. Variants have none, and they do not count when geometries are compared.
 
     Raises:
         InvalidValue: a number is not a whole one above zero, the dtype is unknown, the windows are
@@ -66,6 +67,7 @@ class KVGeometry:
     windows: tuple[int | None, ...]
     tp: int
     groups: tuple[LayerGroup, ...] = field(init=False, repr=False)
+    notes: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
     def __init__(
         self,
@@ -92,12 +94,18 @@ class KVGeometry:
             windows=checked,
             tp=whole("tp", tp, 1),
             groups=_plain_groups(shape, checked),
+            notes=(),
         )
         shape.check_ranks(self.tp)
 
     @classmethod
     def of(
-        cls, groups: Iterable[LayerGroup], *, dtype: str = "bfloat16", tp: int = 1
+        cls,
+        groups: Iterable[LayerGroup],
+        *,
+        dtype: str = "bfloat16",
+        tp: int = 1,
+        notes: tuple[str, ...] = (),
     ) -> KVGeometry:
         """Return the geometry of a model from what its layers keep.
 
@@ -124,12 +132,13 @@ class KVGeometry:
                 latent_dim=one.latent_dim, windows=[spans[layer] for layer in sorted(layers)],
                 tp=tp,
             )  # fmt: skip
-            geometry._set(groups=groups)  # which also say which layers attend to chunks
+            # The groups also say which layers attend to chunks.
+            geometry._set(groups=groups, notes=notes)
             return geometry
         geometry = cls.__new__(cls)
         geometry._set(
             layers=len(layers), kv_heads=0, head_dim=0, dtype=dtype, value_dim=0, latent_dim=None,
-            windows=(), tp=tp, groups=groups,
+            windows=(), tp=tp, groups=groups, notes=notes,
         )  # fmt: skip
         geometry._check_ranks()
         return geometry
@@ -161,13 +170,19 @@ class KVGeometry:
         """Read the geometry from a Hugging Face configuration.
 
         ``config`` is a configuration object, its dictionary, or the path of a ``config.json`` or of
-        its model directory; nothing is downloaded, and Transformers is not imported. ``dtype``
-        replaces the configuration's own, which defaults to float32.
+        its model directory; nothing is downloaded, and no code of a checkpoint runs. Where
+        Transformers is installed, it is imported (seconds, the first time) and the family's class
+        fills in what the file leaves out. Without it, the written fields of plain families are
+        read, and a missing one is refused by name.
+
+        ``dtype`` replaces the configuration's own. Where neither is given, it is that of the
+        weights beside the file (headers of safetensors), else bfloat16 is assumed; `notes` say so.
+        They also name a quantised KV cache that the checkpoint asks for.
 
         Raises:
-            UnsupportedModel: no such file, no JSON, a model whose cache is of no known kind
-                (encoders, encoder-decoders, compressed tokens, index keys), or a configuration
-                that lacks a field; the message says which.
+            UnsupportedModel: no such file, no JSON, a family that is not known or whose cache is
+                of no known kind (encoders, encoder-decoders, compressed tokens, index keys), or a
+                configuration that lacks a field; the message says which.
             InvalidValue: ``dtype`` or ``tp`` is wrong.
         """
         # Late, because huggingface.py builds on this module.

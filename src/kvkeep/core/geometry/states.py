@@ -11,15 +11,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kvkeep.core.errors import UnsupportedModel
-from kvkeep.core.geometry.dtypes import DTYPES, normalise_dtype
 from kvkeep.core.geometry.groups import StateTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvkeep.core.geometry.fields import ConfigFields
+    from kvkeep.core.geometry.configuration import ConfigFields
 
-__all__ = ["STATEFUL", "model_dtype", "read_state"]
+__all__ = ["STATEFUL", "read_state"]
 
 _DELTA_GRID: Final = 64  # the chunk of the kernels of delta rules
 
@@ -29,120 +28,83 @@ _State = tuple[tuple[StateTensor, ...], int]
 def read_state(fields: ConfigFields) -> _State:
     """Return the tensors of one layer's state, and its grid in tokens.
 
+    Tensors in the model's dtype are given as bfloat16; `StateTensor.with_dtype` changes them.
+
     Raises:
         UnsupportedModel: the shapes of this family are not known, or a field is missing.
     """
     reader = STATEFUL.get(fields.base_family)
     if reader is None:
-        types = {*fields.texts("layer_types"), *fields.texts("layers_block_type")}
         raise UnsupportedModel(
-            f"{fields.family or 'this model'} has layers of type {', '.join(sorted(types))}; the "
-            f"states of these families are known: {', '.join(STATEFUL)}"
+            f"{fields.family} has layers with a state of a form that is not known; the states of "
+            f"these families are known: {', '.join(STATEFUL)}"
         )
     return reader(fields)
 
 
-def model_dtype(fields: ConfigFields) -> str:
-    """Return the element type in which the model computes; float32 if none is named."""
-    named = fields.value("dtype") or fields.value("torch_dtype") or "float32"
-    dtype = normalise_dtype(named)
-    return dtype if DTYPES[dtype] > 1 else "bfloat16"
+def _conv(kernel: int, parts: tuple[int, ...], units: tuple[int, ...] = ()) -> StateTensor:
+    return StateTensor("conv", (sum(parts), kernel), "bfloat16", 0, parts, units, follows=True)
 
 
-def _conv(
-    fields: ConfigFields, kernel: int, parts: tuple[int, ...], units: tuple[int, ...] = ()
-) -> StateTensor:
-    shape = (sum(parts), kernel)
-    return StateTensor("conv", shape, model_dtype(fields), 0, parts, units, follows=True)
+def _recurrent(*shape: int) -> StateTensor:
+    return StateTensor("recurrent", shape, "float32", 0)
 
 
 def _delta(fields: ConfigFields) -> _State:
     """Gated delta rule: Qwen3-Next, Qwen3.5, OLMo Hybrid."""
-    heads = fields.number("num_attention_heads")
-    keys = fields.number("linear_num_key_heads") or heads or fields.needed("linear_num_key_heads")
-    values = fields.number("linear_num_value_heads") or keys
-    key_dim = fields.number("linear_key_head_dim")
-    if key_dim is None:
-        key_dim = 3 * fields.needed("hidden_size") // (4 * keys)  # OLMo Hybrid
-    value_dim = fields.number("linear_value_head_dim") or 2 * key_dim
-    return _delta_state(fields, (keys, key_dim), (values, value_dim))
+    keys = fields.needed("linear_num_key_heads")
+    values = fields.needed("linear_num_value_heads")
+    key_dim, value_dim = (
+        fields.needed("linear_key_head_dim"),
+        fields.needed("linear_value_head_dim"),
+    )
+    parts = (keys * key_dim, keys * key_dim, values * value_dim)
+    conv = _conv(fields.needed("linear_conv_kernel_dim"), parts, (keys, keys, values))
+    return (conv, _recurrent(values, key_dim, value_dim)), _DELTA_GRID
 
 
 def _kimi_delta(fields: ConfigFields) -> _State:
     """Kimi's delta rule, whose keys have as many heads as its values: Kimi Linear, Bailing."""
-    part = fields.part("linear_attn_config")
-    heads = part.number("num_heads") if part else None
-    width = part.number("head_dim") if part else None
-    heads = heads or fields.number("linear_num_heads") or fields.needed("num_attention_heads")
-    width = width or fields.number("linear_head_dim") or fields.needed("head_dim")
-    return _delta_state(fields, (heads, width), (heads, width))
-
-
-def _delta_state(fields: ConfigFields, key: tuple[int, int], value: tuple[int, int]) -> _State:
-    part = fields.part("linear_attn_config")
-    kernel = part.number("short_conv_kernel_size") if part else None
-    kernel = kernel or fields.number("linear_conv_kernel_dim", "short_conv_kernel_size") or 4
-    (keys, key_dim), (values, value_dim) = key, value
-    parts = (keys * key_dim, keys * key_dim, values * value_dim)
-    recurrent = StateTensor("recurrent", (values, key_dim, value_dim), "float32", 0)
-    return (_conv(fields, kernel, parts, (keys, keys, values)), recurrent), _DELTA_GRID
+    heads, width = fields.needed("linear_num_heads"), fields.needed("linear_head_dim")
+    conv = _conv(fields.needed("linear_conv_kernel_dim"), 3 * (heads * width,), 3 * (heads,))
+    return (conv, _recurrent(heads, width, width)), _DELTA_GRID
 
 
 def _mamba2(fields: ConfigFields) -> _State:
     """Mamba-2: a convolution over x, B and C, and a state of each head."""
     heads = fields.needed("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads")
-    if "mamba_n_heads" in fields:
-        named = "mamba_d_head"
-    else:
-        named = next(
-            (name for name in ("mamba_head_dim", "mamba_headdim") if name in fields), "head_dim"
-        )
-    if named not in fields or fields.value(named) == "auto" or fields.family == "zamba2":
-        width = _inner(fields) // heads
-    else:
-        width = fields.needed(named)
+    width = fields.needed("mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim")
     size = fields.needed("mamba_d_state", "ssm_state_size", "state_size")
-    groups = fields.number("mamba_n_groups", "mamba_ngroups", "n_groups") or 1
-    kernel = fields.number("mamba_d_conv", "conv_kernel") or 4
-    parts = (heads * width, groups * size, groups * size)
-    recurrent = StateTensor("recurrent", (heads, width, size), "float32", 0)
+    groups = fields.needed("mamba_n_groups", "mamba_ngroups", "n_groups")
+    kernel = fields.needed("mamba_d_conv", "conv_kernel")
+    conv = _conv(kernel, (heads * width, groups * size, groups * size), (heads, groups, groups))
     grid = fields.needed("mamba_chunk_size", "chunk_size")
-    return (_conv(fields, kernel, parts, (heads, groups, groups)), recurrent), grid
-
-
-def _inner(fields: ConfigFields) -> int:
-    """Return the inner width of a Mamba layer."""
-    if (given := fields.number("mamba_d_ssm")) is not None:
-        return given
-    return (fields.number("mamba_expand", "expand") or 2) * fields.needed("hidden_size")
+    return (conv, _recurrent(heads, width, size)), grid
 
 
 def _mamba(fields: ConfigFields) -> _State:
     """Mamba: a state for each inner channel."""
-    inner = fields.number("intermediate_size") or _inner(fields)
-    return _scan(fields, inner, (inner,))
+    inner = fields.needed("intermediate_size")
+    conv = _conv(fields.needed("conv_kernel"), (inner,))
+    return (conv, _recurrent(inner, fields.needed("state_size"))), 1
 
 
 def _jamba(fields: ConfigFields) -> _State:
-    inner = _inner(fields)
-    return _scan(fields, inner, (inner,))
+    inner = fields.needed("mamba_expand") * fields.needed("hidden_size")
+    conv = _conv(fields.needed("mamba_d_conv"), (inner,))
+    return (conv, _recurrent(inner, fields.needed("mamba_d_state"))), 1
 
 
 def _zamba(fields: ConfigFields) -> _State:
-    inner, heads = _inner(fields), fields.number("n_mamba_heads") or 2
-    return _scan(fields, inner, (heads, inner // heads))
-
-
-def _scan(fields: ConfigFields, inner: int, channels: tuple[int, ...]) -> _State:
-    size = fields.needed("mamba_d_state", "state_size")
-    kernel = fields.number("mamba_d_conv", "conv_kernel") or 4
-    recurrent = StateTensor("recurrent", (*channels, size), "float32", 0)
-    return (_conv(fields, kernel, (inner,)), recurrent), 1
+    (conv, recurrent), grid = _jamba(fields)
+    heads = fields.needed("n_mamba_heads")
+    inner, size = recurrent.shape
+    return (conv, _recurrent(heads, inner // heads, size)), grid
 
 
 def _short_conv(fields: ConfigFields) -> _State:
     """Short convolutions of LFM: nothing recurs."""
-    return (_conv(fields, fields.needed("conv_L_cache"), (fields.needed("hidden_size"),)),), 1
+    return (_conv(fields.needed("conv_L_cache"), (fields.needed("hidden_size"),)),), 1
 
 
 def _lightning(fields: ConfigFields) -> _State:
@@ -150,7 +112,7 @@ def _lightning(fields: ConfigFields) -> _State:
     heads = fields.needed("num_attention_heads")
     width = fields.number("head_dim") or fields.needed("hidden_size") // heads
     shape = (heads, width, width)
-    return (StateTensor("recurrent", shape, model_dtype(fields), 0, follows=True),), 1
+    return (StateTensor("recurrent", shape, "bfloat16", 0, follows=True),), 1
 
 
 STATEFUL: Final[dict[str, Callable[[ConfigFields], _State]]] = {

@@ -1,4 +1,4 @@
-"""Amounts of memory, counts, and times as text."""
+"""Element types of the KV cache; amounts of memory, counts, and times as text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,41 @@ from typing import Final, SupportsIndex
 
 from kvkeep.core.errors import InvalidValue, told, whole
 
-__all__ = ["format_bytes", "parse_bytes", "parse_count", "parse_seconds", "parse_wait"]
+__all__ = [
+    "DTYPES",
+    "format_bytes",
+    "normalise_dtype",
+    "parse_bytes",
+    "parse_count",
+    "parse_seconds",
+    "parse_wait",
+]
+
+DTYPES: Final[dict[str, int]] = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+}
+"""Bytes of every element type that pages can hold, by its name in PyTorch."""
+
+_SPELLINGS: Final[dict[str, str]] = {
+    "fp32": "float32",
+    "f32": "float32",
+    "float": "float32",
+    "fp16": "float16",
+    "f16": "float16",
+    "half": "float16",
+    "bf16": "bfloat16",
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e4m3fn": "float8_e4m3fn",
+    "float8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+    "i8": "int8",
+}
 
 _BINARY: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _BYTES: Final[dict[str, int]] = {
@@ -35,6 +69,25 @@ _COUNT: Final = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,30})?) ?([kmgt]?)", re.IGN
 _SECONDS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _LONGEST: Final = 100 * 365 * 86400.0  # every system supports waits of up to 292 years
 _TIME: Final = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)(ms|s|m|h|d)")
+
+
+def normalise_dtype(dtype: object) -> str:
+    """Return the name (a key of `DTYPES`) of an element type.
+
+    Takes a common spelling ("bf16", "fp8", "torch.float16", upper or lower case) or an object whose
+    text is one, such as a ``torch.dtype``. Plain "fp8" is E4M3, as in engines.
+
+    Raises:
+        InvalidValue: no element type of that name is known.
+    """
+    name = str(dtype).strip().lower().removeprefix("torch.")
+    name = _SPELLINGS.get(name, name)
+    if name not in DTYPES:
+        known = ", ".join(DTYPES)
+        raise InvalidValue(
+            f"dtype is {dtype!r}; known are {known}, and short forms such as bf16 or fp8"
+        )
+    return name
 
 
 def parse_bytes(amount: str | SupportsIndex) -> int:

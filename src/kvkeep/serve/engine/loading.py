@@ -85,19 +85,14 @@ def load_model(
     return model
 
 
-def pick_dtype(
-    dtype: str | torch.dtype | None, config: PretrainedConfig, device: torch.device
-) -> torch.dtype:
+def pick_dtype(dtype: str | torch.dtype | None, saved: str, device: torch.device) -> torch.dtype:
     """Return the dtype to compute and store KV in.
 
-    None is the dtype of the saved weights, but float32 on a CPU: half precision is slow there.
+    None is the dtype of the ``saved`` model, but float32 on a CPU: half precision is slow there.
     """
     if dtype is None:
-        saved = config.get_text_config().dtype
-        chosen = torch.float32 if device.type == "cpu" or saved is None else saved
-    else:
-        chosen = dtype
-    name = str(chosen).removeprefix("torch.")
+        dtype = "float32" if device.type == "cpu" else saved
+    name = str(dtype).removeprefix("torch.")
     if name not in _DTYPES:
         raise InvalidValue(
             f"dtype is one of {', '.join(_DTYPES)}, got {name}{did_you_mean(name, _DTYPES)}"

@@ -128,8 +128,9 @@ class Runner:
             )
         config = loading.load_config(path)
         on = pick_device(device)
-        compute = loading.pick_dtype(dtype, config, on)
-        geometry = KVGeometry.from_config(config, dtype=str(compute).removeprefix("torch."))
+        geometry = KVGeometry.from_config(path)
+        compute = loading.pick_dtype(dtype, geometry.dtype, on)
+        geometry = geometry.with_dtype(str(compute))
         if num_pages is None:
             assert memory is not None
             num_pages = GroupPlan(geometry, page_size).pages_in(memory)
