@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.bench.replay import BOUNDS, GroupSizes, RunLog, Workload, replay
+from kvkeep.bench.replay.doubts import gaps
 from kvkeep.bench.replay.effort import effort
 from kvkeep.bench.replay.runs import increments
 from kvkeep.bench.replay.words import duration
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ModelSizes", "add_price_arguments", "add_replay_arguments", "add_report_arguments",
-    "check_out", "facts", "in_bytes", "prices_of", "read_workload", "replayed", "report",
-    "tier_reads",
+    "check_out", "facts", "gap_facts", "in_bytes", "prices_of", "read_workload", "replayed",
+    "report", "tier_reads",
 ]  # fmt: skip
 
 _FRONTS = ("memory", "shm", "buffer")  # names of tiers in front of all others
@@ -310,6 +311,7 @@ def report(
 
 def facts(workload: Workload) -> dict[str, Any]:
     """Return the facts about the trace that a report lists."""
+    missing = " · ".join(gaps(workload))
     return {
         "name": workload.name,
         "digest": workload.digest,
@@ -321,4 +323,15 @@ def facts(workload: Workload) -> dict[str, Any]:
         "span_s": workload.span_s,
         "namespaces": len(workload.namespaces),
         "skipped": workload.skipped,
+        **({"left out": missing} if missing else {}),
+    }
+
+
+def gap_facts(workload: Workload) -> dict[str, Any]:
+    """Return how many lines and requests a trace leaves out, for JSON."""
+    return {
+        "skipped": workload.skipped,
+        "skipped_reasons": list(workload.skipped_reasons),
+        "dropped": workload.dropped,
+        "unknown": workload.unknown,
     }
