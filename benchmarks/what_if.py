@@ -41,7 +41,11 @@ PAGE = 16
 def blocks_of(kind: str, requests: int) -> list[Ids]:
     """Return the whole blocks of a generated workload's prompts."""
     trace = generate(kind, seed=1, requests=requests, unit_tokens=MADE[kind])
-    units = [request.units[: request.tokens // trace.unit_tokens] for request in trace]
+    units = [
+        request.units[: request.tokens // trace.unit_tokens]
+        for request in trace
+        if request.units is not None
+    ]
     return [one for one in units if len(one)]
 
 
@@ -168,7 +172,7 @@ def main(arguments: list[str] | None = None) -> int:
     traces = {}
     for path in options.trace:
         trace = open_trace(path)
-        traces[trace.name] = [request.units for request in trace]
+        traces[trace.name] = [one.units for one in trace if one.units is not None]
     if options.only != "cost":
         print("Largest error at any capacity, in points: mean of the seeds (worst)\n")
         print("| workload | requests | blocks | 5 % | 10 % | 20 % |\n|---|--:|--:|--:|--:|--:|")

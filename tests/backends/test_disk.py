@@ -71,7 +71,13 @@ def test_a_url_gives_path_and_options(tmp_path: Path) -> None:
     ("rest", "said"),
     [
         ("file://var/store", "file:///var/store"),
-        ("file://./store", r"file:///\./store"),
+        ("file://./store", f"file://{Path.cwd()}/store"),
+        ("file:///kv/~/x", "~ .*file://~/x"),
+        ("file:///~/kv", "file://~/kv "),
+        ("file://~other/kv", "~other .*whole path.*%7E"),
+        ("file://$HOME/kv?size=1MiB", r"\$HOME .*file://~/kv "),
+        ("file:///${HOME}/kv", r"file://~/kv "),
+        ("file://~/$USER", r"\$USER .*whole path.*%24"),
         ("file://", "three slashes"),
         ("file:///", "three slashes"),
         ("file:///x?sync=sometimes", "never, flush, always"),
@@ -83,6 +89,12 @@ def test_a_url_gives_path_and_options(tmp_path: Path) -> None:
 def test_an_invalid_url_names_a_valid_one(rest: str, said: str) -> None:
     with pytest.raises(InvalidValue, match=said):
         DiskBackend.from_url(TierURL(rest))
+
+
+def test_a_folder_may_be_called_as_nothing_is_expanded(tmp_path: Path) -> None:
+    url = TierURL(f"file://{tmp_path}/%24HOME/%7E/kv~1?size=1MiB")
+    assert url.path == f"{tmp_path}/$HOME/~/kv~1"
+    assert TierURL(url.safe).path == url.path
 
 
 @pytest.mark.parametrize(

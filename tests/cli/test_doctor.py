@@ -138,6 +138,36 @@ def test_a_configuration_of_sglang(capsys: pytest.CaptureFixture[str]) -> None:
     assert only(doctor(capsys, json.dumps(given)), "options")["state"] == "ok"
     wrong = doctor(capsys, json.dumps({**given, "save_timout": 1}), code=1)
     assert "did you mean 'save_timeout'?" in only(wrong, "options")["found"]
+    del given["class_name"]
+    wrong = doctor(capsys, json.dumps(given), code=1)
+    assert "class_name is missing" in only(wrong, "options")["found"]
+
+
+@pytest.mark.parametrize("kind", ["connector", "multi", "tier", "spec", "storage"])
+def test_a_class_of_ours_in_another_module(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    other = "kvkeep.integration.vllm"
+    tier = {"type": "KVKeepTier", "tiers": ["memory://1MiB"]}
+    inner = {**CONNECTOR, "kv_connector_module_path": other}
+    extra: dict[str, Any]
+    match kind:
+        case "connector":
+            config, home = inner, "kvkeep.integrations.vllm"
+        case "multi":
+            extra = {"connectors": [{"kv_connector": "Another"}, inner]}
+            config, home = {"kv_connector": "MultiConnector"}, "kvkeep.integrations.vllm"
+            config["kv_connector_extra_config"] = extra
+        case "tier" | "spec":
+            extra = {"secondary_tiers": [tier], "spec_name": "KVKeepSpec"}
+            (tier if kind == "tier" else extra)[f"{'spec_' * (kind == 'spec')}module_path"] = other
+            config = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
+            home = "kvkeep.integrations.vllm.tier"
+        case _:
+            config = {"backend_name": "kvkeep", "class_name": "KVKeepStorage", "module_path": other}
+            home = "kvkeep.integrations.sglang"
+    wrong = only(doctor(capsys, json.dumps(config), code=1), "options")
+    assert wrong["state"] == "fail"
+    assert f"module_path is '{other}'; " in wrong["found"]
+    assert wrong["found"].endswith(f"is in {home}")
 
 
 def test_a_file_of_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,6 +238,11 @@ def test_an_outer_connector_that_breaks_a_promise(capsys: pytest.CaptureFixture[
         ("/no/such/file", "/no/such/file cannot be read (No such file or directory)"),
         ('{"kv_connector": "NixlConnector", "kv_role": "kv_both"}', "has no part of kvkeep"),
         ('{"kv_connector_extra_config": {"tiers": []}}', 'add "kv_connector"'),
+        (
+            '{"backend_name": "dynamic", "module_path": "other.module", '
+            '"class_name": "OtherStorage", "prefetch_threshold": 64}',
+            "no part of kvkeep: class_name is 'OtherStorage' of 'other.module'",
+        ),
     ],
 )
 def test_wrong_usage(word: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -160,9 +160,97 @@ def test_ids_that_are_not_chained_are_said(
     path = tmp_path / "m.jsonl"
     path.write_text(LINE % (0, 1, 2) + LINE % (1, 5, 2))
     assert main(["trace", "info", str(path)]) == 0
-    assert "--unchained" in capsys.readouterr().err
+    assert "Warning: 1 ids follow another id" in capsys.readouterr().out
     assert main(["trace", "info", str(path), "--unchained"]) == 0
-    assert not capsys.readouterr().err
+    assert "Warning" not in capsys.readouterr().out
+
+
+# Files that people have.
+DELAY = (
+    [
+        {"session_id": f"s{session}", "input_length": 512 * turn, "output_length": 8,
+         "hash_ids": [10 * session + at for at in range(turn)],
+         **({"timestamp": 1000 * session} if turn == 1 else {"delay": 500})}
+        for session in range(4) for turn in (1, 2, 3, 4)
+    ]
+)  # fmt: skip
+LENGTHS = ["TIMESTAMP,ContextTokens,GeneratedTokens"] + [
+    f"2024-05-10 00:{second // 60:02}:{second % 60:02}.000000,1000,50" for second in range(400)
+]
+SYSTEM = [
+    {"max_tokens": 9, "system": f"{agent} is an agent with long rules from the start",
+     "messages": [{"role": "user", "content": "Hello"}]}
+    for agent in ("Anna", "Boris")
+]  # fmt: skip
+UNSORTED = [
+    {"timestamp": time, "input_length": 512 * len(ids), "output_length": 1, "hash_ids": ids}
+    for time, ids in ((2000, [1, 2]), (0, [1, 3]), (1000, [1, 2, 4]))
+]
+UNREADABLE = [*UNSORTED, *[{**UNSORTED[0], "hash_ids": "?"}] * 3]
+
+
+@pytest.mark.parametrize(
+    ("lines", "share", "gap"),
+    [
+        (DELAY, 0.6, None),
+        (LENGTHS, None, "The trace has lengths only"),
+        (SYSTEM, 5 / 42, None),
+        (UNSORTED, 3 / 7, None),
+        (["\ufeff" + json.dumps(UNSORTED[0])], 0.0, None),
+        ([*UNSORTED, "oops"], 3 / 7, "1 of 4 lines of the trace are skipped: line 4: not JSON"),
+        (UNREADABLE, 3 / 7, "3 of 6 lines of the trace are skipped: line 4: hash_ids is"),
+    ],
+    ids=["delay", "lengths", "system", "unsorted", "mark", "oops", "unreadable"],
+)
+def test_what_a_file_leaves_out_is_said_by_all_who_read_it(
+    lines: list[object],
+    share: float | None,
+    gap: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plans = gap is None or gap.startswith("1 of")
+    path = tmp_path / "trace"
+    path.write_text(
+        "".join(f"{one if isinstance(one, str) else json.dumps(one)}\n" for one in lines)
+    )
+    replay = ["replay", str(path), "--capacity", "1M", "--policy", "lru", "--jobs", "1"]
+    plan = ["plan", str(path), "--memory", "1M", "--jobs", "1"]
+    for words in (["trace", "info", str(path)], replay, plan):
+        if words is plan and not plans:
+            for more in ([], ["--json"]):
+                assert main([*words, *more]) == 2
+                said = capsys.readouterr()
+                assert not said.out
+                assert said.err.count("\n") == 1
+                assert "has lengths only" in said.err or "3 of 6 lines are skipped" in said.err
+            continue
+        assert main(words) == 0
+        text = " ".join(capsys.readouterr().out.split())
+        assert (f"Warning: {gap}" in text) if gap else ("skipped" not in text)
+        assert "No cache will help" not in text
+        assert main([*words, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        skipped = int(gap[0]) if gap and gap[0].isdecimal() else 0
+        assert found["skipped"] == skipped == len(found["skipped_reasons"])
+        assert found["unknown"] == (400 if lines is LENGTHS else 0)
+        if words[0] == "trace":
+            assert found["reusable_share"] == (None if share is None else pytest.approx(share))
+        elif words is replay:
+            assert found["hit_rate"] == pytest.approx(share or 0.0)
+        else:
+            assert found["outcomes"][-1]["hit_rate"] == pytest.approx(share)
+            assert not gap or found["warnings"][0].startswith(gap)
+
+
+def test_lengths_alone_stay_that_when_converted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, converted = tmp_path / "a.csv", tmp_path / "c.jsonl"
+    path.write_text("\n".join(LENGTHS[:5]))
+    assert main(["trace", "convert", str(path), str(converted)]) == 0
+    assert main(["plan", str(converted), "--memory", "1M"]) == 2
+    assert "has lengths only" in capsys.readouterr().err
 
 
 @pytest.mark.model

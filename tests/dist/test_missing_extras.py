@@ -80,11 +80,6 @@ PARTS: dict[str, tuple[str, str]] = {
         "    with opened(pathlib.Path(file.name)): pass",
         "traces",
     ),
-    "a PNG": (
-        "from kvkeep.bench.replay.report.picture import picture\n"
-        "try: picture(None)\nexcept AttributeError: pass",
-        "report",
-    ),
     "a file of LMCache": (
         "from kvkeep.integrations.lmcache_given import read_yaml\nread_yaml('/dev/null')",
         "translate",

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 import transformers
-from random_models import BLOCK, FAMILIES, build, computed, prompt
+from hybrid_models import build_hybrid
+from random_models import BLOCK, FAMILIES, build, computed, padded, prompt
 from transformers import DynamicCache, GenerationConfig, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
@@ -144,6 +145,42 @@ def test_other_ways_to_generate(family, how):
         following = torch.cat((prompt(50), prompt(9, seed=4)), 1)
         expected = model.generate(following, max_new_tokens=5)
         assert torch.equal(kept.generate(following, max_new_tokens=5), expected)
+
+
+def close(mine, theirs):
+    """Compare outputs of ``generate``: tensors, or tuples of them."""
+    if isinstance(theirs, torch.Tensor):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+        return
+    assert len(mine) == len(theirs)
+    for one, other in zip(mine, theirs, strict=True):
+        close(one, other)
+
+
+@pytest.mark.parametrize(
+    ("family", "beams"), [("Llama", 1), ("Llama", 3), ("Gemma3Text", 1), ("lfm2", 1)]
+)
+def test_everything_that_generate_returns_is_of_the_whole_prompt(family, beams):
+    model = build_hybrid(family) if family == "lfm2" else build(family)
+    model.set_attn_implementation("eager")
+    asked = {
+        "max_new_tokens": 6, "do_sample": False, "num_beams": beams,
+        "return_dict_in_generate": True, "output_logits": True, "output_scores": True,
+    }  # fmt: skip
+    states = {"output_hidden_states": True, "output_attentions": True}
+    for inputs in {"inputs": prompt(70)}, padded([prompt(70)[0], prompt(51, seed=5)[0]]):
+        with KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK, loading="all") as kept:
+            for number, more in enumerate((states, {}, {}, states)):
+                want = model.generate(**inputs, **asked, **more)
+                found = kept.generate(**inputs, **asked, **more)
+                # Such a pass leaves states and windows of its end alone.
+                if more or number == 2 or family == "Llama":
+                    assert (kept.last.loaded > 0) == (not more)
+                assert found.keys() == want.keys()
+                for name in want.keys() - {"past_key_values"}:
+                    close(found[name], want[name])
+                lengths = (one.past_key_values.get_seq_length() for one in (found, want))
+                assert len(set(lengths)) == 1
 
 
 def test_sampled_answers_share_what_came_before(kept):

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from replaying import Chained, Listed, request, workload
 
 from kvkeep.bench.replay import BELADY, INFINITE, PlannedMemory, ReplayRun, Workload, replay
+from kvkeep.bench.replay.doubts import FEW_REQUESTS
+from kvkeep.bench.traces import TraceRequest
 from kvkeep.core.cost import PrefillCost, TransferCost
+from kvkeep.core.errors import InvalidValue
 
 
 def advice_for(work: Workload, plan: PlannedMemory):
     runs = plan.runs(work)
     outcomes = dict(replay(work, runs))
     assert set(outcomes) == set(runs)
-    return plan.advice(outcomes), outcomes
+    return plan.advice(outcomes, work), outcomes
 
 
 def chats(users: int, turns: int, length: int = 8) -> Workload:
@@ -62,9 +66,37 @@ def test_a_tier_that_saves_no_time_is_not_recommended(bandwidth, pays):
 
 
 def test_nothing_is_shared():
-    advice, _ = advice_for(workload([[("new", at), 1, 2] for at in range(200)]), PlannedMemory(400))
+    work = workload([[("new", at), 1, 2] for at in range(FEW_REQUESTS)])
+    advice, _ = advice_for(work, PlannedMemory(400))
     assert "No cache will help" in str(advice)
     assert (advice.policy, advice.disk, advice.tiering) == ("lru", False, None)
+
+
+def test_a_trace_that_lacks_something_does_not_say_that_no_cache_helps():
+    paths = [[("new", at), 1, 2] for at in range(FEW_REQUESTS)]
+    advice, _ = advice_for(workload(paths[1:]), PlannedMemory(400))
+    assert "299 requests, too few" in str(advice)
+    assert "No cache will help" not in str(advice)
+    work = replace(workload(paths), skipped=30, skipped_reasons=("line 7: no",), dropped=5)
+    advice, _ = advice_for(work, PlannedMemory(400))
+    assert advice.warnings[:2] == (
+        "30 of 330 lines of the trace are skipped: line 7: no",
+        "The capture dropped 5 requests, which the trace lacks.",
+    )
+    assert "No cache will help" not in str(advice)
+    work = replace(work, skipped=FEW_REQUESTS)
+    with pytest.raises(InvalidValue, match=r"300 of 600 lines are skipped, .*; line 7: no"):
+        PlannedMemory(400).runs(work)
+
+
+def test_lengths_alone_are_no_traffic_without_reuse():
+    requests = [TraceRequest(float(at), None, 10, 1) for at in range(FEW_REQUESTS)]
+    with pytest.raises(InvalidValue, match="listed has lengths only"):
+        PlannedMemory(400).runs(Workload.read(Listed(requests)))
+    chained = Chained()
+    requests += [request(float(at), chained.ids(["all"])) for at in range(FEW_REQUESTS)]
+    advice, _ = advice_for(Workload.read(Listed(requests)), PlannedMemory(400))
+    assert advice.warnings[0].startswith("300 of 600 requests have lengths only, and count as")
 
 
 def test_ample_memory_needs_no_other_policy_and_no_more_of_it():

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import random
 import re
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -45,7 +47,7 @@ def test_nothing_that_was_replayed_costs_less(replayed, gpu, memory, disk):
     work, outcomes = replayed
     given_prices = prices(gpu, memory, disk)
     plan = PlannedMemory(200, 2000, prices=given_prices, bytes_per_token=float(BYTES))
-    advice = plan.advice(outcomes, work.span_s)
+    advice = plan.advice(outcomes, work)
     months = [
         given_prices.month(outcome, work.span_s).total
         for run, outcome in outcomes.items()
@@ -66,7 +68,7 @@ def test_nothing_that_was_replayed_costs_less(replayed, gpu, memory, disk):
 def test_no_memory_is_advised_where_none_pays(replayed):
     work, outcomes = replayed
     plan = PlannedMemory(200, 2000, prices=prices(0.0001, 1e6, 1e6), bytes_per_token=float(BYTES))
-    advice = plan.advice(outcomes, work.span_s)
+    advice = plan.advice(outcomes, work)
     assert (advice.policy, advice.tiering, advice.disk) == (None, None, False)
     assert advice.recommendation.startswith("Keep no KV: no memory that was replayed saves")
     assert "the cheapest cache" in advice.recommendation
@@ -76,7 +78,7 @@ def test_sizes_are_told_as_they_were_given(replayed):
     work, outcomes = replayed
     for given_bytes, size in ((float(BYTES), "12.5 MiB"), (None, "100 tokens")):
         plan = PlannedMemory(200, 2000, prices=prices(10, 1e-6, 1e9), bytes_per_token=given_bytes)
-        advice = plan.advice(outcomes, work.span_s)
+        advice = plan.advice(outcomes, work)
         assert not advice.disk
         assert size in " ".join(advice.reasons)
         assert (" tokens in memory" in str(advice)) == (given_bytes is None)
@@ -85,7 +87,7 @@ def test_sizes_are_told_as_they_were_given(replayed):
 def test_a_disk_below_less_memory_is_tried(replayed):
     work, outcomes = replayed
     plan = PlannedMemory(200, 2000, prices=prices(1000, 1e5, 1e-6), bytes_per_token=float(BYTES))
-    advice = plan.advice(outcomes, work.span_s)
+    advice = plan.advice(outcomes, work)
     assert advice.disk
     assert advice.chosen.memory_tokens == 50
     assert "A tier of 250 MiB below memory saves" in str(advice)
@@ -96,7 +98,7 @@ def test_a_disk_below_less_memory_is_tried(replayed):
 def test_the_edge_of_what_was_tried_is_told(replayed, gpu, memory, disk):
     work, outcomes = replayed
     plan = PlannedMemory(200, 2000, prices=prices(gpu, memory, disk))
-    advice = plan.advice(outcomes, work.span_s)
+    advice = plan.advice(outcomes, work)
     cached = [one for one in advice.candidates if one.policy is not None]
     best = min(cached, key=lambda one: one.month) if advice.policy is None else advice.chosen
     sizes = {one.memory_tokens for one in cached if bool(one.disk_tokens) == bool(best.disk_tokens)}
@@ -108,9 +110,9 @@ def test_the_edge_of_what_was_tried_is_told(replayed, gpu, memory, disk):
 
 
 def test_a_trace_without_a_duration_has_no_costs(replayed):
-    _, outcomes = replayed
+    work, outcomes = replayed
     plan = PlannedMemory(200, 2000, prices=prices(1, 1, 1))
-    advice = plan.advice(outcomes)
+    advice = plan.advice(outcomes, replace(work, times=np.zeros(len(work))))
     assert advice.chosen.month is None
     assert any("prices tell nothing" in one for one in advice.warnings)
 
@@ -123,6 +125,6 @@ def test_a_tier_that_saves_no_time_is_no_candidate():
         plan = PlannedMemory(
             200, 4000, cost=cost, read=read, prices=prices(10, 1e6, 1e-6), bytes_per_token=1e5
         )
-        advice = plan.advice(dict(replay(work, plan.runs(work))), work.span_s)
+        advice = plan.advice(dict(replay(work, plan.runs(work))), work)
         assert any(one.disk_tokens for one in advice.candidates) == pays
         assert ("saves no time" in str(advice)) != pays

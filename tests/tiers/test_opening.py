@@ -11,11 +11,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from faults import CountingBackend
+from kvkeep.cli import main
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.eviction import POLICIES
+from kvkeep.integrations.vllm.options import ConnectorOptions
+from kvkeep.integrations.vllm.transfer import CONNECTOR, TransferPart, check_part
+from kvkeep.store import BlockStore
 from kvkeep.store.backends import WriteBudget
 from kvkeep.store.backends.disk import DiskBackend
 from kvkeep.store.backends.memory import MemoryBackend
+from kvkeep.store.codecs import generate_key
 from kvkeep.store.tiers import TIER_OPTIONS, TieredStore, check_tiers, open_tiers
 from kvkeep.store.tiers.buffer import LEAST_BUFFER
 
@@ -162,6 +167,31 @@ def test_wrong_tiers_are_named(tiers: Any, words: tuple[str, ...]) -> None:
         with pytest.raises(InvalidValue) as checked:
             check_tiers(tiers)
         assert str(checked.value) == str(caught.value)
+
+
+def test_the_home_directory_at_all_doors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = tmp_path / "my home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    generate_key(home / "kv.key")
+    url = "file://~/kv?size=8MiB&encrypt=~/kv.key"
+    check_part(TransferPart(CONNECTOR, ConnectorOptions.parse({"tiers": [url]})))
+    with BlockStore("m", tiers=["memory://1MiB", url]) as store:
+        assert store.put([b"k" * 32], [b"x" * 1000], wait=10) == 1
+    assert len(os.listdir(home / "kv")) > 1
+    assert main(["store", "ls", url]) == 0
+    assert "1.2 KiB" in capsys.readouterr().out
+    assert main(["doctor", url, "--seconds", "0"]) == 0
+    assert "my%20home/kv" in capsys.readouterr().out
+    for wrong in ("file:///~/kv", "file://$HOME/kv"):
+        assert main(["store", "ls", wrong]) == 2
+        assert "write file://~/kv " in capsys.readouterr().err
+        with pytest.raises(InvalidValue, match="write file://~/kv "):
+            BlockStore("m", tiers=[wrong])
+        with pytest.raises(InvalidValue, match="write file://~/kv "):
+            check_part(TransferPart(CONNECTOR, ConnectorOptions.parse({"tiers": [wrong]})))
 
 
 @pytest.mark.parametrize("option", ["policy=lfu", "ttl=1h"])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from writing import mooncake, write
 
+from kvkeep.bench.replay import Workload, summarise
 from kvkeep.bench.traces import Trace, open_trace
 from kvkeep.core.errors import InvalidValue
 
@@ -59,6 +60,51 @@ def test_mooncake_with_the_ends_of_answers(tmp_path: Path) -> None:
     )
     told = [(r.stop, r.took_s) for r in open_trace(path, strict=True)]
     assert told == [("tool_use", 6.5), ("", None), ("", None), ("", None)]
+
+
+def test_mooncake_without_the_length_of_answers(tmp_path: Path) -> None:
+    line = mooncake(0, 655, hash_ids=[46, 47])
+    del line["output_length"]
+    (request,) = open_trace(write(tmp_path / "m", line), strict=True)
+    assert (request.tokens, request.output_tokens) == (655, 0)
+
+
+def test_sessions_whose_requests_have_a_delay(tmp_path: Path) -> None:
+    def turn(session: str, number: int, **more: object) -> dict[str, object]:
+        line = mooncake(0, 512 * number, 8, session_id=session, **more)
+        if number > 1:
+            del line["timestamp"]
+            line["delay"] = 500
+        return line | {"hash_ids": [ord(session) * 10 + at for at in range(number)]}
+
+    lines = [turn("a", number, api_time=2 * (number == 2)) for number in (1, 2, 3)]
+    lines += [turn("b", number) | ({"timestamp": 200} if number == 1 else {}) for number in (1, 2)]
+    trace = open_trace(write(tmp_path / "m", *lines), strict=True)
+    assert [(r.session, r.time) for r in trace] == [
+        ("a", 0), ("b", 0.2), ("a", 0.5), ("b", 0.7), ("a", 3.0),
+    ]  # fmt: skip
+    assert summarise(trace).reusable_units == 1 + 2 + 1
+    alone = {**turn("c", 2), "session_id": None}
+    new = {**turn("a", 2), "hash_ids": [7, 8]}
+    trace = open_trace(write(tmp_path / "n", *lines, turn("c", 2), alone, new))
+    assert len(list(trace)) == len(lines)
+    assert "line 6: delay counts from a request of the same session_id" in trace.reasons[0]
+    assert "line 7: delay counts" in trace.reasons[1]
+    assert "line 8: hash_ids do not begin like those of the request before" in trace.reasons[2]
+
+
+def test_long_sessions_in_a_row(tmp_path: Path) -> None:
+    """All requests of a session in a row are out of order by the duration of a session."""
+    lines = []
+    for session in range(30):
+        lines.append(mooncake(session * 1000, session_id=str(session)))
+        turn = mooncake(session_id=str(session), delay=10_000)
+        del turn["timestamp"]
+        lines += [turn] * 400
+    trace = open_trace(write(tmp_path / "m", *lines), strict=True)
+    times = [request.time for request in trace]
+    assert times == sorted(times)
+    assert len(times) == len(lines)
 
 
 def test_a_last_unit_that_is_not_named_is_one_of_its_own(tmp_path: Path) -> None:
@@ -173,6 +219,63 @@ def test_prompts_as_conversations(tmp_path: Path) -> None:
     assert common(*open_trace(system)) < 4
 
 
+def logged(**fields: object) -> dict[str, object]:
+    return {"model": "m", "messages": [{"role": "user", "content": "Hello there"}], **fields}
+
+
+@pytest.mark.parametrize("name", ["system", "instructions", "tools", "functions"])
+def test_what_stands_beside_messages_is_in_front_of_them(name: str, tmp_path: Path) -> None:
+    def said(number: int) -> object:
+        text = f"{number} has its own long rules"
+        if name in {"tools", "functions"}:
+            return [{"name": text, "cache_control": {"type": "ephemeral"}}]
+        return text
+
+    path = write(tmp_path / "c", *(logged(**{name: said(number)}) for number in (1, 1, 2)))
+    first, again, other = open_trace(path, strict=True)
+    assert common(first, again) == first.tokens == len(first.units)
+    assert first.tokens > 15
+    assert common(first, other) < 16  # the mark of the system, or the name of a field
+    (plain,) = open_trace(write(tmp_path / "p", logged()), strict=True)
+    (empty,) = open_trace(write(tmp_path / "e", logged(**{name: None})), strict=True)
+    assert plain.units.tolist() == empty.units.tolist()
+
+
+def test_the_system_comes_first_and_then_the_tools(tmp_path: Path) -> None:
+    rules, tools = "All rules of the house", [{"name": "search"}]
+    talk = [{"role": "user", "content": "Hello"}]
+    block = [{"type": "text", "text": rules, "cache_control": {"type": "ephemeral"}}]
+    lines = [
+        {"messages": talk, "tools": tools, "system": rules},
+        {"messages": talk, "tools": tools, "system": block},
+        {"messages": [{"role": "system", "content": rules}, *talk], "tools": tools},
+        {"messages": talk, "system": rules, "tools": [{"name": "search", "cache_control": {}}]},
+        {"messages": talk, "system": rules},
+        {"messages": [{"role": "system", "content": rules}]},
+        {"prompt": "Hello", "system": rules},
+    ]
+    one, *same, without, start, text = open_trace(write(tmp_path / "c", *lines), strict=True)
+    for other in same:
+        assert other.units.tolist() == one.units.tolist()
+    assert common(one, start) == common(without, start) == start.tokens
+    assert common(text, start) == start.tokens - 1  # its last word goes on
+    path = write(tmp_path / "w", lines[0], {"messages": talk, "system": 5})
+    trace = open_trace(path)
+    assert len(list(trace)) == 1
+    assert "line 2: system is 5; text or a list of parts is needed" in trace.reasons[0]
+
+
+def test_a_mark_for_caches_is_no_text(tmp_path: Path) -> None:
+    """It stands at the end of the newest message, and moves on with each turn."""
+    result = {"type": "tool_result", "tool_use_id": "t", "content": "5 files"}
+    marked = {**result, "cache_control": {"type": "ephemeral"}}
+    turns = [{"role": "user", "content": [marked]}]
+    after = [{"role": "user", "content": [result]}, {"role": "assistant", "content": "Five."}]
+    path = write(tmp_path / "c", {"messages": turns}, {"messages": after})
+    one, two = open_trace(path, strict=True)
+    assert common(one, two) == one.tokens
+
+
 def test_azure_tells_of_lengths_alone(tmp_path: Path) -> None:
     path = tmp_path / "azure.csv"
     path.write_bytes(
@@ -180,19 +283,23 @@ def test_azure_tells_of_lengths_alone(tmp_path: Path) -> None:
         b"2023-11-16 18:17:03.9799600,4808,10\r\n2023-11-16 18:17:04.0319600,4808,8"
     )
     trace = open_trace(path, strict=True)
-    first, second = trace
+    _, second = trace
     assert trace.format == "azure"
     assert second.time == pytest.approx(0.052, abs=1e-5)
-    assert [(r.tokens, r.output_tokens, len(r.units)) for r in trace] == [
-        (4808, 10, 10),
-        (4808, 8, 10),
-    ]
-    assert not set(first.units.tolist()) & set(second.units.tolist())
+    assert [(r.tokens, r.output_tokens, r.units) for r in trace] == [
+        (4808, 10, None), (4808, 8, None),
+    ]  # fmt: skip
+    first, second = (Workload.read(trace).prompt(number).tolist() for number in (0, 1))
+    assert len(first) == len(second) == 10
+    assert not set(first) & set(second)
     zoned = tmp_path / "zoned.csv"
     zoned.write_text(
         "timestamp,contexttokens,generatedtokens\n2024-05-10 00:00:00.009930+00:00,0,1\n"
     )
-    assert [(r.tokens, len(r.units)) for r in open_trace(zoned, strict=True)] == [(0, 0)]
+    assert [(r.tokens, r.units) for r in open_trace(zoned, strict=True)] == [(0, None)]
+    marked = tmp_path / "marked.csv"
+    marked.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert len(list(open_trace(marked, strict=True))) == 2
 
 
 @pytest.mark.parametrize(
@@ -219,7 +326,7 @@ def test_azure_tells_of_lengths_alone(tmp_path: Path) -> None:
         ('{"timestamp": NaN, "hash_ids": []}', "NaN is not valid JSON"),
         ('{"timestamp": 1e999, "input_length": 0, "output_length": 0, "hash_ids": []}', "finite"),
         ('{"hash_ids": [], "output_length": 1, "timestamp": 1}', "input_length is missing"),
-        ('{"input_length": 0, "hash_ids": [], "timestamp": 1}', "output_length is missing"),
+        ('{"input_lenght": 0, "hash_ids": [], "timestamp": 1}', "'input_lenght' is no field"),
         ('{"input_length": 0, "output_length": 1, "timestamp": 1}', "hash_ids is missing"),
         (mooncake(session_id=["x"]), "session_id is ['x']; text or a whole number"),
         (mooncake(session_id="x" * 1000), "at most 512 characters"),
@@ -287,5 +394,26 @@ def test_bad_lines_of_azure(line: str, reason: str, tmp_path: Path) -> None:
 
 def test_json_is_not_taken_for_what_it_is_not(tmp_path: Path) -> None:
     unknown = write(tmp_path / "u", {"what": 1, "ever": json.dumps({})})
-    with pytest.raises(InvalidValue, match="its fields are ever, what; a trace has hash_ids"):
+    with pytest.raises(InvalidValue, match=r"its fields are ever, what. A trace is .* hash_ids"):
         open_trace(unknown)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("Timestamp,Model,Request tokens,Log Type\n0,M,52,x\n", "columns Timestamp,Model,Request"),
+        ('[\n  {\n    "id": "1",\n    "conversations": []\n  }\n]\n', "it is a JSON array. "),
+        ('[{"id": "1", "conversations": []}]', "it is a JSON array. "),
+        ('{\n  "id": "1"\n}\n', "its first JSON object takes several lines. "),
+        ("a log\n", "it begins with 'a log', which is not JSON. "),
+    ],
+)
+def test_another_file_is_described(text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "other"
+    path.write_text(text)
+    with pytest.raises(InvalidValue) as raised:
+        open_trace(path)
+    assert said in str(raised.value)
+    assert "A trace is a file of JSON objects, one a line" in str(raised.value)
+    assert "TIMESTAMP,ContextTokens,GeneratedTokens" in str(raised.value)
+    assert "\n" not in str(raised.value)

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeep.bench.replay import Workload, simulate
+from kvkeep.bench.replay import Workload, simulate, summarise
 from kvkeep.bench.replay.jobs import Jobs
-from kvkeep.bench.traces import GeneratedTrace, generate, summarise
+from kvkeep.bench.traces import GeneratedTrace, generate
 from kvkeep.bench.traces.generators import CodingAgents, Reasoning, Tenants
 from kvkeep.core.errors import InvalidValue
 

@@ -32,6 +32,18 @@ if TYPE_CHECKING:
 __all__ = ["AskedTiers", "asked_for"]
 
 _SGLANG: Final = "KVKeepStorage"
+_STORAGE: Final = "kvkeep.integrations.sglang"
+# Names by which an engine is told of a class, and of its module; and the modules of ours.
+_CLASSES: Final = (
+    ("kv_connector", "kv_connector_module_path"), ("spec_name", "spec_module_path"),
+    ("type", "module_path"), ("class_name", "module_path"),
+)  # fmt: skip
+_MODULES: Final = {
+    CONNECTOR: ("kvkeep.integrations.vllm", "kvkeep.integrations.vllm.connector"),
+    "KVKeepSpec": ("kvkeep.integrations.vllm.tier", "kvkeep.integrations.vllm.offload.spec"),
+    TIER: ("kvkeep.integrations.vllm.tier",),
+    _SGLANG: (_STORAGE, f"{_STORAGE}.storage"),
+}
 _TOML: Final = ".toml"
 _MOST_BYTES: Final = 1 << 20  # of a file with options
 _OF_TRANSFER: Final = (
@@ -152,13 +164,14 @@ def _read(text: str) -> tuple[str, Mapping[str, Any]]:
 
 def _parts(config: Mapping[str, Any], name: str) -> list[TransferPart]:
     """Return the uses of kvkeep in a configuration, whichever engine it is for."""
+    _refuse_other_modules(config)
     if "kv_connector" in config:
         _refuse_misspelt(config)
         parts = transfer_parts(config)
     elif "secondary_tiers" in config:
         parts = offload_parts(config)
     elif "backend_name" in config or "interface_v1" in config:
-        parts = [TransferPart(_SGLANG, StorageOptions.parse(config))]
+        parts = [_storage(config, name)]
     elif "kv_connector_extra_config" in config:
         raise _NotOurs(
             f'{name} has kv_connector_extra_config, and no kv_connector; add "kv_connector": '
@@ -171,6 +184,36 @@ def _parts(config: Mapping[str, Any], name: str) -> list[TransferPart]:
             f"{name} has no part of kvkeep: neither {CONNECTOR}, nor {TIER} in secondary_tiers"
         )
     return parts
+
+
+def _storage(config: Mapping[str, Any], name: str) -> TransferPart:
+    """Return kvkeep below SGLang's HiCache."""
+    for key in ("backend_name", "module_path", "class_name"):
+        if key not in config:
+            raise InvalidValue(
+                f'{key} is missing, without which SGLang loads no backend; "class_name": '
+                f'"{_SGLANG}" needs "module_path": "{_STORAGE}" and a "backend_name"'
+            )
+    if config["class_name"] != _SGLANG:
+        raise _NotOurs(
+            f"{name} has no part of kvkeep: class_name is {told(config['class_name'])} of "
+            f"{told(config['module_path'])}, not {_SGLANG} of {_STORAGE}"
+        )
+    return TransferPart(_SGLANG, StorageOptions.parse(config))
+
+
+def _refuse_other_modules(config: Mapping[str, Any]) -> None:
+    """Raise `InvalidValue` if a class of ours is looked for in a module that does not have it."""
+    for key, where in _CLASSES:
+        name, module = config.get(key), config.get(where)
+        modules = _MODULES.get(name) if isinstance(name, str) else None
+        if modules and module is not None and module not in modules:
+            raise InvalidValue(f"{where} is {told(module)}; {name} is in {modules[0]}")
+    inside = [config.get(key) for key in ("connectors", "secondary_tiers")]
+    inner = [one for some in inside if isinstance(some, list) for one in some]
+    for one in (config.get("kv_connector_extra_config"), *inner):
+        if isinstance(one, dict):
+            _refuse_other_modules(one)
 
 
 def _refuse_misspelt(config: Mapping[str, Any]) -> None:

@@ -85,13 +85,13 @@ def run(args: argparse.Namespace) -> int:
     workload = replaying.read_workload(trace)
     runs = plan.runs(workload)
     outcomes = replaying.replayed(workload, runs, args)
-    advice = plan.advice(dict(zip(runs, outcomes, strict=True)), workload.span_s)
+    advice = plan.advice(dict(zip(runs, outcomes, strict=True)), workload)
     if args.out is not None:
         replaying.report(workload, outcomes, args, prices, str(advice))
     if args.json:
         found = [one.as_dict() for one in outcomes]
         print(json.dumps({"memory_tokens": memory, "disk_tokens": disk, **asdict(advice),
-                          "outcomes": found}))  # fmt: skip
+                          **replaying.gap_facts(workload), "outcomes": found}))  # fmt: skip
         return 0
     _print(workload, advice)
     if prices is not None and advice.chosen.month is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvkeep.bench.replay import BELADY, BOUNDS, GROUP_REASONS, INFINITE, LOADINGS, ReplayRun
+from kvkeep.bench.replay.doubts import gaps
 from kvkeep.bench.replay.words import amount
 from kvkeep.cli import replaying
 from kvkeep.cli.arguments import add_json, add_option, add_path, add_switch, count
@@ -169,7 +170,7 @@ def run(args: argparse.Namespace) -> int:
         replaying.report(workload, outcomes, args, prices)
     if args.json:
         for outcome in outcomes:
-            print(json.dumps(outcome.as_dict()))
+            print(json.dumps(outcome.as_dict() | replaying.gap_facts(workload)))
     else:
         _print(workload, runs, outcomes)
     return 0
@@ -280,8 +281,9 @@ def _print(workload: Workload, runs: Sequence[ReplayRun], outcomes: Sequence[Out
     print(
         f"{visible(workload.name)}: {known['requests']:,} requests, "
         f"{known['tokens']:,} prompt tokens in {known['span_s'] / 60:,.0f} minutes"
-        + (f"; {workload.skipped:,} lines skipped" if workload.skipped else "")
     )
+    for gap in gaps(workload):
+        print(f"Warning: {visible(gap)}")
     sizes = list(dict.fromkeys(_memory(run) for run in runs if run.policy != INFINITE))
     by = {(run.name, _memory(run)): one for run, one in zip(runs, outcomes, strict=True)}
     endless = next((one for one in outcomes if one.policy == INFINITE), None)

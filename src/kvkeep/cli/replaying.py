@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.bench.replay import BOUNDS, GroupSizes, RunLog, Workload, replay
+from kvkeep.bench.replay.doubts import gaps
 from kvkeep.bench.replay.effort import effort
 from kvkeep.bench.replay.runs import increments
 from kvkeep.bench.replay.words import duration
@@ -43,8 +44,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ModelSizes", "add_price_arguments", "add_replay_arguments", "add_report_arguments",
-    "check_out", "facts", "in_bytes", "prices_of", "read_workload", "replayed", "report",
-    "tier_reads",
+    "check_out", "facts", "gap_facts", "in_bytes", "prices_of", "read_workload", "replayed",
+    "report", "tier_reads",
 ]  # fmt: skip
 
 _FRONTS = ("memory", "shm", "buffer")  # names of tiers in front of all others
@@ -82,7 +83,7 @@ def add_replay_arguments(group: argparse._ArgumentGroup) -> None:
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     """Add ``--out`` and ``--fresh``; `replayed` and `report` read them."""
-    add_path(parser, "--out", "write a report to this .html file, with JSON, CSV and PNG beside it")
+    add_path(parser, "--out", "write a report to this .html file, with its data as JSON beside it")
     add_switch(
         parser,
         "--fresh",
@@ -117,7 +118,7 @@ def check_out(args: argparse.Namespace) -> None:
     if not args.out.parent.is_dir():
         raise InvalidValue(f"cannot write {args.out}: there is no directory {args.out.parent}")
     read = [path.resolve() for path in (args.file, getattr(args, "cost", None)) if path is not None]
-    for suffix in (args.out.suffix, ".json", ".csv", ".png", _LOG):
+    for suffix in (args.out.suffix, ".json", _LOG):
         written = args.out.with_suffix(suffix)
         if written.is_dir():
             raise InvalidValue(f"cannot write {written}: it is a directory")
@@ -312,12 +313,11 @@ def report(
     except OSError as error:
         raise InvalidValue(f"cannot write {args.out}: {error.strerror}") from error
     print("written: " + ", ".join(str(path) for path in written), file=sys.stderr)
-    if not any(path.suffix == ".png" for path in written):
-        print("no PNG was written: it needs pip install 'kvkeep[report]'", file=sys.stderr)
 
 
 def facts(workload: Workload) -> dict[str, Any]:
     """Return the facts about the trace that a report lists."""
+    missing = " · ".join(gaps(workload))
     return {
         "name": workload.name,
         "digest": workload.digest,
@@ -329,4 +329,15 @@ def facts(workload: Workload) -> dict[str, Any]:
         "span_s": workload.span_s,
         "namespaces": len(workload.namespaces),
         "skipped": workload.skipped,
+        **({"left out": missing} if missing else {}),
+    }
+
+
+def gap_facts(workload: Workload) -> dict[str, Any]:
+    """Return how many lines and requests a trace leaves out, for JSON."""
+    return {
+        "skipped": workload.skipped,
+        "skipped_reasons": list(workload.skipped_reasons),
+        "dropped": workload.dropped,
+        "unknown": workload.unknown,
     }

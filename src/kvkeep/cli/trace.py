@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvkeep.bench.traces import FORMATS, KINDS, generate, open_trace, summarise, write_trace
+from kvkeep.bench.replay import summarise
+from kvkeep.bench.traces import FORMATS, KINDS, generate, open_trace, write_trace
 from kvkeep.cli.arguments import add_count, add_json, add_option, add_switch, count, number, seconds
 from kvkeep.cli.drawing import visible
 from kvkeep.cli.tables import print_facts, print_table
@@ -18,7 +18,8 @@ from kvkeep.core.geometry import download_hint
 if TYPE_CHECKING:
     import argparse
 
-    from kvkeep.bench.traces import FileTrace, TraceSummary
+    from kvkeep.bench.replay import TraceSummary
+    from kvkeep.bench.traces import FileTrace
     from kvkeep.bench.traces.formats import Tokenize
     from kvkeep.cli.arguments import Commands
 
@@ -178,14 +179,10 @@ def _info(args: argparse.Namespace) -> int:
     if found.sessions:
         names = ("requests", "pause (median)", "pause (90 %)", "never return")
         print_table(["how answers end", *names], _stop_rows(found))
-    for reason in found.reasons:
-        print(f"skipped: {reason}")
-    if found.unchained_units:
-        print(
-            f"kvkeep: {found.unchained_units:,} ids were seen before although the id before them "
-            "was not: they are not prefix-chained; read the file with --unchained",
-            file=sys.stderr,
-        )
+    for gap in found.warnings:
+        print(f"Warning: {visible(gap)}")
+    for reason in found.skipped_reasons[1:]:
+        print(f"skipped: {visible(reason)}")
     return 0
 
 
@@ -217,12 +214,12 @@ def _convert(args: argparse.Namespace) -> int:
     skipped = f", {trace.skipped:,} lines skipped" if trace.skipped else ""
     print(f"{written:,} requests in {args.out}{skipped}")
     for reason in trace.reasons:
-        print(f"skipped: {reason}")
+        print(f"skipped: {visible(reason)}")
     return 0
 
 
 def _rows(found: TraceSummary) -> list[tuple[str, str]]:
-    each = found.unit_tokens
+    each, most = found.unit_tokens, found.reusable_share
     rows = [
         ("requests", f"{found.requests:,}"),
         ("span", _duration(found.span_s)),
@@ -233,14 +230,14 @@ def _rows(found: TraceSummary) -> list[tuple[str, str]]:
         ),
         ("answer tokens", f"{found.output_tokens:,}"),
         (f"units of {each} token{'s' * (each > 1)}", f"{found.units:,}"),
-        ("reusable at most", f"{found.reusable_share:.1%} of the units"),
+        ("reusable at most", "unknown" if most is None else f"{most:.1%} of the units"),
     ]
     if found.namespaces > 1:
         rows += [
             ("namespaces", f"{found.namespaces:,}"),
             (
                 "cached only in other namespaces",
-                f"{found.elsewhere_units / max(1, found.units):.1%}",
+                f"{found.elsewhere_tokens / max(1, found.tokens):.1%}",
             ),
         ]
     if found.sessions:

@@ -172,7 +172,8 @@ class KeptModel:
 
         A batch is padded on the left and comes with its ``attention_mask``; without one, every
         token is text. A static cache, or an empty cache passed as ``past_key_values``, is used as
-        ``generate`` does. If the rows begin alike, the common prefix is computed once.
+        ``generate`` does. If the rows begin alike, the common prefix is computed once. Where hidden
+        states or attentions are returned, which are those of the whole prompt, nothing is loaded.
 
         Raises:
             InvalidValue: padding on the right, or a setting that uses the cache in its own way.
@@ -188,7 +189,7 @@ class KeptModel:
         prefill = Prefill(self.model, self.store.geometry, rows, clock=self._clock, chunk=chunk)
         cache, stored = self._begin(settings, prefill)
         output = self._answer(settings, cache)
-        if settings.cache is None:
+        if settings.cache is None or settings.whole:
             stored = self._rows.store_prompts(prefill, rows, cache, copies=settings.copies)
         if settings.copies == 1:  # of several answers, only the common prompt is stored
             sequences: Any = getattr(output, "sequences", output)
@@ -199,9 +200,8 @@ class KeptModel:
     def _generate(self, runs: SnapshotRuns, settings: GenerateSettings, chunk: int | None) -> Any:
         """Generate with snapshots; see `generate`."""
         rows, given = settings.rows, settings.cache
-        servable = self._servable(rows.longest)
         prepared = PreparedRows(None, [0] * len(rows.texts))
-        if servable:
+        if self._servable(rows.longest) and not settings.whole:
             prepared = runs.prepare(rows, copies=settings.copies, chunk=chunk)
         cache = runs.caches.empty() if prepared.cache is None else prepared.cache
         if given is not None:
@@ -323,7 +323,7 @@ class KeptModel:
         prompts were stored, with all but their last token.
         """
         rows, given = settings.rows, settings.cache
-        if not self._servable(rows.longest):
+        if not self._servable(rows.longest) or settings.whole:
             return grown(()) if given is None else given, 0
         if self._paying and len(rows.texts) == 1:
             prefill.meet(self._begin_load)

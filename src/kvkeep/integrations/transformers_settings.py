@@ -41,6 +41,8 @@ _TENSORS: Final = {"eos_token_id", "pad_token_id", "bos_token_id", "negative_pro
                    "negative_prompt_attention_mask"}  # fmt: skip
 # Values in generation configurations of older models; a fitting cache is chosen anyway.
 _NO_CHOICE: Final = {None, "dynamic", "hybrid"}
+# Outputs that have all tokens of the prompt, if a dictionary is returned.
+_OF_PROMPT: Final = ("output_hidden_states", "output_attentions")
 _DEFAULT_NEW_TOKENS: Final = 20  # the default of Transformers
 
 
@@ -91,6 +93,12 @@ class GenerateSettings:
             return self.passed[name]
         given = getattr(self.passed.get("generation_config"), name, None)
         return getattr(self._model.generation_config, name, None) if given is None else given
+
+    @property
+    def whole(self) -> bool:
+        """Whether the output has more of the prompt than its KV, so that all is to be computed."""
+        asked = any(self.value(name) for name in _OF_PROMPT)
+        return bool(asked and self.value("return_dict_in_generate"))
 
     @property
     def ends(self) -> set[int]:

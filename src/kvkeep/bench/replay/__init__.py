@@ -13,6 +13,7 @@ from kvkeep.bench.replay.planning import Advice, PlannedMemory
 from kvkeep.bench.replay.runs import BOUNDS, ReplayRun, RunLog, replay
 from kvkeep.bench.replay.sharing import simulate_shares, simulate_tier_shares
 from kvkeep.bench.replay.simulate import simulate
+from kvkeep.bench.replay.summary import TraceSummary, summarise
 from kvkeep.bench.replay.tiered import simulate_tiers
 from kvkeep.bench.replay.workload import Workload
 from kvkeep.core.cost import PrefillCost
@@ -34,6 +35,7 @@ __all__ = [
     "ReplayRun",
     "RunLog",
     "Spans",
+    "TraceSummary",
     "WindowSize",
     "Workload",
     "belady",
@@ -44,4 +46,5 @@ __all__ = [
     "simulate_shares",
     "simulate_tier_shares",
     "simulate_tiers",
+    "summarise",
 ]

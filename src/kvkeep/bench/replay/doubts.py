@@ -1,4 +1,4 @@
-"""Whether a trace is long enough for the advice that was read from its replays."""
+"""What a trace leaves out, and whether it is long enough for the advice of its replays."""
 
 from __future__ import annotations
 
@@ -12,14 +12,43 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvkeep.bench.replay.outcome import Outcome
+    from kvkeep.bench.replay.workload import Workload
 
-__all__ = ["FEW_REQUESTS", "difference", "doubts"]
+__all__ = ["FEW_REQUESTS", "difference", "doubts", "gaps"]
 
 FEW_REQUESTS = 300
 """A trace with fewer requests is too short for a plan."""
 _LATE = 0.1  # share of the reuse that comes late in a trace that is too short
 _DRAWS = 1000
 _RANGE = (5, 95)
+
+
+def gaps(workload: Workload) -> Iterator[str]:
+    """Yield sentences on what the file of a trace leaves out; none if it has everything."""
+    requests = len(workload)
+    if workload.skipped:
+        first = "".join(f": {reason}" for reason in workload.skipped_reasons[:1])
+        yield (
+            f"{workload.skipped:,} of {workload.skipped + requests:,} lines of the trace are "
+            f"skipped{first}"
+        )
+    if workload.dropped:
+        yield f"The capture dropped {workload.dropped:,} requests, which the trace lacks."
+    if workload.unknown == requests:
+        yield (
+            "The trace has lengths only: no prompt can be compared with another, so it tells "
+            "nothing about reuse."
+        )
+    elif workload.unknown:
+        yield (
+            f"{workload.unknown:,} of {requests:,} requests have lengths only, and count as never "
+            "seen before."
+        )
+    if unchained := workload.unchained_units():
+        yield (
+            f"{unchained:,} ids follow another id than before: they are not prefix-chained; read "
+            "the file with --unchained."
+        )
 
 
 def doubts(usual: Outcome, endless: Outcome, span_s: float, size: str) -> Iterator[str]:

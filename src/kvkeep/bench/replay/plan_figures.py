@@ -38,15 +38,23 @@ _SAVES_WRITES = 0.8  # a tiering that writes less than this share of another's i
 
 
 class PlanFigures:
-    """What the replays of a plan found. ``span_s`` are the seconds that the trace covers."""
+    """What the replays of a plan found.
+
+    ``span_s`` are the seconds that the trace covers, and ``gaps`` sentences on what it leaves out.
+    """
 
     def __init__(
-        self, plan: PlannedMemory, outcomes: Mapping[ReplayRun, Outcome], span_s: float
+        self,
+        plan: PlannedMemory,
+        outcomes: Mapping[ReplayRun, Outcome],
+        span_s: float,
+        gaps: tuple[str, ...] = (),
     ) -> None:
         self.plan = plan
         self.outcomes = outcomes
         self.candidates = candidates(outcomes, plan.prices, span_s)
         self._span_s = span_s
+        self._gaps = gaps
         self.here = {
             run.policy: outcome.token_hit_rate
             for run, outcome in outcomes.items()
@@ -200,7 +208,8 @@ class PlanFigures:
     # --- sentences that all advice has ---------------------------------------------------------
 
     def doubts(self) -> Iterator[str]:
-        """Yield what the trace is too short to tell."""
+        """Yield what the trace leaves out, and what it is too short to tell."""
+        yield from self._gaps
         usual = self.outcomes[self.plan.of(USUAL)]
         size = self.plan.size(self.plan.memory_tokens)
         yield from doubts(usual, self._endless, self._span_s, size)
@@ -208,10 +217,11 @@ class PlanFigures:
     def bounds(self) -> str:
         """Return what an unlimited cache and an optimal policy would reuse."""
         if self.most < WORTH:
-            return (
+            said = (
                 f"Prompts hardly share a prefix: an unlimited cache would reuse only "
-                f"{percent(self.most)}. No cache will help this traffic."
+                f"{percent(self.most)}."
             )
+            return said if any(self.doubts()) else f"{said} No cache will help this traffic."
         plan = self.plan
         said = (
             f"An unlimited cache would reuse {percent(self.most)}; all other tokens are seen for "

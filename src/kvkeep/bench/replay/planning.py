@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 
 from kvkeep.bench.replay.advising import Advice, advise
 from kvkeep.bench.replay.bounds import BELADY, INFINITE
+from kvkeep.bench.replay.doubts import gaps
 from kvkeep.bench.replay.plan_figures import FLEXIBLE, USUAL, PlanFigures
 from kvkeep.bench.replay.runs import ReplayRun
 from kvkeep.bench.replay.simulate import SESSIONS
 from kvkeep.bench.replay.words import amount
 from kvkeep.core.cost import TransferCost
+from kvkeep.core.errors import InvalidValue
 from kvkeep.core.eviction import POLICIES
 from kvkeep.core.eviction import policy as policy_named
 from kvkeep.core.geometry.units import format_bytes
@@ -53,7 +55,11 @@ class PlannedMemory:
     bytes_per_token: float | None = None
 
     def runs(self, workload: Workload) -> list[ReplayRun]:
-        """Return the replays to run: policies, less and more memory, tiers, and the bounds."""
+        """Return the replays to run: policies, less and more memory, tiers, and the bounds.
+
+        Raises `InvalidValue` for a trace from which no advice can be read.
+        """
+        _check_telling(workload)
         policies = [name for name in POLICIES if policy_named(name).advised]
         found = [self.of(policy) for policy in policies]
         if (workload.session >= 0).any():
@@ -110,9 +116,25 @@ class PlannedMemory:
             return amount(tokens)
         return format_bytes(round(tokens * self.bytes_per_token))
 
-    def advice(self, outcomes: Mapping[ReplayRun, Outcome], span_s: float = 0.0) -> Advice:
+    def advice(self, outcomes: Mapping[ReplayRun, Outcome], workload: Workload) -> Advice:
         """Return the recommendation that the outcomes of `runs` support.
 
-        ``span_s`` are the seconds that the trace covers: without any, prices tell nothing.
+        Prices tell nothing of a trace that covers no time.
         """
-        return advise(PlanFigures(self, outcomes, span_s))
+        return advise(PlanFigures(self, outcomes, workload.span_s, tuple(gaps(workload))))
+
+
+def _check_telling(workload: Workload) -> None:
+    """Raise `InvalidValue` if the trace lacks what an advice is read from."""
+    requests, skipped = len(workload), workload.skipped
+    if workload.unknown == requests:
+        raise InvalidValue(
+            f"{workload.name} has lengths only: no prompt can be compared with another, so there "
+            "is nothing to advise from; a trace with ids, tokens or text of the prompts is needed"
+        )
+    if skipped >= requests:
+        reasons = "".join(f"; {reason}" for reason in workload.skipped_reasons[:1])
+        raise InvalidValue(
+            f"{workload.name}: {skipped:,} of {skipped + requests:,} lines are skipped, too many "
+            f"to advise from the rest{reasons}"
+        )

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvkeep.bench.traces.chain import fresh_ids
+from kvkeep.bench.traces.request import units_of
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.returns import Ended
 
@@ -41,6 +43,10 @@ class Workload:
     session that called the session of the request, a sub-agent's; -1 for others. ``first_token[i]``
     stands for the first token of its answer, -1 if unknown.
 
+    ``skipped`` lines of the file were invalid, for the ``skipped_reasons`` (the first few);
+    ``dropped`` requests were lost by the capture; ``unknown`` requests have lengths only, and ids
+    that no other request has.
+
     ``digest`` identifies the workload: equal digests mean equal workloads.
 
     Memory: 4 bytes per unit and about 80 per request.
@@ -68,6 +74,9 @@ class Workload:
     caller: Ids
     first_token: Ids
     skipped: int = 0
+    skipped_reasons: tuple[str, ...] = ()
+    dropped: int = 0
+    unknown: int = 0
 
     def __len__(self) -> int:
         """Number of requests."""
@@ -100,6 +109,21 @@ class Workload:
             max(0, int(self.output_tokens[number])),
             first if first >= 0 else None,
         )
+
+    def unchained_units(self) -> int:
+        """Return the units of prompts that follow another unit than before; 0 if ids are chained.
+
+        Otherwise all figures of reuse are wrong.
+        """
+        before = np.empty_like(self.ids)
+        before[1:] = self.ids[:-1]
+        before[self.first[self.prompt_units > 0]] = -1
+        lengths = self.last - self.first
+        place = np.arange(len(self.ids)) - np.repeat(self.first, lengths)
+        asked = place < np.repeat(self.prompt_units, lengths)
+        ids, before = self.ids[asked], before[asked]
+        _, first, numbers = np.unique(ids, return_index=True, return_inverse=True)
+        return int((before != before[first][numbers]).sum())
 
     def only(self, namespace: int, most_tokens: int) -> Workload:
         """Return the requests of one namespace, by its number.
@@ -136,27 +160,41 @@ class Workload:
             ids=ids.astype(np.int32),
             content=np.arange(len(known), dtype=np.int32),
             skipped=0,
+            skipped_reasons=(),
+            dropped=0,
+            unknown=0,
             **columns,
         )
 
     @classmethod
-    def read(cls, trace: Trace, progress: Callable[[int], None] | None = None) -> Workload:
+    def read(
+        cls,
+        trace: Trace,
+        progress: Callable[[int], None] | None = None,
+        each: Callable[[TraceRequest], None] | None = None,
+    ) -> Workload:
         """Read all of ``trace``; ``progress`` is called with the number of requests read.
+
+        ``each`` is called with each request.
 
         Raises what reading raises, and `InvalidValue` for a trace without requests.
         """
-        builder = _Builder()
+        builder = _Builder(trace.unit_tokens)
         for number, request in enumerate(trace, 1):
             builder.add(request)
+            if each is not None:
+                each(request)
             if progress is not None and number % 1000 == 0:
                 progress(number)
         if not builder.times:
-            raise InvalidValue(f"{trace.name} has no requests to replay")
+            raise InvalidValue(f"{trace.name} has no requests")
         return builder.build(trace)
 
 
 class _Builder:
-    def __init__(self) -> None:
+    def __init__(self, unit_tokens: int) -> None:
+        self.unit_tokens = unit_tokens
+        self.unknown = 0
         self.times: list[float] = []
         self.took_s: list[float] = []
         self.numbers: list[tuple[int, int, int, int, int, bool, int, int, int, int]] = []
@@ -176,14 +214,18 @@ class _Builder:
         duration = request.duration_s
         self.took_s.append(np.nan if duration is None else duration)
         answer = 0
-        self.units.append(request.units)
+        units = request.units
+        if units is None:
+            self.unknown += 1
+            units = fresh_ids(len(self.times), units_of(request.tokens, self.unit_tokens))
+        self.units.append(units)
         if request.answer is not None and len(request.answer):
             self.units.append(request.answer)
             answer = len(request.answer)
         self.times.append(request.time)
         self.numbers.append((
             request.tokens, request.output_tokens, space, session, request.turn or 0,
-            request.store, len(request.units), answer, stop,
+            request.store, len(units), answer, stop,
             -1 if request.first_token is None else request.first_token,
         ))  # fmt: skip
 
@@ -232,6 +274,9 @@ class _Builder:
             took_s=took_s,
             caller=caller,
             skipped=getattr(trace, "skipped", 0),
+            skipped_reasons=tuple(getattr(trace, "reasons", ())),
+            dropped=getattr(trace, "dropped", 0),
+            unknown=self.unknown,
         )
 
 

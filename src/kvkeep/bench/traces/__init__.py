@@ -11,7 +11,6 @@ from kvkeep.bench.traces.native import TraceHeader, TraceWriter, write_trace
 from kvkeep.bench.traces.pauses import StopSummary
 from kvkeep.bench.traces.reading import FORMATS, FileTrace, open_trace
 from kvkeep.bench.traces.request import Served, Trace, TraceRequest
-from kvkeep.bench.traces.summary import TraceSummary, summarise
 
 __all__ = [
     "FORMATS",
@@ -26,10 +25,8 @@ __all__ = [
     "Trace",
     "TraceHeader",
     "TraceRequest",
-    "TraceSummary",
     "TraceWriter",
     "generate",
     "open_trace",
-    "summarise",
     "write_trace",
 ]

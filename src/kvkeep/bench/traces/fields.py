@@ -24,6 +24,7 @@ __all__ = [
     "count",
     "json_object",
     "number",
+    "optional_count",
     "optional_seconds",
     "optional_text",
     "shown",
@@ -31,6 +32,7 @@ __all__ = [
 ]
 
 _MOST_NAMES = 32
+_LENGTHS = ("input_length", "output_length")  # alike, and not misspelt for each other
 _SHOWN = 60  # characters of a value in a message
 MOST_TEXT = 512
 """Most characters of a session, a namespace, a kind, a stop reason."""
@@ -72,7 +74,8 @@ def shown(value: object) -> str:
 
 def missing(found: dict[str, Any], key: str) -> BadLine:
     """Return the error for a line without ``key``; it names a field that may be meant for it."""
-    return BadLine(f"{key} is missing{_near(key, tuple(found))}")
+    names = tuple(name for name in found if name not in _LENGTHS)
+    return BadLine(f"{key} is missing{_near(key, names)}")
 
 
 @lru_cache(maxsize=64)  # a file with wrong names has them in every line
@@ -91,6 +94,11 @@ def count(found: dict[str, Any], key: str, low: int = 0, high: int = MAX_TOKENS)
             raise missing(found, key)
         raise BadLine(f"{key} is {shown(value)}; a whole number in {low} … {high} is needed")
     return value
+
+
+def optional_count(found: dict[str, Any], key: str, high: int = MAX_TOKENS) -> int | None:
+    """Return the whole number at ``key``, or None if it is missing."""
+    return None if found.get(key) is None else count(found, key, 0, high)
 
 
 def number(found: dict[str, Any], key: str) -> float:

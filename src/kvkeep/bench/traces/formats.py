@@ -16,12 +16,13 @@ from kvkeep.bench.traces.fields import (
     count,
     json_object,
     number,
+    optional_count,
     optional_seconds,
     optional_text,
     unit_ids,
 )
 from kvkeep.bench.traces.files import BadLine
-from kvkeep.bench.traces.request import MAX_TOKENS, MAX_UNIT_TOKENS, TraceRequest, units_of
+from kvkeep.bench.traces.request import MAX_TOKENS, MAX_UNIT_TOKENS, TraceRequest
 from kvkeep.core.errors import InvalidValue, whole
 
 if TYPE_CHECKING:
@@ -110,24 +111,52 @@ class Mooncake(_IdLines):
     """``timestamp`` (ms), ``input_length``, ``output_length``, ``hash_ids``.
 
     Released with Mooncake (FAST'25): ids are chained and stand for 512 tokens. Optional:
-    ``session_id``, ``stop_reason``, and ``api_time``, the seconds that the request took (0:
-    unknown).
+    ``output_length``, ``session_id``, ``stop_reason``, and ``api_time``, the seconds that the
+    request took (0: unknown). A further request of a session may have, instead of ``timestamp``,
+    the ``delay`` (ms) from the end of the answer before it, or from that request if its
+    ``api_time`` is unknown.
     """
 
     def __init__(self, options: ReadOptions) -> None:
         super().__init__(options.unit(512), options.is_chained(True))
+        # By session: when its latest request ended, and the first id, if that is of a full unit.
+        self._latest: OrderedDict[str, tuple[float, int | None]] = OrderedDict()
 
     def read(self, line: bytes) -> TraceRequest:
         """Return the request of a line."""
         found = json_object(line)
-        return TraceRequest(
-            number(found, "timestamp") / 1000,
-            *self._prompt(found),
-            count(found, "output_length"),
-            session=optional_text(found, "session_id"),
+        units, tokens = self._prompt(found)
+        session = optional_text(found, "session_id")
+        request = TraceRequest(
+            self._time(found, session, units),
+            units,
+            tokens,
+            optional_count(found, "output_length") or 0,
+            session=session,
             stop=optional_text(found, "stop_reason") or "",
             took_s=optional_seconds(found, "api_time") or None,
         )
+        if session is not None:
+            self._latest.pop(session, None)
+            first = int(units[0]) if tokens >= self.unit_tokens else None
+            self._latest[session] = request.time + (request.took_s or 0.0), first
+            if len(self._latest) > _MOST_SESSIONS:
+                self._latest.popitem(last=False)
+        return request
+
+    def _time(self, found: dict[str, Any], session: str | None, units: UnitArray) -> float:
+        """Return the time of a request, which may be told from the request before it."""
+        if "timestamp" in found or "delay" not in found:
+            return number(found, "timestamp") / 1000
+        if session is None or session not in self._latest:
+            raise BadLine("delay counts from a request of the same session_id, and none is before")
+        ended, first = self._latest[session]
+        if first is not None and (not len(units) or units[0] != first):
+            raise BadLine(
+                "hash_ids do not begin like those of the request before it in the session: ids of "
+                "what is new in a prompt, without those before, are not read"
+            )
+        return ended + (optional_seconds(found, "delay") or 0.0) / 1000
 
 
 class Bailian(_IdLines):
@@ -151,10 +180,10 @@ class Bailian(_IdLines):
         return TraceRequest(
             number(found, "timestamp"),
             *self._prompt(found),
-            count(found, "output_length"),
+            optional_count(found, "output_length") or 0,
             session=self._session(chat, parent),
             parent=parent,
-            turn=count(found, "turn", 0) if found.get("turn") is not None else None,
+            turn=optional_count(found, "turn"),
             kind=optional_text(found, "type") or "",
         )
 
@@ -171,15 +200,13 @@ class Bailian(_IdLines):
 class Azure:
     """``TIMESTAMP,ContextTokens,GeneratedTokens``: only times and lengths.
 
-    The files do not show common prefixes of prompts, so every prompt gets unique ids and nothing
-    can be reused: they are traces of load, not of reuse.
+    The files do not show common prefixes of prompts: they are traces of load, not of reuse.
     """
 
     COLUMNS = ("timestamp", "contexttokens", "generatedtokens")
 
     def __init__(self, options: ReadOptions) -> None:
         self.unit_tokens = options.unit(512)
-        self._fresh = Fresh()
 
     def read(self, line: bytes) -> TraceRequest | None:
         """Return the request of a line; None for the header."""
@@ -194,8 +221,7 @@ class Azure:
         tokens, output = (
             self._length(*pair) for pair in zip(self.COLUMNS[1:], columns[1:], strict=True)
         )
-        units = self._fresh.ids(units_of(tokens, self.unit_tokens))
-        return TraceRequest(self._seconds(columns[0]), units, tokens, output)
+        return TraceRequest(self._seconds(columns[0]), None, tokens, output)
 
     @staticmethod
     def _length(name: str, column: str) -> int:

@@ -4,7 +4,8 @@
     {"time": 0.5, "tokens": 40, "output_tokens": 9, "units": "…", "answer": "…", …}
     {"dropped": 3}
 
-Ids are 16 hexadecimal digits each, without separators. Fields with a default value are left out.
+Ids are 16 hexadecimal digits each, without separators; ``units`` is null if only the length
+of a prompt is known. Fields with a default value are left out.
 ``docs/traces.md`` describes all fields.
 """
 
@@ -23,12 +24,13 @@ from kvkeep.bench.traces.fields import (
     json_object,
     missing,
     number,
+    optional_count,
     optional_seconds,
     optional_text,
     shown,
 )
 from kvkeep.bench.traces.files import BadLine, compressor
-from kvkeep.bench.traces.request import MAX_TOKENS, MAX_UNIT_TOKENS, Served, TraceRequest, units_of
+from kvkeep.bench.traces.request import MAX_UNIT_TOKENS, Served, TraceRequest, units_of
 from kvkeep.core.errors import InvalidValue
 
 if TYPE_CHECKING:
@@ -103,13 +105,9 @@ class Native:
             return None
         tokens = count(found, "tokens")
         output = count(found, "output_tokens")
-        units = _from_hex(found, "units")
-        if len(units) != (wanted := units_of(tokens, self.unit_tokens)):
+        units = _from_hex(found, "units") if found.get("units", "") is not None else None
+        if units is not None and len(units) != (wanted := units_of(tokens, self.unit_tokens)):
             raise BadLine(f"units has {len(units)} ids; {tokens} tokens are {wanted} units")
-        turn = count(found, "turn", 0) if found.get("turn") is not None else None
-        first_token = None
-        if found.get("first_token") is not None:
-            first_token = count(found, "first_token", 0, MAX_TOKENS)
         store = found.get("store", True)
         if type(store) is not bool:
             raise BadLine(f"store is {shown(store)}; true or false is needed")
@@ -121,7 +119,7 @@ class Native:
             optional_text(found, "namespace") or "",
             optional_text(found, "session"),
             optional_text(found, "parent"),
-            turn,
+            optional_count(found, "turn"),
             optional_text(found, "kind") or "",
             self._answer(found, tokens, output),
             store,
@@ -129,7 +127,7 @@ class Native:
             optional_text(found, "stop") or "",
             optional_seconds(found, "took_s"),
             optional_text(found, "caller"),
-            first_token,
+            optional_count(found, "first_token"),
         )
 
     def _answer(self, found: dict[str, Any], tokens: int, output: int) -> UnitArray | None:
@@ -167,7 +165,7 @@ def _from_hex(found: dict[str, Any], key: str) -> UnitArray:
 
 
 def _line(fields: dict[str, Any]) -> bytes:
-    known = {key: value for key, value in fields.items() if value is not None}
+    known = {k: value for k, value in fields.items() if value is not None or k == "units"}
     return json.dumps(known, separators=(",", ":")).encode() + b"\n"
 
 
@@ -198,7 +196,7 @@ class TraceWriter:
             "time": round(request.time, 6),
             "tokens": request.tokens,
             "output_tokens": request.output_tokens,
-            "units": _hex(request.units),
+            "units": None if request.units is None else _hex(request.units),
             "answer": None if request.answer is None else _hex(request.answer),
             "namespace": request.namespace or None,
             "session": request.session,

@@ -12,9 +12,9 @@ import numpy as np
 
 from kvkeep.bench.traces.chain import chain_tokens
 from kvkeep.bench.traces.fields import (
-    count,
     json_object,
     number,
+    optional_count,
     optional_seconds,
     optional_text,
     shown,
@@ -35,10 +35,15 @@ __all__ = ["PromptReader", "words"]
 # A word with the space before it, or one other character: close to the tokens of English text.
 _PIECE = re.compile(r"\s*\w{1,32}|\s*[^\w\s]|\s+")
 _MARK = "<|{}|>\n"
+_SYSTEM = ("system", "developer", "instructions")  # fields, and roles of messages
+_TOOLS = ("tools", "functions")
 
 
 class PromptReader:
     """Reads lines with ``prompt`` (text), ``tokens`` (ids) or ``messages``.
+
+    ``system`` or ``instructions`` and ``tools`` beside text or messages are a part of the prompt,
+    in front of it, as logged requests to the APIs of Anthropic and OpenAI have them.
 
     Optional: ``time`` or ``timestamp`` (s; otherwise requests are a second apart),
     ``output_tokens``, ``namespace`` (or ``cache_salt``), ``session``, ``parent``, ``turn``,
@@ -56,18 +61,16 @@ class PromptReader:
         found = json_object(line)
         tokens = self._tokens(found)
         time = self._time(found)
-        turn = count(found, "turn", 0) if found.get("turn") is not None else None
-        output = count(found, "output_tokens") if found.get("output_tokens") is not None else 0
         namespace = optional_text(found, "namespace") or optional_text(found, "cache_salt") or ""
         return TraceRequest(
             time,
             chain_tokens(tokens, self.unit_tokens),
             len(tokens),
-            output,
+            optional_count(found, "output_tokens") or 0,
             namespace,
             session=optional_text(found, "session"),
             parent=optional_text(found, "parent"),
-            turn=turn,
+            turn=optional_count(found, "turn"),
             kind=optional_text(found, "kind") or "",
             stop=optional_text(found, "stop") or "",
             took_s=optional_seconds(found, "took_s"),
@@ -83,9 +86,9 @@ class PromptReader:
 
     def _tokens(self, found: dict[str, Any]) -> npt.NDArray[np.int32] | Words:
         if isinstance(text := found.get("prompt"), str):
-            return self._of_text(text)
+            return self._of_text(_rendered(found, []) + text)
         if isinstance(messages := found.get("messages"), list):
-            return self._of_text(_conversation(messages))
+            return self._of_text(_rendered(found, messages))
         ids = found.get("tokens", found.get("prompt"))
         if not isinstance(ids, list):
             raise BadLine("a prompt needs text in `prompt`, ids in `tokens`, or `messages`")
@@ -117,28 +120,52 @@ def _word(piece: str) -> int:
     return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")
 
 
-def _conversation(messages: list[Any]) -> str:
-    """Return a conversation as one text, to which more messages only append."""
+def _rendered(found: dict[str, Any], messages: list[Any]) -> str:
+    """Return the prompt of a request as one text, to which more messages only append.
+
+    As in most templates, what the system says comes first, then the tools, then the conversation.
+    """
     parts = []
-    for message in messages:
-        if not isinstance(message, dict):
-            raise BadLine(f"messages has {shown(message)}; objects are needed")
-        parts += [_MARK.format(message.get("role")), _content(message.get("content"))]
-        if calls := message.get("tool_calls"):
-            parts.append(json.dumps(calls, sort_keys=True))
-    return "".join(parts)
+    for key in _SYSTEM:
+        if found.get(key):
+            parts += [_MARK.format("system"), _content(found[key], key)]
+    turns = [_turn(message) for message in messages]
+    head = next(
+        (at for at, message in enumerate(messages) if message.get("role") not in _SYSTEM),
+        len(messages),
+    )
+    parts += turns[:head]
+    for key in _TOOLS:
+        if found.get(key):
+            parts += [_MARK.format("tools"), _content(found[key], key)]
+    return "".join(parts + turns[head:])
 
 
-def _content(content: object) -> str:
+def _turn(message: object) -> str:
+    if not isinstance(message, dict):
+        raise BadLine(f"messages has {shown(message)}; objects are needed")
+    text = _MARK.format(message.get("role")) + _content(message.get("content"), "content")
+    calls = message.get("tool_calls")
+    return text + json.dumps(calls, sort_keys=True) if calls else text
+
+
+def _content(content: object, name: str) -> str:
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise BadLine(f"content is {shown(content)}; text or a list of parts is needed")
+        raise BadLine(f"{name} is {shown(content)}; text or a list of parts is needed")
     return "".join(
         part["text"]
         if isinstance(part, dict) and isinstance(part.get("text"), str)
-        else json.dumps(part, sort_keys=True)  # an image, by its URL
+        else _json(part)  # a tool; an image, by its URL
         for part in content
     )
+
+
+def _json(part: object) -> str:
+    """Return a part as text, without its mark for caches, which moves from turn to turn."""
+    if isinstance(part, dict):
+        part = {key: value for key, value in part.items() if key != "cache_control"}
+    return json.dumps(part, sort_keys=True)

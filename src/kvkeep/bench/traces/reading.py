@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from kvkeep.bench.traces.fields import json_object
+from kvkeep.bench.traces.fields import json_object, shown
 from kvkeep.bench.traces.files import BadLine, opened
 from kvkeep.bench.traces.formats import Azure, Bailian, Mooncake, ReadOptions
 from kvkeep.bench.traces.native import Native, TraceHeader
@@ -34,7 +34,8 @@ _KINDS: dict[str, Callable[[ReadOptions], Format]] = {
     "azure": Azure,
 }
 # A capture writes requests when they end: lines are out of order by the duration of a request.
-_WINDOW = 8192
+# Files with all requests of a session in a row are out of order by the duration of a session.
+_WINDOW = 1 << 17
 _WINDOW_UNITS = 8 << 20
 _REASONS = 5
 _FIRST_LINES = 20  # lines from which the format is detected
@@ -101,7 +102,7 @@ class FileTrace:
     (for the first few) and ``dropped`` (requests that a capture dropped) are of the latest pass.
 
     Yields requests in the order of their times, the first at 0. Lines may be out of order by up to
-    8,192 requests; a line that comes later is invalid. Memory: those requests, however long the
+    131,072 requests; a line that comes later is invalid. Memory: those requests, however long the
     file is; of kv-cache-tester's format, all sessions, with the ids that each request does not
     share with the one before it. Raises `InvalidValue` at the end if no line was a request.
     """
@@ -209,10 +210,10 @@ class _Lines:
                 )
                 continue
             heapq.heappush(waiting, (request.time, number, request))
-            units += len(request.units)
+            units += _size(request)
             while len(waiting) > _WINDOW or (units > _WINDOW_UNITS and len(waiting) > 1):
                 last, _, first = heapq.heappop(waiting)
-                units -= len(first.units)
+                units -= _size(first)
                 yield first
         while waiting:
             yield heapq.heappop(waiting)[2]
@@ -232,6 +233,10 @@ class _Lines:
                 else:
                     if request is not None:
                         yield number, request
+
+
+def _size(request: TraceRequest) -> int:
+    return 0 if request.units is None else len(request.units)
 
 
 def _sessions(
@@ -259,7 +264,7 @@ def _look(path: Path, format: str | None) -> tuple[str, TraceHeader | None]:
     if format not in {None, "kvkeep"}:
         with opened(path):  # checks that it can be read
             return str(format), None
-    seen = ""
+    seen = ""  # what is there in place of a trace
     with opened(path) as lines:
         for number, line in lines:
             if number > _FIRST_LINES:
@@ -270,7 +275,7 @@ def _look(path: Path, format: str | None) -> tuple[str, TraceHeader | None]:
             try:
                 found = _format_of(line)
             except BadLine as error:
-                seen = seen or str(error)
+                seen = seen or _described(line, error)
                 continue
             if found == "kvkeep":
                 return found, _header(path, number, line)
@@ -279,7 +284,25 @@ def _look(path: Path, format: str | None) -> tuple[str, TraceHeader | None]:
             seen = seen or "the first line is no header"
     if not seen:
         raise InvalidValue(f"{path} has no lines; a trace has a request in each")
-    raise InvalidValue(f"{path} is no trace in {format or 'a known format'}: {seen}")
+    if format is not None:
+        raise InvalidValue(f"{path} is no trace in {format}: {seen}")
+    raise InvalidValue(
+        f"{path} is no trace in a known format: {seen}. A trace is a file of JSON objects, one a "
+        "line, with hash_ids, prompt, tokens or messages; of JSON objects with requests "
+        f"({SESSIONS}); or a table with the columns TIMESTAMP,ContextTokens,GeneratedTokens"
+    )
+
+
+def _described(line: bytes, error: BadLine) -> str:
+    """Return what a file has that does not begin with a request."""
+    text = line.decode("utf-8", "replace").strip()
+    if text[:1] == "[":
+        return "it is a JSON array"
+    if text[:1] == "{":
+        return "its first JSON object takes several lines" if text == "{" else str(error)
+    if "," in text:
+        return f"it is a table with the columns {text[:200]}"
+    return f"it begins with {shown(text)}, which is not JSON"
 
 
 def _header(path: Path, number: int, line: bytes) -> TraceHeader:
@@ -301,7 +324,4 @@ def _format_of(line: bytes) -> str:
         return "bailian" if "chat_id" in found else "mooncake"
     if found.keys() & {"prompt", "tokens", "messages"} and "units" not in found:
         return "prompts"
-    raise BadLine(
-        f"its fields are {', '.join(sorted(found)[:12])[:200] or 'none'}; a trace has hash_ids, "
-        "prompt, tokens or messages"
-    )
+    raise BadLine(f"its fields are {', '.join(sorted(found)[:12])[:200] or 'none'}")

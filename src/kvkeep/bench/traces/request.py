@@ -49,6 +49,7 @@ class TraceRequest:
     (of the trace) prompt tokens; the last may stand for fewer. Ids are *prefix-chained*: an id
     stands for its own tokens and all before them, so two prompts with the same id anywhere have the
     same tokens from the first to the end of that unit, at the same position. Ids lie in 0 … 2⁶³-1.
+    None: only the length of the prompt is known.
     They do not depend on the namespace: the same prompt in two namespaces has the same ids, but may
     not be reused.
 
@@ -69,7 +70,7 @@ class TraceRequest:
     """
 
     time: float
-    units: UnitArray
+    units: UnitArray | None
     tokens: int
     output_tokens: int
     namespace: str = ""

@@ -241,8 +241,8 @@ class SessionReader:
                 caller=stream.caller,
             )
 
-    def _units(self, stream: _Stream, one: Recorded, ids: UnitArray) -> UnitArray:
-        """Return the chained ids of a prompt's units.
+    def _units(self, stream: _Stream, one: Recorded, ids: UnitArray) -> UnitArray | None:
+        """Return the chained ids of a prompt's units; None if the file has none of it.
 
         They depend on the session unless ids are global. Tokens behind the last id of the file get
         one that depends on their number: equal ids before them and an equal length make an equal
@@ -250,6 +250,8 @@ class SessionReader:
         """
         blocks = units_of(one.tokens, stream.block_tokens)
         if not len(ids):
+            if one.tokens >= stream.block_tokens:
+                return None
             ids = self._fresh.ids(blocks)
         words = np.empty(1 + blocks, np.uint64)
         words[0] = stream.seed

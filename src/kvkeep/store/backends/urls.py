@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os.path
+import re
 from typing import TYPE_CHECKING, TypeVar
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from kvkeep.core.errors import InvalidValue, did_you_mean, whole
 from kvkeep.core.geometry.units import parse_bytes, parse_count, parse_seconds
@@ -16,12 +18,17 @@ __all__ = ["TierURL"]
 
 T = TypeVar("T")
 
+_HOME = "~/"
+# ``$NAME``, ``${NAME}``, or a ``~`` that begins the name of a folder.
+_UNEXPANDED = re.compile(r"\$\{?[A-Za-z_]\w*\}?|(?<![^/])~[^/]*")
+
 
 class TierURL:
     """``scheme://user:password@host:port/path?option=value``, parsed.
 
     `text`, `size`, `seconds`, `number` and `choice` take one option each and raise `InvalidValue`
-    for a bad value; `finish` refuses the options that remain.
+    for a bad value; `finish` refuses the options that remain. In ``file://~/path`` and in an option
+    that begins with ``~/``, ``~`` is the home directory of the user who runs the process.
 
     Attributes:
         place: the text between ``//`` and the path, without credentials (``4GiB`` in
@@ -56,7 +63,10 @@ class TierURL:
         self.username = unquote(parts.username) if parts.username else None
         self.password = unquote(parts.password) if parts.password else None
         self.host = parts.hostname
-        self.path = unquote(parts.path)
+        path = parts.path
+        if self.scheme == "file":
+            self.place, path = _expanded(self.place, path)
+        self.path = unquote(path)
         if "\0" in self.path:
             raise InvalidValue("a tier's URL has %00 in its path; no system takes that character")
         user = f"{parts.username or ''}:***@" if self.password else ""
@@ -66,9 +76,9 @@ class TierURL:
         for name, value in parse_qsl(parts.query, keep_blank_values=True):
             if name in self._options:
                 raise InvalidValue(f"the tier's URL gives {name} twice")
-            self._options[name] = value
+            self._options[name] = os.path.expanduser(value) if value.startswith(_HOME) else value
         self._taken: list[str] = []
-        self.safe = f"{self.scheme}://{user}{self.place}{parts.path}"
+        self.safe = f"{self.scheme}://{user}{self.place}{path}"
 
     def text(self, name: str, default: str | None = None) -> str | None:
         """Take an option as text."""
@@ -129,3 +139,23 @@ class TierURL:
 
     def __repr__(self) -> str:
         return f"<TierURL {self.safe}>"
+
+
+def _expanded(place: str, path: str) -> tuple[str, str]:
+    """Return the place and the path, both quoted, of a directory's URL, with ``~`` expanded.
+
+    Nobody expands more in a configuration file, and a directory called ``$HOME`` is no user's
+    wish: raises `InvalidValue` for variables, and for ``~`` elsewhere.
+    """
+    text = place + path
+    if place == "~":
+        place, text, path = "", path, quote(os.path.expanduser("~")) + path
+    if match := _UNEXPANDED.search(text):
+        home = match[0] in {"$HOME", "${HOME}", "~"}
+        rest = text[match.end() :]
+        right = f"file://~{rest}" if home else "the whole path, as in file:///var/lib/kvkeep"
+        raise InvalidValue(
+            f"{match[0]} in file://{text} is not expanded: write {right} (in a directory's own "
+            "name, $ is written %24 and ~ is %7E)"
+        )
+    return place, path

@@ -404,9 +404,11 @@ class DiskBackend(Backend):
 def _options(url: TierURL) -> tuple[int | None, Sync, Io]:
     """Take ``size``, ``sync`` and ``io`` out of ``url``."""
     if url.place or not url.path.strip("/"):
+        path = f"/{(url.place + url.path).strip('/') or 'var/lib/kvkeep'}"
+        if url.place in {".", ".."}:
+            path = os.path.abspath(path[1:])
         raise InvalidValue(
-            f"{url.safe} names no directory; an absolute path has three slashes: "
-            f"file:///{(url.place + url.path).strip('/') or 'var/lib/kvkeep'}"
+            f"{url.safe} names no directory; an absolute path has three slashes: file://{path}"
         )
     capacity = url.size("size")
     sync = url.choice("sync", ("never", "flush", "always"), "flush")
