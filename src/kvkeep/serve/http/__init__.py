@@ -17,7 +17,7 @@ from kvkeep.serve.http.connections import ConnectionLimits, Connections  # noqa:
 from kvkeep.serve.http.disconnects import unless_disconnected  # noqa: E402
 from kvkeep.serve.http.files import connections_for, raise_file_limit  # noqa: E402
 from kvkeep.serve.http.listening import GuardedServer, bind, url_of  # noqa: E402
-from kvkeep.serve.http.values import check_values  # noqa: E402
+from kvkeep.serve.http.values import check_values, text_size, texts_in  # noqa: E402
 
 __all__ = [
     "BodyBudget",
@@ -32,6 +32,8 @@ __all__ = [
     "check_values",
     "connections_for",
     "raise_file_limit",
+    "text_size",
+    "texts_in",
     "unless_disconnected",
     "url_of",
 ]
