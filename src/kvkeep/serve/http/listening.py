@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp
 
-__all__ = ["GuardedServer", "bind", "url_of"]
+__all__ = ["GuardedServer", "bind", "check_port", "url_of"]
 
 _TABLES: Final = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 # FIN_WAIT1, FIN_WAIT2, TIME_WAIT, CLOSE_WAIT, LAST_ACK and CLOSING, of Linux's tcp_states.h
@@ -98,8 +98,7 @@ def bind(host: str, port: int) -> socket.socket:
     A port that another process has bound counts as in use before that listens, too: servers bind
     theirs first, and then load a model for minutes.
     """
-    if not 0 <= port <= 65_535:
-        raise InvalidValue(f"port must be in 0 … 65535, got {port}")
+    check_port(port)
     try:
         ((family, kind, protocol, _, address), *_) = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -116,6 +115,12 @@ def bind(host: str, port: int) -> socket.socket:
             f"cannot listen on {host} port {port}: {why}; choose another port with --port"
         ) from error
     return bound
+
+
+def check_port(port: int) -> None:
+    """Raise `InvalidValue` for a number that is no port."""
+    if not 0 <= port <= 65_535:
+        raise InvalidValue(f"port must be in 0 … 65535, got {port}")
 
 
 def _bind_alone(bound: socket.socket, address: tuple[Any, ...]) -> None:
