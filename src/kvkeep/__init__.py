@@ -1,31 +1,34 @@
 """kvkeep keeps the KV cache of large language models, so that no token is ever prefilled twice.
 
-Importing it needs NumPy and nothing else; what needs PyTorch is imported when it is used.
+Its names are imported when they are used. They need NumPy and nothing else, beside PyTorch where
+tensors are given.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from importlib import import_module
 
-from kvkeep.core.cache import CachedPrefix, CacheStats, PagedCache, Pin, Sequence
-from kvkeep.core.errors import (
-    BackendFailed,
-    IllegalStep,
-    InvalidValue,
-    KVKeepError,
-    MissingExtra,
-    NotCached,
-    OutOfPages,
-    OutOfRoom,
-    OutOfSlots,
-    QueueFull,
-    StartRefused,
-    UnsupportedModel,
+TYPE_CHECKING = (
+    False  # not typing's: a command that is interrupted before it begins has a traceback
 )
-from kvkeep.core.keys import Namespace
-from kvkeep.core.pages import PageCopy, PageTables, page_tables
-
 if TYPE_CHECKING:
+    from kvkeep.core.cache import CachedPrefix, CacheStats, PagedCache, Pin, Sequence
+    from kvkeep.core.errors import (
+        BackendFailed,
+        IllegalStep,
+        InvalidValue,
+        KVKeepError,
+        MissingExtra,
+        NotCached,
+        OutOfPages,
+        OutOfRoom,
+        OutOfSlots,
+        QueueFull,
+        StartRefused,
+        UnsupportedModel,
+    )
+    from kvkeep.core.keys import Namespace
+    from kvkeep.core.pages import PageCopy, PageTables, page_tables
     from kvkeep.core.slots import SlotCache, SlotCopy, SlotLease
 
 __version__ = "0.1.0"
@@ -59,10 +62,31 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    """Caches of slots are imported by those who use them."""
-    if name in {"SlotCache", "SlotCopy", "SlotLease"}:
-        from kvkeep.core import slots  # noqa: PLC0415
+_ROOMS = {
+    "cache": ("CacheStats", "CachedPrefix", "PagedCache", "Pin", "Sequence"),
+    "errors": (
+        "BackendFailed",
+        "IllegalStep",
+        "InvalidValue",
+        "KVKeepError",
+        "MissingExtra",
+        "NotCached",
+        "OutOfPages",
+        "OutOfRoom",
+        "OutOfSlots",
+        "QueueFull",
+        "StartRefused",
+        "UnsupportedModel",
+    ),
+    "keys": ("Namespace",),
+    "pages": ("PageCopy", "PageTables", "page_tables"),
+    "slots": ("SlotCache", "SlotCopy", "SlotLease"),
+}
 
-        return getattr(slots, name)
+
+def __getattr__(name: str) -> object:
+    """Import the room of a name at its first use, so that a command can begin at once."""
+    for room, names in _ROOMS.items():
+        if name in names:
+            return globals().setdefault(name, getattr(import_module(f"kvkeep.core.{room}"), name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -32,7 +32,8 @@ class GuardedServer(uvicorn.Server):
     """A uvicorn server for ``app`` that enforces ``limits``; ``options`` go to `uvicorn.Config`.
 
     By default the limits are those of `ConnectionLimits`, with as many connections as the limit on
-    open files allows. Call `serve` with sockets from `bind`; ``ready`` is called once it listens.
+    open files allows. Call `serve` with sockets from `bind`; ``ready`` is called once it listens,
+    and ends the server if it raises.
     """
 
     def __init__(
@@ -82,8 +83,13 @@ class GuardedServer(uvicorn.Server):
             acceptor = Acceptor(bound, self.connections, make)
             acceptor.start()
             self._acceptors.append(acceptor)
-        if self._ready is not None:
+        if self._ready is None:
+            return
+        try:
             self._ready()
+        except BaseException:
+            await self.shutdown()  # uvicorn would leave the application's threads running
+            raise
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting and wait for running requests."""
