@@ -6,11 +6,8 @@ tensors are given.
 
 from __future__ import annotations
 
-from importlib import import_module
-
-TYPE_CHECKING = (
-    False  # not typing's: a command that is interrupted before it begins has a traceback
-)
+# Not typing's: until a command has taken over Ctrl-C, nothing large is imported.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from kvkeep.core.cache import CachedPrefix, CacheStats, PagedCache, Pin, Sequence
     from kvkeep.core.errors import (
@@ -62,31 +59,12 @@ __all__ = [
 ]
 
 
-_ROOMS = {
-    "cache": ("CacheStats", "CachedPrefix", "PagedCache", "Pin", "Sequence"),
-    "errors": (
-        "BackendFailed",
-        "IllegalStep",
-        "InvalidValue",
-        "KVKeepError",
-        "MissingExtra",
-        "NotCached",
-        "OutOfPages",
-        "OutOfRoom",
-        "OutOfSlots",
-        "QueueFull",
-        "StartRefused",
-        "UnsupportedModel",
-    ),
-    "keys": ("Namespace",),
-    "pages": ("PageCopy", "PageTables", "page_tables"),
-    "slots": ("SlotCache", "SlotCopy", "SlotLease"),
-}
-
-
 def __getattr__(name: str) -> object:
-    """Import the room of a name at its first use, so that a command can begin at once."""
-    for room, names in _ROOMS.items():
-        if name in names:
-            return globals().setdefault(name, getattr(import_module(f"kvkeep.core.{room}"), name))
+    """Import what a name stands for at its first use, so that a command begins at once."""
+    if name in __all__:
+        from kvkeep.core import cache, errors, keys, pages, slots  # noqa: PLC0415
+
+        for room in (cache, errors, keys, pages, slots):
+            if name in room.__all__:
+                return globals().setdefault(name, getattr(room, name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
