@@ -1,31 +1,31 @@
 """kvkeep keeps the KV cache of large language models, so that no token is ever prefilled twice.
 
-Importing it needs NumPy and nothing else; what needs PyTorch is imported when it is used.
+Its names are imported when they are used. They need NumPy and nothing else, beside PyTorch where
+tensors are given.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from kvkeep.core.cache import CachedPrefix, CacheStats, PagedCache, Pin, Sequence
-from kvkeep.core.errors import (
-    BackendFailed,
-    IllegalStep,
-    InvalidValue,
-    KVKeepError,
-    MissingExtra,
-    NotCached,
-    OutOfPages,
-    OutOfRoom,
-    OutOfSlots,
-    QueueFull,
-    StartRefused,
-    UnsupportedModel,
-)
-from kvkeep.core.keys import Namespace
-from kvkeep.core.pages import PageCopy, PageTables, page_tables
-
+# Not typing's: until a command has taken over Ctrl-C, nothing large is imported.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from kvkeep.core.cache import CachedPrefix, CacheStats, PagedCache, Pin, Sequence
+    from kvkeep.core.errors import (
+        BackendFailed,
+        IllegalStep,
+        InvalidValue,
+        KVKeepError,
+        MissingExtra,
+        NotCached,
+        OutOfPages,
+        OutOfRoom,
+        OutOfSlots,
+        QueueFull,
+        StartRefused,
+        UnsupportedModel,
+    )
+    from kvkeep.core.keys import Namespace
+    from kvkeep.core.pages import PageCopy, PageTables, page_tables
     from kvkeep.core.slots import SlotCache, SlotCopy, SlotLease
 
 __version__ = "0.1.0"
@@ -60,9 +60,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Caches of slots are imported by those who use them."""
-    if name in {"SlotCache", "SlotCopy", "SlotLease"}:
-        from kvkeep.core import slots  # noqa: PLC0415
+    """Import what a name stands for at its first use, so that a command begins at once."""
+    if name in __all__:
+        from kvkeep.core import cache, errors, keys, pages, slots  # noqa: PLC0415
 
-        return getattr(slots, name)
+        for room in (cache, errors, keys, pages, slots):
+            if name in room.__all__:
+                return globals().setdefault(name, getattr(room, name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

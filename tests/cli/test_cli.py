@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -82,6 +83,52 @@ def test_wrong_usage(arguments, capsys):
     assert main(arguments) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("kvkeep: error: ")
+
+
+SERVERS = {
+    "serve": ["serve", "--port", "0", "--memory", "64MiB", "--no-store"],
+    "route": ["route", "--port", "0", "--instances", "http://127.0.0.1:1"],
+}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+@pytest.mark.parametrize(
+    "words",
+    [["--help"], ["--version"], ["serve", "--help"], ["config", "example"],
+     ["doctor", "--json", "memory://1MiB"], ["size", "--memory", "1GiB", "--json"],
+     *(pytest.param(words, marks=pytest.mark.model) for words in SERVERS.values())],
+    ids=" ".join,
+)  # fmt: skip
+def test_a_full_stdout_is_one_line(words):
+    """A server, too, ends: nobody would see where it listens."""
+    with Path("/dev/full").open("w") as full:
+        done = warm.run([*KVKEEP, *words], stdout=full, stderr=subprocess.PIPE, text=True,
+                        timeout=300, check=False)  # fmt: skip
+    lines = [line for line in done.stderr.splitlines() if line.startswith("kvkeep: ")]
+    assert (done.returncode, "Traceback" in done.stderr) == (1, False)
+    assert "kvkeep: error: cannot write to stdout: No space left on device" in lines
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's list of libraries")
+@pytest.mark.parametrize(
+    ("words", "library"),
+    [(["--help"], "_multiarray_umath"), (["config", "example"], "_multiarray_umath"),
+     (["replay", "x", "--capacity", "1M"], "_multiarray_umath"),
+     (SERVERS["route"], "_multiarray_umath"), (SERVERS["serve"], "_multiarray_umath"),
+     (SERVERS["serve"], "libtorch"), (["demo"], "libtorch")],
+    ids=lambda value: value if isinstance(value, str) else value[0],
+)  # fmt: skip
+def test_an_interrupt_while_it_starts_is_silent(words, library):
+    """While NumPy or PyTorch is imported, where an exception may be swallowed."""
+    with subprocess.Popen(
+        [*KVKEEP, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        maps = Path(f"/proc/{process.pid}/maps")
+        while library not in maps.read_text():
+            assert process.poll() is None, "it ended before"
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "")
 
 
 @pytest.mark.parametrize("missing", ["torch", "transformers"])

@@ -285,6 +285,39 @@ def test_check_counts_and_finds_all_mistakes(file, capsys):
     assert len(json.loads(capsys.readouterr().out)["mistakes"]) == 5
 
 
+def test_check_judges_as_the_commands_do(file, capsys):
+    """Ranges, contradictions and URLs; each mistake by its line, and nothing that is right."""
+    wrong = {
+        "serve": [
+            "port = 70000", "head-timeout = 'nan'", "body-timeout = 0", "api-key = ''",
+            "max-running = 0", "load-timeout = 'inf'", "tier = ['ftp://x']", "page-size = 0",
+            "events-replay = 'tcp://127.0.0.1:1'", "share = ['a=-1']", "tiering = 'x'",
+        ],
+        "route": [
+            "port = -1", "head-timeout = 'nan'", "body-budget = 8", "ranks = 0", "tries = 0",
+            "instances = ['http://a:1', 'http://a:1']", "discover = ['http://a']",
+            "replay = 'tcp://127.0.0.1:1'",
+        ],
+    }  # fmt: skip
+    lines = [
+        row for section, rows in wrong.items()
+        for row in (f"[{section}]", "host = '127.0.0.1'", *rows, "drain-timeout = 5")
+    ]  # fmt: skip
+    path = file("\n".join(lines))
+    assert main(["config", "check", path]) == 2
+    found = [line.partition(f"{path}:")[2].partition(":") for line in
+             capsys.readouterr().err.splitlines()]  # fmt: skip
+    said = {lines[int(number) - 1] for number, _, _ in found}
+    assert said == {*wrong["serve"], *wrong["route"]}
+    assert len(found) == len(wrong["serve"]) + len(wrong["route"])
+
+
+def test_check_leaves_to_the_command_line_what_a_file_lacks(file, capsys, monkeypatch):
+    monkeypatch.setenv("KVKEEP_API_KEY", "")
+    text = "[serve]\napi-key-file = '/no/such/key'\n[route]\nport = 8080\n"
+    assert main(["config", "check", file(text)]) == 0, capsys.readouterr().err
+
+
 def test_a_secret_that_all_can_read_is_warned_of(file, capsys):
     path = Path(file("[serve]\napi-key = 'hunter2'\n"))
     path.chmod(0o644)

@@ -201,6 +201,8 @@ def test_a_port_that_is_taken_is_one_line(capsys):
         (["--model", "/no/such/model"], "no such directory"),
         (["--memory", "10B"], "holds no page"),
         (["--api-key", "ключ"], "printable ASCII"),
+        (["--api-key", ""], "--api-key holds no API key"),
+        (["--api-key", " \t"], "--api-key holds no API key"),
         (["--api-key-file", "/no/such/key"], "cannot read an API key"),
         (["--api-key", "a", "--api-key-file", "b"], "leave one out"),
         (["--max-running", "0"], "max_running"),
@@ -227,6 +229,38 @@ def test_wrong_values_are_one_line(arguments, says, capsys):
     (line,) = err.splitlines()
     assert line.startswith("kvkeep: error: ")
     assert says in line
+
+
+KEY_PLACES = [
+    *(("serve", place) for place in ("variable", "option beside a variable", "file", "key file")),
+    *((client, place) for client in ("top", "explain", "usage", "tree")
+      for place in ("variable", "key file")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("blank", ["", " \n"])
+@pytest.mark.parametrize("where", KEY_PLACES, ids="-".join)
+def test_a_key_that_is_none_is_never_no_key(where, blank, capsys, tmp_path, monkeypatch):
+    """A server would be open to all, and a client would send nothing."""
+    command, place = where
+    words = [command, *SMALL] if command == "serve" else [command, "http://127.0.0.1:1"]
+    key, config = tmp_path / "key", tmp_path / "kvkeep.toml"
+    key.write_text(blank)
+    config.write_text(f"[serve]\napi-key = {json.dumps(blank)}\n")
+    config.chmod(0o600)
+    monkeypatch.delenv("KVKEEP_API_KEY", raising=False)
+    if place == "variable":
+        monkeypatch.setenv("KVKEEP_API_KEY", blank)
+    elif place == "key file":
+        words += ["--api-key-file", str(key)]
+    elif place == "file":
+        words += ["--config", str(config)]
+    else:
+        monkeypatch.setenv("KVKEEP_API_KEY", KEY)
+        words += ["--api-key", blank]
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "holds no API key" in line
 
 
 @pytest.mark.parametrize("module", ["fastapi", "uvicorn", "prometheus_client"])

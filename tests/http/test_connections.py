@@ -169,6 +169,26 @@ def test_lines_that_clients_cause_are_few(caplog):
     ]
 
 
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        (b"BAD\r\n\r\n", "Invalid HTTP request received."),
+        (
+            b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, close\r\n"
+            b"Upgrade: websocket\r\n\r\n",
+            "Unsupported upgrade request.",
+        ),
+    ],
+)
+def test_requests_that_are_none_are_logged_once(caplog, sent, said):
+    with guarded() as server:
+        for _ in range(20):
+            everything(server.connect(sent))
+    warnings = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+    assert said in warnings
+    assert len(warnings) == len(set(warnings)) <= 2
+
+
 def test_connections_fit_the_limit_on_files():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:

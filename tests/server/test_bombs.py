@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from real_server import eventually
 
 from kvkeep.serve.engine import Tokenizer
+from kvkeep.serve.messages import read_call
 from kvkeep.serve.models import bundled_model
 from kvkeep.serve.server import jobs
 from kvkeep.serve.server.errors import ApiError
@@ -22,7 +24,11 @@ from kvkeep.serve.server.thread_pools import LARGE
 pytestmark = pytest.mark.model
 
 JSON = {"content-type": "application/json"}
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/messages"
+TOOLS = (
+    "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}"
+    "{{ call.function.arguments | tojson }}{% endfor %}{% endfor %}"
+)
 MILLION = 10**6
 
 
@@ -71,6 +77,57 @@ def test_texts_of_megabytes_are_refused_by_their_size(server, encoded):
         assert refused(server, path, body)["code"] == "context_length_exceeded"
     assert max(encoded, default=0) <= 1
     assert refused(server, COMPLETIONS, {"prompt": "é" * 400_000})["code"]  # 800,000 bytes
+
+
+def in_messages(text):
+    """That text, at each place of a request of Anthropic's API of which a template can show it."""
+    hi = {"role": "user", "content": "hi"}
+    used = {"type": "tool_use", "id": "1", "name": "f"}
+    result = {"type": "tool_result", "tool_use_id": "1"}
+
+    def turns(call, answer):
+        return {"messages": [hi, {"role": "assistant", "content": [call]},
+                             {"role": "user", "content": [answer]}]}  # fmt: skip
+
+    tool = {"name": "f", "input_schema": {}}
+    bodies = {
+        "text": {"messages": [{"role": "user", "content": text}]},
+        "blocks": {"messages": [{"role": "user", "content": [
+            {"type": "text", "text": text[at : at + 1000]} for at in range(0, len(text), 1000)]}]},
+        "system": {"system": text},
+        "description": {"tools": [{**tool, "description": text}]},
+        "schema": {"tools": [{**tool, "input_schema": {"enum": [text]}}]},
+        "name in a schema": {"tools": [{**tool, "input_schema": {text: 1}}]},
+        "arguments": turns({**used, "input": {"a": text}}, {**result, "content": "x"}),
+        "name of an argument": turns({**used, "input": {text: 1}}, {**result, "content": "x"}),
+        "result": turns({**used, "input": {}}, {**result, "content": text}),
+    }  # fmt: skip
+    head = {"model": "kvkeep-tiny", "max_tokens": 1, "messages": [hi]}
+    return {name: {**head, **body} for name, body in bodies.items()}
+
+
+@pytest.mark.parametrize("place", in_messages(""))
+@pytest.mark.parametrize("text", [" " * 7 * MILLION, "return a copy " * 50_000], ids=len)
+def test_every_text_of_a_message_counts(server, encoded, monkeypatch, place, text):
+    """Its size or its beginning decides, and no template sees it."""
+    monkeypatch.setattr(server.engine.tokenizer._tokenizer, "chat_template", TOOLS)
+    error = refused(server, MESSAGES, in_messages(text)[place])
+    assert "accepts at most" in error["message"]
+    assert sum(encoded) <= 16 * server.service.longest_prompt + 1
+
+
+def test_joining_blocks_takes_no_more_for_each_of_many():
+    """Sixteen times the blocks; joined one by one, they took 250 times as long."""
+
+    def seconds(count):
+        blocks = [{"type": "text", "text": "a" * 1000}] * count
+        turn = {"role": "user", "content": blocks}
+        begun = time.perf_counter()
+        read_call({"model": "m", "max_tokens": 1, "messages": [turn]})
+        return time.perf_counter() - begun
+
+    few, many = (min(seconds(count) for _ in range(5)) for count in (512, 8192))
+    assert many < 64 * few
 
 
 def test_texts_that_might_fit_are_refused_by_their_beginning(server, encoded):
@@ -140,8 +197,18 @@ def test_more_tokens_than_anybody_can_use_are_not_turned_into_text(server):
     assert error["code"] == "context_length_exceeded"
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, "/tokenize"])
+def large_text(path):
+    """A body with two times `LARGE` of text that fits."""
+    text = " " * 2 * LARGE
+    if path != MESSAGES:
+        return {"prompt": text}
+    tool = {"name": "f", "description": text, "input_schema": {}}
+    return {"model": "kvkeep-tiny", "messages": [{"role": "user", "content": "a"}], "tools": [tool]}
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/tokenize", MESSAGES])
 def test_small_texts_are_never_behind_large_ones(server, monkeypatch, path):
+    monkeypatch.setattr(server.engine.tokenizer._tokenizer, "chat_template", TOOLS)
     go = threading.Event()
     waiting = []
     before = Tokenizer._encoded
@@ -153,14 +220,15 @@ def test_small_texts_are_never_behind_large_ones(server, monkeypatch, path):
         return before(self, text, special_tokens=special_tokens)
 
     monkeypatch.setattr(Tokenizer, "_encoded", slow)
-    short = {"max_tokens": 1} if path == COMPLETIONS else {}
-    body = {"prompt": " " * 2 * LARGE, **short}
+    short = {} if path == "/tokenize" else {"max_tokens": 1}
+    small = COMPLETIONS if path == MESSAGES else path
+    body = {**large_text(path), **short}
     with ThreadPoolExecutor(4) as clients:
         large = [clients.submit(post, server, path, body) for _ in range(4)]
         try:
             eventually(lambda: waiting)
             for text in ("a", " " * 1000):
-                assert post(server, path, {"prompt": text, **short})[0] == 200
+                assert post(server, small, {"prompt": text, **short})[0] == 200
             assert (
                 post(
                     server,

@@ -7,15 +7,21 @@ import json
 import openai
 import pytest
 
+from kvkeep.serve.messages import REFUSED
+from kvkeep.serve.server.schemas.chat import ChatRequest, Message
+from kvkeep.serve.server.schemas.completions import CompletionRequest
+
 pytestmark = pytest.mark.model
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+MESSAGES = "/v1/messages"
 USER = [{"role": "user", "content": "x"}]
 DEEP = 50_000
 GOOD = {
     CHAT: {"messages": USER, "max_tokens": 1},
     COMPLETIONS: {"prompt": "x", "max_tokens": 1},
+    MESSAGES: {"model": "kvkeep-tiny", "messages": USER, "max_tokens": 1},
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [5]},
     "/kv/clear": {},
@@ -38,7 +44,9 @@ BOTH = [
     ({"temperature": 10**400}, "temperature"),
     ({"top_p": 0}, "top_p"),
     ({"top_p": 1.01}, "top_p"),
-    ({"top_k": -1}, "top_k"),
+    ({"top_k": -2}, "top_k"),
+    ({"repetition_penalty": 1.1}, "repetition_penalty"),
+    ({"repetition_penalty": True}, "repetition_penalty"),
     ({"min_p": 2}, "min_p"),
     ({"n": 0}, "n"),
     ({"n": 129}, "n"),
@@ -91,11 +99,12 @@ OF_CHAT = [
     ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [1]}]}, "tool_calls"),
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"prompt_cache_retention": "1h"}, "prompt_cache_retention"),
-    ({"tool_choice": "auto"}, "tool_choice"),
+    ({"tool_choice": "required"}, "tool_choice"),
     ({"response_format": {"type": "json_object"}}, "response_format.type"),
     ({"audio": {"voice": "x"}}, "audio"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"stream": True, "stream_options": {"include_obfuscation": True}}, "include_obfuscation"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"logprobs": 3}, "logprobs"),
@@ -172,6 +181,113 @@ def test_a_wrong_field_is_named(server, path, fields, name):
     assert name in error["param"]
     assert error["type"] == "invalid_request_error"
     assert len(error["message"]) < 400
+
+
+def between(**turn):
+    """A conversation with this turn of the assistant in it."""
+    return {"messages": [*USER, {"role": "assistant", "content": "x", **turn}, *USER]}
+
+
+def parts(**more):
+    """A conversation in one part that has these fields as well."""
+    part = {"type": "text", "text": "x", **more}
+    return {"messages": [{"role": "user", "content": [part]}]}
+
+
+# Values that ask for nothing: as clients send them, and each that a table has.
+NOTHING = [
+    (CHAT, {"max_completion_tokens": GOOD[CHAT]["max_tokens"]}),
+    (CHAT, {"top_k": -1}),
+    (CHAT, {"logprobs": False, "top_logprobs": 0}),
+    (CHAT, {"tools": [], "tool_choice": "auto"}),
+    (CHAT, {"reasoning_effort": "none"}),
+    (CHAT, {"stream_options": {}}),
+    (CHAT, {"kvkeep": {"store": None, "beams": None}}),
+    (COMPLETIONS, {"repetition_penalty": 1.0}),
+    (COMPLETIONS, {"top_k": -1}),
+    (COMPLETIONS, {"anything": None}),
+    (MESSAGES, {"top_k": -1}),
+    (MESSAGES, {"tools": [], "tool_choice": {"type": "auto"}}),
+    (MESSAGES, {"tools": [], "tool_choice": {"type": "none"}}),
+    *((CHAT, {name: value}) for name, (_, *all) in ChatRequest.REFUSED.items() for value in all),
+    *((COMPLETIONS, {name: value})
+      for name, (_, *all) in CompletionRequest.REFUSED.items() for value in all),
+    *((MESSAGES, {name: value}) for name, (_, *all) in REFUSED.items() for value in all),
+    *((path, dict.fromkeys(table)) for path, table in
+      ((CHAT, ChatRequest.REFUSED), (COMPLETIONS, CompletionRequest.REFUSED), (MESSAGES, REFUSED))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"), NOTHING, ids=[f"{path}-{'-'.join(f)[:40]}" for path, f in NOTHING]
+)
+def test_a_value_that_asks_for_nothing_changes_nothing(server, path, fields):
+    plain = server.http.post(path, json={**GOOD[path], "temperature": 0})
+    answer = server.http.post(path, json={**GOOD[path], "temperature": 0, **fields})
+    assert answer.status_code == 200, answer.text
+    for part in ("choices", "content"):
+        assert answer.json().get(part) == plain.json().get(part)
+
+
+@pytest.mark.parametrize(
+    ("fields", "same"),
+    [
+        (parts(cache_control={"type": "ephemeral"}), parts()),
+        (between(content=None), between(content="")),
+        *((between(**{name: value}), between())
+          for name, (_, *all) in Message.REFUSED.items() for value in (None, *all)),
+    ],
+)  # fmt: skip
+def test_a_turn_that_says_nothing_more_is_the_same_prompt(server, fields, same):
+    tokens = [server.http.post("/tokenize", json=body).raise_for_status().json()["tokens"]
+              for body in (fields, same)]  # fmt: skip
+    assert tokens[0] == tokens[1]
+
+
+def test_a_stream_without_padding_is_taken(server):
+    options = {"include_usage": True, "include_obfuscation": False}
+    body = {**GOOD[CHAT], "stream": True, "stream_options": options}
+    assert server.http.post(CHAT, json=body).text.rstrip().endswith("data: [DONE]")
+
+
+def test_the_body_of_a_coding_agent_is_taken(server):
+    body = {
+        "model": "kvkeep-tiny", "max_tokens": 8, "stream": True, "metadata": {"user_id": "u"},
+        "system": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}],
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
+        "thinking": {"type": "adaptive", "display": "summarized"},
+        "output_config": {"effort": "high"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    }  # fmt: skip
+    answer = server.http.post(MESSAGES, json=body)
+    assert answer.status_code == 200, answer.text
+    assert "message_stop" in answer.text
+
+
+IMAGE = {
+    "type": "image",
+    "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="},
+}
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user", "content": [IMAGE]}],
+        [
+            *USER,
+            {"role": "assistant",
+             "content": [{"type": "tool_use", "id": "t1", "name": "R", "input": {}}]},
+            {"role": "user",
+             "content": [{"type": "tool_result", "tool_use_id": "t1", "content": [IMAGE]}]},
+        ],
+    ],
+    ids=["user", "tool_result"],
+)  # fmt: skip
+def test_an_image_is_refused_by_its_place(server, messages):
+    answer = server.http.post(MESSAGES, json={**GOOD[MESSAGES], "messages": messages})
+    assert answer.status_code == 400
+    assert f"messages.{len(messages) - 1}.content.0" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
-from importlib.metadata import version
-from typing import TYPE_CHECKING
+import threading
 
-from kvkeep.cli.drawing import visible
-from kvkeep.cli.parsing import Parser
-from kvkeep.cli.settings import ConfigParser
-from kvkeep.core.errors import KVKeepError, reason
-
+# Nothing else is imported before `main` has taken over Ctrl-C, not even typing.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from types import FrameType
 
     from kvkeep.cli.arguments import Commands
+    from kvkeep.cli.parsing import Parser
+    from kvkeep.cli.settings import ConfigParser
 
 __all__ = ["main", "section_parsers"]
 
@@ -28,6 +28,7 @@ COMMANDS = (
     "generate", "serve", "route", "top", "explain", "usage", "tree", "demo", "size", "store",
     "codec", "trace", "replay", "plan", "calibrate", "config", "doctor", "translate",
 )  # fmt: skip
+NO_OUTPUT = 1
 WRONG_INPUT = 2  # as argparse
 INTERRUPTED = 130
 
@@ -36,11 +37,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``kvkeep`` with these arguments (default: the process's own); return the exit code.
 
     A mistake of the user, or a path that this user must not reach, gives one line on stderr and
-    exit code 2.
+    exit code 2; a stdout that takes nothing more gives one line and exit code 1, and none if its
+    reader has gone; Ctrl-C gives none and exit code 130.
     """
+    takes_over = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
+    if takes_over:
+        signal.signal(signal.SIGINT, _interrupt)
     try:
-        args = _parser().parse_args(arguments)
-        code: int = args.run(args)
+        return _run(arguments)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    finally:
+        if takes_over:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise `KeyboardInterrupt`; during an import end the process, where it may be swallowed."""
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            os._exit(INTERRUPTED)
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    from kvkeep.cli.drawing import visible  # noqa: PLC0415 - see above
+    from kvkeep.cli.stdout import OutputFailed, checked_stdout, drop_output  # noqa: PLC0415
+    from kvkeep.core.errors import KVKeepError, reason  # noqa: PLC0415
+
+    try:
+        with checked_stdout():
+            args = _parser().parse_args(arguments)
+            code: int = args.run(args)
+    except OutputFailed as error:
+        print(f"kvkeep: error: cannot write to stdout: {error}", file=sys.stderr)
+        drop_output()
+        return NO_OUTPUT
     except KVKeepError as error:
         line = visible(" ".join(str(error).split()))  # the message may quote a file or a server
         print(f"kvkeep: error: {line}", file=sys.stderr)
@@ -51,12 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         line = visible(f"{error.filename}: {reason(error)}")
         print(f"kvkeep: error: {line}", file=sys.stderr)
         return WRONG_INPUT
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:
-        # stdout is closed (`| head`); drop the buffered output, which would fail again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    except BrokenPipeError:  # stdout is closed, as by `| head`
+        drop_output()
+        return NO_OUTPUT
     return code
 
 
@@ -71,6 +104,11 @@ def _parser() -> Parser:
 
 
 def _built() -> tuple[Parser, Commands]:
+    from importlib.metadata import version  # noqa: PLC0415 - see above
+
+    from kvkeep.cli.parsing import Parser  # noqa: PLC0415
+    from kvkeep.cli.settings import ConfigParser  # noqa: PLC0415
+
     parser = Parser(
         prog="kvkeep",
         description="Keep the KV cache of large language models: no token is ever prefilled twice.",

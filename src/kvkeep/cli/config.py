@@ -20,10 +20,11 @@ from kvkeep.core.errors import InvalidValue
 from kvkeep.core.geometry.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from kvkeep.cli.arguments import Commands
     from kvkeep.cli.settings import Setting
+    from kvkeep.core.config_file import FileValue
 
 __all__ = ["add_parser", "run"]
 
@@ -76,8 +77,9 @@ def add_parser(commands: Commands) -> None:
     check = actions.add_parser(
         "check",
         help="check a file; exit code 2 if a setting is wrong",
-        description="Check the names and values in a file, and print one line for each mistake. "
-        "Exit code 2 if there is one. Nothing is opened, and no server is needed.",
+        description="Check the names and values in a file as the commands themselves do, and print "
+        "one line for each mistake. Exit code 2 if there is one. No server is needed, and nothing "
+        "is opened but files of keys.",
     )
     check.add_argument("file", metavar="FILE", type=Path, help="TOML file")
     add_json(check)
@@ -211,6 +213,7 @@ def _check(args: argparse.Namespace) -> int:
     for name in file.sections:
         values = file.section(name)
         checked[name] = len(values)
+        right: dict[str, FileValue] = {}
         for key, one in values.items():
             try:
                 if name == "connector":
@@ -219,6 +222,11 @@ def _check(args: argparse.Namespace) -> int:
                     file_values(parsers[name], {key: one})
             except InvalidValue as error:
                 mistakes.append(visible(" ".join(str(error).split())))
+            else:
+                right[key] = one
+        if name != "connector":
+            found = _refused(parsers[name], right)
+            mistakes += (visible(" ".join(line.split())) for line in found)
     warning = file.warning()
     if args.json:
         print(json.dumps({"file": str(args.file), "options": checked, "mistakes": mistakes,
@@ -231,6 +239,32 @@ def _check(args: argparse.Namespace) -> int:
         if not mistakes:
             print(f"{visible(str(args.file))}: {_counted(checked)}; all are right")
     return _WRONG if mistakes else 0
+
+
+def _refused(parser: ConfigParser, values: dict[str, FileValue]) -> Iterator[str]:
+    """Yield a line for each value that the command itself refuses, beside the others of the file.
+
+    A refusal that no value of the file brings about is none of the file's: what is missing there
+    may be on the command line.
+    """
+    while (refusal := _refusal(parser, values)) is not None:
+        for key, one in values.items():
+            rest = {name: other for name, other in values.items() if name != key}
+            if _refusal(parser, rest) != refusal:
+                yield f"{one.where}: {one.key}: {refusal}"
+                values = rest
+                break
+        else:
+            return
+
+
+def _refusal(parser: ConfigParser, values: Mapping[str, FileValue]) -> str | None:
+    """Return why the command would not start with these values; None if it would."""
+    try:
+        parser.checked(values)
+    except InvalidValue as error:
+        return str(error)
+    return None
 
 
 def _counted(checked: Mapping[str, int]) -> str:

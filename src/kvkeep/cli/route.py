@@ -111,7 +111,7 @@ def add_parser(commands: Commands) -> None:
     )
     add_address(parser.add_argument_group("address"), port=8080)
     add_log_level(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, check=check)
 
 
 def _add_instances(instances: argparse._ArgumentGroup) -> None:
@@ -178,13 +178,41 @@ def _add_timeouts(waits: argparse._ArgumentGroup) -> None:
     add_count(waits, "--tries", 2, "instances to try per request, while none has answered")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Route until a signal; return 0 after an orderly shutdown."""
+def check(args: argparse.Namespace) -> None:
+    """Raise `InvalidValue` for options that `run` refuses. Opens nothing."""
     require("zmq", "router")
     require("httpx", "router")
     require("starlette", "router")
     require("uvicorn", "router")
     require("prometheus_client", "router")
+    from kvkeep.serve import http  # noqa: PLC0415
+    from kvkeep.serve.router import PrefixRouter  # noqa: PLC0415
+    from kvkeep.serve.router.discovery import DnsName  # noqa: PLC0415
+    from kvkeep.serve.router.membership import Discovery  # noqa: PLC0415
+    from kvkeep.serve.router.upstreams import Upstreams  # noqa: PLC0415
+
+    http.check_port(args.port)
+    http.ConnectionLimits(
+        most=1 if args.max_connections is None else args.max_connections, head_s=args.head_timeout
+    )
+    http.BodyBudget(budget=args.body_budget, seconds=args.body_timeout)
+    _timeouts(args)
+    names = _listed(args.instances) if args.instances else []
+    Discovery([DnsName(name) for name in args.discover], args.discover_every)
+    Upstreams(names)
+    addresses = _addresses(args, names)
+    for name in names:
+        addresses.sources(name)
+    PrefixRouter(names, cost=_cost(args), ranks=args.ranks, most_blocks=args.most_blocks)
+    if not names and not args.discover:
+        raise InvalidValue(
+            "give --instances, or --discover, or both: there is no server to route to"
+        )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Route until a signal; return 0 after an orderly shutdown."""
+    check(args)
     from kvkeep.serve import http  # noqa: PLC0415
     from kvkeep.serve.kv_events import EventReader  # noqa: PLC0415
     from kvkeep.serve.router import PrefixRouter  # noqa: PLC0415
@@ -201,10 +229,6 @@ def run(args: argparse.Namespace) -> int:
     )
     names = _listed(args.instances) if args.instances else []
     discovery = Discovery([DnsName(name) for name in args.discover], args.discover_every)
-    if not names and not args.discover:
-        raise InvalidValue(
-            "give --instances, or --discover, or both: there is no server to route to"
-        )
     upstreams = Upstreams(names)
     addresses = _addresses(args, names)
     admin_key = None if args.admin_key_file is None else api_key(args.admin_key_file)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import math
 import sys
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -18,7 +19,7 @@ from kvkeep.cli.serve_options import add_options
 from kvkeep.cli.server import KEY_VARIABLE, api_key
 from kvkeep.cli.tenants import eviction_of, weights_of
 from kvkeep.cli.tiers import default_tiers, open_default_store, open_store
-from kvkeep.core.errors import InvalidValue, require
+from kvkeep.core.errors import InvalidValue, require, whole
 from kvkeep.core.geometry.units import format_bytes
 from kvkeep.core.prefix_file import read_prefixes
 from kvkeep.core.tokens import TOKEN_BYTES
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
     from kvkeep.core.cache import PagedCache
     from kvkeep.core.cost import CostFile
     from kvkeep.observe.telemetry.tracing import Tracing
-    from kvkeep.serve.engine import Engine, Runner
+    from kvkeep.serve.engine import Engine, Limits, Runner
+    from kvkeep.serve.http import ConnectionLimits
     from kvkeep.serve.kv_events import EventPublisher
     from kvkeep.serve.server import Listener, ServerSettings
     from kvkeep.store import KVStore
@@ -56,42 +58,56 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_config("serve")
     add_options(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, check=check)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Serve until a signal; return 0 after an orderly shutdown."""
+def check(args: argparse.Namespace) -> None:
+    """Raise `InvalidValue` for options that `run` refuses. Opens nothing but files of keys."""
     choose_threads(args)  # before torch is imported
     require("kvkeep.serve.server", "server")  # first: a missing extra is that of all below
-    from kvkeep.serve.engine import Engine, Limits  # noqa: PLC0415 - seconds, for torch
-    from kvkeep.serve.http import ConnectionLimits, bind, connections_for, raise_file_limit, url_of  # noqa: PLC0415
-    from kvkeep.serve.server import Listener, create_app  # noqa: PLC0415
+    from kvkeep.serve.http import check_port  # noqa: PLC0415
+    from kvkeep.store.tiers import check_tiers, tiering  # noqa: PLC0415
 
-    raise_file_limit()
-    connections = ConnectionLimits(
-        most=connections_for(args.max_connections),
-        head_s=args.head_timeout,
-        stall_s=max(1.0, args.request_timeout),
-    )
-    settings = _settings(args)
-    eviction = eviction_of(args)
+    check_port(args.port)
+    _connections(args, 1 if args.max_connections is None else args.max_connections)
+    _limits(args)
+    key = None if args.api_key is None else api_key(args.api_key_file, args.api_key)
+    _settings(args, key)
+    eviction_of(args)
+    whole("page_size", args.page_size, 1)
+    tiering(args.tiering)
+    if args.tier:
+        check_tiers(args.tier)
+    if not 0 <= args.load_timeout < math.inf:
+        raise InvalidValue(f"load_timeout is 0 seconds or more, got {args.load_timeout}")
     if args.events_replay is not None and args.events is None:
         raise InvalidValue(
             "--events-replay needs --events: without it there are no events to resend"
         )
+    if args.capture_unit is not None and args.capture is None:
+        raise InvalidValue("--capture-unit needs --capture, which names the file")
     for option, given in (("--no-store", args.no_store), ("--no-reuse", args.no_reuse)):
         if given and args.tier:
             raise InvalidValue(f"{option} uses no tiers: leave out either {option} or --tier")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal; return 0 after an orderly shutdown."""
+    check(args)
+    from kvkeep.serve.engine import Engine  # noqa: PLC0415 - seconds, for torch
+    from kvkeep.serve.http import bind, connections_for, raise_file_limit, url_of  # noqa: PLC0415
+    from kvkeep.serve.server import Listener, create_app  # noqa: PLC0415
+
+    raise_file_limit()
+    connections = _connections(args, connections_for(args.max_connections))
+    settings = _settings(args, api_key(args.api_key_file, args.api_key))
     telemetry.configure(args.log_level, args.log_format)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    limits = Limits(
-        max_running=args.max_running, step_tokens=args.step_tokens, max_waiting=args.max_waiting
-    )
     # Bind before loading the model, so that a port in use is reported at once.
     with bind(args.host, args.port) as bound:
         runner, tokenizer = load(args, dtype=args.dtype)
         cache = runner.cache(
-            eviction=eviction,
+            eviction=eviction_of(args),
             what_if=_SAMPLED_BLOCKS if args.what_if else None,
             reuse=not args.no_reuse,
         )
@@ -111,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
                 runner,
                 cache,
                 tokenizer,
-                limits=limits,
+                limits=_limits(args),
                 store=store,
                 load_timeout=args.load_timeout,
                 cost=None if costs is None else costs.cost,
@@ -147,8 +163,6 @@ def _publisher(args: argparse.Namespace, cache: PagedCache) -> Iterator[EventPub
 @contextmanager
 def _capture(args: argparse.Namespace, cache: PagedCache, name: str) -> Iterator[Capture | None]:
     if args.capture is None:
-        if args.capture_unit is not None:
-            raise InvalidValue("--capture-unit needs --capture, which names the file")
         yield None
         return
     from kvkeep.bench.traces import Capture  # noqa: PLC0415 - only needed with --capture
@@ -209,21 +223,29 @@ def _listen(listener: Listener, bound: socket.socket) -> int:
     return 0
 
 
-def _key(args: argparse.Namespace) -> str | None:
-    if args.api_key is None:
-        return api_key(args.api_key_file)
-    if args.api_key_file is not None:
-        raise InvalidValue("--api-key and --api-key-file both give the key; leave one out")
-    return str(args.api_key) or None
+def _connections(args: argparse.Namespace, most: int) -> ConnectionLimits:
+    from kvkeep.serve.http import ConnectionLimits  # noqa: PLC0415
+
+    return ConnectionLimits(
+        most=most, head_s=args.head_timeout, stall_s=max(1.0, args.request_timeout)
+    )
 
 
-def _settings(args: argparse.Namespace) -> ServerSettings:
+def _limits(args: argparse.Namespace) -> Limits:
+    from kvkeep.serve.engine import Limits  # noqa: PLC0415 - seconds, for torch
+
+    return Limits(
+        max_running=args.max_running, step_tokens=args.step_tokens, max_waiting=args.max_waiting
+    )
+
+
+def _settings(args: argparse.Namespace, key: str | None) -> ServerSettings:
     from kvkeep.serve.server import LOOPBACK_HOSTS, ServerSettings  # noqa: PLC0415
 
     hosts = allowed_hosts(args.host, args.allow_host, LOOPBACK_HOSTS)
     return ServerSettings(
         name=model_name(args.model) if args.name is None else args.name,
-        api_key=_key(args),
+        api_key=key,
         max_prompt_tokens=args.max_prompt_tokens,
         body_budget_bytes=args.body_budget,
         body_timeout_s=args.body_timeout,

@@ -9,6 +9,7 @@ from urllib.parse import urlencode
 
 from kvkeep.cli.arguments import add_path, add_seconds
 from kvkeep.cli.client import Address, Client, Gone
+from kvkeep.core.config_file import key_in
 from kvkeep.core.errors import InvalidValue, reason
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["KEY_VARIABLE", "add_server_arguments", "add_server_url", "api_key", "connect", "path"]
 
 KEY_VARIABLE: Final = "KVKEEP_API_KEY"
-_KEY_BYTES: Final = 4096
+_MOST_BYTES: Final = 8192
 
 
 def add_server_url(parser: argparse.ArgumentParser) -> None:
@@ -66,25 +67,25 @@ def connect(url: str, args: argparse.Namespace) -> Iterator[Client]:
             raise InvalidValue(str(error)) from error
 
 
-def api_key(file: Path | None) -> str | None:
-    """Return the API key in ``file``, or in the environment if None; None if there is no key.
+def api_key(file: Path | None, given: str | None = None) -> str | None:
+    """Return the API key that is ``given``, that in ``file``, or that in the environment.
 
-    Raises `InvalidValue` for a file that cannot be read or holds no key.
+    None if there is none of them. Raises `InvalidValue` for one that holds no key, such as an empty
+    text, for both an option and a file, and for a file that cannot be read.
     """
+    if given is not None:
+        if file is not None:
+            raise InvalidValue("--api-key and --api-key-file both give the key; leave one out")
+        return key_in("--api-key", given)
     if file is None:
-        key, where = os.environ.get(KEY_VARIABLE, ""), f"${KEY_VARIABLE}"
-        if not key:
-            return None
-    else:
-        where = str(file)
-        try:
-            with file.open("rb") as opened:
-                key = opened.read(_KEY_BYTES + 1).decode("utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise InvalidValue(f"cannot read an API key from {file}: {reason(error)}") from error
-    if not key or len(key) > _KEY_BYTES or not (key.isascii() and key.isprintable()):
-        raise InvalidValue(f"{where} holds no API key: it is one line of printable ASCII")
-    return key
+        text = os.environ.get(KEY_VARIABLE)
+        return None if text is None else key_in(f"${KEY_VARIABLE}", text)
+    try:
+        with file.open("rb") as opened:
+            text = opened.read(_MOST_BYTES).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidValue(f"cannot read an API key from {file}: {reason(error)}") from error
+    return key_in(str(file), text)
 
 
 def path(*parts: str, **query: str | int | None) -> str:

@@ -117,7 +117,7 @@ class ConfigParser(Parser):
             variable = _VARIABLES.get(dest, "")
             if dest in vars(given):
                 found[dest] = Setting(action, getattr(given, dest), "command line", _COMMAND_LINE)
-            elif os.environ.get(variable):
+            elif variable in os.environ:
                 # The command reads it where it needs it: no secret is copied here.
                 found[dest] = Setting(action, action.default, f"${variable}", _ENVIRONMENT)
             elif dest in values:
@@ -127,6 +127,13 @@ class ConfigParser(Parser):
         for pair in _RIVALS:
             _drop_rival(self, found, pair)
         return list(found.values()), rest, file
+
+    def checked(self, values: Mapping[str, FileValue]) -> None:
+        """Raise `InvalidValue` for what the command refuses with these values of a file alone."""
+        found = file_values(self, values)
+        args = {action.dest: _default(self, action) for action in self.described()}
+        args |= {dest: value for dest, (value, _) in found.items()}
+        self.get_default("check")(argparse.Namespace(**args))
 
     def described(self) -> list[argparse.Action]:
         """Return the options that a file may have."""

@@ -16,8 +16,8 @@ from kvkeep.serve.http.bodies import BodyBudget, BodyGuard, BodyRefused, Request
 from kvkeep.serve.http.connections import ConnectionLimits, Connections  # noqa: E402
 from kvkeep.serve.http.disconnects import unless_disconnected  # noqa: E402
 from kvkeep.serve.http.files import connections_for, raise_file_limit  # noqa: E402
-from kvkeep.serve.http.listening import GuardedServer, bind, url_of  # noqa: E402
-from kvkeep.serve.http.values import check_values  # noqa: E402
+from kvkeep.serve.http.listening import GuardedServer, bind, check_port, url_of  # noqa: E402
+from kvkeep.serve.http.values import check_values, text_size, texts_in  # noqa: E402
 
 __all__ = [
     "BodyBudget",
@@ -29,9 +29,12 @@ __all__ = [
     "RequestBody",
     "bind",
     "body_of",
+    "check_port",
     "check_values",
     "connections_for",
     "raise_file_limit",
+    "text_size",
+    "texts_in",
     "unless_disconnected",
     "url_of",
 ]

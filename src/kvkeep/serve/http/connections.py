@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ConnectionLimits", "Connections", "GuardedProtocol", "Phase"]
 
-log = logging.getLogger("kvkeep.http")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
@@ -83,8 +81,9 @@ class Connections:
         self._phases: dict[Phase, OrderedDict[GuardedProtocol, None]] = {
             one: OrderedDict() for one in Phase
         }
-        self._log_accept = RateLimitedLog(log)
-        self._log_full = RateLimitedLog(log)
+        self._log = RateLimitedLog(logging.getLogger("kvkeep.http"))
+        self.protocol_log = RateLimitedLog(logging.getLogger("uvicorn.error"))
+        """For uvicorn's warnings: one or two for each request that is none."""
 
     def __len__(self) -> int:
         return sum(map(len, self._phases.values()))
@@ -136,7 +135,7 @@ class Connections:
         """Count a connection that the server closed or refused."""
         self.closed[why] += 1
         if why in {"displaced", "refused"}:
-            self._log_full.warning(
+            self._log.warning(
                 "connection limit of %d reached: one connection was %s",
                 self.limits.most,
                 why,
@@ -145,7 +144,7 @@ class Connections:
     def accept_failed(self, error: OSError) -> None:
         """Count and log a failed ``accept``."""
         self.accept_errors += 1
-        self._log_accept.warning("cannot accept a connection: %s", error)
+        self._log.warning("cannot accept a connection: %s", error)
 
 
 class GuardedProtocol(H11Protocol):
@@ -157,6 +156,7 @@ class GuardedProtocol(H11Protocol):
 
     def __init__(self, connections: Connections, **options: Any) -> None:
         super().__init__(**options)
+        self.logger = connections.protocol_log  # type: ignore[assignment]  # an adapter of its own
         self._connections = connections
         self.was_read = False
         """Whether the event loop has tried once to read from the connection."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp
 
-__all__ = ["GuardedServer", "bind", "url_of"]
+__all__ = ["GuardedServer", "bind", "check_port", "url_of"]
 
 _TABLES: Final = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 # FIN_WAIT1, FIN_WAIT2, TIME_WAIT, CLOSE_WAIT, LAST_ACK and CLOSING, of Linux's tcp_states.h
@@ -32,7 +32,8 @@ class GuardedServer(uvicorn.Server):
     """A uvicorn server for ``app`` that enforces ``limits``; ``options`` go to `uvicorn.Config`.
 
     By default the limits are those of `ConnectionLimits`, with as many connections as the limit on
-    open files allows. Call `serve` with sockets from `bind`; ``ready`` is called once it listens.
+    open files allows. Call `serve` with sockets from `bind`; ``ready`` is called once it listens,
+    and ends the server if it raises.
     """
 
     def __init__(
@@ -82,8 +83,13 @@ class GuardedServer(uvicorn.Server):
             acceptor = Acceptor(bound, self.connections, make)
             acceptor.start()
             self._acceptors.append(acceptor)
-        if self._ready is not None:
+        if self._ready is None:
+            return
+        try:
             self._ready()
+        except BaseException:
+            await self.shutdown()  # uvicorn would leave the application's threads running
+            raise
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting and wait for running requests."""
@@ -98,8 +104,7 @@ def bind(host: str, port: int) -> socket.socket:
     A port that another process has bound counts as in use before that listens, too: servers bind
     theirs first, and then load a model for minutes.
     """
-    if not 0 <= port <= 65_535:
-        raise InvalidValue(f"port must be in 0 … 65535, got {port}")
+    check_port(port)
     try:
         ((family, kind, protocol, _, address), *_) = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -116,6 +121,12 @@ def bind(host: str, port: int) -> socket.socket:
             f"cannot listen on {host} port {port}: {why}; choose another port with --port"
         ) from error
     return bound
+
+
+def check_port(port: int) -> None:
+    """Raise `InvalidValue` for a number that is no port."""
+    if not 0 <= port <= 65_535:
+        raise InvalidValue(f"port must be in 0 … 65535, got {port}")
 
 
 def _bind_alone(bound: socket.socket, address: tuple[Any, ...]) -> None:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import logging
     from collections.abc import Callable
 
 __all__ = ["RateLimitedLog"]
 
 
-class RateLimitedLog:
-    """Logs at most one warning per ``seconds``, with the number of warnings left out since.
+class RateLimitedLog(logging.LoggerAdapter[logging.Logger]):
+    """A logger that logs each warning at most once in ``seconds``, with the number left out since.
 
-    Thread safety: none; for an event loop.
+    Warnings are told apart by their message before its arguments are filled in. Other levels are
+    not limited. Thread safety: none; for an event loop.
     """
 
     def __init__(
@@ -24,19 +25,26 @@ class RateLimitedLog:
         seconds: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._log = log
+        super().__init__(log)
         self._seconds = seconds
         self._clock = clock
-        self._next = float("-inf")
-        self._left_out = 0
+        self._next: dict[object, float] = {}  # by message
+        self._left_out: dict[object, int] = {}
 
-    def warning(self, message: str, *args: object) -> None:
-        """Log ``message % args``, or only count it if one was logged recently."""
-        now = self._clock()
-        if now < self._next:
-            self._left_out += 1
-            return
-        more, self._left_out = self._left_out, 0
-        self._next = now + self._seconds
-        since = f" ({more:,} more like it since the last line)" if more else ""
-        self._log.warning(message + "%s", *args, since)
+    @property
+    def level(self) -> int:
+        """The level of the logger, which uvicorn reads."""
+        return self.logger.level
+
+    def log(self, level: int, msg: object, *args: object, **options: Any) -> None:
+        """Log ``msg % args``; only count a warning if the same was logged recently."""
+        if level == logging.WARNING:
+            now = self._clock()
+            if now < self._next.get(msg, now):
+                self._left_out[msg] = self._left_out.get(msg, 0) + 1
+                return
+            self._next[msg] = now + self._seconds
+            more = self._left_out.pop(msg, 0)
+            if more:
+                msg = f"{msg} ({more:,} more like it since the last line)"
+        super().log(level, msg, *args, **options)

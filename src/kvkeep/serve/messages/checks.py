@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from kvkeep.core.errors import InvalidValue, told
 
 __all__ = [
-    "blocks_at", "flag_at", "kind_of_block", "list_at", "number_at", "object_at", "text_at",
-    "whole_at",
+    "Refused", "blocks_at", "first_refused", "flag_at", "kind_of_block", "list_at", "number_at",
+    "object_at", "text_at", "whole_at",
 ]  # fmt: skip
 
 _ONLY_TEXT = "models here read and write text only"
 _INT32 = 2**31 - 1
+
+Refused = Mapping[str, tuple[Any, ...]]
+"""Fields that are understood and cannot be honoured: why, and then the values that ask for nothing.
+
+Null asks for nothing in every field.
+"""
+
+
+def first_refused(fields: Mapping[str, Any], refused: Refused) -> tuple[str, str] | None:
+    """Return name and reason of the first field whose value asks for what cannot be honoured."""
+    for name, (why, *neutral) in refused.items():
+        value = fields.get(name)
+        if value is not None and not any(_equal(value, item) for item in neutral):
+            return name, f"cannot be honoured: {why}"
+    return None
+
+
+def _equal(value: object, neutral: object) -> bool:
+    """Whether two JSON values are equal; unlike Python's 1 and True."""
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
 def blocks_at(place: str, value: object) -> list[tuple[str, dict[str, Any]]]:

@@ -8,7 +8,9 @@ from typing import Any
 from kvkeep.core.errors import InvalidValue, did_you_mean, told
 from kvkeep.serve.messages.calls import Breakpoint, MessagesCall, Part
 from kvkeep.serve.messages.checks import (
+    Refused,
     blocks_at,
+    first_refused,
     flag_at,
     kind_of_block,
     list_at,
@@ -18,7 +20,7 @@ from kvkeep.serve.messages.checks import (
     whole_at,
 )
 
-__all__ = ["read_call"]
+__all__ = ["REFUSED", "read_call"]
 
 MOST_BREAKPOINTS = 4
 _TTL_S = {"5m": 300, "1h": 3600}
@@ -28,18 +30,26 @@ _MOST_TOOLS = 1024
 _MOST_STOPS = 16
 _LONGEST_STOP = 256  # characters
 _NO_THINKING = "models here have no thinking that can be set; leave it out"
-# Fields that are understood and cannot be honoured, and the values that ask for nothing.
-_REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "container": ("this server runs no code", ()),
-    "mcp_servers": ("this server calls no tools by itself", ([],)),
-    "context_management": ("this server edits no conversation", ()),
-    "output_config": ("answers have no other format", ({},)),
-    "service_tier": ("this server treats all requests alike", ("auto", "standard_only")),
-    "speed": ("this server has one speed", ("standard",)),
-    "inference_geo": ("this server is where it is", ()),
-    "diagnostics": ("ask /kv/explain instead", ()),
-    "thinking": (_NO_THINKING, ({"type": "disabled"}, {"type": "adaptive"})),
-}
+_ADAPTIVE = {"type": "adaptive"}  # a model without thinking adapts by not thinking
+REFUSED: Refused = {
+    "container": ("this server runs no code",),
+    "mcp_servers": ("this server calls no tools by itself", []),
+    "context_management": (
+        "this server edits no conversation",
+        {}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    ),
+    # "high" is Anthropic's default, the same as no effort at all.
+    "output_config": ("answers have no other format or effort", {}, {"effort": "high"}),
+    "service_tier": ("this server treats all requests alike", "auto", "standard_only"),
+    "speed": ("this server has one speed", "standard"),
+    "inference_geo": ("this server is where it is",),
+    "diagnostics": ("ask /kv/explain instead",),
+    "thinking": (
+        _NO_THINKING,
+        {"type": "disabled"}, _ADAPTIVE,
+        {**_ADAPTIVE, "display": "summarized"}, {**_ADAPTIVE, "display": "omitted"},
+    ),
+}  # fmt: skip
 _KNOWN = {
     "model", "max_tokens", "messages", "system", "tools", "tool_choice", "stop_sequences",
     "temperature", "top_p", "top_k", "stream", "cache_control", "metadata",
@@ -54,13 +64,12 @@ def read_call(body: object, *, more: frozenset[str] = frozenset()) -> MessagesCa
     """
     if not isinstance(body, dict):
         raise InvalidValue(f"the body should be a JSON object, got {told(body)}")
+    refused = first_refused(body, REFUSED)
+    if refused is not None:
+        raise InvalidValue(": ".join(refused))
     for name, value in body.items():
-        if name in _REFUSED:
-            why, harmless = _REFUSED[name]
-            if value is not None and value not in harmless:
-                raise InvalidValue(f"{name}: cannot be honoured: {why}")
-        elif name not in _KNOWN and name not in more:
-            near = did_you_mean(str(name), (*_KNOWN, *_REFUSED, *more))
+        if value is not None and name not in _KNOWN and name not in REFUSED and name not in more:
+            near = did_you_mean(str(name), (*_KNOWN, *REFUSED, *more))
             raise InvalidValue(
                 f"{told(name)}: is no field of this request{near or '; leave it out'}"
             )
@@ -71,7 +80,8 @@ def read_call(body: object, *, more: frozenset[str] = frozenset()) -> MessagesCa
     turns.mark_last(_ttl("cache_control", body.get("cache_control")))
     turns.check_breakpoints()
     choice, parallel = _tool_choice(body.get("tool_choice"), tools)
-    last = turns.messages[-1]
+    messages = turns.joined()
+    last = messages[-1]
     if last.get("tool_calls"):
         raise InvalidValue(
             "messages: `tool_use` blocks at the end need their `tool_result` blocks in a user "
@@ -80,7 +90,7 @@ def read_call(body: object, *, more: frozenset[str] = frozenset()) -> MessagesCa
     return MessagesCall(
         model=text_at("model", body.get("model")),
         max_tokens=whole_at("max_tokens", body.get("max_tokens"), 0),
-        messages=turns.messages,
+        messages=messages,
         tools=tools,
         tool_choice=choice,
         parallel_tool_calls=parallel,
@@ -96,10 +106,16 @@ def read_call(body: object, *, more: frozenset[str] = frozenset()) -> MessagesCa
 
 
 class _Turns:
-    """The conversation as it is translated, and its breakpoints."""
+    """The conversation as it is translated, and its breakpoints.
+
+    The texts of a message are joined once, by `joined`: joined one by one, thousands of blocks
+    would cost the square of their size.
+    """
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
+        self._texts: list[list[str]] = []  # of each message
+        self._size = 0  # characters of the last message's content, with its line breaks
         self.breakpoints: list[Breakpoint] = []
         self.places: list[str] = []
         self.calls: set[str] = set()  # ids of the tool calls of the last turn of the assistant
@@ -108,31 +124,41 @@ class _Turns:
 
     def text(self, role: str, text: str) -> None:
         """Add text of a role; consecutive texts of a role are one turn, in lines of their own."""
-        last = self.messages[-1] if self.messages else None
-        if last is None or last["role"] != role:
-            last = {"role": role, "content": text}
-            self.messages.append(last)
-        elif last["content"] is None:
-            last["content"] = text
-        else:
-            last["content"] += "\n" + text
-        self._end = ("text", len(self.messages) - 1, len(last["content"]))
+        self._begin(role)
+        self._add(text)
 
     def call(self, id: str, name: str, arguments: str) -> None:
         """Add a tool call of the assistant."""
-        last = self.messages[-1] if self.messages else None
-        if last is None or last["role"] != "assistant":
-            last = {"role": "assistant", "content": None}
-            self.messages.append(last)
-        calls = last.setdefault("tool_calls", [])
+        self._begin("assistant")
+        calls = self.messages[-1].setdefault("tool_calls", [])
         function = {"name": name, "arguments": arguments}
         calls.append({"id": id, "type": "function", "function": function})
         self._end = ("call", len(self.messages) - 1, len(calls) - 1)
 
     def result(self, id: str, text: str) -> None:
         """Add the result of a tool call."""
-        self.messages.append({"role": "tool", "tool_call_id": id, "content": text})
-        self._end = ("text", len(self.messages) - 1, len(text))
+        self._begin("tool", tool_call_id=id)
+        self._add(text)
+
+    def _begin(self, role: str, **fields: str) -> None:
+        """Begin a message, unless the last one is of the same role; each result is one."""
+        if not self.messages or fields or self.messages[-1]["role"] != role:
+            self.messages.append({"role": role, "content": None, **fields})
+            self._texts.append([])
+            self._size = 0
+
+    def _add(self, text: str) -> None:
+        texts = self._texts[-1]
+        self._size += len(text) + bool(texts)
+        texts.append(text)
+        self._end = ("text", len(self.messages) - 1, self._size)
+
+    def joined(self) -> list[dict[str, Any]]:
+        """Return the messages, each with its content: a text, or None for tool calls alone."""
+        return [
+            {**message, "content": "\n".join(texts) if texts else None}
+            for message, texts in zip(self.messages, self._texts, strict=True)
+        ]
 
     def tool(self, number: int) -> None:
         """Note the definition of a tool."""
@@ -313,8 +339,10 @@ def _tool_choice(
         raise InvalidValue(
             f"tool_choice.type: should be 'auto', 'any', 'tool' or 'none', got {told(kind)}"
         )
+    if not tools and kind == "auto":
+        return None, True
     if not tools:
-        raise InvalidValue("tool_choice: may only be specified while providing tools")
+        raise InvalidValue("tool_choice: needs tools; leave it out, or set it to auto or none")
     if kind != "tool":
         return ("auto" if kind == "auto" else "required"), not one
     name = text_at("tool_choice.name", fields.get("name"))

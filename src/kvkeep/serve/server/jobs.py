@@ -12,6 +12,7 @@ import numpy as np
 
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.tokens import as_tokens
+from kvkeep.serve.http import texts_in
 from kvkeep.serve.server.errors import ApiError
 from kvkeep.serve.server.retention import Keep
 from kvkeep.serve.server.worker import Job
@@ -98,11 +99,16 @@ def _job(
     )
 
 
-def chat_tokens(tokenizer: Tokenizer, messages: Sequence[Message]) -> TokenArray:
-    """Return the tokens of a conversation, up to where the model's turn begins."""
-    refuse_without_template(tokenizer)
+def chat_tokens(service: Service, messages: Sequence[Message]) -> TokenArray:
+    """Return the tokens of a conversation, up to where the model's turn begins.
+
+    Raises `ApiError` for one that is far too long; `that_fit` refuses one that is a little longer.
+    """
+    turns = [message.as_turn() for message in messages]
+    refuse_far_too_long(service, "messages", turns)
+    refuse_without_template(service.tokenizer)
     try:
-        return tokenizer.chat([message.as_turn() for message in messages])
+        return service.tokenizer.chat(turns)
     except InvalidValue as error:
         raise ApiError(400, str(error), param="messages") from error
 
@@ -145,8 +151,7 @@ def prompt_tokens(service: Service, prompt: Prompt | Sequence[int]) -> TokenArra
 
 def conversation_tokens(service: Service, messages: Sequence[Message]) -> TokenArray:
     """Return the tokens of a conversation; `ApiError` if this server refuses them."""
-    refuse_far_too_long(service, "messages", *(turn.text for turn in messages))
-    return that_fit(service, "messages", chat_tokens(service.tokenizer, messages))
+    return that_fit(service, "messages", chat_tokens(service, messages))
 
 
 def request_tokens(service: Service, body: PromptRequest) -> TokenArray:
@@ -168,13 +173,16 @@ def room_behind(service: Service, prompt: TokenArray) -> int:
     return service.engine.runner.max_tokens - len(prompt)
 
 
-def refuse_far_too_long(service: Service, field: str, *texts: str) -> None:
-    """Refuse a text by its size or beginning, since megabytes keep a tokenizer busy for seconds.
+def refuse_far_too_long(service: Service, field: str, prompt: object) -> None:
+    """Refuse a prompt by its size or beginning, since megabytes keep a tokenizer busy for seconds.
+
+    ``prompt`` is a text, or a JSON value with every text that a chat template can show.
 
     A text is too long if it has more bytes than the longest prompt could have, repeating the
     longest token. Of other long texts the beginning is tokenized, in pieces: if it has twice the
     tokens that fit, merges across piece boundaries cannot make it fit.
     """
+    texts = list(texts_in(prompt))
     longest, room = service.longest_prompt, service.longest_text
     size = sum(map(len, texts))  # in characters, of a byte or more each
     if size > room or sum(len(text.encode(errors="replace")) for text in texts) > room:

@@ -89,7 +89,8 @@ def message_prompt(service: Service, call: MessagesCall) -> MessagePrompt:
     """
     tokenizer = service.tokenizer
     refuse_without_template(tokenizer)
-    refuse_far_too_long(service, "messages", *(turn["content"] or "" for turn in call.messages))
+    shown = [] if call.tool_choice == "none" else call.tools
+    refuse_far_too_long(service, "messages", [call.messages, shown])
     _check_tools(service, call)
     text = _rendered(service, call, call.messages, call.tools)
     ends = []

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvkeep.core.config_file import key_in
 from kvkeep.core.errors import InvalidValue, whole
 
 if TYPE_CHECKING:
@@ -69,10 +70,8 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if not self.name:
             raise InvalidValue("the served model's name must not be empty")
-        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
-            raise InvalidValue("an API key must be printable ASCII, since it is sent in a header")
-        if self.api_key is not None and not self.api_key.strip():
-            raise InvalidValue("an API key must not be empty; omit it for a server without one")
+        if self.api_key is not None:
+            key_in("api_key", self.api_key)
         whole("max_body_bytes", self.max_body_bytes, 1)
         whole("body_budget_bytes", self.body_budget_bytes, self.max_body_bytes)
         whole("draft_tokens", self.draft_tokens, 0)

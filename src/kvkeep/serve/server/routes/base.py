@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import Depends, Query, Request
 from fastapi.routing import APIRoute
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -16,6 +15,7 @@ from kvkeep.serve.http import body_of
 from kvkeep.serve.server.errors import ApiError
 from kvkeep.serve.server.jobs import request_tokens
 from kvkeep.serve.server.parsing import parse_body
+from kvkeep.serve.server.schemas.base import RequestModel
 from kvkeep.serve.server.schemas.prompt import PromptRequest
 from kvkeep.serve.server.schemas.responses import ErrorResponse
 from kvkeep.serve.server.service import Service
@@ -64,7 +64,7 @@ EVENTS = {
 class _ParsedRequest(Request):
     """A request whose body was parsed and validated; FastAPI gets the result as its JSON."""
 
-    def __init__(self, request: Request, body: BaseModel) -> None:
+    def __init__(self, request: Request, body: RequestModel) -> None:
         super().__init__(request.scope, request.receive)
         self._json = body
         self._body = b"read"  # FastAPI only checks that it is not empty
@@ -113,7 +113,7 @@ def route_with(methods: str) -> type[JSONRoute]:
     return SharedRoute
 
 
-async def _parsed(request: Request, model: type[BaseModel]) -> BaseModel:
+async def _parsed(request: Request, model: type[RequestModel]) -> RequestModel:
     body = body_of(request.scope)
     await body.read()
     return await _service(request).threads.for_parsing(partial(parse_body, body, model), body.size)

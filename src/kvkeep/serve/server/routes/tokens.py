@@ -22,19 +22,16 @@ async def tokenize(body: TokenizeRequest, service: ServiceOf) -> TokenizeRespons
     """The tokens of a text or conversation, as the generation endpoints see them."""
     check_model(service, body.model)
 
-    texts = [body.prompt] if body.messages is None else [turn.text for turn in body.messages]
-    given = [text for text in texts if text]
-
     def encode() -> list[int]:
-        refuse_far_too_long(service, "prompt" if body.messages is None else "messages", *given)
         if body.messages is not None:
-            tokens = chat_tokens(service.tokenizer, body.messages)
+            tokens = chat_tokens(service, body.messages)
         else:
+            refuse_far_too_long(service, "prompt", body.prompt)
             tokens = service.tokenizer.encode(body.prompt or "")
         ids: list[int] = tokens.tolist()
         return ids
 
-    tokens = await service.threads.for_inspection(encode, sum(map(len, given)))
+    tokens = await service.threads.for_inspection(encode, body.characters)
     longest = service.engine.runner.max_tokens
     return TokenizeResponse(count=len(tokens), max_model_len=longest, tokens=tokens)
 

@@ -1,6 +1,6 @@
 """Shared by all requests: strict fields without unknown ones, and the sampling parameters."""
 
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -8,6 +8,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PrivateAttr,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -15,10 +16,12 @@ from pydantic_core import PydanticCustomError
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.public import FOLDED, SALT_MARK
 from kvkeep.serve.engine import SamplingParams
+from kvkeep.serve.http import text_size
+from kvkeep.serve.messages import Refused, first_refused
 
 __all__ = [
     "CacheSalt", "Extras", "RequestModel", "ResponseModel", "SamplingRequest", "StreamOptions",
-    "field_error",
+    "TopK", "field_error",
 ]  # fmt: skip
 
 _MOST_STOPS = 4
@@ -45,6 +48,8 @@ def _salt(salt: str) -> str:
     return salt
 
 
+TopK = Annotated[int, Field(ge=-1, le=_INT32), AfterValidator(lambda most: max(most, 0))]
+"""A number of tokens; 0, and -1 as in vLLM, stand for all."""
 CacheSalt = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_salt)]
 
 
@@ -56,15 +61,27 @@ def field_error(field: str, what: str) -> PydanticCustomError:
 class RequestModel(BaseModel):
     """A JSON object from a client: strict types, no unknown fields.
 
-    ``REFUSED`` maps fields of OpenAI's that cannot be honoured here to the reason. They must not be
-    set; null is accepted, as some clients send it, and so are the ``HARMLESS`` values, which
-    request the default behaviour.
+    Null in any field is the same as not set. ``REFUSED`` are fields that cannot be honoured here,
+    with the values that are accepted because they ask for nothing.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-    REFUSED: ClassVar[dict[str, str]] = {}
-    HARMLESS: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    REFUSED: ClassVar[Refused] = {}
+
+    _characters: int = PrivateAttr(default=0)
+
+    @classmethod
+    def read(cls, value: object) -> Self:
+        """Return a decoded body, validated, with its `characters`."""
+        body = cls.model_validate(value)
+        body._characters = text_size(value)
+        return body
+
+    @property
+    def characters(self) -> int:
+        """The characters of all texts in the body, names of fields included."""
+        return self._characters
 
     @model_validator(mode="before")
     @classmethod
@@ -73,10 +90,12 @@ class RequestModel(BaseModel):
             return value
         if len(value) > _MOST_FIELDS:  # before an error is made for each
             raise ValueError(f"has {len(value)} fields, more than there are")
-        for name, why in cls.REFUSED.items():
-            if value.get(name) is not None and value[name] not in cls.HARMLESS.get(name, ()):
-                raise field_error(name, f"cannot be honoured: {why}")
-        return {key: item for key, item in value.items() if key not in cls.REFUSED}
+        refused = first_refused(value, cls.REFUSED)
+        if refused is not None:
+            raise field_error(*refused)
+        return {
+            key: item for key, item in value.items() if item is not None and key not in cls.REFUSED
+        }
 
 
 class ResponseModel(BaseModel):
@@ -87,6 +106,11 @@ class ResponseModel(BaseModel):
 
 class StreamOptions(RequestModel):
     """Options of a stream."""
+
+    REFUSED: ClassVar[Refused] = {
+        "include_obfuscation": ("events have no padding here", False),
+        "continuous_usage_stats": ("the usage comes once, at the end", False),
+    }
 
     include_usage: bool | None = Field(
         default=None, description="Send the usage in a last chunk, without choices."
@@ -176,14 +200,25 @@ def _biases(bias: dict[str, float] | None) -> dict[str, float] | None:
 
 
 class SamplingRequest(RequestModel):
-    """The fields shared by chat and plain completions. Null is the same as not set."""
+    """The fields shared by chat and plain completions."""
+
+    # Fields of vLLM, which its clients send with their defaults.
+    REFUSED: ClassVar[Refused] = {
+        "bad_words": ("use logit_bias", []),
+        "include_stop_str_in_output": ("answers end before a stop text", False),
+        "min_tokens": ("use logit_bias against the model's end token", 0),
+        "priority": ("requests run in their order", 0),
+        "repetition_penalty": ("use presence_penalty or frequency_penalty", 1),
+        "skip_special_tokens": ("answers have no special tokens", True),
+        "stop_token_ids": ("use stop", []),
+    }
 
     model: str | None = Field(default=None, description="The served model's name; optional.")
     temperature: float | None = Field(
         default=None, ge=0, le=2, description="Default 1; 0 is greedy."
     )
     top_p: float | None = Field(default=None, gt=0, le=1, description="Default 1.")
-    top_k: int | None = Field(default=None, ge=0, le=_INT32, description="Default 0: all. Ours.")
+    top_k: TopK | None = Field(default=None, description="Default 0 or -1: all. Ours.")
     min_p: float | None = Field(default=None, ge=0, le=1, description="Default 0. Ours.")
     n: int | None = Field(default=None, ge=1, le=_MOST_ANSWERS, description="Answers; default 1.")
     stop: Annotated[str | Texts | None, AfterValidator(_stops)] = Field(
@@ -221,7 +256,7 @@ class SamplingRequest(RequestModel):
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> "SamplingRequest":
-        if self.stream_options is not None and not self.stream:
+        if self.wants_usage and not self.stream:
             raise field_error("stream_options", "needs stream; set it, or leave both out")
         return self
 

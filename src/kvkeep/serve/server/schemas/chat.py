@@ -1,10 +1,10 @@
 """``/v1/chat/completions``: the request."""
 
-from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
+from kvkeep.serve.messages import Refused
 from kvkeep.serve.server.schemas.base import (
     RequestModel,
     SamplingRequest,
@@ -12,15 +12,7 @@ from kvkeep.serve.server.schemas.base import (
     field_error,
 )
 
-__all__ = [
-    "ChatRequest",
-    "Message",
-    "Messages",
-    "TextFormat",
-    "TextPart",
-    "characters",
-    "few_parts",
-]
+__all__ = ["ChatRequest", "Message", "Messages", "TextFormat", "TextPart", "few_parts"]
 
 _NO_TOOLS = "this server does not support tools"
 _TEXT_ONLY = "models here read and write text only"
@@ -29,40 +21,53 @@ _MOST_PARTS = 8192
 _MOST_MARKS = 16  # fields of a breakpoint
 
 
+Mark = Annotated[dict[str, str] | None, at_most(_MOST_MARKS)]
+
+
 class TextPart(RequestModel):
     """A piece of a message."""
 
     type: Literal["text"]
     text: str
-    prompt_cache_breakpoint: Annotated[dict[str, str] | None, at_most(_MOST_MARKS)] = Field(
+    prompt_cache_breakpoint: Mark = Field(
         default=None,
         description="Ignored: every beginning of a prompt can be reused. It keeps nothing longer.",
     )
+    cache_control: Mark = Field(default=None, description="The same, as other servers name it.")
 
 
 class Message(RequestModel):
     """One turn of a conversation."""
 
-    REFUSED: ClassVar[dict[str, str]] = {
-        "tool_calls": _NO_TOOLS,
-        "tool_call_id": _NO_TOOLS,
-        "function_call": _NO_TOOLS,
-        "audio": _TEXT_ONLY,
-        "refusal": "put it into content",
-        "annotations": "put them into content",
+    REFUSED: ClassVar[Refused] = {
+        "tool_calls": (_NO_TOOLS, []),
+        "tool_call_id": (_NO_TOOLS,),
+        "function_call": (_NO_TOOLS,),
+        "audio": (_TEXT_ONLY,),
+        "refusal": ("put it into content", ""),
+        "annotations": ("put them into content", []),
+        "reasoning": ("leave it out, or put it into content", ""),
+        "reasoning_content": ("leave it out, or put it into content", ""),
     }
-    HARMLESS: ClassVar[dict[str, tuple[Any, ...]]] = {"tool_calls": ([],), "annotations": ([],)}
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = Field(
+        default=None, description="Only the assistant's may be null: an empty text, as in vLLM."
+    )
     name: str | None = Field(default=None, description="For chat templates that use it.")
+
+    @model_validator(mode="after")
+    def _has_content(self) -> "Message":
+        if self.content is None and self.role != "assistant":
+            raise field_error("content", "is missing")
+        return self
 
     @property
     def text(self) -> str:
         """The content, with parts joined by line breaks."""
-        if isinstance(self.content, str):
-            return self.content
-        return "\n".join(part.text for part in self.content)
+        if isinstance(self.content, list):
+            return "\n".join(part.text for part in self.content)
+        return self.content or ""
 
     def as_turn(self) -> dict[str, str]:
         """Return the turn for a chat template; "developer" becomes "system"."""
@@ -87,11 +92,6 @@ Messages = Annotated[
 ]
 
 
-def characters(messages: Sequence[Message]) -> int:
-    """Return the number of characters to tokenize."""
-    return sum(len(turn.text) for turn in messages)
-
-
 class TextFormat(RequestModel):
     """Plain text, the only format supported."""
 
@@ -113,40 +113,36 @@ class ChatRequest(SamplingRequest):
         }
     )
 
-    REFUSED: ClassVar[dict[str, str]] = {
-        "tools": _NO_TOOLS,
-        "tool_choice": _NO_TOOLS,
-        "parallel_tool_calls": _NO_TOOLS,
-        "functions": _NO_TOOLS,
-        "function_call": _NO_TOOLS,
-        "audio": _TEXT_ONLY,
-        "modalities": _TEXT_ONLY,
-        "moderation": "this server moderates nothing",
-        "prompt_cache_options": "all prompts are cached; kvkeep.store false keeps one out, and "
-        "prompt_cache_retention keeps one longer",
-        "prediction": "use kvkeep.draft_tokens for speculation from the prompt",
-        "reasoning_effort": "models here have no such setting",
-        "verbosity": "models here have no such setting",
-        "web_search_options": "this server does not search the web",
-        "service_tier": "this server treats all requests alike",
-        "store": "answers are not kept; kvkeep.store decides if the cache keeps their pages",
-    }
-
-    HARMLESS: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "tools": ([],),
-        "tool_choice": ("none",),
-        "functions": ([],),
-        "function_call": ("none",),
-        "modalities": (["text"],),
+    # Without tools, which are refused, a choice of "auto" and calls side by side ask for nothing.
+    REFUSED: ClassVar[Refused] = {
+        **SamplingRequest.REFUSED,
+        "tools": (_NO_TOOLS, []),
+        "tool_choice": (_NO_TOOLS, "none", "auto"),
+        "parallel_tool_calls": (_NO_TOOLS, True, False),
+        "functions": (_NO_TOOLS, []),
+        "function_call": (_NO_TOOLS, "none", "auto"),
+        "audio": (_TEXT_ONLY,),
+        "modalities": (_TEXT_ONLY, ["text"]),
+        "moderation": ("this server moderates nothing",),
         "prompt_cache_options": (
-            {},
-            {"mode": "implicit"},
-            {"ttl": "30m"},
-            {"mode": "implicit", "ttl": "30m"},
+            "all prompts are cached; kvkeep.store false keeps one out, and prompt_cache_retention "
+            "keeps one longer",
+            {}, {"mode": "implicit"}, {"ttl": "30m"}, {"mode": "implicit", "ttl": "30m"},
         ),
-        "service_tier": ("auto", "default"),
-        "store": (False,),
-    }
+        "prediction": ("use kvkeep.draft_tokens for speculation from the prompt",),
+        "reasoning_effort": ("models here have no such setting", "none"),
+        "verbosity": ("models here have no such setting", "medium"),
+        "web_search_options": ("this server does not search the web",),
+        "service_tier": ("this server treats all requests alike", "auto", "default"),
+        "store": (
+            "answers are not kept; kvkeep.store decides if the cache keeps their pages", False,
+        ),
+        # vLLM's
+        "add_generation_prompt": ("the model's turn begins behind every prompt", True),
+        "chat_template_kwargs": ("the template gets messages alone", {}),
+        "continue_final_message": ("the model's turn is a new one; use /v1/messages", False),
+        "echo": ("use /v1/completions", False),
+    }  # fmt: skip
 
     messages: Messages
     max_completion_tokens: int | None = Field(
@@ -165,16 +161,12 @@ class ChatRequest(SamplingRequest):
 
     @model_validator(mode="after")
     def _go_together(self) -> "ChatRequest":
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
+        newer = self.max_completion_tokens
+        if self.max_tokens is not None and newer is not None and self.max_tokens != newer:
             raise field_error("max_tokens", "is the older name of max_completion_tokens; set one")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise field_error("top_logprobs", "needs logprobs; set it to true")
         return self
-
-    @property
-    def characters(self) -> int:
-        """The number of characters to tokenize."""
-        return characters(self.messages)
 
     @property
     def limit(self) -> int | None:

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import ConfigDict, Field, PlainValidator, model_validator
 
+from kvkeep.serve.messages import Refused
 from kvkeep.serve.server.schemas.base import SamplingRequest, field_error
 
 __all__ = ["CompletionRequest", "Prompt", "Token"]
@@ -90,7 +91,11 @@ class CompletionRequest(SamplingRequest):
         }
     )
 
-    REFUSED: ClassVar[dict[str, str]] = {"suffix": "models here only continue texts"}
+    REFUSED: ClassVar[Refused] = {
+        **SamplingRequest.REFUSED,
+        "suffix": ("models here only continue texts", ""),
+        "add_special_tokens": ("a text begins with the model's start token", True),
+    }
 
     prompt: Annotated[
         list[Prompt], PlainValidator(_prompts, json_schema_input_type=_PromptForms)
@@ -105,11 +110,6 @@ class CompletionRequest(SamplingRequest):
         le=5,
         description="Return log probabilities: of each token and this many likeliest ones.",
     )
-
-    @property
-    def characters(self) -> int:
-        """The number of characters to tokenize, in all prompts that are texts."""
-        return sum(len(prompt) for prompt in self.prompt if isinstance(prompt, str))
 
     @model_validator(mode="after")
     def _go_together(self) -> "CompletionRequest":

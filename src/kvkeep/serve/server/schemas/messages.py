@@ -4,7 +4,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from kvkeep.serve.server.schemas.base import CacheSalt, Extras, RequestModel, ResponseModel
+from kvkeep.serve.messages import REFUSED, Refused
+from kvkeep.serve.server.schemas.base import (
+    CacheSalt,
+    Extras,
+    RequestModel,
+    ResponseModel,
+    TopK,
+)
 from kvkeep.serve.server.schemas.chat import few_parts
 
 __all__ = [
@@ -13,7 +20,6 @@ __all__ = [
 ]  # fmt: skip
 
 _INT32 = 2**31 - 1
-_NO_ANSWER: tuple[Any, ...] = ({"type": "disabled"}, {"type": "adaptive"})
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -27,8 +33,7 @@ class CacheControl(RequestModel):
 class TextBlock(RequestModel):
     """Text."""
 
-    REFUSED: ClassVar[dict[str, str]] = {"citations": "models here cite nothing"}
-    HARMLESS: ClassVar[dict[str, tuple[Any, ...]]] = {"citations": ([],)}
+    REFUSED: ClassVar[Refused] = {"citations": ("models here cite nothing", [])}
 
     type: Literal["text"]
     text: Annotated[str, Field(min_length=1)]
@@ -38,11 +43,10 @@ class TextBlock(RequestModel):
 class ToolUseBlock(RequestModel):
     """A tool call of the assistant."""
 
-    REFUSED: ClassVar[dict[str, str]] = {
-        "caller": "only the model calls tools here",
-        "toolset_name": "there are no toolsets here",
+    REFUSED: ClassVar[Refused] = {
+        "caller": ("only the model calls tools here", {"type": "direct"}),
+        "toolset_name": ("there are no toolsets here",),
     }
-    HARMLESS: ClassVar[dict[str, tuple[Any, ...]]] = {"caller": ({"type": "direct"},)}
 
     type: Literal["tool_use"]
     id: Name
@@ -54,7 +58,7 @@ class ToolUseBlock(RequestModel):
 class ToolResultBlock(RequestModel):
     """The result of a tool call."""
 
-    REFUSED: ClassVar[dict[str, str]] = {"toolset_name": "there are no toolsets here"}
+    REFUSED: ClassVar[Refused] = {"toolset_name": ("there are no toolsets here",)}
 
     type: Literal["tool_result"]
     tool_use_id: Name
@@ -94,19 +98,12 @@ class MessageParam(RequestModel):
 class ToolParam(RequestModel):
     """The definition of a tool."""
 
-    REFUSED: ClassVar[dict[str, str]] = {
-        "allowed_callers": "only the model calls tools here",
-        "defer_loading": "all tools are in the prompt",
-        "eager_input_streaming": "arguments come as they are generated",
-        "input_examples": "put them into the description",
-        "strict": "arguments are not checked here",
-    }
-    HARMLESS: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "allowed_callers": (["direct"],),
-        "defer_loading": (False,),
-        "eager_input_streaming": (False,),
-        "input_examples": ([],),
-        "strict": (False,),
+    REFUSED: ClassVar[Refused] = {
+        "allowed_callers": ("only the model calls tools here", ["direct"]),
+        "defer_loading": ("all tools are in the prompt", False),
+        "eager_input_streaming": ("arguments come as they are generated", False),
+        "input_examples": ("put them into the description", []),
+        "strict": ("arguments are not checked here", False),
     }
 
     type: Literal["custom"] | None = None
@@ -133,24 +130,7 @@ class MessagesMetadata(RequestModel):
 class CountTokensRequest(RequestModel):
     """A conversation whose tokens to count."""
 
-    REFUSED: ClassVar[dict[str, str]] = {
-        "container": "this server runs no code",
-        "context_management": "this server edits no conversation",
-        "diagnostics": "ask /kv/explain instead",
-        "inference_geo": "this server is where it is",
-        "mcp_servers": "this server calls no tools by itself",
-        "output_config": "answers have no other format",
-        "service_tier": "this server treats all requests alike",
-        "speed": "this server has one speed",
-        "thinking": "models here have no thinking that can be set",
-    }
-    HARMLESS: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "mcp_servers": ([],),
-        "output_config": ({},),
-        "service_tier": ("auto", "standard_only"),
-        "speed": ("standard",),
-        "thinking": _NO_ANSWER,
-    }
+    REFUSED: ClassVar[Refused] = REFUSED
     model_config = ConfigDict(
         json_schema_extra={
             "examples": [
@@ -177,11 +157,6 @@ class CountTokensRequest(RequestModel):
         default=None, description="A breakpoint at the end of the last block."
     )
 
-    @property
-    def characters(self) -> int:
-        """About the number of characters to tokenize."""
-        return sum(map(_length, (self.system, *(turn.content for turn in self.messages))))
-
 
 class MessagesRequest(CountTokensRequest):
     """A conversation for the model to continue."""
@@ -204,7 +179,7 @@ class MessagesRequest(CountTokensRequest):
     stop_sequences: Annotated[list[str], Field(max_length=16, fail_fast=True)] | None = None
     temperature: float | None = Field(default=None, ge=0, le=1, description="Default 1.")
     top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=0, le=_INT32)
+    top_k: TopK | None = None
     stream: bool | None = None
     metadata: MessagesMetadata | None = Field(default=None, description="Ignored.")
     cache_salt: CacheSalt | None = Field(
@@ -212,18 +187,6 @@ class MessagesRequest(CountTokensRequest):
         description="Prompts share cached pages only with prompts of the same salt. Ours.",
     )
     kvkeep: Extras | None = None
-
-
-def _length(content: object) -> int:
-    if isinstance(content, str):
-        return len(content)
-    if isinstance(content, list):
-        return sum(map(_length, content))
-    if isinstance(content, TextBlock):
-        return len(content.text)
-    if isinstance(content, ToolResultBlock):
-        return _length(content.content)
-    return 0
 
 
 class CountTokensResponse(ResponseModel):

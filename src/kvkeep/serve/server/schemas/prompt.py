@@ -5,7 +5,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from kvkeep.serve.server.schemas.base import CacheSalt, RequestModel, field_error
-from kvkeep.serve.server.schemas.chat import Messages, characters
+from kvkeep.serve.server.schemas.chat import Messages
 from kvkeep.serve.server.schemas.completions import Token
 
 __all__ = ["PromptRequest"]
@@ -23,11 +23,6 @@ class PromptRequest(RequestModel):
         default=None, description="A conversation, as /v1/chat/completions takes it."
     )
     cache_salt: CacheSalt | None = None
-
-    @property
-    def characters(self) -> int:
-        """The number of characters to tokenize, counting token ids as well."""
-        return characters(self.messages or ()) + len(self.prompt or ())
 
     @model_validator(mode="after")
     def _one_of_them(self) -> "PromptRequest":
