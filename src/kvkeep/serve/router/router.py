@@ -32,7 +32,7 @@ __all__ = ["PrefixRouter", "RouteTicket", "RouterStats", "Score"]
 # computed; their blocks have so many tokens.
 _COMING = "COMING"
 _ROUTED = "ROUTED"
-_ROUTED_TOKENS = 256
+_ROUTED_TOKENS = 64
 # Kinds of attention whose blocks prove that a prefix is cached; sliding windows keep only its end.
 _WHOLE = {None, "full_attention", "mla_attention"}
 _MARK_LENGTH = 4096
