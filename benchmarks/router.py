@@ -8,7 +8,8 @@ Replay: the requests of a trace (``--trace``: one JSON object a line with ``time
 ``input_length``, ``output_length`` and ``hash_ids``, one for 512 tokens, as Mooncake's) on
 simulated nodes. A node is our `PagedCache` (LRU), of which the router knows what its events say; it
 computes 15,000 tokens a second, one prompt after the other. Beside it the same nodes with requests
-placed at random, by load, and by what was routed to each node (both without events), and one node with the memory of all.
+placed at random, by load, and by what was routed to each node (both without events), and
+one node with the memory of all.
 
     python benchmarks/router.py                          # speed
     python benchmarks/router.py --trace conversation.jsonl.gz
@@ -239,7 +240,7 @@ def replay(
     events: bool = True,
     remembered: bool = False,
 ) -> Replay:
-    """Replay the trace over nodes of equal size; ``remembered``: what was routed counts as there."""
+    """Replay the trace over nodes of equal size; ``remembered``: by what was routed."""
     begun = time.perf_counter()
     now = 0.0
     block = 1 if remembered else TRACE_BLOCK  # tokens that a token of the router stands for

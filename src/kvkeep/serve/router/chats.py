@@ -175,7 +175,9 @@ def tools_of(tools: object) -> list[dict[str, Any]]:
     for tool in _objects(tools):
         if "name" not in tool:
             raise InvalidValue("only functions are tools of a chat")
-        function = {name: tool[name] for name in ("name", "description") if name in tool}
+        function: dict[str, Any] = {
+            name: tool[name] for name in ("name", "description") if name in tool
+        }
         function["parameters"] = tool.get("input_schema", tool.get("parameters", {}))
         made.append({"type": "function", "function": function})
     return made
