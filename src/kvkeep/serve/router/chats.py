@@ -161,7 +161,9 @@ def chat_of_responses(instructions: object, input: object) -> Chat:
                 turns.append({"role": item.get("role"), "content": text})
             case "function_call":
                 call = _call(item.get("call_id"), item.get("name"), item.get("arguments"))
-                turns.append({"role": "assistant", "content": None, "tool_calls": [call]})
+                if not turns or turns[-1]["role"] != "assistant":
+                    turns.append({"role": "assistant", "content": None})
+                turns[-1].setdefault("tool_calls", []).append(call)
             case "function_call_output" if isinstance(item.get("output"), str):
                 turns.append(_result(item.get("call_id"), item["output"]))
             case _:
