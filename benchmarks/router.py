@@ -8,8 +8,8 @@ Replay: the requests of a trace (``--trace``: one JSON object a line with ``time
 ``input_length``, ``output_length`` and ``hash_ids``, one for 512 tokens, as Mooncake's) on
 simulated nodes. A node is our `PagedCache` (LRU), of which the router knows what its events say; it
 computes 15,000 tokens a second, one prompt after the other. Beside it the same nodes with requests
-placed at random, by load, and by load where a conversation stays at its node (both without events),
-and one node with the memory of all.
+placed at random, by load, and by what was routed to each node (both without events), and
+one node with the memory of all.
 
     python benchmarks/router.py                          # speed
     python benchmarks/router.py --trace conversation.jsonl.gz
@@ -36,20 +36,15 @@ import numpy as np
 
 from kvkeep import PagedCache
 from kvkeep.core.cost import PrefillCost
-from kvkeep.core.returns import Ended
 from kvkeep.serve.kv_events import BlockRemoved, BlockStored, CacheMirror
 from kvkeep.serve.kv_events.wire import Batch, decode, encode
 from kvkeep.serve.router import PrefixRouter, RoutingCost
-from kvkeep.serve.router.answers import AnswerReader
-from kvkeep.serve.router.conversations import ConversationTable
-from kvkeep.serve.router.prompts import Prompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvkeep.core.events import Event
     from kvkeep.serve.router import RouteTicket
-    from kvkeep.serve.router.conversations import RoutedTurn
 
 BLOCK = 16
 RUN = 64
@@ -195,45 +190,6 @@ def memory(rng: np.random.Generator) -> Figure:
     return Figure("index: memory", "bytes/block", taken, taken, taken, 1)
 
 
-def following(rng: np.random.Generator, runs: int) -> list[Figure]:
-    """Measure a turn of one of 10,000 conversations, and reading an answer."""
-    now = 0.0
-    table = ConversationTable(clock=lambda: now)
-    ended = Ended("stop", 100)
-
-    def turns(length: int) -> float:
-        nonlocal now
-        prompts = [rng.integers(0, 128_000, length, np.int32) for _ in range(200)]
-        begun = time.process_time()
-        for prompt in prompts:
-            now += 1.0
-            turn = table.find(Prompt(prompt, "m"), b"key")
-            assert turn is not None
-            table.answered(turn)
-            table.ended(turn, "one", ended)
-        return (time.process_time() - begun) / len(prompts) * 1e6
-
-    for _ in range(10_000 // 200):
-        turns(100)
-    piece = b"data: " + json.dumps({
-        "id": "chatcmpl-123", "object": "chat.completion.chunk", "created": 1, "model": "m",
-        "choices": [{"index": 0, "delta": {"content": " word"}, "finish_reason": None}],
-    }).encode() + b"\n\n"  # fmt: skip
-
-    def read() -> float:
-        reader = AnswerReader()
-        begun = time.process_time()
-        for _ in range(2000):
-            reader.feed(piece)
-        return (time.process_time() - begun) / 2000 * 1e6
-
-    return [
-        timed("conversation: a turn of 100 tokens", "µs", lambda: turns(100), runs),
-        timed("conversation: a turn of 32,768 tokens", "µs", lambda: turns(PROMPT), runs),
-        timed("answer: a piece of a stream", "µs", read, runs),
-    ]
-
-
 # --- replay ----------------------------------------------------------------------------------
 
 
@@ -268,10 +224,10 @@ class Node:
         return hits
 
 
-def as_prompt(blocks: np.ndarray[Any, np.dtype[np.int32]]) -> Prompt:
-    """Return a prompt of as many tokens as the blocks have."""
+def as_tokens(blocks: np.ndarray[Any, np.dtype[np.int32]]) -> np.ndarray[Any, Any]:
+    """Return as many tokens as the blocks have."""
     each = np.arange(TRACE_BLOCK, dtype=np.int64) + blocks[:, None].astype(np.int64) * TRACE_BLOCK
-    return Prompt((each % LAST).astype(np.int32).ravel())
+    return (each % LAST).astype(np.int32).ravel()
 
 
 def replay(
@@ -282,48 +238,40 @@ def replay(
     *,
     routed: bool,
     events: bool = True,
-    table: ConversationTable | None = None,
+    remembered: bool = False,
 ) -> Replay:
-    """Replay the trace over nodes of equal size; ``table`` keeps conversations at their nodes."""
+    """Replay the trace over nodes of equal size; ``remembered``: by what was routed."""
     begun = time.perf_counter()
     now = 0.0
-    prefill = PrefillCost(
-        seconds_per_token=TRACE_BLOCK / SPEED, seconds_per_token_pair=2e-9 * TRACE_BLOCK**2
-    )
+    block = 1 if remembered else TRACE_BLOCK  # tokens that a token of the router stands for
+    prefill = PrefillCost(seconds_per_token=block / SPEED, seconds_per_token_pair=2e-9 * block**2)
     cost = RoutingCost(prefill=prefill, slack=0.0)  # there is one router
     names = [f"n{number}" for number in range(nodes)]
     router = PrefixRouter(names, cost=cost, clock=lambda: now) if routed else None
     made = {one: Node(one, pages, router if events else None) for one in names}
     chance = random.Random(1)
-    ahead: list[tuple[float, int, bool, RouteTicket, RoutedTurn | None]] = []
+    ahead: list[tuple[float, int, bool, RouteTicket]] = []
     hits = total = 0
     for number, request in enumerate(requests):
         arrival = request["timestamp"] / 1000
         while router is not None and ahead and ahead[0][0] <= arrival:
-            now, _, ended, ticket, turn = heapq.heappop(ahead)
+            now, _, ended, ticket = heapq.heappop(ahead)
             (router.end if ended else router.first_token)(ticket)
-            if table is not None and turn is not None:
-                table.ended(turn, ticket.place.instance, Ended())
         now = arrival
         blocks = np.array(request["hash_ids"], np.int32)
         total += len(blocks)
         if router is None:
             hits += made[chance.choice(names)].serve(blocks, now)
             continue
-        turn = None
-        if table is not None:
-            # The last block may stand for fewer tokens, and has another id when there are more.
-            turn = table.find(as_prompt(blocks[: request["input_length"] // TRACE_BLOCK]))
-            if turn is not None:
-                table.answered(turn)
-        best = router.choose(blocks, home="" if turn is None else turn.home)
+        prompt = as_tokens(blocks) if remembered else blocks
+        best = router.choose(prompt)
         assert best is not None
-        ticket = router.begin(best)
+        ticket = router.begin(best, prompt if remembered else None)
         node = made[best.place.instance]
         hits += node.serve(blocks, now)
         done = node.free_at + request["output_length"] * ANSWER_S
-        heapq.heappush(ahead, (node.free_at, number * 2, False, ticket, None))
-        heapq.heappush(ahead, (done, number * 2 + 1, True, ticket, turn))
+        heapq.heappush(ahead, (node.free_at, number * 2, False, ticket))
+        heapq.heappush(ahead, (done, number * 2 + 1, True, ticket))
 
     def load(what: str) -> float:
         each: list[int] = [getattr(node, what) for node in made.values()]
@@ -344,15 +292,7 @@ def replays(path: Path, nodes: int, tokens: int) -> list[Replay]:
     return [
         replay("random", requests, nodes, pages, routed=False),
         replay("by load", requests, nodes, pages, routed=True, events=False),
-        replay(
-            "conversation",
-            requests,
-            nodes,
-            pages,
-            routed=True,
-            events=False,
-            table=ConversationTable(),
-        ),
+        replay("as routed", requests, nodes, pages, routed=True, events=False, remembered=True),
         replay("by prefix", requests, nodes, pages, routed=True),
         replay("one pool", requests, 1, nodes * pages, routed=False),
     ]
@@ -369,7 +309,7 @@ def main() -> int:
     options = parser.parse_args()
     rng = np.random.default_rng(0)
     runs = 3 if options.quick else 9
-    figures = [*updates(rng, runs), *lookups(rng, runs), *following(rng, runs), memory(rng)]
+    figures = [*updates(rng, runs), *lookups(rng, runs), memory(rng)]
     replayed = (
         [] if options.trace is None else replays(options.trace, options.nodes, options.tokens)
     )

@@ -86,10 +86,7 @@ ROOMS: dict[str, set[str]] = {
     "serve.http": set(),  # holds against hostile clients: of requests it knows bytes alone
     "serve.kv_events": set(),  # on the wire; of a cache it knows the hook
     "serve.messages": set(),  # one API in terms of another: JSON values alone
-    "serve.router": {
-        "core.cost", "core.returns", "observe.usage", "serve.kv_events", "serve.http",
-        "serve.messages",
-    },
+    "serve.router": {"core.cost", "serve.kv_events", "serve.http"},
     "serve.server": {
         "core.cache", "core.cost",
         "core.returns",  # how answers ended, for a capture

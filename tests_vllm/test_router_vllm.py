@@ -223,7 +223,7 @@ class Agent:
     def __init__(self, routing: Routing, number: int) -> None:
         self.routing = routing
         self.streams = bool(number % 2)
-        content = f"The {number}. agent looks at something. " * 6
+        content = f"The {number}. agent looks at something. " * 20
         self.messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
         self.homes: set[str] = set()
 
@@ -251,23 +251,45 @@ class Agent:
         self.messages.append({"role": "user", "content": "And then? " * 3})
 
 
-def test_tool_calls_and_returns_are_seen(unannounced: Routing) -> None:
-    """Agents return after each tool call, and those that ended their turn do not."""
+def test_agents_stay_where_they_began(unannounced: Routing) -> None:
+    """No client names anything, and the servers say nothing of what they hold."""
     agents = [Agent(unannounced, number) for number in range(4)]
     for _ in range(3):
         for agent in agents:
             agent.call()
     for agent in agents:
         agent.end()
-    agents[0].end()
-    agents[1].ask(tool_choice="none", max_tokens=3)
-    found = httpx.get(f"{unannounced.url}/kv/conversations").json()
-    stops = {name: (one["ended"], one["returned"]) for name, one in found["stops"].items()}
-    assert stops == {"tool_calls": (12, 12), "stop": (5, 2), "length": (1, 0)}
-    assert found["followed"] == found["waiting"] == 4
-    assert found["returned"] == {"session": 0, "prefix": 14, "key": 0}
-    assert found["stops"]["tool_calls"]["waiting"] == 0
-    # No client named anything, and the servers said nothing: each stayed where it began.
     assert [len(agent.homes) for agent in agents] == [1] * 4
     assert len(set.union(*(agent.homes for agent in agents))) == 2
-    assert sum(one["waiting"] for one in found["instances"].values()) == 4
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "more"),
+    [
+        ("/v1/messages", "messages", {"max_tokens": 2, "system": [{"type": "text", "text": "Be "}],
+                                      "output_config": {"effort": "high"}, "metadata": {}}),
+        ("/v1/responses", "input", {"max_output_tokens": 2, "instructions": "Be brief."}),
+    ],
+)  # fmt: skip
+def test_other_apis_of_vllm_are_its_own(
+    routing: Routing, path: str, field: str, more: dict[str, Any]
+) -> None:
+    """vLLM answers them itself, byte for byte, where their prompt is cached."""
+    homes = set()
+    for turn in range(3):
+        content = [{"type": "text" if field == "messages" else "input_text", "text": text(70)}]
+        turns = [{"role": "user", "content": content}, {"role": "assistant", "content": "Yes."}]
+        turns.append({"role": "user", "content": "Go on. " * (turn + 1)})
+        body = {"model": "tiny", field: turns, "temperature": 0, **more}
+        answer = httpx.post(f"{routing.url}{path}", json=body, timeout=60)
+        assert answer.is_success, answer.text
+        name, sent_path, sent = routing.upstreams.answers[-1]
+        assert (sent_path, answer.content) == (path, sent)
+        homes.add(name)
+        # Its events say that it holds what the router reads of the prompt.
+        eventually(lambda: routing.router.stats().blocks > 0)
+        time.sleep(0.5)
+    assert len(homes) == 1
+    matched = httpx.get(f"{routing.url}/metrics").text
+    found = re.findall(r'^kvkeep_router_matched_tokens_total{tier="GPU"} (\S+)$', matched, re.M)
+    assert float(found[0]) >= 2 * 6 * BLOCK

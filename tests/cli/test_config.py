@@ -245,10 +245,10 @@ def test_show_has_all_options_and_agrees_with_the_command(file, capsys):
 
 
 def test_show_without_a_section_shows_those_of_the_file(file, capsys):
-    path = file("[connector]\nthreads = 8\nmin_tokens = '4k'\n[route]\nusage = true\n")
+    path = file("[connector]\nthreads = 8\nmin_tokens = '4k'\n[route]\ntries = 3\n")
     found = shown(capsys, "--config", path, "--changed")
     assert found == {
-        "route": {"usage": (True, f"{path}:5")},
+        "route": {"tries": (3, f"{path}:5")},
         "connector": {
             "min_tokens (vLLM)": ("4k", f"{path}:3"), "threads (SGLang)": (8, f"{path}:2"),
         },
@@ -331,7 +331,7 @@ def test_a_secret_that_all_can_read_is_warned_of(file, capsys):
 
 def test_the_shipped_example_is_right(capsys, tmp_path):
     assert main(["config", "check", str(EXAMPLE)]) == 0, capsys.readouterr().err
-    assert parsed("route", "--config", str(EXAMPLE)).usage is True
+    assert parsed("route", "--config", str(EXAMPLE)).tries == 3
     assert parsed("serve", "--config", str(EXAMPLE)).request_timeout == 600
     assert ConnectorOptions.parse({"config": str(EXAMPLE)}).min_tokens == 1000
 

@@ -152,7 +152,6 @@ def test_a_wrong_count_size_or_time_names_its_option(name, capsys):
         ("serve --host no.such.host.invalid --port 0", ["no.such.host.invalid"]),
         ("route", ["--instances"]),
         ("route --instances nonsense", ["nonsense"]),
-        ("route --instances http://a --cost /no/cost", ["/no/cost", "No such file"]),
         ("top nonsense://x", ["nonsense://x", "http://host:port"]),
         ("top {dead}", ["{dead}"]),
         ("usage {dead}", ["{dead}"]),

@@ -56,7 +56,6 @@ ROUTE = {
         [DnsName("dns://a:5"), DnsName("dns://b:6")],
     ),
     "--discover-every": Option("--discover-every 7", "Membership.discovery.every_s", 7.0),
-    "--admin-key-file": Option("--admin-key-file {tmp}/key", "create_proxy.admin_key", "filed"),
     "--events": Option(
         EVENTS, "EventReader.sources", [Source(A, "tcp://a:5"), Source(B, "tcp://b:6")]
     ),
@@ -83,14 +82,9 @@ ROUTE = {
     "--public-prefixes": Option(
         "--public-prefixes {tmp}/public", "PrefixRouter.public.rows", (b"\x07\0\0\0",)
     ),
-    "--cost": Option(
-        "--cost {tmp}/cost.json", "PrefixRouter.cost.prefill.seconds_per_token", pytest.approx(0.25)
-    ),
     "--prefill-speed": Option(
         "--prefill-speed 500", "PrefixRouter.cost.prefill.seconds_per_token", 0.002
     ),
-    "--usage": Option("--usage", "create_proxy.usage", True),
-    "--balance": Option("--balance 0.5", "PrefixRouter.cost.balance", 0.5),
     "--slack": Option("--slack 0.5", "PrefixRouter.cost.slack", 0.5),
     "--first-byte-timeout": Option(
         "--first-byte-timeout 7", "create_proxy.timeouts.first_byte_s", 7.0
@@ -108,8 +102,8 @@ ROUTE = {
     "--most-blocks": Option("--most-blocks 7", "PrefixRouter.most_blocks", 7),
     "--host": Option(
         "--host 0.0.0.0",
-        "bind.host create_proxy.hosts create_proxy.exposed",
-        ("0.0.0.0", None, True),
+        "bind.host create_proxy.hosts",
+        ("0.0.0.0", None),
     ),
     "--port": Option("--port 7", "bind.port", 7),
     "--allow-host": Option(

@@ -37,17 +37,15 @@ class StandIn:
     "half" an answer · "waits" until the client goes · "stalls" after a head · "stops" in the
     middle · "garbage" · "stopped": nothing, on no path. ``tokens`` are what it says that any text
     is. /health is answered with ``health`` in all moods but the last, and not counted as asked.
-    ``cost`` is the answer of /kv/cost, counted by ``told``; b"hangs": none.
     """
 
     def __init__(self, mood: str = "well") -> None:
         self.mood = mood
         self.tokens: bytes | None = None
         self.asked: list[tuple[str, dict[str, str], bytes]] = []
+        self.methods: list[str] = []
         self.left = 0
         self.health = "200"
-        self.cost: bytes | None = None
-        self.told = 0
         self.probes = 0
         self.chunks = CHUNKS
         self._serving: set[asyncio.Task[Any]] = set()
@@ -95,23 +93,17 @@ class StandIn:
             pairs = [line.split(": ", 1) for line in lines]
             headers = {name.lower(): value for name, value in pairs}
             body = await reader.readexactly(int(headers.get("content-length", 0)))
-            path = first.split()[1]
+            method, path, _ = first.split()
             if path == "/health":
                 self.probes += 1
                 if self.mood == "stopped":
                     await reader.read(1)
                 else:
                     head = f"HTTP/1.1 {self.health} X\r\nconnection: close\r\ncontent-length: 0"
-                    more = "" if self.cost is None else "\r\nx-kvkeep-cost: 1"
-                    writer.write((head + more).encode() + b"\r\n\r\n")
-                return
-            if path == "/kv/cost" and self.cost is not None:
-                self.told += 1
-                if self.cost == b"hangs":
-                    await reader.read(1)
-                writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n" + self.cost)
+                    writer.write(head.encode() + b"\r\n\r\n")
                 return
             self.asked.append((path, headers, body))
+            self.methods.append(method)
             await self._answer(path, body, reader, writer)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
@@ -185,7 +177,7 @@ class Routing:
         waits = {"first_byte_s": 20.0, "probe_every_s": 0.05, "probe_s": 1.0}
         options["timeouts"] = Timeouts(**{**waits, **options.pop("timeouts", {})})
         drain_s = options.pop("drain_s", 30.0)
-        self._socket = bind("127.0.0.1", 0)
+        self._socket = options.pop("bound", None) or bind("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         proxy = create_proxy(self.router, self.upstreams, **options)
         self._server = Server(proxy, drain_s=drain_s)

@@ -54,15 +54,6 @@ def test_more_cached_and_much_sooner_win():
     assert chosen("", other) == other
 
 
-def test_a_home_takes_the_place_of_the_first():
-    own = chosen("k")
-    other = next(name for name in NAMES if name != own)
-    assert fleet().choose(PROMPT, key="k", home=other).place.instance == other
-    assert fleet().choose(PROMPT, key="k", home="gone").place.instance == own
-    assert fleet().choose(PROMPT, key="k", home=other, without=other).place.instance == own
-    assert fleet(own).choose(PROMPT, home=other).place.instance == own
-
-
 def test_a_key_brings_prompts_together_on_plain_servers():
     with routing("well", "well", "well") as (proxy, made):
 

@@ -1,4 +1,4 @@
-"""Instances that come and go, by names, over HTTP, and by random lives."""
+"""Instances that come and go by names, and by random lives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from standing_in import StandIn, eventually, routing
 
 from kvkeep import PagedCache
 from kvkeep.core.errors import InvalidValue
-from kvkeep.serve.kv_events import BlockStored, EventPublisher, EventReader, Source
+from kvkeep.serve.kv_events import BlockStored, EventPublisher, EventReader
 from kvkeep.serve.router import PrefixRouter
 from kvkeep.serve.router.discovery import DnsName, Resolution, resolve
 from kvkeep.serve.router.membership import Discovery, EventAddresses, Membership
@@ -26,7 +26,7 @@ PROMPT = list(range(32))
 
 
 class Lives(RuleBasedStateMachine):
-    """Four instances with two names, the options and an administrator, against sets of names."""
+    """Four instances with two names and the options, against sets of names."""
 
     @initialize(given=st.sets(st.sampled_from(URLS)))
     def begin(self, given) -> None:
@@ -36,7 +36,6 @@ class Lives(RuleBasedStateMachine):
         self.members = Membership(self.router, self.upstreams, keep_s=10.0, clock=lambda: self.time)
         self.origins = {url: {"options"} if url in given else set() for url in URLS}
         self.listed: dict[str, set[str]] = {"dns://a:1": set(), "dns://b:1": set()}
-        self.removed: set[str] = set()
         self.left_at: dict[str, float | None] = dict.fromkeys(given, None)  # of known ones
         self.tickets = []
 
@@ -53,28 +52,11 @@ class Lives(RuleBasedStateMachine):
         if not urls:
             return
         before, self.listed[origin] = self.listed[origin], urls
-        self.removed &= set.union(*self.listed.values())
         for url in URLS:
             if url in before - urls:
                 self.origins[url].discard(origin)
-            elif url in urls - self.removed:
+            elif url in urls:
                 self.origins[url].add(origin)
-            self.settle(url)
-
-    @rule(url=st.sampled_from(URLS))
-    def add(self, url):
-        assert self.members.add(url) == (url not in self.left_at)
-        self.origins[url].add("admin")
-        self.removed.discard(url)
-        self.settle(url)
-
-    @rule(url=st.sampled_from(URLS))
-    def remove(self, url):
-        assert self.members.remove(url) == (url in self.left_at)
-        if url in self.left_at:
-            if any(url in some for some in self.listed.values()):
-                self.removed.add(url)
-            self.origins[url].clear()
             self.settle(url)
 
     @rule()
@@ -113,7 +95,6 @@ class Lives(RuleBasedStateMachine):
         joined = {url for url, left in self.left_at.items() if left is None}
         assert set(self.upstreams.names) == joined
         assert set(self.upstreams.health.names()) == set(self.left_at)
-        assert {one["name"] for one in self.members.reports()} == set(self.left_at)
         assert self.router.stats().instances == len(self.left_at)
         for url in URLS:
             running = sum(ticket.place.instance == url for ticket in self.tickets)
@@ -201,14 +182,9 @@ def test_a_router_has_a_bound_on_instances():
     many = tuple(f"http://10.1.{high}.{low}:80" for high in range(17) for low in range(250))
     members.resolved("dns://x:80", Resolution(many))
     assert router.stats().instances == len(upstreams.names) == 4096
-    with pytest.raises(InvalidValue, match="4,096 instances"):
-        members.add("http://a")
-    for url in many[:10]:
-        members.remove(url)
+    members.resolved("dns://x:80", Resolution(many[10:]))
     members.sweep()
-    members.resolved("dns://x:80", Resolution(many))
-    assert router.stats().instances == 4096
-    assert not {*many[:10]} & {*upstreams.names}, "what was removed came back"
+    assert router.stats().instances == 4096 - 10
 
 
 def test_an_instance_comes_back_with_what_its_snapshot_says():
@@ -218,9 +194,17 @@ def test_an_instance_comes_back_with_what_its_snapshot_says():
     router, upstreams = PrefixRouter(), Upstreams()
     reader = EventReader([], router, check_s=0.1)
     time = [0.0]
-    members = Membership(router, upstreams, reader, keep_s=10.0, clock=lambda: time[0])
     url = "http://10.0.0.1:8000"
-    sources = (Source(url, publisher.endpoint, publisher.replay),)
+    addresses = EventAddresses(listed={url: (publisher.endpoint, publisher.replay)})
+    members = Membership(
+        router, upstreams, reader, addresses=addresses, keep_s=10.0, clock=lambda: time[0]
+    )
+
+    def come() -> None:
+        members.resolved("dns://x:8000", Resolution((url,)))
+
+    def leave() -> None:
+        members.resolved("dns://x:8000", Resolution(("http://10.0.0.9:8000",)))
 
     def hold(first: int) -> list[int]:
         prompt = list(range(first, first + 64))
@@ -235,152 +219,70 @@ def test_an_instance_comes_back_with_what_its_snapshot_says():
 
     try:
         old = hold(0)
-        members.add(url, sources)
+        come()
         eventually(lambda: held(old) == 64)
-        members.remove(url)
+        leave()
         time[0] = 9.0
         members.sweep()
         between = hold(1000)
         eventually(lambda: router.blocks(url)[0] == 8)  # it is followed as long as it is kept
-        assert not members.add(url, sources)
+        come()
         assert held(old) == held(between) == 64
-        members.remove(url)
+        leave()
         time[0] = 19.0
         while members.sweep():
             pass
-        assert url not in members
-        assert router.stats().blocks == router.stats().instances == 0
+        assert url not in upstreams.health.names()
+        assert router.stats().blocks == 0
         cache.clear()
         new = hold(2000)
-        assert members.add(url, sources)
+        come()
         eventually(lambda: held(new) == 64)
         assert held(old) == 0
-        members.add(url, ())  # its events are at no address any more
-        assert held(new) == 0
     finally:
         reader.close()
         publisher.close()
 
 
 def test_many_blocks_are_forgotten_in_steps():
-    router, upstreams = PrefixRouter(URLS[:2]), Upstreams(URLS[:2])
+    router, upstreams = PrefixRouter(), Upstreams()
     members = Membership(router, upstreams, keep_s=0.0)
+    members.resolved("dns://x:8000", Resolution(tuple(URLS[:2])))
     for url in URLS[:2]:
         tokens = list(range(70_000))
         router.apply(url, [BlockStored(tokens, None, tokens, 1, None, "GPU", None)])
-        members.remove(url)
+    members.resolved("dns://x:8000", Resolution((URLS[2],)))
     left = []
     while members.sweep():
         left.append(router.stats().blocks)
         router.check()
-        if len(left) == 5:
-            assert members.add(URLS[1]) is False  # it stays, with what is left of its blocks
+        if len(left) == 5:  # it stays, with what is left of its blocks
+            members.resolved("dns://x:8000", Resolution((URLS[2], URLS[1])))
     assert left == [120_000, 100_000, 80_000, 50_000, 30_000]
-    assert upstreams.names == [URLS[1]]
-    assert router.stats().instances == 1
+    assert upstreams.names == [URLS[2], URLS[1]]
+    assert router.stats().instances == 2
 
 
 # --- over HTTP -------------------------------------------------------------------------------
 
 
-def instances(proxy, **options) -> dict[str, str]:
-    answer = httpx.get(f"{proxy.url}/kv/instances", **options).raise_for_status().json()
-    return {one["name"]: one["state"] for one in answer["instances"]}
+def instances(proxy) -> dict[str, str]:
+    return httpx.get(f"{proxy.url}/health").json()["each"]
 
 
 def ask(proxy) -> httpx.Response:
     return httpx.post(f"{proxy.url}/v1/completions", json={"prompt": [1, 2]}, timeout=20)
 
 
-def test_an_instance_is_added_and_removed_while_a_request_runs():
-    other = StandIn("well")
-    with routing("waits") as (proxy, (one,)), ThreadPoolExecutor(1) as pool:
-        try:
-            assert instances(proxy) == {one.url: "up"}
-            first = pool.submit(ask, proxy)
-            eventually(lambda: one.paths)
-            with httpx.Client(timeout=30) as client:
-                added = client.post(f"{proxy.url}/kv/instances", json={"url": other.url + "/"})
-                assert (added.status_code, added.json()["origins"]) == (201, ["admin"])
-                again = client.post(f"{proxy.url}/kv/instances", json={"url": other.url})
-                assert again.status_code == 200
-                eventually(lambda: instances(proxy)[other.url] == "up")
-                name = one.url.removeprefix("http://")
-                removed = client.delete(f"{proxy.url}/kv/instances/{name}")
-                assert removed.status_code == 202
-                assert (removed.json()["state"], removed.json()["running"]) == ("leaving", 1)
-                assert all(ask(proxy).is_success for _ in range(6))
-                assert client.delete(f"{proxy.url}/kv/instances/http://x:1").status_code == 404
-            assert (len(one.paths), len(other.paths)) == (1, 6)
-            one.wake()
-            assert first.result().is_success
-        finally:
-            one.wake()
-            other.stop()
-
-
-def test_nobody_is_left_and_somebody_comes():
+@pytest.mark.parametrize("method", ["GET", "POST", "DELETE", "PUT"])
+def test_nobody_becomes_an_instance_over_http(method):
+    """Not even from this machine: whoever is an instance gets prompts and keys."""
     with routing("well") as (proxy, (one,)):
-        with httpx.Client() as client:
-            client.delete(f"{proxy.url}/kv/instances/{one.url}").raise_for_status()
-            refused = ask(proxy)
-            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-            assert client.get(f"{proxy.url}/health").status_code == 503
-            client.post(f"{proxy.url}/kv/instances", json={"url": one.url}).raise_for_status()
-        assert ask(proxy).is_success
-
-
-@pytest.mark.parametrize(
-    ("body", "status"),
-    [
-        (b'{"url": "http://a:1", "x": 1}', 400),
-        (b'{"url": 7}', 400),
-        (b'{"url": "ftp://a"}', 400),
-        (b'{"url": "http://[::1"}', 400),
-        (b'{"url": "http://u:p@a"}', 400),
-        (b'{"url": "http://a", "events": "x"}', 400),
-        (b'{"url": "http://a", "events": "tcp://a:1"}', 400),  # no reader
-        (b'{"url": "http://a", "replay": "tcp://a:1"}', 400),
-        (b"[" * 70_000, 400),
-        (b"\xff", 400),
-        (b"", 400),
-    ],
-)
-def test_bodies_that_are_none(body, status):
-    with routing("well") as (proxy, (one,)):
-        kind = {"content-type": "application/json"}
-        answer = httpx.post(f"{proxy.url}/kv/instances", content=body, headers=kind)
-        assert answer.status_code == status
-        assert answer.json()["error"]["message"]
+        for path in ("/kv/instances", f"/kv/instances/{one.url}"):
+            answer = httpx.request(method, proxy.url + path, json={"url": "http://127.0.0.1:9"})
+            assert answer.status_code == 404
         assert instances(proxy) == {one.url: "up"}
-
-
-def test_who_may_change_instances():
-    with routing("well") as (proxy, (one,)):
-        url = f"{proxy.url}/kv/instances"
-        text = httpx.post(
-            url, content=b'{"url": "http://a"}', headers={"content-type": "text/plain"}
-        )
-        assert text.status_code == 415
-        for header in ("x-forwarded-for", "forwarded", "x-real-ip"):
-            assert httpx.get(url, headers={header: "10.0.0.1"}).status_code == 403
-        assert httpx.get(url, headers={"host": "evil.example"}).status_code == 400
-    with routing("well", exposed=True, hosts=None) as (proxy, (one,)):
-        # A sidecar's requests come from this machine, and those of a page whose name leads here.
-        url = f"{proxy.url}/kv/instances"
-        for headers in ({}, {"host": "evil.example"}, {"x-envoy-attempt-count": "1"}):
-            added = httpx.post(url, json={"url": "http://a"}, headers=headers)
-            assert (added.status_code, httpx.get(url, headers=headers).status_code) == (403, 403)
-            assert httpx.delete(f"{url}/{one.url}", headers=headers).status_code == 403
-        assert "--admin-key-file" in added.json()["error"]["message"]
-        assert ask(proxy).is_success
-    with routing("well", admin_key="k3y", exposed=True) as (proxy, (one,)):
-        url = f"{proxy.url}/kv/instances"
-        for headers in ({}, {"authorization": "Bearer x"}, {"authorization": "Basic k3y"}):
-            assert httpx.get(url, headers=headers).status_code == 401
-            assert httpx.delete(f"{url}/{one.url}", headers=headers).status_code == 401
-        own = {"authorization": "Bearer k3y"}
-        assert instances(proxy, headers=own) == {one.url: "up"}
+        assert one.asked == []
 
 
 def test_instances_that_a_name_lists_come_and_go():
@@ -413,25 +315,40 @@ def test_instances_that_a_name_lists_come_and_go():
             one.stop()
 
 
-def test_metrics_of_an_instance_go_with_it():
+def test_what_is_known_of_an_instance_goes_with_it():
+    made = [StandIn("waits"), StandIn("well")]
+    ports = [int(one.url.rpartition(":")[2]) for one in made]
+    gone: set[int] = set()
+
+    def resolver(name, port):
+        return answer("127.0.0.2" if port in gone else "127.0.0.1")
+
+    names = [DnsName(f"dns://servers:{port}") for port in ports]
     router, upstreams = PrefixRouter(), Upstreams()
-    membership = Membership(router, upstreams, keep_s=0.0)
-    one, two = StandIn("well"), StandIn("well")
+    membership = Membership(
+        router, upstreams, discovery=Discovery(names, 0.02, resolver), keep_s=0.0
+    )
     try:
-        with routing(router=router, upstreams=upstreams, membership=membership) as (proxy, _):
-            for url in (one.url, two.url):
-                httpx.post(f"{proxy.url}/kv/instances", json={"url": url}).raise_for_status()
-            eventually(lambda: list(instances(proxy).values()) == ["up", "up"])
-            assert all(ask(proxy).is_success for _ in range(8))
-            assert one.url in httpx.get(f"{proxy.url}/metrics").text
-            httpx.delete(f"{proxy.url}/kv/instances/{one.url}").raise_for_status()
+        with (
+            routing(router=router, upstreams=upstreams, membership=membership) as (proxy, _),
+            ThreadPoolExecutor(8) as pool,
+        ):
+            one, two = made
+            eventually(lambda: instances(proxy) == {one.url: "up", two.url: "up"})
+            first = [pool.submit(ask, proxy) for _ in range(8)]
+            eventually(lambda: one.paths)
+            gone.add(ports[0])
+            eventually(lambda: instances(proxy)[one.url] == "leaving")
+            had = len(one.paths)
+            assert all(ask(proxy).is_success for _ in range(6))
+            assert len(one.paths) == had
+            one.wake()  # what runs there ends
+            assert all(request.result().is_success for request in first)
+            eventually(lambda: one.url not in instances(proxy))
             eventually(lambda: one.url not in httpx.get(f"{proxy.url}/metrics").text)
-            assert 'kvkeep_router_instances{state="up"} 1.0' in (
-                httpx.get(f"{proxy.url}/metrics").text
-            )
             probes = one.probes
             assert ask(proxy).is_success
             assert one.probes <= probes + 1
     finally:
-        one.stop()
-        two.stop()
+        for one in made:
+            one.stop()

@@ -99,7 +99,7 @@ def test_a_prompt_on_its_way_counts_for_other_salts() -> None:
     two = next(score for score in router.score([1]) if score.place.instance == "two")
     ticket = router.begin(two, [*system, 1], salt="a")
     best = router.score([*system, 2], salt="b")
-    assert {score.place.instance: score.tokens for score in best} == {"one": 0, "two": 512}
+    assert {score.place.instance: score.tokens for score in best} == {"one": 0, "two": 576}
     router.end(ticket)
     assert {score.tokens for score in router.score([*system, 2], salt="b")} == {0}
     router.check()
@@ -135,7 +135,7 @@ def test_new_tenants_go_where_the_public_part_is(tmp_path: Path) -> None:
     file.write_text(f"{json.dumps(system)}\n")
     declared = ("--public-prefixes", str(file))
     made = [Instance(*declared), Instance(*declared)]
-    patient = ("--balance", "0", "--probe-timeout", "60")
+    patient = ("--probe-timeout", "60")
     proxy, url = route(made, *declared, *patient)
     try:
         for one in made:

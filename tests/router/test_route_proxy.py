@@ -10,15 +10,17 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import permutations
+from pathlib import Path
 
 import httpx
 import pytest
 from standing_in import CHUNKS, Routing, StandIn, eventually, routing
 
 from kvkeep.core.errors import InvalidValue
-from kvkeep.serve.http import BodyBudget
+from kvkeep.serve.http import BodyBudget, bind
 from kvkeep.serve.http.bodies import FREE_BYTES
 from kvkeep.serve.kv_events import BlockStored
+from kvkeep.serve.router import RoutingCost
 from kvkeep.serve.router.health import InstanceHealth
 from kvkeep.serve.router.upstreams import Upstreams, end_to_end_headers
 
@@ -463,9 +465,6 @@ def test_other_endpoints_and_methods():
             98,
         ]
         assert "/v1/models?x=1&y=%20" in [path for one in made for path in one.paths]
-        assert httpx.get(f"{proxy.url}/v1/completions").status_code == 405
-        assert httpx.get(f"{proxy.url}/kv/map").status_code == 404
-        assert httpx.post(f"{proxy.url}/v1/nothing").status_code == 404
 
 
 @pytest.mark.parametrize(
@@ -555,17 +554,139 @@ def test_what_is_about_the_connection_stays():
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/models"])
 def test_a_router_among_its_own_instances_does_not_ask_itself_for_ever(path):
-    with routing("well") as (proxy, (one,)), routing("well") as (second, (other,)):
-        with httpx.Client(timeout=20) as client:
-            for router, url in ((proxy, second.url), (second, proxy.url), (proxy, proxy.url)):
-                client.post(f"{router.url}/kv/instances", json={"url": url}).raise_for_status()
-            for router, mine in ((proxy, one), (second, other)):
-                client.delete(f"{router.url}/kv/instances/{mine.url}").raise_for_status()
-            # No server is left, only routers that ask each other and themselves.
-            asked = {"prompt": "text"} if path == "/v1/completions" else None
-            method = "POST" if asked else "GET"
-            assert client.request(method, proxy.url + path, json=asked).status_code >= 500
-            eventually(lambda: client.get(f"{proxy.url}/health").status_code == 503)
-            client.post(f"{proxy.url}/kv/instances", json={"url": one.url}).raise_for_status()
-            assert client.request(method, proxy.url + path, json=asked).is_success
-        assert one.paths == [path]
+    sockets = [bind("127.0.0.1", 0) for _ in range(2)]
+    urls = [f"http://127.0.0.1:{one.getsockname()[1]}" for one in sockets]
+    one = StandIn("well")
+    # Two routers that ask each other and themselves; a server is behind the second one alone.
+    made = [Routing(*urls, bound=sockets[0]), Routing(*urls, one.url, bound=sockets[1])]
+    try:
+        asked = {"prompt": "text"} if path == "/v1/completions" else None
+        for proxy in made:
+            eventually(lambda proxy=proxy: httpx.get(f"{proxy.url}/health").is_success)
+            answer = httpx.request("POST" if asked else "GET", proxy.url + path, json=asked)
+            assert answer.is_success or answer.status_code >= 500
+        eventually(lambda: httpx.get(f"{made[1].url}{path}").is_success)
+        assert set(one.paths) == {path}
+    finally:
+        for proxy in made:
+            proxy.stop()
+        one.stop()
+
+
+# --- paths that are not known here -----------------------------------------------------------
+
+CASES = sorted((Path(__file__).parent / "cases").glob("messages_*.json"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.stem)
+@pytest.mark.parametrize("path", ["/v1/messages?beta=true", "/v1/messages/count_tokens"])
+def test_a_request_of_another_api_arrives_byte_for_byte(case, path):
+    body = case.read_bytes()
+    with routing("well") as (proxy, (one,)):
+        headers = {"content-type": "application/json", "anthropic-version": "2023-06-01"}
+        answer = httpx.post(proxy.url + path, content=body, headers=headers)
+        assert (answer.status_code, answer.content) == (200, WHOLE)
+        (sent,) = [asked for asked in one.asked if asked[0] != "/tokenize"]
+        assert (sent[0], sent[2]) == (path, body)
+        assert sent[1]["anthropic-version"] == "2023-06-01"
+
+
+def test_an_answer_of_interleaved_calls_comes_byte_for_byte():
+    answer = (CASES[0].parent / "upstream_interleaved_calls.txt").read_bytes()
+    with routing("well") as (proxy, (one,)):
+        one.chunks = [answer[at : at + 100] for at in range(0, len(answer), 100)]
+        for path in ("/v1/messages", "/v1/chat/completions", "/v1/responses", "/v1/new"):
+            assert ask(proxy, {"messages": [], "stream": True}, path).content == answer
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/responses/resp_1?stream=true"),
+        ("DELETE", "/v1/responses/resp_1"),
+        ("PUT", "/v1/a/b"),
+        ("PATCH", "/v1/a"),
+        ("OPTIONS", "/v1/chat/completions"),
+        ("POST", "/v2/rerank"),
+        ("POST", "/score"),
+        ("POST", "/pooling"),
+        ("POST", "/v1/audio/transcriptions"),
+    ],
+)
+def test_every_path_of_inference_is_forwarded(method, path):
+    body = b"" if method in {"GET", "OPTIONS"} else b"\x00 any \xff bytes"
+    with routing("well") as (proxy, (one,)):
+        answer = httpx.request(method, proxy.url + path, content=body)
+        assert answer.content == WHOLE
+        assert one.methods == [method]
+        assert [(asked[0], asked[2]) for asked in one.asked] == [(path, body)]
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/kv/map", "/kv/instances", "/sleep", "/wake_up", "/reset_prefix_cache", "/update_weights",
+     "/collective_rpc", "/shutdown", "/abort_requests", "/v1/load_lora_adapter", "/v1", "/docs",
+     "/v1/unload_lora_adapter/", "/v1/%6coad_lora_adapter", "/v1//load_lora_adapter", "//sleep",
+     "/v1/..%5csleep", "/", "/V1/models"],
+)  # fmt: skip
+def test_no_path_that_operates_an_instance_is_forwarded(path):
+    with routing("well") as (proxy, (one,)):
+        for method in ("GET", "POST"):
+            host = proxy.url.removeprefix("http://")
+            plain = http.client.HTTPConnection(host, timeout=20)
+            plain.request(method, path)
+            assert plain.getresponse().status == 404
+            plain.close()
+        assert one.asked == []
+
+
+def test_a_piece_of_an_answer_does_not_wait_for_the_next():
+    with routing("stops", timeouts={"idle_s": 30.0}) as (proxy, (one,)):
+        with httpx.stream("POST", f"{proxy.url}/v1/messages", json={"stream": True}) as answer:
+            assert next(answer.iter_raw()) == CHUNKS[0]
+        eventually(lambda: one.left == 1)
+
+
+# --- what a refused or hostile request changes -----------------------------------------------
+
+
+def test_a_request_that_is_refused_moves_no_traffic():
+    """An instance without the client's key says 401 at once: it did no work."""
+    with routing("401", "401", cost=RoutingCost()) as (proxy, made):
+        assert ask(proxy, {"prompt": [7] * 1_000_000}).status_code == 401
+        for one in made:
+            one.mood = "well"
+        for number in range(40):
+            assert ask(proxy, {"prompt": [number] * 200}).is_success
+        assert min(len(one.paths) for one in made) >= 10
+
+
+def test_a_prompt_stays_where_it_was_answered_without_events():
+    with routing("well", "well", "well") as (proxy, made):
+        prompts = [[number] * 100 for number in range(6)]
+        homes = [set() for _ in prompts]
+        for turn in range(4):
+            for prompt, home in zip(prompts, homes, strict=True):
+                before = [len(one.paths) for one in made]
+                assert ask(proxy, {"prompt": prompt + [turn] * 50 * turn}).is_success
+                home.update(at for at, one in enumerate(made) if len(one.paths) > before[at])
+        assert [len(home) for home in homes] == [1] * 6
+        assert len(set.union(*homes)) == 3
+
+
+def test_the_beginning_of_any_prompt_places_it():
+    """Four APIs, one conversation: each goes where its beginning is cached."""
+    turns = [{"role": "user", "content": "Hello, "}, {"role": "user", "content": "who is it?"}]
+    items = [{"role": "user", "content": [{"type": "input_text", "text": turns[0]["content"]}]}]
+    asked = [
+        ("/v1/completions", {"prompt": "Hello, who is it?"}),
+        ("/v1/chat/completions", {"messages": turns}),
+        ("/v1/messages", {"messages": turns, "max_tokens": 5}),
+        ("/v1/responses", {"input": [*items, turns[1]]}),
+    ]
+    with routing("well", "well") as (proxy, made):
+        holds(proxy, made[1], list(b"Hello, who is it?"))
+        for path, body in asked:
+            ask(proxy, body, path)
+            assert made[1].paths[-1:] == [path]
+        assert made[0].paths == []

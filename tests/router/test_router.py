@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.core.cost import CostModel, PrefillCost, TransferCost
+from kvkeep.core.cost import PrefillCost, TransferCost
 from kvkeep.core.errors import InvalidValue
 from kvkeep.serve.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, salt_digest
 from kvkeep.serve.router import HeldPrefix, PrefixRouter, RoutingCost
@@ -137,9 +137,13 @@ def test_what_waits_counts(router):
 
 def test_what_had_much_of_late_is_spared_for_a_while(router, now):
     router.apply("a", [stored([1], PROMPT[:16])])
-    for _ in range(3):
-        router.end(router.begin(router.score(list(range(1000, 60_000)), among=["a"])[0]))
-    assert router.score(PROMPT)[0].place.instance == "b"
+    for computed in (False, True):  # a request that is refused is no work
+        for _ in range(3):
+            ticket = router.begin(router.score(list(range(1000, 60_000)), among=["a"])[0])
+            if computed:
+                router.first_token(ticket)
+            router.end(ticket)
+        assert router.score(PROMPT)[0].place.instance == ("b" if computed else "a")
     now[0] = 1000.0
     assert router.score(PROMPT)[0].place.instance == "a"
 
@@ -149,7 +153,9 @@ def test_work_is_spread_where_nothing_is_known():
     counts: dict[str, int] = {}
     for number in range(700):
         best = router.score(np.arange(number * 600, number * 600 + 512, dtype=np.int32))[0]
-        router.end(router.begin(best))
+        ticket = router.begin(best)
+        router.first_token(ticket)
+        router.end(ticket)
         counts[best.place.instance] = counts.get(best.place.instance, 0) + 1
     assert len(counts) == 7
     assert max(counts.values()) <= 110
@@ -160,15 +166,48 @@ def test_what_is_being_computed_counts_as_there(router):
     first = router.score(prompt)[0]
     ticket = router.begin(first, prompt)
     (twin,) = router.score(prompt, among=[first.place.instance])
-    assert twin.tiers == {"COMING": 512}
+    assert twin.tiers == {"COMING": 576}
     assert twin.prefill_s < first.prefill_s
     both = router.begin(twin, prompt)
     router.end(ticket)
-    assert matched(router, prompt) == {(first.place.instance, 0): 512}
-    router.first_token(both)
-    assert matched(router, prompt) == {}
+    assert matched(router, prompt) == {(first.place.instance, 0): 576}
     router.end(both)
+    assert matched(router, prompt) == {}
     router.check()
+
+
+def test_what_was_answered_counts_as_there_until_events_decide(router):
+    prompt = list(range(600))
+    for answered in (False, True):
+        ticket = router.begin(router.score(prompt, among=["a"])[0], prompt)
+        if answered:
+            router.first_token(ticket)
+        router.end(ticket)
+        assert matched(router, prompt) == ({("a", 0): 576} if answered else {})
+    (there,) = router.score([*prompt, 1, 2], among=["a"])
+    assert there.tiers == {"ROUTED": 576}
+    router.apply("b", [stored([1], PROMPT[:16])])
+    assert matched(router, prompt) == {("a", 0): 576, ("b", 0): 16}
+    router.apply("a", [stored([1, 2], PROMPT[:32])])
+    assert matched(router, prompt) == {("a", 0): 32, ("b", 0): 16}
+    ticket = router.begin(there, prompt)
+    router.first_token(ticket)
+    assert matched(router, prompt) == {("a", 0): 32, ("b", 0): 16}
+    router.end(ticket)
+    router.remove("a")
+    router.check()
+
+
+def test_what_was_routed_is_bounded():
+    router = PrefixRouter(["a"], most_blocks=100)
+    for number in range(50):
+        prompt = list(range(number * 1000, number * 1000 + 640))
+        ticket = router.begin(router.score(prompt)[0], prompt)
+        router.first_token(ticket)
+        router.end(ticket)
+        assert matched(router, prompt) == {("a", 0): 640}
+        router.check()
+    assert router.blocks("a")[0] <= 100
 
 
 def test_expectations_survive_the_clearing_of_their_place(router):
@@ -284,47 +323,6 @@ def test_seconds_add_up():
         prefill=prefill, tiers={"GPU": free, "CPU": TransferCost(seconds_per_byte=1.0)}
     )
     assert slower.prefill_s(10, held) == 0.5 * 6 + 0.25 * (100 - 16)
-
-
-def test_what_was_learned_replaces_what_is_assumed():
-    prefill = PrefillCost(seconds_fixed=0.1, seconds_per_token=0.01)
-    disk, other = TransferCost(seconds_per_byte=1e-8), TransferCost(seconds_per_byte=2e-8)
-    found = CostModel(prefill, reads={"file": disk, "file2": other, "s3": disk, "memory": other})
-    cost = RoutingCost(balance=0.5).learned(found)
-    assert cost.prefill.prefill_s(0, 100) == pytest.approx(1.1)
-    assert cost.prefill.kv_bytes_per_token == RoutingCost().prefill.kv_bytes_per_token
-    bandwidths = {medium: 1 / one.seconds_per_byte for medium, one in cost.tiers.items()
-                  if one.seconds_per_byte}  # fmt: skip
-    # Of two places of one medium the slower counts.
-    assert bandwidths == pytest.approx({"CPU": 5e7, "DISK": 5e7, "STORAGE": 1e8})
-    assert cost.balance == 0.5
-    assert RoutingCost().learned(CostModel()) == RoutingCost()
-    for seconds in (1e-12, 1e9):
-        with pytest.raises(InvalidValue, match=r"1,000 tokens"):
-            cost.learned(CostModel(PrefillCost(seconds_per_token=seconds)))
-
-
-def test_an_instance_is_scored_by_its_own_cost():
-    router = PrefixRouter(["a", "b", "c"])
-
-    def of(seconds):
-        return RoutingCost(prefill=PrefillCost(seconds_per_token=seconds))
-
-    router.learn("a", of(1e-3))
-    router.learn("b", of(1e-4))
-    seconds = {score.place.instance: score.prefill_s for score in router.score(PROMPT)}
-    assert seconds["a"] == pytest.approx(10 * seconds["b"])
-    assert seconds["c"] == seconds["a"]  # nothing is known of it: as another
-    # Errors of measuring prefer no instance: costs that are alike are one.
-    router.learn("c", of(1.1e-4))
-    assert router.cost_of("c") is router.cost_of("b")
-    router.learn("c", of(3e-4))
-    assert router.cost_of("c") == of(3e-4)
-    router.learn("c", None)
-    router.learn("a", None)
-    router.remove("b")
-    router.learn("b", of(1.0))  # it is gone
-    assert router.cost_of("c") is router.cost_of("b") is router.cost
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,6 @@ def test_each_instance_has_its_figures():
         assert found["kvkeep_router_waiting_seconds", name] == 0
         assert found["kvkeep_router_suspect", name] == (state is suspect)
         assert found["kvkeep_router_resting", name] == (state is resting)
-        speed = router.cost_of(name).prefill.prefill_s(0, 1_000) / 1_000
-        assert found["kvkeep_router_prefill_token_seconds", name] == speed
         assert found["kvkeep_router_instance_blocks", name, "known"] == 2 * (name == names[2])
         assert found["kvkeep_router_instance_blocks", name, "evicted"] == 0
     for state in InstanceHealth:

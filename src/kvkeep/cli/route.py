@@ -14,7 +14,6 @@ from kvkeep.cli.arguments import (
     add_option,
     add_path,
     add_seconds,
-    add_switch,
     count,
     number,
 )
@@ -23,9 +22,7 @@ from kvkeep.cli.listening import (
     add_connection_limits,
     add_log_level,
     allowed_hosts,
-    is_loopback,
 )
-from kvkeep.cli.server import api_key
 from kvkeep.cli.tenants import add_public_prefixes
 from kvkeep.core.errors import InvalidValue, require, whole
 from kvkeep.core.prefix_file import NoTokenizer, read_prefixes
@@ -59,7 +56,7 @@ def add_parser(commands: Commands) -> None:
         "is too long.",
     )
     parser.add_config("route")
-    _add_instances(parser.add_argument_group("instances; more can be added while it runs"))
+    _add_instances(parser.add_argument_group("instances"))
     _add_events(parser.add_argument_group("KV events, in the order of the instances"))
     add_path(
         parser,
@@ -70,19 +67,11 @@ def add_parser(commands: Commands) -> None:
     )
     add_public_prefixes(parser)
     costs = parser.add_argument_group("cost of a prompt")
-    add_path(
-        costs,
-        "--cost",
-        "costs as `kvkeep calibrate` or a server writes them, for all instances (default: those "
-        "that instances of kvkeep serve learn; for others 15,000 tokens per second)",
-    )
-    add_option(
-        costs, "--prefill-speed N", "instead of --cost: tokens per second of a prompt", type=number
-    )
     add_option(
         costs,
-        "--balance X",
-        "weight of an instance's recent load in its cost (default: 0.02)",
+        "--prefill-speed N",
+        "tokens per second of a prompt (default: 15,000, an 8-billion-parameter model on one large "
+        "GPU)",
         type=number,
     )
     add_option(
@@ -103,12 +92,6 @@ def add_parser(commands: Commands) -> None:
         "blocks to remember per instance, about 250 bytes each; beyond, the least recently stored "
         "or looked up are forgotten",
     )
-    add_switch(
-        parser,
-        "--usage",
-        "count tokens by tenant from the answers, for GET /kv/usage, which names tenants by a "
-        "digest of their cache_salt; everyone who reaches the router can read it",
-    )
     add_address(parser.add_argument_group("address"), port=8080)
     add_log_level(parser)
     parser.set_defaults(run=run, check=check)
@@ -127,12 +110,6 @@ def _add_instances(instances: argparse._ArgumentGroup) -> None:
         "repeated",
     )
     add_seconds(instances, "--discover-every", 5.0, "time between two resolutions of a name")
-    add_path(
-        instances,
-        "--admin-key-file",
-        "file that holds the key for /kv/instances, in one line (default: /kv/instances answers "
-        "this machine only, and nobody unless --host is a loopback address)",
-    )
 
 
 def _add_events(events: argparse._ArgumentGroup) -> None:
@@ -231,7 +208,6 @@ def run(args: argparse.Namespace) -> int:
     discovery = Discovery([DnsName(name) for name in args.discover], args.discover_every)
     upstreams = Upstreams(names)
     addresses = _addresses(args, names)
-    admin_key = None if args.admin_key_file is None else api_key(args.admin_key_file)
     bodies = http.BodyBudget(budget=args.body_budget, seconds=args.body_timeout)
     tokenizer = None if args.model is None else _tokenizer(args.model)
     router = PrefixRouter(
@@ -258,11 +234,7 @@ def run(args: argparse.Namespace) -> int:
                 hosts=allowed_hosts(args.host, args.allow_host, _LOOPBACK),
                 timeouts=timeouts,
                 bodies=bodies,
-                usage=args.usage,
-                learn_costs=args.cost is None and args.prefill_speed is None,
                 membership=membership,
-                admin_key=admin_key,
-                exposed=not is_loopback(args.host),
             )
             # Modules and tokenizer stay: no full collection of garbage has to look through them.
             gc.freeze()
@@ -314,19 +286,9 @@ def _addresses(args: argparse.Namespace, names: list[str]) -> EventAddresses:
 
 
 def _cost(args: argparse.Namespace) -> RoutingCost:
-    from kvkeep.core.cost import CostModel  # noqa: PLC0415
     from kvkeep.serve.router import RoutingCost  # noqa: PLC0415
 
-    given = {"balance": args.balance, "slack": args.slack}
-    cost = RoutingCost(**{name: value for name, value in given.items() if value is not None})
-    if args.cost is not None:
-        if args.prefill_speed is not None:
-            raise InvalidValue("--cost and --prefill-speed both give the cost; leave one out")
-        found = CostModel.read(args.cost)
-        try:
-            return cost.learned(found)
-        except InvalidValue as error:
-            raise InvalidValue(f"{args.cost}: {error}") from error
+    cost = RoutingCost() if args.slack is None else RoutingCost(slack=args.slack)
     if args.prefill_speed is None:
         return cost
     if not 0 < args.prefill_speed < math.inf:
@@ -376,12 +338,22 @@ def _tokenize(tokenizer: Tokenizer) -> Tokenize:
     def tokenize(body: dict[str, Any]) -> Any:
         if "messages" not in body:
             return tokenizer.encode(body["prompt"])
-        for turn in body["messages"]:
-            if not (isinstance(turn, dict) and all(isinstance(v, str) for v in turn.values())):
-                raise InvalidValue("only text can be tokenized here")
-        return tokenizer.chat(body["messages"])
+        turns = [{**turn, "content": _text_of(turn)} for turn in body["messages"]]
+        rendered = tokenizer.rendered(turns, tools=body.get("tools", ()))
+        return tokenizer.encode_rendered(rendered)[0]
 
     return tokenize
+
+
+def _text_of(turn: dict[str, Any]) -> str:
+    """Return the text of a message; raises `InvalidValue` if it has anything else."""
+    content = turn.get("content") or ""
+    if isinstance(content, str):
+        return content
+    texts = [part.get("text") for part in content]
+    if not all(isinstance(text, str) for text in texts):
+        raise InvalidValue("only text can be tokenized here")
+    return "\n".join(texts)
 
 
 def _announce(url: str, names: list[str], sources: list[Source], discover: list[str]) -> None:

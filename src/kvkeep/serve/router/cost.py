@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from kvkeep.core.cost import PrefillCost, TransferCost, best_prefix
-from kvkeep.core.errors import InvalidValue, told
+from kvkeep.core.errors import InvalidValue
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvkeep.core.cost import CostModel
     from kvkeep.serve.router.held import HeldPrefix
 
-__all__ = ["CostTable", "RoutingCost"]
+__all__ = ["RoutingCost"]
 
 # An 8-billion-parameter model on one large GPU.
 _PREFILL: Final = PrefillCost(
@@ -27,16 +26,11 @@ _STORAGE: Final = TransferCost(seconds_per_byte=1e-9)  # a store on the network 
 _TIERS: Final = {
     "GPU": _FREE,
     "COMING": _FREE,
+    "ROUTED": _FREE,
     "CPU": TransferCost(seconds_per_byte=1 / 20e9),
     "DISK": TransferCost(seconds_per_byte=1 / 3e9),
     "STORAGE": _STORAGE,
 }
-# The media of KV events by the names of a store's tiers; all others are STORAGE.
-_MEDIA: Final = {"memory": "CPU", "shm": "CPU", "buffer": "CPU", "file": "DISK"}
-# A cost outside of this for 1,000 tokens is none of a machine: 10 µs … 1,000 s.
-_LEAST_S, _MOST_S = 1e-5, 1e3
-
-_ALIKE: Final = 2.0  # times the lower cost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,47 +71,6 @@ class RoutingCost:
         if not self.prefill.prefill_s(0, 1):
             raise InvalidValue("computing a prompt takes time; the cost of prefill is 0")
 
-    def learned(self, found: CostModel) -> RoutingCost:
-        """Return this cost with what ``found`` knows of prefill and of tiers.
-
-        Raises `InvalidValue` where 1,000 tokens take less than 10 µs or more than 1,000 s.
-        """
-        prefill, tiers = self.prefill, dict(self.tiers)
-        if found.prefill.known:
-            prefill = found.prefill.cost
-            seconds = prefill.prefill_s(0, 1_000)
-            if not _LEAST_S <= seconds <= _MOST_S:
-                raise InvalidValue(
-                    f"a prompt of 1,000 tokens takes {told(seconds)} seconds by this cost; "
-                    f"{_LEAST_S:g} … {_MOST_S:g} is needed"
-                )
-            if not prefill.kv_bytes_per_token:
-                prefill = replace(prefill, kv_bytes_per_token=self.prefill.kv_bytes_per_token)
-        slowest: dict[str, TransferCost] = {}
-        for name, cost in found.reads().items():
-            medium = _MEDIA.get(name.rstrip("0123456789"), "STORAGE")
-            known = slowest.get(medium)
-            if known is None or cost.seconds(1 << 20) > known.seconds(1 << 20):
-                slowest[medium] = cost
-        return replace(self, prefill=prefill, tiers={**tiers, **slowest})
-
-    def alike(self, other: RoutingCost) -> bool:
-        """Whether both differ by less than a factor of two, for prompts and for each tier.
-
-        Equal machines that others use as well measure as different costs. Taken at their word, all
-        prompts would go to one of them.
-        """
-        pairs = [
-            (self.prefill.prefill_s(*span), other.prefill.prefill_s(*span))
-            for span in ((0, 256), (0, 2_048))
-        ]
-        for tier in {*self.tiers, *other.tiers}:
-            mine, its = (
-                one.tiers.get(tier, one.other_tier).seconds(1 << 20) for one in (self, other)
-            )
-            pairs.append((mine, its))
-        return all(max(pair) <= _ALIKE * min(pair) for pair in pairs)
-
     def prefill_s(self, tokens: int, held: HeldPrefix | None) -> float:
         """Return the seconds to prefill ``tokens`` tokens, of which ``held`` is cached.
 
@@ -134,33 +87,3 @@ class RoutingCost:
             runs.append((stop, cost.seconds(nbytes * (stop - at))))
             at = stop
         return best_prefix(0, tokens, runs, compute_s).seconds
-
-
-class CostTable:
-    """The costs of instances that told theirs, beside the router's own ``cost``.
-
-    Thread safety: none.
-    """
-
-    def __init__(self, cost: RoutingCost) -> None:
-        self._cost = cost
-        self._own: dict[str, RoutingCost] = {}
-
-    def learn(self, instance: str, cost: RoutingCost | None) -> None:
-        """Set the cost of an instance; None: it is not known any more.
-
-        Instances with costs that are alike share one, so that none of them is preferred for errors
-        of measuring.
-        """
-        own = self._own.pop(instance, None)
-        if cost is not None:
-            known = (*self._own.values(), *(() if own is None else (own,)))
-            self._own[instance] = next((one for one in known if one.alike(cost)), cost)
-
-    def of(self, instance: str) -> RoutingCost:
-        """Return an instance's own cost, or that of others as long as its own is not known.
-
-        Else the default would prefer, or avoid, those that are not known.
-        """
-        own = self._own.get(instance)
-        return next(iter(self._own.values()), self._cost) if own is None else own

@@ -156,10 +156,14 @@ class PlacementIndex:
         elif self._records_use:
             self._record_use([start])
         own.add_all(hashes, keys)
-        if own.instance.blocks > self._most - self._most // 8:
+        self._bound(own.instance)
+
+    def _bound(self, instance: InstanceBlocks) -> None:
+        """Keep an instance within its limit."""
+        if instance.blocks > self._most - self._most // 8:
             self._records_use = True
-            if own.instance.blocks > self._most:
-                self._evict(own.instance)
+            if instance.blocks > self._most:
+                self._evict(instance)
 
     def _keys_of(
         self, start: int, tokens: Sequence[int], block_size: int, marks: Sequence[str] | None
@@ -203,6 +207,19 @@ class PlacementIndex:
         for key in keys:
             own.add(key, key)
         return keys
+
+    def keep(self, place: Place, keys: Sequence[int], step: int, *, tier: str) -> None:
+        """Add a prompt that a place has computed, whose ``keys`` are those of `expect`."""
+        own = self._announced(place, tier)
+        if own is None:
+            return
+        self._use_size(own, step)
+        for key in keys:
+            if key in own.blocks:
+                own.refresh(key, key)
+            else:
+                own.add(key, key)
+        self._bound(own.instance)
 
     def clear(self, place: Place) -> None:
         """Remove all blocks of a place, in all tiers. Cost: O(blocks of the place)."""

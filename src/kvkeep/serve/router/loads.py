@@ -84,17 +84,20 @@ class PlaceLoads:
 
     # --- requests ----------------------------------------------------------------------------
 
-    def begin(self, load: PlaceLoad, seconds: float, now: float) -> None:
+    def begin(self, load: PlaceLoad, seconds: float) -> None:
         """Count a request whose prefill takes so many seconds."""
+        self._waiting_ns[load.slot] += _ns(seconds)
+        self._requests[load.slot] += 1
+
+    def computed(self, load: PlaceLoad, seconds: float, now: float) -> None:
+        """Count a prefill as recent work."""
         slot = load.slot
-        self._waiting_ns[slot] += _ns(seconds)
-        self._requests[slot] += 1
         faded = self._recent_s[slot] * math.exp((self._noted[slot] - now) / self._memory_s)
         self._recent_s[slot] = faded + seconds
         self._noted[slot] = now
 
     def arrived(self, load: PlaceLoad, seconds: float) -> None:
-        """Count its prefill as done."""
+        """Count its prefill as waiting no longer."""
         if not load.gone:
             self._waiting_ns[load.slot] -= _ns(seconds)
 

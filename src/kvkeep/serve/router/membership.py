@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 from kvkeep.core.errors import InvalidValue, whole
@@ -21,12 +21,10 @@ if TYPE_CHECKING:
     from kvkeep.serve.router.router import PrefixRouter
     from kvkeep.serve.router.upstreams import Upstreams
 
-__all__ = ["ADMIN", "Discovery", "EventAddresses", "Membership"]
+__all__ = ["Discovery", "EventAddresses", "Membership"]
 
 log = logging.getLogger("kvkeep.router")
 
-ADMIN: Final = "admin"
-"""The origin of instances that were added over HTTP."""
 OPTIONS: Final = "options"
 _MOST: Final = 4096
 """Instances at the most; each has an index, probes and sockets."""
@@ -109,8 +107,7 @@ class Membership:
     returns before, nothing is lost: its events were followed. If it returns later, a snapshot or a
     replay tells what it holds.
 
-    An instance stays as long as one of its origins has it: the options, `add`, or a name. One that
-    was removed with `remove` does not come back by a name until this name has lost it, or `add`.
+    An instance stays as long as one of its origins has it: the options, or a name.
 
     Thread safety: none; for the event loop.
     """
@@ -134,7 +131,6 @@ class Membership:
         self._keep_s = keep_s
         self._clock = clock
         self._listed: dict[str, frozenset[str]] = {}  # origin → what it named last
-        self._removed: set[str] = set()
         self._failing: set[str] = set()
         self._members: dict[str, _Member] = {}
         self._hooks: list[Callable[[str, Resolution], None]] = []
@@ -161,26 +157,6 @@ class Membership:
 
     # --- changes -----------------------------------------------------------------------------
 
-    def add(self, url: str, sources: tuple[Source, ...] | None = None) -> bool:
-        """Add an instance. Return whether it is new; one that is leaving stays.
-
-        ``sources`` are its KV events (None: by the patterns). Raises `InvalidValue` for a URL that
-        is none, and beyond 4,096 instances.
-        """
-        self._removed.discard(url)
-        return self._join(url, ADMIN, sources)
-
-    def remove(self, name: str) -> bool:
-        """Let an instance leave, whatever its origins. Return False if it is not known."""
-        member = self._members.get(name)
-        if member is None:
-            return False
-        if any(name in listed for listed in self._listed.values()):
-            self._removed.add(name)
-        member.origins.clear()
-        self._drain(name, member)
-        return True
-
     def resolved(self, origin: str, found: Resolution) -> None:
         """Take over what a name was resolved to. After a failure, what is known stays."""
         for hook in self._hooks:
@@ -198,11 +174,10 @@ class Membership:
             self._failing.discard(origin)
         before, now = self._listed.get(origin, frozenset()), frozenset(found.urls)
         self._listed[origin] = now
-        self._removed &= set().union(*self._listed.values())
         for url in sorted(before - now):
             self._leave(url, origin)
         left_out = ""
-        for url in sorted(now - self._removed):
+        for url in sorted(now):
             member = self._members.get(url)
             if member is not None and origin in member.origins:
                 continue
@@ -233,17 +208,14 @@ class Membership:
                 self._forget(name)
         return more
 
-    def _join(self, url: str, origin: str, sources: tuple[Source, ...] | None = None) -> bool:
+    def _join(self, url: str, origin: str) -> None:
         check_url(url)
         member = self._members.get(url)
         if member is None and len(self._members) >= _MOST:
             raise InvalidValue(f"there are {_MOST:,} instances; a router takes no more")
-        wanted = self._addresses.sources(url) if sources is None else sources
-        if wanted and self._reader is None:
-            raise InvalidValue("this router reads no KV events")
+        wanted = self._addresses.sources(url)
         self._upstreams.add(url, proven=False)
         self._router.add(url)
-        is_new = member is None
         if member is None:
             member = self._members[url] = _Member(set(), ())
             log.info("%s joins (%s)", url, origin)
@@ -256,7 +228,6 @@ class Membership:
             self._router.clear(url)
             self._reader.follow(wanted)
         member.sources = wanted
-        return is_new
 
     def _leave(self, url: str, origin: str) -> None:
         member = self._members.get(url)
@@ -276,30 +247,6 @@ class Membership:
         del self._members[name]
         self._upstreams.remove(name)
         self._router.remove(name)
-
-    # --- reports -----------------------------------------------------------------------------
-
-    def __contains__(self, name: object) -> bool:
-        """Whether an instance is known, even if it is leaving."""
-        return name in self._members
-
-    def report(self, name: str) -> dict[str, Any]:
-        """Return what is known of one instance, as JSON."""
-        member = self._members[name]
-        running, waiting_s = self._router.load(name)
-        return {
-            "name": name,
-            "state": self._upstreams.health.state(name).value,
-            "origins": sorted(member.origins),
-            "running": running,
-            "waiting_s": round(waiting_s, 6),
-            "blocks": self._router.blocks(name)[0],
-            "events": [source.endpoint for source in member.sources],
-        }
-
-    def reports(self) -> list[dict[str, Any]]:
-        """Return `report` of all instances."""
-        return [self.report(name) for name in self._members]
 
 
 def _of_rank(address: str, rank: int) -> str:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
@@ -23,9 +23,7 @@ if TYPE_CHECKING:
     from kvkeep.core.tokens import TokenArray
     from kvkeep.serve.http import BodyBudget, Connections
     from kvkeep.serve.kv_events import EventReader
-    from kvkeep.serve.router.costs import CostOutcome
     from kvkeep.serve.router.discovery import Resolution
-    from kvkeep.serve.router.expected import ExpectedReturns
     from kvkeep.serve.router.health import Doubt
     from kvkeep.serve.router.prompts import TokenizeOutcome
     from kvkeep.serve.router.router import PrefixRouter, RouterStats, Score
@@ -52,16 +50,10 @@ class RouterMetrics:
 
     content_type = CONTENT_TYPE_LATEST
 
-    def __init__(
-        self,
-        bodies: BodyBudget,
-        tiers: Collection[str] = (),
-        conversations: ExpectedReturns | None = None,
-    ) -> None:
+    def __init__(self, bodies: BodyBudget, tiers: Collection[str] = ()) -> None:
         self.connections: Connections | None = None
         self.bodies = bodies
         self._tiers = frozenset(tiers)
-        self._conversations = conversations
         self._exposing = threading.Lock()
         own = self._registry = CollectorRegistry()
         self._read = _Read()
@@ -85,11 +77,6 @@ class RouterMetrics:
             registry=own,
         )
         self._probes = counter("kvkeep_router_probes", "Health probes", ["instance", "outcome"])
-        self._costs = counter(
-            "kvkeep_router_costs",
-            "Readings of an instance's costs, by what became of them",
-            ["instance", "outcome"],
-        )
         self._doubts = counter(
             "kvkeep_router_doubts", "Times an instance became suspect", ["instance", "why"]
         )
@@ -116,10 +103,6 @@ class RouterMetrics:
         """Count a probe."""
         self._probes.labels(instance, "answered" if answered else "failed").inc()
 
-    def cost_read(self, instance: str, outcome: CostOutcome) -> None:
-        """Count a reading of an instance's costs."""
-        self._costs.labels(instance, outcome.value).inc()
-
     def tokenized(self, outcome: TokenizeOutcome) -> None:
         """Count a request to /tokenize."""
         self._tokenized.labels(outcome.value).inc()
@@ -130,14 +113,12 @@ class RouterMetrics:
 
     def forget(self, instance: str) -> None:
         """Drop all that has the label of an instance that is gone."""
-        for one in (self.requests, self.retries, self._probes, self._costs, self._doubts):
+        for one in (self.requests, self.retries, self._probes, self._doubts):
             one.remove_by_labels({"instance": instance})
 
     def seen(self, upstreams: Upstreams) -> RouterFigures:
         """Return what only the event loop may read. Cost: 1 µs an instance."""
         found = [*http_metrics.families(self.connections, self.bodies)]
-        if self._conversations is not None:
-            found += _of_conversations(self._conversations)
         health = upstreams.health
         return RouterFigures({name: health.state(name) for name in health.names()}, found)
 
@@ -181,7 +162,6 @@ def _of_instances(states: Mapping[str, InstanceHealth], router: PrefixRouter) ->
     names = {name: f'instance="{_escaped(name)}"' for name in states}
     load = {name: router.load(name) for name in states}
     held = {name: router.blocks(name) for name in states}
-    prefill = {name: router.cost_of(name).prefill for name in states}
     told: list[tuple[str, str, Callable[[str], float]]] = [
         ("running", "Running requests", lambda name: load[name][0]),
         ("waiting_seconds", "Expected prefill of waiting prompts", lambda name: load[name][1]),
@@ -194,11 +174,6 @@ def _of_instances(states: Mapping[str, InstanceHealth], router: PrefixRouter) ->
             "suspect",
             "1: no requests until it answers a probe",
             lambda name: states[name] is InstanceHealth.SUSPECT,
-        ),
-        (
-            "prefill_token_seconds",
-            "Seconds per token of a prompt of 1,000 tokens, as prompts there are scored",
-            lambda name: prefill[name].prefill_s(0, 1_000) / 1_000,
         ),
     ]
     lines: list[str] = []
@@ -238,39 +213,3 @@ def _of_index(known: RouterStats) -> GaugeMetricFamily:
     for kind in ("blocks", "prefixes", "orphans", "refused", "skipped", "evicted"):
         blocks.add_metric([kind], getattr(known, kind))
     return blocks
-
-
-def _of_conversations(returns: ExpectedReturns) -> Iterator[Metric]:
-    """What the router knows about conversations."""
-    table, total = returns.table, returns.total
-    known = GaugeMetricFamily(
-        "kvkeep_router_conversations",
-        "Conversations: followed, waiting for their next request, expected within a minute",
-        labels=["what"],
-    )
-    known.add_metric(["followed"], len(table))
-    known.add_metric(["waiting"], total.waiting)
-    known.add_metric(["expected"], total.expected)
-    yield known
-    yield CounterMetricFamily(
-        "kvkeep_router_conversations_forgotten",
-        "Conversations that were dropped because there were too many",
-        table.forgotten,
-    )
-    returned = CounterMetricFamily(
-        "kvkeep_router_returns",
-        "Requests that continue a conversation, by what it was recognised",
-        labels=["by"],
-    )
-    for by, count in table.returned.items():
-        returned.add_metric([by], count)
-    yield returned
-    ended = CounterMetricFamily(
-        "kvkeep_router_answers",
-        "Answers by how they ended, and those whose conversations returned",
-        labels=["stop", "what"],
-    )
-    for stop, counts in table.stops.items():
-        ended.add_metric([stop, "ended"], counts.ended)
-        ended.add_metric([stop, "returned"], counts.returned)
-    yield ended

@@ -16,8 +16,6 @@ from kvkeep.serve.router.affinity import heaviest
 from kvkeep.serve.router.held import HeldGroup, HeldPrefix
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import numpy.typing as npt
 
     from kvkeep.serve.router.cost import RoutingCost
@@ -37,15 +35,14 @@ _SAME: Final = 1 + 1e-9
 class Fleet:
     """The places, by slot: which may be chosen, what a prompt waits there, and what it costs there.
 
-    ``balance_s`` is the penalty for recent work. ``kinds`` are the costs in use, and ``kind_of``
-    has the position of each slot's. ``instance_hashes`` and ``place_hashes`` order the slots.
+    ``balance_s`` is the penalty for recent work, ``cost`` that of a prompt at any of them.
+    ``instance_hashes`` and ``place_hashes`` order the slots.
     """
 
     open: Flags
     wait_s: Seconds
     balance_s: Seconds
-    kinds: Sequence[RoutingCost]
-    kind_of: npt.NDArray[np.intp]
+    cost: RoutingCost
     instance_hashes: Hashes
     place_hashes: Hashes
 
@@ -55,14 +52,13 @@ class Wish:
     """What a prompt asks for besides its tokens.
 
     ``tie`` orders places that are equally good, ``slack`` says how unequal their loads may be, as a
-    share of the prompt's whole prefill. ``home`` has the slots of the instance that the prompt
-    should go to; without one ``key`` finds it (None: no key).
+    share of the prompt's whole prefill. ``key`` finds the instance that the prompt should go to
+    (None: any).
     """
 
     tie: int
     slack: float
     key: int | None = None
-    home: Sequence[int] = ()
 
 
 class Chosen(NamedTuple):
@@ -88,8 +84,8 @@ def choose(tokens: int, groups: list[HeldGroup], fleet: Fleet, wish: Wish) -> Ch
     the fewest seconds of prefill, wait and penalty. Of the places with no more prefill, whose wait
     and penalty exceed its own by less than the slack, the first in the order of ``wish.tie`` is
     taken: this order follows from names alone, so routers that see different parts of the load
-    agree. A prompt with a home goes there, unless another place has less prefill left, or would
-    begin sooner by more than the prompt's prefill there.
+    agree. A prompt with a key goes to the instance of that key, unless another place has less
+    prefill left, or would begin sooner by more than the prompt's prefill there.
 
     Pure. Cost: about 50 µs, and 30 ns a place.
     """
@@ -97,7 +93,7 @@ def choose(tokens: int, groups: list[HeldGroup], fleet: Fleet, wish: Wish) -> Ch
         return None
     load = np.where(fleet.open, fleet.wait_s + fleet.balance_s, np.inf)
     options, best = _best(tokens, groups, fleet, load)
-    whole_s = fleet.kinds[fleet.kind_of[best.slot]].prefill_s(tokens, None)
+    whole_s = fleet.cost.prefill_s(tokens, None)
     limit = load[best.slot] + wish.slack * whole_s
     near = [
         (option, slots)
@@ -110,7 +106,7 @@ def choose(tokens: int, groups: list[HeldGroup], fleet: Fleet, wish: Wish) -> Ch
     for option, some in near:
         if slot in some:
             best = Chosen(slot, option.held, option.prefill_s)
-    return _at_home(tokens, groups, fleet, wish, load, best)
+    return _at_key(tokens, groups, fleet, wish, load, best)
 
 
 def _best(
@@ -121,44 +117,38 @@ def _best(
     best, least_s = None, math.inf
     left = fleet.open.copy()
     floor = float(load.min())
-    single = len(fleet.kinds) == 1
     for places, held in (*groups, HeldGroup(0, HeldPrefix())):
         done = min(held.tokens, tokens - 1)
-        sure_s = min(cost.prefill.prefill_s(done, tokens) for cost in fleet.kinds)
-        if sure_s + floor > least_s * _SAME:
+        if fleet.cost.prefill.prefill_s(done, tokens) + floor > least_s * _SAME:
             break
         mine = left & _flags(places, len(left)) if places else left
         left = left & ~mine
-        for number, cost in enumerate(fleet.kinds):
-            slots = np.flatnonzero(mine if single else mine & (fleet.kind_of == number))
-            if not len(slots):
-                continue
-            option = _Option(cost.prefill_s(tokens, held), held, slots)
-            options.append(option)
-            at = int(slots[load[slots].argmin()])
-            seconds = option.prefill_s + float(load[at])
-            if seconds < least_s:
-                best, least_s = Chosen(at, held, option.prefill_s), seconds
+        slots = np.flatnonzero(mine)
+        if not len(slots):
+            continue
+        option = _Option(fleet.cost.prefill_s(tokens, held), held, slots)
+        options.append(option)
+        at = int(slots[load[slots].argmin()])
+        seconds = option.prefill_s + float(load[at])
+        if seconds < least_s:
+            best, least_s = Chosen(at, held, option.prefill_s), seconds
     assert best is not None, "a place is open"
     return options, best
 
 
-def _at_home(  # noqa: PLR0917 - the state of a choice
+def _at_key(  # noqa: PLR0917 - the state of a choice
     tokens: int, groups: list[HeldGroup], fleet: Fleet, wish: Wish, load: Seconds, best: Chosen
 ) -> Chosen:
-    """Return the place to choose at the prompt's home, or ``best`` where home is worse."""
-    home = [slot for slot in wish.home if fleet.open[slot]]
-    if not home:
-        if wish.key is None:
-            return best
-        slots = np.flatnonzero(fleet.open)
-        first = slots[heaviest(fleet.instance_hashes[slots], wish.key)]
-        same = fleet.instance_hashes[slots] == fleet.instance_hashes[first]
-        home = slots[same].tolist()
+    """Return the place at the instance of the prompt's key, or ``best`` where that is worse."""
+    if wish.key is None:
+        return best
+    slots = np.flatnonzero(fleet.open)
+    first = slots[heaviest(fleet.instance_hashes[slots], wish.key)]
+    same = fleet.instance_hashes[slots] == fleet.instance_hashes[first]
     found = []
-    for slot in home:
+    for slot in slots[same].tolist():
         held = next((held for places, held in groups if places >> slot & 1), HeldPrefix())
-        prefill_s = fleet.kinds[fleet.kind_of[slot]].prefill_s(tokens, held)
+        prefill_s = fleet.cost.prefill_s(tokens, held)
         if prefill_s <= best.prefill_s * _SAME:
             found.append(Chosen(slot, held, prefill_s))
     if not found:

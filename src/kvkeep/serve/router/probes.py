@@ -10,7 +10,6 @@ from kvkeep.serve.router.upstreams import UpstreamFailed
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvkeep.serve.router.costs import InstanceCosts
     from kvkeep.serve.router.health import Health, Timeouts
     from kvkeep.serve.router.upstreams import Upstreams
 
@@ -31,8 +30,7 @@ class Probes:
     Instances that come are probed at once, those that leave until they are forgotten.
     A stopped process still accepts connections, so a probe succeeds only with a response; any
     status below 500 counts. ``on_probe`` is called with the instance and whether it answered,
-    ``on_gone`` with one that was forgotten, after its last probe. ``costs`` reads the instance's
-    costs between two probes; None: they are not read.
+    ``on_gone`` with one that was forgotten, after its last probe.
     """
 
     def __init__(
@@ -41,7 +39,6 @@ class Probes:
         health: Health,
         timeouts: Timeouts,
         on_probe: Callable[[str, bool], None],
-        costs: InstanceCosts | None = None,
         *,
         on_gone: Callable[[str], None] = lambda name: None,
     ) -> None:
@@ -49,7 +46,6 @@ class Probes:
         self._health = health
         self._timeouts = timeouts
         self._on_probe = on_probe
-        self._costs = costs
         self._on_gone = on_gone
 
     async def run(self) -> None:
@@ -62,8 +58,6 @@ class Probes:
                 names = self._health.names()
                 for name in following.keys() - set(names):
                     following.pop(name).cancel()
-                    if self._costs is not None:
-                        self._costs.forget(name)
                     self._on_gone(name)
                 for name in names:
                     if name not in following:
@@ -80,8 +74,6 @@ class Probes:
             answered = await self._answers(name)
             self._on_probe(name, answered)
             self._health.probed(name, answered=answered)
-            if self._costs is not None:
-                await self._costs.probed(name, answered=answered)
             times = min(times * 2, _LONGEST_PAUSE) if self._health.silent(name) else 1
             every_s = max(self._timeouts.probe_every_s, self._health.size / _MOST_A_SECOND)
             pause = every_s * times - (clock() - begun)
@@ -99,7 +91,6 @@ class Probes:
                 asyncio.timeout(self._timeouts.probe_s),
                 self._upstreams.request(name, "GET", "/health", _HEADERS, b"") as response,
             ):
-                self._upstreams.note_health(name, response)
                 return response.status_code < 500
         except (UpstreamFailed, TimeoutError):
             return False

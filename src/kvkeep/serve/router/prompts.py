@@ -1,17 +1,27 @@
-"""`PromptParser`: the tokens of a request's prompt, to look up in the index."""
+"""`PromptParser`: the tokens at the beginning of a request's prompt, to look up in the index."""
 
 from __future__ import annotations
 
 import asyncio
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.tokens import as_tokens
+from kvkeep.serve.router.chats import (
+    MOST_BYTES,
+    beginning,
+    beginning_of_text,
+    chat_of_messages,
+    chat_of_responses,
+    chat_turns,
+    tools_of,
+)
 from kvkeep.serve.router.health import Doubt
 from kvkeep.serve.router.upstreams import UpstreamFailed
 
@@ -24,16 +34,22 @@ if TYPE_CHECKING:
 
     Tokenize = Callable[[dict[str, Any]], TokenArray]
 
-__all__ = ["Prompt", "PromptParser", "TokenizeOutcome", "credentials_of"]
+T = TypeVar("T")
 
-_MOST_BYTES = 32 << 20  # of a /tokenize response; 8 MiB of text has no more tokens than that
-_MOST_NAME = 4096  # bytes of a model's name or a salt, as JSON
-_SESSION_HEADER = b"x-session-id"
-_MOST_TRIES = 2  # instances that may get one text for /tokenize
-# Fields of a chat request that /tokenize takes as well.
-_CHAT = ("model", "messages", "tools", "chat_template", "chat_template_kwargs")
-_NOTHING = msgspec.Raw()
-_LIST = re.compile(rb'\s*\[\s*([\["]?)')
+__all__ = ["MOST_TOKENS", "Prompt", "PromptParser", "TokenizeOutcome"]
+
+MOST_TOKENS: Final = 1 << 17
+"""Tokens of a prompt that count; what is behind them neither decides nor counts as work."""
+_MOST_IDS: Final = 12 * MOST_TOKENS  # bytes of a list of token ids: ten digits, a comma, a blank
+_MOST_ANSWER: Final = 16 << 20  # bytes of a /tokenize response
+_MOST_NAME: Final = 4096  # bytes of a model's name or a salt, as JSON
+_SESSION_HEADER: Final = b"x-session-id"
+_MOST_TRIES: Final = 2  # instances that may get one text for /tokenize
+_THREADS: Final = 2
+_SHORT: Final = 16 << 10  # bytes of a conversation that the event loop reads itself
+_NOTHING: Final = msgspec.Raw()
+_EMPTY: Final = (_NOTHING, msgspec.Raw(b"null"))
+_LIST: Final = re.compile(rb'\s*\[\s*([\["]?)')
 
 
 class _Body(msgspec.Struct, gc=False):
@@ -48,6 +64,10 @@ class _Body(msgspec.Struct, gc=False):
     prompt_cache_key: msgspec.Raw = _NOTHING
     prompt: msgspec.Raw = _NOTHING
     messages: msgspec.Raw = _NOTHING
+    system: msgspec.Raw = _NOTHING
+    input: msgspec.Raw = _NOTHING
+    instructions: msgspec.Raw = _NOTHING
+    previous_response_id: msgspec.Raw = _NOTHING
     tools: msgspec.Raw = _NOTHING
     chat_template: msgspec.Raw = _NOTHING
     chat_template_kwargs: msgspec.Raw = _NOTHING
@@ -62,13 +82,12 @@ class _Tokens(msgspec.Struct, gc=False):
 _bodies = msgspec.json.Decoder(_Body)
 _answers = msgspec.json.Decoder(_Tokens)
 _rows = msgspec.json.Decoder(list[int])
-_texts = msgspec.json.Decoder(list[str])
 _text = msgspec.json.Decoder(str)
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class TokenizeOutcome(Enum):
-    """The outcome of a request to /tokenize."""
+    """The outcome of a request to /tokenize, or of the router's own tokenizer."""
 
     ANSWERED = "answered"
     REFUSED = "refused"
@@ -79,27 +98,36 @@ class TokenizeOutcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A request's prompt, model and ``cache_salt``. ``tokens`` is None if they are unknown.
+    """The beginning of a request's prompt, its model and ``cache_salt``.
 
-    ``key`` names the conversation or application: its prompts should go to one instance.
-    ``session`` names the conversation alone.
+    ``tokens`` is None if they are unknown, else has at most `MOST_TOKENS`. ``key`` names the
+    conversation or application: its prompts should go to one instance.
     """
 
     tokens: TokenArray | None
     model: str = ""
     salt: str = ""
     key: str = ""
-    session: str = ""
 
 
 class PromptParser:
     """Reads prompts from request bodies. ``tokenize``, or an instance's /tokenize, tokenizes text.
 
-    ``tokenize`` gets a body with text in ``prompt``, or with ``messages``; it runs in a thread and
-    may raise `InvalidValue`. Without ``tokenize``, a request goes to /tokenize of at most two
-    instances that are up, each within ``timeouts.tokenize_s``; ``on_outcome`` is called for each.
-    Of several prompts in one request the first counts.
+    `PATHS` have prompts. Only the beginning of a prompt is read, `MOST_BYTES` of JSON: the rest is
+    neither parsed, joined nor tokenized. What takes more than a millisecond runs in two threads,
+    and a prompt that is not read there within ``timeouts.tokenize_s`` counts as unknown.
+
+    ``tokenize`` gets a body with text in ``prompt``, or with ``messages`` and perhaps ``tools``; it
+    runs in those threads and may raise `InvalidValue`. Without ``tokenize``, a request goes to
+    /tokenize of at most two instances that are up, each within ``timeouts.tokenize_s``.
+    ``on_outcome`` is called for each. Of several prompts in one request the first counts.
+
+    Thread safety: none; for the event loop.
     """
+
+    PATHS: Final = frozenset(
+        {"/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"}
+    )
 
     def __init__(
         self,
@@ -113,40 +141,51 @@ class PromptParser:
         self._timeouts = timeouts
         self._tokenize = tokenize
         self._on_outcome = on_outcome
+        self._threads = ThreadPoolExecutor(_THREADS, "prompts")
         self._turn = 0
 
-    async def read(self, body: bytes, headers: list[tuple[bytes, bytes]]) -> Prompt:
+    def close(self) -> None:
+        """End the threads; what waits for one is given up."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def read(self, path: str, body: bytes, headers: list[tuple[bytes, bytes]]) -> Prompt:
         """Return the prompt of this body. No content of the body makes it raise."""
         try:
             fields = _bodies.decode(body)
         except _UNREADABLE:
             return Prompt(None)
         try:
-            tokens = await self._tokens(fields, headers)
+            tokens = await self._tokens(path, fields, headers)
         except (InvalidValue, *_UNREADABLE):
             tokens = None
-        session = _session_of(headers)
-        key = _name(fields.prompt_cache_key) or session
-        return Prompt(tokens, _name(fields.model), _name(fields.cache_salt), key, session)
+        key = _name(fields.prompt_cache_key) or _session_of(headers)
+        return Prompt(tokens, _name(fields.model), _name(fields.cache_salt), key)
 
-    async def _tokens(self, fields: _Body, headers: list[tuple[bytes, bytes]]) -> TokenArray | None:
-        prompt = bytes(fields.prompt)
-        if prompt not in {b"", b"null"}:
-            first = _first(prompt)
-            if not isinstance(first, str):
-                return as_tokens(first)
-            text = {"prompt": msgspec.Raw(msgspec.json.encode(first))}
-            if fields.model != _NOTHING:
-                text["model"] = fields.model
-        elif bytes(fields.messages).startswith(b"["):
-            parts = {key: getattr(fields, key) for key in _CHAT}
-            text = {key: part for key, part in parts.items() if part != _NOTHING}
-        else:
+    async def _tokens(
+        self, path: str, fields: _Body, headers: list[tuple[bytes, bytes]]
+    ) -> TokenArray | None:
+        ids = _first_ids(bytes(memoryview(fields.prompt)[:_MOST_IDS]))
+        if ids is not None:
+            return as_tokens(ids[:MOST_TOKENS])
+        texts = (fields.prompt, fields.messages, fields.system, fields.input, fields.tools)
+        try:
+            if sum(map(len, texts)) > _SHORT:
+                text = await self._in_thread(_request, path, fields)
+            else:
+                text = _request(path, fields)
+            if text is None or self._tokenize is None:
+                return None if text is None else await self._request_tokens(text, headers)
+            own = await self._in_thread(self._tokenize, msgspec.json.decode(text))
+            return own[:MOST_TOKENS]
+        except TimeoutError:
+            self._on_outcome(TokenizeOutcome.LATE)
             return None
-        body = msgspec.json.encode(text)
-        if self._tokenize is not None:
-            return await asyncio.to_thread(self._tokenize, msgspec.json.decode(body))
-        return await self._request_tokens(body, headers)
+
+    async def _in_thread(self, work: Callable[..., T], *arguments: object) -> T:
+        """Return what ``work`` returns; raises `TimeoutError`, after which it may still run."""
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(self._timeouts.tokenize_s):
+            return await loop.run_in_executor(self._threads, work, *arguments)
 
     async def _request_tokens(
         self, body: bytes, headers: list[tuple[bytes, bytes]]
@@ -164,7 +203,7 @@ class PromptParser:
             tried.add(name)
             try:
                 async with asyncio.timeout(self._timeouts.tokenize_s):
-                    tokens = await self._request(name, body, own)
+                    tokens = await self._ask(name, body, own)
             except TimeoutError:
                 outcome = TokenizeOutcome.LATE
             except UpstreamFailed:
@@ -179,7 +218,7 @@ class PromptParser:
             self._on_outcome(TokenizeOutcome.NOBODY)
         return None
 
-    async def _request(
+    async def _ask(
         self, name: str, body: bytes, headers: list[tuple[bytes, bytes]]
     ) -> TokenArray | None:
         async with self._upstreams.request(name, "POST", "/tokenize", headers, body) as response:
@@ -188,13 +227,74 @@ class PromptParser:
             answer = bytearray()
             async for piece in response.aiter_bytes():
                 answer += piece
-                if len(answer) > _MOST_BYTES:
+                if len(answer) > _MOST_ANSWER:
                     return None
         try:
             tokens = _answers.decode(answer).tokens
-            return as_tokens(tokens) if tokens else None
+            return as_tokens(tokens[:MOST_TOKENS]) if tokens else None
         except (InvalidValue, *_UNREADABLE):
             return None
+
+
+def _request(path: str, fields: _Body) -> bytes | None:
+    """Return the body that asks for the tokens of the beginning of a prompt; None without text."""
+    body: dict[str, Any] = {}
+    if fields.model not in _EMPTY and len(fields.model) <= _MOST_NAME:
+        body["model"] = fields.model
+    if fields.prompt not in _EMPTY:
+        prompt = bytes(fields.prompt)
+        found = _LIST.match(prompt)
+        body["prompt"] = beginning_of_text(prompt, 0 if found is None else found.start(1))
+        return msgspec.json.encode(body)
+    whole = ("tools", "chat_template", "chat_template_kwargs")
+    if sum(len(getattr(fields, name)) for name in whole) > MOST_BYTES:
+        return None
+    chat = _chat(path, fields)
+    if (
+        max(len(fields.messages), len(fields.input)) > MOST_BYTES
+        and "tool_calls" in (*chat, {})[-1]
+    ):
+        del chat[-1]  # its arguments may be cut
+    if not chat:
+        return None
+    body["messages"] = chat
+    for name in whole:
+        if (value := getattr(fields, name)) not in _EMPTY:
+            body[name] = value
+    if path in {"/v1/messages", "/v1/responses"} and "tools" in body:
+        body["tools"] = tools_of(_beginning(fields.tools))
+    return msgspec.json.encode(body)
+
+
+def _chat(path: str, fields: _Body) -> list[dict[str, Any]]:
+    """Return the beginning of a conversation as a chat, empty where it is unknown."""
+    if path == "/v1/messages":
+        return chat_of_messages(_beginning(fields.system), _beginning(fields.messages))
+    if path != "/v1/responses":
+        return chat_turns(_beginning(fields.messages))
+    if fields.previous_response_id not in _EMPTY:
+        return []  # it begins with a conversation that its instance keeps
+    return chat_of_responses(_beginning(fields.instructions), _beginning(fields.input))
+
+
+def _beginning(value: msgspec.Raw) -> object:
+    return None if value in _EMPTY else msgspec.json.decode(beginning(bytes(value)))
+
+
+def _first_ids(prompt: bytes) -> list[int] | None:
+    """Return the first of the token ids in a JSON value; None for a text.
+
+    Raises msgspec's errors for other lists. Only the first list is parsed: ten million empty ones
+    would cost a second.
+    """
+    found = _LIST.match(prompt)
+    if found is None or found[1] == b'"':
+        return None
+    start = found.start(1) if found[1] else found.start()
+    stop = prompt.find(b"]", start)  # the first one ends a list of token ids
+    if stop < 0:
+        stop = prompt.rfind(b",", start)
+    return _rows.decode(prompt[start:stop] + b"]")
 
 
 def _session_of(headers: list[tuple[bytes, bytes]]) -> str:
@@ -205,35 +305,12 @@ def _session_of(headers: list[tuple[bytes, bytes]]) -> str:
     return ""
 
 
-def credentials_of(headers: list[tuple[bytes, bytes]]) -> bytes:
-    """Return the API key of a request, in whichever header; empty without one."""
-    keys = {name: value for name, value in headers if name in {b"authorization", b"x-api-key"}}
-    given = keys.get(b"authorization", b"")
-    scheme, _, bearer = given.partition(b" ")
-    return (bearer if scheme.lower() == b"bearer" else given) or keys.get(b"x-api-key", b"")
-
-
 def _name(written: msgspec.Raw) -> str:
     """Return a short JSON string, "" for anything else."""
-    part = bytes(written)
+    part = bytes(memoryview(written)[: _MOST_NAME + 1])
     if not part.startswith(b'"') or len(part) > _MOST_NAME:
         return ""
     try:
         return _text.decode(part)
     except _UNREADABLE:
         return ""
-
-
-def _first(prompt: bytes) -> str | list[int]:
-    """Return the first prompt of a JSON value. Raises msgspec's errors for other values.
-
-    Only the first one is parsed: ten million empty lists would cost a second.
-    """
-    found = _LIST.match(prompt)
-    if found is None:
-        return _text.decode(prompt)
-    if found[1] == b'"':
-        return _texts.decode(prompt)[0]
-    if found[1] == b"[":  # a list of token ids ends at the first closing bracket
-        return _rows.decode(prompt[found.start(1) : prompt.find(b"]") + 1])
-    return _rows.decode(prompt)

@@ -19,33 +19,22 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvkeep.serve.http import BodyBudget, BodyGuard, BodyRefused, body_of, unless_disconnected
-from kvkeep.serve.router.answers import UNFINISHED, AnswerReader
-from kvkeep.serve.router.conversations import ConversationTable
-from kvkeep.serve.router.costs import InstanceCosts
-from kvkeep.serve.router.expected import ExpectedReturns
 from kvkeep.serve.router.health import InstanceHealth, Timeouts
-from kvkeep.serve.router.instances import InstanceRoutes
 from kvkeep.serve.router.membership import Membership
-from kvkeep.serve.router.message_endpoint import MessagesEndpoint
-from kvkeep.serve.router.messages import COUNT_PATH, MESSAGES_PATH
 from kvkeep.serve.router.metrics import RouterMetrics
 from kvkeep.serve.router.probes import Probes
-from kvkeep.serve.router.prompts import Prompt, PromptParser, credentials_of
+from kvkeep.serve.router.prompts import Prompt, PromptParser
 from kvkeep.serve.router.readiness import Readiness, ReadinessGuard
 from kvkeep.serve.router.upstreams import UpstreamFailed, end_to_end_headers
-from kvkeep.serve.router.usage import SALT, TenantRoutes
 from kvkeep.serve.router.via import Via
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     import httpx
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+    from starlette.types import Message, Receive, Scope, Send
 
-    from kvkeep.core.returns import Ended
     from kvkeep.serve.kv_events import EventReader
-    from kvkeep.serve.router.conversations import RoutedTurn
-    from kvkeep.serve.router.messages import MessageExchange
     from kvkeep.serve.router.prompts import Tokenize
     from kvkeep.serve.router.router import PrefixRouter, RouteTicket, Score
     from kvkeep.serve.router.upstreams import Upstreams
@@ -54,9 +43,14 @@ __all__ = ["create_proxy"]
 
 log = logging.getLogger("kvkeep.router")
 
-_PLACED = ("/v1/completions", "/v1/chat/completions")
-# Forwarded to the least loaded instance.
-_OTHERS = ("/v1/models", "/v1/models/{name:path}", "/v1/embeddings", "/tokenize", "/detokenize")
+# Paths of inference are forwarded. All others of an instance are for those who run it: they read
+# its state, or change one instance of many (weights, caches, adapters, sleep).
+_FORWARDED = ("/v1/", "/v2/")
+_FORWARDED_ALONE = frozenset({
+    "/tokenize", "/detokenize", "/score", "/rerank", "/pooling", "/classify", "/generate",
+    "/generative_scoring", "/inference/v1/generate",
+})  # fmt: skip
+_OPERATION = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 # Statuses that count as a failure of the instance, and those worth a try at another one.
 _FAILED = frozenset({502, 503, 504, 508})
 _ELSEWHERE = _FAILED | {429}
@@ -101,43 +95,25 @@ def create_proxy(
     hosts: Sequence[str] | None = ("localhost", "127.0.0.1", "[::1]"),
     timeouts: Timeouts | None = None,
     bodies: BodyBudget | None = None,
-    conversations: ConversationTable | None = None,
-    usage: bool = False,
-    learn_costs: bool = True,
     membership: Membership | None = None,
-    admin_key: str | None = None,
-    exposed: bool = False,
 ) -> Starlette:
     """Return an ASGI application in front of ``upstreams``, whose names are the router's instances.
 
     ``membership`` adds and removes instances; without one, it begins with those of ``upstreams``.
     ``reader`` is used for it and for /metrics. ``hosts`` are the accepted names in the Host header
     (None: all). See `PromptParser` for ``tokenize``, `Timeouts` for time limits and tries,
-    `BodyBudget` for the memory of request bodies, `ConversationTable` for what is learned of
-    answers, `TenantRoutes` for ``usage``, `InstanceCosts` for ``learn_costs``, and `InstanceRoutes`
-    for ``admin_key`` and ``exposed``.
+    `BodyBudget` for the memory of request bodies.
 
-    API keys and bodies are forwarded unchanged and never logged.
+    Paths below ``/v1/`` and ``/v2/`` and a few others of inference are forwarded, with any method;
+    those that operate an instance are not. API keys and bodies are forwarded unchanged and never
+    logged.
     """
     bodies = bodies or BodyBudget()
-    expected = ExpectedReturns(ConversationTable() if conversations is None else conversations)
-    metrics = RouterMetrics(bodies, router.cost.tiers, expected)
+    metrics = RouterMetrics(bodies, router.cost.tiers)
     timeouts = timeouts or Timeouts()
     membership = membership or Membership(router, upstreams, reader)
     membership.subscribe(metrics.resolved)
-    costs = None
-    if learn_costs:
-        costs = InstanceCosts(upstreams, router, timeouts.probe_s, metrics.cost_read)
-    proxy = _Proxy(
-        router,
-        upstreams,
-        reader,
-        tokenize,
-        timeouts=timeouts,
-        metrics=metrics,
-        expected=expected,
-        costs=costs,
-    )
+    proxy = _Proxy(router, upstreams, reader, tokenize, timeouts=timeouts, metrics=metrics)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -153,15 +129,9 @@ def create_proxy(
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
+            proxy.close()
             await upstreams.close()
 
-    placed: dict[str, ASGIApp] = {path: _Forward(proxy, placed=True) for path in _PLACED}
-    placed[MESSAGES_PATH] = MessagesEndpoint(proxy.forward)
-    told = []
-    if usage:
-        tenants = TenantRoutes()
-        placed = {path: tenants.counted(endpoint) for path, endpoint in placed.items()}
-        told.append(Route("/kv/usage", tenants.usage, methods=["GET"]))
     readiness = Readiness(upstreams.health)
     guards = [Middleware(ReadinessGuard, readiness)]
     if hosts is not None:
@@ -171,12 +141,7 @@ def create_proxy(
         routes=[
             Route("/health", proxy.health, methods=["GET"]),
             Route("/metrics", proxy.metrics, methods=["GET"]),
-            Route("/kv/conversations", proxy.conversations, methods=["GET"]),
-            *told,
-            *InstanceRoutes(membership, admin_key, exposed=exposed).routes(),
-            *(Route(path, endpoint, methods=["POST"]) for path, endpoint in placed.items()),
-            Route(COUNT_PATH, MessagesEndpoint(proxy.forward), methods=["POST"]),
-            *(Route(path, _Forward(proxy, placed=False)) for path in _OTHERS),
+            Route("/{path:path}", _Forward(proxy)),
         ],
         middleware=guards,
         lifespan=lifespan,
@@ -194,11 +159,10 @@ def _log_failure(task: asyncio.Task[None]) -> None:
 
 
 class _Forward:
-    """One forwarded endpoint, in plain ASGI, so that responses stream without buffering."""
+    """All forwarded paths, in plain ASGI, so that responses stream without buffering."""
 
-    def __init__(self, proxy: _Proxy, *, placed: bool) -> None:
+    def __init__(self, proxy: _Proxy) -> None:
         self._proxy = proxy
-        self._placed = placed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -217,7 +181,7 @@ class _Forward:
             await answer(scope, receive, send)
             return
         # The body stays in memory, and counted, until the end: a retry may need it.
-        forwarding = self._proxy.forward(request, body.take(), send, placed=self._placed)
+        forwarding = self._proxy.forward(request, body.take(), send)
         with suppress(ClientDisconnect):
             await unless_disconnected(receive, forwarding)
 
@@ -234,12 +198,8 @@ class _Proxy:
         *,
         timeouts: Timeouts,
         metrics: RouterMetrics,
-        expected: ExpectedReturns,
-        costs: InstanceCosts | None,
     ) -> None:
         self._router = router
-        self._expected = expected
-        self._conversations = expected.table
         self._via = Via()
         self._upstreams = upstreams
         self._health = upstreams.health
@@ -255,7 +215,6 @@ class _Proxy:
             self._health,
             timeouts,
             self._metrics.probed,
-            costs,
             on_gone=self._metrics.forget,
         )
 
@@ -276,23 +235,14 @@ class _Proxy:
         text = await asyncio.to_thread(self._metrics.exposition, seen, self._router, self._reader)
         return Response(text, headers={"content-type": self._metrics.content_type})
 
-    async def conversations(self, request: Request) -> Response:
-        """Return how many conversations are followed, and how their answers end."""
-        return JSONResponse(self._expected.figures(self._upstreams.names))
+    def close(self) -> None:
+        """End the threads that read prompts."""
+        self._prompts.close()
 
-    async def forward(
-        self,
-        request: Request,
-        body: bytes,
-        send: Send,
-        *,
-        placed: bool,
-        exchange: MessageExchange | None = None,
-    ) -> None:
+    async def forward(self, request: Request, body: bytes, send: Send) -> None:
         """Send the request to the best instance, or after a failure to the next best.
 
-        No other instance is tried once a response to the client has begun. ``exchange`` translates
-        a request for instances that do not know its API.
+        No other instance is tried once a response to the client has begun.
         """
         headers = end_to_end_headers(request.scope["headers"])
         if self._via.passed(headers):
@@ -301,17 +251,14 @@ class _Proxy:
             await _error(508, message, "server_error")(request.scope, request.receive, send)
             return
         headers = self._via.mark(headers)
-        shown = body if exchange is None else exchange.body
-        known = headers if exchange is None else exchange.headers(headers)
-        prompt = await self._prompts.read(shown, known) if placed else Prompt(None)
-        request.scope[SALT] = prompt.salt
+        path = request.scope["path"]
+        placed = request.method == "POST" and path in PromptParser.PATHS
+        prompt = await self._prompts.read(path, body, headers) if placed else Prompt(None)
         lora = prompt.model if self._router.is_adapter(prompt.model) else ""
-        forwarded = _ForwardedRequest(request, headers, body, exchange)
-        if placed:
-            forwarded.turn = self._conversations.find(prompt, credentials_of(headers))
+        forwarded = _ForwardedRequest(request, headers, body)
         tried: set[str] = set()
         outcomes: list[_Outcome] = []
-        while (score := self._next(prompt, lora, tried, forwarded.turn)) is not None:
+        while (score := self._next(prompt, lora, tried)) is not None:
             name = score.place.instance
             if placed and not tried:
                 self._metrics.placed_at(score, prompt.tokens)
@@ -329,9 +276,6 @@ class _Proxy:
                 outcome = await self._try(forwarded, score, ticket, send, others)
             finally:
                 self._router.end(ticket)
-                if forwarded.turn is not None:
-                    ended = forwarded.ended(complete=outcome is _Outcome.ANSWERED)
-                    self._conversations.ended(forwarded.turn, name, ended)
                 self._metrics.requests.labels(name, outcome.value).inc()
             log.info("%s to %s: %s", forwarded.log_path, name, outcome.value)
             if outcome in _DONE:
@@ -340,25 +284,17 @@ class _Proxy:
             if final:
                 break
             self._metrics.retries.labels(name).inc()
-        if exchange is not None:
-            exchange.translates = True
         await _no_response(outcomes)(request.scope, request.receive, send)
 
-    def _next(
-        self, prompt: Prompt, lora: str, tried: set[str], turn: RoutedTurn | None
-    ) -> Score | None:
+    def _next(self, prompt: Prompt, lora: str, tried: set[str]) -> Score | None:
         """Return the best instance not tried yet, preferring those that are up."""
         begun = time.perf_counter()
-        home = "" if turn is None else turn.home
-        if home and self._router.blocks(home)[0]:
-            home = ""  # it announces its blocks, so the scores tell what it holds
         chosen = self._router.choose(
             prompt.tokens,
             lora=lora,
             salt=prompt.salt,
             without=self._health.barred(tried),
             key=prompt.key,
-            home=home,
         )
         self._metrics.deciding.observe(time.perf_counter() - begun)
         return chosen
@@ -390,13 +326,11 @@ class _Proxy:
                             first = await anext(pieces, b"")
                         finally:
                             abandoned = waiting.abandoned
-                self._router.first_token(ticket)
+                if response.is_success:
+                    self._router.first_token(ticket)
                 if response.status_code not in _FAILED:
                     self._health.worked(name)
                 begun = True
-                if forwarded.turn is not None and response.is_success:
-                    self._conversations.answered(forwarded.turn)
-                    send = forwarded.reading(send)
                 return await self._stream(name, response, first, pieces, send)
         except TimeoutError:
             if abandoned:  # by `Health`, which suspects the instance already
@@ -420,11 +354,9 @@ class _Proxy:
     ) -> httpx.Response:
         """Return an instance's response head; ``stack`` closes the response."""
         name = score.place.instance
-        path, body, headers = forwarded.sent_to(native=self._upstreams.has_messages(name))
+        headers = self._with_rank(forwarded.headers, score)
         response = await stack.enter_async_context(
-            self._upstreams.request(
-                name, forwarded.method, path, self._with_rank(headers, score), body
-            )
+            self._upstreams.request(name, forwarded.method, forwarded.path, headers, forwarded.body)
         )
         if response.status_code in _FAILED:
             self._health.failed(name)
@@ -487,9 +419,7 @@ class _ForwardedRequest:
         request: Request,
         headers: list[tuple[bytes, bytes]],
         body: bytes,
-        exchange: MessageExchange | None = None,
     ) -> None:
-        self.exchange = exchange
         self.method = request.method
         path: bytes = request.scope.get("raw_path") or quote(request.scope["path"]).encode()
         query: bytes = request.scope["query_string"]
@@ -497,39 +427,15 @@ class _ForwardedRequest:
         self.log_path = quote(request.scope["path"][:100])  # quoted: no path can forge a log line
         self.headers = headers
         self.body = body
-        self.turn: RoutedTurn | None = None
-        self._reader: AnswerReader | None = None
-
-    def reading(self, send: Send) -> Send:
-        """Return ``send``, which also reads what was sent; a compressed answer says nothing."""
-        native = self.exchange is not None and not self.exchange.translates
-        reader = self._reader = AnswerReader(messages=native)
-
-        async def send_and_read(message: Message) -> None:
-            await send(message)
-            if message["type"] == "http.response.body":
-                reader.feed(message["body"])
-
-        return send_and_read
-
-    def ended(self, *, complete: bool) -> Ended:
-        """Return how the answer ended."""
-        return self._reader.ended if complete and self._reader is not None else UNFINISHED
-
-    def sent_to(self, *, native: bool) -> tuple[str, bytes, list[tuple[bytes, bytes]]]:
-        """Return path, body and headers for an instance; ``native``: it has Anthropic's API."""
-        if self.exchange is not None:
-            self.exchange.translates = not native
-            if not native:
-                headers = self.exchange.headers(self.headers)
-                return self.exchange.path, self.exchange.body, headers
-        return self.path, self.body, self.headers
 
 
 def _refused(scope: Scope) -> Response | None:
-    """Return the error for a path that is not forwarded, as the next server may rewrite it."""
-    if not {".", ".."}.isdisjoint(scope["path"].split("/")):
-        return _error(404, "not found")
+    """Return the error for a path that is not forwarded, also if the next server rewrites it."""
+    path: str = scope["path"]
+    rewritten = not {"", ".", ".."}.isdisjoint(path.strip("/").split("/")) or "\\" in path
+    inference = path.startswith(_FORWARDED) or path in _FORWARDED_ALONE
+    if rewritten or not inference or path.rstrip("/") in _OPERATION:
+        return _error(404, "not found: a router forwards paths of inference, such as /v1/…, alone")
     if len(scope.get("raw_path") or b"") + len(scope["query_string"]) > _LONGEST_PATH:
         return _error(414, "the request's path is too long")
     return None

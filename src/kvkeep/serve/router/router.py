@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.tokens import as_tokens
 from kvkeep.serve.kv_events.wire import AllBlocksCleared, BlockStored, salt_digest
 from kvkeep.serve.router.affinity import name_hash, prompt_hash, random_hash
-from kvkeep.serve.router.cost import CostTable, RoutingCost
+from kvkeep.serve.router.cost import RoutingCost
 from kvkeep.serve.router.held import HeldPrefix
 from kvkeep.serve.router.index import Place, PlacementIndex
 from kvkeep.serve.router.loads import PlaceLoad, PlaceLoads
@@ -28,9 +28,11 @@ if TYPE_CHECKING:
 
 __all__ = ["PrefixRouter", "RouteTicket", "RouterStats", "Score"]
 
-# The tier of prompts being computed right now, in blocks of so many tokens.
+# The tiers of prompts being computed right now, and of those that instances without events have
+# computed; their blocks have so many tokens.
 _COMING = "COMING"
-_COMING_TOKENS = 256
+_ROUTED = "ROUTED"
+_ROUTED_TOKENS = 64
 # Kinds of attention whose blocks prove that a prefix is cached; sliding windows keep only its end.
 _WHOLE = {None, "full_attention", "mla_attention"}
 _MARK_LENGTH = 4096
@@ -90,10 +92,11 @@ class RouterStats:
 class PrefixRouter:
     """Tracks which instance holds which prefix, from their KV events, and places prompts.
 
-    It is a `kvkeep.serve.kv_events.Receiver`. Instance names are the caller's; instances may differ
-    in block size and hash function. Each prompt is scored as the seconds of prefill left there plus
-    the expected wait plus the penalty of `RoutingCost.balance`. Routers that read the same events
-    choose the same instance for a prompt, as far as they know the same load
+    It is a `kvkeep.serve.kv_events.Receiver`. Of an instance that announces no blocks, the prompts
+    that it has begun to answer count as cached there. Instance names are the caller's; instances
+    may differ in block size and hash function. Each prompt is scored as the seconds of prefill left
+    there plus the expected wait plus the penalty of `RoutingCost.balance`. Routers that read the
+    same events choose the same instance for a prompt, as far as they know the same load
     (`RoutingCost.slack`).
 
     An instance has at most ``ranks`` data-parallel ranks; events of other ranks count for rank 0,
@@ -119,14 +122,13 @@ class PrefixRouter:
         self.cost = cost or RoutingCost()
         self._clock = clock
         self._lock = threading.Lock()
-        self._costs = CostTable(self.cost)
-        self._kinds: tuple[list[RoutingCost], np.ndarray[Any, Any]] | None = None  # by slot
         ranked = sorted(self.cost.tiers, key=lambda tier: self.cost.tiers[tier].seconds(1 << 20))
         self._index = PlacementIndex(ranked, most_blocks=most_blocks, public=public)
         self._loads: dict[str, dict[Place, PlaceLoad]] = {}
         self._all_loads = PlaceLoads(self.cost.memory_s)
         self._windows: set[tuple[Place, int]] = set()
         self._adapters: dict[str, set[str]] = {}
+        self._announcing: set[str] = set()  # instances whose events say what they hold
         self._skipped = 0
         for instance in instances:
             self.add(instance)
@@ -154,8 +156,7 @@ class PrefixRouter:
         with self._lock:
             places = self._loads.pop(instance, {})
             self._adapters.pop(instance, None)
-            self._costs.learn(instance, None)
-            self._kinds = None
+            self._announcing.discard(instance)
             self._index.remove_instance(instance)
             for place, load in places.items():
                 self._all_loads.remove(load)
@@ -164,18 +165,6 @@ class PrefixRouter:
     def _add_place(self, place: Place) -> None:
         load = self._all_loads.add(place, self._index.reserve(place))
         self._loads[place.instance][place] = load
-        self._kinds = None
-
-    def learn(self, instance: str, cost: RoutingCost | None) -> None:
-        """Score prompts on an instance by a cost of its own; None: by the router's again."""
-        with self._lock:
-            self._costs.learn(instance, cost if instance in self._loads else None)
-            self._kinds = None
-
-    def cost_of(self, instance: str) -> RoutingCost:
-        """Return the cost by which prompts on an instance are scored."""
-        with self._lock:
-            return self._costs.of(instance)
 
     def apply(self, instance: str, events: Sequence[KVEvent], rank: int = 0) -> None:
         """Apply KV events of an instance, in order. Unusable events are counted and skipped.
@@ -211,8 +200,8 @@ class PrefixRouter:
     def _apply(self, place: Place, event: KVEvent) -> None:
         if isinstance(event, AllBlocksCleared):
             self._clear(place)
-        elif not 0 <= (event.group_idx or 0) < _MOST_GROUPS or event.medium == _COMING:
-            self._skipped += 1  # an event for our own tier would count as a running prompt
+        elif not 0 <= (event.group_idx or 0) < _MOST_GROUPS or event.medium in {_COMING, _ROUTED}:
+            self._skipped += 1  # the router's own tiers
         elif isinstance(event, BlockStored):
             self._stored(place, event)
         elif (place, event.group_idx or 0) not in self._windows:
@@ -229,6 +218,10 @@ class PrefixRouter:
             if len(adapters) < _MOST_ADAPTERS:
                 adapters.add(lora)
         salt, marks = _extras(event, lora)
+        if place.instance not in self._announcing:
+            self._announcing.add(place.instance)
+            for each in self._loads[place.instance]:  # what was routed there is a guess
+                self._index.clear(each)
         self._index.store(
             place,
             event.block_hashes,
@@ -251,14 +244,13 @@ class PrefixRouter:
         salt: str = "",
         without: Collection[str] = (),
         key: str = "",
-        home: str = "",
     ) -> Score | None:
         """Return the score of the place to send a prompt to; None if no instance is left.
 
         ``tokens`` is None if they are unknown: then the least loaded place is chosen. ``salt`` is
         the request's ``cache_salt``, ``lora`` the adapter's name; ``without`` are instances that
-        must not get it. Prompts of one ``key`` go to one instance, and those with a ``home`` to
-        this one, where that costs nothing; see `kvkeep.serve.router.placing.choose`.
+        must not get it. Prompts of one ``key`` go to one instance, where that costs nothing; see
+        `kvkeep.serve.router.placing.choose`.
 
         Cost: that of a lookup (see `PlacementIndex`), 50 µs, and 30 ns a place.
         """
@@ -269,8 +261,7 @@ class PrefixRouter:
         with self._lock:
             groups = [] if row is None else self._index.groups(row, lora, digest)
             fleet = self._fleet(without)
-            at_home = [one.slot for one in self._loads.get(home, {}).values()]
-            wish = Wish(tie, self.cost.slack, name_hash(key) if key else None, at_home)
+            wish = Wish(tie, self.cost.slack, name_hash(key) if key else None)
             found = choose(length, groups, fleet, wish)
             if found is None:
                 return None
@@ -312,7 +303,7 @@ class PrefixRouter:
                         place,
                         min(there.tokens, length),
                         there.tiers,
-                        self._costs.of(place.instance).prefill_s(length, there),
+                        self.cost.prefill_s(length, there),
                         float(fleet.wait_s[slot]),
                         float(fleet.balance_s[slot]),
                     )
@@ -330,37 +321,19 @@ class PrefixRouter:
                 open_[load.slot] = False
         recent = loads.recent(self._clock())
         least = recent[open_].min() if open_.any() else 0.0
-        kinds, kind_of = self._kinds_of_costs()
         return Fleet(
             open_,
             loads.waits(self.cost.running_s),
             self.cost.balance * (recent - least),
-            kinds,
-            kind_of,
+            self.cost,
             loads.instance_hashes,
             loads.place_hashes,
         )
 
-    def _kinds_of_costs(self) -> tuple[list[RoutingCost], np.ndarray[Any, Any]]:
-        """Return the different costs, and the number of each slot's."""
-        if self._kinds is None:
-            numbers: dict[int, int] = {}
-            kinds: list[RoutingCost] = []
-            kind_of = np.zeros(len(self._all_loads.known), np.intp)
-            for instance, ranks in self._loads.items():
-                cost = self._costs.of(instance)
-                number = numbers.setdefault(id(cost), len(kinds))
-                if number == len(kinds):
-                    kinds.append(cost)
-                for load in ranks.values():
-                    kind_of[load.slot] = number
-            self._kinds = kinds or [self.cost], kind_of
-        return self._kinds
-
     def begin(
         self, score: Score, tokens: TokensLike | None = None, *, lora: str = "", salt: str = ""
     ) -> RouteTicket:
-        """Note that a prompt is sent to this place: it counts as load, its tokens as cached."""
+        """Note that a prompt is sent to this place: it waits there, its tokens count as coming."""
         place = score.place
         row = None if tokens is None else as_tokens(tokens)
         digest = salt_digest(salt) if salt else ""
@@ -369,17 +342,27 @@ class PrefixRouter:
             if load is None:
                 raise InvalidValue(f"{place} is not known to this router")
             ticket = RouteTicket(place, score.prefill_s, load)
-            self._all_loads.begin(load, ticket.prefill_s, self._clock())
+            self._all_loads.begin(load, ticket.prefill_s)
             if row is not None:
                 ticket.coming = self._index.expect(
-                    place, row, _COMING_TOKENS, tier=_COMING, lora=lora, salt=digest
+                    place, row, _ROUTED_TOKENS, tier=_COMING, lora=lora, salt=digest
                 )
         return ticket
 
     def first_token(self, ticket: RouteTicket) -> None:
-        """Note the first token: the prefill is done, and decoding remains."""
+        """Note the first token: the prefill is done and counts as recent work; decoding remains.
+
+        Not for a refusal: what an instance did not compute is neither work nor cached.
+        """
         with self._lock:
+            if not ticket.waiting:
+                return
             self._arrived(ticket)
+            if ticket.load.gone:
+                return
+            self._all_loads.computed(ticket.load, ticket.prefill_s, self._clock())
+            if ticket.coming and ticket.place.instance not in self._announcing:
+                self._index.keep(ticket.place, ticket.coming, _ROUTED_TOKENS, tier=_ROUTED)
 
     def end(self, ticket: RouteTicket) -> None:
         """Note the end of the request, however it ended. Idempotent."""

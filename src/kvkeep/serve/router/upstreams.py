@@ -23,12 +23,6 @@ _OWN_HEADERS = frozenset(
     b"transfer-encoding upgrade host content-length expect x-data-parallel-rank".split()
 )
 
-MESSAGES_HEADER = "x-kvkeep-messages"
-"""In answers to GET /health: this server has Anthropic's API."""
-
-COST_HEADER = "x-kvkeep-cost"
-"""In answers to GET /health: GET /kv/cost has what this server has learned of its costs."""
-
 
 class UpstreamFailed(Exception):
     """An instance did not respond, or broke off. ``reached``: it may have got the request."""
@@ -55,8 +49,6 @@ class Upstreams:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.health = Health(clock=clock)
-        self._with_messages: set[str] = set()
-        self._with_cost: set[str] = set()
         for url in instances:
             if url in self.names:
                 raise InvalidValue(f"the instance {url} is given twice")
@@ -80,27 +72,6 @@ class Upstreams:
     def remove(self, name: str) -> None:
         """Forget an instance."""
         self.health.remove(name)
-        self._with_messages.discard(name)
-        self._with_cost.discard(name)
-
-    def has_messages(self, name: str) -> bool:
-        """Whether the instance has Anthropic's API as kvkeep serves it, with pins."""
-        return name in self._with_messages
-
-    def has_cost(self, name: str) -> bool:
-        """Whether the instance has said that it knows its costs."""
-        return name in self._with_cost
-
-    def note_health(self, name: str, response: httpx.Response) -> None:
-        """Note what an answered probe says of the instance."""
-        for header, having in (
-            (MESSAGES_HEADER, self._with_messages),
-            (COST_HEADER, self._with_cost),
-        ):
-            if response.headers.get(header) is not None:
-                having.add(name)
-            else:
-                having.discard(name)
 
     @asynccontextmanager
     async def request(

@@ -15,12 +15,9 @@ router = APIRouter(tags=["operations"], route_class=JSONRoute)
 
 
 @router.get("/health", responses=errors(503), operation_id="health")
-async def health(service: ServiceOf, response: Response) -> HealthResponse:
+async def health(service: ServiceOf) -> HealthResponse:
     """200 while requests are accepted, else 503. Needs no API key."""
     service.refuse_if_closed()
-    response.headers["x-kvkeep-messages"] = "1"  # for a router: /v1/messages is here
-    if service.settings.api_key is None:
-        response.headers["x-kvkeep-cost"] = "1"  # and /kv/cost
     return HealthResponse(status="ok")
 
 
