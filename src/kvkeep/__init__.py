@@ -19,7 +19,6 @@ from kvkeep.core.errors import (
     OutOfRoom,
     OutOfSlots,
     QueueFull,
-    StartRefused,
     UnsupportedModel,
 )
 from kvkeep.core.keys import Namespace
@@ -52,7 +51,6 @@ __all__ = [
     "SlotCache",
     "SlotCopy",
     "SlotLease",
-    "StartRefused",
     "UnsupportedModel",
     "__version__",
     "page_tables",
