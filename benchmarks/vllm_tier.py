@@ -36,7 +36,8 @@ def tier_in(tiers: list[str]) -> dict[str, Any]:
     """Return the configuration of vLLM with kvkeep below its offloader."""
     module = "kvkeep.integrations.vllm.tier"
     return {
-        "kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+        "kv_connector": "KVKeepOffloadingConnector", "kv_connector_module_path": module,
+        "kv_role": "kv_both",
         "kv_connector_extra_config": {
             "spec_name": "KVKeepSpec", "spec_module_path": module, "cpu_bytes_to_use": 512 * MIB,
             "secondary_tiers": [{"type": "KVKeepTier", "module_path": module, "tiers": tiers}],

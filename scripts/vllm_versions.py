@@ -3,10 +3,9 @@
     python scripts/vllm_versions.py 0.30 0.31 0.32 0.33 [--tests test_multi.py …]
 
 runs ``tests_vllm`` in the environments ``.venv-vllm-VERSION`` (``make test-versions`` makes them),
-then upgrades: KV that one version stored, found by another. It writes ``tests_vllm/versions.json``
-and the table in ``docs/vllm.md``. Beside all versions but one, tests that say nothing of the
-version are left out. With ``--tests`` the counts of these files are replaced, and others stay; with
-``--table`` only the table is written, from the record.
+and writes ``tests_vllm/versions.json`` and the table in ``docs/vllm.md``. Beside all versions but
+one, tests that say nothing of the version are left out. With ``--tests`` the counts of these files
+are replaced, and others stay; with ``--table`` only the table is written, from the record.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ET
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,8 +53,6 @@ def main() -> int:
             names = files_of(version) if args.tests is None else args.tests
             record["versions"][version] = tested(version, names, before)
             write(record)
-        record["upgrades"] |= upgrades(args.versions)
-        write(record)
     write_table(record)
     return 1 if sum(totals(each)[1] for each in record["versions"].values()) else 0
 
@@ -136,57 +132,6 @@ def operators(version: str) -> str:
     return f"those of {NEWEST}" if any(linked) else "its own"
 
 
-def upgrades(versions: list[str]) -> dict[str, dict[str, str]]:
-    """Store with one version, and ask the next one; return "warm", or why it is cold."""
-    found = {}
-    for older, newer in pairwise(versions):
-        said = {}
-        for below in ("connector", "tier"):
-            with tempfile.TemporaryDirectory() as directory:
-                model, disk = f"{directory}/model", f"file://{directory}/kv?size=64MiB"
-                for each in (older, newer):
-                    said[below] = ran(each, UPGRADE, below, model, disk)
-                    if said[below].startswith("none"):
-                        break
-        found[f"{older} → {newer}"] = said
-        print(f"== {older} to {newer}: {said}", flush=True)
-    return found
-
-
-UPGRADE = """
-import conftest, logging, sys
-from pathlib import Path
-from engines import engine, prompt
-from models import make_llama
-from tiered import tiered
-from versions import NO_TIERS
-below, model, disk = sys.argv[1:]
-if below == "tier" and NO_TIERS:
-    print("none: " + NO_TIERS)
-    sys.exit()
-cold = not Path(model).exists()
-if cold:
-    make_llama(Path(model))
-class Said(logging.Handler):
-    def emit(self, record):
-        text = record.getMessage()
-        if "is cold after an upgrade: " in text:
-            said.append(text.partition("is cold after an upgrade: ")[2])
-said = []
-log = logging.getLogger("kvkeep.vllm"); log.addHandler(Said()); log.setLevel("INFO")
-def make():
-    if below == "tier":
-        return tiered(model, disk, dtype="bfloat16")
-    return engine(model, ["memory://16MiB", disk], dtype="bfloat16")
-with make() as one:
-    (answer,) = one.ask([prompt(300)])
-    if cold:
-        Path(model + ".said").write_text(str(answer.tokens))
-    assert Path(model + ".said").read_text() == str(answer.tokens)
-print("warm" if answer.cached == 288 else "cold: " + ", ".join(said))
-"""
-
-
 def ran(version: str, code: str, *args: str) -> str:
     """Return the last line that a program prints in a version's environment."""
     said = subprocess.run(
@@ -215,9 +160,6 @@ def table(record: Mapping[str, Any]) -> str:
             f"| {each['vllm']} | {each['operators']} | {each['torch']} | "
             f"{len(each['files'])} | {passed} | {failed} | {'; '.join(skipped) or 'none'} |"
         )
-    lines += ["", "| upgrade | KV of the connector | KV of the tier |", "|---|---|---|"]
-    for name, said in record["upgrades"].items():
-        lines.append(f"| {name} | {said['connector']} | {said['tier']} |")
     return "\n".join(lines)
 
 

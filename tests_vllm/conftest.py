@@ -24,9 +24,8 @@ import signal
 import socket
 import subprocess
 import time
-from copy import deepcopy
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -64,26 +63,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if NO_TIERS and item.path.name.startswith(("test_tier", "test_rank")):
             item.add_marker(pytest.mark.skip(reason=NO_TIERS))
-
-
-@pytest.fixture
-def proof() -> dict[str, Any]:
-    """The proof of pages of this version of vLLM."""
-    import page_fixtures
-
-    if not page_fixtures.MINE:
-        pytest.skip(f"there is no proof for vLLM {page_fixtures.vllm.__version__}")
-    return deepcopy(page_fixtures.MINE[0])
-
-
-@pytest.fixture
-def proofs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Proofs in place of those that are shipped."""
-    from kvkeep.integrations.vllm import formats
-
-    mine: list[dict[str, Any]] = []
-    monkeypatch.setattr(formats, "_proofs", lambda: mine)
-    return mine
 
 
 @pytest.fixture

@@ -7,9 +7,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
+import torch
 from engines import PROMPTS, Answer, Engine, engine, prompt, same
 from models import make_adapter, make_llama
 from tiered import tiered
+from vllm import PoolingParams, SamplingParams
+from vllm.config import PoolerConfig
 from vllm.lora.request import LoRARequest
 
 if TYPE_CHECKING:
@@ -95,6 +98,75 @@ def test_other_weights_and_settings_do_not_cross(tmp_path: Path, llama: str, kep
         warm = one.ask(mine)
         assert warm[0].cached == 192
         same(cold, warm)
+
+
+@both
+def test_prompts_with_embeddings_are_not_kept(tmp_path: Path, llama: str, kept: Kept) -> None:
+    """vLLM's hashes do not tell which positions are embeddings, and which are tokens."""
+    rows = torch.randn(100, 128, generator=torch.Generator().manual_seed(1)) * 0.5
+    tokens, disk = [0] * 64 + prompt(36, seed=8), f"file://{tmp_path}/kv?size=64MiB"
+    settings = {"enable_prompt_embeds": True, "enable_prefix_caching": False}
+
+    def ask(one: Engine, are_tokens: list[bool] | None) -> tuple[tuple[int, ...], int]:
+        asked: dict[str, Any] = {"prompt_embeds": rows}
+        if are_tokens is not None:
+            asked |= {"prompt_token_ids": tokens, "prompt_is_token_ids": are_tokens}
+        sampling = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+        (said,) = one.llm.generate([asked], sampling, use_tqdm=False)
+        return tuple(said.outputs[0].token_ids), said.num_cached_tokens or 0
+
+    mixed, alike = [False] * 64 + [True] * 36, [True] * 100
+    with engine(llama, **settings) as one:
+        right = ask(one, alike)
+    with kept(llama, disk, **settings) as one:
+        assert ask(one, mixed)[0] != right[0]
+        assert [ask(one, None)[1] for _ in range(2)] == [0, 0]
+    with kept(llama, disk, **settings) as one:
+        assert ask(one, alike) == right
+        mine = [prompt(100, seed=9)]
+        one.ask(mine)
+        assert one.ask(mine)[0].cached == 96, "prompts of tokens are kept in such an engine"
+
+
+@both
+@pytest.mark.parametrize(("pooling", "cached"), [("MEAN", 0), ("CLS", 0), ("LAST", 96)])
+def test_poolers_over_whole_prompts_load_nothing(
+    tmp_path: Path, llama: str, kept: Kept, pooling: str, cached: int
+) -> None:
+    """vLLM itself reuses nothing for such a model: its pooler needs the states of all tokens."""
+    settings: dict[str, Any] = {
+        "runner": "pooling", "convert": "embed", "enable_prefix_caching": None,
+        "pooler_config": PoolerConfig(pooling_type=pooling),
+    }  # fmt: skip
+
+    def ask(one: Engine) -> tuple[list[float], int]:
+        asked = [{"prompt_token_ids": prompt(100)}]
+        (said,) = one.llm.encode(asked, PoolingParams(), pooling_task="embed", use_tqdm=False)
+        return said.outputs.data.tolist(), said.num_cached_tokens or 0
+
+    with engine(llama, **settings) as one:
+        right, _ = ask(one)
+    with kept(llama, f"file://{tmp_path}/kv?size=64MiB", **settings) as one:
+        for at in range(3):
+            said, found = ask(one)
+            assert said == pytest.approx(right, abs=1e-4)
+            assert found == (cached if at else 0)
+            one.forget_all()
+
+
+@both
+@pytest.mark.parametrize("params", [5, "x", [1], True], ids=repr)
+def test_parameters_that_are_no_object_are_ignored(
+    llama: str, tmp_path: Path, kept: Kept, params: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine = [prompt(100, seed=10)]
+    with kept(llama, f"file://{tmp_path}/kv?size=64MiB") as one:
+        cold = one.ask(mine)
+        one.forget_all()
+        warm = one.ask(mine, extra_args={"kv_transfer_params": params})
+        same(cold, warm)
+        assert warm[0].cached == 96
+    assert f"they are {params!r}; an object is needed" in caplog.text
 
 
 @both

@@ -8,7 +8,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from engines import LENGTHS, PROMPTS, Answer, engine, found, prompt, same
+import torch
+from engines import LENGTHS, PROMPTS, Answer, Engine, engine, found, prompt, same
 from test_multi import flip, kvkeep_in, multi
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -150,3 +151,61 @@ def test_what_a_reset_of_vllm_deletes(llama: str, resets: bool) -> None:
         one.ask([mine])
         one.core._reset_caches()  # what `pause_scheduler` and `sleep` call
         assert one.ask([mine])[0].cached == (0 if resets else found(200))
+
+
+def other_weights(one: Engine) -> None:
+    """Put other weights in place, as a trainer does."""
+    worker = one.core.model_executor.driver_worker
+    model = getattr(worker, "worker", worker).model_runner.model
+    generator = torch.Generator().manual_seed(1)
+    for name, weights in model.named_parameters():
+        if "norm" in name:
+            weights.data.mul_(1 + 0.4 * torch.randn(weights.shape, generator=generator))
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_reset_after_a_change_of_weights_while_requests_run(llama: str, restarts: bool) -> None:
+    """Nothing that has to do with the old weights is stored; what is computed anew is."""
+    mine, beside = prompt(100, seed=62), prompt(100, seed=63)
+    with engine(llama, None, enable_prefix_caching=False) as vllm:
+        other_weights(vllm)
+        (other,) = vllm.ask([mine + prompt(9, seed=64)])
+    with engine(llama, ["memory://64MiB"], extra={"unread": True}) as one:
+        running, said = one.llm.llm_engine, list[int]()
+
+        def begin(name: str, tokens: list[int], most: int) -> None:
+            sampling = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)
+            running.add_request(name, {"prompt_token_ids": tokens}, sampling)
+
+        def step() -> None:
+            for output in running.step():
+                if output.request_id == "goes on":
+                    said[:] = output.outputs[0].token_ids
+
+        begin("goes on", mine, 100)
+        for _ in range(20):
+            step()
+        other_weights(one)
+        assert one.core.scheduler.reset_prefix_cache(restarts, True) == restarts
+        # One that finds old KV in vLLM's own cache, unless that was emptied, computes more from it.
+        begin("finds old", mine + beside, 40)
+        while running.has_unfinished_requests():
+            step()
+        one.core.step()
+        one.forget()
+        blocks = one.store.stats()[0].blocks
+        assert bool(blocks) == restarts
+        (warm,) = one.ask([mine + prompt(9, seed=64)])
+        same([other], [warm])
+        assert warm.cached == (96 if restarts else 0)
+        later = mine + said + prompt(5, seed=65)
+        answers = []
+        for _ in range(2):
+            one.forget()
+            answers += one.ask([later])
+    with engine(llama, None, enable_prefix_caching=False) as vllm:
+        other_weights(vllm)
+        cold = vllm.ask([later])
+    for answer in answers:
+        same(cold, [answer])
+    assert answers[1].cached == 192

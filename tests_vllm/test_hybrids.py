@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from engines import prompt
-from hybrids import STATES, Hybrid, counters, each, exactly, loads_checked, make_hybrid, zeroed
+from hybrids import (
+    STATES,
+    Hybrid,
+    counters,
+    each,
+    exactly,
+    loads_checked,
+    make_hybrid,
+    state_bytes,
+    zeroed,
+)
 from versions import OLD, VERSION
 from vllm import SamplingParams
 from vllm.distributed.parallel_state import destroy_model_parallel
@@ -53,7 +63,7 @@ def test_the_same_as_a_hit_of_vllm(hybrid: Hybrid, running: Engine) -> None:
     assert len(set(everything)) == len(everything), "a record was saved twice"
     # As large as the states are, without what vLLM pads them with.
     sizes = running.core.scheduler.connector._scheduler._shared.sizes
-    assert sorted(sizes)[:STATES] == [hybrid.state_bytes] * STATES
+    assert sorted(sizes)[:STATES] == [state_bytes(running)] * STATES
 
 
 def _hits(hybrid: Hybrid, running: Engine, asked: list[list[int]], written: Written) -> None:
@@ -82,7 +92,7 @@ def test_a_wrong_state_would_be_seen(hybrid: Hybrid, running: Engine) -> None:
         (cold,) = each(running, [mine])
     assert len(written.states) == STATES
     for key in written.states:
-        with zeroed(running, key, hybrid.state_bytes):
+        with zeroed(running, key, state_bytes(running)):
             running.forget()
             (wrong,) = each(running, [mine])
             assert wrong.cached == hybrid.cut(mine)
@@ -172,7 +182,7 @@ def test_a_load_that_fails_is_computed(hybrid: Hybrid, running: Engine) -> None:
         def short(
             keys: list[bytes], sizes: list[int], *more: Any, states: bool = states, **named: Any
         ) -> int:
-            if states == (sizes[0] == hybrid.state_bytes):
+            if states == (sizes[0] == state_bytes(running)):
                 keys, sizes = keys[:-1], sizes[:-1]
             return read(keys, sizes, *more, **named) if keys else 0
 
@@ -196,8 +206,8 @@ def test_options_of_a_request(hybrid: Hybrid, running: Engine) -> None:
         each(running, [mine], kvkeep={"pin": True, "ttl": 600})  # a hit in vLLM
     assert len(written.states) == STATES
     sizes = running.core.scheduler.connector._scheduler._shared.sizes
-    (kv,) = set(sizes) - {hybrid.state_bytes}
-    pinned = 2 * kv + STATES * hybrid.state_bytes
+    (kv,) = set(sizes) - {state_bytes(running)}
+    pinned = 2 * kv + STATES * state_bytes(running)
     each(running, [other])
     assert pinned <= running.store.stats()[0].pinned_bytes <= 1.3 * pinned
     running.forget()

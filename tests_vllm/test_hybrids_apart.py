@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from engines import Answer, apart, engine, prompt, same
-from hybrids import STATES, Hybrid, described, each, exactly, make_hybrid
+from hybrids import STATES, Hybrid, described, each, exactly, make_hybrid, state_bytes
 from models import make_gpt_oss
 from versions import VERSION
 
@@ -59,7 +59,8 @@ def test_after_a_restart_and_with_damaged_states(hybrid: Hybrid, tmp_path: Path)
         exactly(each(one, prompts), local)
         assert one["loaded_tokens"] == sum(hybrid.cut(each_one) for each_one in prompts)
         assert one["failed_tokens"] == 0
-    states = records(disk, hybrid.state_bytes)
+        size = state_bytes(one)
+    states = records(disk, size)
     assert len(states) == STATES * len(prompts)
     for at, path in enumerate(states):
         raw = bytearray(path.read_bytes())

@@ -29,7 +29,6 @@ def spec_of(one: TieredEngine) -> Any:
 def named(one: TieredEngine, ranks: int, *, portable: bool) -> Namespace:
     """The namespace that this engine would have with so many ranks."""
     engine, spec = one.tier._engine, spec_of(one)
-    assert engine is not None
     config = copy.copy(engine.config)
     config.parallel_config = copy.copy(config.parallel_config)
     config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = ranks

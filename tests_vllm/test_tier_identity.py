@@ -10,37 +10,22 @@ from engines import Answer, apart, engine, prompt, same
 from models import make_gemma
 from tiered import kvkeep_tier, offloading, tiered
 
-from kvkeep.integrations.vllm.offload.requests import TierRequest
-from kvkeep.integrations.vllm.options import RequestOptions
-
 if TYPE_CHECKING:
     from pathlib import Path
 
 MINE = [prompt(200, seed=7)]
 
 
-def test_a_vllm_that_does_not_tell_the_adapter(tmp_path: Path, llama: str) -> None:
-    """Of no request, then, is it known which KV it has, while adapters are enabled."""
-    with tiered(
-        llama, f"file://{tmp_path}/kv?size=64MiB", enable_lora=True, max_lora_rank=8
-    ) as one:
-        tier, connector = one.tier, one.core.scheduler.connector
-        scheduler, connector.connector_scheduler = connector.connector_scheduler, None
-        assert not tier._known(TierRequest(RequestOptions()), "anything")
-        connector.connector_scheduler = scheduler
-
-
 @pytest.mark.parametrize(
     "extra",
     [
         {"canonical_layout": False},
-        {"spec_name": "WholeRows", "spec_module_path": "whole_rows"},
         {"blocks_per_chunk": 2},
     ],
-    ids=["direct", "vLLM's spec", "two blocks"],
+    ids=["direct", "two blocks"],
 )
 def test_other_layouts_of_rows(tmp_path: Path, llama: str, extra: dict[str, Any]) -> None:
-    """vLLM's direct layout; its own spec, under which workers tell nothing; and longer chunks."""
+    """vLLM's direct layout, and longer chunks."""
     disk = f"file://{tmp_path}/kv?size=64MiB"
     with tiered(llama, disk) as one:
         cold = one.ask(MINE)
@@ -135,6 +120,16 @@ def test_what_is_wrong_is_told_at_the_start(llama: str, tier: dict[str, Any], sa
     with (
         pytest.raises(Exception, match=said),
         engine(llama, kv_transfer_config=offloading([tier])),
+    ):
+        pass
+
+
+def test_a_tier_that_cannot_see_its_engine_is_refused(llama: str, tmp_path: Path) -> None:
+    transfer = offloading([kvkeep_tier(f"file://{tmp_path}/kv?size=64MiB")])
+    transfer |= {"kv_connector": "OffloadingConnector", "kv_connector_module_path": None}
+    with (
+        pytest.raises(Exception, match='give "kv_connector": "KVKeepOffloadingConnector"'),
+        engine(llama, kv_transfer_config=transfer),
     ):
         pass
 

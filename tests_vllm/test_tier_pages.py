@@ -12,6 +12,7 @@ import random
 import threading
 import time
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from vllm.v1.kv_offload.config import (
 from kvkeep.core.errors import BackendFailed, OutOfRoom
 from kvkeep.core.keys import Namespace
 from kvkeep.integrations.vllm import tier as tier_module
+from kvkeep.integrations.vllm.offload.engine import OffloadEngine
 from kvkeep.integrations.vllm.tier import KVKeepSpec
 from kvkeep.store.backends.disk import DiskBackend
 
@@ -57,7 +59,17 @@ def spec_of(engine: str, *tiers: str, **options: Any) -> KVKeepSpec:
         cache=OffloadingCacheConfig(TOKENS, 1),
         parallel=one,
     )
-    return KVKeepSpec(config)
+    described: Any = SimpleNamespace(
+        model_config=SimpleNamespace(
+            pooler_config=None, quantization="none", model="none", served_model_name="none"
+        ),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
+        lora_config=None,
+        max_concurrent_batches=1,
+    )
+    caches: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=None)] * 2)
+    with OffloadEngine(described, caches).starting():
+        return KVKeepSpec(config)
 
 
 def row_of(key: bytes) -> np.ndarray:
@@ -151,6 +163,7 @@ class Driver:
         self.manager.reset_cache()
         if VERSION >= (0, 33):  # all workers have told that their copies have ended
             self.manager.on_reset_flushed()
+        self.end_step()  # before 0.33 they end with the next step
 
     def close(self) -> None:
         self.rows = np.zeros((0, ROW), np.uint8)
@@ -159,7 +172,7 @@ class Driver:
 
 @pytest.fixture
 def same_space(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without an engine, a tier has a namespace that no other has; here all have one."""
+    """There is no engine to name: here all have one namespace."""
     monkeypatch.setattr(tier_module, "namespace_of_rows", lambda *_: Namespace(model="pages"))
 
 

@@ -23,7 +23,8 @@ MODULE = "kvkeep.integrations.vllm.tier"
 def offloading(tiers: Sequence[dict[str, Any]], **extra: Any) -> dict[str, Any]:
     """The configuration of an engine with these secondary tiers."""
     return {
-        "kv_connector": "OffloadingConnector",
+        "kv_connector": "KVKeepOffloadingConnector",
+        "kv_connector_module_path": MODULE,
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
             "spec_name": "KVKeepSpec", "spec_module_path": MODULE,

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
         OutOfRoom,
         OutOfSlots,
         QueueFull,
-        StartRefused,
         UnsupportedModel,
     )
     from kvkeep.core.keys import Namespace
@@ -52,7 +51,6 @@ __all__ = [
     "SlotCache",
     "SlotCopy",
     "SlotLease",
-    "StartRefused",
     "UnsupportedModel",
     "__version__",
     "page_tables",

@@ -119,6 +119,9 @@ def test_a_tier_below_vllms_offloading(tmp_path: Path, capsys: pytest.CaptureFix
         "kv_connector": "OffloadingConnector", "kv_role": "kv_both",
         "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20, "secondary_tiers": [tier]},
     }  # fmt: skip
+    blind = only(doctor(capsys, json.dumps(config), code=1), "options")
+    assert 'give "kv_connector": "KVKeepOffloadingConnector"' in blind["found"]
+    config["kv_connector"] = "KVKeepOffloadingConnector"
     checks = doctor(capsys, json.dumps(config))
     assert only(checks, "options", "KVKeepTier")["state"] == "ok"
     assert only(checks, "limits", "/dev/shm")["state"] == "ok"

@@ -72,7 +72,6 @@ def test_both_have_exactly_what_belongs_to_them(built: tuple[Path, Path]) -> Non
         "kvkeep/serve/server/ui/app.js",
         "kvkeep/vendor/uplot/uPlot.iife.min.js",
         "kvkeep/bench/replay/report/page/page.html",
-        "kvkeep/integrations/vllm/formats.json",
         "kvkeep-{}.dist-info/licenses/LICENSE",
         "kvkeep-{}.dist-info/licenses/src/kvkeep/vendor/uplot/LICENSE",
         "kvkeep-{}.dist-info/licenses/src/kvkeep/serve/models/tiny/NOTICE",

@@ -4,7 +4,6 @@
     ├── InvalidValue (ValueError)   an argument is wrong: what was given, what would be right
     │   └── UnsupportedModel        a model or a configuration that cannot be served
     ├── IllegalStep (RuntimeError)  a step that the object's present state does not allow
-    ├── StartRefused (RuntimeError) an engine is not started, because an option of kvkeep is wrong
     ├── OutOfPages (MemoryError)    the pool cannot supply the pages; nothing changed
     ├── OutOfSlots (MemoryError)    no slot can be had; nothing changed
     ├── QueueFull (RuntimeError)    the queue is full; this request was not accepted
@@ -39,7 +38,6 @@ __all__ = [
     "OutOfRoom",
     "OutOfSlots",
     "QueueFull",
-    "StartRefused",
     "UnsupportedModel",
     "did_you_mean",
     "reason",
@@ -64,13 +62,6 @@ class UnsupportedModel(InvalidValue):
 
 class IllegalStep(KVKeepError, RuntimeError):
     """A step that is illegal in the present state; the object is unchanged."""
-
-
-class StartRefused(KVKeepError, RuntimeError):
-    """An engine is not started, because an option of kvkeep in its configuration is wrong.
-
-    It is not an `InvalidValue` where the engine would put that into an error of its own.
-    """
 
 
 class OutOfPages(KVKeepError, MemoryError):

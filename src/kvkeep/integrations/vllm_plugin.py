@@ -11,17 +11,12 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = ["register"]
 
 _LOG = logging.getLogger("kvkeep.vllm")
 _ADAPTER = "kvkeep.integrations.vllm"
 _TIER = f"{_ADAPTER}.tier"
-_OFFLOADING = "OffloadingConnector"
 
 
 def register() -> None:
@@ -29,20 +24,21 @@ def register() -> None:
 
     Cost: under a millisecond in a process of vLLM, which has the registries loaded.
     """
-    for names in (_connector, _tier, _checked_tier):
+    for names in (_connectors, _tier):
         try:
             names()
         except (ImportError, AttributeError, TypeError) as error:
             _LOG.debug("this vLLM has no registry for a name of kvkeep: %s", error)
 
 
-def _connector() -> None:
+def _connectors() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import (  # noqa: PLC0415
         KVConnectorFactory,
     )
 
-    with suppress(ValueError):  # it has the name
-        KVConnectorFactory.register_connector("KVKeepConnector", _ADAPTER, "KVKeepConnector")
+    for name, module in (("KVKeepConnector", _ADAPTER), ("KVKeepOffloadingConnector", _TIER)):
+        with suppress(ValueError):  # it has the name
+            KVConnectorFactory.register_connector(name, module, name)
 
 
 def _tier() -> None:
@@ -53,35 +49,3 @@ def _tier() -> None:
         OffloadingSpecFactory.register_spec("KVKeepSpec", _TIER, "KVKeepSpec")
     with suppress(ValueError):
         SecondaryTierFactory.register_tier("KVKeepTier", _TIER, "KVKeepTier")
-
-
-def _checked_tier() -> None:
-    """Have kvkeep's tiers checked when vLLM asks for its own connector of offloading.
-
-    vLLM does so while it makes an engine's configuration; the tiers themselves are made after the
-    weights are loaded.
-    """
-    from vllm.distributed.kv_transfer.kv_connector.factory import (  # noqa: PLC0415
-        KVConnectorFactory,
-    )
-
-    registry = KVConnectorFactory._registry
-    theirs = registry.get(_OFFLOADING)
-    if theirs is not None and not isinstance(theirs, _Checked):
-        registry[_OFFLOADING] = _Checked(theirs)
-
-
-class _Checked:
-    """What loads a connector of vLLM, and checks the options of kvkeep's tiers below it."""
-
-    def __init__(self, load: Callable[[], Any]) -> None:
-        self._load = load
-
-    def __call__(self) -> Any:
-        try:
-            from kvkeep.integrations.vllm.early import check_start  # noqa: PLC0415
-        except ImportError as error:  # kvkeep's tiers would say so; others must not be disturbed
-            _LOG.debug("options of kvkeep's tiers are not checked: %s", error)
-        else:
-            check_start()
-        return self._load()

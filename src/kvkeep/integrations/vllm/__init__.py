@@ -15,11 +15,10 @@
     pages.py       the engine's memory, page by page · device.py: copies on a GPU
     naming.py      the namespace · keys.py: the keys of blocks
     weights.py     which weights were loaded · numbers.py: settings that decide numbers
-    formats.py     which versions of vLLM write equal pages (formats.json: the proofs)
     versions.py    what differs between versions of vLLM
     adapters.py    which LoRA weights a request uses
     options.py     options of the connector and of a request
-    transfer.py    those, and the tiers', in vLLM's configuration · early.py: checked at the start
+    transfer.py    those, and the tiers', in vLLM's configuration
     mistakes.py    wrong options of requests
     logs.py        kvkeep's log inside vLLM's · started.py: the line at the start
     outer.py       options that vLLM reads from an outer connector, such as MultiConnector
@@ -44,15 +43,10 @@ __all__ = ["KVKeepConnector"]
 
 
 def __getattr__(name: str) -> object:
-    """Import the connector when it is asked for.
-
-    vLLM asks for it while it makes an engine's configuration: wrong options end the start there.
-    """
+    """Import the connector when it is asked for."""
     if name == "KVKeepConnector":
         require_engine("vllm", "vLLM")
         from kvkeep.integrations.vllm.connector import KVKeepConnector  # noqa: PLC0415
-        from kvkeep.integrations.vllm.early import check_start  # noqa: PLC0415
 
-        check_start()
         return KVKeepConnector
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -153,12 +154,14 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
     # --- the scheduler's side --------------------------------------------------------------------
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """Take vLLM's pool of pages, for the status."""
+        """Take vLLM's pool of pages."""
         self._scheduling.bind_pool(gpu_block_pool)
 
     def on_new_request(self, request: Request) -> None:
-        """Start to follow a request."""
+        """Start to follow a request. vLLM reads its parameters, which must be an object or none."""
         self._scheduling.follow(request)
+        if not isinstance(request.kv_transfer_params, Mapping):
+            request.kv_transfer_params = None
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -197,6 +200,7 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool:
         """Delete the namespace: everything that engines with these weights and settings stored.
 
+        What running requests have computed, and compute from it, is not stored any more.
         vLLM also calls this before it sleeps, and in a pause that clears caches.
         """
         return self._scheduling.clear()

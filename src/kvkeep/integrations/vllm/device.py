@@ -37,7 +37,7 @@ class DeviceCopies:
     def __init__(
         self,
         pages: Sequence[GroupPages],
-        write: Callable[[BlockSpan, Callable[[int, memoryview], None], float | None], None],
+        write: Callable[[BlockSpan, Callable[[int, memoryview], None], Save], None],
         drop: Callable[[BlockSpan], None],
     ) -> None:
         self._pages = pages
@@ -70,7 +70,7 @@ class DeviceCopies:
                     continue
                 rows = torch.tensor(piece.pages, device=self._device)
                 copies = [run.index_select(0, rows) for run in self._pages[span.group].tensors]
-                self._saver.submit(self._carry, piece, copies, self.mark(), size, save.ttl)
+                self._saver.submit(self._carry, piece, copies, self.mark(), size, save)
 
     def _carry(
         self,
@@ -78,7 +78,7 @@ class DeviceCopies:
         copies: list[torch.Tensor],
         made: torch.cuda.Event,
         size: int,
-        ttl: float | None,
+        save: Save,
     ) -> None:
         """In a thread: copy from the GPU into the store's memory."""
 
@@ -93,7 +93,7 @@ class DeviceCopies:
         try:
             with torch.cuda.stream(self._out):
                 self._out.wait_event(made)
-                self._write(span, fill, ttl)
+                self._write(span, fill, save)
         finally:
             with self._lock:
                 self._aside -= size

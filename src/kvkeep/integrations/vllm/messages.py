@@ -87,10 +87,14 @@ class Probe:
 
 @dataclass(slots=True)
 class Save:
-    """Pages that are complete after this step; their blocks are deleted ``ttl`` seconds later."""
+    """Pages that are complete after this step; their blocks are deleted ``ttl`` seconds later.
+
+    ``generation`` is that of their KV, see `StepPlan`.
+    """
 
     spans: list[BlockSpan]
     ttl: float | None = None
+    generation: int = 0
 
 
 @dataclass(slots=True)
@@ -113,8 +117,8 @@ class StepPlan(KVConnectorMetadata):
         idle: nothing is computed in this step.
         waiting: a request waits for the result of a lookup.
         late: blocks of requests that have ended: to be saved before anything is computed or loaded.
-        clear: number of times so far that all blocks were to be deleted; for workers with their
-            own stores.
+        generation: how often all blocks were deleted so far. Workers with their own stores delete
+            theirs when it grows; no blocks of an earlier generation are saved.
         returns: of conversations, since the last step; for these stores, too. A request that has
             ended is named by all its blocks, once; 65,536 blocks in all, or one request.
     """
@@ -129,7 +133,7 @@ class StepPlan(KVConnectorMetadata):
     pins: list[tuple[list[bytes], float]] = field(default_factory=list)
     lookups: list[RankLookup] = field(default_factory=list)
     probes: list[Probe] = field(default_factory=list)
-    clear: int = 0
+    generation: int = 0
     returns: ReturnNotes = field(default_factory=list)
 
 

@@ -1,9 +1,12 @@
 """The namespace of an engine's KV.
 
 A page is opaque bytes, so only an engine that writes the same bytes may read it. The namespace
-names everything they depend on: the loaded weights (weights.py), the configuration and the version
-of vLLM (numbers.py), and here dtypes, the layout of pages, the attention backend and the hardware
-it packs for, block size, groups of layers, and ranks.
+names everything they depend on: the loaded weights (weights.py), the configuration (numbers.py),
+and here the minor version of vLLM and the version of torch, dtypes, the layout of pages, the
+attention backend and the hardware it packs for, block size, groups of layers, and ranks.
+
+An upgrade to another minor version of vLLM therefore finds nothing: its kernels may round otherwise
+or pack pages in another order.
 """
 
 from __future__ import annotations
@@ -18,10 +21,8 @@ from typing import TYPE_CHECKING
 
 import torch
 import vllm
-from vllm.platforms import current_platform
 
 from kvkeep.core.keys import Namespace
-from kvkeep.integrations.vllm.formats import CONFIGURATION, PageFormat, packings_of, page_format
 from kvkeep.integrations.vllm.numbers import numbers_of, plain
 from kvkeep.integrations.vllm.weights import revision_of
 
@@ -45,6 +46,7 @@ __all__ = [
 ]
 
 _LOG = logging.getLogger("kvkeep.vllm")
+_CONFIGURATION = ("hf", "hf_text", "longest")  # of the model, in `numbers_of`
 _FORMAT = 1  # version of our records: the pages of a group's layers, one after another
 
 
@@ -72,7 +74,7 @@ def namespace_of(
         "pages": pages,
     }
     rank = ranks_of(vllm_config, vllm_config.parallel_config.rank)
-    computed = _computed(vllm_config, groups)
+    computed = computed_by(numbers_of(vllm_config))
     return engine_namespace(vllm_config, options, parts, computed=computed, rank=rank)
 
 
@@ -137,24 +139,15 @@ def dtype_of(vllm_config: VllmConfig) -> str:
     return f"{model.dtype}/{cache.cache_dtype}/{model.quantization}"
 
 
-def _computed(vllm_config: VllmConfig, groups: Groups) -> str:
-    """Return what computes and packs pages: versions or their proofs, settings, configuration."""
-    numbers = numbers_of(vllm_config)
-    machine = machine_of(vllm_config, groups.layers, torch.device(current_platform.device_type))
-    found = page_format(numbers, dtype_of(vllm_config), packings_of(vllm_config, groups), machine)
-    return computed_by(found, numbers)
-
-
-def computed_by(found: PageFormat, numbers: Mapping[str, object]) -> str:
-    """Return what names a format and the model's configuration; log what an upgrade will find."""
-    if found.versions:
-        _LOG.info("kvkeep shares pages with vLLM %s: proven equal", ", ".join(found.versions))
-    else:
-        _LOG.info(
-            "kvkeep shares pages with vLLM %s alone, and is cold after an upgrade: %s",
-            vllm.__version__, found.reason,
-        )  # fmt: skip
-    return f"{found.name}; configuration {_digest([numbers[name] for name in CONFIGURATION])}"
+def computed_by(numbers: Mapping[str, object]) -> str:
+    """Return what names the computation of pages; ``numbers`` are those of `numbers_of`."""
+    minor = ".".join(vllm.__version__.split(".")[:2])
+    configuration = _digest([numbers[name] for name in _CONFIGURATION])
+    settings = {name: value for name, value in numbers.items() if name not in _CONFIGURATION}
+    return (
+        f"vLLM {minor}, torch {torch.__version__}; settings {_digest(settings)}; "
+        f"configuration {configuration}"
+    )
 
 
 def ranks_of(vllm_config: VllmConfig, rank: int | str) -> str:

@@ -18,7 +18,6 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-import vllm
 from vllm import envs
 
 from kvkeep.store.identity.neutral import NEUTRAL_CONFIG
@@ -109,8 +108,7 @@ def numbers_of(vllm_config: VllmConfig, *, any_ranks: bool = False) -> dict[str,
     model, compilation = vllm_config.model_config, vllm_config.compilation_config
     images, lora = model.multimodal_config, vllm_config.lora_config
     described: dict[str, object] = {
-        "vllm": vllm.__version__,
-        "torch": [torch.__version__, torch.get_float32_matmul_precision()],
+        "matmul": torch.get_float32_matmul_precision(),
         "hf": _configuration(model.hf_config),
         "hf_text": _configuration(model.hf_text_config),
         "model": _fields(model, _MODEL),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from itertools import islice
 from typing import TYPE_CHECKING, Final
@@ -18,7 +19,7 @@ from kvkeep.integrations.options import (
 from kvkeep.integrations.status_options import StatusOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
 __all__ = ["ConnectorOptions", "RequestOptions"]
 
@@ -114,16 +115,18 @@ class RequestOptions:
         """Read ``kv_transfer_params``; parameters for other connectors are ignored.
 
         Raises:
-            InvalidValue: an unknown option, a value that an option cannot have, or kvkeep's name or
-                options where they are not looked for.
+            InvalidValue: the parameters are no object, an unknown option, a value that an option
+                cannot have, or kvkeep's name or options where they are not looked for.
         """
-        if not isinstance(params, dict):
+        if params is None:
             return cls()
+        if not isinstance(params, Mapping):
+            raise InvalidValue(f"they are {told(params)}; an object is needed")
         given = params.get("kvkeep")
         if given is None:
             _refuse_misplaced(params, [one.name for one in fields(cls)])
             return cls()
-        if not isinstance(given, dict):
+        if not isinstance(given, Mapping):
             raise InvalidValue(f"kvkeep is {told(given)}; an object is needed")
         options = checked(cls, given, "kvkeep has", "there are")
         if options.pop("pin", False):

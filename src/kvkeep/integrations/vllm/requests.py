@@ -73,6 +73,12 @@ class FollowedRequest:
     promised: int = 0
     began: float | None = None
 
+    def forget_store(self) -> None:
+        """Forget what of the request is stored: everything was deleted."""
+        self.lookup = None
+        self.saved = self.judged = self.reached = 0
+        self.states.clear()
+
     def hashes(self, first: int, end: int) -> Sequence[bytes]:
         """Return the hashes of these blocks, with the digest of the LoRA weights mixed in."""
         hashes: Sequence[bytes] = self.request.block_hashes[first:end]

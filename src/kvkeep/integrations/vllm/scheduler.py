@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, urlsplit
 
 from kvkeep.integrations.cost_files import write_costs
-from kvkeep.integrations.vllm.adapters import Adapters
 from kvkeep.integrations.vllm.answers import AnswerWatch
 from kvkeep.integrations.vllm.choosing import RequestChoices
+from kvkeep.integrations.vllm.content import RequestContent
 from kvkeep.integrations.vllm.keys import keys_of
 from kvkeep.integrations.vllm.lookups import BlockLookups
 from kvkeep.integrations.vllm.messages import BlockSpan, PageLoad, StepPlan, WorkerNews
@@ -18,6 +18,7 @@ from kvkeep.integrations.vllm.mistakes import RequestMistakes
 from kvkeep.integrations.vllm.options import RequestOptions
 from kvkeep.integrations.vllm.public import PublicBlocks, prefixes_in
 from kvkeep.integrations.vllm.requests import FollowedRequest
+from kvkeep.integrations.vllm.resets import Resets
 from kvkeep.integrations.vllm.shared import SharedStore, engine_costs
 from kvkeep.integrations.vllm.states import pinned_states, states_of_step, stop_at_branch
 from kvkeep.integrations.vllm.stats import Counts
@@ -88,12 +89,13 @@ class SchedulerSide:
             self._choices = RequestChoices(
                 vllm_config, self._cost.prefill, groups, self._lookups, self.counts
             )
-        self._adapters = Adapters()
+        self._content = RequestContent(vllm_config, self.counts)
+        self._resets = Resets()
         size = groups.block_tokens
         public = prefixes_in(options.public_prefixes, vllm_config, size)
         self._public = PublicBlocks(public, size)
         self._followed: dict[str, FollowedRequest] = {}
-        self._cleared = 0
+        self._generation = 0
         self._plan = StepPlan()  # of the next step
         self._recorder = None
         if options.capture:
@@ -102,14 +104,17 @@ class SchedulerSide:
             self._recorder = Recorder(options.capture, vllm_config, groups)
 
     def bind_pool(self, pool: BlockPool) -> None:
-        """Take vLLM's pool of pages; nothing is read of it here."""
+        """Take vLLM's pool of pages."""
+        self._resets.bind(pool)
 
     def follow(self, request: Request) -> None:
-        """Track a new request; one whose KV cannot be stored is ignored."""
+        """Track a new request; one whose KV is not kept is ignored."""
         options = self._mistakes.options(request.request_id, request.kv_transfer_params)
+        if not self._content.is_kept(request):
+            return
         followed = FollowedRequest(request, options)
         if request.lora_request is not None:
-            followed.adapter = self._adapters.digest(request.lora_request)
+            followed.adapter = self._content.adapter(request)
             if followed.adapter is None:
                 return
         followed.public = self._public.hashes(request)
@@ -122,6 +127,7 @@ class SchedulerSide:
         followed = self._followed.get(request.request_id)
         if followed is not None:
             followed.local = computed
+            self._resets.begin(request, computed)
             if followed.began is None:
                 followed.had = computed
         if (
@@ -217,7 +223,7 @@ class SchedulerSide:
             one.lookup is not None and one.lookup.result is None for one in self._followed.values()
         )
         plan.lookups = self._lookups.take_messages()
-        plan.clear = self._cleared
+        plan.generation = self._generation
         plan.returns = self._answers.take()
         plan.step = step
         if self._choices is not None:
@@ -226,6 +232,8 @@ class SchedulerSide:
             for request_id, scheduled in output.num_scheduled_tokens.items():
                 followed = self._followed.get(request_id)
                 if followed is None or not followed.options.store:
+                    continue
+                if self._resets.is_stale(request_id):
                     continue
                 followed.ran = followed.request.num_preemptions
                 if followed.placed == step and self._is_foreign(followed):
@@ -316,8 +324,9 @@ class SchedulerSide:
             return
         if followed.lookup is not None:
             self._lookups.forget(followed.lookup)
-        if followed.began is not None:
+        if followed.began is not None and not self._resets.is_stale(request.request_id):
             self._save_late(followed, tables)
+        self._resets.end(request.request_id)
         if followed.options.pin is not None and followed.saved:
             hashes = followed.hashes(0, followed.saved)
             kept = [
@@ -358,12 +367,12 @@ class SchedulerSide:
             _LOG.info('kvkeep keeps what is stored, because the option "resets" is false')
             return True
         for followed in self._followed.values():
-            followed.lookup = None
+            followed.forget_store()
+        self._resets.reset()
         self._plan.late.clear()  # else they would be stored after all others were deleted
-        if self._shared is None:
-            self._cleared += 1  # workers clear their stores in the next step
-            return True
-        return self._shared.clear()
+        self._plan.pins.clear()
+        self._generation += 1  # workers in other processes clear their stores in the next step
+        return True if self._shared is None else self._shared.clear()
 
     def close(self) -> None:
         """Release everything; also the store, in case vLLM does not close the worker's side."""

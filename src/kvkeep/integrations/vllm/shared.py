@@ -14,7 +14,7 @@ from kvkeep.integrations.vllm.kept import OpenStore
 from kvkeep.integrations.vllm.keys import keys_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from vllm.config import VllmConfig
 
@@ -41,6 +41,7 @@ class SharedStore(OpenStore):
     Attributes:
         sizes: bytes of a record, by group.
         costs: what loads take.
+        generation: how often all blocks were deleted.
         news: set when a load or a lookup has ended.
 
     Raises:
@@ -69,8 +70,29 @@ class SharedStore(OpenStore):
         self.sizes = sizes
         self.costs = TimedLoads(store)
         self.news = threading.Event()
+        self.generation = 0
+        self._resetting = threading.Lock()  # held while blocks are copied into the store
         self._replay = store.replay()
         _ENGINES[engine] = self
+
+    def write(
+        self,
+        keys: Sequence[bytes],
+        sizes: Sequence[int],
+        fill: Callable[[int, memoryview], None],
+        generation: int,
+    ) -> int:
+        """As `BlockStore.write`; 0 if the blocks are of an earlier ``generation``."""
+        with self._resetting:
+            if generation < self.generation:
+                return 0
+            return self.store.write(keys, sizes, fill)
+
+    def clear(self) -> bool:
+        """As `OpenStore.clear`; what is computed with earlier plans is not written any more."""
+        with self._resetting:
+            self.generation += 1
+        return super().clear()
 
     def runs(self, hashes: Sequence[bytes], first: int, end: int) -> list[RunCost]:
         """Return what loading the blocks ``first`` … ``end - 1`` takes, in pieces.

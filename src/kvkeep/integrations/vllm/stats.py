@@ -34,6 +34,10 @@ METRICS = {
     "late_lookups": "Lookups in shared tiers that took longer than lookup_timeout",
     "skipped_lookups": "Lookups in shared tiers not waited for, as that takes longer than it saves",
     "ignored_params": "Requests with wrong kv_transfer_params, which were ignored",
+    "unkept_embeds": "Requests not kept, because their prompts have embeddings",
+    "unkept_whole": "Requests not kept, because what they return needs all tokens computed",
+    "unkept_adapter": "Requests not kept, because their LoRA weights are not known",
+    "unkept_content": "Requests not kept, because block hashes may not tell what decides their KV",
 }
 
 

@@ -1,13 +1,13 @@
 """`KVKeepTier`: kvkeep as a secondary tier of vLLM's own offloading, and `KVKeepSpec`.
 
-    vllm serve MODEL --kv-transfer-config '{"kv_connector": "OffloadingConnector",
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVKeepOffloadingConnector",
+      "kv_connector_module_path": "kvkeep.integrations.vllm.tier",
       "kv_role": "kv_both", "kv_connector_extra_config": {"spec_name": "KVKeepSpec",
       "spec_module_path": "kvkeep.integrations.vllm.tier", "cpu_bytes_to_use": 8589934592,
       "secondary_tiers": [{"type": "KVKeepTier", "module_path": "kvkeep.integrations.vllm.tier",
       "tiers": ["file:///var/lib/kvkeep?size=500GiB"]}]}}'
 
-vLLM moves KV between the GPU and its memory; kvkeep keeps what is there on disks and servers. The
-tier works with vLLM's `TieringOffloadingSpec`, too, which needs a GPU.
+vLLM moves KV between the GPU and its memory; kvkeep keeps what is there on disks and servers.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
     Medium,
+    OffloadingManager,
     RequestOffloadingContext,
 )
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
@@ -26,12 +27,11 @@ from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.geometry.units import format_bytes
 from kvkeep.integrations.cost_files import write_costs
-from kvkeep.integrations.vllm.adapters import Adapters
 from kvkeep.integrations.vllm.kept import OpenStore
 from kvkeep.integrations.vllm.logs import join_logs
 from kvkeep.integrations.vllm.mistakes import RequestMistakes
 from kvkeep.integrations.vllm.offload.choosing import ChunkChoices
-from kvkeep.integrations.vllm.offload.engine import OffloadEngine
+from kvkeep.integrations.vllm.offload.engine import KVKeepOffloadingConnector
 from kvkeep.integrations.vllm.offload.identity import namespace_of_rows
 from kvkeep.integrations.vllm.offload.jobs import TierJobs
 from kvkeep.integrations.vllm.offload.lookups import ChunkLookups
@@ -41,10 +41,11 @@ from kvkeep.integrations.vllm.offload.requests import TierRequest, TierRequests
 from kvkeep.integrations.vllm.offload.rows import ChunkRows
 from kvkeep.integrations.vllm.offload.spec import KVKeepSpec
 from kvkeep.integrations.vllm.offload.status import tier_status
+from kvkeep.integrations.vllm.options import RequestOptions
 from kvkeep.integrations.vllm.public import PublicBlocks, prefixes_in
 from kvkeep.integrations.vllm.shared import engine_costs
 from kvkeep.integrations.vllm.started import log_start
-from kvkeep.integrations.vllm.stats import Counts
+from kvkeep.integrations.vllm.transfer import NO_ENGINE
 from kvkeep.integrations.vllm.versions import require_tiers
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.blocks.store import BlockStore
@@ -65,11 +66,10 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
     from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
     from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
-    from vllm.v1.request import Request
 
     from kvkeep.integrations.vllm.offload.notes import WorkerNote
 
-__all__ = ["KVKeepSpec", "KVKeepTier"]
+__all__ = ["KVKeepOffloadingConnector", "KVKeepSpec", "KVKeepTier"]
 
 # While no request can be computed vLLM runs idle steps in a loop, which takes the interpreter lock
 # from the threads that load. So an idle step waits this long for one of them; a new request is
@@ -89,7 +89,7 @@ class KVKeepTier(SecondaryTierManager):
     `kvkeep.integrations.vllm.options.RequestOptions`.
 
     Raises:
-        InvalidValue: an option is wrong.
+        InvalidValue: an option is wrong, or the spec is not `KVKeepSpec`.
         UnsupportedModel: this vLLM is older than 0.31.
 
     Notes
@@ -115,26 +115,22 @@ class KVKeepTier(SecondaryTierManager):
         self._options = OffloadOptions.parse(options)
         self.locality = None if locality is None else Locality(locality)
         config = offloading_spec.config
-        self._engine = OffloadEngine.of_caller()
-        if self._engine is not None:
-            self._engine.require_whole_chunks(config)
-        self._adapters = Adapters()
+        if not isinstance(offloading_spec, KVKeepSpec):
+            raise InvalidValue(NO_ENGINE)
+        self._engine = offloading_spec.engine
         self._hashed_tokens = config.cache.tokens_per_hash
-        notes = offloading_spec.notes if isinstance(offloading_spec, KVKeepSpec) else None
+        notes = offloading_spec.notes
         namespace = namespace_of_rows(self._engine, self._options, offloading_spec, notes)
         chunk_tokens = {
             group.group_id: group.tokens_per_block * config.cache.blocks_per_chunk
             for group in config.groups
         }
         self._public = self._public_chunks(chunk_tokens)
-        self._whole = whole = (
-            frozenset() if self._engine is None else self._engine.whole_groups(config)
-        )
+        self._whole = whole = self._engine.whole_groups(config)
         counted = next(iter(sorted(whole)), min(chunk_tokens))
-        self._counts = Counts()
+        self._counts = self._engine.counts
         self._mistakes = RequestMistakes(self._counts)
         self._news = threading.Event()
-        config_of = None if self._engine is None else self._engine.config
         rows = _rows(offloading_spec, notes)
         prompt_bytes = sum(
             PROMPT_TOKENS * rows.size(group) // tokens for group, tokens in chunk_tokens.items()
@@ -144,15 +140,15 @@ class KVKeepTier(SecondaryTierManager):
             namespace,
             tiers=[buffer, *self._options.tiers],
             policy=PassThrough(),
-            cost=engine_costs(self._options, config_of),
+            cost=engine_costs(self._options, self._engine.config),
         )
         self._store = OpenStore(store, self._options.flush_timeout)
         for size in {rows.size(group) for group in chunk_tokens}:
             store.prepare_reads(size)
         self._choices = None
-        if self._engine is not None and self._options.compare_costs:
+        if self._options.compare_costs:
             self._choices = ChunkChoices(
-                self._store, self._engine, self._counts,
+                self._store, self._engine.config, self._counts,
                 sizes={group: rows.size(group) for group in chunk_tokens},
                 chunk_tokens=chunk_tokens, divisible=len(whole) == len(chunk_tokens),
             )  # fmt: skip
@@ -176,11 +172,6 @@ class KVKeepTier(SecondaryTierManager):
         file = self._options.public_prefixes
         if not file:
             return {}
-        if self._engine is None:
-            raise InvalidValue(
-                "public_prefixes need a vLLM that tells a tier the tokens of requests; leave them "
-                "out of KVKeepTier, or take KVKeepConnector"
-            )
         public = prefixes_in(file, self._engine.config, max(chunk_tokens.values()))
         return {group: PublicBlocks(public, size) for group, size in chunk_tokens.items()}
 
@@ -188,12 +179,19 @@ class KVKeepTier(SecondaryTierManager):
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Track a new request; wrong options of a request are ignored and counted."""
-        options = self._mistakes.options(req_context.req_id, req_context.kv_transfer_params)
-        request = TierRequest(options)
-        if self._engine is None or not (
-            self._engine.config.lora_config or self._public or not options.answers
-        ):
-            request.kept = True  # nothing but vLLM's keys decides
+        arrival = self._engine.arrival
+        if arrival is None:  # of another engine: only its keys are known
+            request = TierRequest(RequestOptions(), kept=not self._engine.config.lora_config)
+        else:
+            options = self._mistakes.options(req_context.req_id, arrival.params)
+            request = TierRequest(options, arrival.request)
+            if arrival.request.lora_request is not None:
+                request.adapter = self._engine.content.adapter(arrival.request)
+                request.kept = request.adapter is not None
+            request.public = {
+                group: public.renamed(arrival.request, self._hashed_tokens)
+                for group, public in self._public.items()
+            }
         self._live[req_context.req_id] = request
         TierRequests.of(req_context)[self] = request
         return RequestOffloadingContext()
@@ -207,29 +205,12 @@ class KVKeepTier(SecondaryTierManager):
             if request.options.pin is not None and request.kept:
                 self._jobs.pin(request, self._whole)
 
-    def _known(self, request: TierRequest, request_id: str) -> bool:
-        """Return whether all is known that KV of the request depends on: its adapter, too."""
-        if request.kept is None and self._engine is not None:
-            found: Request | None = self._engine.request(request_id)
-            if found is not None:
-                request.prompt_tokens = found.num_prompt_tokens
-                if found.lora_request is not None:
-                    request.adapter = self._adapters.digest(found.lora_request)
-                request.kept = found.lora_request is None or request.adapter is not None
-                request.public = {
-                    group: public.renamed(found, self._hashed_tokens)
-                    for group, public in self._public.items()
-                }
-        return bool(request.kept)
-
     # --- lookups and jobs ------------------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return whether a chunk is stored; RETRY while shared tiers are asked."""
         request = TierRequests.of(req_context).get(self)
-        if request is None or not request.options.load:
-            return LookupResult.MISS
-        if not request.kept and not self._known(request, req_context.req_id):
+        if request is None or not request.kept or not request.options.load:
             return LookupResult.MISS
         found = self._lookups.find(request, key, req_context)
         return LookupResult.RETRY if self._held and found is LookupResult.HIT else found
@@ -238,8 +219,8 @@ class KVKeepTier(SecondaryTierManager):
         """Begin to store rows."""
         context = job_metadata.req_context
         request = TierRequests.of(context).get(self)
-        if request is not None and request.options.store and self._known(request, context.req_id):
-            self._jobs.save(job_metadata, request, self._whole if request.reset else None)
+        if request is not None and request.kept and request.options.store:
+            self._jobs.save(job_metadata, request)
         else:
             self._jobs.skip(job_metadata)
 
@@ -280,8 +261,6 @@ class KVKeepTier(SecondaryTierManager):
             request = self._live.get(request_id)
             if request is not None:
                 request.computed = True
-                if request.kept is None:
-                    self._known(request, request_id)
         if self._choices is not None:
             self._choices.step(self._live, context.new_req_ids)
         self._held = max(0, self._held - 1)
@@ -298,15 +277,13 @@ class KVKeepTier(SecondaryTierManager):
     def drain_jobs(self) -> None:
         """Wait until no job reads or writes vLLM's memory. What is stored stays.
 
-        vLLM is about to give all rows away. Loads wait until its workers write none of them for
-        earlier jobs; and what it then stores for requests that go on must be of their own pages.
+        vLLM is about to give all rows away. Its workers end their copies, and make those that are
+        due, in the next step; but a tier fills rows in the scheduler, as soon as that step is
+        planned. So loads wait; since 0.33 vLLM holds them back itself.
         """
         self._jobs.drain()
-        if self._engine is not None:
-            self._held = max(self._held, self._engine.unsettled_steps)
-        if self._engine is None or not self._engine.forget_stored_pages():
-            for request in self._live.values():
-                request.reset = True
+        if not hasattr(OffloadingManager, "on_reset_flushed"):
+            self._held = max(self._held, self._engine.config.max_concurrent_batches)
 
     def shutdown(self) -> None:
         """End all jobs, and let the store write queued chunks, for at most ``flush_timeout``."""

@@ -19,12 +19,20 @@ if TYPE_CHECKING:
     from kvkeep.integrations.options import EngineOptions
 
 __all__ = [
-    "CONNECTOR", "POLICY", "TIER", "TransferPart", "check_inner", "check_part", "offload_parts",
-    "transfer_parts",
+    "CONNECTOR", "NO_ENGINE", "OFFLOADING", "POLICY", "TIER", "TransferPart", "check_inner",
+    "check_part", "offload_parts", "transfer_parts",
 ]  # fmt: skip
 
 CONNECTOR: Final = "KVKeepConnector"
 TIER: Final = "KVKeepTier"
+OFFLOADING: Final = "KVKeepOffloadingConnector"
+"""vLLM's `OffloadingConnector` for engines with a tier of kvkeep."""
+NO_ENGINE: Final = (
+    f"{TIER} sees the configuration and the requests of its engine through kvkeep's connector: "
+    f'give "kv_connector": "{OFFLOADING}" with "kv_connector_module_path": '
+    '"kvkeep.integrations.vllm.tier" in place of "OffloadingConnector", and "spec_name": '
+    '"KVKeepSpec"'
+)
 POLICY: Final = "recompute"
 """What ``kv_load_failure_policy`` must be: vLLM's default makes a lost file a request's error."""
 _CONSUMERS: Final = ("kv_consumer", "kv_both")
@@ -58,11 +66,14 @@ def transfer_parts(config: Mapping[str, Any]) -> list[TransferPart]:
         if role not in _ROLES:
             raise InvalidValue(f'kv_role is {told(role)} for {name}; "kv_both" stores and loads')
         return [TransferPart(CONNECTOR, ConnectorOptions.parse(extra))]
-    if name == "OffloadingConnector":
-        return offload_parts(extra)
+    if name in {OFFLOADING, "OffloadingConnector"}:
+        parts = offload_parts(extra)
+        if parts and name != OFFLOADING:
+            raise InvalidValue(NO_ENGINE)
+        return parts
     if name != "MultiConnector":
         return []
-    parts: list[TransferPart] = []
+    parts = []
     for inner in _objects(extra.get("connectors")):
         found = transfer_parts(inner)
         if any(part.name == CONNECTOR for part in found):

@@ -99,6 +99,7 @@ class WatchedSchedulerSide(SchedulerSide):
 
     def bind_pool(self, pool: BlockPool) -> None:
         """Take vLLM's pool of pages, which says how many are free."""
+        super().bind_pool(pool)
         self._pool = pool
 
     def _free_pages(self) -> int | None:

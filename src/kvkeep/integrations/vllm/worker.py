@@ -95,7 +95,6 @@ class WorkerSide:
         self._load_ends: deque[tuple[str, LoadEnd]] = deque()
         self._probe_ends: deque[ProbeEnd] = deque()
         self._errors: set[int] = set()
-        self._cleared = 0
         self._tells_tiers = bool(options.status)
         self._tiers_due = 0.0
         self._rests = False
@@ -153,10 +152,10 @@ class WorkerSide:
     def start(self, plan: StepPlan) -> None:
         """Start the loads and lookups of a step, and pin; return at once."""
         shared = self._open()
-        self._save(plan.late)  # first: their pages are free, so others may be filled from here on
-        if plan.clear != self._cleared:
-            self._cleared = plan.clear
+        while shared.generation < plan.generation:  # a scheduler in another process was told
             shared.clear()
+        # Before the loads: their pages are free, so others may be filled from here on.
+        self._save(plan.late, plan.generation)
         if plan.returns:  # in a thread: it takes 3 µs a block of each request that has ended
             self._teller.submit(shared.tell, plan.returns).add_done_callback(log_fault)
         shared.delete_expired()
@@ -331,33 +330,31 @@ class WorkerSide:
 
     def save(self, plan: StepPlan) -> None:
         """Copy complete blocks out of the pages, which may be overwritten when this returns."""
-        self._save(plan.saves)
+        self._save(plan.saves, plan.generation)
 
-    def _save(self, saves: list[Save]) -> None:
+    def _save(self, saves: list[Save], generation: int) -> None:
         if saves:
             started = time.monotonic()
             for save in saves:
                 # Checked here again: a scheduler in another process cannot see this store.
                 new = [span.only(self._open().unknown(span.keys)) for span in save.spans]
-                spans = [span for span in new if span.keys]
+                save = Save([span for span in new if span.keys], save.ttl, generation)  # noqa: PLW2901
                 if self._device is not None:
-                    self._device.save(Save(spans, save.ttl))
+                    self._device.save(save)
                     continue
-                for span in spans:
-                    self._write(span, self._pages[span.group].filler(span.pages), save.ttl)
+                for span in save.spans:
+                    self._write(span, self._pages[span.group].filler(span.pages), save)
             self.counts.add(save_seconds=time.monotonic() - started)
 
-    def _write(
-        self, span: BlockSpan, fill: Callable[[int, memoryview], None], ttl: float | None
-    ) -> None:
+    def _write(self, span: BlockSpan, fill: Callable[[int, memoryview], None], save: Save) -> None:
         shared, there = self._open(), 0
         try:
             sizes = [shared.sizes[span.group]] * len(span.keys)
-            there = shared.store.write(span.keys, sizes, fill)
+            there = shared.write(span.keys, sizes, fill, save.generation)
         except KVKeepError as error:
             _LOG.warning("nothing was saved: %s", error)
-        if ttl is not None:
-            shared.expire(span.keys[:there], ttl)
+        if save.ttl is not None:
+            shared.expire(span.keys[:there], save.ttl)
         tokens = self._groups.block_tokens if span.group == self._groups.counted else 0
         self.counts.add(
             saved_tokens=there * tokens, dropped_tokens=(len(span.keys) - there) * tokens

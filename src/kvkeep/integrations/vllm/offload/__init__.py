@@ -2,7 +2,7 @@
 
     ../tier.py     KVKeepTier: vLLM's interface of a secondary tier; the names that users give
     options.py     options of the tier
-    engine.py      the engine that vLLM makes a tier for: its configuration, and its requests
+    engine.py      vLLM's connector of offloading, which tells tiers of their engine; its manager
     identity.py    the namespace of the tier's records
     notes.py       what workers tell the tier of their pages
     layout.py      one layout of rows for all numbers of ranks, where vLLM proves it

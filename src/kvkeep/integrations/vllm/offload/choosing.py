@@ -16,8 +16,9 @@ from kvkeep.integrations.vllm.offload.steps import ScheduleTimes
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    from vllm.config import VllmConfig
+
     from kvkeep.integrations.vllm.kept import OpenStore
-    from kvkeep.integrations.vllm.offload.engine import OffloadEngine
     from kvkeep.integrations.vllm.offload.requests import TierRequest
     from kvkeep.integrations.vllm.stats import Counts
 
@@ -40,7 +41,7 @@ class ChunkChoices:
     def __init__(
         self,
         store: OpenStore,
-        engine: OffloadEngine,
+        config: VllmConfig,
         counts: Counts,
         *,
         sizes: Mapping[int, int],
@@ -48,13 +49,11 @@ class ChunkChoices:
         divisible: bool,
     ) -> None:
         self._store = store
-        self._engine = engine
         self._counts = counts
         self._sizes = sizes
         self._chunk_tokens = chunk_tokens
         self._divisible = divisible
         self._costs = TimedLoads(store.store)
-        config = engine.config
         self._chooser = LoadChooser(
             self._costs.cost.prefill,
             pass_tokens=config.scheduler_config.max_num_batched_tokens,
@@ -64,9 +63,7 @@ class ChunkChoices:
         self._probed: deque[ProbeEnd] = deque()
         self._ahead = 0.0  # seconds of computing that requests at work wait for
 
-    def worth(
-        self, request: TierRequest, request_id: str, names: Sequence[bytes], group: int, at: int
-    ) -> int:
+    def worth(self, request: TierRequest, names: Sequence[bytes], group: int, at: int) -> int:
         """Return how many of the stored chunks ``names``, from the request's chunk ``at`` on, pay.
 
         The others are computed sooner than they are loaded.
@@ -74,7 +71,7 @@ class ChunkChoices:
         tokens = self._chunk_tokens[group]
         start = at * tokens
         runs = self._costs.runs(names, [self._sizes[group]] * len(names))
-        known = self._engine.request(request_id)
+        known = request.request
         length = start + len(names) * tokens + 1 if known is None else known.num_tokens
         choice = self._chooser.choose(
             start,
@@ -102,7 +99,7 @@ class ChunkChoices:
                 self._refused(request)
         self._ahead, places = 0.0, {}
         for request_id, request in live.items():
-            found = self._engine.request(request_id) if request.computed else None
+            found = request.request if request.computed else None
             if found is not None:
                 there, prompt = found.num_computed_tokens, found.num_prompt_tokens
                 places[request_id] = there, prompt

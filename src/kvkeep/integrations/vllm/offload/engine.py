@@ -1,58 +1,100 @@
-"""The engine that vLLM makes a spec or a tier for.
+"""`KVKeepOffloadingConnector`: vLLM's connector of offloading, which tells tiers of their engine.
 
-vLLM gives both an `OffloadingConfig`, which names the model and no more. What else decides the
-bytes of KV is in the configuration of the engine, and only the connector that makes the spec has
-it: so it is taken from there, up the stack, while the constructor runs.
+vLLM gives a spec and its tiers an `OffloadingConfig`, which names the model and no more, and the
+hashes of a request's blocks. What else decides the bytes of KV is in the configuration of the
+engine and in the requests, and only a connector has both.
 """
 
 from __future__ import annotations
 
-import inspect
-import logging
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.kv_offload.base import OffloadingManager
+from vllm.v1.kv_offload.base import LookupResult
+from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 
 from kvkeep.core.errors import InvalidValue
+from kvkeep.integrations.vllm.content import RequestContent
+from kvkeep.integrations.vllm.logs import join_logs
+from kvkeep.integrations.vllm.resets import Resets
+from kvkeep.integrations.vllm.stats import Counts
+from kvkeep.integrations.vllm.transfer import NO_ENGINE, OFFLOADING
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_offload.base import (
+        OffloadKey,
+        PrepareStoreOutput,
+        ReqContext,
+        RequestOffloadingContext,
+    )
     from vllm.v1.kv_offload.config import OffloadingConfig
     from vllm.v1.request import Request
 
-__all__ = ["OffloadEngine"]
+__all__ = ["Arrival", "KVKeepManager", "KVKeepOffloadingConnector", "OffloadEngine"]
 
-_LOG = logging.getLogger("kvkeep.vllm")
-_DEEPEST = 64
+_STARTING: ContextVar[OffloadEngine | None] = ContextVar("the engine that starts", default=None)
 
 
-@dataclass(frozen=True, slots=True)
+class Arrival(NamedTuple):
+    """A request that arrives, and its ``kv_transfer_params``, which may be anything."""
+
+    request: Request
+    params: object
+
+
+@dataclass(slots=True)
 class OffloadEngine:
-    """An engine's configuration, and the connector through which it uses its tiers."""
+    """An engine's configuration, and its requests as its connector sees them.
 
-    connector: Any
+    Attributes:
+        arrival: the request that arrives just now.
+        resets: which requests have KV of before a reset.
+        counts: of all its tiers.
+        content: which requests are kept.
+    """
+
     config: VllmConfig
     caches: KVCacheConfig
+    arrival: Arrival | None = None
+    resets: Resets = field(default_factory=Resets)
+    counts: Counts = field(default_factory=Counts)
+    content: RequestContent = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.content = RequestContent(self.config, self.counts)
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """While the connector is made: let its spec find this engine by `of_start`."""
+        token = _STARTING.set(self)
+        try:
+            yield
+        finally:
+            _STARTING.reset(token)
 
     @classmethod
-    def of_caller(cls) -> OffloadEngine | None:
-        """Return the engine whose connector is being made up the stack; None if there is none."""
-        frame = inspect.currentframe()
-        for _ in range(_DEEPEST):
-            if frame is None:
-                break
-            made = frame.f_locals.get("self")
-            if isinstance(made, KVConnectorBase_V1):
-                config = getattr(made, "_vllm_config", None)
-                caches = getattr(made, "_kv_cache_config", None)
-                if config is not None and caches is not None:
-                    return cls(made, config, caches)
-            frame = frame.f_back
-        return None
+    def of_start(cls) -> OffloadEngine:
+        """Return the engine whose connector is being made.
+
+        Raises:
+            InvalidValue: the connector is not kvkeep's.
+        """
+        engine = _STARTING.get()
+        if engine is None:
+            raise InvalidValue(NO_ENGINE)
+        return engine
 
     def whole_groups(self, config: OffloadingConfig) -> frozenset[int]:
         """Return the groups whose layers see all tokens."""
@@ -81,47 +123,95 @@ class OffloadEngine:
                 "Leave blocks_per_chunk and block_size out of kv_connector_extra_config"
             )
 
-    @property
-    def unsettled_steps(self) -> int:
-        """In how many of the next steps rows may still be written for jobs of before a reset.
 
-        vLLM gives all rows away at a reset. Its workers end their copies, and make those that are
-        due, in the next step; but a tier fills rows in the scheduler, as soon as that step is
-        planned. vLLM 0.33 holds loads of tiers back until then, earlier versions do not.
-        """
-        if hasattr(OffloadingManager, "on_reset_flushed"):
-            return 0
-        scheduler = getattr(self.connector, "connector_scheduler", None)
-        if not getattr(scheduler, "_jobs", True):
-            return 0  # no copy was on its way
-        batches: int = self.config.max_concurrent_batches
-        return batches
+class KVKeepOffloadingConnector(OffloadingConnector):
+    """vLLM's `OffloadingConnector`, for engines with a `KVKeepTier`.
 
-    def forget_stored_pages(self) -> bool:
-        """Forget which pages held what requests have offloaded; return whether this vLLM does.
+    Its options are vLLM's; ``spec_name`` must be ``KVKeepSpec``.
+    """
 
-        After a reset vLLM (0.31 to 0.33) offloads anew all that its requests have computed, from
-        the pages that it noted when they got them. Pages that have left a window since then may be
-        those of other requests: their KV would be stored under wrong keys.
-        """
-        scheduler = getattr(self.connector, "connector_scheduler", None)
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        join_logs()
+        self._engine = OffloadEngine(vllm_config, kv_cache_config)
+        with self._engine.starting():
+            super().__init__(vllm_config, role, kv_cache_config)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Take vLLM's pool of pages."""
+        super().bind_gpu_block_pool(gpu_block_pool)
+        self._engine.resets.bind(gpu_block_pool)
+
+    def on_new_request(self, request: Request) -> None:
+        """Start to follow a request. vLLM reads its parameters, which must be an object or none."""
+        params = request.kv_transfer_params
+        if not isinstance(params, Mapping):
+            request.kv_transfer_params = None
+        self._engine.arrival = Arrival(request, params)
         try:
-            config = scheduler.config  # type: ignore[union-attr]
-            requests: Any = getattr(scheduler, "_req_status", None)
-            for status in requests.values():
-                for group, state in zip(config.kv_group_configs, status.group_states, strict=True):
-                    if group.sliding_window_size_in_chunks is None:
-                        continue
-                    pages = state.block_ids
-                    stored = min(state.next_stored_chunk_idx * config.blocks_per_chunk, len(pages))
-                    pages[:stored] = [0] * stored  # vLLM's mark of a page that is not needed
-        except (AttributeError, TypeError) as error:
-            _LOG.warning("kvkeep does not know this version of vLLM after a reset: %s", error)
-            return False
-        return True
+            super().on_new_request(request)
+        finally:
+            self._engine.arrival = None
 
-    def request(self, request_id: str) -> Request | None:
-        """Return a request that the connector follows; None if this vLLM does not tell."""
-        scheduler = getattr(self.connector, "connector_scheduler", None)
-        followed = getattr(scheduler, "_req_status", {}).get(request_id)
-        return getattr(followed, "req", None)
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Return the number of tokens to load; called when a request begins, or begins again."""
+        self._engine.resets.begin(request, num_computed_tokens)
+        found: tuple[int | None, bool] = super().get_num_new_matched_tokens(
+            request, num_computed_tokens
+        )
+        return found
+
+
+class KVKeepManager(TieringOffloadingManager):
+    """vLLM's manager of rows, without the requests whose KV must not be kept.
+
+    These are requests that `RequestContent` does not keep, and those of before a reset. After one,
+    vLLM (0.31 to 0.33) offloads anew what running requests have computed, also from pages that
+    have left a window and are other requests' by then.
+    """
+
+    def __init__(self, made: TieringOffloadingManager, engine: OffloadEngine) -> None:
+        super().__init__(made.primary_tier, made.secondary_tiers)
+        self._engine = engine
+        self._unkept: set[str] = set()
+
+    def on_new_request(self, req_context: ReqContext, **more: Any) -> RequestOffloadingContext:
+        """Decide whether the request is kept, and tell the tiers of it."""
+        arrival = self._engine.arrival
+        if arrival is not None and not self._engine.content.is_kept(arrival.request):
+            self._unkept.add(req_context.req_id)
+        return super().on_new_request(req_context, **more)
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext, **more: Any) -> LookupResult:
+        """Return whether a chunk is stored; MISS for a request that is not kept."""
+        if req_context.req_id in self._unkept:
+            return LookupResult.MISS
+        return super().lookup(key, req_context, **more)
+
+    def prepare_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput | None:
+        """Choose rows for chunks; none for a request whose KV must not be kept."""
+        name = req_context.req_id
+        if name in self._unkept or self._engine.resets.is_stale(name):
+            keys = ()
+        return super().prepare_store(keys, req_context)
+
+    def on_request_finished(self, req_context: ReqContext, **more: Any) -> None:
+        """Forget a request."""
+        self._unkept.discard(req_context.req_id)
+        self._engine.resets.end(req_context.req_id)
+        super().on_request_finished(req_context, **more)
+
+    def reset_cache(self) -> None:
+        """Give all rows away; what running requests have computed is not stored any more."""
+        self._engine.resets.reset()
+        super().reset_cache()
+
+
+# MultiConnector looks up the class of statistics from another process by name.
+if OFFLOADING not in KVConnectorFactory._registry:
+    KVConnectorFactory.register_connector(OFFLOADING, "kvkeep.integrations.vllm.tier", OFFLOADING)

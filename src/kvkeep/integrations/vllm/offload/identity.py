@@ -3,15 +3,12 @@
 vLLM's key of a chunk is a block's hash and the number of a group: the same for other weights, other
 settings, another number of ranks. A row is opaque bytes besides, in the order in which this
 engine's workers put their pages. The namespace names all that; where rows are the same for every
-number of ranks (layout.py), it names vLLM's format of such rows instead of the ranks, and where
-several versions of vLLM are proven to write equal rows (../formats.py), it names the proof.
+number of ranks (layout.py), it names vLLM's format of such rows instead of the ranks.
 """
 
 from __future__ import annotations
 
-import logging
 import platform
-import secrets
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
@@ -21,11 +18,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping i
 )
 from vllm.platforms import current_platform
 
-from kvkeep.core.keys import Namespace
-from kvkeep.integrations.vllm.formats import packing_of, page_format
 from kvkeep.integrations.vllm.naming import (
     computed_by,
-    dtype_of,
     engine_namespace,
     ranks_of,
     warn_of_seeds,
@@ -38,13 +32,13 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+    from kvkeep.core.keys import Namespace
     from kvkeep.integrations.vllm.offload.engine import OffloadEngine
     from kvkeep.integrations.vllm.offload.notes import WorkerNote
     from kvkeep.integrations.vllm.offload.options import OffloadOptions
 
 __all__ = ["namespace_of_rows"]
 
-_LOG = logging.getLogger("kvkeep.vllm")
 _FORMAT = "row 1"  # version of our records: the used bytes of a row, in order
 # Fields of specs that tell of one rank. The workers' notes tell the bytes of a page of all ranks,
 # and the model's configuration tells all heads.
@@ -54,7 +48,7 @@ _KERNELS = ("flashinfer-python", "flash-attn", "triton", "vllm-flash-attn", "fla
 
 
 def namespace_of_rows(
-    engine: OffloadEngine | None,
+    engine: OffloadEngine,
     options: OffloadOptions,
     spec: TieringOffloadingSpec,
     notes: Sequence[WorkerNote] | None,
@@ -62,15 +56,8 @@ def namespace_of_rows(
     """Return the namespace of an engine's rows.
 
     ``notes`` are those of all its workers; without them, all that selects a backend is named
-    instead of the backend. Without ``engine``, the namespace is this process's alone, and a warning
-    says so.
+    instead of the backend.
     """
-    if engine is None:
-        _LOG.warning(
-            "kvkeep cannot see the configuration of the engine that this tier belongs to: only "
-            "this process will find what it stores"
-        )
-        return Namespace(tenant=options.tenant, revision=f"process {secrets.token_hex(16)}")
     warn_of_seeds(engine.config)
     config = spec.config
     any_ranks = notes is not None and all(note.portable for note in notes)
@@ -85,23 +72,19 @@ def namespace_of_rows(
             for group in config.groups
         ]
     )
-    numbers = numbers_of(engine.config, any_ranks=any_ranks)
-    machine = notes[0].machine if notes else "an unknown backend"
-    packings = _packings(engine, spec) if any_ranks else None
-    found = page_format(numbers, dtype_of(engine.config), packings, machine, "rows")
-    computed = computed_by(found, numbers)
+    computed = computed_by(numbers_of(engine.config, any_ranks=any_ranks))
     layout: dict[str, object] = {
         "format": _FORMAT,
         "chunk": [config.cache.tokens_per_hash, config.cache.blocks_per_chunk],
         "shared": _shared(engine.caches),
-        "groups": _plainly(engine, spec) if found.versions else groups,
+        "groups": groups,
     }
     if any_ranks:
         assert notes is not None
         assert all(note == notes[0] for note in notes), "rows are the same for all ranks"
         assert config.kv_cache_layout is not None, "vLLM has placed the pages"
         layout |= {
-            "groups": _of_all_ranks(layout["groups"]),
+            "groups": _of_all_ranks(groups),
             "layout": canonical_format_id(config.kv_cache_layout),
             "workers": plain(notes[0]),
         }
@@ -113,38 +96,6 @@ def namespace_of_rows(
     }
     ranks = ranks_of(engine.config, "all")
     return engine_namespace(engine.config, options, layout, computed=computed, rank=ranks)
-
-
-def _packings(engine: OffloadEngine, spec: TieringOffloadingSpec) -> list[str] | None:
-    """Return how pages in rows are packed; None: in a way that no fixture shows."""
-    config, parallel = spec.config, engine.config.parallel_config
-    if config.cache.blocks_per_chunk > 1 or parallel.world_size != parallel.tensor_parallel_size:
-        return None
-    if parallel.decode_context_parallel_size > 1:  # over the same ranks
-        return None
-    found = [
-        packing_of(
-            engine.caches.kv_cache_groups[group.group_id].kv_cache_spec, group.tokens_per_block
-        )
-        for group in config.groups
-    ]
-    packings = sorted({packing for packing in found if packing is not None})
-    return packings if None not in found else None
-
-
-def _plainly(engine: OffloadEngine, spec: TieringOffloadingSpec) -> list[list[object]]:
-    """Return the groups in words that no version changes; packings are in the proof."""
-    return [
-        [
-            group.group_id,
-            group.tokens_per_block,
-            getattr(
-                engine.caches.kv_cache_groups[group.group_id].kv_cache_spec, "sliding_window", None
-            ),
-            *group.layer_names,
-        ]
-        for group in spec.config.groups
-    ]
 
 
 def _of_all_ranks(groups: object) -> object:

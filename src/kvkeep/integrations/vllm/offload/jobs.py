@@ -48,10 +48,9 @@ _LOG = logging.getLogger("kvkeep.vllm")
 class FinishedJob:
     """A job that has ended: the keys of the chunks that were moved, and of those that were not.
 
-    ``cancelled``: it was told to end early, so what it has not moved may well be there. ``groups``:
-    those whose chunks are moved; None: all. ``until``: when a load ends, in monotonic seconds.
-    ``compute_s``: what computing its chunks takes, 0 if unknown. ``late``: they came too
-    slowly; ``slow``: the tier that did.
+    ``cancelled``: it was told to end early, so what it has not moved may well be there. ``until``:
+    when a load ends, in monotonic seconds. ``compute_s``: what computing its chunks takes, 0 if
+    unknown. ``late``: they came too slowly; ``slow``: the tier that did.
     """
 
     job: TransferJob
@@ -61,7 +60,6 @@ class FinishedJob:
     seconds: float = 0.0
     failed: list[OffloadKey] = field(default_factory=list)
     cancelled: bool = False
-    groups: frozenset[int] | None = None
     until: float = 0.0
     compute_s: float = 0.0
     late: bool = False
@@ -138,11 +136,9 @@ class TierJobs:
             self._loaders.submit(partial(self._move, ended), until=until, cancelled=cancelled),
         )
 
-    def save(
-        self, job: TransferJob, request: TierRequest, groups: frozenset[int] | None = None
-    ) -> None:
-        """Begin to store the rows of ``job``; of ``groups`` only, if they are given."""
-        ended = FinishedJob(job, request, groups=groups)
+    def save(self, job: TransferJob, request: TierRequest) -> None:
+        """Begin to store the rows of ``job``."""
+        ended = FinishedJob(job, request)
         self._begun(ended, self._saver.submit(self._move, ended))
 
     def skip(self, job: TransferJob) -> None:
@@ -218,7 +214,7 @@ class TierJobs:
         position = job.req_context.get_offload_key_position
         last = None
         if not (job.is_promotion or request.options.answers):
-            last = request.prompt_tokens or 0
+            last = 0 if request.request is None else request.request.num_prompt_tokens
         places: dict[int, list[tuple[int, OffloadKey, int]]] = {}
         for key, row in zip(job.keys, job.chunk_ids, strict=True):
             end = position(key) or 0
@@ -226,8 +222,6 @@ class TierJobs:
                 places.setdefault(group_of(key), []).append((end, key, int(row)))
         parts = []
         for group, found in places.items():
-            if ended.groups is not None and group not in ended.groups:
-                continue
             found.sort()
             keys = [key for _, key, _ in found]
             rows = [row for _, _, row in found]

@@ -30,7 +30,7 @@ _OPTION = "canonical_layout"
 _MOST_PIECES = 8
 
 
-def canonical_of(engine: OffloadEngine | None, config: OffloadingConfig) -> OffloadingConfig | None:
+def canonical_of(engine: OffloadEngine, config: OffloadingConfig) -> OffloadingConfig | None:
     """Return ``config`` in the canonical layout; None: it is to stay as it is.
 
     It stays if ``canonical_layout`` is given, if vLLM expects layers that are not portable, and if
@@ -38,7 +38,7 @@ def canonical_of(engine: OffloadEngine | None, config: OffloadingConfig) -> Offl
     number of ranks computes other numbers, by more than rounding.
     The size of a row is the same in both, because it is decided before there are pages.
     """
-    if engine is None or _OPTION in config.extra_config:
+    if _OPTION in config.extra_config:
         return None
     if engine.config.model_config.quantization is not None:
         return None

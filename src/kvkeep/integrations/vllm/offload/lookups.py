@@ -92,13 +92,13 @@ class ChunkLookups:
         if group not in self._whole:
             self._look_at_each(request, keys, group)
         else:
-            self._look_ahead(request, keys[at:], group, ctx.req_id, at)
+            self._look_ahead(request, keys[at:], group, at)
         for failed in request.failed:
             if failed in found:
                 found[failed] = LookupResult.MISS
 
     def _look_ahead(
-        self, request: TierRequest, keys: list[OffloadKey], group: int, request_id: str, first: int
+        self, request: TierRequest, keys: list[OffloadKey], group: int, first: int
     ) -> None:
         """Find results for ``keys``, up to the first that is missing, or not worth loading.
 
@@ -110,7 +110,7 @@ class ChunkLookups:
             count += 1
         tokens = self._chunk_tokens.get(group, 0)
         if count and self._choices is not None and tokens:
-            worth = self._choices.worth(request, request_id, blocks[:count], group, first)
+            worth = self._choices.worth(request, blocks[:count], group, first)
             if worth < count:
                 request.found.update(dict.fromkeys(keys[:worth], LookupResult.HIT))
                 request.found.update(dict.fromkeys(keys[worth:], LookupResult.MISS))

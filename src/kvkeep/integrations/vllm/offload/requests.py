@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
+    from vllm.v1.request import Request
 
     from kvkeep.integrations.vllm.options import RequestOptions
 
@@ -50,10 +51,10 @@ class TierRequest:
 
     Attributes:
         options: its own options.
-        kept: whether its KV is stored and loaded; None: not known yet, which counts as False.
+        request: vLLM's; None: one of another engine, that vLLM's tiers serve.
+        kept: whether its KV is stored and loaded.
         adapter: digest of its LoRA weights.
         public: by group, the hashes of its chunks in a public prefix, by vLLM's.
-        prompt_tokens: tokens of its prompt, if known.
         step: the step for which ``found`` holds.
         found: results of lookups in that step.
         failed: chunks that could not be loaded: misses from then on, or vLLM asks for ever.
@@ -67,14 +68,13 @@ class TierRequest:
         compute_s: the seconds to compute that; 0 if unknown.
         slower: the tier, and the tokens, of what was found and is computed, as that is faster.
         refused: the group and the names of the first chunks of that.
-        reset: whether vLLM may offload pages for it that are not its own, in groups with a window.
     """
 
     options: RequestOptions
-    kept: bool | None = None
+    request: Request | None = None
+    kept: bool = True
     adapter: bytes | None = None
     public: Mapping[int, Mapping[bytes, bytes]] = field(default_factory=dict)
-    prompt_tokens: int | None = None
     step: int = -1
     found: dict[OffloadKey, LookupResult] = field(default_factory=dict)
     failed: set[OffloadKey] = field(default_factory=set)
@@ -88,7 +88,6 @@ class TierRequest:
     compute_s: float = 0.0
     slower: tuple[str, int] | None = None
     refused: tuple[int, Sequence[bytes]] = (0, ())
-    reset: bool = False
     _keys: dict[int, list[OffloadKey]] = field(default_factory=dict)
     _seen: int = 0
 

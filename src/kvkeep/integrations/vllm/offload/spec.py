@@ -11,7 +11,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from kvkeep.core.errors import UnsupportedModel
 from kvkeep.integrations.vllm.logs import join_logs
 from kvkeep.integrations.vllm.naming import machine_of
-from kvkeep.integrations.vllm.offload.engine import OffloadEngine
+from kvkeep.integrations.vllm.offload.engine import KVKeepManager, OffloadEngine
 from kvkeep.integrations.vllm.offload.layout import canonical_of, is_portable
 from kvkeep.integrations.vllm.offload.mover import CPUMover
 from kvkeep.integrations.vllm.offload.notes import WorkerNote, leave_note, take_notes
@@ -25,32 +25,34 @@ __all__ = ["KVKeepSpec"]
 
 
 class KVKeepSpec(TieringOffloadingSpec):
-    """vLLM's `TieringOffloadingSpec`, with three additions.
+    """vLLM's `TieringOffloadingSpec`, with four additions.
 
     Where the platform is no GPU, pages are copied by `CPUMover`; on a GPU, by vLLM. Each worker
     tells the tiers of its pages, so that records name the attention backend, and contain only the
-    bytes that belong to a chunk. And rows are in vLLM's canonical layout, which is one for all
-    numbers of ranks, wherever vLLM proves it for all layers.
+    bytes that belong to a chunk. Rows are in vLLM's canonical layout, which is one for all
+    numbers of ranks, wherever vLLM proves it for all layers. And KV that must not be kept gets no
+    rows, see `KVKeepManager`.
 
     Options, in ``kv_connector_extra_config``, are vLLM's: ``cpu_bytes_to_use``,
     ``secondary_tiers``, and others. ``"canonical_layout": false`` turns that layout off; true
     refuses to start where vLLM cannot place the pages.
 
     Raises:
-        InvalidValue: chunks of several blocks, in a model with windows or states.
+        InvalidValue: chunks of several blocks, in a model with windows or states; or the connector
+            is not `KVKeepOffloadingConnector`.
         UnsupportedModel: this vLLM is older than 0.31.
 
     Attributes:
+        engine: whose spec it is.
         notes: what all workers have told of their pages, in the scheduler; None: not known.
     """
 
     def __init__(self, config: OffloadingConfig) -> None:
         join_logs()
         require_tiers()
-        self._engine = OffloadEngine.of_caller()
-        if self._engine is not None:
-            self._engine.require_whole_chunks(config)
-        canonical = canonical_of(self._engine, config)
+        self.engine = OffloadEngine.of_start()
+        self.engine.require_whole_chunks(config)
+        canonical = canonical_of(self.engine, config)
         self._direct = config if canonical is not None else None
         super().__init__(canonical or config)
         self.config: OffloadingConfig
@@ -73,8 +75,8 @@ class KVKeepSpec(TieringOffloadingSpec):
                 )
             if layouts == {False} and self._direct is not None:
                 self.config = self._direct
-        manager: OffloadingManager = super().get_manager()
-        return manager
+            self._manager = KVKeepManager(super().get_manager(), self.engine)
+        return self._manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """Return what copies pages, and leave a note for the tiers.
@@ -120,11 +122,9 @@ class KVKeepSpec(TieringOffloadingSpec):
 
     def _leave_note(self, kv_caches: CanonicalKVCaches) -> bool:
         """Tell the tiers of the pages; return whether that succeeded."""
-        if self._engine is None:
-            return False
         names = [name for group in self.config.groups for name in group.layer_names]
         device = kv_caches.tensors[0].tensor.device
-        machine = machine_of(self._engine.config, names, device)
+        machine = machine_of(self.engine.config, names, device)
         canonical = self.config.canonical_layout
         note = WorkerNote.of(machine, kv_caches, canonical=canonical)
         return leave_note(self.config.engine_id, self.config.parallel.rank, note)

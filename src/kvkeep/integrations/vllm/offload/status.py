@@ -35,13 +35,13 @@ class TierStatus(NamedTuple):
 
 
 def tier_status(
-    options: OffloadOptions, engine: OffloadEngine | None, store: BlockStore
+    options: OffloadOptions, engine: OffloadEngine, store: BlockStore
 ) -> TierStatus | None:
     """Serve the state of the tiers of ``store``; None: nobody asked, or the port is in use."""
     if not options.status:
         return None
-    config = None if engine is None else engine.config
-    rank = 0 if config is None else config.parallel_config.data_parallel_rank
+    config = engine.config
+    rank = config.parallel_config.data_parallel_rank
     bound = bound_or_none(StatusAddress.parse(options.status).of_rank(rank))
     if bound is None:
         return None
@@ -50,7 +50,7 @@ def tier_status(
     from kvkeep.serve.http import url_of  # noqa: PLC0415
     from kvkeep.serve.server.status_app import StatusServer, create_status_app  # noqa: PLC0415
 
-    served = "" if config is None else config.model_config.served_model_name
+    served = config.model_config.served_model_name
     facts = EngineFacts(
         engine=f"vLLM {vllm.__version__}",
         model=served if isinstance(served, str) else str(served[0]),
