@@ -23,7 +23,6 @@ from kvkeep.store.tiers import (
     Chain,
     TenantWeights,
     TieredStore,
-    open_tier,
     open_tiers,
 )
 
@@ -79,7 +78,7 @@ class PromptStore(Store):
         )
         if shares is not None:
             self._names.made = partial(_announce, tiered)
-        super().__init__(tiered, "tokens", partial(open_tier, shape=kept.block_shape))
+        super().__init__(tiered, "tokens")
         self._reporter = KVReporter(self.geometry.bytes_per_token, self._timing)
         self._pin_memory()
         for space, limit in limits.items():

@@ -138,14 +138,6 @@ class Catalogue:
             known = [*self._table.blocks, *(row.block for row in self._table.packed)]
             return [block for block in known if space is None or block.startswith(space)]
 
-    def by_use(self) -> list[tuple[bytes, int]]:
-        """Return all blocks with the bytes of their records, the one used last first."""
-        with self._lock:
-            known: list[OrderedBlock | PackedRow] = [*self._table.blocks.values()]
-            known += self._table.packed
-        known.sort(key=lambda one: (one.used, one.serial), reverse=True)
-        return [(one.block, one.size) for one in known]
-
     def may_free(self, needed: int) -> bool:
         """Whether ``needed`` bytes could be freed, if held blocks are freed in time."""
         with self._lock:

@@ -115,10 +115,10 @@ class Reader:
         tier, block = read.source, read.block
         with suppress(BackendFailed):  # the memory was closed meanwhile
             if tier is not None and read.stays and block in self._memory:
-                level = self.levels.number(tier.name)
+                level = self.levels.tiers.index(tier) + 1
                 # A lossy tier keeps its copy: an exact one would not take it back from memory, and
-                # to encode it again would add to its error. So does one that is being detached.
-                if level and self.levels.planner.leaves(level) and tier.codec.exact:
+                # to encode it again would add to its error.
+                if self.levels.planner.leaves(level) and tier.codec.exact:
                     tier.writing.submit(partial(self.queue.move_out, tier, block))
                 self._demoter.demote_ahead()
 
@@ -378,7 +378,7 @@ class ReadRequest(ReadMoves):
         return f"{name}, {'inexact' if made == BEHIND else codec_name(made)}"
 
     def copy(self, move: Copy) -> None:
-        tier = self._levels.target(move.target)
+        tier = self._levels.tier(move.target)
         if not tier.knows(move.block) and move.block in self._levels.memory:
             assert self._holds is not None
             self._reader.queue.write(tier, move.block, 0.0, self._holds.add(tier, move.block))

@@ -13,7 +13,6 @@ from kvkeep.core.errors import BackendFailed
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvkeep.store.tiers.departed import DepartedPlaces
     from kvkeep.store.tiers.front import FrontMemory
     from kvkeep.store.tiers.levels import Levels
     from kvkeep.store.tiers.reading import Reader
@@ -60,11 +59,8 @@ class Remover:
     Thread safety: all methods.
     """
 
-    def __init__(
-        self, levels: Levels, queue: WriteQueue, reader: Reader, departed: DepartedPlaces
-    ) -> None:
+    def __init__(self, levels: Levels, queue: WriteQueue, reader: Reader) -> None:
         self._levels = levels
-        self._departed = departed
         self._queue = queue
         self._reader = reader
 
@@ -72,7 +68,6 @@ class Remover:
         """See `TieredStore.remove`."""
         memory, losses = self._levels.memory, self._levels.losses
         blocks = list(dict.fromkeys(blocks))
-        self._departed.removed(blocks)
         there = [block for block in blocks if self._levels.level_of(block) is not None]
         removals = self._call_off(blocks)
         try:
@@ -83,7 +78,6 @@ class Remover:
                 removal.start()
             for removal in removals:
                 removal.wait()
-        self._departed.removed(blocks)  # again, for a tier that was detached meanwhile
         losses.note(there, memory.name, "removed", "removed")
         freed = [in_memory, *((removal.tier.name, removal.freed) for removal in removals)]
         failed += [one.tier.name for one in removals if not one.complete]
@@ -94,7 +88,6 @@ class Remover:
         memory, losses = self._levels.memory, self._levels.losses
         within = space or b""
         freed: list[tuple[str, int]] = []
-        self._departed.cleared(space)
         with self._queue.clearing(within) as pending:
             blocks = list(dict.fromkeys([*self._reader.under_way(within), *pending]))
             removals = self._call_off(blocks)
@@ -110,7 +103,6 @@ class Remover:
                 freed.append((removal.tier.name, count + removal.freed))
                 if not (complete and removal.complete):
                     failed.append(removal.tier.name)
-        self._departed.cleared(space)  # again, for a tier that was detached meanwhile
         return Removed(tuple(freed), tuple(failed))
 
     def _call_off(self, blocks: Sequence[bytes]) -> list[_Removal]:

@@ -226,11 +226,6 @@ class Tier:
         """Treat ``blocks`` as missing until they are written anew."""
         self._known.hide(blocks)
 
-    @property
-    def undeleted(self) -> list[bytes]:
-        """Blocks that the backend failed to delete, and that no catalogue has."""
-        return self._known.undeleted
-
     def probe(self, blocks: Sequence[bytes], until: float | None = None) -> set[bytes]:
         """Return those of ``blocks`` that are here; query the backend if `queried`.
 

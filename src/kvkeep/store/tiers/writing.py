@@ -116,7 +116,7 @@ class StoreRequest(StoreMoves):
             return Placement.BELOW, 1
         self._holds.begin()
         new = max(absent, 1)  # 0: its record went meanwhile
-        if self._levels.active:
+        if self._levels.tiers:
             new = next((more for more in range(1, new) if self._is_below(run[more])), new)
         self._leases = self._keep(run[:new], at)
         if not self._leases:
@@ -152,7 +152,7 @@ class StoreRequest(StoreMoves):
 
     def _is_below(self, block: bytes) -> bool:
         """Whether a tier serves ``block``: an exact one, if it is exact and there is one."""
-        tiers: Iterable[Tier] = self._levels.active
+        tiers: Iterable[Tier] = self._levels.tiers
         if self._run_exact and self._levels.mixed:
             tiers = [tier for tier in tiers if tier.codec.exact]
         return any(tier.serves(block) for tier in tiers)
@@ -189,12 +189,12 @@ class StoreRequest(StoreMoves):
         self._levels.memory.release_all(leases)
 
     def copy_down(self, run: Sequence[bytes], moves: Sequence[Copy | Refuse]) -> Sequence[bytes]:
-        tiers = self._levels.active
+        tiers = self._levels.tiers
         if not tiers:
             return run
         below = {block for block in run if any(tier.knows(block) for tier in tiers)}
         for move in moves:
-            tier, block = self._levels.target(move.target), move.block
+            tier, block = self._levels.tier(move.target), move.block
             if tier.knows(block):
                 continue
             if tier.codec.exact and not self._run_exact:
