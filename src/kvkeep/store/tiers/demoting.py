@@ -161,8 +161,7 @@ class Demoter:
             target.health.unwritable(block)
             or target.health.stuck_for() > _PATIENCE * target.timeout
         )
-        # A hidden block must not be served, so it must not be copied either.
-        record = None if stuck or source.is_hidden(block) else self._fetch(source, block)
+        record = None if stuck else self._fetch(source, block)
         if record is None:
             lost()
             return

@@ -10,6 +10,7 @@ from kvkeep.core.errors import MissingExtra
 from kvkeep.core.keys import SPACE_BYTES
 from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.codecs import Damaged, OtherKey
+from kvkeep.store.tiers.known import REFUSED
 from kvkeep.store.tiers.record import HEADER_BYTES, BadRecord, OtherVersion
 from kvkeep.store.tiers.record_codec import NotForUs, RecordRoom, WrongSize
 
@@ -168,7 +169,7 @@ class RecordReader:
         """Hide an intact record that this tier must not serve, until it is written anew."""
         _LOG.info("tier %s: %s", self._calls.name, reason)
         self._calls.counters.count(refused=1)
-        self._known.hide([block])
+        self._known.hide([block], REFUSED)
         self._losses.note([block], self._calls.name, "refused", reason)
 
     def quarantine(self, block: bytes, reason: str) -> None:

@@ -350,21 +350,37 @@ class Tier:
         self.counters.count(drops=1, over_budget=int(why == "write budget"))
         self.losses.note([block], self.name, "dropped", why)
 
-    def remove(self, blocks: Sequence[bytes]) -> tuple[int, list[bytes]]:
-        """Delete ``blocks``; return the bytes freed, and blocks that may be left: hidden now."""
-        return self._space.remove(blocks)
+    def remove(
+        self, blocks: Sequence[bytes], proceed: Callable[[], bool] = lambda: True
+    ) -> tuple[int, list[bytes]]:
+        """Delete ``blocks``; return the bytes freed, and blocks that may be left: hidden now.
 
-    def clear(self, space: bytes | None) -> tuple[int, bool]:
-        """Delete a namespace, or everything; return the bytes freed, and whether none is left."""
-        found, listed = self._listing.blocks(space or b"")
+        ``proceed`` is called before each 1,000 blocks; False ends the deletion.
+        """
+        return self._space.remove(blocks, proceed)
+
+    def hide_space(self, space: bytes) -> int:
+        """Treat a namespace's blocks as missing, but those whose writes begin from now on.
+
+        Returns the number of this clearance, for `clear`.
+        """
+        return self._known.hide_space(space)
+
+    def clear(
+        self, space: bytes, number: int, proceed: Callable[[], bool] = lambda: True
+    ) -> tuple[int, bool]:
+        """Delete what `hide_space` hid; return the bytes freed, and whether none is left.
+
+        ``proceed`` is called for each record that is listed, and before each 1,000 deletions; False
+        ends the clearance. If any may be left, the namespace stays hidden.
+        """
+        found, complete = self._listing.blocks(space, proceed)
         found.update(self.catalogue.blocks(space))
         self.losses.note(found, self.name, "removed", "cleared")
-        freed, left = self.remove(list(found))
-        return freed, listed and not left
-
-    def removal_timeout(self, blocks: int) -> float:
-        """Return the seconds after which deleting so many blocks counts as failed."""
-        return self._space.removal_timeout(blocks)
+        freed, left = self._space.remove(list(found), proceed, cleared=number)
+        if complete:  # those that are left are hidden by themselves
+            self._known.reveal(space, number)
+        return freed, complete and not left
 
     # --- upkeep ----------------------------------------------------------------------------------
 

@@ -170,12 +170,15 @@ class TieredStore(TieredReads):
     def remove(self, blocks: Sequence[bytes]) -> Removed:
         """Delete ``blocks`` from every level, also while they move between levels, pinned or not.
 
-        Tiers delete in parallel; the call waits for each until its timeout at most. A read that
+        Tiers delete in parallel; the call waits for each while it makes progress. A read that
         begins afterwards gets none of the blocks from a tier that did not fail. Writes and reads
         that begin during the deletion take effect after it.
         """
         self.check_open()
-        return self._remover.remove(blocks)
+        removed = self._remover.remove(blocks)
+        if not removed.complete:
+            self.check_open()  # closed meanwhile
+        return removed
 
     def supersede(self, blocks: Sequence[bytes]) -> Removed:
         """Delete ``blocks`` before they are written anew with other bytes; see `remove`.
@@ -186,10 +189,18 @@ class TieredStore(TieredReads):
         self._reader.note_replaced(blocks)
         return removed
 
-    def clear(self, space: bytes | None = None) -> Removed:
-        """Delete a namespace, or all blocks that can be listed; wait for every tier."""
+    def clear(self, space: bytes) -> Removed:
+        """Delete a namespace, whose blocks are found no more from now on, but those written since.
+
+        Tiers list and delete in parallel; the call waits for each while it makes progress, and for
+        its timeout at most without. A tier that fails serves none of the old blocks until this
+        store is closed; what is left there is found by other processes, and after a restart.
+        """
         self.check_open()
-        return self._remover.clear(space)
+        removed = self._remover.clear(space)
+        if not removed.complete:
+            self.check_open()  # closed meanwhile
+        return removed
 
     def set_quota(self, space: bytes, limit: int) -> None:
         """Limit a namespace to ``limit`` bytes in each level that has a budget."""
@@ -236,6 +247,7 @@ class TieredStore(TieredReads):
             self._closed = True
         until = time.monotonic() + timeout
         self._reader.close()
+        self._remover.close()
         complete = self._flush(timeout)
         threads = [(tier, work) for tier in self.tiers for work in (tier.reading, tier.writing)]
         for tier, work in threads:
@@ -244,6 +256,7 @@ class TieredStore(TieredReads):
         for tier, work in threads:  # running calls end within the timeout, or the backend hangs
             work.join(min(left_until(until) or 0.0, tier.timeout - work.longest))
         self._reader.join(left_until(until) or 0.0)
+        self._remover.join(left_until(until) or 0.0)
         for tier in self.tiers:
             # Closing a backend that hangs may hang, too: do it in a daemon thread.
             closing = threading.Thread(target=tier.close, name=f"kvkeep {tier.name}", daemon=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import BackendFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from kvkeep.store.tiers.front import FrontMemory
     from kvkeep.store.tiers.loss_log import LossLog
@@ -53,7 +53,6 @@ class WriteQueue:
         self._losses = losses
         self._lock = threading.Lock()
         self._pending: dict[tuple[bytes, str], Pending] = {}
-        self._clearing: list[bytes] = []  # spaces that are being deleted, b"" for everything
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -70,9 +69,7 @@ class WriteQueue:
 
     def _is_deleting(self, tier: Tier, block: bytes) -> bool:
         pending = self._pending.get((block, tier.name))
-        if pending is not None and pending.deleting:
-            return True
-        return any(block.startswith(space) for space in self._clearing)
+        return pending is not None and pending.deleting
 
     @property
     def waits_for_deletions(self) -> bool:
@@ -218,13 +215,13 @@ class WriteQueue:
         """Return a new pending write of a block that ``source`` evicts, or None.
 
         None if the block is being written to ``target`` already: ``then`` is called with True. Also
-        None if ``source`` or ``target`` is deleting it, so that the demotion does not bring it
-        back: ``then`` is called with False.
+        None if ``source`` deletes or hides it, or ``target`` is deleting it, so that the demotion
+        does not bring it back: ``then`` is called with False.
         """
         key = (block, target.name)
         with self._lock:
             before = self._pending.get(key)
-            deleting = self._is_deleting(source, block)
+            deleting = self._is_deleting(source, block) or source.is_hidden(block)
             if before is None and not deleting:
                 self._pending[key] = pending = Pending(then)
                 return pending
@@ -319,14 +316,7 @@ class WriteQueue:
             then(False)
         return deletions, running
 
-    @contextmanager
-    def clearing(self, space: bytes) -> Iterator[list[bytes]]:
-        """Treat all blocks that begin with ``space`` as being deleted; yield the pending ones."""
+    def pending(self, space: bytes) -> list[bytes]:
+        """Return the blocks of a namespace with a write or deletion under way in any tier."""
         with self._lock:
-            self._clearing.append(space)
-            pending = [block for block, _ in self._pending if block.startswith(space)]
-        try:
-            yield list(dict.fromkeys(pending))
-        finally:
-            with self._lock:
-                self._clearing.remove(space)
+            return list({block: None for block, _ in self._pending if block.startswith(space)})
