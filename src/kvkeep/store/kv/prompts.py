@@ -331,8 +331,8 @@ class PromptStore(Store):
         `Removed.complete` says whether all tiers deleted their blocks; `Removed.failed` names the
         others. Memory of other processes, and their pending writes to shared tiers, are not
         reached. A concurrent `put` of the prompt comes before or after, as a whole or in part.
-        The blocks of a public prefix stay.
-        ``extra`` as in `put`.
+        The blocks of a public prefix stay; copies that the tenant stored before it was declared, or
+        while it was not, are deleted. ``extra`` as in `put`.
 
         Cost: about 1 µs a token, and one delete of as many names in each shared tier.
 
@@ -341,10 +341,11 @@ class PromptStore(Store):
             IllegalStep: the store is closed.
         """
         prompt = self._prompt(tokens, start, tenant, extra)
-        public = prompt.names.num_public * self.block_tokens  # not this tenant's to delete
         with closed_is_illegal():
             self._tiered.returns.conversations.forget(_chain(prompt), start)
-            return self._kept.remove(self._tiered, prompt._replace(start=max(start, public)))
+            # Public blocks are not this tenant's to delete; its own copies of them are.
+            private = prompt._replace(names=prompt.names.private())
+            return self._kept.remove(self._tiered, private)
 
     def clear(self, *, tenant: str | None = None) -> Removed:
         """Delete all blocks of a tenant in this store's namespace; see `Removed` for failures.
@@ -412,5 +413,5 @@ def _weights(names: TenantNames, config: StoreConfig) -> TenantWeights | None:
 
 def _chain(prompt: PromptBlocks) -> Chain:
     row, _, names = prompt
-    size, public = names.block_tokens, names.num_public
+    size, public = names.block_tokens, len(names.public)
     return Chain(names.root, names.full(row), size, len(row), row, public)
