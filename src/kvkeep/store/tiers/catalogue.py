@@ -106,6 +106,11 @@ class Catalogue:
             self._table.pins.unpin_expired(self._clock())
             return self._table.pins.bytes
 
+    def size(self, block: bytes) -> int | None:
+        """Return the bytes of a record; None if it is unknown."""
+        known = self._known(block)
+        return None if known is None else known.size
+
     def has_expired(self, block: bytes) -> bool:
         """Whether ``block`` is known and has expired."""
         known = self._known(block)

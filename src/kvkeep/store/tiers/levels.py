@@ -62,6 +62,16 @@ class Levels:
                 return level
         return None
 
+    def has_another_length(self, block: bytes, raw_bytes: int) -> bool:
+        """Whether a level is known to hold ``block`` with another length of raw KV; no I/O."""
+        lease = self.memory.lease(block)
+        if lease is not None:
+            length = len(lease.payload)
+            lease.release()
+            if length != raw_bytes:
+                return True
+        return any(tier.knows(block) and not tier.fits(block, raw_bytes) for tier in self.tiers)
+
     def price_of(self, level: int) -> float:
         """Return the price at which the write budget of tier ``level`` lasts, 0 without one."""
         budget = self.tier(level).backend.budget

@@ -12,7 +12,7 @@ from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.codecs import Damaged, OtherKey
 from kvkeep.store.tiers.known import REFUSED
 from kvkeep.store.tiers.record import HEADER_BYTES, BadRecord, OtherVersion
-from kvkeep.store.tiers.record_codec import NotForUs, RecordRoom, WrongSize
+from kvkeep.store.tiers.record_codec import NotForUs, RecordRoom, WrongSize, another_length
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -109,9 +109,8 @@ class RecordReader:
         """Verify and decode; a record that is damaged or not for this tier is a miss."""
         try:
             header, codec = self._records.verify(block, record)
-            if header.raw_bytes != raw_bytes:  # an intact record; the caller expects another length
-                self._calls.counters.count(refused=1)
-                return None
+            if header.raw_bytes != raw_bytes:
+                raise NotForUs(another_length(header.raw_bytes, raw_bytes))
             record = self._records.decode(codec, header, record, room)
         except (NotForUs, OtherVersion, OtherKey, MissingExtra) as other:
             self._refuse(block, str(other))

@@ -198,6 +198,11 @@ class Tier:
         """Whether ``block`` is known to be here; no I/O."""
         return block in self._known
 
+    def fits(self, block: bytes, raw_bytes: int) -> bool:
+        """Whether the record that is known may have so much raw KV (`RecordCodec.may_have`)."""
+        size = self.catalogue.size(block)
+        return size is None or self.records.may_have(raw_bytes, size)
+
     @property
     def serves_all(self) -> bool:
         """Whether `serves` is true of all blocks in the catalogue."""
@@ -280,7 +285,7 @@ class Tier:
         Only the header of ``record`` is changed. A shared backend is queried first: an existing
         record is not sent again.
         """
-        if self.knows(block):
+        if self.knows(block) and self.fits(block, len(record) - HEADER_BYTES):
             self.counters.count(already=1)
             return True
         if not self._known.wait_deleted(block, self.timeout):
@@ -320,7 +325,7 @@ class Tier:
             if call.failed:
                 return "write failed"
             self._calls.breaker("lookup", part).succeeded()
-            if there[0] is not None:
+            if there[0] is not None and self.records.may_have(len(record) - HEADER_BYTES, there[0]):
                 self.counters.count(already=1)
                 if self.indexed:
                     self.catalogue.add(block, there[0])

@@ -145,7 +145,7 @@ class TieredStore(TieredReads):
             exact = self.inexact.exact(before, blocks)
         request = StoreRequest(
             self._levels, self._queue, self._demoter,
-            raw_bytes=raw_bytes, fill=fill, until=until, exact=exact,
+            raw_bytes=raw_bytes, fill=fill, until=until, supersede=self.supersede, exact=exact,
         )  # fmt: skip
         with self._closed_is_illegal():
             request.store(blocks)
