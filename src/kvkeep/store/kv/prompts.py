@@ -350,7 +350,12 @@ class PromptStore(Store):
     def clear(self, *, tenant: str | None = None) -> Removed:
         """Delete all blocks of a tenant in this store's namespace; see `Removed` for failures.
 
-        Cost: that of listing every tier.
+        They are found no more from now on, what is put afterwards is. A tier that fails to list or
+        delete, or makes no progress for its timeout, is named in `Removed.failed`: it serves none
+        of the old blocks until this store is closed, but other processes find them there, and this
+        one after a restart, unless it is cleared again.
+
+        Cost: that of listing every tier, which they do in parallel.
         """
         space = self._names_of(tenant).space
         with closed_is_illegal():
