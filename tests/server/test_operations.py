@@ -172,7 +172,7 @@ def test_the_document_describes_what_there_is(server):
         "/v1/messages", "/v1/messages/count_tokens",
         "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}",
         "/tokenize", "/detokenize", "/health", "/livez", "/ready", "/metrics",
-        "/kv/stats", "/kv/clear", "/kv/remove", "/kv/tiers", "/kv/tiers/{name}",
+        "/kv/stats", "/kv/clear", "/kv/remove",
         "/kv/sessions/{session}", "/kv/explain", "/kv/explain/{id}", "/kv/requests", "/kv/summary",
         "/kv/live", "/kv/map", "/kv/map/{id}", "/kv/search", "/kv/usage", "/kv/cost",
     }  # fmt: skip
@@ -193,7 +193,7 @@ def test_the_examples_of_the_document_are_answered(server):
     asked = 0
     for path, operations in document["paths"].items():
         body = operations.get("post", {}).get("requestBody")
-        if body is None or path in ("/kv/map/{id}", "/kv/remove", "/kv/tiers"):  # they need a key
+        if body is None or path in ("/kv/map/{id}", "/kv/remove"):  # they need a key
             continue
         schema = body["content"]["application/json"]["schema"]["$ref"].rsplit("/", 1)[1]
         for example in document["components"]["schemas"][schema]["examples"]:

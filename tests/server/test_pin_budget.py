@@ -211,30 +211,3 @@ def test_nobody_takes_what_would_only_change_places():
     budget.keep(tokens_of(0, 5), a, [(5 * UNIT, 300.0)])
     assert budget.keep(tokens_of(0, 6), b, [(6 * UNIT, 300.0)]) == 4 * UNIT
     assert budget.by_tenant() == {"a": 5, "b": 4}
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_with_smaller_bounds_what_is_kept_stays_and_nothing_is_added(seed):
-    draw = random.Random(seed)
-    budget, pins, clock = one_budget(20, 50)
-    shrunk = 0
-    for _ in range(200):
-        clock.now += draw.choice([0, 1, 40])
-        budget.expire()
-        if draw.random() < 0.1:
-            most = draw.choice([0, 5, 30, 80])
-            budget.resize(draw.choice([0, 3, 10, 40]), most)
-            before = pins.units()
-            assert budget.units == sum(map(len, before.values())), "no pin ends by it"
-        before = budget.by_tenant()
-        tenant = draw.choice("abcd")
-        tokens = row(draw, draw.randrange(1, 100))
-        budget.keep(tokens, Namespace(tenant=tenant), [(len(tokens), draw.choice([60.0, 300.0]))])
-        budget.check()
-        after = budget.by_tenant()
-        assert after == {name: len(units) for name, units in pins.units().items()}
-        assert budget.units <= max(budget.most, sum(before.values()))
-        for name, units in after.items():
-            assert units <= max(budget.most_each, before.get(name, 0))
-        shrunk += budget.units > budget.most
-    assert shrunk

@@ -118,20 +118,6 @@ def test_beyond_the_budget_it_is_said_and_no_request_fails(tmp_path):
         assert said["unretained_tokens"] > 200
 
 
-def test_the_budget_follows_the_tiers(tmp_path):
-    tiers = ["memory://1MiB", f"file://{tmp_path}/small?size={room(40 * BLOCK)}"]
-    with serving(tiers, pin_share=0.1) as server:
-        most = server.service.tier_retention._budget.most_each * BLOCK
-        assert ask(server, 1, "24h")[1]["retained_tokens"] == most < 320
-        large = server.store.attach(f"file://{tmp_path}/large?size={room(400 * BLOCK)}")
-        kept = ask(server, 2, "24h", salt="b")[1]
-        assert (kept["retained_tokens"], kept["unretained_tokens"]) == (320, 0)
-        assert ask(server, 1, "24h")[1]["retained_tokens"] == 320
-        server.store.detach(large)
-        assert ask(server, 3, "24h", salt="c")[1]["retained_tokens"] <= most
-        assert ask(server, 2, "24h", salt="b")[1]["retained_tokens"] == 320, "what it has stays"
-
-
 def test_a_server_without_tiers_says_so(server):
     prompts = {"prompt": [prompt(1), prompt(2)], "max_tokens": 1, "prompt_cache_retention": "24h"}
     said = server.http.post("/v1/completions", json=prompts).json()["usage"]["kvkeep"]

@@ -204,23 +204,60 @@ def test_a_store_larger_than_its_memory(policy: Any, tmp_path: Path) -> None:
         store.check()
 
 
+@pytest.mark.parametrize("codec", ["raw", "lossless"])
 @pytest.mark.parametrize("size", [4000, 4095, 4097, 5000])
-def test_a_buffer_of_another_size_is_a_miss_that_harms_nothing(size: int, tmp_path: Path) -> None:
-    with opened("memory://1MiB", disk(tmp_path / "d")) as store:
-        store.put(KEYS[2:3], BLOCKS[2:3])
-    with opened("memory://1MiB", disk(tmp_path / "d")) as store:
-        assert store.get(KEYS[2:3], [memoryview(bytearray(size))]) == 0
-        assert store.stats()[1].counters["damaged"] == 0
-        assert get(store, KEYS[2:3], SIZES[2:3]) == 1
+def test_a_record_of_another_length_is_a_miss_that_the_next_put_replaces(
+    size: int, codec: str, tmp_path: Path
+) -> None:
+    key, other = KEYS[2:3], [bytes(range(250)) * 20]
+    urls = ("memory://1MiB", disk(tmp_path / "d", codec=codec))
+    with opened(*urls) as store:
+        store.put(key, BLOCKS[2:3])
+    with opened(*urls) as store:
+        assert store.get(key, [memoryview(bytearray(size))]) == 0
+        counters = store.stats()[1].counters
+        assert (counters["damaged"], counters["refused"]) == (0, 1)
+        assert store.lookup(key) == 0
+        (loss,) = store.losses(key)
+        assert loss is not None
+        assert (loss.tier, loss.what) == ("file", "refused")
+        assert f"another length: it has 4096 bytes, and the block {size}" in loss.detail
+        assert store.put(key, [other[0][:size]], wait=20) == 1
+    with opened(*urls) as store:
+        room = bytearray(size)
+        assert store.get(key, [memoryview(room)]) == 1
+        assert room == other[0][:size]
+        store.check()
 
 
-def test_a_buffer_of_another_size_gets_nothing_from_memory() -> None:
+def test_a_put_of_another_length_replaces_what_is_stored(tmp_path: Path) -> None:
+    """It need not be read before; memory and tier agree, whichever of them had it."""
+    key = KEYS[:1]
+    for opening in (False, True):
+        for size in (1000, 2000, 500):
+            with opened("memory://1MiB", disk(tmp_path / "d")) as store:
+                if opening and store.lookup(key):
+                    store.prefetch(key, [3000]).wait(20)
+                assert store.put(key, [bytes([size % 251]) * size], wait=20) == 1
+                room = bytearray(size)
+                assert store.get(key, [memoryview(room)]) == 1
+                assert room == bytes([size % 251]) * size
+                store.check()
+    assert len(records(tmp_path / "d")) == 1
+
+
+def test_memory_gives_no_record_of_another_length() -> None:
     with opened() as store:
-        store.put(KEYS[2:3], BLOCKS[2:3])
         for size in (4095, 4097):
+            assert store.put(KEYS[2:3], BLOCKS[2:3]) == 1
             room = bytearray(size)
             assert store.get(KEYS[2:3], [memoryview(room)]) == 0
             assert not any(room)
+            assert store.lookup(KEYS[2:3]) == 0
+            (loss,) = store.losses(KEYS[2:3])
+            assert loss is not None
+            assert loss.what == "refused"
+        assert store.put(KEYS[2:3], BLOCKS[2:3]) == 1
         assert get(store, KEYS[2:3], SIZES[2:3]) == 1
         store.check()
 

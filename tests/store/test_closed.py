@@ -17,7 +17,7 @@ from store_kv import GQA, disk, given, numbers, open_store, put
 from kvkeep.core.errors import IllegalStep
 from kvkeep.core.keys import Namespace, space_of
 from kvkeep.store import BlockStore, KVStore, Prefetch
-from kvkeep.store.tiers import BlockPrefetch, TailLimit, TieredStore, open_tier
+from kvkeep.store.tiers import BlockPrefetch, TailLimit, TieredStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,8 +62,6 @@ CALLS: dict[type, dict[str, Callable[[Any], object]]] = {
         "remove": lambda s: s.remove(TOKENS),
         "clear": lambda s: s.clear(),
         "watch": lambda s: s.watch(print),
-        "attach": lambda s: s.attach("memory://1MiB"),
-        "detach": lambda s: s.detach("file"),
         "flush": lambda s: s.flush(1.0),
         "__enter__": lambda s: s.__enter__(),
     },
@@ -89,8 +87,6 @@ CALLS: dict[type, dict[str, Callable[[Any], object]]] = {
         "remove": lambda s: s.remove(KEYS),
         "clear": lambda s: s.clear(),
         "watch": lambda s: s.watch(print),
-        "attach": lambda s: s.attach("memory://1MiB"),
-        "detach": lambda s: s.detach("file"),
         "flush": lambda s: s.flush(1.0),
         "__enter__": lambda s: s.__enter__(),
     },
@@ -117,8 +113,6 @@ CALLS: dict[type, dict[str, Callable[[Any], object]]] = {
         "set_quota": lambda s: s.set_quota(SPACE, 1 << 20),
         "announce": lambda s: s.announce(SPACE, "a"),
         "expect": lambda s: s.expect(SPACE),
-        "attach": lambda s: s.attach(open_tier("memory://1MiB")),
-        "detach": lambda s: s.detach("file"),
         "flush": lambda s: s.flush(1.0),
         "check_open": lambda s: s.check_open(),
     },
@@ -137,7 +131,7 @@ CALLS: dict[type, dict[str, Callable[[Any], object]]] = {
 ANSWERS: dict[type, set[str]] = {
     KVStore: {"close", "stats", "check", "root", "tiers", "shared", "snapshots"},
     BlockStore: {"close", "stats", "check", "shared"},
-    TieredStore: {"close", "stats", "check", "closed", "inherited", "idle", "names", "tiers"},
+    TieredStore: {"close", "stats", "check", "closed", "inherited", "idle"},
     Prefetch: {"done", "cancel", "start"},
     BlockPrefetch: {"done", "cancel"},
 }
@@ -211,10 +205,8 @@ def test_every_method_is_right_or_says_so_while_another_thread_closes(
             for _ in range(100_000):
                 try:
                     answer = CALLS[kind][name](one)
-                except IllegalStep as error:
-                    if "closed" in str(error):
-                        return
-                    answer = None  # the last tier below memory is not detached: that is an answer
+                except IllegalStep:
+                    return
                 except BaseException as error:  # noqa: BLE001 - it is told below
                     wrong.append(f"{name}: {error!r}")
                     return

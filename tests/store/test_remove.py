@@ -12,7 +12,7 @@ import pytest
 from store_kv import GQA, MODEL, disk, get, given, numbers, open_store, plain, put, quiet, records
 
 from faults import FaultyBackend
-from kvkeep.core.errors import InvalidValue
+from kvkeep.core.errors import IllegalStep, InvalidValue
 from kvkeep.store import KVStore
 from kvkeep.store.backends.disk import DiskBackend
 from kvkeep.store.backends.memory import MemoryBackend
@@ -370,7 +370,7 @@ def test_what_one_tier_deletes_moves_down_to_none_that_is_done(
         while (block, tiered.tiers[1].name) in tiered._queue._pending:
             time.sleep(0.001)
         place.go_on_slowly(0.2, "delete")
-        tiered._demoter.from_tier(1, block)
+        tiered._demoter.from_tier(tiered.tiers[0], block)
         removing.join(10)
         assert store.flush()
         assert store.lookup(LONG[:4]).tokens == 0
@@ -391,7 +391,7 @@ def test_what_a_tier_could_not_delete_does_not_move_down(
         assert store.remove(LONG[:4]).failed == (upper.name,)
         place.heal()
         upper.relist()
-        store._tiered._demoter.from_tier(1, block)
+        store._tiered._demoter.from_tier(upper, block)
         assert store.flush()
         assert store.lookup(LONG[:4]).tokens == 0
         assert not records(tmp_path / "low")
@@ -496,6 +496,109 @@ def test_clear_says_which_tier_failed(place: FaultyBackend) -> None:
         assert get(store, LONG) == 0
         assert store.clear().complete
         assert list(place.inner.list()) == []
+
+
+@pytest.mark.parametrize("budget", [None, 64 << 20])
+@pytest.mark.parametrize("how", ["fail", "hang"])
+def test_a_tier_that_cannot_list_serves_nothing_that_was_cleared(
+    how: str, budget: int | None, place: FaultyBackend, tmp_path: Path
+) -> None:
+    """It is in no catalogue; what is put since is served, and other tenants and tiers are whole."""
+    place.inner.capacity = place.capacity = budget
+    place.shared = True
+    with opened(place) as store:
+        put(store, LONG, wait=True)
+        put(store, LONG, tenant="b", wait=True)
+    place.fail("list")
+    with opened(place, disk(tmp_path / "good")) as store:
+        put(store, range(100, 108), wait=True)
+        assert get(store, LONG) == 20
+        if how == "hang":
+            place.heal()
+            place.hang("list")
+        removed = store.clear()
+        assert (removed.complete, removed.failed) == (False, ("faulty",))
+        assert [store.lookup(tokens).tokens for tokens in (LONG, range(100, 108))] == [0, 0]
+        assert [get(store, tokens) for tokens in (LONG, range(100, 108))] == [0, 0]
+        assert get(store, LONG, tenant="b") == 20
+        store.put(LONG[:12], other_kv(LONG[:12]), wait=True)
+        forgotten(store)
+        assert kind_of(store, LONG) == ("new", 12)
+        forgotten(store)
+        place.heal()
+        assert kind_of(store, LONG) == ("new", 12), "the others stay hidden"
+        store._tiered.tiers[0].breaker.of("list").succeeded()
+        assert store.clear().complete
+        assert get(store, LONG) == 0
+        put(store, LONG, wait=True)
+        forgotten(store)
+        assert get(store, LONG) == 20
+        store.check()
+
+
+def test_a_clearance_that_hangs_ends_and_keeps_no_other_tier_waiting(
+    place: FaultyBackend, tmp_path: Path
+) -> None:
+    with opened(place, disk(tmp_path / "good")) as store:
+        put(store, LONG, wait=True)
+        place.hang("list")
+        ended = threading.Event()
+        removed: list[Any] = []
+        clearing = threading.Thread(
+            target=lambda: (removed.append(store.clear()), ended.set()), daemon=True
+        )
+        clearing.start()
+        place.wait_inside("list")
+        while records(tmp_path / "good"):
+            time.sleep(0.001)
+        assert ended.wait(20), "it ends although the listing never does"
+        assert removed[0].failed == ("faulty",)
+        assert dict(removed[0].tiers)["file"] > 0
+        store.close(1.0)
+    place.heal()
+    for thread in threading.enumerate():
+        if thread.name.endswith("deleter"):
+            thread.join(10)
+    assert len(list(place.inner.list())) == 5, "nothing is deleted behind `close`"
+
+
+def test_a_write_that_began_before_is_not_served_after_a_clearance(place: FaultyBackend) -> None:
+    with opened(place) as store:
+        place.hang("put")
+        put(store, LONG[:4])
+        place.wait_inside("put")
+        assert store.clear().failed == ("faulty",), "the write hangs"
+        assert get(store, LONG[:4]) == 0
+        place.heal()
+        end = time.monotonic() + 20
+        while store._tiered._queue._pending:
+            assert time.monotonic() < end
+            time.sleep(0.005)
+        assert get(store, LONG[:4]) == 0
+        assert list(place.inner.list()) == []
+        store.put(LONG[:4], other_kv(LONG[:4]), wait=True)
+        forgotten(store)
+        assert kind_of(store, LONG[:4]) == ("new", 4)
+
+
+def test_closing_ends_a_clearance(place: FaultyBackend) -> None:
+    place.timeout = PATIENT
+    store = opened(place)
+    put(store, LONG, wait=True)
+    place.hang("list")
+    ends: list[Any] = []
+
+    def clear() -> None:
+        with pytest.raises(IllegalStep, match="closed"):
+            store.clear()
+        ends.append(time.monotonic())
+
+    clearing = threading.Thread(target=clear, daemon=True)
+    clearing.start()
+    place.wait_inside("list")
+    store.close(0.5)
+    clearing.join(PATIENT / 2)
+    assert ends
 
 
 # --- put with replace ------------------------------------------------------------------------

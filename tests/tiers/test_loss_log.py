@@ -442,7 +442,7 @@ def test_a_block_is_there_or_has_a_fate(folders, steps, exclusive, disk) -> None
             elif step == "r":
                 store.remove([name(number)])
             else:
-                store.clear()
+                store.clear(name(0)[:16])
             settle(store)
         for number in range(13):
             one = loss(store, number)

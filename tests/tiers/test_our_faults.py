@@ -273,33 +273,6 @@ def test_a_block_that_moves_up_while_memory_evicts_it(
     assert get(store, [0]) == 1
 
 
-def test_a_removal_that_ctrl_c_ended_does_not_stop_learning(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place = bench.disk()
-    place.shared = True
-    store = bench.store(16, place)
-    tier = store.tiers[0]
-    put(store, range(4), wait=20)
-    forget = Catalogue.forget
-
-    def interrupted(self: Catalogue, block: bytes) -> bool:
-        if self is tier.catalogue:
-            raise KeyboardInterrupt
-        return forget(self, block)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Catalogue, "forget", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            store.clear()
-    store.clear()
-    record = memoryview(bytearray(PAGE))
-    record[-RAW:] = content(name(7))
-    assert bench.tier(bench.disk()).save(name(7), record), "as another process does"
-    assert tier.probe([name(7)]) == {name(7)}
-    assert tier.knows(name(7))
-
-
 def test_no_room_is_a_failure_where_nothing_is_put(bench: Bench) -> None:
     """A backend that has no room for a note failed; the block before it was written."""
     place = bench.disk()

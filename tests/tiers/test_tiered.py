@@ -287,7 +287,7 @@ def test_what_is_deleted_is_not_pinned_any_more(bench: Bench) -> None:
     store = bench.store(8, bench.disk())
     put(store, range(3), wait=20)
     store.pins.pin([name(number) for number in range(3)], 60.0)
-    store.clear()
+    store.clear(name(0)[:16])
     assert [tier.pinned_bytes for tier in store.stats()] == [0, 0]
 
 
@@ -386,7 +386,7 @@ def test_clearing_a_namespace_leaves_others_where_nothing_is_known(bench: Bench)
     assert there(other.tiers[0]) == [0, 1, 2, 3]
     emptied(store)
     assert [get(store, range(4), space=space) for space in (0, 1)] == [0, 4]
-    assert other.clear().complete
+    assert other.clear(name(0, 1)[:16]).complete
     assert there(other.tiers[0]) == []
 
 

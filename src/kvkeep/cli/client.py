@@ -128,10 +128,6 @@ class Client:
         """Post ``body`` and return the reply; sent again if a kept connection breaks."""
         return self._request("POST", path, json.dumps(body).encode())
 
-    def delete(self, path: str) -> dict[str, Any]:
-        """Delete what ``path`` names, which is already quoted, and return the reply."""
-        return self._request("DELETE", path, None)
-
     def close(self) -> None:
         """Close the connection; the next request makes another."""
         if self._connection is not None:

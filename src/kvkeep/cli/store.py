@@ -6,7 +6,6 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from kvkeep.cli import store_server
 from kvkeep.cli.arguments import add_count, add_json, add_option, add_switch, byte_size, duration
 from kvkeep.core.errors import BackendFailed, reason
 from kvkeep.store.backends import TierURL
@@ -32,8 +31,7 @@ def add_parser(commands: Commands) -> None:
         help="list, verify and clean up the tiers of a store",
         description="List, verify and clean up the tiers of a store, also while servers use them. "
         "A tier is named by its URL: file:///var/lib/kvkeep, valkey://host:6379, "
-        "s3://bucket/prefix. The last three actions are for the tiers of a running server, which "
-        "is named by its address.",
+        "s3://bucket/prefix.",
     )
     actions = store.add_subparsers(title="actions", metavar="ACTION", required=True)
     action = _add(actions, "ls", "list namespaces, one per line")
@@ -68,7 +66,6 @@ def add_parser(commands: Commands) -> None:
     )
     add_switch(what, "--all", "remove all blocks")
     add_switch(action, "--yes", "do not ask for confirmation")
-    store_server.add_actions(actions)
 
 
 def _add(actions: Commands, name: str, what: str) -> argparse.ArgumentParser:

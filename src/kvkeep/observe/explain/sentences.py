@@ -24,7 +24,6 @@ _CAUSES = {
     "pressure": "when memory was short",
     "asked": "because a user requested it",
     "cleared": "when the cache was cleared",
-    "detached": "when the tier was detached",
     "dropped": "when the request that published them gave them up",
 }
 _WHY_NOT = {

@@ -97,10 +97,6 @@ class PinBudget:
             self._prune(path[-1])
         return pinned
 
-    def resize(self, most_each: int, most: int) -> None:
-        """Set other bounds. Pins beyond smaller ones stay until they end; none is added to them."""
-        self.most_each, self.most = most_each, most
-
     def _count(self, tokens: int) -> int:
         size = tokens * TOKEN_BYTES
         return -(-size // self._unit) if self._tails else size // self._unit

@@ -36,8 +36,7 @@ class TierRetention:
     """Pins stored prompts in every tier with a budget of its own, when they are written there.
 
     The pins of a namespace cover at most ``share`` of the largest tier, those of all at most half;
-    see `PinBudget` for what happens beyond. Tiers that are attached or detached count from the next
-    `keep` on. Each tier pins at most half of what it holds. So
+    see `PinBudget` for what happens beyond. Each tier pins at most half of what it holds. So
     `keep` promises what the budgets allow, and ``lost_tokens`` counts what could not be pinned.
 
     Thread safety: all methods. A thread of its own sets and ends the pins, since tiers may be slow.
@@ -55,37 +54,25 @@ class TierRetention:
     ) -> None:
         assert engine.store is not None, "a server without a store makes none"
         store = engine.store
-        self._store = store
-        self._share = share
         self._size = store.block_tokens
+        largest = max((tier.capacity or 0 for tier in store.stats().tiers), default=0)
+        blocks = largest // max(1, self._size * store.geometry.bytes_per_token)
+        most = int(blocks * share)
         self._lock = threading.Lock()
         self._pins = _TierPins(engine, store, self._lock, clock, after_s)
         self._budget = PinBudget(
             self._pins,
             unit=self._size,
             tails=True,
-            most_each=0,
-            most=0,
+            most_each=most,
+            most=max(most, int(blocks * ALL_SHARE)),
             clock=clock,
             weights=weights,
         )
-        self._sized_by: tuple[str, ...] = ()
-        self._fit()
         self.kept_tokens = 0
         """Tokens within the budgets since the start, again for each request."""
         self.unkept_tokens = 0
         """Tokens beyond the budgets since the start."""
-
-    def _fit(self) -> None:
-        """Size the budget by the tiers of this moment; a name is never given to a second tier."""
-        tiers = self._store.tiers
-        if tiers == self._sized_by:
-            return
-        self._sized_by = tiers
-        largest = max((tier.capacity or 0 for tier in self._store.stats().tiers), default=0)
-        blocks = largest // max(1, self._size * self._store.geometry.bytes_per_token)
-        most = int(blocks * self._share)
-        self._budget.resize(most, max(most, int(blocks * ALL_SHARE)))
 
     def keep(self, tokens: TokenArray, namespace: Namespace, keep: Keep) -> None:
         """Keep what ``keep`` wants of a prompt that is being stored; set its results.
@@ -100,7 +87,6 @@ class TierRetention:
         if not last:
             return
         with self._lock:
-            self._fit()
             keep.pinned_tokens = self._budget.keep(tokens, namespace, ends)
             keep.unpinned_tokens = last - keep.pinned_tokens
             self.kept_tokens += keep.pinned_tokens

@@ -5,19 +5,17 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
-from kvkeep.store.backends import Backend
 from kvkeep.store.blocks.pinning import pin_memory
 from kvkeep.store.blocks.shared import ClosedUse, SharedStores
 from kvkeep.store.blocks.stats import closed_is_illegal, seconds_of
 from kvkeep.store.blocks.timing import Timing
-from kvkeep.store.tiers import open_tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import TracebackType
 
     from kvkeep.store.blocks.timing import Operation
-    from kvkeep.store.tiers import Detached, TieredStore, TierSpec
+    from kvkeep.store.tiers import TieredStore
 
 __all__ = ["Store"]
 
@@ -40,15 +38,9 @@ class Store:
         super().__init_subclass__()
         cls._by_name = SharedStores(cls.__name__)
 
-    def __init__(
-        self,
-        tiered: TieredStore,
-        unit: str,
-        opening: Callable[[str | Backend], TierSpec] = open_tier,
-    ) -> None:
+    def __init__(self, tiered: TieredStore, unit: str) -> None:
         self.cost = tiered.cost
         self._tiered = tiered
-        self._opening = opening  # opens a tier for blocks of this store
         self._timing = Timing(unit)
         self._unpin: list[Callable[[], None]] = []  # undoes the pinning of memory
         self._shared_as: list[str] = []  # the name of a shared store until its user closes it
@@ -80,46 +72,6 @@ class Store:
         """
         self._tiered.check_open()
         return self._timing.watch(hook)
-
-    def attach(self, tier: str | Backend, *, below: str | None = None) -> str:
-        """Open ``tier``, a URL or a backend, and add it below the tier ``below``; return its name.
-
-        By default it is the lowest. Reads and writes use it from now on; it is listed in the
-        background. The name is the URL's scheme, with a number if this store had that name before.
-        Users of a shared store have the tier, too.
-
-        Raises:
-            InvalidValue: the URL is wrong, or no tier is called ``below``.
-            BackendFailed: the place cannot be opened.
-            IllegalStep: its place is attached already, or another tier is being attached or
-                detached; or the store is closed.
-        """
-        self._tiered.check_open()
-        spec = self._opening(tier)
-        try:
-            return self._tiered.attach(spec, below)
-        except BaseException:
-            if not isinstance(tier, Backend):
-                spec.backend.close()
-            raise
-
-    def detach(self, name: str, *, move: bool = True, timeout: float = 60.0) -> Detached:
-        """Remove the tier called ``name``; what it stores stays in its place.
-
-        New KV no longer goes there; what was queued is written, and what only this tier has is
-        copied to other tiers, as far as they have room without evicting (not if ``move`` is
-        False). It is read until then. Waits ``timeout`` seconds at most, and a second or two for
-        the backend to close. From a place without a budget (``valkey://``) nothing is copied.
-
-        If the tier is attached again, what it had is found again, but for what was removed from
-        the store meanwhile.
-
-        Raises:
-            InvalidValue: there is no such tier, or ``timeout`` is no time.
-            IllegalStep: it is the last one below memory, or another tier is being attached or
-                detached; or the store is closed.
-        """
-        return self._tiered.detach(name, move=move, timeout=seconds_of("timeout", timeout))
 
     def flush(self, timeout: float | None = 60.0) -> bool:
         """Wait until the slower tiers hold all blocks that were put before this call.

@@ -125,7 +125,8 @@ class BlockStore(Store):
     ) -> int:
         """Store each of ``buffers`` under its key; return how many leading blocks are stored now.
 
-        Blocks that are stored already count and are skipped. With ``wait``, return when the slower
+        Blocks that are stored already count and are skipped; those that are stored with another
+        length are replaced. With ``wait``, return when the slower
         tiers have written the blocks, or after that many seconds.
 
         Raises:

@@ -18,7 +18,7 @@ from kvkeep.store.identity import model_identity
 from kvkeep.store.tiers import note_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from kvkeep.core.extras import Extras
     from kvkeep.core.geometry import KVGeometry
@@ -135,15 +135,16 @@ class Names:
         space: the first bytes of every block id, which stand for the namespace.
         root_key: the key before the first block.
         extras: extras of the prompt; positions count from its first token.
-        public: the space of the first ``num_public`` blocks, which all tenants share.
+        public: the ids of the first blocks, if all tenants share them.
+        passed: the keys that these blocks have in this namespace, where they are not stored.
     """
 
     space: bytes
     root_key: bytes
     block_tokens: int
     extras: Extras = ()
-    public: bytes = b""
-    num_public: int = 0
+    public: tuple[bytes, ...] = ()
+    passed: tuple[bytes, ...] = ()
 
     @classmethod
     def of(cls, namespace: Namespace, block_tokens: int) -> Names:
@@ -154,19 +155,27 @@ class Names:
         """Return the names of a prompt with these extras."""
         return replace(self, extras=extras) if extras else self
 
-    def behind(self, public: Names, blocks: int, extras: Extras) -> Names:
-        """Return the names of a prompt whose first ``blocks`` blocks are ``public``'s.
+    def behind(self, shared: Names, tokens: TokenArray) -> Names:
+        """Return the names of a prompt that begins with the whole blocks ``tokens`` of ``shared``.
 
-        The first private block is chained to the public key before it and to the salt, which is
-        among the ``extras``, and has this tenant's space.
+        The others have the same names as if no block was shared. So what is declared public
+        decides which copy of the first blocks a prompt uses, and no name of a private block.
         """
-        return replace(
-            self,
-            root_key=public.root_key,
-            extras=extras,
-            public=public.space,
-            num_public=blocks,
-        )
+        keys = chain_keys(self.root_key, tokens.tobytes(), self.block_tokens * TOKEN_BYTES)
+        return replace(self, public=tuple(shared.full(tokens)), passed=tuple(keys))
+
+    def private(self) -> Names:
+        """Return the names of all blocks of the prompt in this namespace."""
+        return replace(self, public=(), passed=()) if self.public else self
+
+    def unshared(self, blocks: Sequence[bytes]) -> Sequence[bytes]:
+        """Return ``blocks`` of this prompt, each public one under its name in this namespace."""
+        if not self.public:
+            return blocks
+        names = {
+            block: self.space + key for block, key in zip(self.public, self.passed, strict=True)
+        }
+        return [names.get(block, block) for block in blocks]
 
     @property
     def root(self) -> bytes:
@@ -177,8 +186,8 @@ class Names:
         """Return the ids of a prompt's full blocks. Cost: about 1 µs a block of 256 tokens."""
         size = self.block_tokens * TOKEN_BYTES
         keys = chain_keys(self.root_key, tokens.tobytes(), size, self.extras)
-        shared = [self.public + key for key in keys[: self.num_public]]
-        return shared + [self.space + key for key in keys[self.num_public :]]
+        private = [self.space + key for key in keys]
+        return [*self.public[: len(private)], *private[len(self.public) :]]
 
     def head(self, row: TokenArray, at: int, blocks: list[bytes]) -> bytes:
         """Return the id of the tail that has the first token of block ``at`` of ``row`` alone.
@@ -197,11 +206,13 @@ class Names:
         blocks before them; with it, the last one is enough. The key of a tail is hashed as that of
         a block is. Cost: about 1 µs a tail.
         """
-        parent = blocks[-1][len(self.space) :] if blocks else self.root_key
-        digest = hashlib.sha256(parent)
-        raw = tokens.tobytes()
         if start is None:
             start = len(blocks) * self.block_tokens
+        parent = blocks[-1][len(self.space) :] if blocks else self.root_key
+        if blocks and start <= len(self.passed) * self.block_tokens:
+            parent = self.passed[start // self.block_tokens - 1]
+        digest = hashlib.sha256(parent)
+        raw = tokens.tobytes()
         extras = extras_between(self.extras, start, start + len(tokens)) if self.extras else ()
         ids = []
         for end in range(TOKEN_BYTES, len(raw) + 1, TOKEN_BYTES):
@@ -292,4 +303,4 @@ class TenantNames:
         placed = public.place(tokens, namespace, self._block_tokens, extras)
         if not placed.tokens:
             return names.having(extras)
-        return names.behind(self.shared(), placed.tokens // self._block_tokens, placed.extras)
+        return names.having(extras).behind(self.shared(), tokens[: placed.tokens])

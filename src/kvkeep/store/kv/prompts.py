@@ -23,7 +23,6 @@ from kvkeep.store.tiers import (
     Chain,
     TenantWeights,
     TieredStore,
-    open_tier,
     open_tiers,
 )
 
@@ -79,7 +78,7 @@ class PromptStore(Store):
         )
         if shares is not None:
             self._names.made = partial(_announce, tiered)
-        super().__init__(tiered, "tokens", partial(open_tier, shape=kept.block_shape))
+        super().__init__(tiered, "tokens")
         self._reporter = KVReporter(self.geometry.bytes_per_token, self._timing)
         self._pin_memory()
         for space, limit in limits.items():
@@ -332,8 +331,8 @@ class PromptStore(Store):
         `Removed.complete` says whether all tiers deleted their blocks; `Removed.failed` names the
         others. Memory of other processes, and their pending writes to shared tiers, are not
         reached. A concurrent `put` of the prompt comes before or after, as a whole or in part.
-        The blocks of a public prefix stay.
-        ``extra`` as in `put`.
+        The blocks of a public prefix stay; copies that the tenant stored before it was declared, or
+        while it was not, are deleted. ``extra`` as in `put`.
 
         Cost: about 1 µs a token, and one delete of as many names in each shared tier.
 
@@ -342,15 +341,21 @@ class PromptStore(Store):
             IllegalStep: the store is closed.
         """
         prompt = self._prompt(tokens, start, tenant, extra)
-        public = prompt.names.num_public * self.block_tokens  # not this tenant's to delete
         with closed_is_illegal():
             self._tiered.returns.conversations.forget(_chain(prompt), start)
-            return self._kept.remove(self._tiered, prompt._replace(start=max(start, public)))
+            # Public blocks are not this tenant's to delete; its own copies of them are.
+            private = prompt._replace(names=prompt.names.private())
+            return self._kept.remove(self._tiered, private)
 
     def clear(self, *, tenant: str | None = None) -> Removed:
         """Delete all blocks of a tenant in this store's namespace; see `Removed` for failures.
 
-        Cost: that of listing every tier.
+        They are found no more from now on, what is put afterwards is. A tier that fails to list or
+        delete, or makes no progress for its timeout, is named in `Removed.failed`: it serves none
+        of the old blocks until this store is closed, but other processes find them there, and this
+        one after a restart, unless it is cleared again.
+
+        Cost: that of listing every tier, which they do in parallel.
         """
         space = self._names_of(tenant).space
         with closed_is_illegal():
@@ -413,5 +418,5 @@ def _weights(names: TenantNames, config: StoreConfig) -> TenantWeights | None:
 
 def _chain(prompt: PromptBlocks) -> Chain:
     row, _, names = prompt
-    size, public = names.block_tokens, names.num_public
+    size, public = names.block_tokens, len(names.public)
     return Chain(names.root, names.full(row), size, len(row), row, public)

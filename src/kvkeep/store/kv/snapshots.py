@@ -253,9 +253,10 @@ class SnapshotTransfers:
         The blocks are a chain by their names, also where no layer keeps every token and there are
         no base records: longer prompts follow shorter ones in any case.
         """
-        self._followers.note(names.chain(tokens))
+        self._followers.note(names.names.unshared(names.chain(tokens)))
         for piece in pieces:
-            if piece.group != BASE:
+            shared = not piece.id.startswith(names.names.space)
+            if piece.group != BASE and not shared:
                 self._followers.note([names.end(piece.stop), piece.id])
 
     # --- get -------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ class KVTransfers:
             if replace:
                 old = prompt._replace(start=first * size)
                 failed = delete_from(tiered, old, self._followers, tiered.supersede).failed
-            self._followers.note([*full[:first], *blocks])
+            self._followers.note(names.unshared([*full[:first], *blocks]))
             before, known = full[:first], None
             if exact is None:
                 begun = inexact_from(tiered, names, row, full)
@@ -159,7 +159,7 @@ class KVTransfers:
             slower = (choice.overtaken(at, tiered.names[levels[count]]), *slower)
         if not count:
             return LoadedKV(None, 0, slower=slower)
-        self._followers.note(blocks[:count])
+        self._followers.note(names.unshared(blocks[:count]))
         if tiered.inexact:
             at, full = start // names.block_tokens, names.full(row)
             tiered.inexact.add(
@@ -202,7 +202,7 @@ class KVTransfers:
         if deadline is not None:
             until = time.monotonic() + seconds_of("deadline", deadline)
         found = find_stored(tiered, prompt, until)
-        self._followers.note(found.ids)
+        self._followers.note(prompt.names.unshared(found.ids))
         return TailRead(tiered, self._form, prompt, found, begin)
 
 

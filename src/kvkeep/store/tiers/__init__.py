@@ -46,7 +46,6 @@ from kvkeep.store.tiers.block_waits import SharedReturns
 from kvkeep.store.tiers.buffer import PROMPT_TOKENS, buffer_bytes
 from kvkeep.store.tiers.chains import Chain
 from kvkeep.store.tiers.counters import TierCounters, TierStats
-from kvkeep.store.tiers.detaching import Detached
 from kvkeep.store.tiers.loss_log import Loss, LossKind, LossLog, Miss
 from kvkeep.store.tiers.memory import MemorySpec, MemoryTier
 from kvkeep.store.tiers.notes import note_of
@@ -55,7 +54,6 @@ from kvkeep.store.tiers.opening import (
     TIERINGS,
     check_tiers,
     open_backend,
-    open_tier,
     open_tiers,
     tiering,
 )
@@ -76,7 +74,6 @@ __all__ = [
     "AdaptiveTiering",
     "BlockPrefetch",
     "Chain",
-    "Detached",
     "Exclusive",
     "Inclusive",
     "Loss",
@@ -104,7 +101,6 @@ __all__ = [
     "check_tiers",
     "note_of",
     "open_backend",
-    "open_tier",
     "open_tiers",
     "tiering",
 ]

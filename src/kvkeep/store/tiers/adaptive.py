@@ -153,7 +153,7 @@ class _Trial(ABC):
 
     def fit(self, sizes: Sequence[int]) -> None:
         """Set the capacity of each tier, in keys."""
-        tiers = [one for one, _ in self.tiers[: len(sizes)]]  # fewer: one was detached
+        tiers = [one for one, _ in self.tiers]
         tiers += [OrderedDict() for _ in sizes[len(tiers) :]]
         self.tiers = list(zip(tiers, sizes, strict=True))
         for kept, size in self.tiers:

@@ -106,6 +106,11 @@ class Catalogue:
             self._table.pins.unpin_expired(self._clock())
             return self._table.pins.bytes
 
+    def size(self, block: bytes) -> int | None:
+        """Return the bytes of a record; None if it is unknown."""
+        known = self._known(block)
+        return None if known is None else known.size
+
     def has_expired(self, block: bytes) -> bool:
         """Whether ``block`` is known and has expired."""
         known = self._known(block)
@@ -137,14 +142,6 @@ class Catalogue:
         with self._lock:
             known = [*self._table.blocks, *(row.block for row in self._table.packed)]
             return [block for block in known if space is None or block.startswith(space)]
-
-    def by_use(self) -> list[tuple[bytes, int]]:
-        """Return all blocks with the bytes of their records, the one used last first."""
-        with self._lock:
-            known: list[OrderedBlock | PackedRow] = [*self._table.blocks.values()]
-            known += self._table.packed
-        known.sort(key=lambda one: (one.used, one.serial), reverse=True)
-        return [(one.block, one.size) for one in known]
 
     def may_free(self, needed: int) -> bool:
         """Whether ``needed`` bytes could be freed, if held blocks are freed in time."""

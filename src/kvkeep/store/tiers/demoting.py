@@ -84,14 +84,13 @@ class Demoter:
 
     def target(self, block: bytes, move: Demote) -> Tier | None:
         """Return the tier that memory demotes ``block`` to: exact ones do not take lossy KV."""
-        first = self._levels.target(move.target)
+        first = self._levels.tier(move.target)
         if not self._levels.mixed:
             return first
         lease = self._levels.memory.lease(block)
         if lease is None:
             return first
-        active = self._levels.active
-        below = active[min(move.target, len(active)) - 1 :]
+        below = self._levels.tiers[move.target - 1 :]
         try:
             return next((tier for tier in below if not tier.records.refuses(lease.record)), None)
         finally:
@@ -106,7 +105,7 @@ class Demoter:
         if isinstance(move, Drop):
             self._note_refused(move)
             return
-        tier = self._levels.target(move.target)
+        tier = self._levels.tier(move.target)
         deleting = self._queue.is_deleting(tier, block)
         if not deleting and self._queue.is_pending(tier, block):
             self._queue.write(tier, block, 0.0, self._count)  # waits for the pending one
@@ -117,7 +116,7 @@ class Demoter:
     def _note_refused(self, move: Drop) -> None:
         """Record that a tier refused the dropped block, which it admits after more touches."""
         if move.refused is not None:
-            tier = self._levels.target(move.refused)
+            tier = self._levels.tier(move.refused)
             if not tier.knows(move.block):
                 self._levels.losses.note([move.block], tier.name, "refused", move.why)
                 if move.why == "write budget":
@@ -129,14 +128,12 @@ class Demoter:
         Reads in this thread and writes in one of the lower tier. Waits only a share of the timeout:
         a lower tier that hangs must not stop the one above it.
         """
-        active = self._levels.active  # at one moment: a tier may be attached or detached just now
-        if source not in active:  # it is being detached, or opened
-            return
-        move = self._planner.evict(block, active.index(source) + 1)
+        tiers = self._levels.tiers
+        move = self._planner.evict(block, tiers.index(source) + 1)
         if isinstance(move, Drop):
             self._note_refused(move)
             return
-        below = active[move.target - 1 :]
+        below = tiers[move.target - 1 :]
         if not source.codec.exact:  # what it has is not for exact tiers
             below = tuple(tier for tier in below if not tier.codec.exact)
         if not below:
@@ -164,8 +161,7 @@ class Demoter:
             target.health.unwritable(block)
             or target.health.stuck_for() > _PATIENCE * target.timeout
         )
-        # A hidden block must not be served, so it must not be copied either.
-        record = None if stuck or source.is_hidden(block) else self._fetch(source, block)
+        record = None if stuck else self._fetch(source, block)
         if record is None:
             lost()
             return

@@ -165,7 +165,7 @@ class FetchBack(FetchMoves):
         return block in self._front
 
     def copy(self, move: Copy) -> bool:
-        tier, block = self._levels.target(move.target), move.block
+        tier, block = self._levels.tier(move.target), move.block
         if self._closed or time.monotonic() > self._until:
             return False
         if tier.writing.unfinished > _OTHERS or tier.health.unwritable(block):

@@ -5,7 +5,10 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Literal
+
+from kvkeep.core.keys import SPACE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -15,17 +18,39 @@ if TYPE_CHECKING:
 __all__ = ["KnownBlocks"]
 
 _HIDDEN_KEPT = 1 << 16
+_ANEW_KEPT = 1 << 16
 _DELETED_KEPT = 1 << 14
 _UNDELETED_KEPT = 1 << 16
+
+
+Hidden = Literal["refused", "removed", "rewriting"]
+"""Why a block is hidden: its record is not for this tier; it may be left after a removal; or that,
+and a write that began afterwards replaces it now."""
+REFUSED: Final = "refused"
+REMOVED: Final = "removed"
+REWRITING: Final = "rewriting"
+
+
+@dataclass(slots=True)
+class _Cleared:
+    """A cleared namespace: all its blocks are hidden, but those that were written since."""
+
+    number: int
+    anew: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
 
 
 class KnownBlocks:
     """The catalogue of an indexed tier, the blocks hidden from it, and those being deleted.
 
     A hidden block counts as missing, whatever the backend holds, until it is written anew: this
-    tier must not serve its record, or could not delete it.
+    tier must not serve its record, or could not delete it. A namespace is hidden while it is being
+    cleared, and stays so if that fails; only writes that begin afterwards are served.
 
-    Thread safety: all methods.
+    Memory has a bound, beyond which more is hidden rather than less: of more than 65,536 removed
+    blocks that may be left, the namespace of the oldest is hidden; and of more than 65,536 blocks
+    written since a namespace was cleared, the oldest are.
+
+    Thread safety: all methods. Memory: about 300 bytes for each namespace whose clearance failed.
 
     Attributes:
         indexed: whether the backend has a budget; its blocks are then listed once and tracked.
@@ -34,7 +59,9 @@ class KnownBlocks:
     def __init__(self, catalogue: Catalogue, *, indexed: bool) -> None:
         self.catalogue = catalogue
         self.indexed = indexed
-        self._hidden: OrderedDict[bytes, None] = OrderedDict()
+        self._hidden: OrderedDict[bytes, Hidden] = OrderedDict()
+        self._cleared: dict[bytes, _Cleared] = {}  # by namespace
+        self._clears = 0
         self._deleted_one = threading.Condition()
         self._deleting: dict[bytes, int] = {}  # block → deletions that run
         self._deletions = 0  # ended so far
@@ -44,28 +71,70 @@ class KnownBlocks:
         self._replacing: set[bytes] = set()  # were undeleted, and are being written
 
     def __contains__(self, block: object) -> bool:
-        return self.indexed and block in self.catalogue and block not in self._hidden
+        if not self.indexed or block not in self.catalogue:
+            return False
+        assert isinstance(block, bytes)
+        return not self._hides(block)
 
     @property
     def any_hidden(self) -> bool:
-        """Whether there are hidden blocks."""
-        return bool(self._hidden)
+        """Whether there may be hidden blocks."""
+        return bool(self._hidden or self._cleared)
 
     def is_hidden(self, block: bytes) -> bool:
         """Whether ``block`` counts as missing, whatever the backend holds."""
-        return block in self._hidden
+        return self._hides(block)
 
-    def hide(self, blocks: Sequence[bytes]) -> None:
-        """Treat ``blocks`` as missing until they are written anew."""
-        hidden = self._hidden
-        for block in blocks:
-            hidden[block] = None
-        while len(hidden) > _HIDDEN_KEPT:
-            hidden.popitem(last=False)
+    def _hides(self, block: bytes) -> bool:
+        if block in self._hidden:
+            return True
+        cleared = self._cleared.get(block[:SPACE_BYTES]) if self._cleared else None
+        return cleared is not None and block not in cleared.anew
+
+    def hide(self, blocks: Iterable[bytes], why: Hidden = REMOVED) -> None:
+        """Treat ``blocks`` as missing until a write that begins later has ended."""
+        with self._deleted_one:
+            hidden = self._hidden
+            for block in blocks:
+                hidden[block] = why
+                if len(hidden) > _HIDDEN_KEPT:
+                    oldest, reason = hidden.popitem(last=False)
+                    if reason != REFUSED:
+                        space = oldest[:SPACE_BYTES]
+                        anew = self._hide_space(space, self._cleared.get(space)).anew
+                        anew.pop(oldest, None)
+
+    def hide_space(self, space: bytes) -> int:
+        """Hide all blocks of a namespace but those that are written from now on.
+
+        Returns the number of this clearance, for `removal` and `reveal`.
+        """
+        with self._deleted_one:
+            return self._hide_space(space).number
+
+    def _hide_space(self, space: bytes, before: _Cleared | None = None) -> _Cleared:
+        self._clears += 1  # `reveal` of an earlier clearance does nothing from now on
+        cleared = self._cleared[space] = _Cleared(self._clears)
+        if before is not None:
+            cleared.anew = before.anew
+        return cleared
+
+    def reveal(self, space: bytes, number: int) -> None:
+        """End the clearance ``number``, as none of the namespace's old blocks is left."""
+        with self._deleted_one:
+            cleared = self._cleared.get(space)
+            if cleared is not None and cleared.number == number:
+                del self._cleared[space]
 
     def written(self, block: bytes) -> None:
-        """Record that ``block`` was written anew, so it is no longer hidden."""
-        self._hidden.pop(block, None)
+        """Record that a write begun by `wait_deleted` has ended: ``block`` is hidden no longer.
+
+        It stays hidden if it was hidden after the write began.
+        """
+        if block in self._hidden:
+            with self._deleted_one:
+                if self._hidden.get(block) == REWRITING:
+                    del self._hidden[block]
         self._replacing.discard(block)
 
     def not_written(self, block: bytes, *, maybe: bool) -> None:
@@ -73,6 +142,8 @@ class KnownBlocks:
 
         ``maybe``: the backend may have the record nevertheless, so it has to be deleted.
         """
+        if block in self._hidden:
+            self.hide([block])
         if maybe or block in self._replacing:
             self._replacing.discard(block)
             self.keep_undeleted([block])
@@ -118,14 +189,29 @@ class KnownBlocks:
                 self._end(blocks)
 
     @contextmanager
-    def removal(self, blocks: Sequence[bytes]) -> Iterator[None]:
-        """Forget ``blocks``, which the backend deletes within the ``with`` block."""
-        with self.deletion(blocks):
+    def removal(
+        self, blocks: Sequence[bytes], cleared: int | None = None
+    ) -> Iterator[Sequence[bytes]]:
+        """Forget ``blocks``, which the backend deletes within the ``with`` block.
+
+        Yields those to delete. For the clearance of that number they are of one namespace, and
+        those that were written since are left out: all, if it was cleared again.
+        """
+        old: list[bytes] = []
+        with self.deletion(old):
             with self._deleted_one:
-                self._begin(blocks)
-            for block in blocks:
+                old += blocks if cleared is None else self._not_anew(blocks, cleared)
+                self._begin(old)
+            for block in old:
                 self.catalogue.forget(block)
-            yield
+            yield old
+
+    def _not_anew(self, blocks: Sequence[bytes], number: int) -> list[bytes]:
+        """Return those of ``blocks`` that were not written since a clearance, under the lock."""
+        cleared = self._cleared.get(blocks[0][:SPACE_BYTES]) if blocks else None
+        if cleared is None or cleared.number != number:
+            return []
+        return [block for block in blocks if block not in cleared.anew]
 
     def wait_deleted(self, block: bytes, timeout: float) -> bool:
         """Wait until no deletion of ``block`` runs, so that it can be written; False if one does.
@@ -133,7 +219,8 @@ class KnownBlocks:
         Otherwise the deletion could remove the new record. For the same reason, a failed deletion
         of an older record is not repeated from then on. Call `written` or `not_written` at the end.
         """
-        if block not in self._deleting and block not in self._undeleted:
+        hidden = self._hides(block)
+        if block not in self._deleting and block not in self._undeleted and not hidden:
             return True
         with self._deleted_one:
             if not self._deleted_one.wait_for(lambda: block not in self._deleting, timeout):
@@ -141,6 +228,13 @@ class KnownBlocks:
             if block in self._undeleted:
                 del self._undeleted[block]
                 self._replacing.add(block)
+            if self._hides(block):
+                self._hidden[block] = REWRITING
+                cleared = self._cleared.get(block[:SPACE_BYTES])
+                if cleared is not None:
+                    cleared.anew[block] = None
+                    while len(cleared.anew) > _ANEW_KEPT:
+                        cleared.anew.popitem(last=False)
             return True
 
     def keep_undeleted(self, blocks: Iterable[bytes]) -> None:

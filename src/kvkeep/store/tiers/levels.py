@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from itertools import takewhile
-from typing import TYPE_CHECKING, NamedTuple, SupportsIndex
+from typing import TYPE_CHECKING
 
 from kvkeep.store.tiers.loss_log import Loss
 from kvkeep.store.tiers.record import HEADER_BYTES
@@ -17,42 +17,14 @@ if TYPE_CHECKING:
     from kvkeep.store.tiers.planner import Planner
     from kvkeep.store.tiers.tier import Tier
 
-__all__ = ["LevelNames", "Levels"]
+__all__ = ["Levels"]
 
 _PROBES = (1, 16, 64, 256)  # blocks per query: few at first, because most prompts are missing
 _NEVER = Loss("", "never", None, "")
 
 
-class LevelNames(tuple[str, ...]):
-    """The names of all levels, fastest first; a level beyond them has the name of the last.
-
-    A block may have been found in a tier that was attached after the names were read.
-    """
-
-    __slots__ = ()
-
-    def __getitem__(self, level: SupportsIndex) -> str:  # type: ignore[override]
-        """Return the name of ``level``."""
-        return super().__getitem__(min(int(level), len(self) - 1))
-
-
-class _Table(NamedTuple):
-    """The tiers at one moment, and what follows from them."""
-
-    tiers: tuple[Tier, ...]
-    active: tuple[Tier, ...]
-    levels: tuple[tuple[int, Tier], ...]
-    mixed: bool
-    expiring: tuple[FrontMemory | Tier, ...]
-    names: LevelNames
-
-
 class Levels:
     """Finds blocks over all levels. Level 0 is memory, the others are ``tiers``, fastest first.
-
-    Tiers may be attached and detached while they are used (`arrange`). So a level that was found,
-    or planned, a moment ago may be that of another tier now: for reads it says only which tier to
-    ask first, and a move then goes to a neighbour. There always is a tier if there ever was one.
 
     ``using`` is called with the arguments of `used`, before the order of blocks changes.
 
@@ -71,79 +43,45 @@ class Levels:
         self.planner = planner
         self.losses = losses
         self._using = using
-        self.arrange(tiers)
+        self.tiers = tuple(tiers)
+        """Those below memory."""
+        self.mixed = len({tier.codec.exact for tier in tiers}) == 2
+        """Whether some tiers are exact and others are not."""
         planner.policy.attend(self.price_of)
 
-    def arrange(self, active: Sequence[Tier], leaving: Sequence[Tier] = ()) -> None:
-        """Have these tiers from now on, fastest first; those ``leaving`` are read, not written."""
-        tiers = (*active, *leaving)
-        places: tuple[FrontMemory | Tier, ...] = (self.memory, *tiers)
-        self._table = _Table(
-            tiers,
-            tuple(active),
-            tuple(enumerate(tiers, start=1)),
-            len({tier.codec.exact for tier in tiers}) == 2,
-            tuple(one for one in places if one.catalogue.ttl is not None),
-            LevelNames((self.memory.name, *(tier.name for tier in tiers))),
-        )
-        self.planner.resize(len(active))
-
-    @property
-    def tiers(self) -> tuple[Tier, ...]:
-        """The tiers that can be read, at this moment."""
-        return self._table.tiers
-
-    @property
-    def active(self) -> tuple[Tier, ...]:
-        """The leading ones of them, which are also written."""
-        return self._table.active
-
-    @property
-    def mixed(self) -> bool:
-        """Whether some tiers are exact and others are not."""
-        return self._table.mixed
-
-    @property
-    def names(self) -> LevelNames:
-        """The names of all levels, fastest first."""
-        return self._table.names
-
     def tier(self, level: int) -> Tier:
-        """Return the tier at ``level``, 1 or lower; the last one, if there are fewer by now."""
-        tiers = self.tiers
-        return tiers[min(level, len(tiers)) - 1]
-
-    def target(self, level: int) -> Tier:
-        """Return the tier that moves to ``level`` are written to, as `tier`, but not one leaving.
-
-        So a move that was planned before a tier was detached goes to another one.
-        """
-        active = self.active
-        return active[min(level, len(active)) - 1]
-
-    def number(self, name: str) -> int | None:
-        """Return the level of the tier ``name`` that is written; None: there is none any more."""
-        return next((at for at, one in enumerate(self.active, start=1) if one.name == name), None)
+        """Return the tier at ``level``, 1 or lower."""
+        return self.tiers[level - 1]
 
     def level_of(self, block: bytes) -> int | None:
         """Return the fastest level known to serve ``block`` now, None for none; no I/O."""
         if block in self.memory:
             return 0
-        for level, tier in self._table.levels:
+        for level, tier in enumerate(self.tiers, start=1):
             if tier.serves(block):
                 return level
         return None
 
+    def has_another_length(self, block: bytes, raw_bytes: int) -> bool:
+        """Whether a level is known to hold ``block`` with another length of raw KV; no I/O."""
+        lease = self.memory.lease(block)
+        if lease is not None:
+            length = len(lease.payload)
+            lease.release()
+            if length != raw_bytes:
+                return True
+        return any(tier.knows(block) and not tier.fits(block, raw_bytes) for tier in self.tiers)
+
     def price_of(self, level: int) -> float:
         """Return the price at which the write budget of tier ``level`` lasts, 0 without one."""
-        tiers = self.tiers
-        budget = tiers[level - 1].backend.budget if level <= len(tiers) else None
+        budget = self.tier(level).backend.budget
         return 0.0 if budget is None else budget.price()
 
     def holders(self, block: bytes) -> list[int]:
         """Return all levels known to hold ``block``, fastest first; no I/O."""
         levels = [0] if block in self.memory else []
-        return levels + [level for level, tier in self._table.levels if tier.knows(block)]
+        below = enumerate(self.tiers, start=1)
+        return levels + [level for level, tier in below if tier.knows(block)]
 
     def locate(self, blocks: Sequence[bytes], until: float | None = None) -> list[int]:
         """Return the level of each leading block, up to the first that is missing.
@@ -201,7 +139,7 @@ class Levels:
 
     def _to_query(self, until: float | None) -> Iterator[tuple[int, Tier, float | None]]:
         """Yield the tiers to query, and until when: each leaves time for those behind it."""
-        tiers = [(level, tier) for level, tier in self._table.levels if tier.queried]
+        tiers = [(level, tier) for level, tier in enumerate(self.tiers, start=1) if tier.queried]
         for number, (level, tier) in enumerate(tiers):
             now = time.monotonic()
             share = None if until is None else now + (until - now) / (len(tiers) - number)
@@ -232,7 +170,8 @@ class Levels:
             lost_here = last is not None and last.tier == tier.name and not tier.knows(block)
             if tier.may_hold(block) and not lost_here:
                 return trouble
-        for place in self._table.expiring:
+        places: tuple[FrontMemory | Tier, ...] = (self.memory, *self.tiers)
+        for place in places:
             ended = place.catalogue.expired_at(block)
             if ended is not None:
                 return Loss(place.name, "removed", ended, "ttl")
@@ -253,9 +192,10 @@ class Levels:
         The size of a block is the average in that level, or ``record_bytes`` if it holds none.
         """
         room: list[int | None] = []
-        tiers = self.active
-        capacities = [self.memory.capacity, *(tier.backend.capacity for tier in tiers)]
-        catalogues: list[FrontOrder] = [self.memory.catalogue, *(tier.catalogue for tier in tiers)]
+        capacities = [self.memory.capacity, *(tier.backend.capacity for tier in self.tiers)]
+        catalogues: list[FrontOrder] = [
+            self.memory.catalogue, *(tier.catalogue for tier in self.tiers)
+        ]  # fmt: skip
         for capacity, catalogue in zip(capacities, catalogues, strict=True):
             held = len(catalogue)
             size = catalogue.total_bytes // held if held else record_bytes

@@ -104,7 +104,9 @@ class Listing:
     def _listed(self) -> Iterator[Listed]:
         # An exception of this generator's consumer never reaches the `with` statement.
         with self._calls.to("list", "list") as call:
-            yield from self._backend.list()
+            for item in self._backend.list():
+                call.due = time.monotonic() + self._backend.timeout  # it makes progress
+                yield item
         if call.failed:
             raise _ListFailed
 
@@ -160,15 +162,21 @@ class Listing:
         if self._excess > 0:
             writing.submit(evict, 0)
 
-    def blocks(self, within: bytes) -> tuple[set[bytes], bool]:
-        """Return the ids in the backend that begin with ``within``, and whether those are all."""
+    def blocks(self, space: bytes, proceed: Callable[[], bool]) -> tuple[set[bytes], bool]:
+        """Return the ids of a namespace in the backend, and whether those are all.
+
+        ``proceed`` is called for each record that is listed; False ends the listing.
+        """
         found: set[bytes] = set()
-        if not self._calls.breaker("list").allows():
+        self._calls.report_hung("list")
+        if not self._calls.allowed("list"):
             return found, False
         try:
             for item in self._listed():
-                if item.block.startswith(within):
+                if item.block.startswith(space):
                     found.add(item.block)
+                if not proceed():
+                    return found, False
         except _ListFailed:
             return found, False
         return found, True

@@ -31,14 +31,12 @@ class Miss:
     - "evicted": deleted to make room. The name of the tier's eviction policy.
     - "dropped": never written. "queue full", "no room", "write failed", "breaker" (the circuit
       breaker is open), "no time" (the tier above had to delete it at once), "write budget"
-      (the tier's write budget is spent), "detached" (the tier takes no more writes), "fault" (a bug
-      of kvkeep; the log has the traceback).
+      (the tier's write budget is spent), "fault" (a bug of kvkeep; the log has the traceback).
     - "refused": "admission" (the tiering policy admits it later, or never); "write budget" (the
       budget is short, and kept for blocks that are worth more); "answer" (generated
       tokens, where only prompts are stored); "unread" (generated tokens, where answers like this
       one are never read again); else why the tier does not serve this record.
-    - "removed": "cleared" or "removed" by request, "ttl" (expired), "gone" (deleted by others),
-      "detached" (the tier was, and has them still).
+    - "removed": "cleared" or "removed" by request, "ttl" (expired), "gone" (deleted by others).
     - "damaged": the record did not verify.
     - "unavailable": "breaker" (the circuit breaker is open), or the error.
     - "late": the tier did not answer in time; "not asked" if it was not asked, since its answers
@@ -133,10 +131,6 @@ class LossLog:
                 last.move_to_end(block)
         if what == "dropped" and blocks:
             self.dropping(tier, detail)
-
-    def attach(self, tier: str) -> None:
-        """Count losses in ``tier``, which was attached, as those below all others."""
-        self._rank[tier] = len(self._rank)
 
     def of(self, block: bytes) -> Loss | None:
         """Return the last loss of ``block``, None if none is recorded."""

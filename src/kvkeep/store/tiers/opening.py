@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvkeep.store.tiers.tiering import TieringPolicy
 
 __all__ = [
-    "TIERINGS", "TIER_OPTIONS", "check_tiers", "open_backend", "open_tier", "open_tiers", "tiering",
+    "TIERINGS", "TIER_OPTIONS", "check_tiers", "open_backend", "open_tiers", "tiering",
 ]  # fmt: skip
 
 TIER_OPTIONS = (
@@ -159,16 +159,6 @@ def open_tiers(
     behind = [tier for tier in below if isinstance(tier, TierSpec)]
     _name_apart(memory, behind)
     return memory, behind
-
-
-def open_tier(place: str | Backend, shape: BlockShape | None = None) -> TierSpec:
-    """Open one tier below memory, to be attached to a store; its name is the scheme.
-
-    Raises as `open_tiers` does.
-    """
-    spec = _open(place, shape or BlockShape(), first=False)
-    assert isinstance(spec, TierSpec)
-    return spec
 
 
 def check_tiers(

@@ -90,13 +90,6 @@ class Planner:
         self._until_fit = 0  # blocks that may be requested before `fit` is due
         self._pause = _FIRST_PAUSE
 
-    def resize(self, tiers: int) -> None:
-        """Have ``tiers`` tiers below memory from now on; `fit` is due."""
-        with self._lock:
-            if tiers != self.tiers:
-                self.tiers = tiers
-                self._until_fit, self._pause = 0, _FIRST_PAUSE
-
     @property
     def fit_due(self) -> bool:
         """Whether `fit` is to be called before the next `requested`."""

@@ -41,7 +41,7 @@ class PromptHolds:
 
     def add(self, tier: Tier, block: bytes) -> Callable[[bool], None]:
         """Register a write of ``block`` to ``tier``; return the callback for its end."""
-        self._begin(self._tiers.setdefault(tier.name, tier))  # it may have been attached since
+        self._begin(tier)
         with self._lock:
             self._count[tier.name] += 1
             self._left[tier.name] += 1
@@ -64,7 +64,7 @@ class PromptHolds:
 
         The block may cause demotions, and those evict blocks in any tier.
         """
-        for tier in list(self._tiers.values()):
+        for tier in self._tiers.values():
             self._begin(tier)
 
     def _begin(self, tier: Tier) -> None:

@@ -16,6 +16,7 @@ from kvkeep.store.tiers.inexact import BEHIND, EXACT, origin
 from kvkeep.store.tiers.prompt_holds import PromptHolds
 from kvkeep.store.tiers.prompt_moves import ReadMoves
 from kvkeep.store.tiers.record import HEADER_BYTES
+from kvkeep.store.tiers.record_codec import another_length
 from kvkeep.store.tiers.shared_read import SharedRead
 from kvkeep.store.tiers.spare_buffers import SpareBuffers
 from kvkeep.store.tiers.workers import Workers
@@ -115,10 +116,10 @@ class Reader:
         tier, block = read.source, read.block
         with suppress(BackendFailed):  # the memory was closed meanwhile
             if tier is not None and read.stays and block in self._memory:
-                level = self.levels.number(tier.name)
+                level = self.levels.tiers.index(tier) + 1
                 # A lossy tier keeps its copy: an exact one would not take it back from memory, and
-                # to encode it again would add to its error. So does one that is being detached.
-                if level and self.levels.planner.leaves(level) and tier.codec.exact:
+                # to encode it again would add to its error.
+                if self.levels.planner.leaves(level) and tier.codec.exact:
                     tier.writing.submit(partial(self.queue.move_out, tier, block))
                 self._demoter.demote_ahead()
 
@@ -284,8 +285,8 @@ class ReadRequest(ReadMoves):
                 if lease is None or self._replaced(blocks):
                     break
                 payload = lease.payload
-                if len(payload) != self._raw_bytes[count]:
-                    break  # from memory, where it was stored with another length
+                if not self._has_length(blocks[count], payload, self._raw_bytes[count]):
+                    break
                 name = self._source(ahead[0])
                 self._sources.append(self._given(blocks[count], lease, name))
                 self._sink(count, payload)
@@ -337,8 +338,7 @@ class ReadRequest(ReadMoves):
         self._reader.copies.begin()
         try:
             for payload, size in zip(payloads, self._raw_bytes[at:], strict=False):
-                # else it was stored with another length
-                if len(payload) != size or ends(blocks):
+                if not self._has_length(blocks[at], payload, size) or ends(blocks):
                     break
                 sources.append(self._given(blocks[at], run[at - first], name))
                 sink(at, payload)
@@ -352,6 +352,18 @@ class ReadRequest(ReadMoves):
             read = sum(map(len, payloads)) + HEADER_BYTES * len(payloads)
             memory.counters.count(hits=len(payloads), read_bytes=read)
         return at
+
+    def _has_length(self, block: bytes, payload: memoryview, raw_bytes: int) -> bool:
+        """Whether ``payload``, of memory, is that long; else it is not this block, and deleted."""
+        if len(payload) == raw_bytes:
+            return True
+        memory = self._levels.memory
+        with suppress(BackendFailed):  # memory that processes share hides it
+            memory.remove([block])
+        memory.counters.count(refused=1)
+        reason = another_length(len(payload), raw_bytes)
+        self._levels.losses.note([block], memory.name, "refused", reason)
+        return False
 
     def _limit(self, raw_bytes: int) -> int:
         """Return how many blocks to read ahead, leaving half of memory to other requests."""
@@ -378,7 +390,7 @@ class ReadRequest(ReadMoves):
         return f"{name}, {'inexact' if made == BEHIND else codec_name(made)}"
 
     def copy(self, move: Copy) -> None:
-        tier = self._levels.target(move.target)
+        tier = self._levels.tier(move.target)
         if not tier.knows(move.block) and move.block in self._levels.memory:
             assert self._holds is not None
             self._reader.queue.write(tier, move.block, 0.0, self._holds.add(tier, move.block))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvkeep.store.codecs import Codec
     from kvkeep.store.tiers.record import RecordHeader
 
-__all__ = ["NotForUs", "RecordCodec", "RecordRoom", "WrongSize"]
+__all__ = ["NotForUs", "RecordCodec", "RecordRoom", "WrongSize", "another_length"]
 
 _RAW = 0  # number of the raw codec
 _ENVELOPE = 1 << 16  # bytes by which another codec's bound may exceed this one's
@@ -26,6 +26,11 @@ _ENVELOPE = 1 << 16  # bytes by which another codec's bound may exceed this one'
 
 class NotForUs(Exception):
     """A record that verifies, but that this tier must not serve; the message says why."""
+
+
+def another_length(raw_bytes: int, needed: int) -> str:
+    """Return why a record is not the block that is asked for, in bytes of raw KV."""
+    return f"another length: it has {raw_bytes} bytes, and the block {needed}"
 
 
 class WrongSize(OutOfRoom):
@@ -85,6 +90,16 @@ class RecordCodec:
     def refuses(self, record: memoryview) -> bool:
         """Whether the tier promises exact KV, and memory's ``record`` is not."""
         return self.codec.exact and origin(record) != EXACT
+
+    def may_have(self, raw_bytes: int, record_bytes: int) -> bool:
+        """Whether a record of this size may be one of so much raw KV, as this tier writes it.
+
+        A record of another length is not that block: it is a miss, and the next put replaces it.
+        """
+        payload = record_bytes - HEADER_BYTES
+        if self.codec.number == _RAW:
+            return payload == raw_bytes
+        return payload <= self.codec.bound(raw_bytes)
 
     def verify(self, block: bytes, record: memoryview) -> tuple[RecordHeader, Codec]:
         """Return the header of a record that was read, and the codec that decodes it.

@@ -10,8 +10,9 @@ from kvkeep.core.errors import MissingExtra
 from kvkeep.core.keys import SPACE_BYTES
 from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.codecs import Damaged, OtherKey
+from kvkeep.store.tiers.known import REFUSED
 from kvkeep.store.tiers.record import HEADER_BYTES, BadRecord, OtherVersion
-from kvkeep.store.tiers.record_codec import NotForUs, RecordRoom, WrongSize
+from kvkeep.store.tiers.record_codec import NotForUs, RecordRoom, WrongSize, another_length
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -108,9 +109,8 @@ class RecordReader:
         """Verify and decode; a record that is damaged or not for this tier is a miss."""
         try:
             header, codec = self._records.verify(block, record)
-            if header.raw_bytes != raw_bytes:  # an intact record; the caller expects another length
-                self._calls.counters.count(refused=1)
-                return None
+            if header.raw_bytes != raw_bytes:
+                raise NotForUs(another_length(header.raw_bytes, raw_bytes))
             record = self._records.decode(codec, header, record, room)
         except (NotForUs, OtherVersion, OtherKey, MissingExtra) as other:
             self._refuse(block, str(other))
@@ -168,7 +168,7 @@ class RecordReader:
         """Hide an intact record that this tier must not serve, until it is written anew."""
         _LOG.info("tier %s: %s", self._calls.name, reason)
         self._calls.counters.count(refused=1)
-        self._known.hide([block])
+        self._known.hide([block], REFUSED)
         self._losses.note([block], self._calls.name, "refused", reason)
 
     def quarantine(self, block: bytes, reason: str) -> None:

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 from kvkeep.core.errors import BackendFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from kvkeep.store.tiers.departed import DepartedPlaces
     from kvkeep.store.tiers.front import FrontMemory
     from kvkeep.store.tiers.levels import Levels
     from kvkeep.store.tiers.reading import Reader
@@ -54,121 +53,189 @@ class Remover:
     """Deletes blocks, or a whole namespace, by request.
 
     Running reads of these blocks return nothing, queued writes are cancelled, and running writes
-    are waited for. Each tier deletes in a separate thread, so a tier that hangs delays the call by
-    no more than its timeout.
+    are waited for. Each tier deletes in a thread of its own. The call waits for a tier as long as
+    that makes progress: for the tier's timeout behind each record that it lists, and each thousand
+    that it deletes. After `close`, no deletion makes another call.
 
     Thread safety: all methods.
     """
 
-    def __init__(
-        self, levels: Levels, queue: WriteQueue, reader: Reader, departed: DepartedPlaces
-    ) -> None:
+    def __init__(self, levels: Levels, queue: WriteQueue, reader: Reader) -> None:
         self._levels = levels
-        self._departed = departed
         self._queue = queue
         self._reader = reader
+        self._closed = threading.Event()
+        self._running: dict[_Removal, None] = {}  # those whose threads have not ended
 
     def remove(self, blocks: Sequence[bytes]) -> Removed:
         """See `TieredStore.remove`."""
         memory, losses = self._levels.memory, self._levels.losses
         blocks = list(dict.fromkeys(blocks))
-        self._departed.removed(blocks)
         there = [block for block in blocks if self._levels.level_of(block) is not None]
-        removals = self._call_off(blocks)
+        # Writes first: a read that begins afterwards skips tiers that delete the block.
+        removals = [self._removal(tier, blocks) for tier in self._levels.tiers]
+        self._reader.cancel(blocks)
         try:
             # Memory first: else a tier could get a deleted block again from memory.
-            in_memory, failed = _from_memory(memory, blocks)
+            in_memory, failed = _from_memory(memory, lambda: blocks)
         finally:
             for removal in removals:
                 removal.start()
-            for removal in removals:
-                removal.wait()
-        self._departed.removed(blocks)  # again, for a tier that was detached meanwhile
+            removed = self._await(removals)
         losses.note(there, memory.name, "removed", "removed")
-        freed = [in_memory, *((removal.tier.name, removal.freed) for removal in removals)]
-        failed += [one.tier.name for one in removals if not one.complete]
-        return Removed(tuple(freed), tuple(failed))
+        return Removed((in_memory, *removed.tiers), (*failed, *removed.failed))
 
-    def clear(self, space: bytes | None) -> Removed:
+    def clear(self, space: bytes) -> Removed:
         """See `TieredStore.clear`."""
         memory, losses = self._levels.memory, self._levels.losses
-        within = space or b""
-        freed: list[tuple[str, int]] = []
-        self._departed.cleared(space)
-        with self._queue.clearing(within) as pending:
-            blocks = list(dict.fromkeys([*self._reader.under_way(within), *pending]))
-            removals = self._call_off(blocks)
-            for removal in removals:
-                removal.start()
-            mine = [item.block for item in memory.backend.list() if item.block.startswith(within)]
-            in_memory, failed = _from_memory(memory, mine)
-            freed.append(in_memory)
-            losses.note(mine, memory.name, "removed", "cleared")
-            for removal in removals:
-                removal.wait()
-                count, complete = removal.tier.clear(space)
-                freed.append((removal.tier.name, count + removal.freed))
-                if not (complete and removal.complete):
-                    failed.append(removal.tier.name)
-        self._departed.cleared(space)  # again, for a tier that was detached meanwhile
-        return Removed(tuple(freed), tuple(failed))
+        # In this order, nothing brings an old block back: no read of one begins in a tier that
+        # hides it, and none ends in memory; then no write of one begins from memory, which has
+        # none; at last, those that have begun are called off.
+        numbers = [tier.hide_space(space) for tier in self._levels.tiers]
+        self._reader.cancel(self._reader.under_way(space))
+        mine: list[bytes] = []
 
-    def _call_off(self, blocks: Sequence[bytes]) -> list[_Removal]:
-        # Writes first: a read that begins afterwards skips tiers that delete the block.
-        removals = [_Removal(self._queue, tier, blocks) for tier in self._levels.tiers]
-        self._reader.cancel(blocks)
-        return removals
+        def listed() -> list[bytes]:
+            mine.extend(one.block for one in memory.backend.list() if one.block.startswith(space))
+            return mine
+
+        in_memory, failed = _from_memory(memory, listed)
+        losses.note(mine, memory.name, "removed", "cleared")
+        pending = self._queue.pending(space)
+        removals = [
+            self._removal(tier, pending, (space, number))
+            for tier, number in zip(self._levels.tiers, numbers, strict=True)
+        ]
+        for removal in removals:
+            removal.start()
+        removed = self._await(removals)
+        return Removed((in_memory, *removed.tiers), (*failed, *removed.failed))
+
+    def _removal(
+        self, tier: Tier, blocks: Sequence[bytes], space: tuple[bytes, int] | None = None
+    ) -> _Removal:
+        removal = _Removal(
+            self._queue, tier, blocks, space, closed=self._closed, running=self._running
+        )
+        self._running[removal] = None
+        return removal
+
+    def _await(self, removals: Sequence[_Removal]) -> Removed:
+        for removal in removals:
+            removal.wait()
+        return Removed(
+            tuple((one.tier.name, one.freed) for one in removals),
+            tuple(one.tier.name for one in removals if not one.complete),
+        )
+
+    def close(self) -> None:
+        """Begin no more calls of any tier, and end all waits."""
+        self._closed.set()
+        for removal in list(self._running):
+            removal.give_up()
+
+    def join(self, timeout: float) -> bool:
+        """Wait for the calls that run, ``timeout`` seconds at most; return whether all ended."""
+        until = time.monotonic() + timeout
+        for removal in list(self._running):
+            left = min(removal.tier.timeout, until - time.monotonic())  # else it hangs
+            removal.join(max(0.0, left))
+        return not self._running
 
 
-def _from_memory(memory: FrontMemory, blocks: Sequence[bytes]) -> tuple[tuple[str, int], list[str]]:
-    """Delete ``blocks`` from memory; return its name with the bytes freed, and it if it failed."""
+def _from_memory(
+    memory: FrontMemory, blocks: Callable[[], Sequence[bytes]]
+) -> tuple[tuple[str, int], list[str]]:
+    """Delete ``blocks()`` from memory; return its name, the bytes freed, and it if it failed."""
     try:
-        return (memory.name, memory.remove(blocks)), []
+        return (memory.name, memory.remove(blocks())), []
     except BackendFailed as error:  # only memory that processes share can fail
         _LOG.info("tier %s: %s", memory.name, error)
         return (memory.name, 0), [memory.name]
 
 
 class _Removal:
-    """The deletion of blocks from one tier.
+    """The deletion of blocks from one tier, and of a namespace that it hides, if one is given.
 
     Attributes:
         freed: bytes freed so far.
         complete: whether none of the blocks is left in the tier.
     """
 
-    def __init__(self, queue: WriteQueue, tier: Tier, blocks: Sequence[bytes]) -> None:
+    def __init__(
+        self,
+        queue: WriteQueue,
+        tier: Tier,
+        blocks: Sequence[bytes],
+        space: tuple[bytes, int] | None,
+        *,
+        closed: threading.Event,
+        running: dict[_Removal, None],
+    ) -> None:
         self.tier = tier
         self.freed = 0
         self.complete = False
         self._queue = queue
         self._blocks = blocks
-        self._deletions, self._running = queue.call_off(tier, blocks)
+        self._space = space
+        self._closed = closed
+        self._running = running
+        self._deletions, self._writes = queue.call_off(tier, blocks)
         self._over = threading.Event()
-        self._until = 0.0
+        self._progress = 0.0
+        self._thread = threading.Thread(
+            target=self._delete, name=f"kvkeep {tier.name} deleter", daemon=True
+        )
 
     def start(self) -> None:
         """Start a thread that deletes the blocks."""
-        self._until = time.monotonic() + self.tier.removal_timeout(len(self._blocks))
-        if not self._blocks:
+        self._progress = time.monotonic()
+        if self._blocks or self._space is not None:
+            self._thread.start()
+        else:
             self.complete = True
-            self._over.set()
-            return
-        name = f"kvkeep {self.tier.name} deleter"
-        threading.Thread(target=self._delete, name=name, daemon=True).start()
+            self._ended()
 
     def wait(self) -> None:
-        """Wait for the deletion, at most `Tier.removal_timeout`; then hide blocks possibly left."""
-        if not self._over.wait(max(0.0, self._until - time.monotonic())):
-            self.tier.hide(self._blocks)
+        """Wait while the deletion makes progress; then hide blocks possibly left."""
+        while not self._over.is_set():
+            left = self._progress + self.tier.timeout - time.monotonic()
+            if left <= 0 or self._closed.is_set():
+                self.tier.hide(self._blocks)
+                return
+            self._over.wait(left)
+
+    def give_up(self) -> None:
+        """Wake the call that waits."""
+        self._over.set()
+
+    def join(self, timeout: float) -> None:
+        """Wait for the thread to end, ``timeout`` seconds at most."""
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+
+    def _proceed(self) -> bool:
+        self._progress = time.monotonic()
+        return not self._closed.is_set()
 
     def _delete(self) -> None:
+        complete = True
         try:
-            for over in self._running:
-                over.wait()
-            self.freed, left = self.tier.remove(self._blocks)
-            self.complete = not left
+            for write in self._writes:
+                write.wait()
+            if self._proceed() and self._blocks:
+                self.freed, left = self.tier.remove(self._blocks, self._proceed)
+                complete = not left
+            if self._proceed() and self._space is not None:
+                freed, whole = self.tier.clear(*self._space, self._proceed)
+                self.freed += freed
+                complete &= whole
+            self.complete = complete and not self._closed.is_set()
         finally:
             for block, deletion in self._deletions.items():
                 self._queue.deleted(self.tier, block, deletion)
-            self._over.set()
+            self._ended()
+
+    def _ended(self) -> None:
+        self._running.pop(self, None)
+        self._over.set()

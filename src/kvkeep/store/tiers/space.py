@@ -208,17 +208,20 @@ class TierSpace:
                 freed, left = self.delete(victims)
             return freed, left
 
-    def delete(self, blocks: Sequence[bytes]) -> tuple[int, list[bytes]]:
+    def delete(
+        self, blocks: Sequence[bytes], proceed: Callable[[], bool] = lambda: True
+    ) -> tuple[int, list[bytes]]:
         """Delete ``blocks``; return the bytes freed, and the blocks that may be left.
 
-        Deleting the latter is tried again when room is needed.
+        Deleting the latter is tried again when room is needed. ``proceed`` is called before each
+        1,000 blocks; False ends the deletion.
         """
         freed, left = 0, dict.fromkeys(blocks)
         try:
             for part, found in self._calls.by_part(blocks).items():
                 for at in range(0, len(found), _DELETED_AT_ONCE):
                     piece = found[at : at + _DELETED_AT_ONCE]
-                    if not self._calls.allowed("delete", part):
+                    if not (proceed() and self._calls.allowed("delete", part)):
                         continue
                     with self._calls.to("delete", "delete", part) as call:
                         freed += self._backend.delete(piece)
@@ -229,20 +232,23 @@ class TierSpace:
             self._known.keep_undeleted(left)
         return freed, list(left)
 
-    def remove(self, blocks: Sequence[bytes]) -> tuple[int, list[bytes]]:
+    def remove(
+        self,
+        blocks: Sequence[bytes],
+        proceed: Callable[[], bool] = lambda: True,
+        *,
+        cleared: int | None = None,
+    ) -> tuple[int, list[bytes]]:
         """Delete ``blocks`` by request; return the bytes freed, and the blocks that may be left.
 
-        The latter are hidden until they are written anew.
+        The latter are hidden until they are written anew. For ``cleared`` see
+        `KnownBlocks.removal`; for ``proceed``, `delete`.
         """
-        with self._known.removal(blocks):
+        with self._known.removal(blocks, cleared) as old:
             self._calls.report_hung("delete")
-            freed, left = self.delete(blocks)
-        self._known.hide(left)
+            freed, left = self.delete(old, proceed)
+            self._known.hide(left)
         return freed, left
-
-    def removal_timeout(self, blocks: int) -> float:
-        """Return the seconds after which deleting so many blocks counts as failed."""
-        return self._backend.timeout * (1 + blocks // _DELETED_AT_ONCE)
 
 
 class PutFailed(Exception):

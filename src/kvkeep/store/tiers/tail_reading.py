@@ -161,8 +161,8 @@ class TailRequest(ReadRequest):
         if at < self._wanted.first or self._replaced(blocks):
             return True  # not missing, and not wanted any more
         payload = lease.payload
-        if len(payload) != self._raw_bytes[at]:
-            return False  # from memory, where it was stored with another length
+        if not self._has_length(blocks[at], payload, self._raw_bytes[at]):
+            return False
         self._sources.append(self._given(blocks[at], lease, self._source(started)))
         self._sink(at, payload)
         self.delivered.append(at)

@@ -198,6 +198,11 @@ class Tier:
         """Whether ``block`` is known to be here; no I/O."""
         return block in self._known
 
+    def fits(self, block: bytes, raw_bytes: int) -> bool:
+        """Whether the record that is known may have so much raw KV (`RecordCodec.may_have`)."""
+        size = self.catalogue.size(block)
+        return size is None or self.records.may_have(raw_bytes, size)
+
     @property
     def serves_all(self) -> bool:
         """Whether `serves` is true of all blocks in the catalogue."""
@@ -225,11 +230,6 @@ class Tier:
     def hide(self, blocks: Sequence[bytes]) -> None:
         """Treat ``blocks`` as missing until they are written anew."""
         self._known.hide(blocks)
-
-    @property
-    def undeleted(self) -> list[bytes]:
-        """Blocks that the backend failed to delete, and that no catalogue has."""
-        return self._known.undeleted
 
     def probe(self, blocks: Sequence[bytes], until: float | None = None) -> set[bytes]:
         """Return those of ``blocks`` that are here; query the backend if `queried`.
@@ -285,7 +285,7 @@ class Tier:
         Only the header of ``record`` is changed. A shared backend is queried first: an existing
         record is not sent again.
         """
-        if self.knows(block):
+        if self.knows(block) and self.fits(block, len(record) - HEADER_BYTES):
             self.counters.count(already=1)
             return True
         if not self._known.wait_deleted(block, self.timeout):
@@ -325,7 +325,7 @@ class Tier:
             if call.failed:
                 return "write failed"
             self._calls.breaker("lookup", part).succeeded()
-            if there[0] is not None:
+            if there[0] is not None and self.records.may_have(len(record) - HEADER_BYTES, there[0]):
                 self.counters.count(already=1)
                 if self.indexed:
                     self.catalogue.add(block, there[0])
@@ -355,21 +355,37 @@ class Tier:
         self.counters.count(drops=1, over_budget=int(why == "write budget"))
         self.losses.note([block], self.name, "dropped", why)
 
-    def remove(self, blocks: Sequence[bytes]) -> tuple[int, list[bytes]]:
-        """Delete ``blocks``; return the bytes freed, and blocks that may be left: hidden now."""
-        return self._space.remove(blocks)
+    def remove(
+        self, blocks: Sequence[bytes], proceed: Callable[[], bool] = lambda: True
+    ) -> tuple[int, list[bytes]]:
+        """Delete ``blocks``; return the bytes freed, and blocks that may be left: hidden now.
 
-    def clear(self, space: bytes | None) -> tuple[int, bool]:
-        """Delete a namespace, or everything; return the bytes freed, and whether none is left."""
-        found, listed = self._listing.blocks(space or b"")
+        ``proceed`` is called before each 1,000 blocks; False ends the deletion.
+        """
+        return self._space.remove(blocks, proceed)
+
+    def hide_space(self, space: bytes) -> int:
+        """Treat a namespace's blocks as missing, but those whose writes begin from now on.
+
+        Returns the number of this clearance, for `clear`.
+        """
+        return self._known.hide_space(space)
+
+    def clear(
+        self, space: bytes, number: int, proceed: Callable[[], bool] = lambda: True
+    ) -> tuple[int, bool]:
+        """Delete what `hide_space` hid; return the bytes freed, and whether none is left.
+
+        ``proceed`` is called for each record that is listed, and before each 1,000 deletions; False
+        ends the clearance. If any may be left, the namespace stays hidden.
+        """
+        found, complete = self._listing.blocks(space, proceed)
         found.update(self.catalogue.blocks(space))
         self.losses.note(found, self.name, "removed", "cleared")
-        freed, left = self.remove(list(found))
-        return freed, listed and not left
-
-    def removal_timeout(self, blocks: int) -> float:
-        """Return the seconds after which deleting so many blocks counts as failed."""
-        return self._space.removal_timeout(blocks)
+        freed, left = self._space.remove(list(found), proceed, cleared=number)
+        if complete:  # those that are left are hidden by themselves
+            self._known.reveal(space, number)
+        return freed, complete and not left
 
     # --- upkeep ----------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 from typing import TYPE_CHECKING
 
 from kvkeep.store.tiers.block_waits import BlockWaits, SharedReturns
@@ -52,11 +51,10 @@ class TierReturns:
     ) -> None:
         returns = SharedReturns() if returns is None else returns
         self.conversations = Conversations(returns, clock)
-        self._new_waits = partial(BlockWaits, returns, clock)
         # Memory that processes share has an order of its own.
         tiers = [order.waiting for order in orders if isinstance(order, Catalogue)]
         self._tiers = [tier for tier in tiers if tier.awaits]
-        self.waits = self._new_waits() if self._tiers else None
+        self.waits = BlockWaits(returns, clock) if self._tiers else None
         for tier in self._tiers:
             assert self.waits is not None
             tier.attend(self.waits)
@@ -67,20 +65,6 @@ class TierReturns:
             assert self.waits is not None
             self._memory = memory.waiting
             self.fetches = FetchPlanner(self.waits)
-
-    def attach(self, order: FrontOrder) -> None:
-        """Follow a catalogue, too, before any block is added to it."""
-        if not isinstance(order, Catalogue) or not order.waiting.awaits:
-            return
-        if self.waits is None:
-            self.waits = self._new_waits()
-        order.waiting.attend(self.waits)
-        self._tiers = [*self._tiers, order.waiting]
-
-    def detach(self, order: FrontOrder) -> None:
-        """Follow a catalogue no longer."""
-        if isinstance(order, Catalogue):
-            self._tiers = [one for one in self._tiers if one is not order.waiting]
 
     def requested(self, chain: Chain) -> None:
         """Record a prompt that is read or stored; see `Conversations.requested`."""

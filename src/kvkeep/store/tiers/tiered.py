@@ -8,10 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvkeep.core.cost import CostModel
-from kvkeep.store.tiers.attaching import TierChanges
 from kvkeep.store.tiers.buffer import SmallBuffer
 from kvkeep.store.tiers.demoting import Demoter, left_until
-from kvkeep.store.tiers.departed import DepartedPlaces
 from kvkeep.store.tiers.fetch_back import open_fetch_back
 from kvkeep.store.tiers.front import open_front
 from kvkeep.store.tiers.level_pins import LevelPins
@@ -31,9 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from kvkeep.store.tiers.counters import TierStats
-    from kvkeep.store.tiers.detaching import Detached
     from kvkeep.store.tiers.front import FrontOrder
-    from kvkeep.store.tiers.levels import LevelNames
     from kvkeep.store.tiers.memory import MemorySpec
     from kvkeep.store.tiers.tier import TierSpec
     from kvkeep.store.tiers.tier_shares import TenantWeights
@@ -62,6 +58,8 @@ class TieredStore(TieredReads):
         cost: learns what reads and writes of each level take; a new model unless given.
 
     Attributes:
+        tiers: those below memory, fastest first.
+        names: of all levels, fastest first; memory is the first.
         returns: follows conversations, if the ends of requests are reported.
     """
 
@@ -77,47 +75,31 @@ class TieredStore(TieredReads):
     ) -> None:
         self.cost = CostModel() if cost is None else cost
         self.policy = policy or Inclusive()
-        names = [memory.name, *(tier.name for tier in tiers)]
-        self.losses = LossLog(names)
+        self.names = (memory.name, *(tier.name for tier in tiers))
+        self.losses = LossLog(self.names)
         warning = SmallBuffer(memory.name, memory.backend.capacity or 0)
-        self.losses.dropping = lambda tier, why: warning.dropped(tier, why) if self.tiers else None
+        self.losses.dropping = lambda tier, why: warning.dropped(tier, why) if tiers else None
         self.memory = open_front(memory, self.losses, self._evicted_from_memory, shares)
         self._open = partial(Tier, losses=self.losses, notes=notes, shares=shares, cost=self.cost)
-        self._lock = threading.Lock()  # of what tiers are told, and of `close`
-        self._quotas: dict[bytes, int] = {}
-        self._tenants: dict[bytes, str | None] | None = None if shares is None else {}
-        self._expected: dict[bytes, None] = {}
-        opened = [self._tier(spec) for spec in tiers]
-        planner = Planner(self.policy, len(opened))
-        orders: list[FrontOrder] = [self.memory.catalogue, *(tier.catalogue for tier in opened)]
-        self.returns = TierReturns(orders, fetch_back=memory.fetch_back)
-        self._levels = Levels(self.memory, opened, planner, self.losses, self.returns.used)
+        self._lock = threading.Lock()  # of `close`
+        self.tiers = tuple(self._tier(spec) for spec in tiers)
+        planner = Planner(self.policy, len(self.tiers))
+        self._orders: list[FrontOrder] = [
+            self.memory.catalogue, *(tier.catalogue for tier in self.tiers)
+        ]  # fmt: skip
+        self.returns = TierReturns(self._orders, fetch_back=memory.fetch_back)
+        self._levels = Levels(self.memory, self.tiers, planner, self.losses, self.returns.used)
         self._queue = WriteQueue(self.memory, self.losses)
         self._demoter = Demoter(self._levels, self._queue)
         self._reader = Reader(
             self._levels, self._queue, self._demoter, self.cost.reading(memory.name)
         )
-        departed = DepartedPlaces()
-        self._remover = Remover(self._levels, self._queue, self._reader, departed)
+        self._remover = Remover(self._levels, self._queue, self._reader)
         self._reader.fetch_back = open_fetch_back(self.returns, self._levels, self._reader)
         super().__init__(self._levels, self._reader)
         self._pins = LevelPins(self._levels)
-        self._changes = TierChanges(
-            self._levels, self._queue, self.returns, departed,
-            make=self._tier, tell=self._tell, closed=lambda: self._closed, lock=self._lock,
-        )  # fmt: skip
-        for tier in opened:
+        for tier in self.tiers:
             tier.open()
-
-    @property
-    def tiers(self) -> tuple[Tier, ...]:
-        """The tiers below memory at this moment, fastest first; then one that is being detached."""
-        return self._levels.tiers
-
-    @property
-    def names(self) -> LevelNames:
-        """The names of all levels at this moment, fastest first; memory is the first."""
-        return self._levels.names
 
     def _tier(self, spec: TierSpec) -> Tier:
         """Return a tier, not listed yet."""
@@ -126,25 +108,14 @@ class TieredStore(TieredReads):
         tier.writing.limit = min(tier.options.queue_bytes or share, share)
         return tier
 
-    def _tell(self, tier: Tier) -> None:
-        """Tell a new tier what the store knows of namespaces, under the lock."""
-        for space, limit in self._quotas.items():
-            tier.catalogue.set_quota(space, limit)
-        for space, tenant in (self._tenants or {}).items():
-            tier.catalogue.announce(space, tenant)
-        for space in self._expected:
-            tier.expect(space)
-
     def _evicted_from_memory(self, block: bytes) -> None:
         self._demoter.note_evicted(block)
 
     def expect(self, space: bytes) -> None:
         """Make each tier log once if it holds blocks but none of this namespace; see `Tier`."""
         self.check_open()
-        with self._lock:
-            self._expected[space] = None
-            for tier in self.tiers:
-                tier.expect(space)
+        for tier in self.tiers:
+            tier.expect(space)
 
     # --- writes ----------------------------------------------------------------------------------
 
@@ -174,7 +145,7 @@ class TieredStore(TieredReads):
             exact = self.inexact.exact(before, blocks)
         request = StoreRequest(
             self._levels, self._queue, self._demoter,
-            raw_bytes=raw_bytes, fill=fill, until=until, exact=exact,
+            raw_bytes=raw_bytes, fill=fill, until=until, supersede=self.supersede, exact=exact,
         )  # fmt: skip
         with self._closed_is_illegal():
             request.store(blocks)
@@ -199,12 +170,15 @@ class TieredStore(TieredReads):
     def remove(self, blocks: Sequence[bytes]) -> Removed:
         """Delete ``blocks`` from every level, also while they move between levels, pinned or not.
 
-        Tiers delete in parallel; the call waits for each until its timeout at most. A read that
+        Tiers delete in parallel; the call waits for each while it makes progress. A read that
         begins afterwards gets none of the blocks from a tier that did not fail. Writes and reads
         that begin during the deletion take effect after it.
         """
         self.check_open()
-        return self._remover.remove(blocks)
+        removed = self._remover.remove(blocks)
+        if not removed.complete:
+            self.check_open()  # closed meanwhile
+        return removed
 
     def supersede(self, blocks: Sequence[bytes]) -> Removed:
         """Delete ``blocks`` before they are written anew with other bytes; see `remove`.
@@ -215,61 +189,30 @@ class TieredStore(TieredReads):
         self._reader.note_replaced(blocks)
         return removed
 
-    def clear(self, space: bytes | None = None) -> Removed:
-        """Delete a namespace, or all blocks that can be listed; wait for every tier."""
+    def clear(self, space: bytes) -> Removed:
+        """Delete a namespace, whose blocks are found no more from now on, but those written since.
+
+        Tiers list and delete in parallel; the call waits for each while it makes progress, and for
+        its timeout at most without. A tier that fails serves none of the old blocks until this
+        store is closed; what is left there is found by other processes, and after a restart.
+        """
         self.check_open()
-        return self._remover.clear(space)
+        removed = self._remover.clear(space)
+        if not removed.complete:
+            self.check_open()  # closed meanwhile
+        return removed
 
     def set_quota(self, space: bytes, limit: int) -> None:
         """Limit a namespace to ``limit`` bytes in each level that has a budget."""
         self.check_open()
-        with self._lock:
-            self._quotas[space] = limit
-            for order in (self.memory.catalogue, *(tier.catalogue for tier in self.tiers)):
-                order.set_quota(space, limit)
+        for order in self._orders:
+            order.set_quota(space, limit)
 
     def announce(self, space: bytes, tenant: str | None) -> None:
         """Count a namespace for the share of ``tenant`` in each level; see `Catalogue`."""
         self.check_open()
-        with self._lock:
-            if self._tenants is not None:
-                self._tenants[space] = tenant
-            for order in (self.memory.catalogue, *(tier.catalogue for tier in self.tiers)):
-                order.announce(space, tenant)
-
-    # --- tiers that come and go ------------------------------------------------------------------
-
-    def attach(self, spec: TierSpec, below: str | None = None) -> str:
-        """Add a tier below the one named ``below``, or below all; return the tier's name.
-
-        The tier is listed in the background, and read and written meanwhile. If this store had the
-        place before, what was removed since then is deleted there first, for which the call waits,
-        as for a removal. The name is that of ``spec``, with a number if a tier of this store ever
-        had it.
-
-        Raises:
-            InvalidValue: there is no tier ``below``.
-            IllegalStep: the same place is attached already, another tier is being attached or
-                detached, or what was removed could not be deleted; the backend stays the caller's.
-        """
-        self.check_open()
-        return self._changes.attach(spec, below).name
-
-    def detach(self, name: str, *, move: bool = True, timeout: float = 60.0) -> Detached:
-        """Remove a tier; nothing is deleted in its place.
-
-        It is written no more from now on, and read until the end. Queued writes are finished. With
-        ``move``, what it alone has is copied to other tiers with room. Then reads that run are
-        waited for, and the backend is closed. All of that takes ``timeout`` seconds at most, and a
-        second and a half to close.
-
-        Raises:
-            InvalidValue: there is no such tier.
-            IllegalStep: it is the last one below memory, or another tier is being attached or
-                detached.
-        """
-        self.check_open()
-        return self._changes.detach(name, move=move, timeout=timeout)
+        for order in self._orders:
+            order.announce(space, tenant)
 
     # --- life cycle ------------------------------------------------------------------------------
 
@@ -304,6 +247,7 @@ class TieredStore(TieredReads):
             self._closed = True
         until = time.monotonic() + timeout
         self._reader.close()
+        self._remover.close()
         complete = self._flush(timeout)
         threads = [(tier, work) for tier in self.tiers for work in (tier.reading, tier.writing)]
         for tier, work in threads:
@@ -312,6 +256,7 @@ class TieredStore(TieredReads):
         for tier, work in threads:  # running calls end within the timeout, or the backend hangs
             work.join(min(left_until(until) or 0.0, tier.timeout - work.longest))
         self._reader.join(left_until(until) or 0.0)
+        self._remover.join(left_until(until) or 0.0)
         for tier in self.tiers:
             # Closing a backend that hangs may hang, too: do it in a daemon thread.
             closing = threading.Thread(target=tier.close, name=f"kvkeep {tier.name}", daemon=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import BackendFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from kvkeep.store.tiers.front import FrontMemory
     from kvkeep.store.tiers.loss_log import LossLog
@@ -28,17 +28,15 @@ class Pending:
         running: whether the write has begun.
         over: event that is set at the end, if it was called off while it ran; else None.
         deleting: whether it is a deletion; the block must not be read from the tier then.
-        refused: whether the tier takes no writes, as it is being detached.
     """
 
-    __slots__ = ("deleting", "over", "refused", "running", "waiting")
+    __slots__ = ("deleting", "over", "running", "waiting")
 
     def __init__(self, then: Callable[[bool], None] | None = None, *, deleting: bool = False):
         self.waiting = [] if then is None else [then]
         self.running = False
         self.over: threading.Event | None = None
         self.deleting = deleting
-        self.refused = False
 
 
 class WriteQueue:
@@ -55,9 +53,6 @@ class WriteQueue:
         self._losses = losses
         self._lock = threading.Lock()
         self._pending: dict[tuple[bytes, str], Pending] = {}
-        self._clearing: list[bytes] = []  # spaces that are being deleted, b"" for everything
-        self._refusing: set[str] = set()  # names of tiers that are, or were, detached
-        self._moving: dict[bytes, object] = {}  # the mark of each block that `begin_move` began
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -74,9 +69,7 @@ class WriteQueue:
 
     def _is_deleting(self, tier: Tier, block: bytes) -> bool:
         pending = self._pending.get((block, tier.name))
-        if pending is not None and pending.deleting:
-            return True
-        return any(block.startswith(space) for space in self._clearing)
+        return pending is not None and pending.deleting
 
     @property
     def waits_for_deletions(self) -> bool:
@@ -105,10 +98,6 @@ class WriteQueue:
         pending = self._begin(tier, block, then)
         if pending is None:
             return True
-        if pending.refused:
-            self.note_refused(tier, block)
-            self.end(tier, block, pending, saved=False)
-            return False
         memory = self._memory
         try:
             lease = memory.lease(block)
@@ -167,11 +156,7 @@ class WriteQueue:
         """
         key = (block, tier.name)
         with self._lock:
-            if (
-                key in self._pending
-                or tier.name in self._refusing
-                or self._is_deleting(tier, block)
-            ):
+            if key in self._pending or self._is_deleting(tier, block):
                 return False
             self._pending[key] = pending = Pending(then)
         lease: MemoryLease | None = None
@@ -215,32 +200,10 @@ class WriteQueue:
         with self._lock:
             before = self._pending.get(key)
             if before is None:
-                before = Pending(then)
-                before.refused = tier.name in self._refusing
-                if not before.refused:
-                    self._pending[key] = before
+                self._pending[key] = before = Pending(then)
                 return before
             before.waiting += [then] if then is not None else []
             return None
-
-    def begin_move(self, source: Tier, block: bytes) -> object | None:
-        """Return the mark of a move of ``block`` out of ``source``; None if that is deleting it.
-
-        Call it before the record is read, and `begin_demotion` with the mark behind: that begins
-        nothing if the block was deleted in between. Call `end_move` in any case.
-        """
-        mark = object()
-        with self._lock:
-            if self._is_deleting(source, block):
-                return None
-            self._moving[block] = mark
-        return mark
-
-    def end_move(self, block: bytes, mark: object) -> None:
-        """Forget a mark of `begin_move`."""
-        with self._lock:
-            if self._moving.get(block) is mark:
-                del self._moving[block]
 
     def begin_demotion(
         self,
@@ -248,41 +211,22 @@ class WriteQueue:
         target: Tier,
         block: bytes,
         then: Callable[[bool], None],
-        *,
-        mark: object | None = None,
     ) -> Pending | None:
         """Return a new pending write of a block that ``source`` evicts, or None.
 
         None if the block is being written to ``target`` already: ``then`` is called with True. Also
-        None if ``source`` or ``target`` is deleting it, or it was deleted since ``mark``, so that
-        the demotion does not bring it back: ``then`` is called with False.
+        None if ``source`` deletes or hides it, or ``target`` is deleting it, so that the demotion
+        does not bring it back: ``then`` is called with False.
         """
         key = (block, target.name)
         with self._lock:
             before = self._pending.get(key)
-            deleting = self._is_deleting(source, block)
-            deleting = deleting or target.name in self._refusing
-            deleting = deleting or (mark is not None and self._moving.get(block) is not mark)
+            deleting = self._is_deleting(source, block) or source.is_hidden(block)
             if before is None and not deleting:
                 self._pending[key] = pending = Pending(then)
                 return pending
         then(before is not None and not before.deleting)
         return None
-
-    def refuse(self, name: str) -> None:
-        """Begin no more writes to the tier ``name``; those that were queued go on."""
-        with self._lock:
-            self._refusing.add(name)
-
-    def accept(self, name: str) -> None:
-        """Undo `refuse`."""
-        with self._lock:
-            self._refusing.discard(name)
-
-    def pending_of(self, name: str) -> bool:
-        """Whether any write or deletion in the tier ``name`` is under way."""
-        with self._lock:
-            return any(tier == name for _, tier in self._pending)
 
     def start(self, tier: Tier, block: bytes, pending: Pending) -> bool:
         """Mark a write as running; False if it was called off."""
@@ -305,11 +249,8 @@ class WriteQueue:
             over.set()
 
     def note_refused(self, tier: Tier, block: bytes) -> None:
-        """Count and record a block that ``tier`` does not take: it is full, fails, or leaves."""
-        if tier.name in self._refusing:
-            why = "detached"
-        else:
-            why = "breaker" if tier.health.unwritable(block) else "queue full"
+        """Count and record a block that ``tier`` does not take: it is full, or fails."""
+        why = "breaker" if tier.health.unwritable(block) else "queue full"
         self.note_dropped(tier, block, why)
 
     def note_dropped(self, tier: Tier, block: bytes, why: str) -> None:
@@ -362,7 +303,6 @@ class WriteQueue:
         running: list[threading.Event] = []
         with self._lock:
             for block in blocks:
-                self._moving.pop(block, None)
                 key = (block, tier.name)
                 before = self._pending.get(key)
                 if before is not None:
@@ -376,16 +316,7 @@ class WriteQueue:
             then(False)
         return deletions, running
 
-    @contextmanager
-    def clearing(self, space: bytes) -> Iterator[list[bytes]]:
-        """Treat all blocks that begin with ``space`` as being deleted; yield the pending ones."""
+    def pending(self, space: bytes) -> list[bytes]:
+        """Return the blocks of a namespace with a write or deletion under way in any tier."""
         with self._lock:
-            self._clearing.append(space)
-            for block in [one for one in self._moving if one.startswith(space)]:
-                del self._moving[block]
-            pending = [block for block, _ in self._pending if block.startswith(space)]
-        try:
-            yield list(dict.fromkeys(pending))
-        finally:
-            with self._lock:
-                self._clearing.remove(space)
+            return list({block: None for block, _ in self._pending if block.startswith(space)})

@@ -49,7 +49,8 @@ class StoreRequest(StoreMoves):
     ``fill(i, raw)`` writes the KV of block ``i``; it is called for blocks that no level has. The
     request waits for room in write queues, and for memory that queued writes hold, until ``until``
     (monotonic seconds). The first ``exact`` blocks are exact: they replace those in memory that are
-    not, and the others are not written to exact tiers.
+    not, and the others are not written to exact tiers. Blocks that are stored with another length
+    are passed to ``supersede`` first, which deletes them.
 
     Attributes:
         written: the blocks stored so far.
@@ -64,6 +65,7 @@ class StoreRequest(StoreMoves):
         raw_bytes: Sequence[int],
         fill: Callable[[int, memoryview], None],
         until: float,
+        supersede: Callable[[Sequence[bytes]], object],
         exact: int = sys.maxsize,
     ) -> None:
         super().__init__(levels.planner, levels.memory.catalogue)
@@ -75,6 +77,7 @@ class StoreRequest(StoreMoves):
         self._fill = fill
         self._until = until
         self._exact = exact
+        self._supersede = supersede
         self._run_exact = True
         self._leases: Sequence[MemoryLease] = ()  # of the run that is being placed
         self._error: BaseException | None = None  # of ``fill``
@@ -107,16 +110,24 @@ class StoreRequest(StoreMoves):
         run = self._run(blocks, at)
         self._run_exact = at < self._exact
         absent = memory.absent(run)
-        self._leases = () if absent else self._usable(memory.lease_all(run))
+        self._leases = () if absent else self._usable(memory.lease_all(run), at)
         if self._leases:
             self.written.already += range(at, at + len(self._leases))
             return Placement.IN_MEMORY, len(self._leases)
+        if self._levels.has_another_length(run[0], self._raw_bytes[at]):
+            self._supersede(
+                [
+                    block
+                    for block, size in zip(run, self._raw_bytes[at:], strict=False)
+                    if self._levels.has_another_length(block, size)
+                ]
+            )
         if self._is_below(run[0]):
             self.written.already.append(at)
             return Placement.BELOW, 1
         self._holds.begin()
         new = max(absent, 1)  # 0: its record went meanwhile
-        if self._levels.active:
+        if self._levels.tiers:
             new = next((more for more in range(1, new) if self._is_below(run[more])), new)
         self._leases = self._keep(run[:new], at)
         if not self._leases:
@@ -141,18 +152,21 @@ class StoreRequest(StoreMoves):
             end += 1
         return blocks[at:end]
 
-    def _usable(self, leases: Sequence[MemoryLease]) -> Sequence[MemoryLease]:
-        """Return the leading leases of records that need not be replaced by exact ones."""
-        if not self._run_exact:
-            return leases
-        lossy = (at for at, lease in enumerate(leases) if origin(lease.record) != EXACT)
-        end = next(lossy, len(leases))
+    def _usable(self, leases: Sequence[MemoryLease], at: int) -> Sequence[MemoryLease]:
+        """Return the leading leases of records that need not be replaced, from block ``at`` on."""
+        end = 0
+        for lease, size in zip(leases, self._raw_bytes[at:], strict=False):
+            if len(lease.payload) != size:
+                break
+            if self._run_exact and origin(lease.record) != EXACT:
+                break
+            end += 1
         self._levels.memory.release_all(leases[end:])
         return leases[:end]
 
     def _is_below(self, block: bytes) -> bool:
         """Whether a tier serves ``block``: an exact one, if it is exact and there is one."""
-        tiers: Iterable[Tier] = self._levels.active
+        tiers: Iterable[Tier] = self._levels.tiers
         if self._run_exact and self._levels.mixed:
             tiers = [tier for tier in tiers if tier.codec.exact]
         return any(tier.serves(block) for tier in tiers)
@@ -189,12 +203,12 @@ class StoreRequest(StoreMoves):
         self._levels.memory.release_all(leases)
 
     def copy_down(self, run: Sequence[bytes], moves: Sequence[Copy | Refuse]) -> Sequence[bytes]:
-        tiers = self._levels.active
+        tiers = self._levels.tiers
         if not tiers:
             return run
         below = {block for block in run if any(tier.knows(block) for tier in tiers)}
         for move in moves:
-            tier, block = self._levels.target(move.target), move.block
+            tier, block = self._levels.tier(move.target), move.block
             if tier.knows(block):
                 continue
             if tier.codec.exact and not self._run_exact:
