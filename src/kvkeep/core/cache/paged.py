@@ -465,5 +465,5 @@ def _cached(core: Core, match: PrefixMatch | None) -> CachedPrefix:
         return CachedPrefix(
             found, match.pages.copy(), match.partial_page, match.partial_tokens, found
         )
-    page = core.groups.resume(match.end, len(match.pages))[0]
+    page = core.groups.resume(match.pages)[0]
     return CachedPrefix(page * core.page_size, match.pages[:page].copy(), stored_tokens=found)

@@ -268,7 +268,7 @@ class Sequence:
             self._pending.drop_needless(self._table.values[self._shared :])
             core.pool.release_known(gone)
             if self.groups is not None:
-                self.groups.rewind(length, self._hold, self._shared)
+                self.groups.rewind(length, self._table.values[: self._shared])
             self.num_cached = min(self.num_cached, length)
             self._opened_pages = min(self._opened_pages, pages)
 
@@ -330,7 +330,7 @@ class Sequence:
                 if self._shared < end <= stop:
                     self._publish(self._shared, end, known=end <= self.known_pages)
             if self.groups is not None and stop:
-                self.groups.published(self._hold, min(stop, self._shared), self.id)
+                self.groups.published(self._table.values[: min(stop, self._shared)], self.id)
             return self.num_published
 
     def _publish(self, start: int, stop: int, *, known: bool) -> None:
