@@ -17,8 +17,6 @@ from kvkeep.core.prefix.node import descend, path_pages
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    import numpy.typing as npt
-
     from kvkeep.core.groups.checkpoint import CheckpointKind
     from kvkeep.core.groups.stored import Rows
     from kvkeep.core.pages import PagePool

@@ -127,6 +127,7 @@ class SequenceGroups:
 
     def is_guess(self, position: int) -> bool:
         """Whether the stop at ``position`` is a mere guess at where prompts will branch."""
+        position = whole("the position of a stop, in tokens,", position)
         return self._checkpoints.plan.is_guess(position // self._size)
 
     def expect(self, position: int) -> None:
