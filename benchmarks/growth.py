@@ -23,6 +23,7 @@ import numpy as np
 
 from figures import no_collection, print_lines
 from kvkeep import PagedCache
+from kvkeep.core.groups import GroupLayout, WindowSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ FORKS = (250, 1000, 4000)
 PINS = (1000, 8000, 64_000)
 LEAVES = (10_000, 100_000)
 RUNS = (8, 64, 512)
+WINDOWED = (100, 1000, 10_000)
 VOCABULARY = 128_000
 TIMED = 200
 
@@ -129,6 +131,35 @@ def matching(count: int) -> Iterator[Callable[[], object]]:
         yield lambda: cache.match(tokens)
 
 
+def windowed(count: int, *, step: str) -> Iterator[Callable[[], object]]:
+    """Yield steps of a prompt of ``count`` runs of one page, with a window of 64 tokens."""
+    cache = PagedCache(8 * count + 1000, GroupLayout(PAGE, (WindowSpec(64),)))
+    rng = np.random.default_rng(1)
+    tokens = rng.integers(0, VOCABULARY, PAGE * count + 9, dtype=np.int32)
+
+    def serve(prompt: object) -> None:
+        with cache.open(prompt) as sequence:  # type: ignore[arg-type]
+            sequence.copies()
+            groups = sequence.groups
+            assert groups is not None
+            groups.copies()
+            groups.reach(sequence.num_tokens)
+            groups.copies()
+            sequence.publish()
+
+    serve(tokens)
+    for at in range(count, 0, -1):
+        serve(np.concatenate((tokens[: PAGE * at], rng.integers(VOCABULARY, 2 * VOCABULARY, 5))))
+    with cache.open(tokens) as sequence:
+        steps = {
+            "match": lambda: cache.match(tokens),
+            "serve": lambda: serve(tokens),
+            "fork": lambda: sequence.fork().close(),
+        }
+        for _ in range(TIMED):
+            yield steps[step]
+
+
 def evicting(count: int, *, pages: int, alike: str) -> Iterator[Callable[[], object]]:
     """Evict so many pages of ``count`` prompts of four pages each.
 
@@ -159,6 +190,10 @@ def lines(scale: float) -> Iterator[Line]:
         return Line(name, scaled, tuple(timed(work(size)) for size in scaled))
 
     yield line("match 2,048 pages, of runs on their path", RUNS, matching)
+    for step in ("match", "serve", "fork"):
+        yield line(
+            f"with a window: {step}, of runs of a page", WINDOWED, partial(windowed, step=step)
+        )
     yield line("append and publish a page, of forks", FORKS, partial(forking, tail=0))
     yield line("the same, their last page was shared", FORKS, partial(forking, tail=2))
     yield line("a soft pin more, of pins", PINS, partial(pinning, hard=False))

@@ -55,7 +55,7 @@ def test_bytes_come_in_any_form_and_what_is_hashed_is_the_same() -> None:
         (b"abc", r"extra=\[\(position, data\)\]"),
         ({1: b"a"}, r"extra=\[\(position, data\)\]"),
         ("abc", r"extra=\[\(position, data\)\]"),
-        (7, r"a row of \(position, bytes\)"),
+        (7, r"rows of \(position, bytes\)"),
         ([(1, b"a")] * 65_537, "at most 65536"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What an operation costs does not depend on how many forks are running, or pins are set.
+"""What an operation costs does not depend on forks, pins, or what lies before it on its path.
 
 Costs are counted in lines of Python that run, which any loop adds to, and not in seconds. The
 figures in seconds come from `benchmarks/growth.py`.
@@ -9,9 +9,11 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from kvkeep import PagedCache, Sequence
+from kvkeep.core.groups import GroupLayout, StateSpec, WindowSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -206,3 +208,73 @@ def test_evicting_does_not_depend_on_what_is_stored_or_how_it_begins(alike: bool
         return evict
 
     flat(cost)
+
+
+# --- groups of layers ------------------------------------------------------------------------
+
+LAYOUTS = {
+    "a window": GroupLayout(SIZE, (WindowSpec(16),)),
+    "chunks": GroupLayout(SIZE, (WindowSpec(32, 2, chunked=True),)),
+    "a state": GroupLayout(SIZE, (), StateSpec(1)),
+    "both": GroupLayout(SIZE, (WindowSpec(16),), StateSpec(1)),
+}
+
+
+def compute(cache: PagedCache, tokens: object) -> Sequence:
+    """A request of which all is computed and published, in passes that end at its stops."""
+    sequence = cache.open(tokens)  # type: ignore[arg-type]
+    sequence.copies()
+    groups = sequence.groups
+    assert groups is not None
+    groups.copies()
+    while groups.position < sequence.num_tokens:
+        stops = [stop for stop in groups.stops if stop > groups.position]
+        groups.reach(min([sequence.num_tokens, *stops]))
+        groups.copies()
+        if groups.position in stops:
+            groups.checkpoint(groups.position)
+    sequence.publish()
+    return sequence
+
+
+@pytest.mark.parametrize("branches", [True, False], ids=["many runs", "one run"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("step", ["match", "open and close", "fork and close", "go back"])
+def test_a_request_behind_a_long_path(step: str, layout: GroupLayout, branches: bool) -> None:
+    def cost(count: int) -> int:
+        cache = PagedCache(30 * count + 200, layout)
+        path = list(range(SIZE * count + 2 * SIZE + 1))
+        compute(cache, path).close()
+        for at in range(count if branches else 0, 0, -1):
+            compute(cache, [*path[: SIZE * at], *[-at % 2**30] * (SIZE + 1)]).close()
+        for _ in range(2):  # the second one finds its path joined
+            assert cache.match(path).num_tokens >= SIZE * count
+            compute(cache, path).close()
+        sequence = compute(cache, path)
+
+        def run() -> None:
+            if step == "match":
+                cache.match(path)
+            elif step == "open and close":
+                cache.open(path).close()
+            elif step == "fork and close":
+                sequence.fork().close()
+            else:
+                sequence.truncate(len(path) - 1)
+
+        lines = steps(run)
+        cache.check()
+        return lines
+
+    flat(cost)
+
+
+def test_a_fork_takes_no_rows_that_it_does_not_read() -> None:
+    """Those of the pass before are still with the sequence, which has to publish them."""
+    cache = PagedCache(4000, LAYOUTS["a window"])
+    sequence = compute(cache, range(4000))
+    before = cache._core.pool.references.copy()
+    fork = sequence.fork()
+    assert np.count_nonzero(cache._core.pool.references != before) <= 16 // SIZE + 1
+    fork.close()
+    cache.check()

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Tokens
 
     from kvkeep import Sequence
+    from kvkeep.core.prefix import PrefixRun
 
 __all__ = ["BOTH", "GRID", "STATE", "WINDOW", "SymbolicEngine", "brute_force", "prompt"]
 
@@ -155,26 +156,15 @@ def brute_force(engine: SymbolicEngine, prompt: Tokens[int], namespace: str = ""
     match = index.match(index.encoder(space).lookup(row), space)
     if match is None:
         return 0
-    nodes = []
-    node = match.end
-    while node.parent is not None:
-        nodes.append(node)
-        node = node.parent
-    nodes.reverse()
+    assert cache._core.groups is not None
+    rows = cache._core.groups.stored_rows.rows
+    points = {point for run in cache.runs(namespace) for point in _ends(run)}
 
     def keeps(window: int, page: int) -> bool:
-        for node in nodes:
-            if node.depth <= page < node.end:
-                return node.extra is not None and node.extra.rows[window][page - node.depth, 0] >= 0
-        return False
+        return rows[window][match.pages[page], 0] >= 0
 
     def has_state(page: int) -> bool:
-        return any(
-            one.page == page
-            for node in nodes
-            if node.extra is not None
-            for one in node.extra.checkpoints
-        )
+        return match.pages[page - 1] in points
 
     for page in range(len(match.pages), 0, -1):
         position = page * size
@@ -189,3 +179,8 @@ def brute_force(engine: SymbolicEngine, prompt: Tokens[int], namespace: str = ""
         if needed and (layout.state is None or has_state(page)):
             return position
     return 0
+
+
+def _ends(run: PrefixRun) -> list[int]:
+    """The base pages of a run at whose end checkpoints are."""
+    return [int(run.pages[point - run.start - 1]) for point in run.points]

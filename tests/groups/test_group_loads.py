@@ -10,7 +10,7 @@ from symbolic import SymbolicEngine
 from test_machine import LAYOUTS
 
 from kvkeep.core.errors import IllegalStep, InvalidValue, OutOfPages
-from kvkeep.core.groups import GroupLayout, WindowSpec
+from kvkeep.core.groups import GroupLayout, StateSpec, WindowSpec
 
 if TYPE_CHECKING:
     from kvkeep import Sequence
@@ -100,13 +100,48 @@ def test_a_load_that_does_not_fit_changes_nothing() -> None:
         seq.groups.load(79)
     assert seq.groups.position == 0
     engine.cache.check()
-    for wrong in (0, -1, "8"):
-        with pytest.raises(InvalidValue, match="position to load"):
-            seq.groups.load(wrong)  # type: ignore[arg-type]
     groups = seq.groups
     seq.close()
     with pytest.raises(IllegalStep, match="closed"):
         groups.load(4)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_positions_that_a_sequence_does_not_have(name: str) -> None:
+    engine = SymbolicEngine(60, LAYOUTS[name])
+    engine.run(list(range(12))).close()
+    seq = engine.cache.open(list(range(24)))
+    groups = seq.groups
+    assert groups is not None
+    before, free = groups.position, engine.cache.stats().pages_free
+    with pytest.raises(InvalidValue, match="position to load"):
+        groups.load(before)
+    for wrong in (-1, "8", None, 1.5, 25, 64, 10**6, 2**63, 10**30, -(10**30)):
+        for step in (groups.load, groups.reach, groups.checkpoint):
+            with pytest.raises((InvalidValue, IllegalStep)):  # copies wait, and belong before
+                step(wrong)  # type: ignore[arg-type]
+        with pytest.raises(InvalidValue, match="position to load"):
+            groups.load(wrong)  # type: ignore[arg-type]
+        assert (groups.position, engine.cache.stats().pages_free) == (before, free)
+        engine.cache.check()
+    engine.finish(seq)
+    with pytest.raises(InvalidValue, match="all 24 tokens are computed"):
+        groups.load(24)
+    groups.expect(10**30)
+    seq.close()
+    engine.cache.check()
+
+
+def test_a_refused_load_drops_no_copy_that_waits() -> None:
+    """The state is copied from a checkpoint before anything is computed."""
+    engine = SymbolicEngine(36, GroupLayout(4, (WindowSpec(64),), StateSpec(2)))
+    engine.run(list(range(9))).close()
+    seq = engine.cache.open(list(range(80)))
+    assert seq.groups is not None
+    assert seq.groups.position == 8
+    with pytest.raises(OutOfPages):
+        seq.groups.load(76)
+    engine.step(seq, 12)
 
 
 def test_what_was_loaded_is_not_cut_short() -> None:

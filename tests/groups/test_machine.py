@@ -198,9 +198,10 @@ class GroupMachine(RuleBasedStateMachine):
         one = self.cache.session(session, space)
         state = self.cache._core.sessions.states.get((one.namespace, session))
         nodes = [] if state is None else list(state.nodes)
-        kept = [node.extra for node in nodes if node.extra is not None]
-        rows = sum((rows >= 0).sum() for each in kept for rows in each.rows)
-        states = sum(len(c.state) for each in kept for c in each.checkpoints if c.state is not None)
+        assert self.cache._core.groups is not None
+        stored = self.cache._core.groups.stored_rows.rows
+        rows = sum((rows[node.pages] >= 0).sum() for node in nodes for rows in stored)
+        states = sum(len(c.state) for n in nodes for c in n.extra.all if c.state is not None)
         own = sum(len(node.pages) for node in nodes) + rows + states
         assert one.num_pages == own
         if hint == "suspend":

@@ -183,10 +183,9 @@ def _useless(node: Node) -> tuple[int, bool]:
     pages, any_behind = sum(one for one, _ in below), any(has for _, has in below)
     if node.parent is None:
         return pages, any_behind
-    checkpoints = [] if node.extra is None else node.extra.checkpoints
     if not any_behind:
-        pages += node.end - checkpoints[-1].page if checkpoints else node.size
-    return pages, any_behind or bool(checkpoints)
+        pages += node.end - node.points[-1] if node.points else node.size
+    return pages, any_behind or bool(node.points)
 
 
 def test_a_checkpoint_survives_a_pass_before_it_is_published() -> None:

@@ -19,9 +19,11 @@ An ``AssertionError`` out of kvkeep is a fault of kvkeep.
 from __future__ import annotations
 
 import importlib
+import math
 import operator
 from itertools import islice
-from typing import TYPE_CHECKING
+from numbers import Real
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -39,10 +41,14 @@ __all__ = [
     "OutOfSlots",
     "QueueFull",
     "UnsupportedModel",
+    "check_type",
     "did_you_mean",
+    "listed",
+    "number",
     "reason",
     "require",
     "require_engine",
+    "switch",
     "told",
     "whole",
 ]
@@ -183,6 +189,51 @@ def whole(name: str, value: object, low: int | None = None, high: int | None = N
         )
         raise InvalidValue(f"{name} is {told(value)}; a whole number{bounds} is needed")
     return number
+
+
+def number(name: str, value: object, *, above: float | None = None, ends: bool = False) -> float:
+    """Return ``value`` as a float ``above`` a bound, or raise `InvalidValue` with ``name``.
+
+    With ``ends``, it is finite. Takes every real number. Refuses bools, text and NaN.
+    """
+    figure = math.nan
+    if isinstance(value, Real) and not isinstance(value, bool):
+        try:
+            figure = float(value)
+        except OverflowError:  # an integer
+            figure = math.inf if value > 0 else -math.inf
+    outside = above is not None and figure <= above
+    if math.isnan(figure) or outside or (ends and math.isinf(figure)):
+        bound = ("" if above is None else f" above {above:g}") + " that is not infinite" * ends
+        raise InvalidValue(f"{name} is {told(value)}; a number{bound} is needed")
+    return figure
+
+
+def switch(name: str, value: object) -> bool:
+    """Return ``value``, True or False, or raise `InvalidValue` with ``name``."""
+    if value is True or value is False:
+        return value
+    raise InvalidValue(f"{name} is {told(value)}; True or False is needed")
+
+
+def check_type(name: str, value: object, kind: Any, needed: str) -> None:
+    """Raise `InvalidValue` with ``name``, and in words what is ``needed``, for another type."""
+    if not isinstance(value, kind):
+        raise InvalidValue(f"{name} is {told(value)}; {needed} is needed")
+
+
+def listed(name: str, values: object, needed: str) -> list[Any]:
+    """Return ``values`` as a list, or raise `InvalidValue` with ``name`` if they are no row.
+
+    Refuses text, bytes and dictionaries, whose items are something else.
+    """
+    cause: Exception | None = None
+    if not isinstance(values, str | bytes | bytearray | memoryview | dict):
+        try:
+            return list(values)  # type: ignore[call-overload, no-any-return]
+        except Exception as error:  # noqa: BLE001 - a stranger's iterator
+            cause = error
+    raise InvalidValue(f"{name} is {told(values)}; {needed} are needed") from cause
 
 
 def did_you_mean(given: str | Iterable[str], known: Iterable[str]) -> str:

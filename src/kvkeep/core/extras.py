@@ -11,7 +11,7 @@ import hashlib
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvkeep.core.errors import InvalidValue, told, whole
+from kvkeep.core.errors import InvalidValue, listed, told, whole
 from kvkeep.core.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
@@ -57,21 +57,12 @@ def as_extras(extra: ExtraLike | None, length: int) -> Extras:
     """
     if extra is None:
         return ()
-    if isinstance(extra, (str, bytes, bytearray, memoryview, dict)):
-        raise InvalidValue(
-            f"extra is a row of (position, bytes), got {type(extra).__name__}; "
-            "write extra=[(position, data)]"
-        )
-    found: list[Extra] = []
-    try:
-        for pair in extra:
-            if len(found) == _MOST:
-                raise InvalidValue(f"a row of tokens has at most {_MOST} extras, got more")
-            found.append(_extra(pair, length))
-    except TypeError as error:
-        raise InvalidValue(f"extra is a row of (position, bytes): {error}") from error
-    found.sort(key=lambda one: one.position)  # stable
-    return tuple(found)
+    pairs = listed("extra", extra, "rows of (position, bytes), as extra=[(position, data)],")
+    if len(pairs) > _MOST:
+        raise InvalidValue(f"a row of tokens has at most {_MOST} extras, got {len(pairs)}")
+    extras = [_extra(pair, length) for pair in pairs]
+    extras.sort(key=lambda each: each.position)  # stable
+    return tuple(extras)
 
 
 def _extra(pair: object, length: int) -> Extra:

@@ -19,7 +19,7 @@ from functools import lru_cache
 from struct import iter_unpack
 from typing import TYPE_CHECKING
 
-from kvkeep.core.errors import InvalidValue
+from kvkeep.core.errors import InvalidValue, check_type, told
 from kvkeep.core.extras import Extra, extra_bytes
 from kvkeep.core.tokens import TOKEN_BYTES
 
@@ -70,10 +70,7 @@ class Namespace:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if not isinstance(value, str):
-                raise InvalidValue(
-                    f"Namespace.{field.name} is text, got {type(value).__name__}: {value!r}"
-                )
+            check_type(f"Namespace.{field.name}", value, str, "text")
 
     def canonical(self) -> bytes:
         """Return the bytes to hash: ``name=length:value`` per non-empty field, sorted by name.
@@ -98,7 +95,7 @@ def as_namespace(namespace: NamespaceLike) -> Namespace:
     if isinstance(namespace, str):
         return _of_tenant(namespace)
     raise InvalidValue(
-        f"a namespace is a Namespace or text, got {type(namespace).__name__}: {namespace!r}"
+        f"a namespace is a Namespace or text, got {type(namespace).__name__}: {told(namespace)}"
     )
 
 

@@ -23,7 +23,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvkeep.core.errors import InvalidValue
+from kvkeep.core.errors import InvalidValue, listed
 from kvkeep.core.extras import Extra
 from kvkeep.core.keys import Namespace, root_key
 from kvkeep.core.tokens import TOKEN_BYTES, as_tokens
@@ -84,7 +84,7 @@ class PublicPrefixes:
         # By tokens of a unit: first unit → the rows that begin with it, cut to whole units, longest
         # first. Replaced as a whole, so that readers need no lock.
         self._tables: dict[int, dict[bytes, list[bytes]]] = {}
-        self.declare(*rows)
+        self.declare(*listed("rows", rows, "rows of tokens"))
 
     def declare(self, *rows: TokensLike) -> None:
         """Declare rows of tokens public; a row that was declared before changes nothing.

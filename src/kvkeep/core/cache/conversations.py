@@ -8,6 +8,8 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from kvkeep.core.errors import number, whole
+
 if TYPE_CHECKING:
     from kvkeep.core.cache.core import Core
     from kvkeep.core.keys import Namespace
@@ -52,6 +54,7 @@ def waiting(core: Core, most: int = 20) -> list[Conversation] | None:
     follow conversations (see `kvkeep.core.eviction.ReturnAware`). Thread safety: takes the cache's
     lock. Cost: about 5 ms for 1,000.
     """
+    most = whole("most", most, 0)
     with core:
         board = core.returning
         if board is None:
@@ -75,6 +78,7 @@ def expected(core: Core, seconds: float) -> ReturnCounts | None:
     Expected are those of the 8,192 whose last requests ended last. None: as `waiting`. Thread
     safety: takes the cache's lock. Cost: about 5 ms for 8,192.
     """
+    seconds = number("seconds", seconds, above=-1)
     with core:
         board = core.returning
         if board is None:

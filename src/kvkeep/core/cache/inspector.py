@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvkeep.core.cache.blocks import RunOfTokens, ends_of_blocks
+from kvkeep.core.cache.blocks import BlockNames, RunOfTokens, ends_of_blocks
 from kvkeep.core.cache.picture import hidden_nodes, shown_nodes
 from kvkeep.core.cache.views import CacheMap, Found, NodeView
-from kvkeep.core.errors import InvalidValue, NotCached, whole
+from kvkeep.core.errors import InvalidValue, NotCached, check_type, whole
+from kvkeep.core.errors import number as seconds
 from kvkeep.core.keys import Namespace, as_namespace
 from kvkeep.core.prefix.finding import Finding
 from kvkeep.core.prefix.results import PrefixMatch
@@ -32,7 +33,7 @@ from kvkeep.core.tokens import TOKEN_BYTES, TOKEN_DTYPE, as_tokens
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from kvkeep.core.cache.blocks import BlockNames, Blocks
+    from kvkeep.core.cache.blocks import Blocks
     from kvkeep.core.cache.core import Core
     from kvkeep.core.cache.picture import Head
     from kvkeep.core.cache.pins import Pin
@@ -82,6 +83,9 @@ class Inspector:
     ) -> CacheMap:
         """See `PagedCache.map`."""
         nodes = whole("nodes", nodes, 1, _MOST_NODES)
+        root = None if root is None else whole("root", root)
+        if blocks is not None:
+            check_type("blocks", blocks, BlockNames, "a BlockNames")
         space = None if namespace is None else as_namespace(namespace)
         arguments = space, root, nodes, blocks
         with self._turn(self._making):
@@ -222,10 +226,9 @@ class Inspector:
 
     def pin(self, number: int, ttl: float | None) -> Pin:
         """See `PagedCache.pin_node`."""
-        if number < 0:
+        if whole("a node's id", number) < 0:
             raise InvalidValue("a namespace cannot be pinned; pin what is stored in it")
-        if ttl is not None and not ttl > 0:
-            raise InvalidValue(f"a pin lasts some seconds, got ttl={ttl}")
+        ttl = None if ttl is None else seconds("ttl, in seconds,", ttl, above=0)
         top = self._find(number)
         core = self._core
         with core:

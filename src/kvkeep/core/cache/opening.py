@@ -192,9 +192,9 @@ def _resume(
     given_up = 0
     while True:
         groups = SequenceGroups(board, core)
-        end = None if match is None or not page else match.node_at(page)
-        page, checkpoint = (0, None) if end is None else board.resume(end, page)
-        groups.hold(end, page, checkpoint)
+        path = EMPTY_PAGES if match is None else match.pages[:page]
+        page, checkpoint = board.resume(path)
+        groups.hold(path[:page], checkpoint)
         taken = None if match is None or not page else match.first(page)
         available = core.available() - core.index.protects(taken)
         if total - page <= available:

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvkeep.core.cache.conversations import expected, waiting
 from kvkeep.core.cache.core import Core
 from kvkeep.core.cache.opening import CacheQuery, find, matched_tokens, open_sequence
+from kvkeep.core.cache.pins import Pin
 from kvkeep.core.cache.sessions import Session, check_name
 from kvkeep.core.cache.stats import CacheStats, snapshot
-from kvkeep.core.errors import IllegalStep, InvalidValue, NotCached, whole
+from kvkeep.core.errors import (
+    IllegalStep,
+    InvalidValue,
+    NotCached,
+    check_type,
+    listed,
+    number,
+    switch,
+    told,
+    whole,
+)
 from kvkeep.core.eviction import EvictionPolicy, policy
 from kvkeep.core.keys import as_namespace
 from kvkeep.core.pages import PagePool
@@ -20,12 +32,11 @@ from kvkeep.core.prefix import index as make_index
 from kvkeep.core.prefix.results import EMPTY_PAGES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
     from kvkeep.core.cache.blocks import BlockNames
     from kvkeep.core.cache.conversations import Conversation, ReturnCounts
     from kvkeep.core.cache.inspector import Inspector
-    from kvkeep.core.cache.pins import Pin
     from kvkeep.core.cache.sequence import Sequence
     from kvkeep.core.cache.views import CacheMap, Found, NodeView
     from kvkeep.core.events import Hook
@@ -107,6 +118,7 @@ class PagedCache:
         self.groups = page_size if isinstance(page_size, GroupLayout) else None
         tokens = page_size.page_size if isinstance(page_size, GroupLayout) else page_size
         self.page_size = whole("page_size", tokens, 1, _MAX_PAGE_SIZE)
+        check_type("clock", clock, Callable, "a function that returns seconds")
         pool = PagePool(num_pages)
         self.num_pages = pool.num_pages
         if hard_pin_pages is None:
@@ -118,7 +130,7 @@ class PagedCache:
         block_tokens = whole("block_pages", block, 1) * self.page_size
         orders.fit(pool.num_pages, block)
         index = make_index(prefix, self.page_size, orders)
-        self.reuse = _switch("reuse", reuse)
+        self.reuse = switch("reuse", reuse)
         self._core = Core(
             pool, index, hard_pin_pages, clock,
             reuse=self.reuse, history_tokens=block_tokens, groups=self.groups,
@@ -269,8 +281,8 @@ class PagedCache:
         number of pins. Cost: that of `match`, and O(runs on the path).
         """
         query = CacheQuery.of(self._core, tokens, namespace, extra)
-        if ttl is not None and not ttl > 0:
-            raise InvalidValue(f"a pin lasts some seconds, got ttl={ttl}")
+        ttl = None if ttl is None else number("ttl, in seconds,", ttl, above=0)
+        hard = switch("hard", hard)
         with self._core as core:
             core.pins.expire()
             match = find(core, query)
@@ -294,6 +306,7 @@ class PagedCache:
         """End a pin; `NotCached` if it belongs to another cache or has ended."""
         with self._core as core:
             core.pins.expire()
+            check_type("pin", pin, Pin, "a pin of PagedCache.pin")
             if pin not in core.pins.pins:
                 raise NotCached(f"{pin!r} is not a running pin of this cache")
             core.pins.end(pin)
@@ -336,7 +349,8 @@ class PagedCache:
         if self._watch is None:
             raise IllegalStep("this cache keeps no miss-ratio curve; make it with what_if=0.1")
         with self._core:
-            return self._watch.points(None if pages is None else list(pages), namespace)
+            sizes = None if pages is None else listed("pages", pages, "numbers of pages")
+            return self._watch.points(sizes, namespace)
 
     # --- inspection --------------------------------------------------------------------------
 
@@ -380,7 +394,7 @@ class PagedCache:
         Raises `InvalidValue` for an empty row, and for the chain index, which keeps no tokens.
         Cost: about 2 µs a run and 5 ns a token and row; the lock is held as by `map`.
         """
-        return self._inspector.search(list(needles), namespace, most)
+        return self._inspector.search(listed("needles", needles, "rows of tokens"), namespace, most)
 
     def conversations(self, most: int = 20) -> list[Conversation] | None:
         """Return what waits for its next request; see `kvkeep.core.cache.conversations.waiting`."""
@@ -433,7 +447,7 @@ class PagedCache:
         that raises is logged and counted, and stays subscribed.
         """
         if not callable(hook):
-            raise InvalidValue(f"a hook is called with each event, got {hook!r}")
+            raise InvalidValue(f"a hook is called with each event, got {told(hook)}")
         return self._core.subscribe(hook)
 
     def check(self) -> None:
@@ -450,12 +464,6 @@ class PagedCache:
         )
 
 
-def _switch(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise InvalidValue(f"{name} is {value!r}; True or False is needed")
-    return value
-
-
 def _cached(core: Core, match: PrefixMatch | None) -> CachedPrefix:
     """Return a match as what a request would reuse of it."""
     if match is None:
@@ -465,5 +473,5 @@ def _cached(core: Core, match: PrefixMatch | None) -> CachedPrefix:
         return CachedPrefix(
             found, match.pages.copy(), match.partial_page, match.partial_tokens, found
         )
-    page = core.groups.resume(match.end, len(match.pages))[0]
+    page = core.groups.resume(match.pages)[0]
     return CachedPrefix(page * core.page_size, match.pages[:page].copy(), stored_tokens=found)

@@ -8,10 +8,11 @@ import numpy as np
 
 from kvkeep.core.cache.copies import PendingCopies
 from kvkeep.core.cache.lifecycle import SequenceState, permit
-from kvkeep.core.errors import whole
+from kvkeep.core.errors import check_type, switch, whole
 from kvkeep.core.events import Closed, Opened, Stored, frozen
 from kvkeep.core.extras import as_extras
 from kvkeep.core.pages import GrowingArray, PageCopy
+from kvkeep.core.returns import Ended
 from kvkeep.core.tokens import TOKEN_DTYPE, as_tokens, common_length, single_token
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from kvkeep.core.pages.table import PageArray
     from kvkeep.core.prefix.base import Encoder
     from kvkeep.core.prefix.owners import Owner
-    from kvkeep.core.returns import Ended
     from kvkeep.core.tokens import TokenArray, TokensLike
 
 __all__ = ["Sequence"]
@@ -268,7 +268,7 @@ class Sequence:
             self._pending.drop_needless(self._table.values[self._shared :])
             core.pool.release_known(gone)
             if self.groups is not None:
-                self.groups.rewind(length, self._hold, self._shared)
+                self.groups.rewind(length, self._table.values[: self._shared])
             self.num_cached = min(self.num_cached, length)
             self._opened_pages = min(self._opened_pages, pages)
 
@@ -330,7 +330,7 @@ class Sequence:
                 if self._shared < end <= stop:
                     self._publish(self._shared, end, known=end <= self.known_pages)
             if self.groups is not None and stop:
-                self.groups.published(self._hold, min(stop, self._shared), self.id)
+                self.groups.published(self._table.values[: min(stop, self._shared)], self.id)
             return self.num_published
 
     def _publish(self, start: int, stop: int, *, known: bool) -> None:
@@ -392,6 +392,9 @@ class Sequence:
         them. ``ended`` says how the request ended, for policies that predict its conversation.
         """
         core = self._core
+        keep = switch("keep", keep)
+        if ended is not None:
+            check_type("ended", ended, Ended, "an Ended(…)")
         with core:
             permit(self._pending.state, "close")
             self._pending.state = SequenceState.CLOSED

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.core.cache.observers import CacheObserver
-from kvkeep.core.errors import InvalidValue, whole
+from kvkeep.core.errors import InvalidValue, number, told, whole
 from kvkeep.core.prefix.owners import Owner
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ def check_session(session: object, turn: object) -> tuple[str | None, int | None
     """Return a session's name and the number of its turn; `InvalidValue` if they are not valid."""
     if session is None:
         if turn is not None:
-            raise InvalidValue(f"turn {turn!r} is one of a session; give its session, too")
+            raise InvalidValue(f"turn {told(turn)} is one of a session; give its session, too")
         return None, None
     return check_name(session), None if turn is None else whole("turn", turn, 0)
 
@@ -59,7 +58,7 @@ def check_name(session: object) -> str:
     """Return a session's name; `InvalidValue` if it is not valid."""
     if not isinstance(session, str) or not 0 < len(session) <= _LONGEST_ID:
         raise InvalidValue(
-            f"a session is named by a text of 1 … {_LONGEST_ID} characters, got {session!r:.80}"
+            f"a session is named by a text of 1 … {_LONGEST_ID} characters, got {told(session)}"
         )
     return session
 
@@ -111,7 +110,7 @@ class Session:
         of the pool, those suspended longest ago are no longer awaited. Returns the session's own
         pages that are kept. Raises `InvalidValue` unless ``eta`` is above 0.
         """
-        seconds = _seconds(eta)
+        seconds = number("eta, in seconds,", eta, above=0)
         with self._core:
             return self._core.sessions.suspend((self.namespace, self.id), seconds)
 
@@ -310,10 +309,3 @@ class SessionBoard(CacheObserver):
 def _awaits(item: tuple[float, int, SessionState]) -> bool:
     """Whether a heap entry is the current one of its session."""
     return item[0] == item[2].due
-
-
-def _seconds(eta: object) -> float:
-    number = float("nan") if isinstance(eta, bool) or not isinstance(eta, Real) else float(eta)
-    if not number > 0:
-        raise InvalidValue(f"a session is back in some seconds, got eta={eta!r}")
-    return number

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvkeep.core.errors import InvalidValue, did_you_mean
+from kvkeep.core.errors import InvalidValue, did_you_mean, told
 from kvkeep.core.eviction.adaptive import Adaptive
 from kvkeep.core.eviction.arc import ARC
 from kvkeep.core.eviction.base import Entry, EvictionPolicy
@@ -66,10 +66,10 @@ def policy(name: str | EvictionPolicy) -> EvictionPolicy:
     """Return a new policy of that name, or the given policy; `InvalidValue` lists the names."""
     if isinstance(name, EvictionPolicy):
         return name
-    if name not in POLICIES:
+    if not isinstance(name, str) or name not in POLICIES:
+        near = did_you_mean(name, POLICIES) if isinstance(name, str) else ""
         raise InvalidValue(
-            f"no eviction policy {name!r}; there are {', '.join(POLICIES)}"
-            f"{did_you_mean(str(name), POLICIES)}"
+            f"no eviction policy {told(name)}; there are {', '.join(POLICIES)}{near}"
         )
     return POLICIES[name]()
 

@@ -13,10 +13,9 @@ more than a page.
     tables.py     SequenceGroups: one sequence; of that, rows.py has its rows, copies.py copies that
                   wait, mark.py its mark, checkpoints.py its checkpoints: stops.py the planned ones,
                   unpublished.py those that the tree lacks
-    board.py      GroupBoard: rows and checkpoints of the whole tree; kept.py those of one node,
-                  path.py along a path, places.py where rows lie, fronts.py what lacks in them,
-                  units.py references, loose.py, order.py and eviction.py which go first,
-                  pinned.py what pins keep
+    board.py      GroupBoard: rows and checkpoints of the whole tree; stored.py rows by base page,
+                  checkpoint.py checkpoints of one node, units.py references, loose.py, order.py and
+                  eviction.py which go first, pinned.py what pins keep
     check.py      recounts everything
 """
 

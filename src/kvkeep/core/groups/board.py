@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvkeep.core.groups.fronts import RowFronts
+from kvkeep.core.groups.checkpoint import Checkpoint, NodeCheckpoints
 from kvkeep.core.groups.journal import GroupJournal
-from kvkeep.core.groups.kept import Checkpoint, Kept, live_pages
-from kvkeep.core.groups.path import kept_between, resumable, up
-from kvkeep.core.groups.places import RowPlaces
+from kvkeep.core.groups.stored import StoredRows, live_pages
 from kvkeep.core.groups.units import TreeUnits
 from kvkeep.core.prefix.listener import TreeListener
-from kvkeep.core.prefix.node import descend
+from kvkeep.core.prefix.node import descend, path_pages
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
-    import numpy.typing as npt
-
-    from kvkeep.core.groups.kept import CheckpointKind, Rows
+    from kvkeep.core.groups.checkpoint import CheckpointKind
+    from kvkeep.core.groups.stored import Rows
     from kvkeep.core.pages import PagePool
     from kvkeep.core.pages.layout import GroupLayout
     from kvkeep.core.pages.table import PageArray
@@ -29,6 +26,8 @@ if TYPE_CHECKING:
     from kvkeep.core.prefix.tree import RunTree
 
 __all__ = ["GroupBoard", "GroupCounters", "GroupStats"]
+
+_STEP: Final = 64  # pages that a search for where a request resumes looks at first
 
 
 @dataclass(slots=True)
@@ -78,11 +77,12 @@ class GroupStats:
 class GroupBoard(TreeListener):
     """Keeps rows and checkpoints beside the runs of a prefix tree.
 
-    The tree decides which base pages are stored; it reports every change of its shape, so that
-    `Node.extra` fits its node. A row that no checkpoint needs is *loose*: a request may resume
-    behind it, but it is freed before anything else.
+    The tree decides which base pages are stored, and reports every change of its runs. What belongs
+    to a base page is found by the page's id. So what a request may reuse is read from the page ids
+    of its path, and costs the same in one run or in a thousand. A row that no checkpoint needs is
+    *loose*: a request may resume behind it, but it is freed before anything else.
 
-    Thread safety: none; under the cache's lock.
+    Thread safety: none; under the cache's lock. Paths are given as their base pages, in order.
     """
 
     def __init__(self, layout: GroupLayout, pool: PagePool, tree: RunTree) -> None:
@@ -91,112 +91,83 @@ class GroupBoard(TreeListener):
         self.units = TreeUnits(pool)
         self.order = self.units.order
         self.loose = self.units.loose
-        self.places = RowPlaces(pool.num_pages)
-        self.fronts = RowFronts(pool.num_pages, layout.page_size)
+        self.stored_rows = StoredRows(layout, pool.num_pages)
+        self._ends = np.zeros(pool.num_pages, np.bool_)  # base pages at whose end checkpoints are
+        self._nodes = np.full(pool.num_pages, None, object)  # by base page
         self.counters = GroupCounters()
         self.journal = GroupJournal(layout)
 
     # --- what the tree reports -------------------------------------------------------------------
 
+    def stored(self, leaf: Node) -> None:
+        leaf.extra = NodeCheckpoints(leaf, self.stored_rows)
+        self._nodes[leaf.pages] = leaf
+
     def grown(self, node: Node, pages: int) -> None:
-        if node.extra is not None:
-            node.extra.grow(pages)
+        self._nodes[node.pages[-pages:]] = node
 
     def split(self, upper: Node, lower: Node) -> None:
-        if lower.extra is None:
-            return
-        upper.extra = lower.extra.split(upper.size, upper, upper.depth)
-        self.places.moved(upper.extra.rows, upper)
+        upper.extra = lower.extra.split(upper)
+        self._nodes[upper.pages] = upper
 
     def rejoined(self, upper: Node, lower: Node) -> None:
-        if upper.extra is None and lower.extra is None:
-            return
-        widths = self.layout.widths
-        front = upper.extra or Kept.empty(upper.size, widths)
-        if lower.extra is None:
-            lower.extra = Kept.empty(lower.size - upper.size, widths)
-        lower.extra.absorb(front, lower)
+        lower.extra.absorb(upper.extra)
         upper.extra = None
-        self.places.moved(front.rows, lower)
+        self._nodes[upper.pages] = lower
 
     def trimming(self, leaf: Node, keep: int) -> None:
-        kept = leaf.extra
-        if kept is None:
-            return
-        while kept.checkpoints and kept.checkpoints[-1].page > leaf.depth + keep:
-            self.remove(kept.checkpoints[-1])
-        for window, rows in enumerate(kept.trim(keep)):
-            there = np.flatnonzero(rows[:, 0] >= 0)
-            self.loose.discard(rows[there, 0].tolist())
-            self._dropped(leaf, window, there + keep, rows[there])
+        while leaf.extra.last > leaf.depth + keep:
+            self.remove(leaf.extra.all[-1])
+        gone = leaf.pages[keep:]
+        for window, rows in enumerate(self.stored_rows.rows):
+            firsts = rows[gone, 0]
+            there = firsts >= 0
+            self.loose.discard(firsts[there].tolist())
+            self._drop_rows(window, gone[there])
+        self._nodes[gone] = None
 
     # --- rows ------------------------------------------------------------------------------------
 
-    def store(self, node: Node, window: int, start: int, rows: Rows) -> None:
-        """Store ``rows`` for the pages from ``start`` on of the path to ``node``, where missing.
+    def store(self, window: int, bases: PageArray, rows: Rows) -> None:
+        """Store ``rows`` for the base pages ``bases``, where missing.
 
         Rows that are stored already replace those in ``rows``, of which the sequence then has
         references to the stored ones. Where fewer tokens lack in ours, it is the other way round.
         """
-        widths = self.layout.widths
-        stop = start + len(rows)
-        for one in up(node):
-            if one.end <= start:
-                break
-            if one.depth >= stop:
-                continue
-            if one.extra is None:
-                one.extra = Kept.empty(one.size, widths)
-            first, last = max(start, one.depth), min(stop, one.end)
-            self._store(one, window, first - one.depth, rows[first - start : last - start])
-
-    def _store(self, node: Node, window: int, at: int, rows: Rows) -> None:
-        kept = node.extra
-        assert kept is not None
-        there = kept.rows[window][at : at + len(rows)]
+        table, needs = self.stored_rows.rows[window], self.stored_rows.needs[window]
+        there = table[bases]
         ours = rows[:, 0] >= 0
         new = ours & (there[:, 0] < 0)
         if new.any():
-            there[new] = rows[new]
+            at = bases[new]
+            self.stored_rows.put(window, at, rows[new])
             self.units.store(rows[new].ravel())
-            self.counters.rows_stored += int(new.sum())
-            stored = at + np.flatnonzero(new)
-            self.places.put(rows[new, 0], node, window, node.depth + stored)
-            self.journal.stored_rows(node, window, stored)
-            self._resized(node, len(stored) * rows.shape[1])
-            needs = kept.needs[window][at : at + len(rows)]
-            self.loose.add(rows[new & (needs == 0), 0].tolist())
+            self.counters.rows_stored += len(at)
+            self.journal.stored_rows(window, at)
+            self._resized(self._nodes[at], rows.shape[1])
+            self.loose.add(rows[new & (needs[bases] == 0), 0].tolist())
         other = ours & ~new & (there[:, 0] != rows[:, 0])
-        fuller = other & (self.fronts.lacking(rows) < self.fronts.lacking(there))
+        if not other.any():
+            return
+        lacking = self.stored_rows.lacking
+        fuller = other & (lacking(rows[:, 0]) < lacking(there[:, 0]))
         if fuller.any():
-            self._exchange(node, window, at + np.flatnonzero(fuller), rows[fuller])
+            self._exchange(window, bases[fuller], rows[fuller])
             other &= ~fuller
         if other.any():
             self.units.retain(there[other].ravel())
             self.units.release(rows[other].ravel())
             rows[other] = there[other]
 
-    def _exchange(self, node: Node, window: int, at: npt.NDArray[np.int64], rows: Rows) -> None:
-        """Store ``rows`` in place of those ``at`` pages of a node, which are the same but less."""
-        kept = node.extra
-        assert kept is not None
-        old: Rows = kept.rows[window][at]
-        loose = kept.needs[window][at] == 0
+    def _exchange(self, window: int, bases: PageArray, rows: Rows) -> None:
+        """Store ``rows`` in place of those of ``bases``, which are the same but less."""
+        old: Rows = self.stored_rows.rows[window][bases]
+        loose = self.stored_rows.needs[window][bases] == 0
         self.loose.discard(old[loose, 0].tolist())
-        self.places.forget(old[:, 0])
         self.units.drop(old.ravel())
-        kept.rows[window][at] = rows
+        self.stored_rows.put(window, bases, rows)
         self.units.store(rows.ravel())
-        self.places.put(rows[:, 0], node, window, node.depth + at)
         self.loose.add(rows[loose, 0].tolist())
-
-    def rows(self, node: Node, window: int, start: int, stop: int) -> Rows:
-        """Return the rows of pages ``start`` … ``stop`` of the path to ``node``; -1 if missing."""
-        found = np.full((stop - start, self.layout.widths[window]), -1, np.int32)
-        for one, kept, inside in kept_between(node, start, stop):
-            at = one.depth + inside.start - start
-            found[at : at + inside.stop - inside.start] = kept.rows[window][inside]
-        return found
 
     def free_loose(self, needed: int) -> int:
         """Free loose rows that no sequence uses, oldest first, until ``needed`` pages are free."""
@@ -205,55 +176,54 @@ class GroupBoard(TreeListener):
             oldest = self.loose.oldest(-(-(needed - freed) // most))
             if not oldest:
                 break
-            for node, window, pages in self.places.of(np.array(oldest)):
-                freed += self._free_rows(node, window, pages - node.depth)
+            for window, bases in self.stored_rows.places(np.array(oldest)):
+                freed += self._free_rows(window, bases)
         return freed
 
-    def _free_rows(self, node: Node, window: int, at: npt.NDArray[np.integer[Any]]) -> int:
-        """Free the loose rows ``at`` pages of a node that no sequence uses; set others aside."""
-        assert node.extra is not None
-        rows: Rows = node.extra.rows[window][at]
+    def _free_rows(self, window: int, bases: PageArray) -> int:
+        """Free the loose rows of ``bases`` that no sequence uses; set others aside."""
+        rows: Rows = self.stored_rows.rows[window][bases]
         idle = self.units.are_idle(rows)
         self.loose.set_aside(rows[~idle, 0].tolist())
-        node.extra.rows[window][at[idle]] = -1
-        return self._dropped(node, window, at[idle], rows[idle])
+        return self._drop_rows(window, bases[idle])
 
-    def _dropped(
-        self, node: Node, window: int, at: npt.NDArray[np.integer[Any]], rows: Rows
-    ) -> int:
-        """Drop the tree's references to ``rows``, of the pages ``at`` of a node."""
-        if not len(rows):
+    def _drop_rows(self, window: int, bases: PageArray) -> int:
+        """Remove the rows of ``bases`` from the tree; return the pages that became free."""
+        if not len(bases):
             return 0
-        self.places.forget(rows[:, 0])
+        rows: Rows = self.stored_rows.rows[window][bases]
+        self.stored_rows.remove(window, bases)
         freed = self.units.drop(rows.ravel())
         self.counters.rows_evicted += len(rows)
-        self._resized(node, -rows.size)
-        self.journal.lost_rows(node, window, at, freed)
+        self._resized(self._nodes[bases], -rows.shape[1])
+        self.journal.lost_rows(window, bases, freed)
         return freed
 
     # --- checkpoints -----------------------------------------------------------------------------
 
     def add(
-        self, node: Node, page: int, state: PageArray | None, kind: CheckpointKind
+        self, path: PageArray, state: PageArray | None, kind: CheckpointKind
     ) -> Checkpoint | None:
-        """Store a checkpoint at ``page`` of the path to ``node``; return it, or the one there.
+        """Store a checkpoint at the end of ``path``; return it, or the one there.
 
         None if rows that it needs are missing. ``state`` becomes the tree's if the checkpoint is
         new; the caller keeps its own reference in any case.
         """
-        owner = next(one for one in up(node) if one.depth < page)
-        if owner.extra is None:
-            owner.extra = Kept.empty(owner.size, self.layout.widths)
-        there: Checkpoint | None = owner.extra.at(page)
+        there = self._at(path)
         if there is not None:
             return there
-        if self._incomplete(owner, page):
-            return None
-        checkpoint = Checkpoint(owner, page, state, kind)
-        owner.extra.add(checkpoint)
+        position = len(path) * self.layout.page_size
+        for window, first in self.needed(len(path)):
+            ends = self.stored_rows.ends(window, path[first:], first)
+            if (ends > self.layout.windows[window].first_token(position)).any():
+                return None
+        node: Node = self._nodes[path[-1]]
+        checkpoint = Checkpoint(node, len(path), state, kind)
+        node.extra.add(checkpoint)
+        self._ends[path[-1]] = True
         if state is not None:
             self.units.store(state)
-            self._resized(owner, len(state))
+            self._resized([node], len(state))
         self._need(checkpoint, 1)
         self.order.add(checkpoint)
         self.counters.checkpoints_stored += 1
@@ -276,9 +246,8 @@ class GroupBoard(TreeListener):
 
         It is counted as ``replaced``, or as evicted.
         """
-        kept = checkpoint.node.extra
-        assert kept is not None
-        kept.checkpoints.remove(checkpoint)
+        checkpoint.node.extra.all.remove(checkpoint)
+        self._ends[checkpoint.base] = False
         checkpoint.stored = False
         self.order.discard(checkpoint)
         self._need(checkpoint, -1)
@@ -289,7 +258,7 @@ class GroupBoard(TreeListener):
         freed = 0
         if checkpoint.state is not None:
             freed = self.units.drop(checkpoint.state)
-            self._resized(checkpoint.node, -len(checkpoint.state))
+            self._resized([checkpoint.node], -len(checkpoint.state))
         self.journal.lost(checkpoint, freed)
 
     def frees(self, checkpoint: Checkpoint) -> bool:
@@ -300,36 +269,23 @@ class GroupBoard(TreeListener):
         if checkpoint.state is not None:
             return self.units.is_idle(checkpoint.state)
         return any(
-            self.units.count_idle(live_pages(kept.rows[window][inside]))
-            for window, first in self.needed(checkpoint.page)
-            for _, kept, inside in kept_between(checkpoint.node, first, checkpoint.page)
+            self.units.count_idle(live_pages(self.stored_rows.rows[window][bases]))
+            for window, bases in self._needs(checkpoint)
         )
 
     def drop_idle(self, top: Node) -> None:
         """Drop checkpoints and rows of ``top`` and all nodes behind it that nothing uses."""
-        for node, _ in descend(top):
-            kept: Kept | None = node.extra
-            if kept is None:
-                continue
-            for checkpoint in kept.checkpoints.copy():
+        nodes = [node for node, _ in descend(top) if node.extra is not None]
+        for node in nodes:
+            for checkpoint in node.extra.all.copy():
                 if self.frees(checkpoint):
                     self.remove(checkpoint)
-        for node, _ in descend(top):
-            kept = node.extra
-            for window, rows in enumerate([] if kept is None else kept.rows):
-                assert kept is not None
-                loose = np.flatnonzero((rows[:, 0] >= 0) & (kept.needs[window] == 0))
-                self.loose.discard(rows[loose, 0].tolist())
-                self._free_rows(node, window, loose)
-
-    def _incomplete(self, node: Node, page: int) -> bool:
-        position = page * self.layout.page_size
-        return not all(
-            self.fronts.are_complete(
-                self.rows(node, window, first, page), first, self.layout.windows[window], position
-            )
-            for window, first in self.needed(page)
-        )
+        for node in nodes:
+            for window, rows in enumerate(self.stored_rows.rows):
+                firsts = rows[node.pages, 0]
+                loose = (firsts >= 0) & (self.stored_rows.needs[window][node.pages] == 0)
+                self.loose.discard(firsts[loose].tolist())
+                self._free_rows(window, node.pages[loose])
 
     def needed(self, page: int) -> Iterable[tuple[int, int]]:
         """Yield each window, and the first page whose row is needed to resume at ``page``."""
@@ -337,45 +293,73 @@ class GroupBoard(TreeListener):
         for window, spec in enumerate(self.layout.windows):
             yield window, spec.first_needed(page * size, size)
 
+    def _needs(self, checkpoint: Checkpoint) -> Iterator[tuple[int, PageArray]]:
+        """Yield each window, and the base pages whose rows ``checkpoint`` needs."""
+        for window, first in self.needed(checkpoint.page):
+            yield window, path_pages(checkpoint.node, first, checkpoint.page)
+
     def _need(self, checkpoint: Checkpoint, change: int) -> None:
         """Count one checkpoint more or less for the rows that ``checkpoint`` needs."""
-        for window, first in self.needed(checkpoint.page):
-            for _, kept, inside in kept_between(checkpoint.node, first, checkpoint.page):
-                needs = kept.needs[window][inside]
-                needs += change
-                turned = kept.rows[window][inside, 0][needs == (1 if change > 0 else 0)]
-                rows = turned[turned >= 0].tolist()
-                if change < 0:
-                    self.loose.add(rows)
-                else:
-                    self.loose.discard(rows)
+        for window, bases in self._needs(checkpoint):
+            needs = self.stored_rows.needs[window]
+            needs[bases] += change
+            turned = bases[needs[bases] == (1 if change > 0 else 0)]
+            firsts = self.stored_rows.rows[window][turned, 0]
+            rows = firsts[firsts >= 0].tolist()
+            if change < 0:
+                self.loose.add(rows)
+            else:
+                self.loose.discard(rows)
 
-    def resume(self, node: Node, pages: int) -> tuple[int, Checkpoint | None]:
-        """Return the last position up to ``pages`` of the path to ``node`` where all groups agree.
+    def resume(self, path: PageArray) -> tuple[int, Checkpoint | None]:
+        """Return the last position on ``path`` where all groups agree, in pages.
 
-        In pages, with the checkpoint there; 0 and None if there is none. A checkpoint's rows are
-        all there, so a model with states resumes at any. Cost: O(checkpoints on the path); O(pages)
-        without states.
+        Also the checkpoint there; 0 and None if there is none. A checkpoint's rows are all there,
+        so a model with states resumes at any. Cost: the rows of the windows, and O(pages) behind
+        the position, vectorised; the runs of the path cost nothing.
         """
-        if self.layout.state is None:
-            page = int(np.flatnonzero(resumable(self.layout, self.fronts, node, pages))[-1])
-            return page, self._at(node, page)
-        for one in up(node):
-            kept: Kept | None = one.extra
-            for checkpoint in reversed([] if kept is None else kept.checkpoints):
-                if checkpoint.page <= pages:
-                    return checkpoint.page, checkpoint
-        return 0, None
+        stop, step = len(path), _STEP
+        while True:
+            start = max(0, stop - step)
+            page = self._last(path, start, stop)
+            if page >= start:
+                return page, self._at(path[:page])
+            stop, step = start, step * 4
 
-    def _at(self, node: Node, page: int) -> Checkpoint | None:
-        owner = next((one for one in up(node) if one.depth < page), None)
-        kept: Kept | None = None if owner is None else owner.extra
-        return None if kept is None else kept.at(page)
+    def _last(self, path: PageArray, start: int, stop: int) -> int:
+        """Return the last position up to ``stop`` where all groups agree; -1 if before ``start``.
 
-    def _resized(self, node: Node, pages: int) -> None:
-        """Tell the owners of runs that more is kept of ``node``, or less."""
-        if self._tree.owners is not None:
-            self._tree.owners.resized(node, pages)
+        The beginning of the path is such a position.
+        """
+        layout = self.layout
+        if layout.state is not None:
+            ends = self._ends[path[start:stop]].nonzero()[0]
+            if len(ends):
+                return start + 1 + int(ends[-1])
+            return -1 if start else 0
+        agreed = np.ones(stop - start + 1, np.bool_)
+        for window, first in self.needed(start):
+            ends = self.stored_rows.ends(window, path[first:stop], first)
+            last = np.zeros(stop - first + 1, np.int64)  # where the last lacking token ends
+            np.maximum.accumulate(ends, out=last[1:])
+            spec = layout.windows[window]
+            agreed &= last[start - first :] <= spec.first_token_each(start, stop, layout.page_size)
+        pages = agreed.nonzero()[0]
+        return start + int(pages[-1]) if len(pages) else -1
+
+    def _at(self, path: PageArray) -> Checkpoint | None:
+        """Return the checkpoint at the end of ``path``."""
+        if not len(path) or not self._ends[path[-1]]:
+            return None
+        checkpoint: Checkpoint | None = self._nodes[path[-1]].extra.at(len(path))
+        return checkpoint
+
+    def _resized(self, nodes: Iterable[Node], pages: int) -> None:
+        """Tell the owners of runs that ``pages`` more are kept of each of ``nodes``, or less."""
+        owners = self._tree.owners
+        if owners is not None:
+            for node in nodes:
+                owners.resized(node, pages)
 
     def stats(self) -> GroupStats:
         """Return the figures at this moment."""
@@ -387,3 +371,17 @@ class GroupBoard(TreeListener):
             checkpoints=len(self.order),
             **asdict(self.counters),
         )
+
+    def check(self, nodes: Iterable[Node], checkpoints: Iterable[Checkpoint]) -> None:
+        """Assert that base pages are noted as those of ``nodes`` and ends of ``checkpoints``."""
+        there = np.zeros_like(self._ends)
+        for node in nodes:
+            assert all(each is node for each in self._nodes[node.pages]), "a page of another node"
+            there[node.pages] = True
+        assert not self._nodes[~there].any(), "a node of a page that is not stored"
+        for window, rows in enumerate(self.stored_rows.rows):
+            assert not (rows[~there] >= 0).any(), "a row outlives its page"
+            self.stored_rows.check(window)
+        ends = np.zeros_like(there)
+        ends[np.array([each.base for each in checkpoints], np.intp)] = True
+        assert (ends == self._ends).all(), "an end without a checkpoint, or the other way round"

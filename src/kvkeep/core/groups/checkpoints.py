@@ -9,8 +9,8 @@ from kvkeep.core.groups.unpublished import UnpublishedCheckpoints
 
 if TYPE_CHECKING:
     from kvkeep.core.groups.board import GroupBoard
-    from kvkeep.core.groups.kept import Checkpoint
-    from kvkeep.core.prefix.node import Node
+    from kvkeep.core.groups.checkpoint import Checkpoint
+    from kvkeep.core.pages.table import PageArray
 
 __all__ = ["SequenceCheckpoints"]
 
@@ -34,19 +34,19 @@ class SequenceCheckpoints:
         self.own = UnpublishedCheckpoints(board)
         self.last: Checkpoint | None = None
 
-    def publish(self, node: Node, stop: int, *, states: bool) -> None:
-        """Store those up to page ``stop`` of the path to ``node``; without ``states``, add some."""
-        for checkpoint in self.own.publish(node, stop):
+    def publish(self, path: PageArray, *, states: bool) -> None:
+        """Store those on ``path``, of base pages; without ``states``, add some."""
+        for checkpoint in self.own.publish(path):
             self._stored(checkpoint, states=states)
-        if not states and stop:
-            self._mark_ends(node, stop)
+        if not states and len(path):
+            self._mark_ends(path)
 
-    def _mark_ends(self, node: Node, stop: int) -> None:
+    def _mark_ends(self, path: PageArray) -> None:
         """Add checkpoints that need no state: where it was planned, and at the end."""
-        for page, kind in self.plan.passed(stop):
-            self._stored(self._board.add(node, page, None, kind), states=False)
-        if self.last is None or self.last.page < stop:
-            self._stored(self._board.add(node, stop, None, "end"), states=False)
+        for page, kind in self.plan.passed(len(path)):
+            self._stored(self._board.add(path[:page], None, kind), states=False)
+        if self.last is None or self.last.page < len(path):
+            self._stored(self._board.add(path, None, "end"), states=False)
 
     def _stored(self, checkpoint: Checkpoint | None, *, states: bool) -> None:
         """Go on from ``checkpoint``; the one before it is extended, unless prompts branch there.

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kvkeep.core.groups.board import GroupBoard
-    from kvkeep.core.groups.kept import Checkpoint, Kept
+    from kvkeep.core.groups.checkpoint import Checkpoint
     from kvkeep.core.pages import PagePool
     from kvkeep.core.pages.table import PageArray
     from kvkeep.core.prefix.node import Node
@@ -68,10 +68,9 @@ def _tail(board: GroupBoard, most: int, parents: list[Node], leaf: Node, portion
     """
     assert leaf.parent is not None
     parents.append(leaf.parent)
-    checkpoints: list[Checkpoint] = [] if leaf.extra is None else leaf.extra.checkpoints
-    if checkpoints and checkpoints[-1].page == leaf.end:
-        board.remove(checkpoints[-1])
-    behind = leaf.end - checkpoints[-1].page if checkpoints else leaf.size
+    if leaf.extra.last == leaf.end:
+        board.remove(leaf.extra.all[-1])
+    behind: int = leaf.end - leaf.extra.last
     return behind if board.layout.state is not None else min(behind, most, portion)
 
 
@@ -84,15 +83,11 @@ def _evict_behind(tree: RunTree, node: Node | None, forget: Callable[[PageArray]
     while node is not None and node.parent is not None:
         if node.children or node.holders or node.covered:
             return
-        kept: Kept | None = node.extra
-        checkpoints = [] if kept is None else kept.checkpoints
-        behind = node.end - checkpoints[-1].page if checkpoints else node.size
+        behind = node.end - node.extra.last
         if not behind:
             return
-        parent = node.parent
+        parent = node.parent if behind == node.size else None
         forget(tree.remove(node, behind))
-        if checkpoints:
-            return
         node = parent
 
 

@@ -8,17 +8,9 @@ from kvkeep.core.events import GroupsLost, GroupsStored, ResumePoint, frozen
 from kvkeep.core.prefix.results import joined
 
 if TYPE_CHECKING:
-    from typing import Any
-
-    import numpy as np
-    import numpy.typing as npt
-
-    from kvkeep.core.groups.kept import Checkpoint
+    from kvkeep.core.groups.checkpoint import Checkpoint
     from kvkeep.core.pages.layout import GroupLayout
     from kvkeep.core.pages.table import PageArray
-    from kvkeep.core.prefix.node import Node
-
-    At = npt.NDArray[np.integer[Any]]
 
 __all__ = ["GroupJournal"]
 
@@ -40,20 +32,20 @@ class GroupJournal:
         self._stored_rows: list[list[PageArray]] = [[] for _ in layout.windows]
         self._lost_rows: list[list[PageArray]] = [[] for _ in layout.windows]
 
-    def stored_rows(self, node: Node, window: int, at: At) -> None:
-        """Note that rows of the pages ``at`` of a node were stored."""
+    def stored_rows(self, window: int, bases: PageArray) -> None:
+        """Note that rows of the base pages ``bases`` were stored."""
         if self.on:
-            self._stored_rows[window].append(node.pages[at])
+            self._stored_rows[window].append(bases)
 
     def stored(self, checkpoint: Checkpoint) -> None:
         """Note that a checkpoint was stored."""
         if self.on:
             self._stored.append(self._point(checkpoint))
 
-    def lost_rows(self, node: Node, window: int, at: At, freed: int) -> None:
-        """Note that rows of the pages ``at`` of a node went, and ``freed`` pool pages with them."""
+    def lost_rows(self, window: int, bases: PageArray, freed: int) -> None:
+        """Note that rows of ``bases`` went, and ``freed`` pool pages with them."""
         if self.on:
-            self._lost_rows[window].append(node.pages[at])
+            self._lost_rows[window].append(bases)
             self._freed += freed
 
     def lost(self, checkpoint: Checkpoint, freed: int) -> None:
@@ -63,8 +55,7 @@ class GroupJournal:
             self._freed += freed
 
     def _point(self, checkpoint: Checkpoint) -> ResumePoint:
-        node, page = checkpoint.node, checkpoint.page
-        return ResumePoint(int(node.pages[page - node.depth - 1]), page * self._size)
+        return ResumePoint(checkpoint.base, checkpoint.page * self._size)
 
     def take_stored(self, sequence: int | None) -> GroupsStored | None:
         """Return the rows and checkpoints stored for a sequence since the last call; None: none."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from kvkeep.core.groups.kept import Checkpoint
+    from kvkeep.core.groups.checkpoint import Checkpoint
     from kvkeep.core.pages.table import PageArray
 
 __all__ = ["CheckpointOrder"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvkeep.core.groups.path import up
 from kvkeep.core.groups.tables import SequenceGroups
+from kvkeep.core.prefix.node import path_pages
 
 if TYPE_CHECKING:
     from kvkeep.core.groups.board import GroupBoard
@@ -31,8 +31,9 @@ class PinnedGroups:
         """Return references to what resuming on the path to ``node`` needs, for a hard pin."""
         board = self._board
         kept = SequenceGroups(board, self._pages)
-        page, checkpoint = board.resume(node, node.end)
-        kept.hold(node, page, checkpoint)
+        path = path_pages(node, 0, node.end)
+        page, checkpoint = board.resume(path)
+        kept.hold(path[:page], checkpoint)
         kept.state = None if checkpoint is None else checkpoint.state
         return kept
 
@@ -48,19 +49,19 @@ class PinnedGroups:
         """
         board = self._board
         if board.layout.state is None:
-            page, there = board.resume(node, node.end)
+            path = path_pages(node, 0, node.end)
+            page, there = board.resume(path)
             if page and there is None:
-                board.add(node, page, None, "end")
+                board.add(path[:page], None, "end")
 
     def unpinned(self, node: Node) -> None:
         """Let checkpoints go again that a pin at ``node``, which ended, kept."""
-        for one in up(node):
-            if one.covered:
-                return
-            if one.extra is not None:
-                self._board.order.unpinned(one.extra.checkpoints)
+        above: Node | None = node
+        while above is not None and above.parent is not None and not above.covered:
+            self._board.order.unpinned(above.extra.all)
+            above = above.parent
 
     def resumable(self, node: Node) -> int:
         """Return the last position on the path to ``node`` where a request can resume, in pages."""
         with self._pages:
-            return self._board.resume(node, node.end)[0] if node.in_tree else 0
+            return self._board.resume(path_pages(node, 0, node.end))[0] if node.in_tree else 0

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvkeep.core.groups.kept import live_pages, no_rows
+import numpy as np
+
+from kvkeep.core.groups.stored import live_pages, no_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Self
 
     from kvkeep.core.groups.board import GroupBoard
-    from kvkeep.core.groups.kept import Rows
+    from kvkeep.core.groups.stored import Rows
     from kvkeep.core.pages.table import PageArray
-    from kvkeep.core.prefix.node import Node
 
 __all__ = ["RowTables"]
 
@@ -51,9 +52,9 @@ class RowTables:
         return tuple(views)
 
     def live(self) -> Iterator[PageArray]:
-        """Yield the pool pages of all rows, a window at a time."""
-        for rows in self._rows:
-            yield live_pages(rows[: self.length])
+        """Yield the pool pages of all rows, a window at a time. Cost: the rows."""
+        for rows, first in zip(self._rows, self._first, strict=True):
+            yield live_pages(rows[first : self.length])
 
     def between(self, window: int, start: int, stop: int) -> Rows:
         """Return the rows of pages ``start`` … ``stop`` of a window, as a view to change."""
@@ -61,29 +62,31 @@ class RowTables:
 
     # --- begin and end ---------------------------------------------------------------------------
 
-    def hold(self, node: Node | None, page: int) -> None:
-        """Replace all rows by those that resuming at ``page`` of the path to ``node`` reads."""
+    def hold(self, path: PageArray) -> None:
+        """Replace all rows by those that resuming at the end of ``path``, of base pages, reads."""
         board, old = self._board, list(self.live())
-        self.length = page
-        self._rows = [no_rows(page, width) for width in board.layout.widths]
-        self._first = [0] * len(self._rows)
-        if node is not None and page:
-            for window, first in board.needed(page):
-                rows = board.rows(node, window, first, page)
-                board.units.retain(live_pages(rows))
-                self._rows[window][first:] = rows
-                self._first[window] = first
+        self.length = len(path)
+        self._rows = [no_rows(self.length, width) for width in board.layout.widths]
+        for window, first in board.needed(self.length):
+            rows = board.stored_rows.rows[window][path[first:]]
+            board.units.retain(live_pages(rows))
+            self._rows[window][first:] = rows
+            self._first[window] = first
         for pages in old:
             board.units.release(pages)
 
-    def fork(self) -> Self:
-        """Return tables of the same rows, for a fork."""
+    def fork(self, position: int) -> Self:
+        """Return tables of the same rows, for a fork that goes on at ``position``."""
         other = type(self)(self._board)
         other.length = self.length
-        other._rows = [rows[: self.length].copy() for rows in self._rows]
-        other._first = self._first.copy()
-        for pages in other.live():
-            self._board.units.retain(pages)
+        for window, (rows, spec) in enumerate(
+            zip(self._rows, self._board.layout.windows, strict=True)
+        ):
+            first = max(self._first[window], spec.first_needed(position, self._size))
+            other._rows[window] = copied = no_rows(*rows[: self.length].shape)
+            other._first[window] = first = min(first, self.length)
+            copied[first:] = rows[first : self.length]
+            self._board.units.retain(live_pages(copied[first:]))
         return other
 
     def close(self) -> None:
@@ -117,7 +120,7 @@ class RowTables:
     def exchange(self, window: int, page: int, row: PageArray) -> PageArray:
         """Put ``row`` in place of the row at ``page``; return that, with its reference."""
         old: PageArray = self._rows[window][page].copy()
-        self._board.fronts.inherit(row[None], old[None])
+        self._board.stored_rows.inherit(row[0], old[0])
         self._rows[window][page] = row
         return old
 
@@ -127,18 +130,18 @@ class RowTables:
         for window, width in enumerate(self._board.layout.widths):
             there = self._rows[window]
             if length > len(there):
-                grown = no_rows(max(length, len(there) * 3 // 2 + 8), width)
+                grown = np.empty((max(length, self.length * 3 // 2 + 8), width), np.int32)
                 grown[: self.length] = there[: self.length]
                 self._rows[window] = there = grown
             there[self.length : length] = pages[: count * width].reshape(count, width)
-            self._board.fronts.note(there[self.length : length])
+            self._board.stored_rows.allocated(there[self.length : length, 0])
             pages = pages[count * width :]
         self.length = length
 
     def replace(self, position: int, take: Callable[[int], PageArray]) -> None:
         """Replace all rows by new ones: those that are attended to from ``position`` on.
 
-        The tokens in front of a window lack in the first row of it (`RowFronts`). Raises what
+        The tokens in front of a window lack in the first row of it (`StoredRows`). Raises what
         ``take`` raises, and changes nothing then.
         """
         layout, old = self._board.layout, list(self.live())
@@ -147,27 +150,27 @@ class RowTables:
         counts = [
             (length - first) * width for first, width in zip(firsts, layout.widths, strict=True)
         ]
-        pages = take(sum(counts))
+        pages, stored = take(sum(counts)), self._board.stored_rows
         self.length, self._first = length, firsts
         for window, (first, width) in enumerate(zip(firsts, layout.widths, strict=True)):
             self._rows[window] = rows = no_rows(length, width)
             rows[first:] = pages[: counts[window]].reshape(-1, width)
-            self._board.fronts.note(rows[first:])
+            stored.allocated(rows[first:, 0])
             begin = layout.windows[window].first_token(position)
-            self._board.fronts.note(rows[first : first + 1], begin - first * self._size)
+            stored.allocated(rows[first : first + 1, 0], begin - first * self._size)
             pages = pages[counts[window] :]
         for gone in old:
             self._board.units.release(gone)
 
     def has(self, window: int, row: PageArray) -> bool:
         """Whether ``row`` is in the table of a window."""
-        return bool((self._rows[window][: self.length, 0] == row[0]).any())
+        return bool((self._rows[window][self._first[window] : self.length, 0] == row[0]).any())
 
     def begins(self) -> list[int]:
         """Return, for each window, the first token of which there is KV from there on."""
         begins = []
         for rows, first in zip(self._rows, self._first, strict=True):
-            lacking = self._board.fronts.lacking(rows[first : self.length][:1])
+            lacking = self._board.stored_rows.lacking(rows[first : self.length][:1, 0])
             begins.append(first * self._size + int(lacking.sum()))
         return begins
 
@@ -181,8 +184,7 @@ class RowTables:
     def cut(self, position: int) -> None:
         """Release the rows behind token ``position``."""
         length = min(self.length, -(-position // self._size))
-        for rows in self._rows:
-            self._board.units.release(live_pages(rows[length : self.length]))
-            rows[length:] = -1
+        for rows, first in zip(self._rows, self._first, strict=True):
+            self._board.units.release(live_pages(rows[max(first, length) : self.length]))
         self.length = length
         self._first = [min(first, length) for first in self._first]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from typing import Self
 
-    from kvkeep.core.groups.kept import CheckpointKind
+    from kvkeep.core.groups.checkpoint import CheckpointKind
     from kvkeep.core.pages.layout import GroupLayout
 
 __all__ = ["CheckpointPlan"]

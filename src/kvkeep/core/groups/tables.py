@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from typing import Self
 
     from kvkeep.core.groups.board import GroupBoard
-    from kvkeep.core.groups.kept import Checkpoint, Rows
+    from kvkeep.core.groups.checkpoint import Checkpoint
+    from kvkeep.core.groups.stored import Rows
     from kvkeep.core.pages.table import PageArray
-    from kvkeep.core.prefix.node import Node
 
 __all__ = ["PageSource", "SequenceGroups"]
 
@@ -127,6 +127,7 @@ class SequenceGroups:
 
     def is_guess(self, position: int) -> bool:
         """Whether the stop at ``position`` is a mere guess at where prompts will branch."""
+        position = whole("the position of a stop, in tokens,", position)
         return self._checkpoints.plan.is_guess(position // self._size)
 
     def expect(self, position: int) -> None:
@@ -180,14 +181,18 @@ class SequenceGroups:
 
         Allocates the rows that are attended to from there on. The engine fills these, the base
         pages up to ``position``, and the running state; then it may leave a `checkpoint` there.
-        Raises `OutOfPages`, and `InvalidValue` for a position that is computed already.
+        Raises `OutOfPages`, and `InvalidValue` for a position that is computed already, or behind
+        the sequence's tokens.
         """
         with self._pages:
             self._check_open("load KV for")
-            position = whole("the position to load, in tokens,", position, self.position + 1)
+            name, last = "the position to load, in tokens,", len(self.row)
+            position = whole(name, position, min(self.position + 1, last), last)
+            if position == self.position:
+                raise InvalidValue(f"{name} is {position}, and all {last} tokens are computed")
             self._copies.finish()
-            self._copies.drop()
             self._rows.replace(position, self._pages.take)
+            self._copies.drop()
             self.position = position
 
     def checkpoint(self, position: int) -> StateCopy | None:
@@ -270,11 +275,11 @@ class SequenceGroups:
 
     # --- called by the cache and the sequence, under the lock ------------------------------------
 
-    def hold(self, node: Node | None, page: int, checkpoint: Checkpoint | None) -> None:
-        """Begin at ``page`` of the path to ``node``: take references to what resuming reads."""
-        self.position = page * self._size
-        self._offered = page
-        self._rows.hold(node, page)
+    def hold(self, path: PageArray, checkpoint: Checkpoint | None) -> None:
+        """Begin at the end of ``path``, of base pages: take references to what resuming reads."""
+        self.position = len(path) * self._size
+        self._offered = len(path)
+        self._rows.hold(path)
         self._checkpoints.last = checkpoint
         if checkpoint is not None and checkpoint.state is not None:
             self._board.units.retain(checkpoint.state)
@@ -310,7 +315,7 @@ class SequenceGroups:
         state = None if self.state is None else self._pages.take(len(self.state))
         other = SequenceGroups(self._board, self._pages)
         other.position, other._offered = self.position, self._offered
-        other._rows = self._rows.fork()
+        other._rows = self._rows.fork(self.position)
         other._checkpoints.plan = self._checkpoints.plan.fork()
         other.state = state
         if state is not None and self.position:
@@ -323,22 +328,23 @@ class SequenceGroups:
         self.row = row
         return self
 
-    def published(self, node: Node, stop: int, sequence: int) -> None:
-        """Offer the tree what belongs to the first ``stop`` pages, on the path to ``node``."""
-        board = self._board
+    def published(self, path: PageArray, sequence: int) -> None:
+        """Offer the tree what belongs to ``path``, of published base pages."""
         self._copies.finish()
-        stop = min(stop, self.position // self._size)
+        stop = min(len(path), self.position // self._size)
         start = self._offered
-        for window in range(len(board.layout.windows)):
-            board.store(node, window, start, self._rows.between(window, start, stop))
-        self._offered = max(start, stop)
-        self._checkpoints.publish(node, stop, states=self.state is not None)
+        if start < stop:
+            for window in range(len(self._board.layout.windows)):
+                rows = self._rows.between(window, start, stop)
+                self._board.store(window, path[start : start + len(rows)], rows)
+            self._offered = stop
+        self._checkpoints.publish(path[:stop], states=self.state is not None)
         self._pages.report_groups(sequence)
 
-    def rewind(self, length: int, node: Node, published: int) -> None:
+    def rewind(self, length: int, path: PageArray) -> None:
         """Go back so that nothing behind token ``length`` is computed; `position` tells how far.
 
-        ``published`` pages are on the path to ``node``. Goes on from this position if it can, else
+        ``path`` has its published base pages. Goes on from this position if it can, else
         from the mark or the last position where all groups agree, at worst from 0.
         """
         board, size = self._board, self._size
@@ -352,10 +358,9 @@ class SequenceGroups:
         if self.state is None and self._rows.covers(length):
             self._cut(length)
             return
-        pages = min(published, length // size)
-        page, checkpoint = board.resume(node, pages) if pages else (0, None)
+        page, checkpoint = board.resume(path[: length // size])
         if mark.position is None or mark.state is None or mark.position < page * size:
-            self._resume(node, page, checkpoint)
+            self._resume(path[:page], checkpoint)
             return
         assert self.state is not None
         board.units.retain(mark.state)
@@ -363,15 +368,15 @@ class SequenceGroups:
         self._copies.add(StateCopy(mark.state, self.state))
         self._cut(mark.position)
 
-    def _resume(self, node: Node, page: int, checkpoint: Checkpoint | None) -> None:
+    def _resume(self, path: PageArray, checkpoint: Checkpoint | None) -> None:
         self._copies.finish()
         self._copies.drop()
         last, offered = self._checkpoints.last, self._offered
-        self.hold(node, page, checkpoint)
+        self.hold(path, checkpoint)
         if checkpoint is not None and self.state is not None:
             assert checkpoint.state is not None
             self._copies.add(StateCopy(checkpoint.state, self.state))
-        self._offered = min(offered, page)
+        self._offered = min(offered, len(path))
         self._checkpoints.last = checkpoint or last
 
     def _cut(self, position: int) -> None:

@@ -12,7 +12,7 @@ from kvkeep.core.groups.order import CheckpointOrder
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from kvkeep.core.groups.kept import Rows
+    from kvkeep.core.groups.stored import Rows
     from kvkeep.core.pages import PagePool
     from kvkeep.core.pages.table import PageArray
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvkeep.core.groups.kept import live_pages
+from kvkeep.core.groups.stored import live_pages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvkeep.core.groups.board import GroupBoard
-    from kvkeep.core.groups.kept import Checkpoint, CheckpointKind, Rows
+    from kvkeep.core.groups.checkpoint import Checkpoint, CheckpointKind
+    from kvkeep.core.groups.stored import Rows
     from kvkeep.core.pages.table import PageArray
-    from kvkeep.core.prefix.node import Node
 
 __all__ = ["UnpublishedCheckpoints"]
 
@@ -49,14 +49,14 @@ class UnpublishedCheckpoints:
             self._board.units.retain(live_pages(part))
         self._waiting.append(_Unpublished(page, kind, state, rows))
 
-    def publish(self, node: Node, stop: int) -> list[Checkpoint | None]:
-        """Store those up to page ``stop`` in the tree; return them, None for one without rows."""
+    def publish(self, path: PageArray) -> list[Checkpoint | None]:
+        """Store those on ``path``, of base pages; return them, None for one without rows."""
         stored: list[Checkpoint | None] = []
-        for one in [one for one in self._waiting if one.page <= stop]:
+        for one in [one for one in self._waiting if one.page <= len(path)]:
             needed = self._board.needed(one.page)
             for rows, (window, first) in zip(one.rows, needed, strict=True):
-                self._board.store(node, window, first, rows)
-            stored.append(self._board.add(node, one.page, one.state, one.kind))
+                self._board.store(window, path[first : one.page], rows)
+            stored.append(self._board.add(path[: one.page], one.state, one.kind))
             self._drop(one)
         return stored
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvkeep.core.errors import InvalidValue, whole
+from kvkeep.core.errors import InvalidValue, number, whole
 from kvkeep.core.keys import KEY_BYTES, as_namespace
 from kvkeep.core.miss_ratio.histogram import DistanceHistogram
 from kvkeep.core.miss_ratio.stack import COLD, Stack
@@ -63,15 +63,16 @@ class MissRatioCurve:
         max_keys: int = 65_536,
         half_life: float | None = None,
     ) -> None:
-        if isinstance(sample, bool) or not 0 < sample <= 1:
-            raise InvalidValue(f"sample is a share above 0, 1 at most; got {sample!r}")
-        if half_life is not None and not 1 <= half_life < math.inf:
-            raise InvalidValue(f"half_life is a number of blocks, 1 or more; got {half_life!r}")
-        max_keys = whole("max_keys", max_keys, 64)
+        sample = number("sample, a share of all blocks,", sample, above=0)
+        if sample > 1:
+            raise InvalidValue(f"sample is a share above 0, 1 at most; got {sample:g}")
+        if half_life is not None and number("half_life, in blocks,", half_life, ends=True) < 1:
+            raise InvalidValue(f"half_life is a number of blocks, 1 or more; got {half_life:g}")
+        max_keys = whole("max_keys", max_keys, 64, 1 << 40)
         if most_blocks is None:
             most_blocks = int(max_keys / sample)
         self.block_tokens = whole("block_tokens", block_tokens, 1)
-        self.most_blocks = whole("most_blocks", most_blocks, 1)
+        self.most_blocks = whole("most_blocks", most_blocks, 1, 1 << 62)
         self.sample = min(float(sample), max_keys / self.most_blocks)
         self.half_life = half_life
         self._total = 0

@@ -48,9 +48,9 @@ class WindowSpec:
         """Return the first page whose row is read when computing goes on at token ``position``."""
         return self.first_token(position) // page_size
 
-    def first_token_each(self, pages: int, page_size: int) -> npt.NDArray[np.int64]:
-        """Return `first_token` at the beginnings of the pages 0 … ``pages``, as an array."""
-        positions = np.arange(pages + 1, dtype=np.int64) * page_size
+    def first_token_each(self, start: int, stop: int, page_size: int) -> npt.NDArray[np.int64]:
+        """Return `first_token` at the beginnings of the pages ``start`` … ``stop``."""
+        positions = np.arange(start, stop + 1, dtype=np.int64) * page_size
         span = min(self.span, _LONGEST)
         if self.chunked:
             return positions // span * span

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from kvkeep.core.errors import InvalidValue, whole
+from kvkeep.core.errors import InvalidValue, told, whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,11 +48,12 @@ def page_tables(
     ns a byte.
     """
     pad = whole("pad", pad, int(_INT32.min), int(_INT32.max))
-    if not all(isinstance(table, Sized) for table in tables):
+    try:
+        lengths = np.fromiter(map(len, tables), np.int32, len(tables))
+    except TypeError as error:
         raise InvalidValue(
-            "tables are rows of page ids, got a single row; write page_tables([sequence.pages])"
-        )
-    lengths = np.fromiter(map(len, tables), np.int32, len(tables))
+            f"tables is {told(tables)}; rows of page ids are needed, as [sequence.pages]"
+        ) from error
     width = int(lengths.max(initial=0))
     if out is None:
         pages = np.empty((len(tables), width), np.int32)
@@ -62,7 +62,12 @@ def page_tables(
         pages[len(tables) :] = pad
         pages = pages[: len(tables)]
     for row, table, length in zip(pages, tables, lengths.tolist(), strict=True):
-        row[:length] = table
+        try:
+            row[:length] = table
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InvalidValue(
+                f"a row of tables is {told(table)}; page ids are needed, as sequence.pages"
+            ) from error
         row[length:] = pad
     return PageTables(pages, lengths)
 

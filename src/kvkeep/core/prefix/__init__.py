@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvkeep.core.errors import InvalidValue, did_you_mean
+from kvkeep.core.errors import InvalidValue, did_you_mean, told
 from kvkeep.core.prefix.base import PrefixIndex
 from kvkeep.core.prefix.chain import ChainIndex
 from kvkeep.core.prefix.radix import RadixIndex
@@ -28,9 +28,7 @@ INDICES: dict[str, type[RadixIndex | ChainIndex]] = {"radix": RadixIndex, "chain
 
 def index(name: str, page_size: int, policy: EvictionPolicy) -> PrefixIndex:
     """Return a new, empty index of that name; `InvalidValue` lists the names."""
-    if name not in INDICES:
-        raise InvalidValue(
-            f"no prefix index {name!r}; there are {', '.join(INDICES)}"
-            f"{did_you_mean(str(name), INDICES)}"
-        )
+    if not isinstance(name, str) or name not in INDICES:
+        near = did_you_mean(name, INDICES) if isinstance(name, str) else ""
+        raise InvalidValue(f"no prefix index {told(name)}; there are {', '.join(INDICES)}{near}")
     return INDICES[name](page_size, policy)

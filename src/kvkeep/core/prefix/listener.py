@@ -16,6 +16,9 @@ class TreeListener:
     Called in the middle of an operation and under the cache's lock: it must not change the tree.
     """
 
+    def stored(self, leaf: Node) -> None:
+        """``leaf``, a new node, is in the tree."""
+
     def grown(self, node: Node, pages: int) -> None:
         """``node`` got ``pages`` more at its end."""
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvkeep.core.eviction.base import Entry
 from kvkeep.core.keys import Namespace
-from kvkeep.core.prefix.results import EMPTY_PAGES
+from kvkeep.core.prefix.results import EMPTY_PAGES, joined
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvkeep.core.prefix.trails import RunTrail
     from kvkeep.core.prefix.waits import EvictedWaits
 
-__all__ = ["Node", "Root", "descend"]
+__all__ = ["Node", "Root", "descend", "path_pages"]
 
 _NONE = Namespace()
 
@@ -192,6 +192,22 @@ class Root(Node):
     def in_tree(self) -> bool:
         """Always true: a root that is removed stays a valid, empty path."""
         return True
+
+
+def path_pages(node: Node, start: int, stop: int) -> PageArray:
+    """Return the pages ``start`` … ``stop`` of the path to ``node``, which has as many.
+
+    Cost: the runs and trails of these pages.
+    """
+    parts: list[PageArray] = []
+    while node.end > start and node.parent is not None:
+        first = node if node.trail is None else node.trail.nodes[0]
+        if first.depth < stop:
+            pages = node.pages if node.trail is None else node.trail.pages
+            parts.append(pages[max(0, start - first.depth) : min(stop, node.end) - first.depth])
+        assert first.parent is not None
+        node = first.parent
+    return joined(parts[::-1])
 
 
 def descend(root: Node) -> Iterator[tuple[Node, int]]:

@@ -197,6 +197,8 @@ class RunTree:
         if namespace is not None:
             leaf.namespace = namespace
         self._attach(node, leaf)
+        if self.listener is not None:
+            self.listener.stored(leaf)
         self.policy.stored(leaf, priority, known=known)
         self.num_evictable += leaf.size
         if owner is not None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
-from kvkeep.core.errors import InvalidValue, whole
+from kvkeep.core.errors import InvalidValue, told, whole
 from kvkeep.core.returns.answers import AnswerShares
 from kvkeep.core.returns.first_tokens import FirstTokens
 from kvkeep.core.returns.stops import CommonStops
@@ -56,7 +56,7 @@ class Ended:
         if stop is not None and not (isinstance(stop, str) and len(stop) <= _LONGEST_STOP):
             raise InvalidValue(
                 f"stop says in at most {_LONGEST_STOP} characters why the answer ended, got "
-                f"{stop!r:.80}"
+                f"{told(stop)}"
             )
         if tokens is not None:
             whole("tokens", tokens, 0)

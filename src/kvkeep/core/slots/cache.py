@@ -25,12 +25,21 @@ guards of a slot (pins, and copies still to be made from it) protect tokens befo
 
 from __future__ import annotations
 
-import math
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvkeep.core.errors import IllegalStep, InvalidValue, NotCached, OutOfSlots, whole
+from kvkeep.core.errors import (
+    IllegalStep,
+    InvalidValue,
+    NotCached,
+    OutOfSlots,
+    check_type,
+    number,
+    switch,
+    whole,
+)
 from kvkeep.core.keys import as_namespace
 from kvkeep.core.slots.guards import SlotCopy, SlotPin
 from kvkeep.core.slots.lease import SlotLease
@@ -39,8 +48,6 @@ from kvkeep.core.slots.table import SlotTable
 from kvkeep.core.tokens import as_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from kvkeep.core.keys import Namespace, NamespaceLike
     from kvkeep.core.tokens import TokenArray, TokensLike
 
@@ -114,7 +121,8 @@ class SlotCache:
     def __init__(
         self, num_slots: int, max_tokens: int, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.num_slots = whole("num_slots", num_slots, 1)
+        check_type("clock", clock, Callable, "a function that returns seconds")
+        self.num_slots = whole("num_slots", num_slots, 1, 2**31 - 1)
         self.max_tokens = whole("max_tokens", max_tokens, 1, 2**31 - 1)
         self._table = SlotTable(self.num_slots, self.max_tokens, clock)
         self._totals = _Totals()
@@ -232,8 +240,8 @@ class SlotCache:
         """
         prefix = self._checked(tokens).copy()
         space = as_namespace(namespace)
-        if ttl is not None and not 0 < ttl < math.inf:
-            raise InvalidValue(f"ttl is a positive number of seconds or None, got {ttl}")
+        ttl = None if ttl is None else number("ttl, in seconds,", ttl, above=0, ends=True)
+        hard = switch("hard", hard)
         table = self._table
         slot, _ = table.rows.longest(space, prefix, above=len(prefix) - 1, limit=len(prefix))
         if slot == NOWHERE:
@@ -253,6 +261,7 @@ class SlotCache:
 
         Raises `IllegalStep` for a pin that was unpinned before.
         """
+        check_type("pin", pin, SlotPin, "a pin of SlotCache.pin")
         return self._table.guards.unpin(pin)
 
     def _hard_pinned(self) -> set[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvkeep.core.errors import IllegalStep, InvalidValue, whole
+from kvkeep.core.errors import IllegalStep, InvalidValue, switch, whole
 from kvkeep.core.tokens import as_tokens
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class SlotLease:
         that the slot held before, and hard-pinned ones, stay.
         """
         published = self.published
-        if not keep:
+        if not switch("keep", keep):
             published = max(min(published, self._kept), self._table.guards.hard(self.slot))
         if self.copy is not None:
             self._settle()
