@@ -57,7 +57,7 @@ def checked_stdout() -> Iterator[None]:
     if stream is None:  # the process was started without
         yield
         return
-    sys.stdout = checked = _Stdout(stream)  # type: ignore[assignment]
+    sys.stdout = checked = _Stdout(stream)
     try:
         yield
     finally:
