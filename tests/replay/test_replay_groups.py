@@ -236,7 +236,7 @@ def test_a_plan_has_groups(chat):
     plan = PlannedMemory(100_000, groups=STATES)
     runs = plan.runs(chat)
     assert {run.groups for run in runs} == {STATES, None}
-    advice = plan.advice({run: run.on(chat) for run in runs})
+    advice = plan.advice({run: run.on(chat) for run in runs}, chat)
     assert "Windows and states of earlier prompts take up to" in str(advice)
     json.dumps(str(advice))
 
