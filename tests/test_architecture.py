@@ -690,11 +690,6 @@ REACHES: dict[str, int] = {
     # Libraries that offer no other way:
     "kvkeep.integrations.sglang.settings": 1,  # the fields of its configuration
     "kvkeep.integrations.transformers_model": 1,  # _supports_logits_to_keep
-    "kvkeep.integrations.vllm.connector": 1,  # the registry of connectors
-    "kvkeep.integrations.vllm_plugin": 1,  # the same, of a connector of vLLM's own
-    "kvkeep.integrations.vllm.offload.engine": 5,  # what the spec of a tier is not given
-    "kvkeep.integrations.vllm.offload.requests": 1,
-    "kvkeep.store.codecs.group_transform": 1,  # products of 8-bit numbers
     "kvkeep.serve.engine.attention.dense": 1,  # torch's attention that returns log-sum-exps
     "kvkeep.serve.engine.attention.hook": 1,  # _attn_implementation
     "kvkeep.serve.engine.linear": 2,  # oneDNN's packed layers

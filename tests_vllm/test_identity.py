@@ -19,7 +19,7 @@ from vllm import EngineArgs
 from vllm.config import ModelConfig
 from vllm.lora.request import LoRARequest
 
-from kvkeep.integrations.vllm import numbers
+from kvkeep.integrations.vllm import naming, numbers
 from kvkeep.integrations.vllm.adapters import Adapters
 from kvkeep.integrations.vllm.numbers import numbers_of
 from kvkeep.integrations.vllm.weights import revision_of
@@ -124,6 +124,17 @@ def test_settings_beside_the_model_decide(
     setattr(changed, part, shallow(getattr(config, part)))
     object.__setattr__(getattr(changed, part), name, value)
     assert numbers_of(changed) != numbers_of(config)
+
+
+def test_an_upgrade_to_another_minor_version_is_another_name(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named, computed = [], numbers_of(config)
+    for version in ("0.32.0", "0.32.1", "0.33.0"):
+        monkeypatch.setattr(naming.vllm, "__version__", version)
+        named.append(naming.computed_by(computed))
+    assert named[0] == named[1] != named[2]
+    assert named[2].startswith("vLLM 0.33, torch")
 
 
 def test_variables_of_the_environment_decide(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -241,7 +242,7 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
 
 # MultiConnector looks up the class of statistics from another process by name, in vLLM's registry
 # only; without this entry the first statistics would end the server's output handler.
-if KVKeepConnector.__name__ not in KVConnectorFactory._registry:
+with suppress(ValueError):  # the entry point has registered it
     KVConnectorFactory.register_connector(
-        KVKeepConnector.__name__, "kvkeep.integrations.vllm", "KVKeepConnector"
+        KVKeepConnector.__name__, "kvkeep.integrations.vllm", KVKeepConnector.__name__
     )

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
 from vllm.v1.engine import EngineCoreRequest
 
 from kvkeep.integrations.vllm.adapters import Adapters
@@ -32,11 +31,14 @@ _NEUTRAL: Final = {
     "current_wave", "arrival_time", "priority", "trace_headers", "abort_immediately",
     "sampling_params", "pooling_params", "reasoning_ended", "reasoning_parser_kwargs", "kv_hints",
 }  # fmt: skip
-_OTHERS: Final[tuple[tuple[str, Any], ...]] = tuple(
-    (field.name, field.default_factory() if callable(field.default_factory) else field.default)
-    for field in msgspec.structs.fields(EngineCoreRequest)
-    if field.name not in _HASHED | _NEUTRAL
-)
+_DEFAULTS: Final = EngineCoreRequest.__struct_defaults__
+_OTHERS: Final = {
+    name: usual
+    for name, usual in zip(
+        EngineCoreRequest.__struct_fields__[-len(_DEFAULTS) :], _DEFAULTS, strict=True
+    )
+    if name not in _HASHED | _NEUTRAL
+}
 _WHY: Final = {
     "embeds": "its prompt has embeddings, whose positions are in no block hash of vLLM",
     "whole": "what it returns needs all its tokens computed (poolers as MEAN, routed experts)",
@@ -68,7 +70,9 @@ class RequestContent:
         if self._whole:
             reason = "whole"
         else:
-            field = next((name for name, usual in _OTHERS if _given(request, name, usual)), "")
+            field = next(
+                (name for name, usual in _OTHERS.items() if _given(request, name, usual)), ""
+            )
             pooling = request.pooling_params
             if not field and pooling is not None and pooling.extra_kwargs:
                 field = "pooling_params.extra_kwargs"
@@ -101,7 +105,9 @@ class RequestContent:
 
 
 def _given(request: Request, name: str, usual: Any) -> bool:
-    value = getattr(request, name, usual)
-    return value is not usual and not (
-        isinstance(value, bool | int | str | list | dict) and value == usual
-    )
+    """Return whether the request has something in this field, which is usually ``usual``."""
+    value = getattr(request, name, None)
+    if isinstance(value, str | bytes | list | tuple | dict | set) and not value:
+        return False
+    alike = isinstance(value, bool | int | float | str | list | tuple | dict) and value == usual
+    return value is not None and not alike

@@ -8,7 +8,7 @@ engine and in the requests, and only a connector has both.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
     from vllm.v1.request import Request
 
-__all__ = ["Arrival", "KVKeepManager", "KVKeepOffloadingConnector", "OffloadEngine"]
+__all__ = ["ArrivedRequest", "KVKeepManager", "KVKeepOffloadingConnector", "OffloadEngine"]
 
 _STARTING: ContextVar[OffloadEngine | None] = ContextVar("the engine that starts", default=None)
 
 
-class Arrival(NamedTuple):
+class ArrivedRequest(NamedTuple):
     """A request that arrives, and its ``kv_transfer_params``, which may be anything."""
 
     request: Request
@@ -67,7 +67,7 @@ class OffloadEngine:
 
     config: VllmConfig
     caches: KVCacheConfig
-    arrival: Arrival | None = None
+    arrival: ArrivedRequest | None = None
     resets: Resets = field(default_factory=Resets)
     counts: Counts = field(default_factory=Counts)
     content: RequestContent = field(init=False)
@@ -148,7 +148,7 @@ class KVKeepOffloadingConnector(OffloadingConnector):
         params = request.kv_transfer_params
         if not isinstance(params, Mapping):
             request.kv_transfer_params = None
-        self._engine.arrival = Arrival(request, params)
+        self._engine.arrival = ArrivedRequest(request, params)
         try:
             super().on_new_request(request)
         finally:
@@ -213,5 +213,5 @@ class KVKeepManager(TieringOffloadingManager):
 
 
 # MultiConnector looks up the class of statistics from another process by name.
-if OFFLOADING not in KVConnectorFactory._registry:
+with suppress(ValueError):  # the entry point has registered it
     KVConnectorFactory.register_connector(OFFLOADING, "kvkeep.integrations.vllm.tier", OFFLOADING)
