@@ -44,9 +44,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BLOCK = 256  # tokens
-STANDING = tuple(name for name in CODECS if name != "transform")
-"""Codecs that need no basis; transform.py fits one and measures it."""
-
 KEY = bytes(range(32))
 DEPTHS = (64, 256, 512, 1024, 2048)
 ANSWERED = (256, 1024)  # depths behind which answers are compared
@@ -63,7 +60,7 @@ GOALS = {
     (CASES[0], "int4", "ratio"): 3.5,
     (CASES[0], "lossless", "decode"): 1.0,
 }
-NATS_GOALS = {"int8": 1e-3, "int4": 1e-3, "transform": 2e-3}
+NATS_GOALS = {"int8": 1e-3, "int4": 1e-3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,13 +266,13 @@ def main() -> None:
     torch.set_num_threads(1)
     chosen = options.codecs.split(",") if options.codecs else None
     models = [bundled(options.quick)] + ([] if options.quick else [trained()])
-    timed = speeds(models[0].probe, chosen or list(STANDING), 2 if options.quick else 7)
+    timed = speeds(models[0].probe, chosen or list(CODECS), 2 if options.quick else 7)
     if not options.json:
         print(speed_table(timed), flush=True)
     depths = (256, 2048) if options.quick else DEPTHS
     found = {}
     for one in models:
-        names = chosen or [*STANDING, *([] if options.quick else LADDER)]
+        names = chosen or [*CODECS, *([] if options.quick else LADDER)]
         if chosen is None and not options.quick:
             names += fitted(one.probe)
         measured = quality(one, [name for name in names if _fits(name, one.probe.shape)], depths)

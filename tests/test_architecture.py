@@ -104,7 +104,6 @@ ROOMS: dict[str, set[str]] = {
     "integrations": {
         "core.cache", "core.cost", "core.prefix", "core.eviction", "core.pages", "core.returns",
         "store", "store.kv", "store.blocks", "store.identity", "store.tiers", "store.backends",
-        "store.codecs",  # to fit a basis
         "bench.traces",  # to capture one
         "observe.explain",  # why prompts missed a tree inside an engine, or a connector's store
         "observe.usage",  # the events of an engine's requests
@@ -121,7 +120,7 @@ ROOMS: dict[str, set[str]] = {
         "bench.codecs", "bench.replay", "bench.traces",
         "serve.engine", "serve.models", "serve.server", "serve.kv_events", "serve.http",
         "serve.router",
-        "integrations",  # to fit a basis
+        "integrations",  # the options of connectors
     },
 }  # fmt: skip
 # Under TYPE_CHECKING alone: the names of types, where a room handles what is another's.
@@ -144,7 +143,7 @@ EXTERNAL: dict[str, set[str]] = {
         "core.pages.tensors", "core.pages.prepared", "core.pages.device", "core.slots.tensors",
         "core.groups.tensors",
         "store.kv", "store.identity", "store.codecs", "serve.engine", "integrations",
-        "bench.codecs", "cli.codec_measure",
+        "bench.codecs",
     },
     "vllm": {"integrations.vllm", "integrations.vllm_plugin"},
     "sglang": {"integrations.sglang"},
@@ -156,7 +155,7 @@ EXTERNAL: dict[str, set[str]] = {
         "serve.engine", "integrations",
         "cli.model",  # to quieten its progress bars
         "cli.tree",  # says which extras the command needs together
-        "cli.codec_measure", "bench.codecs",  # measure on a model of theirs
+        "bench.codecs",  # measures on a model of theirs
     },
     "flash_attn": {"serve.engine.attention.flash"},  # if it is installed
     "flash_attn_interface": {"serve.engine.attention.flash"},

@@ -163,10 +163,6 @@ def test_a_wrong_count_size_or_time_names_its_option(name, capsys):
         ("store ls /var/lib/kvkeep", ["file:///path"]),
         ("store ls file:///no/where", ["/no/where"]),
         ("store ls flie:///x", ["flie", "did you mean 'file'?"]),
-        ("codec fit --out {tmp}/b --model /no/model", ["/no/model"]),
-        ("codec fit --out {tmp}/b --text /no/text", ["/no/text", "No such file"]),
-        ("codec measure --out {tmp}/f --model /no/model", ["/no/model"]),
-        ("codec measure --out {tmp}/f --codecs int88", ["'int88'", "did you mean 'int8'?"]),
         ("calibrate --lengths many", ["--lengths", "'many'"]),
         ("calibrate --url {dead}", ["{dead}"]),
         ("calibrate --out /no/where/cost", ["/no/where"]),
@@ -184,8 +180,8 @@ def test_typical_mistakes(words, says, places, capsys):
     "words",
     [
         "generate --prompt x --model", "demo --model", "serve --port 0 --model",
-        "size --memory 1GiB --model", "calibrate --model", "codec fit --out x --model",
-        "codec measure --out x --model", "route --instances http://127.0.0.1:9 --port 0 --model",
+        "size --memory 1GiB --model", "calibrate --model",
+        "route --instances http://127.0.0.1:9 --port 0 --model",
         "plan {trace} --memory 1GiB --model", "replay {trace} --capacity 1GiB --model",
         "tree {prompts} --model", "trace info {trace} --text",
     ],
@@ -199,7 +195,7 @@ def test_a_hub_id_says_how_to_get_the_files(words, places, capsys):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize(
     "words",
-    ["generate --prompt x", "demo", "serve --port 0", "calibrate", "codec fit --out {tmp}/x"],
+    ["generate --prompt x", "demo", "serve --port 0", "calibrate"],
 )
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])
 def test_a_gpu_that_is_not_there(words, device, places, capsys):

@@ -96,7 +96,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "demo": (command("demo", "--model", "/nowhere"), "server"),
     "generate": (command("generate", "--model", "/nowhere", "--prompt", "Hello"), "transformers"),
     "tree": (command("tree", "--model", "/nowhere"), "transformers,cli"),
-    "codec": (command("codec", "fit", "--model", "/nowhere", "--out", "/tmp/x"), "transformers"),
     "calibrate": (command("calibrate", "--model", "/nowhere"), "transformers"),
     "route": (command("route"), "router"),
 }
