@@ -13,7 +13,7 @@ exact KV, over the text that follows; *changed* is the share of greedy answers o
 differ, and the mean number of tokens before they do. Seeded; one thread.
 
 ``int4:…`` with bits of its own for each part: those that lower the divergence most, measured on
-the first prompt, at 3.5 times smaller (`kvkeep.bench.codecs.allocate`).
+the first prompt, at 3.5 times smaller (`codec_probe.allocate`).
 
     python benchmarks/kv_codecs.py                       # the tables
     python benchmarks/kv_codecs.py --json                # for machines
@@ -34,8 +34,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from codec_probe import ReuseProbe, Speed, allocate, measure, sensitivities
 from codecs_model import bundled_probe, rows_of, second_model, texts
-from kvkeep.bench.codecs import ReuseProbe, Speed, allocate, measure, sensitivities
 from kvkeep.store.codecs import CODECS, BlockShape, make_codec
 
 if TYPE_CHECKING:

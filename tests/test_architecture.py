@@ -69,7 +69,6 @@ ROOMS: dict[str, set[str]] = {
     "observe.telemetry": {"observe.usage"},
     "bench": set(),
     "bench.traces": set(),  # requests with their times; what replays them is another room
-    "bench.codecs": {"store.codecs"},  # what a codec does to a model; nothing of tiers
     "bench.replay": {
         "core.cache", "core.cost", "core.eviction", "core.returns", "core.groups", "store.tiers",
         "store.backends",  # write budgets
@@ -117,7 +116,7 @@ ROOMS: dict[str, set[str]] = {
         "core.cache", "core.cost", "core.prefix", "core.eviction", "core.groups",
         "store", "store.tiers", "store.backends", "store.codecs", "store.identity",
         "observe.telemetry", "observe.usage",
-        "bench.codecs", "bench.replay", "bench.traces",
+        "bench.replay", "bench.traces",
         "serve.engine", "serve.models", "serve.server", "serve.kv_events", "serve.http",
         "serve.router",
         "integrations",  # the options of connectors
@@ -143,7 +142,6 @@ EXTERNAL: dict[str, set[str]] = {
         "core.pages.tensors", "core.pages.prepared", "core.pages.device", "core.slots.tensors",
         "core.groups.tensors",
         "store.kv", "store.identity", "store.codecs", "serve.engine", "integrations",
-        "bench.codecs",
     },
     "vllm": {"integrations.vllm", "integrations.vllm_plugin"},
     "sglang": {"integrations.sglang"},
@@ -155,7 +153,6 @@ EXTERNAL: dict[str, set[str]] = {
         "serve.engine", "integrations",
         "cli.model",  # to quieten its progress bars
         "cli.tree",  # says which extras the command needs together
-        "bench.codecs",  # measures on a model of theirs
     },
     "flash_attn": {"serve.engine.attention.flash"},  # if it is installed
     "flash_attn_interface": {"serve.engine.attention.flash"},
