@@ -147,7 +147,6 @@ EXTERNAL: dict[str, set[str]] = {
     "sglang": {"integrations.sglang"},
     # where the models of engines lie
     "huggingface_hub": {"integrations.loaded"},
-    "yaml": {"integrations.lmcache_given"},  # if it is installed
     "psutil": {"integrations.loaded"},  # when the process of an engine began; engines bring it
     "transformers": {
         "serve.engine", "integrations",

@@ -85,10 +85,6 @@ PARTS: dict[str, tuple[str, str]] = {
         "try: picture(None)\nexcept AttributeError: pass",
         "report",
     ),
-    "a file of LMCache": (
-        "from kvkeep.integrations.lmcache_given import read_yaml\nread_yaml('/dev/null')",
-        "translate",
-    ),
 }
 # The commands that need more than NumPy; what stops them afterwards is a wrong argument.
 COMMANDS: dict[str, tuple[str, str]] = {
