@@ -163,10 +163,6 @@ def test_a_wrong_count_size_or_time_names_its_option(name, capsys):
         ("store ls /var/lib/kvkeep", ["file:///path"]),
         ("store ls file:///no/where", ["/no/where"]),
         ("store ls flie:///x", ["flie", "did you mean 'file'?"]),
-        ("calibrate --lengths many", ["--lengths", "'many'"]),
-        ("calibrate --url {dead}", ["{dead}"]),
-        ("calibrate --out /no/where/cost", ["/no/where"]),
-        ("calibrate --tier valkye://h --lengths 16,32 --repeats 1", ["valkye"]),
         ("config check {trace}", ["{trace}", "no TOML"]),
     ],
 )  # fmt: skip
@@ -180,7 +176,7 @@ def test_typical_mistakes(words, says, places, capsys):
     "words",
     [
         "generate --prompt x --model", "demo --model", "serve --port 0 --model",
-        "size --memory 1GiB --model", "calibrate --model",
+        "size --memory 1GiB --model",
         "route --instances http://127.0.0.1:9 --port 0 --model",
         "plan {trace} --memory 1GiB --model", "replay {trace} --capacity 1GiB --model",
         "tree {prompts} --model", "trace info {trace} --text",
@@ -195,7 +191,7 @@ def test_a_hub_id_says_how_to_get_the_files(words, places, capsys):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize(
     "words",
-    ["generate --prompt x", "demo", "serve --port 0", "calibrate"],
+    ["generate --prompt x", "demo", "serve --port 0"],
 )
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])
 def test_a_gpu_that_is_not_there(words, device, places, capsys):

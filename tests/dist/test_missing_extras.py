@@ -92,7 +92,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "demo": (command("demo", "--model", "/nowhere"), "server"),
     "generate": (command("generate", "--model", "/nowhere", "--prompt", "Hello"), "transformers"),
     "tree": (command("tree", "--model", "/nowhere"), "transformers,cli"),
-    "calibrate": (command("calibrate", "--model", "/nowhere"), "transformers"),
     "route": (command("route"), "router"),
 }
 CASES = {**PARTS, **{f"kvkeep {name}": case for name, case in COMMANDS.items()}}

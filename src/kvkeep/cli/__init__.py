@@ -26,7 +26,7 @@ __all__ = ["main", "section_parsers"]
 
 COMMANDS = (
     "generate", "serve", "route", "top", "explain", "usage", "tree", "demo", "size", "store",
-    "trace", "replay", "plan", "calibrate", "config", "doctor",
+    "trace", "replay", "plan", "config", "doctor",
 )  # fmt: skip
 WRONG_INPUT = 2  # as argparse
 INTERRUPTED = 130

@@ -73,7 +73,7 @@ def add_parser(commands: Commands) -> None:
     add_path(
         costs,
         "--cost",
-        "costs as `kvkeep calibrate` or a server writes them, for all instances (default: those "
+        "costs as a server writes them, for all instances (default: those "
         "that instances of kvkeep serve learn; for others 15,000 tokens per second)",
     )
     add_option(
