@@ -60,7 +60,6 @@ PARTS: dict[str, tuple[str, str]] = {
     "KV events": ("import kvkeep.serve.kv_events", "events"),
     "router": ("import kvkeep.serve.router.proxy", "router"),
     "KeptModel": ("from kvkeep.integrations.transformers import KeptModel", "transformers"),
-    "mini-sglang": ("import kvkeep.integrations.mini_sglang", "torch"),
     "BackendTests": ("from kvkeep.testing import BackendTests", "testing"),
     "PolicyTests": ("from kvkeep.testing import PolicyTests", "testing"),
     "strategies": ("from kvkeep.testing import strategies", "testing"),
