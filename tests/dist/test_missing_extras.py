@@ -89,7 +89,6 @@ PARTS: dict[str, tuple[str, str]] = {
 COMMANDS: dict[str, tuple[str, str]] = {
     "serve": (command("serve", "--model", "/nowhere"), "server"),
     "demo": (command("demo", "--model", "/nowhere"), "server"),
-    "generate": (command("generate", "--model", "/nowhere", "--prompt", "Hello"), "transformers"),
     "tree": (command("tree", "--model", "/nowhere"), "transformers,cli"),
     "route": (command("route"), "router"),
 }
