@@ -162,7 +162,6 @@ EXTERNAL: dict[str, set[str]] = {
     "obstore": {"store.backends.objects"},
     "zstandard": {"bench.traces.files"},
     "jinja2": {"serve.engine", "integrations.prefix_texts"},
-    "matplotlib": {"bench.replay.report.picture"},
     "opentelemetry": {"observe.telemetry"},
     "fastapi": {"serve.server"},
     "starlette": {"serve.server", "serve.router", "serve.http", "cli.route"},

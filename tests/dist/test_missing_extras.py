@@ -79,11 +79,6 @@ PARTS: dict[str, tuple[str, str]] = {
         "    with opened(pathlib.Path(file.name)): pass",
         "traces",
     ),
-    "a PNG": (
-        "from kvkeep.bench.replay.report.picture import picture\n"
-        "try: picture(None)\nexcept AttributeError: pass",
-        "report",
-    ),
 }
 # The commands that need more than NumPy; what stops them afterwards is a wrong argument.
 COMMANDS: dict[str, tuple[str, str]] = {

@@ -74,7 +74,7 @@ def add_replay_arguments(group: argparse._ArgumentGroup) -> None:
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     """Add ``--out`` and ``--fresh``; `replayed` and `report` read them."""
-    add_path(parser, "--out", "write a report to this .html file, with JSON, CSV and PNG beside it")
+    add_path(parser, "--out", "write a report to this .html file, with its data as JSON beside it")
     add_switch(
         parser,
         "--fresh",
@@ -109,7 +109,7 @@ def check_out(args: argparse.Namespace) -> None:
     if not args.out.parent.is_dir():
         raise InvalidValue(f"cannot write {args.out}: there is no directory {args.out.parent}")
     read = [path.resolve() for path in (args.file, getattr(args, "cost", None)) if path is not None]
-    for suffix in (args.out.suffix, ".json", ".csv", ".png", _LOG):
+    for suffix in (args.out.suffix, ".json", _LOG):
         written = args.out.with_suffix(suffix)
         if written.is_dir():
             raise InvalidValue(f"cannot write {written}: it is a directory")
@@ -293,7 +293,7 @@ def report(
     prices: Prices | None = None,
     advice: str | None = None,
 ) -> None:
-    """Write the report to ``--out``, and its data files beside it."""
+    """Write the report to ``--out``, and its data beside it."""
     from kvkeep.bench.replay.report import write_report  # noqa: PLC0415 - only needed with --out
 
     command = shlex.join(["kvkeep", *sys.argv[1:]])
@@ -304,8 +304,6 @@ def report(
     except OSError as error:
         raise InvalidValue(f"cannot write {args.out}: {error.strerror}") from error
     print("written: " + ", ".join(str(path) for path in written), file=sys.stderr)
-    if not any(path.suffix == ".png" for path in written):
-        print("no PNG was written: it needs pip install 'kvkeep[report]'", file=sys.stderr)
 
 
 def facts(workload: Workload) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The report of a replay: an HTML page, with its data as JSON, CSV and PNG beside it."""
+"""The report of a replay: an HTML page, with its data as JSON beside it."""
 
 from __future__ import annotations
 
