@@ -99,8 +99,6 @@ def test_the_chain_index_shows_keys():
     store(cache, [1, 1, 2, 2, 0])
     run = cache.map("").nodes[0]
     assert (run.head, len(run.key)) == (None, 4)
-    with pytest.raises(InvalidValue, match="no tokens"):
-        cache.search([[1]])
     view = cache.node(run.id)
     assert (view.tokens, view.page_ids.tolist()) == (None, [0, 1])
     cache.pin_node(run.id)
@@ -111,7 +109,6 @@ def test_a_cache_without_anything():
     cache = PagedCache(10, PAGE)
     for made in (cache.map(), cache.map("x")):
         assert (made.pages, made.runs, made.nodes) == (0, 0, ())
-    assert cache.search([[1, 2]]) == []
     for number in (1, -1, 0, 2**53):
         with pytest.raises(NotCached, match=f"node {number} is not"):
             cache.node(number)
@@ -317,27 +314,6 @@ def test_eviction_ends_the_pins_of_what_goes(cache):
     cache.check()
 
 
-# --- search --------------------------------------------------------------------------------------
-
-
-def test_tokens_are_found_in_one_namespace_or_all(cache):
-    numbers = ids(cache)
-    store(cache, [1, 1, 2, 2, 0], "other")
-    assert [found.id for found in cache.search([[1, 2]], "")] == [numbers[2, 2]]
-    found = cache.search([[1, 2], [3]])
-    assert {(one.needle, one.at) for one in found} == {(0, 1), (1, 2)}
-    assert len(found) == 3
-    (three,) = [one for one in found if one.needle == 1]
-    assert (three.tokens.tolist(), three.before) == ([1, 1, 3, 3], 2)
-    assert three.path[1:] == (numbers[1, 1],)
-    assert three.path[0] < 0
-    assert len(cache.search([[1, 2], [3]], most=1)) == 1
-    for wrong in ([[]], [[1], []]):
-        with pytest.raises(InvalidValue, match="token"):
-            cache.search(wrong)
-    assert cache.search([]) == []
-
-
 # --- many ----------------------------------------------------------------------------------------
 
 
@@ -390,16 +366,10 @@ def test_maps_are_made_while_requests_come_and_go(monkeypatch):
                 cache.unpin_node(node.id)
             cache.evict_below(node.id)
 
-    def seek(rng):
-        needle = rng.integers(0, 2, rng.integers(1, 6))
-        for found in cache.search([needle]):
-            assert found.tokens[found.before :][: len(needle)].tolist() == needle.tolist()
-
     threads = [
         until_stopped(name, act)
         for name, act in (
             ("request 1", request), ("request 2", request), ("look", look), ("change", change),
-            ("seek", seek),
         )
     ]  # fmt: skip
     try:
@@ -414,7 +384,7 @@ def test_maps_are_made_while_requests_come_and_go(monkeypatch):
     if errors:
         raise errors[0]
     assert not any(thread.is_alive() for thread in threads)
-    assert all(done[name] > 5 for name in ("request 1", "look", "seek")), done
+    assert all(done[name] > 5 for name in ("request 1", "look")), done
     assert done["change"] + done["change refused"] > 5
     cache.check()
     pages = sum(len(run.pages) for space in cache.namespaces() for run in cache.runs(space))

@@ -11,7 +11,7 @@ from seen_server import chat, seen
 from told_server import told
 
 from kvkeep.cli import main
-from kvkeep.cli.tree_view import detail, matches, tree
+from kvkeep.cli.tree_view import detail, tree
 
 EVIL = "\x1b]52;c;aGk=\x07\x1b[2J\x9b31m\u202eevil\u2066[red]x[/red]:smile:\ud800\r\n\x00"
 
@@ -122,7 +122,6 @@ anything = st.sampled_from(
 def test_no_answer_breaks_the_drawing_or_gets_out_of_it(nodes):
     for lines in (
         tree(said(*nodes), 80, 8),
-        matches({"matches": [*nodes, {"id": 1, "parent_path": [1, EVIL], "text": EVIL}]}, 80),
         *(detail(one, 80) for one in nodes if isinstance(one, dict)),
     ):
         assert all(line.plain.isprintable() for line in lines)
@@ -132,24 +131,19 @@ def test_no_answer_breaks_the_drawing_or_gets_out_of_it(nodes):
 
 
 def test_what_is_asked_for(capsys):
-    found = {"matches": [{"id": 4, "parent_path": [-1, 3], "at_token": 77, "text": EVIL}]}
-    answers = {"/kv/map": MAP, "/kv/map/3": MAP["nodes"][3], "/kv/map/-2": MAP["nodes"][1],
-               "/kv/search": found}  # fmt: skip
+    answers = {"/kv/map": MAP, "/kv/map/3": MAP["nodes"][3], "/kv/map/-2": MAP["nodes"][1]}
     with told(answers) as server:
         for arguments, paths in (
             ([], ["/kv/map?nodes=200"]),
             (["--nodes", "5", "--salt", "a b&c"], ["/kv/map?namespace=a+b%26c&nodes=5"]),
             (["--root", "3"], ["/kv/map?root=3&nodes=200", "/kv/map/3"]),
             (["--root", "-2"], ["/kv/map?root=-2&nodes=200", "/kv/map/-2"]),
-            (["--search", "ä b"], ["/kv/search?q=%C3%A4+b"]),
-            (["--search-tokens", "1,2"], ["/kv/search?tokens=1%2C2"]),
         ):
             server.asked.clear()
             assert main(["tree", server.url, *arguments]) == 0
             assert server.paths() == paths
         out = capsys.readouterr().out
         assert all(line.isprintable() for line in out.splitlines())
-        assert "node 4 · at token 77 · below -1 › 3  ␛]52;c;" in out
         host_and_port = server.url.removeprefix("http://")
         assert main(["tree", host_and_port, "--json"]) == 0
         assert json.loads(capsys.readouterr().out) == MAP
@@ -164,17 +158,8 @@ def test_what_is_asked_for(capsys):
         (["http://127.0.0.1:1", "--pages", "4"], "--pages is for a tree of prompts"),
         (["http://127.0.0.1:1", "--prompt", "x"], "--prompt is for a tree of prompts"),
         (["--nodes", "4"], "--nodes is for the tree of a server: give its URL"),
-        (
-            ["--prompt", "[1]", "--search-tokens", "4"],
-            "--search-tokens is for the tree of a server",
-        ),
         (["127.0.0.1:1", "--nodes", "0"], "--nodes is 0"),
         (["127.0.0.1:1", "--depth", "0"], "--depth is 0"),
-        (["127.0.0.1:1", "--search", ""], "--search is empty"),
-        (["127.0.0.1:1", "--search", "x", "--search-tokens", "1"], "give one of them"),
-        (["127.0.0.1:1", "--search", "x", "--root", "1"], "--root is for drawing"),
-        (["127.0.0.1:1", "--search-tokens", "1,x"], "ids separated by commas"),
-        (["127.0.0.1:1", "--search-tokens", "1,-2"], "ids separated by commas"),
         (["no.such.file"], "no.such.file cannot be read"),
     ],
 )
@@ -210,10 +195,6 @@ def test_the_tree_of_a_real_server(capsys, monkeypatch):
         nodes = json.loads(capsys.readouterr().out)["nodes"]
         assert main(["tree", url, "--root", str(nodes[0]["id"])]) == 0
         assert f"node {nodes[0]['id']} of acme: " in capsys.readouterr().out
-        assert main(["tree", url, "--search", "json.dumps"]) == 0
-        assert capsys.readouterr().out.startswith("2 places")
-        assert main(["tree", url, "--search", "nobody said this"]) == 0
-        assert capsys.readouterr().out == "not in the cache\n"
         assert main(["tree", url, "--root", "123456"]) == 2
         assert "123456" in capsys.readouterr().err
 
@@ -233,8 +214,6 @@ def test_a_server_that_shows_no_text_shows_none_here(capsys, monkeypatch):
         assert "helpful" not in out
         assert "the first difference" not in out
         assert "token ids" not in out
-        assert main(["tree", url, "--search", "helpful"]) == 2
-        assert "--no-text" in capsys.readouterr().err
         monkeypatch.delenv("KVKEEP_API_KEY")
         assert main(["tree", url]) == 2
         assert "needs an API key" in capsys.readouterr().err

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     Object = Mapping[str, Any]
 
-__all__ = ["detail", "matches", "tree"]
+__all__ = ["detail", "tree"]
 
 # Seconds since the last use below which a glyph and a style apply.
 _HEAT: Final = (
@@ -153,21 +153,3 @@ def detail(said: Object, width: int) -> list[Text]:
         line.append(f" · {resumes}", "blue")
     wrapped = textwrap.wrap(text(said, "text"), max(width - 2, 20))[:_TEXT_LINES]
     return [line, *(cell(f"  {part}", width, "cyan") for part in wrapped), Text()]
-
-
-def matches(said: Object, width: int) -> list[Text]:
-    """Return a line for each node that a search found."""
-    found = entries(said, "matches")
-    if not found:
-        return [Text("not in the cache")]
-    lines = [Text(plural(len(found), "place"), "bold")]
-    for one in found:
-        line = Text(f"node {whole(one, 'id')}", "bold", no_wrap=True, end="")
-        line.append(f" · at token {whole(one, 'at_token'):,}")
-        path = one.get("parent_path")
-        steps = [str(step) for step in path if type(step) is int] if isinstance(path, list) else []
-        if steps:
-            line.append(f" · below {' › '.join(steps[-6:])}", "dim")
-        line.append(f"  {text(one, 'text')}", "cyan")
-        lines.append(fit(line, width))
-    return lines

@@ -1,4 +1,4 @@
-"""Results of inspecting a cache: maps, single runs, and places of searched tokens."""
+"""Results of inspecting a cache: maps and single runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvkeep.core.pages.table import PageArray
     from kvkeep.core.tokens import TokenArray
 
-__all__ = ["CacheMap", "Found", "MapNode", "NodeView"]
+__all__ = ["CacheMap", "MapNode", "NodeView"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,20 +95,3 @@ class NodeView:
     children: int
     state: str
     """The eviction policy's description of the run."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Found:
-    """One match of a search, which ends in the run ``id``."""
-
-    id: int
-    path: tuple[int, ...]
-    """Ids from the namespace down to the parent."""
-    at: int
-    """Position of the match: tokens from the beginning of the prompt."""
-    needle: int
-    """Index of the row of tokens that matched."""
-    tokens: TokenArray
-    """The match, with some tokens before and after."""
-    before: int
-    """How many of ``tokens`` are before the match."""

@@ -1,4 +1,4 @@
-"""``/kv/map`` and ``/kv/search``: requests and responses."""
+"""``/kv/map``: requests and responses."""
 
 from typing import Annotated, Literal
 
@@ -8,7 +8,6 @@ from kvkeep.serve.server.schemas.base import RequestModel, ResponseModel, field_
 
 __all__ = [
     "MapResponse", "NodeChangeRequest", "NodeChangeResponse", "NodeResponse", "NodeSummary",
-    "SearchMatch", "SearchResponse",
 ]  # fmt: skip
 
 _LONGEST_PIN_S = 366 * 86_400
@@ -72,21 +71,6 @@ class NodeResponse(NodeSummary):
     page_ids: list[int] = Field(description="The first 100.")
     policy: str = Field(description="The eviction policy's state of it.")
     children: int
-
-
-class SearchMatch(ResponseModel):
-    """A run in which a match ends."""
-
-    id: int
-    parent_path: list[int] = Field(description="Ids from the namespace to its parent.")
-    at_token: int = Field(description="Where the match begins, in tokens from the prompt's start.")
-    text: str | None = Field(description="The text there. Null with --no-text.")
-
-
-class SearchResponse(ResponseModel):
-    """At most 50 matches, one per run, those near the top of the tree first."""
-
-    matches: list[SearchMatch]
 
 
 class NodeChangeRequest(RequestModel):
