@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import random
 
@@ -85,8 +83,6 @@ def test_tenants_are_counted_by_a_digest(tmp_path):
         one.mood = "500"
         httpx.post(f"{proxy.url}{COMPLETIONS}", json={"prompt": [1], "cache_salt": "secret"})
         answer, found = rows(proxy)
-        text = httpx.get(f"{proxy.url}/kv/usage?format=csv").text
-        assert httpx.get(f"{proxy.url}/kv/usage?format=xml").status_code == 400
     counted = {
         "requests": 2, "prompt_tokens": 40, "read_tokens": 32, "computed_tokens": 8,
         "generated_tokens": 6,
@@ -94,9 +90,7 @@ def test_tenants_are_counted_by_a_digest(tmp_path):
     assert found[tenant_name("secret")] == found[tenant_name("other")] == counted
     assert found[""]["requests"] == 1
     assert answer["unread"] == 1
-    assert "secret" not in json.dumps(answer) + text
-    sheet = {row["cache_salt"]: row for row in csv.DictReader(io.StringIO(text))}
-    assert sheet[tenant_name("other")]["read_tokens"] == "32"
+    assert "secret" not in json.dumps(answer)
 
 
 def test_it_is_there_only_if_it_was_asked_for():

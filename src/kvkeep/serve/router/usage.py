@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from starlette.responses import JSONResponse, Response
 
 from kvkeep.observe.usage import TenantLedger
-from kvkeep.observe.usage.sheet import as_csv, wants_csv
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -142,12 +141,8 @@ class TenantRoutes:
             self._ledger.answered(tenant_name(salt), *usage)
 
     async def usage(self, request: Request) -> Response:
-        """Return the counts, as JSON or as a sheet."""
-        format = request.query_params.get("format")
-        if format not in {None, "json", "csv"}:
-            message = f"format is {format[:20]!r}; json or csv is needed"
-            error = {"message": message, "type": "invalid_request_error", "code": 400}
-            return JSONResponse({"error": error}, 400)
+        """Return the counts."""
+        del request
         head = {"since": self._since, "until": time.time(), "unread": self._unread}
         rows = [
             {
@@ -160,10 +155,7 @@ class TenantRoutes:
             }
             for line in self._ledger.report()
         ]
-        if not wants_csv(format, request.headers.get("accept", "")):
-            return JSONResponse({**head, "tenants": rows})
-        sheet = as_csv({**head, "others": row["cache_salt"] is None, **row} for row in rows)
-        return Response(sheet, headers={"content-type": "text/csv; charset=utf-8"})
+        return JSONResponse({**head, "tenants": rows})
 
 
 def tenant_name(salt: str) -> str:
