@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from kvkeep import InvalidValue, NotCached, OutOfPages, PagedCache
 from kvkeep.core.cache import inspector
-from kvkeep.core.cache.ages import Ages
 from kvkeep.core.events import Evicted
 
 PAGE = 2
@@ -133,63 +132,6 @@ def test_a_map_is_kept_for_a_moment_unless_something_is_changed_by_it():
     cache.pin_node(made.nodes[-1].id)
     assert cache.map().pages == 3
     assert cache.map().nodes[1].pins == 1
-
-
-# --- ages ----------------------------------------------------------------------------------------
-
-
-def test_ages_are_those_of_the_clock():
-    clock = Clock()
-    cache = PagedCache(100, PAGE, clock=clock)
-    store(cache, [1, 1, 2, 2, 0])
-    clock.now += 50
-    store(cache, [3, 3, 0])
-    clock.now += 7
-    ages = {tuple(node.head.tolist()): node.age_s for node in afresh(cache, "").nodes}
-    assert ages == {(1, 1, 2, 2): 57, (3, 3): 7}
-    store(cache, [1, 1, 2, 2, 0])
-    clock.now += 3600
-    ages = {tuple(node.head.tolist()): node.age_s for node in afresh(cache, "").nodes}
-    assert ages == {(1, 1, 2, 2): 3600, (3, 3): 3607}
-
-
-def test_the_use_of_what_follows_is_a_use_of_what_is_before():
-    clock = Clock()
-    cache = PagedCache(100, PAGE, clock=clock)
-    store(cache, [1, 1, 2, 2, 0])
-    store(cache, [1, 1, 3, 3, 0])
-    clock.now += 60
-    store(cache, [1, 1, 3, 3, 0])
-    head, *ends = afresh(cache, "").nodes
-    assert (head.hits, head.age_s) == (2, 0)
-    assert sorted((end.hits, end.age_s) for end in ends) == [(0, 60), (1, 0)]
-    cache.evict(1)  # the older end
-    cache.evict_below(next(end.id for end in ends if not end.age_s))
-    (head,) = afresh(cache, "").nodes
-    assert (head.hits, head.age_s) == (2, 0)
-
-
-@given(st.lists(st.tuples(st.integers(0, 3), st.floats(0, 30)), max_size=60), st.integers(8, 30))
-@settings(max_examples=100, deadline=None)
-def test_seconds_of_events(steps, most):
-    """To a second; and when notes were dropped, no later than it was and in order."""
-    clock = Clock()
-    ages = Ages(clock)
-    happened: list[float] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvkeep.core.cache.ages._MOST", most)
-        for events, seconds in steps:
-            clock.now += seconds
-            if clock() >= ages.due:
-                ages.note(len(happened))
-            happened += [clock.now] * events
-    found = clock.now - ages.notes().seconds(np.arange(1, len(happened) + 1))
-    assert len(found) == len(happened)
-    assert all(t <= h + 1e-9 for t, h in zip(found, happened, strict=True))
-    assert (np.diff(found) >= 0).all()
-    if len(steps) < most:
-        assert all(h - t < 1 + 1e-9 for t, h in zip(found, happened, strict=True))
-    assert len(ages._moments) <= most
 
 
 # --- by number -----------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ def node(name, parent, tokens=16, below=16, text="text", **changed):
     return {
         "id": name, "parent": parent, "tokens": tokens, "pages": tokens // 16,
         "subtree_tokens": below, "subtree_nodes": 1, "references": 0, "pins": 0, "hits": 0,
-        "age_s": 5.0, "text": text, "tier": "pool", "hidden": False, "count": 0, **changed,
+        "text": text, "tier": "pool", "hidden": False, "count": 0, **changed,
     }  # fmt: skip
 
 
@@ -37,9 +37,9 @@ MAP = said(
     node(-1, None, 0, 500, "acme", subtree_nodes=8),
     node(-2, None, 0, 400, ""),
     node(7, -1, 32, 200, "The smaller one"),
-    node(3, -1, 32, 300, "The larger one", pins=1, references=2, hits=1234, age_s=400.0),
+    node(3, -1, 32, 300, "The larger one", pins=1, references=2, hits=1234),
     node(-99, 3, 160, 160, None, hidden=True, count=4, subtree_nodes=5),
-    node(4, 3, 96, 96, "Deeper", age_s=90_000.0),
+    node(4, 3, 96, 96, "Deeper"),
     node(5, -2, 400, 400, None),
 )
 
@@ -54,14 +54,14 @@ def drawn(answer, width=100, depth=8):
 def test_the_largest_come_first_and_each_hangs_where_it_belongs():
     assert drawn(MAP) == [
         "9 nodes, 60 pages of 16 tokens",
-        " below    own  pages   hits last use    node",
-        "   500      0      0      0      5 s █  acme",
-        "   300     32      2  1,234    7 min ▄  ├─ 3 The larger one · 2 refs · pinned",
-        "    96     96      6      0   25.0 h ▁  │  ├─ 4 Deeper",
-        "   160    160     10      0      5 s    │  └─ … 4 smaller ones",
-        "   200     32      2      0      5 s █  └─ 7 The smaller one",
-        "   400      0      0      0      5 s █  (no cache_salt)",
-        "   400    400     25      0      5 s █  └─ 5 (no text)",
+        " below    own  pages   hits  node",
+        "   500      0      0      0  acme",
+        "   300     32      2  1,234  ├─ 3 The larger one · 2 refs · pinned",
+        "    96     96      6      0  │  ├─ 4 Deeper",
+        "   160    160     10      0  │  └─ … 4 smaller ones",
+        "   200     32      2      0  └─ 7 The smaller one",
+        "   400      0      0      0  (no cache_salt)",
+        "   400    400     25      0  └─ 5 (no text)",
     ]
 
 

@@ -119,7 +119,6 @@ def test_sums_are_those_of_a_recount(asked, evicted, step):
         assert survey.below_pages[row] == sum(one.size for one in below)
         assert survey.below_runs[row] == sum(1 for one in below if one.end)
         assert survey.below_uses[row] == uses_below(node)
-        assert survey.below_last[row] == max(one.last_used for one in below)
         assert survey.parents[row] == (-1 if node.parent is None else rows[node.parent])
         assert survey.ids[row] == node.id
 

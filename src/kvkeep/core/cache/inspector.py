@@ -127,9 +127,6 @@ class Inspector:
         core = self._core
         bare = root is None and space is not None  # leave out the top node: the namespace is known
         rows = survey.largest(nodes + (bare and bool((survey.ids < 0).any())))
-        with core:
-            notes = core.ages.notes()
-        ages = notes.seconds(survey.below_last)
         heads: list[bytes] = []
         for start in range(0, len(rows), _STEP):
             with core:
@@ -144,9 +141,9 @@ class Inspector:
             pages=int(survey.below_pages[tops].sum()),
             nodes=(
                 *shown_nodes(
-                    survey, rows, ages, self._heads(heads), ending, bare=bare, size=core.page_size
+                    survey, rows, self._heads(heads), ending, bare=bare, size=core.page_size
                 ),
-                *hidden_nodes(survey, rows, ages, bare=bare),
+                *hidden_nodes(survey, rows, bare=bare),
             ),
             group_pages=int(survey.below_groups[tops].sum()),
         )
@@ -193,15 +190,13 @@ class Inspector:
         row = np.zeros(1, np.int64)
         with core:
             self._check(top, number)
-            notes = core.ages.notes()
             look = core.index.details(top)
             heads = survey.heads(row, _HEAD_TOKENS * TOKEN_BYTES)
             exact = core.index.exact
             symbols = np.frombuffer(look.symbols, TOKEN_DTYPE)
             tokens, extras = core.marks.plain(symbols) if exact else (None, ())
-        ages = notes.seconds(survey.below_last)
         (node,) = shown_nodes(
-            survey, row, ages, self._heads(heads), [None], bare=False, size=core.page_size
+            survey, row, self._heads(heads), [None], bare=False, size=core.page_size
         )
         return NodeView(
             node=replace(node, parent=look.path[-1] if look.path else None),

@@ -29,8 +29,7 @@ class MapNode:
     include everything behind the node. ``group_pages`` and ``below_group_pages`` are those of rows
     and states beside them, in a cache with groups of layers. ``holders`` are sequences and hard
     pins on the run, and runs behind it that have any; ``pins`` the soft pins that end with it.
-    ``hits`` are the requests that reused the run; ``age_s`` the seconds since its last use by the
-    policy's count, exact to about a second.
+    ``hits`` are the requests that reused the run.
     """
 
     id: int
@@ -41,7 +40,6 @@ class MapNode:
     holders: int
     pins: int
     hits: int
-    age_s: float
     count: int = 0
     """Siblings that a hidden node stands for; 0 for all other nodes."""
     head: TokenArray | None = None

@@ -100,7 +100,6 @@ class Maps:
             references=node.holders,
             pins=node.pins,
             hits=node.hits,
-            age_s=round(node.age_s, 1),
             text=self._beginning(node),
             tier=None if held is None else held.tier,
             tier_tokens={} if held is None else held.tokens,

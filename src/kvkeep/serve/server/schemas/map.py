@@ -35,7 +35,6 @@ class NodeSummary(ResponseModel):
     references: int = Field(description="Requests and hard pins on it, and held runs behind it.")
     pins: int = Field(description="Soft pins that end here.")
     hits: int = Field(description="Requests that reused it.")
-    age_s: float = Field(description="Seconds since its last use, to about a second.")
     text: str | None = Field(
         description="Its beginning; for a namespace, the cache_salt. Null with --no-text."
     )
