@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from kvkeep.bench.codecs import ReuseProbe
+from codec_probe import ReuseProbe
 from kvkeep.serve.models import bundled_model
 
 if TYPE_CHECKING:

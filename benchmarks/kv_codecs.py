@@ -13,7 +13,7 @@ exact KV, over the text that follows; *changed* is the share of greedy answers o
 differ, and the mean number of tokens before they do. Seeded; one thread.
 
 ``int4:…`` with bits of its own for each part: those that lower the divergence most, measured on
-the first prompt, at 3.5 times smaller (`kvkeep.bench.codecs.allocate`).
+the first prompt, at 3.5 times smaller (`codec_probe.allocate`).
 
     python benchmarks/kv_codecs.py                       # the tables
     python benchmarks/kv_codecs.py --json                # for machines
@@ -34,8 +34,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from codec_probe import ReuseProbe, Speed, allocate, measure, sensitivities
 from codecs_model import bundled_probe, rows_of, second_model, texts
-from kvkeep.bench.codecs import ReuseProbe, Speed, allocate, measure, sensitivities
 from kvkeep.store.codecs import CODECS, BlockShape, make_codec
 
 if TYPE_CHECKING:
@@ -44,9 +44,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BLOCK = 256  # tokens
-STANDING = tuple(name for name in CODECS if name != "transform")
-"""Codecs that need no basis; transform.py fits one and measures it."""
-
 KEY = bytes(range(32))
 DEPTHS = (64, 256, 512, 1024, 2048)
 ANSWERED = (256, 1024)  # depths behind which answers are compared
@@ -63,7 +60,7 @@ GOALS = {
     (CASES[0], "int4", "ratio"): 3.5,
     (CASES[0], "lossless", "decode"): 1.0,
 }
-NATS_GOALS = {"int8": 1e-3, "int4": 1e-3, "transform": 2e-3}
+NATS_GOALS = {"int8": 1e-3, "int4": 1e-3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,13 +266,13 @@ def main() -> None:
     torch.set_num_threads(1)
     chosen = options.codecs.split(",") if options.codecs else None
     models = [bundled(options.quick)] + ([] if options.quick else [trained()])
-    timed = speeds(models[0].probe, chosen or list(STANDING), 2 if options.quick else 7)
+    timed = speeds(models[0].probe, chosen or list(CODECS), 2 if options.quick else 7)
     if not options.json:
         print(speed_table(timed), flush=True)
     depths = (256, 2048) if options.quick else DEPTHS
     found = {}
     for one in models:
-        names = chosen or [*STANDING, *([] if options.quick else LADDER)]
+        names = chosen or [*CODECS, *([] if options.quick else LADDER)]
         if chosen is None and not options.quick:
             names += fitted(one.probe)
         measured = quality(one, [name for name in names if _fits(name, one.probe.shape)], depths)

@@ -352,8 +352,6 @@ def test_commands_and_their_options_exist(where: str, words: list[str], whole: b
     parser = COMMANDS.get(name)
     assert parser is not None, f"{where}: there is no `kvkeep {words[0]}`"
     options = set(parser._option_string_actions)
-    if (section := name.removeprefix("kvkeep config show ")) != name:  # takes its options as well
-        options |= set(COMMANDS[f"kvkeep {section}"]._option_string_actions)
     rest = [str(SETTINGS) if Path(word).name == SETTINGS.name else word for word in rest]
     for word in rest:
         if re.match(r"--?[a-z]", word):

@@ -28,7 +28,7 @@ from functools import cache
 from typing import Any
 
 PRELOADED = (
-    "kvkeep.cli", "kvkeep.cli.demo", "kvkeep.cli.generate", "kvkeep.cli.serve",
+    "kvkeep.cli", "kvkeep.cli.demo", "kvkeep.cli.serve",
     "kvkeep.serve.engine", "kvkeep.serve.server", "kvkeep.serve.server.app", "kvkeep.store",
     "kvkeep.integrations.transformers",
     "torch", "transformers.models.llama.modeling_llama", "transformers.generation.utils",

@@ -117,7 +117,6 @@ ARGUMENTS: dict[str, Callable[[Stage], object]] = {
         stage.cache.map(),
         stage.cache.map(blocks=BlockNames(4, lambda space: bytes(48))),
     ],
-    "PagedCache.search": lambda stage: stage.cache.search([stage.prompt]),
     "PagedCache.session": lambda stage: stage.cache.session("another"),
     "PagedCache.subscribe": subscribe,
     "Sequence.append": partial(on_sequence, lambda sequence: sequence.append([1, 2])),

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from kvkeep import InvalidValue, NotCached, OutOfPages, PagedCache
 from kvkeep.core.cache import inspector
-from kvkeep.core.cache.ages import Ages
 from kvkeep.core.events import Evicted
 
 PAGE = 2
@@ -99,8 +98,6 @@ def test_the_chain_index_shows_keys():
     store(cache, [1, 1, 2, 2, 0])
     run = cache.map("").nodes[0]
     assert (run.head, len(run.key)) == (None, 4)
-    with pytest.raises(InvalidValue, match="no tokens"):
-        cache.search([[1]])
     view = cache.node(run.id)
     assert (view.tokens, view.page_ids.tolist()) == (None, [0, 1])
     cache.pin_node(run.id)
@@ -111,7 +108,6 @@ def test_a_cache_without_anything():
     cache = PagedCache(10, PAGE)
     for made in (cache.map(), cache.map("x")):
         assert (made.pages, made.runs, made.nodes) == (0, 0, ())
-    assert cache.search([[1, 2]]) == []
     for number in (1, -1, 0, 2**53):
         with pytest.raises(NotCached, match=f"node {number} is not"):
             cache.node(number)
@@ -136,63 +132,6 @@ def test_a_map_is_kept_for_a_moment_unless_something_is_changed_by_it():
     cache.pin_node(made.nodes[-1].id)
     assert cache.map().pages == 3
     assert cache.map().nodes[1].pins == 1
-
-
-# --- ages ----------------------------------------------------------------------------------------
-
-
-def test_ages_are_those_of_the_clock():
-    clock = Clock()
-    cache = PagedCache(100, PAGE, clock=clock)
-    store(cache, [1, 1, 2, 2, 0])
-    clock.now += 50
-    store(cache, [3, 3, 0])
-    clock.now += 7
-    ages = {tuple(node.head.tolist()): node.age_s for node in afresh(cache, "").nodes}
-    assert ages == {(1, 1, 2, 2): 57, (3, 3): 7}
-    store(cache, [1, 1, 2, 2, 0])
-    clock.now += 3600
-    ages = {tuple(node.head.tolist()): node.age_s for node in afresh(cache, "").nodes}
-    assert ages == {(1, 1, 2, 2): 3600, (3, 3): 3607}
-
-
-def test_the_use_of_what_follows_is_a_use_of_what_is_before():
-    clock = Clock()
-    cache = PagedCache(100, PAGE, clock=clock)
-    store(cache, [1, 1, 2, 2, 0])
-    store(cache, [1, 1, 3, 3, 0])
-    clock.now += 60
-    store(cache, [1, 1, 3, 3, 0])
-    head, *ends = afresh(cache, "").nodes
-    assert (head.hits, head.age_s) == (2, 0)
-    assert sorted((end.hits, end.age_s) for end in ends) == [(0, 60), (1, 0)]
-    cache.evict(1)  # the older end
-    cache.evict_below(next(end.id for end in ends if not end.age_s))
-    (head,) = afresh(cache, "").nodes
-    assert (head.hits, head.age_s) == (2, 0)
-
-
-@given(st.lists(st.tuples(st.integers(0, 3), st.floats(0, 30)), max_size=60), st.integers(8, 30))
-@settings(max_examples=100, deadline=None)
-def test_seconds_of_events(steps, most):
-    """To a second; and when notes were dropped, no later than it was and in order."""
-    clock = Clock()
-    ages = Ages(clock)
-    happened: list[float] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvkeep.core.cache.ages._MOST", most)
-        for events, seconds in steps:
-            clock.now += seconds
-            if clock() >= ages.due:
-                ages.note(len(happened))
-            happened += [clock.now] * events
-    found = clock.now - ages.notes().seconds(np.arange(1, len(happened) + 1))
-    assert len(found) == len(happened)
-    assert all(t <= h + 1e-9 for t, h in zip(found, happened, strict=True))
-    assert (np.diff(found) >= 0).all()
-    if len(steps) < most:
-        assert all(h - t < 1 + 1e-9 for t, h in zip(found, happened, strict=True))
-    assert len(ages._moments) <= most
 
 
 # --- by number -----------------------------------------------------------------------------------
@@ -317,27 +256,6 @@ def test_eviction_ends_the_pins_of_what_goes(cache):
     cache.check()
 
 
-# --- search --------------------------------------------------------------------------------------
-
-
-def test_tokens_are_found_in_one_namespace_or_all(cache):
-    numbers = ids(cache)
-    store(cache, [1, 1, 2, 2, 0], "other")
-    assert [found.id for found in cache.search([[1, 2]], "")] == [numbers[2, 2]]
-    found = cache.search([[1, 2], [3]])
-    assert {(one.needle, one.at) for one in found} == {(0, 1), (1, 2)}
-    assert len(found) == 3
-    (three,) = [one for one in found if one.needle == 1]
-    assert (three.tokens.tolist(), three.before) == ([1, 1, 3, 3], 2)
-    assert three.path[1:] == (numbers[1, 1],)
-    assert three.path[0] < 0
-    assert len(cache.search([[1, 2], [3]], most=1)) == 1
-    for wrong in ([[]], [[1], []]):
-        with pytest.raises(InvalidValue, match="token"):
-            cache.search(wrong)
-    assert cache.search([]) == []
-
-
 # --- many ----------------------------------------------------------------------------------------
 
 
@@ -390,16 +308,10 @@ def test_maps_are_made_while_requests_come_and_go(monkeypatch):
                 cache.unpin_node(node.id)
             cache.evict_below(node.id)
 
-    def seek(rng):
-        needle = rng.integers(0, 2, rng.integers(1, 6))
-        for found in cache.search([needle]):
-            assert found.tokens[found.before :][: len(needle)].tolist() == needle.tolist()
-
     threads = [
         until_stopped(name, act)
         for name, act in (
             ("request 1", request), ("request 2", request), ("look", look), ("change", change),
-            ("seek", seek),
         )
     ]  # fmt: skip
     try:
@@ -414,7 +326,7 @@ def test_maps_are_made_while_requests_come_and_go(monkeypatch):
     if errors:
         raise errors[0]
     assert not any(thread.is_alive() for thread in threads)
-    assert all(done[name] > 5 for name in ("request 1", "look", "seek")), done
+    assert all(done[name] > 5 for name in ("request 1", "look")), done
     assert done["change"] + done["change refused"] > 5
     cache.check()
     pages = sum(len(run.pages) for space in cache.namespaces() for run in cache.runs(space))

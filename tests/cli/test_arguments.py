@@ -25,7 +25,7 @@ from kvkeep.store.backends.urls import TierURL
         (["route", "--instances", "x"], "body_budget", 256 << 20),
         (["trace", "generate", "chat", "--out", "x", "--requests", "1M"], "requests", 1_000_000),
         (["tree", "--pages", "16k", "x"], "pages", 16_000),
-        (["generate", "--prompt", "x", "--max-tokens", "1k"], "max_tokens", 1000),
+        (["demo", "--max-tokens", "1k"], "max_tokens", 1000),
     ],
 )
 def test_counts_of_commands(words: list[str], name: str, wanted: int) -> None:

@@ -57,7 +57,7 @@ def test_help_is_quick_because_it_imports_no_torch():
     )
     done = run(code=code)
     assert (done.returncode, done.stderr) == (0, "")
-    for command in ("generate", "demo", "size", "tree"):
+    for command in ("serve", "demo", "size", "tree"):
         assert command in done.stdout
 
 
@@ -73,8 +73,7 @@ def test_the_version():
         [],
         ["sing"],
         ["generate"],
-        ["generate", "--prompt", "x", "--max-tokens", "many"],
-        ["generate", "--prompt", "x", "--chat", "--raw"],
+        ["demo", "--max-tokens", "many"],
         ["demo", "--page-size", "1.5"],
     ],
     ids=" ".join,
@@ -132,14 +131,13 @@ def test_an_interrupt_while_it_starts_is_silent(words, library):
 
 
 @pytest.mark.parametrize("missing", ["torch", "transformers"])
-@pytest.mark.parametrize("command", [["generate", "--prompt", "x"], ["demo"]], ids=lambda c: c[0])
-def test_a_missing_extra_is_named(missing, command):
+def test_a_missing_extra_is_named(missing):
     code = (
         "import sys\n"
         f"for name in [*sys.modules]:\n"
         f"    if name.split('.')[0] in {{'kvkeep', {missing!r}}}: del sys.modules[name]\n"
         f"sys.modules[{missing!r}] = None\n"
-        f"from kvkeep.cli import main; sys.exit(main({command!r}))"
+        f"from kvkeep.cli import main; sys.exit(main(['demo']))"
     )
     if missing == "torch":  # which would be imported again
         done = run(code=code)
@@ -172,37 +170,16 @@ def wordless(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def endless(tmp_path_factory):
-    """A model that never ends by itself, with a tokenizer."""
-    import transformers
-
-    from kvkeep.serve.models import bundled_model
-
-    folder = tmp_path_factory.mktemp("endless")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(bundled_model())
-    config = transformers.LlamaConfig(**{**LLAMA, "vocab_size": len(tokenizer)})
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 def test_a_path_that_is_not_there():
-    done = run("generate", "--model", "/no/such/model", "--prompt", "x")
+    done = run("demo", "--model", "/no/such/model")
     assert_one_clear_line(done, "no model at /no/such/model: no such directory")
 
 
 def test_a_model_that_is_not_causal(bert):
-    done = run("generate", "--model", bert, "--prompt", "x")
+    done = run("demo", "--model", bert)
     assert_one_clear_line(done, "BertForMaskedLM, which is not a causal language model")
 
 
-def test_a_prompt_longer_than_the_pool():
-    done = run("generate", "--memory", "64KiB", "--prompt", "word " * 100)
-    assert_one_clear_line(done, "prompt 0: it has", "tokens and the pool holds 32", "more memory")
-
-
-@pytest.mark.parametrize("command", ["generate --prompt x", "demo"])
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -215,8 +192,8 @@ def test_a_prompt_longer_than_the_pool():
     ],
     ids=" ".join,
 )
-def test_wrong_values(command, arguments, says, capsys):
-    assert main([*command.split(), *arguments]) == 2
+def test_wrong_values(arguments, says, capsys):
+    assert main(["demo", *arguments]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     (line,) = err.splitlines()
@@ -224,26 +201,8 @@ def test_wrong_values(command, arguments, says, capsys):
     assert says in line
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--temperature", "-1"], "temperature"),
-        (["--temperature", "nan"], "temperature"),
-        (["--top-p", "0"], "top_p"),
-        (["--max-tokens", "0"], "max_tokens"),
-        (["--dtype", "int4"], "dtype is one of"),
-        (["--raw", "--prompt", "\udcff"], "not valid Unicode"),
-    ],
-    ids=ascii,
-)
-def test_wrong_values_of_generate(arguments, says, capsys):
-    assert main(["generate", "--prompt", "x", *arguments]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert says in line
-
-
 def test_a_model_without_a_tokenizer(wordless, capsys):
-    assert main(["generate", "--model", str(wordless), "--prompt", "x"]) == 2
+    assert main(["demo", "--model", str(wordless)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"kvkeep: error: no tokenizer can be loaded from {wordless}")
 
@@ -254,88 +213,15 @@ def test_a_demo_that_does_not_fit(capsys):
     assert "use a larger --memory" in line
 
 
-# --- generate --------------------------------------------------------------------------------
-
-ENDLESS = ["generate", "--raw", "--prompt", "Return", "--max-tokens", "1000000"]
-ASK = ["generate", "--memory", "16MiB", "--max-tokens", "12"]
-ASK += ["--prompt", "What does textwrap.dedent do?"]
-
-
-def generate_json(capsys, *arguments):
-    assert main([*ASK, "--json", *arguments]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-@pytest.mark.model
-def test_generate_prints_the_text_and_says_what_it_took():
-    done = run(*ASK, warmed=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
-    (figures,) = done.stderr.splitlines()
-    assert "prompt tokens, 0 reused; 12 generated (length)" in figures
-
-
-@pytest.mark.model
-def test_generate_as_json(capsys):
-    (one,) = generate_json(capsys)["completions"]
-    assert one["prompt"] == "What does textwrap.dedent do?"
-    assert len(one["tokens"]) == 12
-    assert one["finish_reason"] == "length"
-    assert 0 < one["ttft_s"] < one["seconds"]
-
-
-@pytest.mark.model
-def test_prompts_of_one_call_share_unless_told_not_to(capsys):
-    longer = ["--prompt", "What does textwrap.dedent do? " * 8] * 2
-    shared = generate_json(capsys, *longer)
-    alone = generate_json(capsys, *longer, "--no-cache")
-    assert [one["cached_tokens"] > 0 for one in shared["completions"]] == [False, False, True]
-    assert [one["cached_tokens"] for one in alone["completions"]] == [0, 0, 0]
-    for one, other in zip(shared["completions"], alone["completions"], strict=True):
-        assert one["tokens"] == other["tokens"]
-    assert alone["cache"]["pages_cached"] == 0 < shared["cache"]["pages_cached"]
-
-
-@pytest.mark.model
-def test_several_prompts_are_printed_in_their_order(capsys):
-    assert main([*ASK, "--prompt", "What is json?"]) == 0
-    out, err = capsys.readouterr()
-    assert out.index("> What does textwrap.dedent do?") < out.index("> What is json?")
-    assert len(err.splitlines()) == 2
-
-
-@pytest.mark.model
-def test_raw_and_chat_are_different_prompts(capsys):
-    chat, raw = generate_json(capsys, "--chat"), generate_json(capsys, "--raw")
-    default = generate_json(capsys)
-    assert chat["completions"][0]["prompt_tokens"] > raw["completions"][0]["prompt_tokens"]
-    assert default["completions"][0]["tokens"] == chat["completions"][0]["tokens"]
-
-
-@pytest.mark.model
-def test_a_seed_reproduces(capsys):
-    drawn = [
-        generate_json(capsys, "--temperature", "1.5", "--seed", seed)["completions"][0]["tokens"]
-        for seed in ("1", "1", "2")
-    ]
-    assert drawn[0] == drawn[1] != drawn[2]
-
-
-@pytest.mark.model
-def test_a_stop_text_ends(capsys):
-    (whole,) = generate_json(capsys)["completions"]
-    stop = whole["text"].split()[1]
-    (cut,) = generate_json(capsys, "--stop", stop)["completions"]
-    assert cut["finish_reason"] == "stop"
-    assert cut["text"] == whole["text"][: whole["text"].index(stop)]
+# --- ends ---
 
 
 @pytest.mark.model
 @pytest.mark.skipif(os.name != "posix", reason="signals")
-def test_an_interrupt_ends_without_a_traceback(endless):
-    command = [*KVKEEP, *ENDLESS, "--model", str(endless)]
+def test_an_interrupt_ends_without_a_traceback():
+    command = [*KVKEEP, "demo"]
     with warm.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout.read(1)  # it generates
+        assert process.stdout.read(1)  # it serves
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (130, "")
@@ -343,8 +229,8 @@ def test_an_interrupt_ends_without_a_traceback(endless):
 
 @pytest.mark.model
 @pytest.mark.skipif(os.name != "posix", reason="pipes")
-def test_a_reader_that_goes_away_is_no_traceback(endless):
-    command = [*KVKEEP, *ENDLESS, "--model", str(endless)]
+def test_a_reader_that_goes_away_is_no_traceback():
+    command = [*KVKEEP, "demo", "--max-tokens", "2"]
     with warm.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout.read(1)
         process.stdout.close()
@@ -359,7 +245,8 @@ def test_on_a_terminal_progress_is_shown():
     import pty
 
     ours, theirs = pty.openpty()
-    with warm.Popen([*KVKEEP, *ASK, "--json"], stdout=subprocess.PIPE, stderr=theirs) as process:
+    command = [*KVKEEP, "demo", "--max-tokens", "2", "--json"]
+    with warm.Popen(command, stdout=subprocess.PIPE, stderr=theirs) as process:
         os.close(theirs)
         shown = b""
         with contextlib.suppress(OSError):  # a terminal that nobody has open any more

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
-import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -206,64 +204,9 @@ def test_any_options_mean_the_same_in_a_file(tmp_path_factory, data, section):
 # --- kvkeep config -----------------------------------------------------------------------------
 
 
-def shown(capsys: Any, *words: str) -> dict[str, Any]:
-    assert main(["config", "show", *words, "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return {
-        section: {one["option"]: (one["value"], one["source"]) for one in part["options"]}
-        for section, part in found.items()
-    }
-
-
-def test_show_names_the_source_of_each_value(file, capsys, monkeypatch):
-    path = file("[serve]\nport = 9\nmemory = '8GiB'\ntier = ['valkey://me:hunter2@h:1']\n")
-    monkeypatch.setenv("KVKEEP_API_KEY", "hunter2")
-    rows = shown(capsys, "serve", "--config", path, "--port", "7")["serve"]
-    assert rows["port"] == (7, "command line")
-    assert rows["memory"] == (8 << 30, f"{path}:3")
-    assert rows["tier"] == (["valkey://me:***@h:1"], f"{path}:4")
-    assert rows["api-key"] == ("***", "$KVKEEP_API_KEY")
-    assert rows["max-running"] == (32, "default")
-    assert main(["config", "show", "--config", path, "serve", "--port", "7", "--changed"]) == 0
-    out = capsys.readouterr().out
-    assert "hunter2" not in out
-    lines = [re.split(r"\s{2,}", line.strip()) for line in out.splitlines()]
-    assert lines[0] == [f"[serve] of {path}"]
-    assert ["memory", "8GiB", f"{path}:3"] in lines
-    assert ["port", "7", "command line"] in lines
-    assert len(lines) == 5
-
-
-def test_show_has_all_options_and_agrees_with_the_command(file, capsys):
-    rows = shown(capsys, "serve", "--config", file("[serve]\nno-text = true\n"))["serve"]
-    assert set(rows) == {one.option_strings[0].lstrip("-") for one in PARSERS["serve"].described()}
-    args = vars(parsed("serve"))
-    for name, (value, source) in rows.items():
-        if source == "default":
-            given = args[name.replace("-", "_")]
-            assert value == (str(given) if isinstance(given, Path) else given), name
-
-
-def test_show_without_a_section_shows_those_of_the_file(file, capsys):
-    path = file("[connector]\nthreads = 8\nmin_tokens = '4k'\n[route]\ntries = 3\n")
-    found = shown(capsys, "--config", path, "--changed")
-    assert found == {
-        "route": {"tries": (3, f"{path}:5")},
-        "connector": {
-            "min_tokens (vLLM)": ("4k", f"{path}:3"), "threads (SGLang)": (8, f"{path}:2"),
-        },
-    }  # fmt: skip
-    assert "name a section" in refused(capsys, "config", "show")
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("config show serv", "'serv' is none of serve, route, connector; did you mean 'serve'?"),
-        ("config show serve --prot 1", "there is no option --prot; did you mean '--port'?"),
-        ("config show serve --port many", "argument --port: 'many' is no count"),
-        ("config show serve --config /no/file", "/no/file"),
-        ("config show route stray", "stray"),
         ("config check", "FILE"),
         ("config check /no/file", "/no/file"),
         ("config", "ACTION"),
@@ -334,21 +277,6 @@ def test_the_shipped_example_is_right(capsys, tmp_path):
     assert parsed("route", "--config", str(EXAMPLE)).tries == 3
     assert parsed("serve", "--config", str(EXAMPLE)).request_timeout == 600
     assert ConnectorOptions.parse({"config": str(EXAMPLE)}).min_tokens == 1000
-
-
-def test_an_example_of_everything(file, capsys):
-    assert main(["config", "example"]) == 0
-    text = capsys.readouterr().out
-    assert tomllib.loads(text) == {"serve": {}, "route": {}, "connector": {}}
-    live = re.sub(r"^# (?=[a-z_-]+ = )", "", text, flags=re.MULTILINE)
-    tables = tomllib.loads(live)
-    for section in ("serve", "route"):
-        names = {one.option_strings[0].lstrip("-") for one in PARSERS[section].described()}
-        assert set(tables[section]) == names
-    defaults = {name for name, (_, at) in shown(capsys, "serve")["serve"].items()}
-    assert defaults == set(tables["serve"])
-    assert main(["config", "example", "connector"]) == 0
-    assert "[serve]" not in capsys.readouterr().out
 
 
 # --- connectors --------------------------------------------------------------------------------

@@ -21,8 +21,6 @@ TRACE = str(Path(__file__).parent.parent / "formats" / "0.1.0" / "trace.jsonl")
 NOBODY = 65534
 OUT = {
     "replay": ["replay", TRACE, "--capacity", "64", "--out", "{}"],
-    "codec fit": ["codec", "fit", "--out", "{}"],
-    "codec measure": ["codec", "measure", "--out", "{}"],
     "store": ["store", "ls", "file://{}"],
     "trace": ["trace", "convert", TRACE, "{}"],
 }

@@ -76,8 +76,7 @@ def test_a_misspelt_option_is_named_with_the_right_one(name, capsys):
     wrong = option[:-3] + option[-2] + option[-3] + option[-1] + "x"
     line = refused(capsys, [*name.split(), wrong, "1"])
     assert f"there is no option {wrong}" in line
-    if not name.startswith("config show "):  # it names the options of the section
-        assert f"'{option}'" in line
+    assert f"'{option}'" in line
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -113,7 +112,7 @@ def test_a_wrong_count_size_or_time_names_its_option(name, capsys):
     ("words", "says"),
     [
         ("", ["COMMAND", "--help lists all"]),
-        ("serv", ["'serv' is none of generate, ", "did you mean 'serve'?"]),
+        ("serv", ["'serv' is none of serve, ", "did you mean 'serve'?"]),
         ("--versoin", ["there is no option --versoin; did you mean '--version'?"]),
         ("store stta file:///x", ["'stta' is none of ls, stat", "did you mean 'stat'?"]),
         ("store gc file:///x --older 7", ["7d"]),
@@ -133,10 +132,7 @@ def test_a_wrong_count_size_or_time_names_its_option(name, capsys):
         ("trace convert {trace} {trace}", ["{trace}", "exists already"]),
         ("trace generate chatt --out x", ["'chatt'", "did you mean 'chat'?"]),
         ("trace generate chat --out /no/where/x", ["/no/where/x"]),
-        ("generate --prompt --raw", ["--prompt"]),
-        ("generate --prompt -x", ["--prompt=-x"]),
-        ("generate --prompt x --model /no/model", ["/no/model"]),
-        ("generate --prompt x --dtype flaot16", ["flaot16", "did you mean 'float16'?"]),
+        ("serve --port 0 --dtype flaot16", ["flaot16", "did you mean 'float16'?"]),
         ("demo --memory 24G", ["argument --memory: '24G'", "24GiB", "24GB"]),
         ("size --memory 24GB --model /no/model", ["/no/model"]),
         ("size", ["--memory"]),
@@ -162,14 +158,6 @@ def test_a_wrong_count_size_or_time_names_its_option(name, capsys):
         ("store ls /var/lib/kvkeep", ["file:///path"]),
         ("store ls file:///no/where", ["/no/where"]),
         ("store ls flie:///x", ["flie", "did you mean 'file'?"]),
-        ("codec fit --out {tmp}/b --model /no/model", ["/no/model"]),
-        ("codec fit --out {tmp}/b --text /no/text", ["/no/text", "No such file"]),
-        ("codec measure --out {tmp}/f --model /no/model", ["/no/model"]),
-        ("codec measure --out {tmp}/f --codecs int88", ["'int88'", "did you mean 'int8'?"]),
-        ("calibrate --lengths many", ["--lengths", "'many'"]),
-        ("calibrate --url {dead}", ["{dead}"]),
-        ("calibrate --out /no/where/cost", ["/no/where"]),
-        ("calibrate --tier valkye://h --lengths 16,32 --repeats 1", ["valkye"]),
         ("config check {trace}", ["{trace}", "no TOML"]),
     ],
 )  # fmt: skip
@@ -182,9 +170,9 @@ def test_typical_mistakes(words, says, places, capsys):
 @pytest.mark.parametrize(
     "words",
     [
-        "generate --prompt x --model", "demo --model", "serve --port 0 --model",
-        "size --memory 1GiB --model", "calibrate --model", "codec fit --out x --model",
-        "codec measure --out x --model", "route --instances http://127.0.0.1:9 --port 0 --model",
+        "demo --model", "serve --port 0 --model",
+        "size --memory 1GiB --model",
+        "route --instances http://127.0.0.1:9 --port 0 --model",
         "plan {trace} --memory 1GiB --model", "replay {trace} --capacity 1GiB --model",
         "tree {prompts} --model", "trace info {trace} --text",
     ],
@@ -198,7 +186,7 @@ def test_a_hub_id_says_how_to_get_the_files(words, places, capsys):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize(
     "words",
-    ["generate --prompt x", "demo", "serve --port 0", "calibrate", "codec fit --out {tmp}/x"],
+    ["demo", "serve --port 0"],
 )
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])
 def test_a_gpu_that_is_not_there(words, device, places, capsys):

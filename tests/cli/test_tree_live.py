@@ -11,7 +11,7 @@ from seen_server import chat, seen
 from told_server import told
 
 from kvkeep.cli import main
-from kvkeep.cli.tree_view import detail, matches, tree
+from kvkeep.cli.tree_view import detail, tree
 
 EVIL = "\x1b]52;c;aGk=\x07\x1b[2J\x9b31m\u202eevil\u2066[red]x[/red]:smile:\ud800\r\n\x00"
 
@@ -25,7 +25,7 @@ def node(name, parent, tokens=16, below=16, text="text", **changed):
     return {
         "id": name, "parent": parent, "tokens": tokens, "pages": tokens // 16,
         "subtree_tokens": below, "subtree_nodes": 1, "references": 0, "pins": 0, "hits": 0,
-        "age_s": 5.0, "text": text, "tier": "pool", "hidden": False, "count": 0, **changed,
+        "text": text, "tier": "pool", "hidden": False, "count": 0, **changed,
     }  # fmt: skip
 
 
@@ -37,9 +37,9 @@ MAP = said(
     node(-1, None, 0, 500, "acme", subtree_nodes=8),
     node(-2, None, 0, 400, ""),
     node(7, -1, 32, 200, "The smaller one"),
-    node(3, -1, 32, 300, "The larger one", pins=1, references=2, hits=1234, age_s=400.0),
+    node(3, -1, 32, 300, "The larger one", pins=1, references=2, hits=1234),
     node(-99, 3, 160, 160, None, hidden=True, count=4, subtree_nodes=5),
-    node(4, 3, 96, 96, "Deeper", age_s=90_000.0),
+    node(4, 3, 96, 96, "Deeper"),
     node(5, -2, 400, 400, None),
 )
 
@@ -54,14 +54,14 @@ def drawn(answer, width=100, depth=8):
 def test_the_largest_come_first_and_each_hangs_where_it_belongs():
     assert drawn(MAP) == [
         "9 nodes, 60 pages of 16 tokens",
-        " below    own  pages   hits last use    node",
-        "   500      0      0      0      5 s █  acme",
-        "   300     32      2  1,234    7 min ▄  ├─ 3 The larger one · 2 refs · pinned",
-        "    96     96      6      0   25.0 h ▁  │  ├─ 4 Deeper",
-        "   160    160     10      0      5 s    │  └─ … 4 smaller ones",
-        "   200     32      2      0      5 s █  └─ 7 The smaller one",
-        "   400      0      0      0      5 s █  (no cache_salt)",
-        "   400    400     25      0      5 s █  └─ 5 (no text)",
+        " below    own  pages   hits  node",
+        "   500      0      0      0  acme",
+        "   300     32      2  1,234  ├─ 3 The larger one · 2 refs · pinned",
+        "    96     96      6      0  │  ├─ 4 Deeper",
+        "   160    160     10      0  │  └─ … 4 smaller ones",
+        "   200     32      2      0  └─ 7 The smaller one",
+        "   400      0      0      0  (no cache_salt)",
+        "   400    400     25      0  └─ 5 (no text)",
     ]
 
 
@@ -122,7 +122,6 @@ anything = st.sampled_from(
 def test_no_answer_breaks_the_drawing_or_gets_out_of_it(nodes):
     for lines in (
         tree(said(*nodes), 80, 8),
-        matches({"matches": [*nodes, {"id": 1, "parent_path": [1, EVIL], "text": EVIL}]}, 80),
         *(detail(one, 80) for one in nodes if isinstance(one, dict)),
     ):
         assert all(line.plain.isprintable() for line in lines)
@@ -132,24 +131,19 @@ def test_no_answer_breaks_the_drawing_or_gets_out_of_it(nodes):
 
 
 def test_what_is_asked_for(capsys):
-    found = {"matches": [{"id": 4, "parent_path": [-1, 3], "at_token": 77, "text": EVIL}]}
-    answers = {"/kv/map": MAP, "/kv/map/3": MAP["nodes"][3], "/kv/map/-2": MAP["nodes"][1],
-               "/kv/search": found}  # fmt: skip
+    answers = {"/kv/map": MAP, "/kv/map/3": MAP["nodes"][3], "/kv/map/-2": MAP["nodes"][1]}
     with told(answers) as server:
         for arguments, paths in (
             ([], ["/kv/map?nodes=200"]),
             (["--nodes", "5", "--salt", "a b&c"], ["/kv/map?namespace=a+b%26c&nodes=5"]),
             (["--root", "3"], ["/kv/map?root=3&nodes=200", "/kv/map/3"]),
             (["--root", "-2"], ["/kv/map?root=-2&nodes=200", "/kv/map/-2"]),
-            (["--search", "ä b"], ["/kv/search?q=%C3%A4+b"]),
-            (["--search-tokens", "1,2"], ["/kv/search?tokens=1%2C2"]),
         ):
             server.asked.clear()
             assert main(["tree", server.url, *arguments]) == 0
             assert server.paths() == paths
         out = capsys.readouterr().out
         assert all(line.isprintable() for line in out.splitlines())
-        assert "node 4 · at token 77 · below -1 › 3  ␛]52;c;" in out
         host_and_port = server.url.removeprefix("http://")
         assert main(["tree", host_and_port, "--json"]) == 0
         assert json.loads(capsys.readouterr().out) == MAP
@@ -164,17 +158,8 @@ def test_what_is_asked_for(capsys):
         (["http://127.0.0.1:1", "--pages", "4"], "--pages is for a tree of prompts"),
         (["http://127.0.0.1:1", "--prompt", "x"], "--prompt is for a tree of prompts"),
         (["--nodes", "4"], "--nodes is for the tree of a server: give its URL"),
-        (
-            ["--prompt", "[1]", "--search-tokens", "4"],
-            "--search-tokens is for the tree of a server",
-        ),
         (["127.0.0.1:1", "--nodes", "0"], "--nodes is 0"),
         (["127.0.0.1:1", "--depth", "0"], "--depth is 0"),
-        (["127.0.0.1:1", "--search", ""], "--search is empty"),
-        (["127.0.0.1:1", "--search", "x", "--search-tokens", "1"], "give one of them"),
-        (["127.0.0.1:1", "--search", "x", "--root", "1"], "--root is for drawing"),
-        (["127.0.0.1:1", "--search-tokens", "1,x"], "ids separated by commas"),
-        (["127.0.0.1:1", "--search-tokens", "1,-2"], "ids separated by commas"),
         (["no.such.file"], "no.such.file cannot be read"),
     ],
 )
@@ -210,10 +195,6 @@ def test_the_tree_of_a_real_server(capsys, monkeypatch):
         nodes = json.loads(capsys.readouterr().out)["nodes"]
         assert main(["tree", url, "--root", str(nodes[0]["id"])]) == 0
         assert f"node {nodes[0]['id']} of acme: " in capsys.readouterr().out
-        assert main(["tree", url, "--search", "json.dumps"]) == 0
-        assert capsys.readouterr().out.startswith("2 places")
-        assert main(["tree", url, "--search", "nobody said this"]) == 0
-        assert capsys.readouterr().out == "not in the cache\n"
         assert main(["tree", url, "--root", "123456"]) == 2
         assert "123456" in capsys.readouterr().err
 
@@ -233,8 +214,6 @@ def test_a_server_that_shows_no_text_shows_none_here(capsys, monkeypatch):
         assert "helpful" not in out
         assert "the first difference" not in out
         assert "token ids" not in out
-        assert main(["tree", url, "--search", "helpful"]) == 2
-        assert "--no-text" in capsys.readouterr().err
         monkeypatch.delenv("KVKEEP_API_KEY")
         assert main(["tree", url]) == 2
         assert "needs an API key" in capsys.readouterr().err

@@ -9,7 +9,6 @@ import torch
 
 from kvkeep.core.geometry import DTYPES
 from kvkeep.store.codecs import BlockShape, make_codec
-from kvkeep.store.codecs.encrypted import EncryptedCodec
 
 GUARD = 4096
 EXACT = ("raw", "lossless")
@@ -61,13 +60,7 @@ def numbers_of(raw: bytes | memoryview, dtype: str) -> np.ndarray:
 def every_codec(shape: BlockShape, key: bytes | None = None):
     narrow = not shape.dtype or DTYPES[shape.dtype] == 1
     names = EXACT if narrow else (*EXACT, "int8", "fp8", "int4", "int4:2", "int4:5", "int4:6")
-    made = [make_codec(name, shape, key) for name in names]
-    if not narrow:
-        from transform_bases import codec_for
-
-        codec = codec_for(shape)
-        made.append(codec if key is None else EncryptedCodec(codec, key))
-    return made
+    return [make_codec(name, shape, key) for name in names]
 
 
 class Guarded:

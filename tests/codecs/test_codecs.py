@@ -58,7 +58,7 @@ def test_damage_is_detected_or_stays_within_the_buffer(kind):
         for seed in range(150):
             try:
                 decode(codec, spoiled(encoded, seed), len(raw))  # checks the guards
-            except (Damaged, OtherKey):  # damage to a basis' digest looks like another basis
+            except Damaged:
                 found += 1
         assert found >= 45, f"{codec.name} took nearly all for its own"  # 50 have a wrong length
 

@@ -7,25 +7,22 @@ import sys
 
 import pytest
 from codec_blocks import KEY, LLAMA, SHAPES
-from transform_bases import basis_of
 
 from kvkeep.core.errors import InvalidValue, MissingExtra
 from kvkeep.store.codecs import CODECS, BlockShape, codec_of, make_codec
 
-NUMBERS = {"raw": 0, "lossless": 1, "int8": 2, "fp8": 3, "int4": 4, "transform": 5}
+NUMBERS = {"raw": 0, "lossless": 1, "int8": 2, "fp8": 3, "int4": 4}
 
 
-def test_codec_numbers_never_change(tmp_path):
-    """Records on disks contain them: numbers may be added, never reused."""
-    basis_of(LLAMA).save(tmp_path / "basis")
-    settings = {"transform": f":basis={tmp_path / 'basis'}"}
-    made = [make_codec(f"{name}{settings.get(name, '')}", LLAMA) for name in CODECS]
+def test_codec_numbers_never_change():
+    """Records on disks contain them: numbers may be added, never reused (5 was `transform`)."""
+    made = [make_codec(name, LLAMA) for name in CODECS]
     assert {codec.name: codec.number for codec in made} == NUMBERS
     assert [codec.name for codec in made] == list(CODECS)
-    assert [codec.exact for codec in made] == [True, True, False, False, False, False]
+    assert [codec.exact for codec in made] == [True, True, False, False, False]
 
 
-@pytest.mark.parametrize("name", [name for name in CODECS if name != "transform"])
+@pytest.mark.parametrize("name", CODECS)
 def test_a_number_selects_the_codec(name):
     for key in (None, KEY):
         made = make_codec(name, LLAMA, key)
@@ -46,9 +43,9 @@ def test_codecs_without_their_key_or_type_are_none():
     assert codec_of(66, BlockShape(), KEY) is None
 
 
-@pytest.mark.parametrize("name", ["", "zstd", "RAW", "raw ", "int3", "zstd:4"])
+@pytest.mark.parametrize("name", ["", "zstd", "RAW", "raw ", "int3", "zstd:4", "transform", "auto"])
 def test_other_names_are_refused(name):
-    with pytest.raises(InvalidValue, match="raw, lossless, int8, fp8, int4, transform"):
+    with pytest.raises(InvalidValue, match="raw, lossless, int8, fp8, int4"):
         make_codec(name, LLAMA)
 
 

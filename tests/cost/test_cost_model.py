@@ -39,7 +39,7 @@ def test_a_file_holds_all_that_was_learned(tmp_path):
     assert PrefillCost.read(path).name == "a model"  # replay and the router read it as well
 
 
-def test_a_file_of_calibrate_is_a_seed(tmp_path):
+def test_a_file_of_prefill_alone_is_a_seed(tmp_path):
     path = tmp_path / "cost.json"
     PREFILL.write(path, measured=[])
     assert CostModel.read(path).prefill.prefill_s(0, 10) == pytest.approx(1e-3)

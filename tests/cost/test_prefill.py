@@ -1,15 +1,12 @@
-"""What computing takes: the formula, the fit, and files that are none."""
+"""What computing takes: the formula, and files that are none."""
 
 from __future__ import annotations
 
 import json
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from kvkeep.core.cost import Measured, PrefillCost
+from kvkeep.core.cost import PrefillCost
 from kvkeep.core.errors import InvalidValue
 
 COST = PrefillCost(
@@ -20,11 +17,6 @@ COST = PrefillCost(
     kv_bytes_per_token=2048,
     name="a model somewhere",
 )
-SECONDS = st.floats(0, 10, allow_subnormal=False)
-
-
-def points(cost: PrefillCost, spans: list[tuple[int, int]]) -> list[Measured]:
-    return [Measured(start, stop, cost.prefill_s(start, stop)) for start, stop in spans]
 
 
 def test_each_token_costs_itself_and_those_before_it():
@@ -35,67 +27,6 @@ def test_each_token_costs_itself_and_those_before_it():
     assert cost.prefill_s(30, 30) == cost.prefill_s(31, 30) == 0
     assert COST.decode_s(11) == pytest.approx(0.2)
     assert COST.decode_s(1) == COST.decode_s(0) == 0
-
-
-@given(SECONDS, st.floats(1e-6, 1e-2), st.floats(0, 1e-5, allow_subnormal=False))
-def test_what_is_exact_is_found_again(fixed, linear, pair):
-    cost = PrefillCost(
-        seconds_fixed=fixed, seconds_per_token=linear, seconds_per_token_pair=pair, name="x"
-    )
-    spans = [(0, 64), (0, 512), (0, 4096), (2048, 4096), (4000, 4096), (100, 101)]
-    fit = PrefillCost.fit(points(cost, spans), name="x")
-    assert fit.largest_error < 1e-6
-    for start, stop in [(0, 200), (1000, 1500)]:
-        assert fit.cost.prefill_s(start, stop) == pytest.approx(cost.prefill_s(start, stop), 1e-4)
-    assert fit.cost.name == "x"
-
-
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 4000), st.integers(1, 4000), st.floats(1e-4, 10)),
-        min_size=1,
-        max_size=8,
-    )
-)
-def test_no_coefficient_is_below_0_and_none_fits_better_nearby(measured):
-    fit = PrefillCost.fit([Measured(at, at + more, seconds) for at, more, seconds in measured])
-    found = np.array(
-        [fit.cost.seconds_fixed, fit.cost.seconds_per_token, fit.cost.seconds_per_token_pair]
-    )
-    assert (found >= 0).all()
-    starts, lengths, seconds = np.array(measured).T
-    stops = starts + lengths
-    terms = np.stack((np.ones(len(seconds)), lengths, (stops**2 - starts**2) / 2), 1)
-    terms /= seconds[:, None]
-
-    def missed(coefficients: np.ndarray) -> float:
-        return float(((terms @ coefficients - 1) ** 2).sum())
-
-    least = missed(found)
-    assert least == pytest.approx(sum(error**2 for error in fit.errors), abs=1e-9)
-    for at, step in enumerate(1 / np.abs(terms).max(0)):
-        for share in (1e-3, 1e-2, 0.1):
-            for sign in (-1, 1):
-                other = found.copy()
-                other[at] = max(0.0, other[at] + sign * share * step)
-                assert missed(other) >= least - 1e-6
-
-
-def test_a_slope_that_would_go_down_is_flat():
-    fit = PrefillCost.fit([Measured(0, 100, 2.0), Measured(0, 200, 1.0)])
-    assert fit.cost.seconds_fixed == pytest.approx(1.2)  # 40 % below one, 20 % above the other
-    assert fit.cost.seconds_per_token == fit.cost.seconds_per_token_pair == 0
-    assert (fit.median_error, fit.largest_error) == pytest.approx((0.3, 0.4))
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [[], [Measured(0, 0, 1.0)], [Measured(3, 2, 1.0)], [Measured(0, 2, 0.0)],
-     [Measured(-1, 2, 1.0)], [Measured(0, 2, float("nan"))], [Measured(0, 2, float("inf"))]],
-)  # fmt: skip
-def test_what_was_not_measured_is_not_fitted(bad):
-    with pytest.raises(InvalidValue):
-        PrefillCost.fit(bad)
 
 
 def test_a_file_holds_it(tmp_path):

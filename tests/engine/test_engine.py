@@ -7,7 +7,6 @@ from array import array
 import numpy as np
 import pytest
 
-from kvkeep.core.cache import PagedCache
 from kvkeep.core.errors import InvalidValue, QueueFull
 from kvkeep.serve.engine import Engine, Limits, SamplingParams
 
@@ -266,27 +265,6 @@ def test_greedy_answers_of_one_request_are_the_same(bench, prompt):
     assert [list(choice.tokens) for choice in done.choices] == [bench.greedy(prompt(23, 1), 6)] * 3
 
 
-def test_the_best_of_several_is_that_of_the_highest_mean(bench, prompt):
-    engine, _ = make(bench)
-    chance = {"temperature": 1.5, "seed": 11}
-    request = engine.add(prompt(23, 1), few(6, n=2, best_of=5, **chance))
-    every = engine.add(prompt(23, 1), few(6, n=5, logprobs=0, **chance))
-    deltas = []
-    while engine.has_work:
-        deltas += engine.step()
-    done = {one.request.id: one.completion for one in deltas if one.completion is not None}
-    means = {
-        choice.tokens: np.mean([one.logprob for one in choice.logprobs])
-        for choice in done[every.id].choices
-    }
-    best = sorted(means, key=lambda tokens: -means[tokens])
-    assert [choice.tokens for choice in done[request.id].choices] == best[:2]
-    # Which answers are best is known only at the end.
-    shown = [delta for delta in deltas if delta.request is request]
-    assert [delta.index for delta in shown] == [0, 1]
-    assert [len(delta.tokens) for delta in shown] == [6, 6]
-
-
 @pytest.mark.parametrize("num_pages", [96, 16, 11])
 def test_forks_come_through_a_pool_too_small_for_all(make_bench, prompt, num_pages):
     bench = make_bench("llama", page_size=PAGE, num_pages=num_pages)
@@ -409,73 +387,6 @@ def test_logprobs_are_those_of_the_model(bench, prompt):
         assert entry.logprob == pytest.approx(float(expected[row, token]), abs=1e-4)
         assert entry.top[0][0] == token  # greedy takes the likeliest
         assert len(entry.top) == 2
-
-
-# --- beams -----------------------------------------------------------------------------------
-
-
-def hugging_face(bench, tokens, count, **how):
-    import torch
-
-    ids = torch.from_numpy(np.asarray(tokens, np.int64))[None]
-    out = bench.plain.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, **how
-    )
-    return [row[len(tokens) :].tolist() for row in out]
-
-
-@pytest.mark.parametrize("num_pages", [96, 20])
-def test_beams_find_what_hugging_face_finds(make_bench, prompt, num_pages):
-    bench = make_bench("qwen3", page_size=PAGE, num_pages=num_pages)
-    engine, _ = make(bench)
-    for seed in range(3):
-        request = engine.add(prompt(15, seed), few(10, beams=4, n=2))
-        engine.add(prompt(9, seed + 10), few(12))  # another request in the batch
-        found = [list(choice.tokens) for choice in finish(engine)[request.id].choices]
-        assert found == hugging_face(
-            bench, prompt(15, seed), 10, num_beams=4, num_return_sequences=2
-        )
-    assert_nothing_is_held(bench)
-
-
-@pytest.mark.parametrize("store", [True, False])
-def test_beams_that_had_to_yield_find_what_they_find_alone(make_bench, prompt, store):
-    """They are admitted again when their prompt is evicted and only one search fits."""
-    wide = make_bench("qwen3", page_size=PAGE, num_pages=96)
-    (alone,) = make(wide)[0].generate([prompt(40, 1)], few(12, beams=3, n=3))
-    bench = make_bench("qwen3", page_size=PAGE, num_pages=19)
-    engine, _ = make(bench)
-    engine.add(prompt(15, 2), few(30))
-    request = engine.add(prompt(40, 1), few(12, beams=3, n=3), store=store)
-    assert finish(engine)[request.id].choices == alone.choices
-    assert engine.stats().preempted > 0
-    assert_nothing_is_held(bench)
-
-
-def test_beams_that_the_pool_cannot_hold_end_with_what_they_have(make_bench, prompt):
-    bench = make_bench("llama", page_size=PAGE, num_pages=9)
-    engine, _ = make(bench)
-    request = engine.add(prompt(19, 1), few(30, beams=6))
-    done = finish(engine)[request.id]
-    assert done.finish_reason == "length"
-    assert 0 < len(done.tokens) < 30
-    assert_nothing_is_held(bench)
-
-
-def test_a_stop_text_ends_a_beam():
-    from kvkeep.serve.engine import Runner, Tokenizer
-    from kvkeep.serve.models import bundled_model
-
-    runner = Runner.load(bundled_model(), num_pages=64, dtype="float32")
-    tokenizer = Tokenizer.load(bundled_model())
-    engine = Engine(runner, PagedCache(64, 16), tokenizer)
-    tokens = tokenizer.chat([{"role": "user", "content": "What does json.dumps do?"}])
-    (free,) = engine.generate([tokens], few(20, beams=3, ignore_eos=True))
-    stop = free.text.split()[1]
-    (cut,) = engine.generate([tokens], few(20, beams=3, ignore_eos=True, stop=(stop,)))
-    assert cut.finish_reason == "stop"
-    assert stop not in cut.text
-    assert len(cut.tokens) < len(free.tokens)
 
 
 def test_a_prompt_is_lent_for_the_call_alone(bench, prompt):

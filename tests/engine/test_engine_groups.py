@@ -40,12 +40,10 @@ def requests(draw):
     trunk = np.random.default_rng(draw(st.integers(0, 1))).integers(0, VOCABULARY, 48)
     at = draw(st.sampled_from([5, 17, 33, 48]))
     own = np.random.default_rng(draw(st.integers(0, 5))).integers(0, VOCABULARY, 6)
-    beams = draw(st.sampled_from([0, 0, 0, 0, 3]))
     params = SamplingParams(
         max_tokens=draw(st.sampled_from([1, 2, 9, 30])),
-        n=1 if beams else draw(st.sampled_from([1, 1, 2, 3])),
-        draft_tokens=0 if beams else draw(st.sampled_from([0, 0, 3])),
-        beams=beams,
+        n=draw(st.sampled_from([1, 1, 2, 3])),
+        draft_tokens=draw(st.sampled_from([0, 0, 3])),
     )
     how = {"store": draw(st.booleans()), "namespace": draw(st.sampled_from(["", "", "other"]))}
     return [*trunk[:at], *own[: draw(st.integers(0, 6))]], params, how
@@ -72,9 +70,7 @@ def test_every_answer_is_what_it_would_be_alone(
         done = mine[-1].completion if mine else None
         if abort is None:
             assert done is not None
-            assert len(done.choices) == max(1, params.n)
-        if params.beams:
-            continue
+            assert len(done.choices) == params.n
         whole = alone(tokens, params.max_tokens)
         for index in range(params.n):
             got = [token for delta in mine if delta.index == index for token in delta.tokens]

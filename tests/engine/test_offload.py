@@ -87,13 +87,11 @@ def test_a_pool_that_has_more_or_less_than_the_store(house, prompt):
         assert [*answer.tokens] == house.bench.greedy(text, 6)
 
 
-def test_forks_drafts_and_beams(house, prompt):
+def test_forks_and_drafts(house, prompt):
     text = np.tile(prompt(6, 1), 6)
     for params in (
         few(12, draft_tokens=3),
         few(12, n=3, temperature=0.8, seed=5),
-        few(9, n=2, best_of=4, temperature=0.8, seed=5),
-        few(9, beams=3),
     ):
         engine = Engine(house.bench.runner, PagedCache(96, PAGE))
         (want,) = engine.generate([text], params)
@@ -102,11 +100,6 @@ def test_forks_drafts_and_beams(house, prompt):
         (again,), _, stats = house.ask(text, params=params)
         assert want.choices == first.choices == again.choices
         assert stats.loaded_tokens == 35
-
-
-def test_a_search_leaves_its_prompt_behind_and_no_more(house, prompt):
-    house.ask(prompt(21, 1), params=few(20, beams=4))
-    assert max(len(key) // 4 for _, key in house.store.blocks) == 21
 
 
 def test_preemption(make_bench, prompt):

@@ -203,13 +203,11 @@ def test_reads_that_hang_do_not_hold_up_others(house, prompt, how):
     engine.cache.check()
 
 
-def test_drafts_forks_and_beams(house):
+def test_drafts_and_forks(house):
     text = np.tile(house.text[:20], 8)
     for params in (
         few(8, draft_tokens=3),
         few(8, n=3, temperature=0.8, seed=5),
-        few(6, n=2, best_of=3, temperature=0.8, seed=5),
-        few(6, beams=3),
     ):
         engine = Engine(house.bench.runner, house.bench.runner.cache())
         (want,) = engine.generate([text], params)

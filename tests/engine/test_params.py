@@ -14,7 +14,6 @@ from kvkeep.serve.engine.params import SamplingParams
 def test_the_defaults_are_greedy():
     params = SamplingParams()
     assert params.greedy
-    assert params.width == 1
 
 
 def test_they_do_not_change():
@@ -28,9 +27,7 @@ def test_they_do_not_change():
         {"temperature": 0}, {"temperature": 5e-324}, {"temperature": 1e308}, {"top_p": 1},
         {"top_p": 5e-324}, {"top_k": 0}, {"top_k": 10**9}, {"min_p": 0}, {"min_p": 1},
         {"seed": 0}, {"seed": 2**63 - 1}, {"presence_penalty": -2}, {"frequency_penalty": 2.0},
-        {"logit_bias": ((0, -100), (5, 100.0))}, {"n": 3, "best_of": 3}, {"best_of": 2},
-        {"beams": 1}, {"beams": 3, "n": 3}, {"beams": 2, "length_penalty": -10},
-        {"beams": 2, "stop": ("x",), "ignore_eos": True, "logit_bias": ((1, 2),)},
+        {"logit_bias": ((0, -100), (5, 100.0))}, {"n": 3},
         {"max_tokens": 1}, {"logprobs": 0}, {"logprobs": 100}, {"draft_tokens": 8},
     ],
     ids=str,
@@ -38,15 +35,6 @@ def test_they_do_not_change():
 def test_the_edges_are_allowed(edge):
     params = SamplingParams(**edge)
     assert {name: getattr(params, name) for name in edge} == edge
-
-
-@pytest.mark.parametrize(
-    ("given", "width"),
-    [({"n": 3}, 3), ({"n": 2, "best_of": 5}, 5), ({"n": 2, "beams": 4}, 4), ({"beams": 1}, 1)],
-    ids=str,
-)
-def test_width(given, width):
-    assert SamplingParams(**given).width == width
 
 
 HUGE = 10**5000
@@ -58,12 +46,9 @@ NUMBERS = {
     "min_p": [-0.1, 1.1, math.nan, None],
     "presence_penalty": [-2.1, 2.1, math.nan, math.inf],
     "frequency_penalty": [-2.1, 2.1, "1"],
-    "length_penalty": [math.inf, -math.inf, math.nan, 400, -400, "1"],
     "top_k": [-1, 2**31, HUGE, -HUGE, 1.5, True, "3", None],
     "max_tokens": [0, -1, HUGE, True, 1.0],
     "n": [0, HUGE, True, 1.0],
-    "beams": [-1, HUGE, True, 2.0],
-    "best_of": [0, HUGE, 1.0, True],
     "draft_tokens": [-1, HUGE, True],
     "seed": [-1, 2**63, HUGE, 1.0, True],
     "logprobs": [-1, 101, True, 1.0],
@@ -89,22 +74,3 @@ def test_wrong_values_are_named(name, value):
 def test_every_field_is_tested():
     names = {field.name for field in dataclasses.fields(SamplingParams)}
     assert names == set(NUMBERS)
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"n": 3, "best_of": 2}, "best_of is n or more"),
-        ({"n": 3, "beams": 2}, "beams are n or more"),
-        ({"beams": 2, "temperature": 0.5}, "temperature has no meaning"),
-        ({"beams": 2, "best_of": 2}, "best_of has no meaning"),
-        ({"beams": 2, "presence_penalty": 0.5}, "presence_penalty has no meaning"),
-        ({"beams": 2, "frequency_penalty": 0.5}, "frequency_penalty has no meaning"),
-        ({"beams": 2, "draft_tokens": 4}, "draft_tokens has no meaning"),
-        ({"beams": 2, "logprobs": 0}, "logprobs has no meaning"),
-    ],
-    ids=str,
-)
-def test_what_does_not_go_together_is_named(given, says):
-    with pytest.raises(InvalidValue, match=says):
-        SamplingParams(**given)

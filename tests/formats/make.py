@@ -47,9 +47,6 @@ from kvkeep.store import KVStore, Snapshot
 from kvkeep.store.backends.disk import DiskBackend
 from kvkeep.store.backends.shm import ShmBackend
 from kvkeep.store.codecs import BlockShape, make_codec
-from kvkeep.store.codecs.auto import FIGURES_VERSION
-from kvkeep.store.codecs.basis import load_basis
-from kvkeep.store.codecs.basis_fit import BasisFit
 from kvkeep.store.codecs.encrypted import EncryptedCodec
 from kvkeep.store.identity.weights import weights_digest
 from kvkeep.store.identity.weights_cache import WeightsCache
@@ -185,16 +182,12 @@ def snapshots(folder: Path) -> None:
 
 
 def codecs(folder: Path) -> None:
-    basis(folder)
     place = folder / "codecs"
     place.mkdir()
     raw = bytes_of(numbers(7, 2, 24, 2, 16) / 64 - 2)
     expected = {}
-    names = ("raw", "lossless", "int8", "fp8", "int4", "int4:2", "int4:5", "int4:6",
-             f"transform:basis={folder / 'random.basis'}")  # fmt: skip
-    made = {
-        name.partition(":basis")[0].replace(":", "-"): make_codec(name, SHAPE) for name in names
-    }
+    names = ("raw", "lossless", "int8", "fp8", "int4", "int4:2", "int4:5", "int4:6")
+    made = {name.replace(":", "-"): make_codec(name, SHAPE) for name in names}
     made |= {f"encrypted-{name}": make_codec(name, SHAPE, KEY) for name in ("raw", "int8")}
     made["encrypted-raw-without-id"] = EncryptedCodec(make_codec("raw", SHAPE), KEY, with_id=False)
     for name, codec in made.items():
@@ -209,25 +202,6 @@ def codecs(folder: Path) -> None:
         expected[name] = {"number": header.codec, "decoded": digest_of(decoded)}
     note(folder, "codecs.json", {"block": BLOCK.hex(), "raw": plain(raw), "records": expected})
     (folder / "encryption.key").write_text(KEY.hex() + "\n")
-
-
-def basis(folder: Path) -> None:
-    fit = BasisFit(SHAPE.parts, (), np.empty(0), 32)
-    for seed in range(2):
-        parts = [numbers(seed * 2 + at, 100, *part, dtype="float32") / 64 - 2
-                 for at, part in enumerate(SHAPE.parts)]  # fmt: skip
-        fit.add_numbers(parts)
-        fit.add_gradients([one * (1 + at) for at, one in enumerate(parts)], 100)
-    fit.basis(0.1, "random numbers", 4096).save(folder / "random.basis")
-    found = load_basis(folder / "random.basis")
-    note(folder, "basis.json", {
-        "model": found.model, "parts": found.parts, "rotated": found.rotated,
-        "longest": found.longest, "digest": found.digest.hex(),
-        "groups": [
-            {"heads": one.heads, "arrays": [digest_of(array.tobytes()) for array in one.arrays()]}
-            for one in found.groups
-        ],
-    })  # fmt: skip
 
 
 # --- memory of a node ------------------------------------------------------------------------
@@ -300,17 +274,6 @@ def costs(folder: Path) -> None:
     })  # fmt: skip
 
 
-def figures(folder: Path) -> None:
-    nats = {"int8": 1e-5, "int4:5": 0.0004, "int4": 0.002}
-    rows = [{"codec": name, "ratio": 2.0, "nats": one, "encode_gb_s": 1.0, "decode_gb_s": 2.0}
-            for name, one in nats.items()]  # fmt: skip
-    note(folder, "figures.json", {
-        "kvkeep_codecs": FIGURES_VERSION, "model": "tiny", "context": 256, "codecs": rows,
-        "parts": [list(part) for part in SHAPE.parts],
-    })  # fmt: skip
-    note(folder, "nats.json", nats)
-
-
 def weights(folder: Path) -> None:
     place = folder / "weights"
     place.mkdir()
@@ -366,7 +329,7 @@ def settings(folder: Path) -> None:
 
 
 KINDS: tuple[Callable[[Path], None], ...] = (
-    keys, store, snapshots, codecs, arena, trace, costs, figures, weights, events, settings,
+    keys, store, snapshots, codecs, arena, trace, costs, weights, events, settings,
 )  # fmt: skip
 
 

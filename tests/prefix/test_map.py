@@ -1,8 +1,7 @@
-"""Walks over a tree: sums, numbers, what steps may miss, and where tokens stand."""
+"""Walks over a tree: sums, numbers, and what steps may miss."""
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,9 +12,7 @@ from hypothesis import strategies as st
 from kvkeep import Namespace
 from kvkeep.core.eviction import LRU
 from kvkeep.core.prefix import ChainIndex, RadixIndex
-from kvkeep.core.prefix.finding import Finding
 from kvkeep.core.prefix.node import descend
-from kvkeep.core.prefix.pinned import Pinned, soft_pins, soft_pins_below
 from kvkeep.core.prefix.walk import Survey, TreeWalk
 from kvkeep.core.tokens import as_tokens
 
@@ -122,7 +119,6 @@ def test_sums_are_those_of_a_recount(asked, evicted, step):
         assert survey.below_pages[row] == sum(one.size for one in below)
         assert survey.below_runs[row] == sum(1 for one in below if one.end)
         assert survey.below_uses[row] == uses_below(node)
-        assert survey.below_last[row] == max(one.last_used for one in below)
         assert survey.parents[row] == (-1 if node.parent is None else rows[node.parent])
         assert survey.ids[row] == node.id
 
@@ -281,7 +277,7 @@ def test_any_change_between_steps_leaves_sums_that_fit_together(asked, later, st
         tree.probe(asked[which % len(asked)][0][:count], asked[which % len(asked)][1])
         for which, count in cuts
     ]
-    walk = tree.index.walk({*Survey.COLUMNS, *Finding.COLUMNS})
+    walk = tree.index.walk(Survey.COLUMNS)
     coming = iter(later)
     going = iter(evicted)
     while not walk.done:
@@ -297,138 +293,3 @@ def test_any_change_between_steps_leaves_sums_that_fit_together(asked, later, st
     assert (survey.below_pages >= survey.sizes).all()
     rows = survey.largest(5)
     assert all(survey.parents[row] < 0 or survey.parents[row] in rows for row in rows)
-    # What is found was there: its tokens are those of a path that was stored once.
-    finding = Finding(walk, PAGE)
-    stored = [tokens for tokens, _ in (*asked, *later)]
-    for row, at in finding.places([as_tokens([1, 0])], 99)[0]:
-        path = finding.tokens(row, 0, 99).tolist()
-        assert path[at : at + 2] == [1, 0]
-        assert any(tokens[: len(path)] == path for tokens in stored)
-
-
-# --- finding -------------------------------------------------------------------------------------
-
-
-def sought(tree: Tree, needle: list[int]) -> set[tuple[int, int]]:
-    """By id, the first place in each run in which it ends; tried everywhere."""
-    found = set()
-    for node in tree.nodes():
-        path = tree.path(node)
-        for at in range(len(path) - len(needle) + 1):
-            if path[at : at + len(needle)] == needle and at + len(needle) > node.depth * PAGE:
-                found.add((node.id, at))
-                break
-    return found
-
-
-@given(prompts, st.lists(st.integers(0, 3), min_size=1, max_size=7), st.integers(0, 4))
-@settings(max_examples=300, deadline=None)
-def test_tokens_are_found_wherever_they_stand(asked, needle, evicted):
-    tree = grown(asked, evicted)
-    walk = tree.walk(Finding.COLUMNS)
-    finding = Finding(walk, PAGE)
-    places, one = finding.places([as_tokens(needle), as_tokens([1])], 1000)
-    assert {(walk.nodes[row].id, at) for row, at in one} == sought(tree, [1])
-    assert {(walk.nodes[row].id, at) for row, at in places} == sought(tree, needle)
-    assert finding.places([as_tokens(needle)], 2) == [places[:2]]
-    assert [row for row, _ in places] == sorted(row for row, _ in places)
-    for row, at in places:
-        path = tree.path(walk.nodes[row])
-        assert finding.tokens(row, at, at + len(needle)).tolist() == needle
-        assert finding.tokens(row, max(0, at - 3), at + 99).tolist() == path[max(0, at - 3) :]
-        nodes = [walk.nodes[one] for one in finding.path(row)]
-        assert nodes[0].parent is None
-        assert all(below.parent is above for above, below in pairwise(nodes))
-
-
-def test_the_earliest_of_several_places_across_a_border():
-    tree = grown([([0, 0, 0, 0, 0, 0], 0), ([0, 0, 0, 0, 1, 1], 0)])
-    walk = tree.walk(Finding.COLUMNS)
-    (places,) = Finding(walk, PAGE).places([as_tokens([0, 0, 0])], 9)
-    assert {(walk.nodes[row].id, at) for row, at in places} == sought(tree, [0, 0, 0])
-    assert sorted(at for _, at in places) == [0, 2]
-
-
-@pytest.mark.parametrize("batch", [1, 3, 1 << 20])
-def test_batches_do_not_matter(batch, monkeypatch):
-    monkeypatch.setattr("kvkeep.core.prefix.finding._BATCH_TOKENS", batch)
-    tree = grown([([0, 1, 2, 0, 1, 1], 0), ([0, 1, 2, 0, 2, 2], 1), ([1, 0, 1, 2, 0, 0], 0)])
-    walk = tree.walk(Finding.COLUMNS)
-    for needle in ([1], [0, 1], [1, 2, 0], [2, 0, 1, 1], [0, 1, 2, 0, 2, 2]):
-        (places,) = Finding(walk, PAGE).places([as_tokens(needle)], 99)
-        assert {(walk.nodes[row].id, at) for row, at in places} == sought(tree, needle)
-        for most in range(1, 9):
-            assert Finding(walk, PAGE).places([as_tokens(needle)], most) == [places[:most]]
-
-
-def test_bytes_that_are_no_tokens_are_not_found():
-    """0x01000000 0x01000000 has the bytes of 1 in it, between its tokens."""
-    tree = Tree()
-    tree.put([0x01000000, 0x01000000])
-    assert Finding(tree.walk(Finding.COLUMNS), PAGE).places([as_tokens([1])], 9) == [[]]
-
-
-# --- by number -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", [RadixIndex, ChainIndex])
-def test_a_node_is_looked_at(kind):
-    tree = Tree(kind)
-    end = tree.put([1, 1, 2, 2, 3, 3], 1)
-    tree.put([1, 1, 5, 5], 1)
-    look = tree.index.details(end)
-    assert look.namespace == SPACES[1]
-    (root,) = tree.roots()
-    assert end.parent is not None
-    assert look.path == (root.id, end.parent.id)
-    assert (look.start, look.pages.tolist(), look.children) == (1, [1, 2], 0)
-    assert "hits" in look.state
-    assert root.id < 0 < end.id
-    for node in (root, *tree.nodes()):
-        walk = tree.index.walk(())
-        found = None
-        while found is None:
-            found = walk.find(node.id, 1)
-        assert found is node
-    while not walk.done:
-        assert walk.find(10**6, 1) is None
-
-
-@pytest.mark.parametrize("kind", [RadixIndex, ChainIndex])
-def test_a_branch_is_forgotten_but_for_what_is_held(kind):
-    tree = Tree(kind)
-    held = tree.put([1, 1, 2, 2, 3, 3], held=True)
-    tree.put([1, 1, 2, 2, 4, 4])
-    tree.put([1, 1, 2, 2, 3, 3, 5, 5])
-    tree.put([9, 9])
-    (root,) = tree.roots()
-    top = next(iter(root.children.values()))
-    assert sorted(tree.index.evict_below(top).tolist()) == [3, 4]
-    tree.index.check([held])
-    assert held.in_tree
-    assert len(tree.index.evict_below(top)) == 0
-    tree.index.release(held)
-    assert len(tree.index.evict_below(root)) == 4
-    tree.index.check([])
-    assert not held.in_tree
-    assert tree.roots() == []
-
-
-def test_pins_are_known_where_they_are():
-    tree = Tree()
-    held = tree.put([1, 1, 2, 2], held=True)
-    other = tree.put([3, 3])
-    index = tree.index
-    pin = Pinned()
-    index.pin(held, pin)
-    assert soft_pins(held) == [pin]
-    assert soft_pins(other) == []
-    assert soft_pins_below(held) == []  # somebody holds it
-    index.release(held)
-    assert soft_pins_below(held) == [pin]
-    assert soft_pins_below(tree.roots()[0]) == [pin]
-    assert soft_pins_below(other) == []
-    index.evict_below(held)
-    assert pin.num_pages == 0
-    assert index.pins.broken == [pin]
-    assert index.pins.num_broken == 1

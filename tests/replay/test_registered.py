@@ -83,10 +83,3 @@ def test_a_plan_tries_it_if_it_is_advised(work: Workload) -> None:
         "belady",
         "infinite",
     }
-
-
-def test_an_engine_without_prompts_refuses_a_policy_that_remembers() -> None:
-    mini_sglang = pytest.importorskip("kvkeep.integrations.mini_sglang", exc_type=ImportError)
-    mini_sglang.PrefixCache("cpu", 4, policy="mru")
-    with pytest.raises(InvalidValue, match="priority, gdsf, tlru, mru, unclear"):
-        mini_sglang.PrefixCache("cpu", 4, policy="historian")

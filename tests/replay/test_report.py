@@ -48,7 +48,7 @@ def test_json_has_the_outcomes_whole(found, tmp_path):
     assert (whole["command"], whole["advice"]) == ("kvkeep replay", "more memory")
 
 
-def test_times_of_jobs(tmp_path):
+def test_times_of_jobs_are_told(tmp_path):
     job = {"p50": 12.5, "p90": 99.0, "p99": 700.0, "mean": 30.0}
     latency = {"ttft_s": {}, "jobs": 1234, "job_s": job, "job_served_s": {**job, "p99": 345.0}}
     _, text = report(({}, [made(latency=latency), made("2q")]), tmp_path)

@@ -1,4 +1,4 @@
-"""Plain completions over HTTP: the forms of a prompt, echo, log probabilities, best_of."""
+"""Plain completions over HTTP: the forms of a prompt, echo, log probabilities."""
 
 from __future__ import annotations
 
@@ -95,17 +95,6 @@ def test_tokens_that_are_parts_of_characters_are_named_by_their_bytes(server, co
     ).choices
     assert choice.logprobs.tokens == ["bytes:\\xc3"] * 2
     assert choice.logprobs.text_offset[0] == 0
-
-
-def test_the_best_of_some(complete):
-    asked = {**GREEDY, "temperature": 1.0, "prompt": "The", "seed": 1, "logprobs": 0}
-
-    def mean(choice):
-        return sum(choice.logprobs.token_logprobs) / len(choice.logprobs.token_logprobs)
-
-    all_of_them = complete(**asked, n=8).choices
-    (best,) = complete(**asked, n=1, best_of=8).choices
-    assert best.text == max(all_of_them, key=mean).text
 
 
 def test_sixteen_tokens_are_the_default(complete):

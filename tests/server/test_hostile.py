@@ -30,10 +30,10 @@ SAMPLING = {
     "stream_options": None, "cache_salt": "salt", "user": "u", "metadata": {"a": "b"},
     "safety_identifier": "s", "prompt_cache_key": "k",
     "prompt_cache_retention": "24h",
-    "kvkeep": {"store": True, "draft_tokens": 2, "beams": 0, "length_penalty": 1.0},
+    "kvkeep": {"store": True, "draft_tokens": 2},
 }  # fmt: skip
 FULL = {
-    COMPLETIONS: {**SAMPLING, "prompt": ["Return", "a copy"], "n": 1, "best_of": 2, "echo": False,
+    COMPLETIONS: {**SAMPLING, "prompt": ["Return", "a copy"], "n": 1, "echo": False,
                   "logprobs": 1},
     "/v1/chat/completions": {
         **SAMPLING, "logprobs": True, "top_logprobs": 2, "response_format": {"type": "text"},

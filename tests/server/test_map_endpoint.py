@@ -1,4 +1,4 @@
-"""/kv/map, /kv/map/{id} and /kv/search: the tree of a real server, looked at and changed."""
+"""/kv/map and /kv/map/{id}: the tree of a real server, looked at and changed."""
 
 from __future__ import annotations
 
@@ -71,7 +71,6 @@ def test_the_map_shows_what_is_shared(planted):
     assert top["subtree_tokens"] == 16 * sum(len(run.pages) for run in runs)
     assert head["hits"] == 2
     assert sorted(node["hits"] for node in ends) == [0, 1]
-    assert all(0 <= node["age_s"] < 60 for node in answer["nodes"])
     _, (other,) = of_salt(answer, "tenant\\u202e-1")
     assert answer["total_pages"] == top["subtree_tokens"] // 16 + other["pages"]
     assert answer["total_pages"] == sum(node["pages"] for node in answer["nodes"])
@@ -151,53 +150,6 @@ def test_other_methods_are_told_which_there_are(planted):
     assert (answer.status_code, answer.headers["allow"]) == (405, "GET, POST")
 
 
-# --- search ----------------------------------------------------------------------------------
-
-
-def found(server, **query):
-    return server.http.get("/kv/search", params=query).raise_for_status().json()["matches"]
-
-
-def test_a_text_is_found_where_it_stands(planted):
-    answer = the_map(planted)
-    top, (head,) = of_salt(answer, "")
-    (match, *_) = [m for m in found(planted, q="short sentence") if m["id"] == head["id"]]
-    assert match["parent_path"] == [top["id"]]
-    assert "short sentence" in match["text"]
-    before = planted.engine.tokenizer.decode(
-        planted.engine.tokenizer.encode(ASKED[0])[: match["at_token"]]
-    )
-    assert abs(len(before) - ASKED[0].index("short sentence")) <= 2
-    here = found(planted, q="textwrap.dedent", namespace="")
-    assert all(match["parent_path"][:2] == [top["id"], head["id"]] for match in here)
-    assert len(found(planted, q="textwrap.dedent")) > len(here) > 0
-    assert found(planted, q="never said") == []
-    for word in ("helpful", " polite", "be polite about it. You are", "sky blue, says who?Why"):
-        assert found(planted, q=word), word
-
-
-def test_tokens_are_found_across_runs(planted):
-    other, tokens = [planted.engine.tokenizer.encode(prompt).tolist() for prompt in ASKED]
-    alike = next(i for i, (a, b) in enumerate(zip(other, tokens, strict=False)) if a != b)
-    _, (head,) = of_salt(the_map(planted), "")
-    border = head["tokens"]
-    row = ",".join(map(str, tokens[border - 2 : alike + 2]))
-    (match,) = found(planted, tokens=row)
-    assert match["at_token"] == border - 2
-    assert match["parent_path"][-1] == head["id"]
-    assert found(planted, tokens=row, namespace="tenant\u202e-1") == []
-
-
-@pytest.mark.parametrize(
-    "query",
-    ["", "q=x&tokens=1", "q=", "tokens=", "tokens=1,,2", "tokens=-1", "tokens=9999999999",
-     "tokens=x", f"q={'x' * 257}", "q=%00%ff"],
-)  # fmt: skip
-def test_what_cannot_be_sought(planted, query):
-    answer = planted.http.get(f"/kv/search?{query}")
-    assert answer.status_code in ({200, 400} if "%00" in query else {400})
-
-
 # --- changing --------------------------------------------------------------------------------
 
 
@@ -272,10 +224,8 @@ def test_what_cannot_be_asked(keyed, body):
 def test_hostile_text_is_shown(server):
     hostile = "\x1b[31m<script>alert(1)</script>\u202eabc\x00 and more of it, to fill some pages"
     complete(server, hostile)
-    (match,) = found(server, q="<script>")
-    (run,) = [n for n in the_map(server, nodes=999)["nodes"] if n["id"] == match["id"]]
+    (run,) = [n for n in the_map(server, nodes=999)["nodes"] if "<script>" in (n["text"] or "")]
     for text in (
-        match["text"],
         run["text"],
         server.http.get(f"/kv/map/{run['id']}").json()["text"],
     ):
@@ -292,8 +242,3 @@ def test_no_text_where_none_is_shown(start_server):
         assert {n["text"] for n in answer["nodes"]} == {None, "", "tenant"}
         _, (run,) = of_salt(answer, "tenant")
         assert server.http.get(f"/kv/map/{run['id']}").json()["text"] is None
-        refused = server.http.get("/kv/search?q=helpful")
-        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "text_off")
-        tokens = server.engine.tokenizer.encode(ASKED[0])[:3].tolist()
-        matches = found(server, tokens=",".join(map(str, tokens)))
-        assert [match["text"] for match in matches] == [None, None]

@@ -255,7 +255,6 @@ def test_breakpoints_divide_the_computed_tokens(create, server):
         ({"messages": [{"role": "user", "content": ""}]}, "at least one character"),
         ({"stop_sequences": [" "]}, "non-whitespace"),
         ({"tools": [{"name": "f", "input_schema": {"type": "object"}}]}, "no tools"),
-        (own(kvkeep={"beams": 2}), "beams"),
         (own(min_p=2), "min_p"),
         (
             {"system": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}] * 5},

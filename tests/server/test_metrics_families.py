@@ -291,5 +291,5 @@ def test_a_family_is_told_once_and_its_labels_are_known():
     labels = {name for family in found for one in family.samples for name in one.labels}
     assert labels == {
         "endpoint", "outcome", "state", "reason", "tier", "memory", "namespace", "warmth", "le",
-        "phase", "call", "kind", "place",
+        "phase", "call", "kind",
     }  # fmt: skip

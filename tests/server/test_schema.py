@@ -15,7 +15,7 @@ from kvkeep.serve.engine import Limits
 
 pytestmark = pytest.mark.model
 
-# What the document allows is refused where it does not go together (beams and a temperature), or
+# What the document allows is refused where it does not go together (echo and logprobs), or
 # where this server's limits or the model's tokens say so: no document can say that.
 EXCLUDED = "positive_data_acceptance"
 HOW = ("--max-examples", "10", "--generation-deterministic")

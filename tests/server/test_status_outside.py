@@ -150,7 +150,7 @@ def test_metrics_have_the_names_of_a_server(outside):
     ("method", "path", "code"),
     [
         ("GET", "/kv/map", "no_map"), ("GET", "/kv/map/3", "no_map"),
-        ("GET", "/kv/search", "no_map"), ("POST", "/kv/explain", "no_prompts"),
+        ("POST", "/kv/explain", "no_prompts"),
         ("GET", "/kv/explain/nobody", "unknown_request"),
         ("POST", "/kv/clear", None), ("POST", "/v1/completions", None),
     ],

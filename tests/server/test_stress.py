@@ -16,7 +16,6 @@ from contextlib import contextmanager
 import httpx
 import pytest
 from swarm import (
-    COMPLETIONS,
     TENANTS,
     Ask,
     ask,
@@ -74,7 +73,7 @@ def greedy(rng, document):
 
 
 def forks(rng, document):
-    """Answers that fork: drawn, compared, searched for, and guessed ahead."""
+    """Answers that fork: drawn, and guessed ahead."""
     path, body = greedy(rng, document)
     drawn = {"temperature": 1.0, "seed": rng.randrange(1000)}
     drafts = {"kvkeep": {"draft_tokens": rng.randrange(1, 8)}}
@@ -83,11 +82,7 @@ def forks(rng, document):
         {"n": rng.randrange(1, 4), **drawn},
         {"n": rng.randrange(1, 4), **drawn, **drafts},
         {"ignore_eos": True, **drafts},
-        {"n": 2, "kvkeep": {"beams": 3}},
-        {"kvkeep": {"beams": 2}},
     ]
-    if path == COMPLETIONS:
-        kinds.append({"n": rng.randrange(1, 3), "best_of": 3, **drawn})
     return path, body | rng.choice(kinds)
 
 
@@ -103,10 +98,6 @@ def requests(rng, kind, count=CLIENTS):
         if rng.random() < 0.15:
             body["kvkeep"] = {**body.get("kvkeep", {}), "store": False}
         how = leaving(rng)
-        if "best_of" in body and "events" not in how:
-            how["stream"] = False  # which answers are best shows at the end
-        elif "best_of" in body:
-            how = {"stream": False, "seconds": 0.5}
         asks.append(Ask(path, body, **how))
     return asks
 

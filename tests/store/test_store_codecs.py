@@ -29,12 +29,9 @@ from kvkeep.core.geometry import DTYPES, KVGeometry
 from kvkeep.store import BlockStore, KVStore
 from kvkeep.store.backends.disk import DiskBackend
 from kvkeep.store.codecs import generate_key
-from kvkeep.store.codecs.basis_fit import BasisFit
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from kvkeep.store.codecs.basis import Basis
 
 WIDE = KVGeometry(2, 2, 64, "bfloat16")
 TOKENS = range(150)
@@ -233,56 +230,6 @@ def test_without_a_key_it_is_a_miss_and_nothing_is_taken_away(key: Path, tmp_pat
         assert counter(store, "refused") >= 1
     with open_store("memory://1MiB", url) as store:
         assert get(store, range(8)) == 8
-
-
-def basis_for(shape: KVGeometry, seed: int) -> Basis:
-    """A basis for `normal` KV: of uncorrelated channels, all as sensitive."""
-    parts = [(shape.kv_heads, shape.head_dim)] * 2 * shape.layers
-    fit = BasisFit(parts, (), np.empty(0), 128)
-    fit.add_numbers([part for pair in normal(shape, 600, seed=seed).float() for part in pair])
-    ones = torch.Generator().manual_seed(seed)
-    fit.add_gradients([torch.randn(600, *part, generator=ones) for part in parts], 600)
-    return fit.basis(1e-3, "random numbers", 4096)
-
-
-def test_a_tier_transforms_and_another_basis_is_a_miss(tmp_path: Path) -> None:
-    for seed in (1, 2):
-        basis_for(WIDE, seed).save(tmp_path / f"basis{seed}")
-    kv = normal(WIDE, 128, seed=5)
-
-    def opened(*bases: int) -> KVStore:
-        files = ",".join(str(tmp_path / f"basis{seed}") for seed in bases)
-        return wide("memory://4MiB", disk(tmp_path / "d", codec=f"transform:basis={files}"))
-
-    with opened(1) as store:
-        store.put(range(128), kv, wait=True)
-    before = sorted(file.read_bytes() for file in records(tmp_path / "d"))
-    assert sum(map(len, before)) < kv.numel() * 2 / 2
-    with opened(1) as store:
-        got, count = store.get(range(128))
-        assert count == 128
-        assert got is not None
-        assert (got.float() - kv.float()).abs().max() < 0.05 * kv.float().abs().max()
-    with opened(2) as store:
-        assert store.lookup(range(128)).tokens == 128
-        assert store.get(range(128)) == (None, 0)
-        assert counter(store, "damaged") == 0
-        assert counter(store, "refused") >= 1
-    assert sorted(file.read_bytes() for file in records(tmp_path / "d")) == before
-    with opened(2, 1) as store:
-        again, count = store.get(range(128))
-        assert count == 128, "old bases are read"
-        assert again is not None
-        assert torch.equal(again, got)
-    with wide("memory://4MiB", disk(tmp_path / "d", codec="int8")) as store:
-        assert store.get(range(128)) == (None, 0)
-        assert counter(store, "damaged") == 0
-
-
-def test_a_basis_of_another_geometry_is_refused_at_opening(tmp_path: Path) -> None:
-    basis_for(KVGeometry(3, 2, 64, "bfloat16"), 1).save(tmp_path / "basis")
-    with pytest.raises(InvalidValue, match=r"6 parts .* has 4 parts"):
-        wide("memory://4MiB", disk(tmp_path / "d", codec=f"transform:basis={tmp_path / 'basis'}"))
 
 
 def test_records_cannot_be_swapped(key: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from kvkeep.observe.usage.shortened import shortened
 
 COUNTS = st.builds(
     TenantCounts, requests=st.integers(0, 9), prompt_tokens=st.integers(0, 999),
-    computed_tokens=st.integers(0, 999), pool_token_seconds=st.integers(0, 9).map(float),
+    computed_tokens=st.integers(0, 999),
 )  # fmt: skip
 
 

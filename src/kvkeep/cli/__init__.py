@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["main", "section_parsers"]
 
 COMMANDS = (
-    "generate", "serve", "route", "top", "explain", "usage", "tree", "demo", "size", "store",
-    "codec", "trace", "replay", "plan", "calibrate", "config", "doctor", "translate",
+    "serve", "route", "top", "explain", "usage", "tree", "demo", "size", "store",
+    "trace", "replay", "plan", "config", "doctor",
 )  # fmt: skip
 NO_OUTPUT = 1
 WRONG_INPUT = 2  # as argparse

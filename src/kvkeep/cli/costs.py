@@ -1,4 +1,4 @@
-"""Files of costs of the commands that run a model: `kvkeep calibrate` and `kvkeep serve`."""
+"""The file of costs of `kvkeep serve`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
     from kvkeep.serve.engine import Runner
 
-__all__ = ["kept_costs", "model_on"]
+__all__ = ["kept_costs"]
 
 _EVERY_S = 300.0
 
 
-def model_on(runner: Runner) -> str:
+def _model_on(runner: Runner) -> str:
     """Return the name of a model on a device, by which its costs are told from others."""
-    from kvkeep.serve.engine.samples import device_name  # noqa: PLC0415 - loaded with the runner
+    from kvkeep.serve.engine.device_name import device_name  # noqa: PLC0415 - loaded with the runner
 
     return f"{runner.identity} on {device_name(runner.device)}"
 
@@ -37,7 +37,7 @@ def kept_costs(
     Without ``path`` it is in the user's cache, by model, device and tiers; None if it cannot be
     there. Raises `InvalidValue` for a ``path`` with costs of another model, or with none.
     """
-    model = model_on(runner)
+    model = _model_on(runner)
     if path is not None:
         file: CostFile | None = CostFile.open(path, model, every_s=_EVERY_S)
     else:

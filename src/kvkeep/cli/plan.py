@@ -53,7 +53,7 @@ def add_parser(commands: Commands) -> None:
     add_path(
         parser,
         "--cost",
-        "what prompts and tiers take, as `kvkeep calibrate --tier` measures it: with --disk the "
+        "what prompts and tiers take, as `kvkeep serve` learns it: with --disk the "
         "plan then says what the tier saves in seconds, and advises against one that saves none",
     )
     replaying.add_replay_arguments(parser.add_argument_group("replaying"))

@@ -121,8 +121,7 @@ def _add_loop(loop: argparse._ArgumentGroup) -> None:
     add_path(
         loop,
         "--cost",
-        "time to compute a prompt, as `kvkeep calibrate` measures it; requests then wait in a "
-        "queue",
+        "time to compute a prompt, as `kvkeep serve` learns it; requests then wait in a queue",
     )
     add_option(
         loop,

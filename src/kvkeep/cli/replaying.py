@@ -302,7 +302,7 @@ def report(
     prices: Prices | None = None,
     advice: str | None = None,
 ) -> None:
-    """Write the report to ``--out``, and its data files beside it."""
+    """Write the report to ``--out``, and its data beside it."""
     from kvkeep.bench.replay.report import write_report  # noqa: PLC0415 - only needed with --out
 
     command = shlex.join(["kvkeep", *sys.argv[1:]])

@@ -35,7 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_path(
         parser,
         "--cost",
-        "what prompts and tiers take, as kvkeep calibrate measures it: read at the start, if the "
+        "what prompts and tiers take: read at the start, if the "
         "file exists, and written as the server learns it (default: a file for each model, device "
         "and tiers in $XDG_CACHE_HOME/kvkeep/costs)",
     )

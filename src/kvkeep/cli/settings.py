@@ -75,8 +75,8 @@ class ConfigParser(Parser):
         add_path(
             self,
             "--config",
-            f"TOML file whose section [{section}] has values for these options, as `kvkeep config "
-            f"example` prints it; the command line goes first (default: ${CONFIG_VARIABLE})",
+            f"TOML file whose section [{section}] has values for these options; the command line "
+            f"goes first (default: ${CONFIG_VARIABLE})",
         )
 
     def parse_known_args(  # type: ignore[override]  # argparse has overloads for namespaces

@@ -7,41 +7,31 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rich.text import Text
 
-from kvkeep.cli.drawing import ago, amount, plural
+from kvkeep.cli.drawing import amount, plural
 from kvkeep.cli.lines import cell, fit
-from kvkeep.cli.replies import entries, number, text, tokens_by, whole
+from kvkeep.cli.replies import entries, text, tokens_by, whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     Object = Mapping[str, Any]
 
-__all__ = ["detail", "matches", "tree"]
+__all__ = ["detail", "tree"]
 
-# Seconds since the last use below which a glyph and a style apply.
-_HEAT: Final = (
-    (10.0, "█", "bold red"),
-    (60.0, "▆", "red"),
-    (600.0, "▄", "yellow"),
-    (3600.0, "▂", "green"),
-    (float("inf"), "▁", "blue"),
-)
 _TEXT_LINES: Final = 12
 _IDS: Final = 12
 _POINTS: Final = 4
 
 
 def tree(said: Object, width: int, depth: int) -> list[Text]:
-    """Return a line for each node: its size, hits and last use, indented below its parent."""
+    """Return a line for each node: its size and hits, indented below its parent."""
     nodes = entries(said, "nodes")
     size = whole(said, "page_size")
     top = Text(plural(whole(said, "total_nodes"), "node"), "bold")
     top.append(f", {plural(whole(said, 'total_pages'), 'page')} of {plural(size, 'token')}")
     if not nodes:
         return [top, Text("nothing is cached")]
-    head = Text(
-        " below    own  pages   hits last use    node", "bold reverse", no_wrap=True, end=""
-    )
+    head = Text(" below    own  pages   hits  node", "bold reverse", no_wrap=True, end="")
     lines = [top, fit(head, width)]
     below: dict[object, list[Object]] = {}
     ids = {_id(node) for node in nodes}
@@ -84,16 +74,11 @@ def _node_count(node: Object) -> int:
 
 
 def _node(node: Object, guide: str, width: int, left_out: int) -> Text:
-    age = number(node, "age_s")
     hidden = node.get("hidden") is True
     line = Text(no_wrap=True, end="")
     line.append(f"{amount(whole(node, 'subtree_tokens')):>6} ", "dim" if hidden else "bold")
     line.append(f"{amount(whole(node, 'tokens')):>6} {amount(whole(node, 'pages')):>6} ")
-    line.append(f"{amount(whole(node, 'hits')):>6} {'–' if age is None else ago(age):>8} ")
-    glyph, style = next(
-        (g, s) for up_to, g, s in _HEAT if (age or 0) < up_to or up_to == _HEAT[-1][0]
-    )
-    line.append(" " if hidden or age is None else glyph, style)
+    line.append(f"{amount(whole(node, 'hits')):>6}")
     # Deep nodes show only the nearest levels, to leave room for the text.
     near = guide if len(guide) <= width // 3 else f"… {guide[-(width // 3) :]}"
     line.append(f"  {near}", "dim")
@@ -153,21 +138,3 @@ def detail(said: Object, width: int) -> list[Text]:
         line.append(f" · {resumes}", "blue")
     wrapped = textwrap.wrap(text(said, "text"), max(width - 2, 20))[:_TEXT_LINES]
     return [line, *(cell(f"  {part}", width, "cyan") for part in wrapped), Text()]
-
-
-def matches(said: Object, width: int) -> list[Text]:
-    """Return a line for each node that a search found."""
-    found = entries(said, "matches")
-    if not found:
-        return [Text("not in the cache")]
-    lines = [Text(plural(len(found), "place"), "bold")]
-    for one in found:
-        line = Text(f"node {whole(one, 'id')}", "bold", no_wrap=True, end="")
-        line.append(f" · at token {whole(one, 'at_token'):,}")
-        path = one.get("parent_path")
-        steps = [str(step) for step in path if type(step) is int] if isinstance(path, list) else []
-        if steps:
-            line.append(f" · below {' › '.join(steps[-6:])}", "dim")
-        line.append(f"  {text(one, 'text')}", "cyan")
-        lines.append(fit(line, width))
-    return lines

@@ -3,7 +3,6 @@
 transformers.py   generate on a Transformers model, with KV from a store
 vllm/             a KV connector · vllm_plugin.py: its name in vLLM
 sglang/           a storage backend below HiCache
-mini_sglang.py    a prefix cache
 
 Shared by several of them: options.py, records.py, loaded.py. tested.py: beside which versions.
 """

@@ -166,7 +166,7 @@ class EngineOptions:
         flush_timeout: seconds to write queued blocks at shutdown.
         compare_costs: whether KV is loaded only where that is faster than computing it; False:
             whatever is stored is loaded.
-        cost: path of a file with costs that ``kvkeep calibrate`` measured, to begin with; empty:
+        cost: path of a file with costs to begin with, as ``kvkeep serve`` writes it; empty:
             all is learned. See `kvkeep.integrations.cost_files`.
     """
 

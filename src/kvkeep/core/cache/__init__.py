@@ -14,11 +14,11 @@ from kvkeep.core.cache.stats import CacheStats
 if TYPE_CHECKING:
     from kvkeep.core.cache.blocks import BlockNames, Blocks
     from kvkeep.core.cache.conversations import Conversation, ReturnCounts
-    from kvkeep.core.cache.views import CacheMap, Found, MapNode, NodeView
+    from kvkeep.core.cache.views import CacheMap, MapNode, NodeView
 
 __all__ = [
     "BlockNames", "Blocks", "CacheMap", "CacheStats", "CachedPrefix", "Conversation",
-    "Found", "MapNode", "NodeView", "PagedCache", "Pin", "RemovedPages", "ReturnCounts",
+    "MapNode", "NodeView", "PagedCache", "Pin", "RemovedPages", "ReturnCounts",
     "Sequence", "Session",
 ]  # fmt: skip
 
@@ -26,7 +26,7 @@ _INSPECTION = {
     "BlockNames": "blocks", "Blocks": "blocks",
     "Conversation": "conversations",
     "ReturnCounts": "conversations",
-    "CacheMap": "views", "Found": "views", "MapNode": "views", "NodeView": "views",
+    "CacheMap": "views", "MapNode": "views", "NodeView": "views",
 }  # fmt: skip
 
 

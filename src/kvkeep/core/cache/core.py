@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvkeep.core.cache.ages import Ages
 from kvkeep.core.cache.forks import Forks
 from kvkeep.core.cache.pins import PinBoard
 from kvkeep.core.cache.returning import ReturnBoard
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from kvkeep.core.keys import Namespace
     from kvkeep.core.pages import PageCopy, PagePool
     from kvkeep.core.pages.table import PageArray
-    from kvkeep.core.prefix import PrefixIndex, PrefixMatch
+    from kvkeep.core.prefix import PrefixIndex
 
 __all__ = ["LEAST_PINS", "Claim", "Core"]
 
@@ -111,7 +110,6 @@ class Core:
         self.reuse = reuse
         self.counters = CacheCounters()
         self.pins = PinBoard(index, pins, max(LEAST_PINS, pool.num_pages), clock)
-        self.ages = Ages(clock)
         self.sessions = SessionBoard(index, pool.num_pages, clock)
         follows = index.policy.awaits and reuse  # conversations
         self.returning = ReturnBoard(index, clock, history_tokens) if follows else None
@@ -232,14 +230,6 @@ class Core:
         except Exception:  # noqa: BLE001 - a failing hook must not fail the cache
             self.counters.hook_errors += 1
             _log.exception("a cache hook failed on %s", type(event).__name__)
-
-    # --- prompts -----------------------------------------------------------------------------
-
-    def hold(self, match: PrefixMatch | None, space: Namespace) -> tuple[Any, Any]:
-        """Protect a match, see `PrefixIndex.hold`, and note the time for `Ages`."""
-        if self.ages.clock() >= self.ages.due:
-            self.ages.note(self.index.policy.moment)
-        return self.index.hold(match, space)
 
     # --- pages -------------------------------------------------------------------------------
 

@@ -1,12 +1,11 @@
-"""`Inspector`: maps of a cache's tree, single runs by number, and searches for tokens.
+"""`Inspector`: maps of a cache's tree, and single runs by number.
 
 A walk over many runs takes the lock for a few hundred of them at a time, so that requests pass in
 between. Changes made meanwhile may be missing from a map; the next map has them.
 
-One map at a time is made, and one search. Each has a lock, taken before the cache's lock and held
-while the cache's lock is free between two steps. A hook holds the cache's lock already, so it must
-not wait for those locks: it goes on without them, in one step (see the lock order in
-`kvkeep.core.cache.core.Core`).
+One map at a time is made. It has a lock, taken before the cache's lock and held while the cache's
+lock is free between two steps. A hook holds the cache's lock already, so it must not wait for that
+lock: it goes on without it, in one step (see the lock order in `kvkeep.core.cache.core.Core`).
 """
 
 from __future__ import annotations
@@ -21,14 +20,13 @@ import numpy as np
 
 from kvkeep.core.cache.blocks import BlockNames, RunOfTokens, ends_of_blocks
 from kvkeep.core.cache.picture import hidden_nodes, shown_nodes
-from kvkeep.core.cache.views import CacheMap, Found, NodeView
+from kvkeep.core.cache.views import CacheMap, NodeView
 from kvkeep.core.errors import InvalidValue, NotCached, check_type, whole
 from kvkeep.core.errors import number as seconds
 from kvkeep.core.keys import Namespace, as_namespace
-from kvkeep.core.prefix.finding import Finding
 from kvkeep.core.prefix.results import PrefixMatch
 from kvkeep.core.prefix.walk import Survey
-from kvkeep.core.tokens import TOKEN_BYTES, TOKEN_DTYPE, as_tokens
+from kvkeep.core.tokens import TOKEN_BYTES, TOKEN_DTYPE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -39,7 +37,6 @@ if TYPE_CHECKING:
     from kvkeep.core.cache.pins import Pin
     from kvkeep.core.keys import NamespaceLike
     from kvkeep.core.prefix.walk import Numbers, TreeWalk
-    from kvkeep.core.tokens import TokenArray, TokensLike
 
 __all__ = ["Inspector"]
 
@@ -57,18 +54,16 @@ _MOST_SHARE = 0.03
 _KEPT_MAPS = 8
 _HEAD_TOKENS = 80
 _KEY_BYTES = 4
-_LEADING, _TRAILING = 8, 40
 _MOST_NODES = 10_000
 _RUNS = ("run", "depth")
 
 
 class Inspector:
-    """Maps, views and searches of one cache. Thread safety: all methods; see the module."""
+    """Maps and views of one cache. Thread safety: all methods; see the module."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
         self._making = threading.RLock()  # held while a map is made: others wait for that map
-        self._searching = threading.RLock()
         self._maps: dict[object, tuple[float, CacheMap]] = {}  # arguments → (valid until, map)
         self._changes = 0  # a map begun before the latest change is not kept
 
@@ -136,9 +131,6 @@ class Inspector:
         core = self._core
         bare = root is None and space is not None  # leave out the top node: the namespace is known
         rows = survey.largest(nodes + (bare and bool((survey.ids < 0).any())))
-        with core:
-            notes = core.ages.notes()
-        ages = notes.seconds(survey.below_last)
         heads: list[bytes] = []
         for start in range(0, len(rows), _STEP):
             with core:
@@ -153,9 +145,9 @@ class Inspector:
             pages=int(survey.below_pages[tops].sum()),
             nodes=(
                 *shown_nodes(
-                    survey, rows, ages, self._heads(heads), ending, bare=bare, size=core.page_size
+                    survey, rows, self._heads(heads), ending, bare=bare, size=core.page_size
                 ),
-                *hidden_nodes(survey, rows, ages, bare=bare),
+                *hidden_nodes(survey, rows, bare=bare),
             ),
             group_pages=int(survey.below_groups[tops].sum()),
         )
@@ -202,15 +194,13 @@ class Inspector:
         row = np.zeros(1, np.int64)
         with core:
             self._check(top, number)
-            notes = core.ages.notes()
             look = core.index.details(top)
             heads = survey.heads(row, _HEAD_TOKENS * TOKEN_BYTES)
             exact = core.index.exact
             symbols = np.frombuffer(look.symbols, TOKEN_DTYPE)
             tokens, extras = core.marks.plain(symbols) if exact else (None, ())
-        ages = notes.seconds(survey.below_last)
         (node,) = shown_nodes(
-            survey, row, ages, self._heads(heads), [None], bare=False, size=core.page_size
+            survey, row, self._heads(heads), [None], bare=False, size=core.page_size
         )
         return NodeView(
             node=replace(node, parent=look.path[-1] if look.path else None),
@@ -291,48 +281,6 @@ class Inspector:
         """Raise `NotCached` if the node was evicted since it was found."""
         if not node.in_tree:
             raise _unknown(number)
-
-    # --- search ------------------------------------------------------------------------------
-
-    def search(
-        self, needles: Sequence[TokensLike], namespace: NamespaceLike | None, most: int
-    ) -> list[Found]:
-        """See `PagedCache.search`."""
-        sought = [as_tokens(needle) for needle in needles]
-        most = whole("most", most, 1)
-        if not all(len(needle) for needle in sought):
-            raise InvalidValue("a row of tokens to search for is empty; give at least one token")
-        core = self._core
-        if not core.index.exact:
-            raise InvalidValue(
-                f"the {core.index.name} index keeps keys of its pages and no tokens, so nothing "
-                "can be searched for; make the cache with prefix='radix'"
-            )
-        space = None if namespace is None else as_namespace(namespace)
-        with self._turn(self._searching):
-            return self._found(sought, space, most)
-
-    def _found(self, sought: list[TokenArray], space: Namespace | None, most: int) -> list[Found]:
-        core = self._core
-        walk = self._walk(Finding.COLUMNS, space)
-        finding = Finding(walk, core.page_size, core.marks)
-        places = [(p, i) for i, each in enumerate(finding.places(sought, most)) for p in each]
-        ids = walk.ids().tolist()
-        found: list[Found] = []
-        for (row, at), i in sorted(places)[:most]:
-            start = max(0, at - _LEADING)
-            path = finding.path(row)[:-1]
-            found.append(
-                Found(
-                    id=ids[row],
-                    path=tuple(ids[above] for above in path),
-                    at=at,
-                    needle=i,
-                    tokens=finding.tokens(row, start, at + len(sought[i]) + _TRAILING),
-                    before=at - start,
-                )
-            )
-        return found
 
     @property
     def _columns(self) -> tuple[str, ...]:

@@ -118,7 +118,7 @@ def open_sequence(core: Core, query: CacheQuery, *, priority: int, reserve: int)
             found, stored = len(match.pages), matched_tokens(core, match)
         groups, match = _resume(core, core.groups, match, total + state_pages + reserve)
         needed = total + state_pages - (0 if match is None else len(match.pages))
-    hold, source = core.hold(match, space)
+    hold, source = core.index.hold(match, space)
     row = _row(core, query)
     sequence = Sequence(core, query.namespace, encoder, row, hold=hold, priority=priority)
     sequence.space = space

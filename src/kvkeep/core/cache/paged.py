@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kvkeep.core.cache.conversations import Conversation, ReturnCounts
     from kvkeep.core.cache.inspector import Inspector
     from kvkeep.core.cache.sequence import Sequence
-    from kvkeep.core.cache.views import CacheMap, Found, NodeView
+    from kvkeep.core.cache.views import CacheMap, NodeView
     from kvkeep.core.events import Hook
     from kvkeep.core.extras import ExtraLike
     from kvkeep.core.keys import Namespace, NamespaceLike
@@ -383,18 +383,6 @@ class PagedCache:
     def node(self, node: int) -> NodeView:
         """Return one run of the `map` by its id; `NotCached` if it is not cached (any more)."""
         return self._inspector.node(node)
-
-    def search(
-        self, needles: Iterable[TokensLike], namespace: NamespaceLike | None = None, *,
-        most: int = 50,
-    ) -> list[Found]:  # fmt: skip
-        """Find rows of tokens anywhere in the cached prompts, in one namespace or in all.
-
-        One place for each run in which a row ends, the first; shallow runs first, ``most`` at most.
-        Raises `InvalidValue` for an empty row, and for the chain index, which keeps no tokens.
-        Cost: about 2 µs a run and 5 ns a token and row; the lock is held as by `map`.
-        """
-        return self._inspector.search(listed("needles", needles, "rows of tokens"), namespace, most)
 
     def conversations(self, most: int = 20) -> list[Conversation] | None:
         """Return what waits for its next request; see `kvkeep.core.cache.conversations.waiting`."""

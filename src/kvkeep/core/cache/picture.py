@@ -11,13 +11,10 @@ from kvkeep.core.cache.views import MapNode
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy.typing as npt
-
     from kvkeep.core.cache.blocks import Blocks
     from kvkeep.core.prefix.walk import Numbers, Survey
     from kvkeep.core.tokens import TokenArray
 
-    Seconds = npt.NDArray[np.float64]
     Head = tuple[TokenArray | None, bytes]
 
 __all__ = ["hidden_nodes", "shown_nodes"]
@@ -29,7 +26,6 @@ _HIDDEN = 1 << 52
 def shown_nodes(
     survey: Survey,
     rows: Numbers,
-    ages: Seconds,
     heads: Sequence[Head],
     blocks: Sequence[Blocks | None],
     *,
@@ -47,7 +43,7 @@ def shown_nodes(
     columns: tuple[Any, ...] = (
         rows, ids[rows], np.append(ids, 0)[above], above, survey.sizes[rows],
         survey.below_pages[rows], survey.below_runs[rows], survey.holders[rows],
-        survey.pins[rows], survey.below_uses[rows], ages[rows],
+        survey.pins[rows], survey.below_uses[rows],
         survey.group_pages[rows], survey.below_groups[rows],
     )  # fmt: skip
     points = survey.points
@@ -56,7 +52,7 @@ def shown_nodes(
     for (row, own, parent, place, *counts), (head, key), ended in each:
         if bare and own < 0:
             continue
-        pages, below_pages, below_runs, holders, pins, hits, age, beside, below_beside = counts
+        pages, below_pages, below_runs, holders, pins, hits, beside, below_beside = counts
         nodes.append(
             MapNode(
                 id=own,
@@ -67,7 +63,6 @@ def shown_nodes(
                 holders=holders,
                 pins=pins,
                 hits=hits,
-                age_s=age,
                 head=head,
                 key=key,
                 namespace=survey.namespace(row),
@@ -80,7 +75,7 @@ def shown_nodes(
     return nodes
 
 
-def hidden_nodes(survey: Survey, rows: Numbers, ages: Seconds, *, bare: bool) -> list[MapNode]:
+def hidden_nodes(survey: Survey, rows: Numbers, *, bare: bool) -> list[MapNode]:
     """Return a hidden node for each of ``rows`` (and the top) with children that are not shown."""
     parents = survey.parents
     shown = np.zeros(len(parents) + 1, np.bool_)
@@ -93,8 +88,6 @@ def hidden_nodes(survey: Survey, rows: Numbers, ages: Seconds, *, bare: bool) ->
         np.add.at(totals, groups, column[hidden])
         return totals.tolist()
 
-    latest = np.full(len(above), np.inf)
-    np.minimum.at(latest, groups, ages[hidden])
     ids = survey.ids
     pages, runs = sums(survey.below_pages), sums(survey.below_runs)
     beside = sums(survey.below_groups)
@@ -110,7 +103,6 @@ def hidden_nodes(survey: Survey, rows: Numbers, ages: Seconds, *, bare: bool) ->
             holders=columns[0][i],
             pins=columns[1][i],
             hits=columns[2][i],
-            age_s=float(latest[i]),
             count=counts[i],
             group_pages=beside[i],
             below_group_pages=beside[i],

@@ -1,4 +1,4 @@
-"""Results of inspecting a cache: maps, single runs, and places of searched tokens."""
+"""Results of inspecting a cache: maps and single runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvkeep.core.pages.table import PageArray
     from kvkeep.core.tokens import TokenArray
 
-__all__ = ["CacheMap", "Found", "MapNode", "NodeView"]
+__all__ = ["CacheMap", "MapNode", "NodeView"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,8 +29,7 @@ class MapNode:
     include everything behind the node. ``group_pages`` and ``below_group_pages`` are those of rows
     and states beside them, in a cache with groups of layers. ``holders`` are sequences and hard
     pins on the run, and runs behind it that have any; ``pins`` the soft pins that end with it.
-    ``hits`` are the requests that reused the run; ``age_s`` the seconds since its last use by the
-    policy's count, exact to about a second.
+    ``hits`` are the requests that reused the run.
     """
 
     id: int
@@ -41,7 +40,6 @@ class MapNode:
     holders: int
     pins: int
     hits: int
-    age_s: float
     count: int = 0
     """Siblings that a hidden node stands for; 0 for all other nodes."""
     head: TokenArray | None = None
@@ -95,20 +93,3 @@ class NodeView:
     children: int
     state: str
     """The eviction policy's description of the run."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Found:
-    """One match of a search, which ends in the run ``id``."""
-
-    id: int
-    path: tuple[int, ...]
-    """Ids from the namespace down to the parent."""
-    at: int
-    """Position of the match: tokens from the beginning of the prompt."""
-    needle: int
-    """Index of the row of tokens that matched."""
-    tokens: TokenArray
-    """The match, with some tokens before and after."""
-    before: int
-    """How many of ``tokens`` are before the match."""

@@ -21,7 +21,7 @@ from kvkeep.core.cost.meeting import (
 )
 from kvkeep.core.cost.model import CostModel
 from kvkeep.core.cost.overlap import Overlap
-from kvkeep.core.cost.prefill import Fit, LearnedPrefill, Measured, PrefillCost
+from kvkeep.core.cost.prefill import LearnedPrefill, PrefillCost
 from kvkeep.core.cost.saved import CostFile
 from kvkeep.core.cost.transfer import LearnedTransfer, TransferCost
 from kvkeep.core.cost.turns import LoadProgress, PromptTurn, take_turns
@@ -30,12 +30,10 @@ __all__ = [
     "LEAST_GAIN",
     "CostFile",
     "CostModel",
-    "Fit",
     "LearnedPrefill",
     "LearnedTransfer",
     "LoadProgress",
     "LoadablePrompt",
-    "Measured",
     "Meeting",
     "OnlineFit",
     "OtherCostVersion",

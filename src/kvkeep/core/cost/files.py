@@ -36,9 +36,7 @@ def check_version(found: Mapping[str, object]) -> None:
     if type(version) is int and version == VERSION:
         return
     kind = OtherCostVersion if type(version) is int else InvalidValue
-    raise kind(
-        f"kvkeep_cost is {told(version)}; {VERSION} is needed, as `kvkeep calibrate` writes it"
-    )
+    raise kind(f"kvkeep_cost is {told(version)}; {VERSION} is needed, as `kvkeep serve` writes it")
 
 
 def read_json(path: Path) -> object:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     Floats = npt.NDArray[np.float64]
 
-__all__ = ["OnlineFit", "non_negative"]
+__all__ = ["OnlineFit"]
 
 _RECENT: Final = 32  # observations that give the error …
 _PACE: Final = 9  # … and of these, the last ones, that give the pace
@@ -188,7 +188,7 @@ class OnlineFit:
         weights = np.ones(len(rows))
         found = np.zeros(self._terms)
         for _ in range(_ROUNDS):
-            found = non_negative(
+            found = _non_negative(
                 relative * weights[:, None], weights, first=self._first, worth=_WORTH
             )
             off = np.abs(relative @ found - 1)
@@ -201,7 +201,7 @@ def _cell(row: Sequence[float]) -> tuple[int, ...]:
     return tuple(math.frexp(value)[1] for value in row)
 
 
-def non_negative(
+def _non_negative(
     terms: Floats, goals: Floats | None = None, *, first: int = 0, worth: float = 1 - 1e-9
 ) -> Floats:
     """Return non-negative coefficients for which ``terms @ coefficients`` comes closest to goals.

@@ -139,7 +139,7 @@ class CostModel:
 
     @classmethod
     def read(cls, path: Path) -> CostModel:
-        """Read a file that `write` or ``kvkeep calibrate`` wrote.
+        """Read a file that `write` or `PrefillCost.write` wrote.
 
         Raises as `of`, with its name.
         """

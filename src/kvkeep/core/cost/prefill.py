@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from kvkeep.core.cost.files import VERSION, check_version, read_json, write_json
-from kvkeep.core.cost.fit import OnlineFit, non_negative
+from kvkeep.core.cost.fit import OnlineFit
 from kvkeep.core.errors import InvalidValue, told
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
     from pathlib import Path
 
-__all__ = ["Fit", "LearnedPrefill", "Measured", "PrefillCost"]
+__all__ = ["LearnedPrefill", "PrefillCost"]
 
 _MAX_VALUE = 1e12
 _MAX_NAME = 512
@@ -28,33 +25,6 @@ _NUMBERS = (
     "decode_seconds_per_token",
     "kv_bytes_per_token",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """Seconds measured for computing tokens ``start`` … ``stop - 1`` of a prompt."""
-
-    start: int
-    stop: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """A fitted cost, and its relative error for each measurement."""
-
-    cost: PrefillCost
-    errors: tuple[float, ...]
-
-    @property
-    def median_error(self) -> float:
-        """Median of the absolute relative errors."""
-        return float(np.median(np.abs(self.errors)))
-
-    @property
-    def largest_error(self) -> float:
-        """Largest absolute relative error."""
-        return float(np.max(np.abs(self.errors)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,32 +70,6 @@ class PrefillCost:
     def decode_s(self, tokens: int) -> float:
         """Return the seconds to decode an answer of ``tokens`` tokens after its first."""
         return self.decode_seconds_per_token * max(0, tokens - 1)
-
-    # --- measured ------------------------------------------------------------------------------
-
-    @classmethod
-    def fit(cls, points: Sequence[Measured], **others: Any) -> Fit:
-        """Fit a cost to measurements; ``others`` are its other fields.
-
-        Minimises the squares of the relative errors, so that short prompts count as much as long
-        ones, with no negative coefficient. Raises `InvalidValue` for no or invalid measurements.
-        """
-        if not points:
-            raise InvalidValue("a cost needs at least one measurement, got none")
-        for point in points:
-            if not 0 <= point.start < point.stop or not 0 < point.seconds < math.inf:
-                raise InvalidValue(f"{point} is no valid measurement of a prompt")
-        starts, stops, seconds = np.array([(p.start, p.stop, p.seconds) for p in points], float).T
-        terms = np.stack((np.ones(len(points)), stops - starts, (stops**2 - starts**2) / 2), 1)
-        fixed, linear, pair = non_negative(terms / seconds[:, None]).tolist()
-        cost = cls(
-            seconds_fixed=fixed,
-            seconds_per_token=linear,
-            seconds_per_token_pair=pair,
-            **others,
-        )
-        missed = terms @ np.array([fixed, linear, pair]) / seconds - 1
-        return Fit(cost, tuple(missed.tolist()))
 
     # --- files ---------------------------------------------------------------------------------
 

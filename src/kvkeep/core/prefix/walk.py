@@ -124,11 +124,11 @@ class Survey:
     ``parents`` are rows, -1 for the tops. Rows that are ``gone`` count for nothing. Of a run that
     was joined with its front after the front was visited, the front's pages count once. ``below_…``
     are sums over a node and all descendants: of pages, of runs (roots are none), of uses, of pages
-    of groups; ``below_last`` is the latest ``last_used``. With the columns `GROUPS`, ``points`` are
-    the checkpoints of each node; else there are none.
+    of groups. With the columns `GROUPS`, ``points`` are the checkpoints of each node; else there
+    are none.
     """
 
-    COLUMNS = ("parent", "end", "serial", "size", "holders", "pins", "uses", "last_used")
+    COLUMNS = ("parent", "end", "serial", "size", "holders", "pins", "uses")
     GROUPS = ("group_pages", "points")
 
     def __init__(self, walk: TreeWalk) -> None:
@@ -144,7 +144,6 @@ class Survey:
         self.below_pages = self.sizes.copy()
         self.below_runs = (self.sizes > 0).astype(np.int64)
         self.below_uses = np.where(self.gone, 0, walk.numbers("uses"))
-        self.below_last = walk.numbers("last_used")
         self.points: list[tuple[int, ...]] | None = walk.columns.get("points")
         grouped = self.points is not None
         self.group_pages = (
@@ -158,7 +157,6 @@ class Survey:
             summed = [self.below_pages, self.below_runs, self.below_uses]
             for sums in [*summed, self.below_groups] if grouped else summed:
                 np.add.at(sums, above, sums[start:stop])
-            np.maximum.at(self.below_last, above, self.below_last[start:stop])
 
     def _levels(self) -> list[tuple[int, int]]:
         """Return the rows of each level below the tops, as (start, stop)."""

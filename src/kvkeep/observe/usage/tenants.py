@@ -1,9 +1,8 @@
-"""`TenantLedger`: what each tenant read, wrote and kept, and for how long."""
+"""`TenantLedger`: what each tenant read, wrote and keeps."""
 
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import dataclass, fields, replace
 from heapq import nlargest
 from typing import TYPE_CHECKING
@@ -18,7 +17,7 @@ from kvkeep.observe.usage.records import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Collection, Mapping
 
     from kvkeep.observe.usage.records import RequestEvent
 
@@ -34,9 +33,7 @@ class TenantCounts:
 
     ``read_tokens`` of the prompts were reused, ``loaded_tokens`` of these came from tiers;
     ``computed_tokens`` include repetitions after a preemption. ``written_tokens`` became reusable
-    in the pool, in full pages; ``stored_tokens`` were handed to the tiers. ``pool_token_seconds``
-    and ``tier_token_seconds`` are what was kept there times how long; a token in two tiers counts
-    twice.
+    in the pool, in full pages; ``stored_tokens`` were handed to the tiers.
     """
 
     requests: int = 0
@@ -47,8 +44,6 @@ class TenantCounts:
     generated_tokens: int = 0
     written_tokens: int = 0
     stored_tokens: int = 0
-    pool_token_seconds: float = 0.0
-    tier_token_seconds: float = 0.0
 
     def add(self, other: TenantCounts, sign: int = 1) -> None:
         """Add the counts of ``other``, or subtract them."""
@@ -61,19 +56,11 @@ _COUNTED = tuple(field.name for field in fields(TenantCounts))
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """The counts of one tenant, or of all others, as of ``at``; and what it keeps since then."""
+    """The counts of one tenant, or of all others; and what it keeps."""
 
     counts: TenantCounts
-    at: float
     pool_tokens: int = 0
     tier_tokens: float = 0.0
-
-    def until(self, now: float) -> None:
-        """Count what was kept until ``now``."""
-        passed = max(0.0, now - self.at)
-        self.counts.pool_token_seconds += self.pool_tokens * passed
-        self.counts.tier_token_seconds += self.tier_tokens * passed
-        self.at = max(self.at, now)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,29 +84,20 @@ class TenantLedger:
     exact.
 
     `pages_changed` follows `PageOwners`, so what is kept in the pool is exact. What tiers keep is
-    given by `tiers_keep` from time to time, and counts from then on.
+    given by `tiers_keep` from time to time.
 
     Thread safety: all methods. Memory: about 400 bytes a tenant. Cost: about 2 µs an event.
     """
 
-    def __init__(
-        self,
-        page_size: int,
-        *,
-        most: int = 1000,
-        named: Collection[str] = (),
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, page_size: int, *, most: int = 1000, named: Collection[str] = ()) -> None:
         self._page_size = page_size
         self._named = frozenset(named)
         self._most = whole("most", most, 2) + len(self._named)
-        self._clock = clock
         self._lock = threading.Lock()
         self._rows: dict[str, _Row] = {}
-        self._others = _Row(TenantCounts(), clock())
+        self._others = _Row(TenantCounts())
         self._pages: dict[str, int] = {}  # of all tenants that have some, also without a row
         self._series: dict[str, TenantCounts] = {}  # by tenant: the counts when its series began
-        self._shown = TenantCounts()  # the latest counts of the series of all others
 
     # --- events ------------------------------------------------------------------------------
 
@@ -161,35 +139,31 @@ class TenantLedger:
             counts.generated_tokens += generated
 
     def begin(self, pages: Mapping[str, int]) -> None:
-        """Take over what the pool has of each tenant; it counts from now on."""
+        """Take over what the pool has of each tenant."""
         with self._lock:
             for tenant, count in pages.items():
-                self._keeps(tenant, count, self._clock())
+                self._keeps(tenant, count)
 
     def pages_changed(self, tenant: str, more: int) -> None:
         """Note that the pool stored ``more`` pages of a tenant, or evicted them (below 0)."""
         with self._lock:
-            row = self._keeps(tenant, more, self._clock())
+            row = self._keeps(tenant, more)
             if more > 0:
                 row.counts.written_tokens += more * self._page_size
 
     def tiers_keep(self, tokens: Mapping[str, float], others: float = 0.0) -> None:
         """Note how many tokens the tiers keep of each tenant, and of ``others`` together."""
         with self._lock:
-            now = self._clock()
             for tenant, row in self._rows.items():
-                row.until(now)
                 row.tier_tokens = tokens.get(tenant, 0.0)
-            self._others.until(now)
             left = (count for tenant, count in tokens.items() if tenant not in self._rows)
             self._others.tier_tokens = sum(left, others)
 
-    def _keeps(self, tenant: str, more: int, now: float) -> _Row:
+    def _keeps(self, tenant: str, more: int) -> _Row:
         row = self._rows.get(tenant)
         if row is None and more > 0:
             row = self._row(tenant)
         row = row or self._others
-        row.until(now)
         row.pool_tokens += more * self._page_size
         count = self._pages[tenant] = self._pages.get(tenant, 0) + more
         if count <= 0:
@@ -201,10 +175,8 @@ class TenantLedger:
         if row is None:
             if len(self._rows) >= self._most:
                 self._fold()
-            now = self._clock()
-            row = self._rows[tenant] = _Row(TenantCounts(), now)
+            row = self._rows[tenant] = _Row(TenantCounts())
             row.pool_tokens = self._pages.get(tenant, 0) * self._page_size
-            self._others.until(now)
             self._others.pool_tokens -= row.pool_tokens
         return row
 
@@ -213,11 +185,9 @@ class TenantLedger:
         kept = self._named | self._series.keys()
         small = [name for name in self._rows if name not in kept]
         small.sort(key=lambda name: self._rows[name].counts.prompt_tokens)
-        now, others = self._clock(), self._others
-        others.until(now)
+        others = self._others
         for name in small[: max(1, len(small) // 2)]:
             row = self._rows.pop(name)
-            row.until(now)
             others.counts.add(row.counts)
             others.pool_tokens += row.pool_tokens
             others.tier_tokens += row.tier_tokens
@@ -233,11 +203,9 @@ class TenantLedger:
     def report(self) -> list[TenantReport]:
         """Return all rows, those with the most prompt tokens first; that of all others last."""
         with self._lock:
-            now = self._clock()
             rows = sorted(self._rows.items(), key=lambda item: -item[1].counts.prompt_tokens)
             lines: list[TenantReport] = []
             for tenant, row in (*rows, (None, self._others)):
-                row.until(now)
                 counts = replace(row.counts)
                 lines.append(TenantReport(tenant, counts, row.pool_tokens, row.tier_tokens))
             return lines
@@ -250,10 +218,8 @@ class TenantLedger:
         of all others, which is the last.
         """
         with self._lock:
-            now = self._clock()
             whole = TenantCounts()
             for row in (*self._rows.values(), self._others):
-                row.until(now)
                 whole.add(row.counts)
             self._begin_series(most, whole.prompt_tokens)
             lines: list[tuple[str | None, TenantCounts]] = []
@@ -262,9 +228,7 @@ class TenantLedger:
                 counts.add(before, -1)
                 whole.add(counts, -1)
                 lines.append((tenant, counts))
-            for name in _COUNTED:  # sums of floats are not exact, and a counter must not fall
-                setattr(self._shown, name, max(getattr(self._shown, name), getattr(whole, name)))
-            return [*lines, (None, replace(self._shown))]
+            return [*lines, (None, whole)]
 
     def _begin_series(self, most: int, prompts: int) -> None:
         room = most - len(self._series)

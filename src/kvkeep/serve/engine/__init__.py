@@ -10,7 +10,7 @@ A request's way from `Engine.add` to its tokens:
     step.py         copies pages, computes the chunks, publishes full pages, chooses tokens
     runner.py       the model and its pages: one forward pass over all chunks as one row of tokens
     attention/      stores K and V of new tokens in pages, and attends over page tables
-    sampling.py     a token for each row of logits · logprobs.py · beams.py: beam search
+    sampling.py     a token for each row of logits · logprobs.py
     drafts.py       guessed tokens, verified in the same pass
     text.py         tokens to text, up to a stop text
     results.py      `Delta` for each step of an answer; `Completion` at the end

@@ -15,8 +15,6 @@ from kvkeep.serve.engine.sampling import LogitsRow, chance_of
 from kvkeep.serve.engine.text import GrowingText
 
 if TYPE_CHECKING:
-    import torch
-
     from kvkeep.core.cache import Sequence
     from kvkeep.core.tokens import TokenArray
     from kvkeep.serve.engine.logprobs import TokenLogprob
@@ -43,7 +41,6 @@ class Answer:
         self.index = index
         self.generated: list[int] = []
         self.logprobs: list[TokenLogprob] = []
-        self.sum_logprob = 0.0
         self.finish_reason: FinishReason | None = None
         # While it waits:
         self.overtaken = 0  # times that a younger answer was admitted before it
@@ -54,13 +51,11 @@ class Answer:
         self.computed = 0
         self.drafts: list[int] = []
         self.checkpoint: int | None = None  # where its pass ends, if it leaves one there
-        self.logits: torch.Tensor | None = None  # of a beam, until all beams have theirs
-        # A search stores its prompt alone, not all the beams that it tried.
         prompt_tokens = len(request.prompt)
         self.trail = Trail(prompt_tokens)
-        if request.search is not None or not request.answers:
+        if not request.answers:
             self.trail.limit = prompt_tokens
-            self.trail.withheld = not request.answers
+            self.trail.withheld = True
         tokenizer, params = request.tokenizer, request.params
         self._text = None if tokenizer is None else GrowingText(tokenizer, params.stop)
         self._lookup: PromptLookup | None = None
@@ -93,7 +88,7 @@ class Answer:
     @property
     def slots(self) -> int:
         """Places taken in the batch; until the prompt is computed, one for each future answer."""
-        return 1 if self.request.forked else self.request.params.width
+        return 1 if self.request.forked else self.request.params.n
 
     def tokens(self) -> TokenArray:
         """Return prompt and generated tokens as one array."""
@@ -116,42 +111,17 @@ class Answer:
         """Whether its newest token is still to be appended to its sequence."""
         return self.sequence is not None and self.sequence.num_tokens < self.num_tokens
 
-    @property
-    def has_logits(self) -> bool:
-        """Whether this answer is a beam whose logits wait for those of the other beams."""
-        return self.logits is not None
-
-    def fork(self, index: int, *next_token: int) -> Answer:
+    def fork(self, index: int) -> Answer:
         """Return an answer that shares the pages of this one and continues its tokens."""
         assert not self.drafts
         other = Answer(self.request, index)
-        other.generated = [*self.generated, *next_token]
+        other.generated = self.generated.copy()
         other.sequence = self.running_sequence.fork()
         other.computed = self.computed
         other.trail = self.trail.fork()
         return other
 
-    def follow(self, index: int, next_token: int) -> Answer:
-        """Return an answer that continues this one and takes over its sequence: this one ends."""
-        other = Answer(self.request, index)
-        other.generated = [*self.generated, next_token]
-        other.sequence, self.sequence = self.running_sequence, None
-        other.computed = self.computed
-        other.trail = self.trail
-        return other
-
     # --- choosing ----------------------------------------------------------------------------
-
-    @property
-    def wanted_logprobs(self) -> int | None:
-        """How many of the likeliest tokens to report with each token; None: no log probability."""
-        wanted = self.request.params.logprobs
-        return 0 if wanted is None and self.request.is_ranked else wanted
-
-    @property
-    def mean_logprob(self) -> float:
-        """Mean log probability of the generated tokens; ranks answers."""
-        return self.sum_logprob / max(1, len(self.generated))
 
     def row(self, ahead: int = 0) -> LogitsRow:
         """Return the rules that choose the next token, or the token after ``ahead`` drafts."""
@@ -183,7 +153,6 @@ class Answer:
         self.request.first_token_now()
         self.generated.append(token)
         if logprob is not None:
-            self.sum_logprob += logprob.logprob
             self.logprobs.append(logprob)
         ended = token in ends and not params.ignore_eos
         if self._text is not None and not ended:

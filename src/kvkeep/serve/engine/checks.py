@@ -7,11 +7,8 @@ from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.tokens import as_tokens
-from kvkeep.serve.engine.beams import BeamSearch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from kvkeep.core.tokens import TokenArray, TokensLike
     from kvkeep.serve.engine.limits import Limits
     from kvkeep.serve.engine.params import SamplingParams
@@ -63,9 +60,9 @@ class RequestChecks:
         """Raise `InvalidValue` for parameters that this engine cannot follow."""
         if self.tokenizer is None and params.stop:
             raise InvalidValue("stop texts need a tokenizer; give the engine one")
-        if params.width > self.limits.max_running:
+        if params.n > self.limits.max_running:
             raise InvalidValue(
-                f"{params.width} answers are more than run at once ({self.limits.max_running}); "
+                f"{params.n} answers are more than run at once ({self.limits.max_running}); "
                 "ask for fewer, or raise max_running"
             )
         for token, _ in params.logit_bias:
@@ -74,27 +71,3 @@ class RequestChecks:
                     f"logit_bias has token {token}; the model knows 0 … "
                     f"{self.runner.vocabulary - 1}"
                 )
-
-    def search(self, params: SamplingParams, prompt_tokens: int) -> BeamSearch | None:
-        """Return the beam search for ``params``; None if they have no beams."""
-        if not params.beams:
-            return None
-        return BeamSearch(
-            params,
-            self.runner.end_tokens,
-            prompt_tokens=prompt_tokens,
-            max_length=self.runner.max_tokens,
-            has_stop=self._has_stop(params.stop),
-        )
-
-    def _has_stop(self, stop: tuple[str, ...]) -> Callable[[list[int]], bool] | None:
-        """Return a test for whether tokens contain a stop text."""
-        tokenizer = self.tokenizer
-        if not stop or tokenizer is None:
-            return None
-
-        def has_stop(tokens: list[int]) -> bool:
-            text = tokenizer.decode(tokens)
-            return any(one in text for one in stop)
-
-        return has_stop

@@ -178,7 +178,6 @@ class Engine:
         waiting = self.num_waiting
         if self.limits.max_waiting is not None and waiting >= self.limits.max_waiting:
             raise QueueFull(f"{waiting} requests wait already; max_waiting allows no more")
-        search = self._checks.search(params, len(tokens))
         self._stats.requests += 1
         request = Request(
             self._stats.requests,
@@ -186,7 +185,6 @@ class Engine:
             params,
             CacheUse(namespace=space, store=store, answers=answers, session=session, turn=turn),
             tokenizer=self.tokenizer,
-            search=search,
             origin=origin,
         )
         self._scheduler.enter(request)

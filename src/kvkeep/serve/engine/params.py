@@ -29,13 +29,10 @@ class SamplingParams:
     answer already contains, ``presence_penalty`` is subtracted once and ``frequency_penalty`` once
     per occurrence.
 
-    ``n`` answers are returned: the best of ``best_of`` by mean log probability (None: just ``n``).
-    ``beams`` above 0 runs a beam search of that width instead, and ranks answers by their summed
-    log probability divided by length to the ``length_penalty``.
-
-    An answer ends after ``max_tokens`` tokens, with the model's end token (not with
-    ``ignore_eos``), or before the first of the ``stop`` texts that it generates. ``logprobs`` (0 …)
-    returns the log probability of each token and of that many of the likeliest in its place.
+    ``n`` answers are returned. An answer ends after ``max_tokens`` tokens, with the model's end
+    token (not with ``ignore_eos``), or before the first of the ``stop`` texts that it generates.
+    ``logprobs`` (0 …) returns the log probability of each token and of that many of the likeliest
+    in its place.
     ``draft_tokens`` above 0 drafts up to that many tokens a step by prompt lookup, which changes
     the speed and never the tokens.
     """
@@ -49,9 +46,6 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     n: int = 1
-    best_of: int | None = None
-    beams: int = 0
-    length_penalty: float = 1.0
     max_tokens: int = 128
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
@@ -65,11 +59,9 @@ class SamplingParams:
             raise InvalidValue(f"top_p lies above 0 and at most at 1, got {told(self.top_p)}")
         _number("presence_penalty", self.presence_penalty, -2, 2)
         _number("frequency_penalty", self.frequency_penalty, -2, 2)
-        _number("length_penalty", self.length_penalty, -10, 10)
         _count("top_k", self.top_k, 0)
         _count("max_tokens", self.max_tokens, 1)
         _count("n", self.n, 1)
-        _count("beams", self.beams, 0)
         _count("draft_tokens", self.draft_tokens, 0)
         if self.seed is not None:
             _count("seed", self.seed, 0, 2**63 - 1)
@@ -81,12 +73,6 @@ class SamplingParams:
         if not isinstance(stop, tuple) or not all(map(_is_text, stop)):
             raise InvalidValue(f"stop is a tuple of non-empty texts, got {told(self.stop)}")
         self._check_bias()
-        self._check_answers()
-
-    @property
-    def width(self) -> int:
-        """Sequences that the request runs side by side once its prompt is computed."""
-        return self.beams or self.best_of or self.n
 
     @property
     def greedy(self) -> bool:
@@ -104,26 +90,6 @@ class SamplingParams:
                 )
             _count("a token in logit_bias", pair[0], 0)
             _number("a bias in logit_bias", pair[1], -100, 100)
-
-    def _check_answers(self) -> None:
-        if self.best_of is not None:
-            _count("best_of", self.best_of, 1)
-            if self.best_of < self.n:
-                raise InvalidValue(f"best_of is n or more, got best_of={self.best_of}, n={self.n}")
-        if not self.beams:
-            return
-        if self.beams < self.n:
-            raise InvalidValue(f"beams are n or more, got beams={self.beams}, n={self.n}")
-        for name, is_default in {
-            "temperature": self.temperature == 0,
-            "best_of": self.best_of is None,
-            "presence_penalty": self.presence_penalty == 0,
-            "frequency_penalty": self.frequency_penalty == 0,
-            "draft_tokens": self.draft_tokens == 0,
-            "logprobs": self.logprobs is None,
-        }.items():
-            if not is_default:
-                raise InvalidValue(f"{name} has no meaning in a beam search; leave it out")
 
 
 def _number(name: str, value: object, low: float, high: float) -> None:

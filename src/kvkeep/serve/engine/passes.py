@@ -55,7 +55,7 @@ class GroupPasses:
 
     def stop(self, answer: Answer, stop: int) -> int:
         """Return where a pass up to ``stop`` should end: at a checkpoint, or else on the grid."""
-        ends = _groups(answer).stops if self._checkpoints(answer) else ()
+        ends = _groups(answer).stops if answer.request.store else ()
         if ends and ends[0] <= stop:
             return ends[0]
         if stop < answer.num_tokens and (floored := stop // self._grid * self._grid):
@@ -74,7 +74,7 @@ class GroupPasses:
         """Return how many of ``spare`` drafts the next pass may verify: none past a checkpoint."""
         if answer.computed != answer.running_sequence.num_tokens:
             return 0  # tokens before are computed again
-        ends = _groups(answer).stops if self._checkpoints(answer) else ()
+        ends = _groups(answer).stops if answer.request.store else ()
         return min(spare, ends[0] - answer.computed - 1) if ends else spare
 
     def is_prepared(self, answer: Answer) -> bool:
@@ -87,7 +87,7 @@ class GroupPasses:
         If there are drafts, the position before them is marked. Raises `OutOfPages`.
         """
         groups = _groups(answer)
-        ends = groups.stops if self._checkpoints(answer) else ()
+        ends = groups.stops if answer.request.store else ()
         self._copies += groups.copies()
         if answer.drafts and (copy := groups.mark()) is not None:
             self._copies.append(copy)
@@ -117,11 +117,6 @@ class GroupPasses:
         groups = _groups(answer)
         groups.unmark()
         return groups.position
-
-    def _checkpoints(self, answer: Answer) -> bool:
-        """Whether other requests may go on from ``answer``; none does from beams of a search."""
-        request = answer.request
-        return request.store and (request.search is None or not request.forked)
 
 
 def _groups(answer: Answer) -> SequenceGroups:

@@ -72,7 +72,7 @@ class PassPlanner:
                 drafted = self._append(answer, spare)
                 if drafted is None:
                     victim = running[-1]
-                    if victim.request is answer.request and self._alone(answer):
+                    if len(running) == 1:
                         stuck.append(answer)
                         position += 1
                     else:
@@ -85,13 +85,6 @@ class PassPlanner:
     def _is_prepared(self, answer: Answer) -> bool:
         """Whether nothing is left to do before the pass over the newest token."""
         return self._passes is None or not answer.decoding or self._passes.is_prepared(answer)
-
-    def _alone(self, answer: Answer) -> bool:
-        """Whether no other answer can be preempted; a beam cannot preempt beams of its search."""
-        running = self._scheduler.running
-        if answer.request.search is not None:
-            return running[0].request is answer.request
-        return len(running) == 1
 
     def _append(self, answer: Answer, spare: int) -> int | None:
         """Append the newest token and drafts; return the number of drafts, None if out of pages.

@@ -1,6 +1,6 @@
 """`Request`: a prompt on its way through the engine, with its parameters and answers.
 
-A request has one `Answer` while its prompt is computed, and ``params.width`` of them afterwards,
+A request has one `Answer` while its prompt is computed, and ``params.n`` of them afterwards,
 forked from the first.
 """
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from kvkeep.core.keys import Namespace
     from kvkeep.core.tokens import TokenArray
     from kvkeep.observe.usage import Outcome
-    from kvkeep.serve.engine.beams import BeamSearch
     from kvkeep.serve.engine.params import SamplingParams
     from kvkeep.serve.engine.results import Choice
     from kvkeep.serve.engine.text import Tokenizer
@@ -54,7 +53,6 @@ class Request:
         use: CacheUse,
         *,
         tokenizer: Tokenizer | None,
-        search: BeamSearch | None,
         origin: RequestOrigin | None = None,
     ) -> None:
         self.id = id
@@ -69,7 +67,6 @@ class Request:
         self.session = use.session
         self.turn = use.turn
         self.tokenizer = tokenizer
-        self.search = search
         self.cached_tokens: int | None = None
         """Prompt tokens reused from pool and store; None before the first admission."""
         self.loaded_tokens = 0
@@ -93,12 +90,6 @@ class Request:
     def prompt_tokens(self) -> int:
         """Number of tokens of the prompt."""
         return len(self.prompt)
-
-    @property
-    def is_ranked(self) -> bool:
-        """Whether answers are ranked when all have ended; deltas come only then."""
-        params = self.params
-        return self.search is not None or params.width > params.n
 
     @property
     def forked(self) -> bool:

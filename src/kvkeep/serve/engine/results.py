@@ -35,7 +35,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The answers of a finished request; best first if they were ranked (`best_of`, `beams`).
+    """The answers of a finished request.
 
     ``cached_tokens`` of the ``prompt_tokens`` were reused, of which ``loaded_tokens`` came from the
     store, of which ``lossy_tokens`` are not exact. ``ttft_s`` and ``seconds`` run from the

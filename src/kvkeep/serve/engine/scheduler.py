@@ -22,8 +22,6 @@ from kvkeep.observe.usage import Notifier, RequestAdmitted
 from kvkeep.serve.engine.answer import BY_ARRIVAL, Answer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from kvkeep.core.cache import PagedCache
     from kvkeep.serve.engine.limits import Limits
     from kvkeep.serve.engine.offload.offload import Offload
@@ -100,13 +98,6 @@ class Scheduler:
         assert answer.sequence is not None
         insort(self.running, answer, key=BY_ARRIVAL)
 
-    def replace(self, answer: Answer, other: Answer) -> None:
-        """Let ``other``, which took over the sequence of ``answer``, run in its place."""
-        if self._offload is not None:
-            self._offload.cancel(answer)
-        self.running.remove(answer)
-        self.run(other)
-
     def remove(self, answer: Answer) -> None:
         """Remove ``answer`` and free its pages; pages that it published stay cached."""
         if self._offload is not None:
@@ -122,41 +113,21 @@ class Scheduler:
         self._blocked = 0
 
     def preempt_for(self, answer: Answer) -> bool:
-        """Preempt the youngest answer if it is younger than ``answer``; return whether it was.
-
-        Beams of one search do not preempt each other.
-        """
+        """Preempt the youngest answer if it is younger than ``answer``; return whether it was."""
         victim = self.running[-1]
         if victim.order <= answer.order:
-            return False
-        if victim.request is answer.request and victim.request.search is not None:
             return False
         self.preempt(victim)
         return True
 
     def preempt(self, answer: Answer) -> None:
-        """Move ``answer`` back to the queue; pages that stay cached are not computed again.
-
-        A beam search restarts behind its prompt: beams run only together, and without the pages
-        that they shared as forks they might not all be admitted again.
-        """
-        request = answer.request
-        if request.search is None:
-            if self._offload is not None:
-                self._offload.leave(answer, resumes=True)
-            self.remove(answer)
-            answer.computed, answer.drafts = 0, []
-            self.wait(answer)
-            self._stats.preempted += 1
-            return
-        for beam in request.live:
-            self.remove(beam)
-        self._stats.preempted += len(request.live)
-        request.search.restart()
-        first = Answer(request, 0)
-        first.overtaken = self._limits.max_overtaken  # it has run before, so it is next
-        request.live = [first]
-        self.wait(first)
+        """Move ``answer`` back to the queue; pages that stay cached are not computed again."""
+        if self._offload is not None:
+            self._offload.leave(answer, resumes=True)
+        self.remove(answer)
+        answer.computed, answer.drafts = 0, []
+        self.wait(answer)
+        self._stats.preempted += 1
 
     # --- admission ---------------------------------------------------------------------------
 
@@ -288,12 +259,3 @@ class Scheduler:
         self.run(answer)
         if self._offload is not None:
             self._offload.admitted(answer)
-
-    # --- a step ------------------------------------------------------------------------------
-
-    def searches_to_advance(self) -> Iterator[Request]:
-        """Yield beam searches of which every beam has its logits."""
-        searches = {one.request.id: one.request for one in self.running if one.has_logits}
-        for request in searches.values():
-            if all(answer.has_logits for answer in request.live):
-                yield request

@@ -12,18 +12,17 @@ from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-import torch
-
 from kvkeep.core.errors import OutOfPages
 from kvkeep.observe.usage import Notifier, PromptComputed
 from kvkeep.serve.engine.answer import BY_ARRIVAL, Answer
 from kvkeep.serve.engine.attention.batch import Piece
-from kvkeep.serve.engine.forks import fork_or_wait, replace_beams
 from kvkeep.serve.engine.logprobs import logprobs_of
 from kvkeep.serve.engine.results import Delta
 from kvkeep.serve.engine.sampling import choose
 
 if TYPE_CHECKING:
+    import torch
+
     from kvkeep.observe.usage import RequestEnded
     from kvkeep.serve.engine.logprobs import TokenLogprob
     from kvkeep.serve.engine.offload.offload import Offload
@@ -130,9 +129,6 @@ class EngineStep:
         self._choose(chunks, logits, deltas)
         if observed:
             self._report_computed(chunks, perf_counter() - began)
-        for request in list(self._scheduler.searches_to_advance()):
-            if request.live[0].has_logits:  # not preempted for one before it
-                self._advance_beams(request, deltas)
 
     def _forward(self, chunks: list[Chunk]) -> torch.Tensor:
         """Compute ``chunks``, and learn from those of prompts how long that takes."""
@@ -179,14 +175,12 @@ class EngineStep:
     # --- choosing ----------------------------------------------------------------------------
 
     def _choose(self, chunks: list[Chunk], logits: torch.Tensor, deltas: list[Delta]) -> None:
-        """Choose a token for each row of logits, in one call; beams keep their logits."""
+        """Choose a token for each row of logits, in one call."""
         answers: list[Answer] = []
         rows: list[int] = []
         row = 0
         for answer, _, _, outputs in chunks:
-            if outputs and answer.request.search is not None:
-                answer.logits = logits[row]
-            elif outputs:
+            if outputs:
                 for one in self._forks(answer):
                     answers.append(one)
                     rows.extend(range(row, row + outputs))
@@ -198,7 +192,9 @@ class EngineStep:
         how = [answer.row(ahead) for answer in answers for ahead in range(1 + len(answer.drafts))]
         tokens = choose(logits, how)
         wanted = [
-            answer.wanted_logprobs for answer in answers for _ in range(1 + len(answer.drafts))
+            answer.request.params.logprobs
+            for answer in answers
+            for _ in range(1 + len(answer.drafts))
         ]
         logprobs = logprobs_of(logits, tokens, wanted)
         at = 0
@@ -210,12 +206,19 @@ class EngineStep:
     def _forks(self, answer: Answer) -> list[Answer]:
         """Return the answers that use this logits row: all of the request at the prompt's end."""
         request = answer.request
-        if request.forked or request.params.width == 1:
+        if request.forked or request.params.n == 1:
             return [answer]
         forks = [answer]
-        for index in range(1, request.params.width):
-            other = fork_or_wait(self._scheduler, answer, index)
-            if other.sequence is not None:
+        for index in range(1, request.params.n):
+            try:
+                other = answer.fork(index)
+            except OutOfPages:  # no room for its state: it waits, and computes the prompt's end
+                other = Answer(request, index)
+            request.live.append(other)
+            if other.sequence is None:
+                self._scheduler.wait(other)
+            else:
+                self._scheduler.run(other)
                 forks.append(other)
         return forks
 
@@ -253,29 +256,16 @@ class EngineStep:
     def _emit(self, answer: Answer, deltas: list[Delta]) -> None:
         """Add the answer's delta; end the answer if finished, and its request if it was last."""
         request = answer.request
-        if not request.is_ranked:
-            deltas.append(answer.delta())
+        deltas.append(answer.delta())
         if answer.finish_reason is None:
             return
-        if self._offload is not None and request.search is None:
+        if self._offload is not None:
             self._offload.save(answer, last=True)
         self._scheduler.remove(answer)
         request.live.remove(answer)
         request.ended.append(answer)
-        if request.live:
-            return
-        if request.is_ranked:
-            best = sorted(request.ended, key=lambda one: -one.mean_logprob)[: request.params.n]
-            self._end_ranked(request, best, deltas)
-        else:
+        if not request.live:
             self._end(request, sorted(request.ended, key=BY_ARRIVAL), deltas)
-
-    def _end_ranked(self, request: Request, best: list[Answer], deltas: list[Delta]) -> None:
-        """End a ranked request, and emit its answers, which had no deltas before."""
-        for index, answer in enumerate(best):
-            answer.index = index
-            deltas.append(answer.delta())
-        self._end(request, best, deltas)
 
     def _end(self, request: Request, answers: list[Answer], deltas: list[Delta]) -> None:
         """End a request with these answers; ``deltas[-1]`` is its last."""
@@ -288,52 +278,14 @@ class EngineStep:
 
     def _end_stuck(self, answer: Answer, deltas: list[Delta]) -> None:
         """End an answer for which the pool has no page left, at the length it has."""
-        request = answer.request
-        if request.id not in self._scheduler.requests:
-            return  # a beam whose search ended with the first beam that was stuck
-        if request.search is not None:
-            self._end_search(request, deltas)
-        else:
-            answer.finish("length")
-            self._emit(answer, deltas)
+        answer.finish("length")
+        self._emit(answer, deltas)
 
     def _fail(self, request: Request, error: Exception) -> Delta:
         self._stats.failed += 1
         self._over.append(request.ended_now("failed"))
         self._scheduler.leave(request)
         return Delta(request, 0, error=error)
-
-    # --- beams -------------------------------------------------------------------------------
-
-    def _advance_beams(self, request: Request, deltas: list[Delta]) -> None:
-        """Replace the beams of a request by the forks that its search picks."""
-        search, parents = request.search, request.live
-        assert search is not None
-        logits = torch.stack([_logits(parent) for parent in parents])
-        picks = search.advance(logits) if request.forked else search.start(logits[0])
-        request.first_token_now()
-        self._stats.generated_tokens += len(picks)
-        try:
-            replace_beams(self._scheduler, request, picks)
-        except OutOfPages:  # there is no room for the state of a fork
-            self._end_search(request, deltas)
-            return
-        if search.done:
-            self._end_search(request, deltas)
-
-    def _end_search(self, request: Request, deltas: list[Delta]) -> None:
-        """End a beam search with the best hypotheses it has found."""
-        search, runner = request.search, self._runner
-        assert search is not None
-        best: list[Answer] = []
-        for index, hypothesis in enumerate(search.finish()):
-            answer = Answer(request, index)
-            for token in hypothesis.tokens:
-                answer.accept(token, None, ends=runner.end_tokens, longest=runner.max_tokens)
-            if answer.finish_reason is None:
-                answer.finish("length")
-            best.append(answer)
-        self._end_ranked(request, best, deltas)
 
 
 def _piece(chunk: Chunk) -> Piece:
@@ -343,8 +295,3 @@ def _piece(chunk: Chunk) -> Piece:
     if groups is None:
         return Piece(tokens, start, sequence.pages, outputs)
     return Piece(tokens, start, sequence.pages, outputs, rows=groups.tables, state=groups.state)
-
-
-def _logits(beam: Answer) -> torch.Tensor:
-    assert beam.logits is not None
-    return beam.logits

@@ -168,7 +168,7 @@ def _what(error: Mapping[str, Any]) -> str:
 
 def _first_word(message: str) -> str | None:
     """Return the field that a message of kvkeep's names: its first word."""
-    word = re.match(r"[a-z]+(_[a-z]+)+(?= )|(stop|temperature|n|beams|prompt)(?= )", message)
+    word = re.match(r"[a-z]+(_[a-z]+)+(?= )|(stop|temperature|n|prompt)(?= )", message)
     return word and word[0]
 
 

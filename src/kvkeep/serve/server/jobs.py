@@ -70,7 +70,6 @@ def completion_jobs(service: Service, body: CompletionRequest) -> list[Job]:
             max_tokens=min(body.max_tokens or _COMPLETION_TOKENS, room),
             draft_tokens=service.settings.draft_tokens,
             logprobs=body.logprobs,
-            best_of=body.best_of,
         )
         _runs_at_once(service, params)
         jobs.append(_job(service, body, tokens, params, space))
@@ -208,10 +207,9 @@ def _too_long(service: Service, field: str, size: str) -> ApiError:
 
 def _runs_at_once(service: Service, params: SamplingParams) -> None:
     most = service.engine.limits.max_running
-    if params.width > most:
-        field = "kvkeep.beams" if params.beams else "best_of" if params.best_of else "n"
-        message = f"{field} is {params.width}, but this server runs at most {most} answers at once"
-        raise ApiError(400, message, param=field)
+    if params.n > most:
+        message = f"n is {params.n}, but this server runs at most {most} answers at once"
+        raise ApiError(400, message, param="n")
 
 
 def _fits_the_queue(service: Service, prompts: int) -> None:

@@ -1,4 +1,4 @@
-"""`Maps`: the prefix tree with texts, for ``/kv/map``, ``/kv/node`` and ``/kv/search``."""
+"""`Maps`: the prefix tree with texts, for ``/kv/map``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from kvkeep.serve.server.schemas.map import (
     MapResponse,
     NodeResponse,
     NodeSummary,
-    SearchMatch,
-    SearchResponse,
 )
 from kvkeep.serve.server.text import showable
 
 if TYPE_CHECKING:
-    from kvkeep.core.cache import CacheMap, Found, MapNode
+    from kvkeep.core.cache import CacheMap, MapNode
     from kvkeep.core.keys import Namespace
     from kvkeep.core.tokens import TokenArray
     from kvkeep.serve.server.node_tiers import TierTokens
@@ -32,15 +30,10 @@ _PREVIEW = 80
 _LONGEST_TEXT, _LONGEST_TEXT_TOKENS = 2000, 4000
 _PAGE_IDS = 100
 _CHECKPOINTS = 100
-_BEFORE_MATCH = 24
-# Nodes behind one that are searched for blocks which begin in it.
+# Nodes behind one that are looked at for blocks which begin in it.
 _FOLLOWED = 100
-_MOST_MATCHES = 50
-_CANDIDATES = 400
 _KEPT_TEXTS = 20_000
 _KEPT_ANSWERS = 8
-# Characters before a text that may share a token with its beginning.
-_LEADS = ("", " ", "\n")
 
 
 class Maps:
@@ -107,7 +100,6 @@ class Maps:
             references=node.holders,
             pins=node.pins,
             hits=node.hits,
-            age_s=round(node.age_s, 1),
             text=self._beginning(node),
             tier=None if held is None else held.tier,
             tier_tokens={} if held is None else held.tokens,
@@ -175,64 +167,6 @@ class Maps:
             message = f"all of node {number} is in use; try again when those requests are done"
             raise ApiError(409, message, param="id", code="in_use")
         return pages
-
-    # --- search ------------------------------------------------------------------------------
-
-    def find_tokens(self, tokens: list[int], salt: str | None) -> SearchResponse:
-        """Find these tokens; `InvalidValue` if they are not valid."""
-        found = self._search([tokens], salt, _MOST_MATCHES)
-        shows = self._service.settings.text
-        return SearchResponse(
-            matches=[_match(one, self._around(one, None) if shows else None) for one in found]
-        )
-
-    def find_text(self, text: str, salt: str | None) -> SearchResponse:
-        """Find this text.
-
-        A text has different tokens in different surroundings: the search tries it at the beginning,
-        after a space and on a new line, also without its first and last token, which may be merged
-        with their neighbours. A match counts if its decoded text contains the text.
-        """
-        matches: dict[int, SearchMatch] = {}
-        needles = self._needles(text)
-        for one in self._search(needles, salt, _CANDIDATES) if needles else []:
-            if one.id not in matches and len(matches) < _MOST_MATCHES:
-                around = self._around(one, text)
-                if around is not None:
-                    matches[one.id] = _match(one, around)
-        return SearchResponse(matches=list(matches.values()))
-
-    def _search(self, needles: list[list[int]], salt: str | None, most: int) -> list[Found]:
-        space = None if salt is None else self._service.namespace(salt)
-        return self._cache.search(needles, space, most=most)
-
-    def _needles(self, text: str) -> list[list[int]]:
-        encode = self._service.tokenizer.encode
-        start = len(encode(""))  # a token that begins each prompt
-        needles: dict[tuple[int, ...], None] = {}
-        for lead in _LEADS:
-            tokens = tuple(encode(lead + text)[start:].tolist())
-            needles[tokens] = None
-            if len(tokens) > 2:
-                needles[tokens[1:]] = needles[tokens[:-1]] = None
-            if len(tokens) > 3:
-                needles[tokens[1:-1]] = None
-        return [list(needle) for needle in needles if needle]
-
-    def _around(self, found: Found, text: str | None) -> str | None:
-        """Return the text around a match; None if ``text`` is given and not in it."""
-        decode = self._service.tokenizer.decode
-        whole: str = decode(found.tokens.tolist())
-        at = len(decode(found.tokens[: found.before].tolist()))
-        if text is not None:
-            at = whole.find(text)
-            if at < 0:
-                return None
-        return showable(whole[max(0, at - _BEFORE_MATCH) :])[:_PREVIEW]
-
-
-def _match(found: Found, text: str | None) -> SearchMatch:
-    return SearchMatch(id=found.id, parent_path=list(found.path), at_token=found.at, text=text)
 
 
 def _unknown(error: NotCached) -> ApiError:

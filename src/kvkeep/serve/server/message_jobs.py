@@ -48,9 +48,6 @@ def message_jobs(service: Service, body: MessagesRequest, writer: MessageWriter)
     """Return the one job of a request; tell ``writer`` what it must know of the prompt."""
     call = call_of(body)
     extras = body.kvkeep or Extras()
-    if extras.beams:
-        message = "kvkeep.beams is for /v1/chat/completions and /v1/completions; leave it out"
-        raise ApiError(400, message, param="kvkeep.beams")
     prompt = message_prompt(service, call)
     room = room_behind(service, prompt.tokens)
     default = service.settings.draft_tokens

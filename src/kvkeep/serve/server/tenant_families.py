@@ -28,7 +28,6 @@ _TOKENS = {
     "written": "written_tokens",
     "stored": "stored_tokens",
 }
-_PLACES = {"pool": "pool_token_seconds", "tiers": "tier_token_seconds"}
 
 
 def of_retention(retention: Retention) -> Iterator[Metric]:
@@ -78,16 +77,8 @@ def of_tenants(series: Sequence[tuple[str | None, TenantCounts]]) -> Iterator[Me
         "its label",
         labels=["namespace", "kind"],
     )
-    kept = CounterMetricFamily(
-        "kvkeep_namespace_token_seconds",
-        "Tokens kept times how long, by namespace and place",
-        labels=["namespace", "place"],
-    )
     for tenant, counts in series:
         name = OTHER if tenant is None else label(tenant)
         for kind, field in _TOKENS.items():
             tokens.add_metric([name, kind], getattr(counts, field))
-        for place, field in _PLACES.items():
-            kept.add_metric([name, place], getattr(counts, field))
     yield tokens
-    yield kept

@@ -8,11 +8,7 @@ quantised.py   shared by int8.py and fp8.py: one byte a number, one scale a tile
 tiles.py       which numbers share a scale
 int4.py        2 to 8 bits a number, a scale and a zero point a group (torch): grids.py, which
                numbers share them · planes.py, codes in bytes · rotation.py, of keys
-transform.py   decorrelated by a basis fitted to the model (torch, numcodecs): basis.py, its file ·
-               basis_fit.py, what makes it · group_transform.py, the arithmetic · code_bands.py,
-               entropy coding · positions.py, where keys are in their prompt · one_thread.py
-frames.py      bytes compressed by zstd: for lossless and transform
-auto.py        the one of them with which a tier's blocks arrive first
+frames.py      bytes compressed by zstd: for lossless
 kinds.py       a codec for each kind of record of a store: KV, and states, which stay exact
 encrypted.py   AES-256-GCM around another codec (cryptography)
 keyfile.py     key files
@@ -22,7 +18,6 @@ keyfile.py     key files
 
 from __future__ import annotations
 
-from kvkeep.store.codecs.auto import AutoCodec
 from kvkeep.store.codecs.base import BlockShape, Codec, Damaged, OtherKey
 from kvkeep.store.codecs.encrypted import ENCRYPTED, WITHOUT_KEY_ID, inner_number
 from kvkeep.store.codecs.keyfile import generate_key, load_key
@@ -32,7 +27,6 @@ __all__ = [
     "CODECS",
     "ENCRYPTED",
     "WITHOUT_KEY_ID",
-    "AutoCodec",
     "BlockShape",
     "Codec",
     "Damaged",

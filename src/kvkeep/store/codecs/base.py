@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = ["BlockShape", "Codec", "Damaged", "OtherKey"]
 
@@ -41,10 +37,7 @@ class Damaged(Exception):
 
 
 class OtherKey(Exception):
-    """The encoded bytes name a key, or a basis, that this codec does not have.
-
-    They need not be damaged.
-    """
+    """The encoded bytes name a key that this codec does not have. They need not be damaged."""
 
 
 class Codec(ABC):
@@ -61,24 +54,6 @@ class Codec(ABC):
     name: str
     number: int
     exact: bool = True
-
-    @property
-    def label(self) -> str:
-        """The name for statistics."""
-        return self.name
-
-    def chosen(self, raw: memoryview) -> Codec:
-        """Return the codec that encodes ``raw``: itself, unless it chooses among others."""
-        del raw
-        return self
-
-    def follow(self, link: Callable[[], tuple[float, float] | None]) -> bool:
-        """Return whether the tier is to learn what reads take: most codecs do not depend on it.
-
-        ``link`` returns the latency in seconds and the bytes per second, None while unknown.
-        """
-        del link
-        return False
 
     @abstractmethod
     def bound(self, raw_bytes: int) -> int:
@@ -102,5 +77,5 @@ class Codec(ABC):
             Damaged: ``encoded`` is invalid for this size and ``bound_to``; ``out`` is undefined.
                 Only an encrypting codec detects every change: others rely on the checksum of the
                 record.
-            OtherKey: ``encoded`` was encrypted with another key, or transformed by another basis.
+            OtherKey: ``encoded`` was encrypted with another key.
         """

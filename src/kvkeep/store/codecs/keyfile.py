@@ -26,7 +26,7 @@ def load_key(path: str | os.PathLike[str]) -> bytes:
     """
     place = Path(path)
     try:
-        with open(place, "rb", opener=nonblocking) as file:
+        with open(place, "rb", opener=_nonblocking) as file:
             found = os.fstat(file.fileno())
             content = file.read(_LONGEST + 1) if stat.S_ISREG(found.st_mode) else b""
     except OSError as error:
@@ -54,7 +54,7 @@ def _is_private(found: os.stat_result) -> bool:
     return not found.st_mode & 0o077 & ~allowed
 
 
-def nonblocking(path: str, flags: int) -> int:
+def _nonblocking(path: str, flags: int) -> int:
     """Open without waiting for a writer, in case the file is a pipe."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 

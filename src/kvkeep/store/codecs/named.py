@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import InvalidValue, did_you_mean, require
-from kvkeep.store.codecs.auto import AutoCodec, AutoSetting, candidates
 from kvkeep.store.codecs.encrypted import ENCRYPTED, EncryptedCodec, inner_number
 from kvkeep.store.codecs.kinds import KindsCodec
 from kvkeep.store.codecs.lossless import LosslessCodec
@@ -18,10 +17,11 @@ if TYPE_CHECKING:
 
 __all__ = ["CODECS", "codec_name", "codec_of", "make_codec"]
 
-CODECS = ("raw", "lossless", "int8", "fp8", "int4", "transform")
+CODECS = ("raw", "lossless", "int8", "fp8", "int4")
 """Names of codecs; a codec's index is its number."""
 
-_BASIS = "transform:basis="
+_RESERVED = {5: "transform"}
+"""Numbers of codecs that no longer exist: never given to another one. Their records are misses."""
 
 
 def make_codec(
@@ -35,29 +35,13 @@ def make_codec(
         InvalidValue: the name is unknown, or the codec cannot encode such blocks.
         MissingExtra: the codec needs a package that is not installed.
     """
-    kind, _, setting = name.partition(":")
-    if kind == "auto":
-        return _auto(AutoSetting.of(setting), shape, key, old_keys)
+    kind = name.partition(":")[0]
     if kind not in CODECS:
         raise InvalidValue(
-            f"codec is {name!r}; it is one of {', '.join(CODECS)}, auto"
-            f"{did_you_mean(name.partition(':')[0], [*CODECS, 'auto'])}"
+            f"codec is {name!r}; it is one of {', '.join(CODECS)}{did_you_mean(kind, CODECS)}"
         )
     codec = _make(name, shape)
     return codec if key is None else EncryptedCodec(codec, key, old_keys)
-
-
-def _auto(
-    setting: AutoSetting, shape: BlockShape, key: bytes | None, old_keys: Sequence[bytes]
-) -> AutoCodec:
-    allowed = {n: v for n, v in candidates(setting.figures, shape).items() if v <= setting.nats}
-    bases = [name.partition("basis=")[2] for name in allowed if name.startswith(_BASIS)]
-    codecs = []
-    for name, nats in allowed.items():
-        if name.startswith(_BASIS):  # its number does not say which basis a record has
-            name = ",".join((name, *bases))  # noqa: PLW2901
-        codecs.append((make_codec(name, shape, key, old_keys), nats))
-    return AutoCodec(codecs, setting.nats, bandwidth=setting.bandwidth)
 
 
 def codec_name(number: int) -> str:
@@ -65,7 +49,7 @@ def codec_name(number: int) -> str:
     inside = inner_number(number)
     if inside is not None:
         return f"encrypted {codec_name(inside)}"
-    return CODECS[number] if number < len(CODECS) else f"codec {number}"
+    return CODECS[number] if number < len(CODECS) else _RESERVED.get(number, f"codec {number}")
 
 
 def codec_of(
@@ -95,11 +79,6 @@ def codec_of(
 def _make(name: str, shape: BlockShape) -> Codec:
     if name == "raw" or (shape.kinds and name != "lossless" and not shape.kinds[0].dtype):
         return RawCodec()  # of states alone, there is nothing that a lossy codec may change
-    if name.partition(":")[0] == "transform":
-        require("torch", "store")
-        from kvkeep.store.codecs.transform import transform_of  # noqa: PLC0415
-
-        return transform_of(name.partition(":")[2], shape)
     if shape.kinds:
         exact = "lossless" if name == "lossless" else "raw"
         return KindsCodec([_make(name if kind.dtype else exact, kind) for kind in shape.kinds])

@@ -13,7 +13,7 @@ from kvkeep.core.errors import BackendFailed, InvalidValue, did_you_mean, requir
 from kvkeep.core.eviction import POLICIES
 from kvkeep.store.backends import Backend, TierURL
 from kvkeep.store.backends.memory import MemoryBackend
-from kvkeep.store.codecs import AutoCodec, BlockShape, codec_of, load_key, make_codec
+from kvkeep.store.codecs import BlockShape, codec_of, load_key, make_codec
 from kvkeep.store.tiers.adaptive import AdaptiveTiering
 from kvkeep.store.tiers.buffer import buffer_bytes
 from kvkeep.store.tiers.memory import MemorySpec
@@ -274,8 +274,6 @@ def _read(url: TierURL, shape: BlockShape, *, first: bool) -> _AskedTier:
     others: Callable[[int], Codec | None] = lru_cache(maxsize=256)(
         partial(codec_of, shape=shape, key=key, old_keys=old_keys)
     )
-    if isinstance(codec, AutoCodec):
-        others = _others(codec, others)
     if url.scheme in _FRONT and first and codec.number == 0:
         options = TierOptions(policy=POLICIES[policy], ttl=ttl)
         asked = _AskedTier(url, True, policy, codec, others, options)
@@ -326,18 +324,6 @@ def _open_below(asked: _AskedTier) -> TierSpec:
     if asked.timeout is not None:
         backend.timeout = asked.timeout
     return TierSpec(url.scheme, backend, asked.codec, asked.others, asked.options)
-
-
-def _others(
-    auto: AutoCodec, others: Callable[[int], Codec | None]
-) -> Callable[[int], Codec | None]:
-    """Return what finds the codec of a number: of those to choose from, or any other."""
-    own = {codec.number: codec for codec, _ in auto.codecs}
-
-    def codec_of(number: int) -> Codec | None:
-        return own.get(number) or others(number)
-
-    return codec_of
 
 
 def _open_front(asked: _AskedTier) -> MemorySpec:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from kvkeep.core.cost import LearnedTransfer
 from kvkeep.core.errors import OutOfRoom
 from kvkeep.store.backends.buffers import aligned
-from kvkeep.store.codecs import WITHOUT_KEY_ID
+from kvkeep.store.codecs import WITHOUT_KEY_ID, codec_name
 from kvkeep.store.tiers.inexact import BEHIND, EXACT, mark, origin
 from kvkeep.store.tiers.record import HEADER_BYTES, BadRecord, naming, seal, verify
 
@@ -56,17 +55,9 @@ class RecordCodec:
     header, None if it is unknown: other processes may write with another codec.
 
     Thread safety: all methods. Memory: a buffer of the largest record for each thread.
-
-    Attributes:
-        link: learns what reading encoded bytes takes, for a codec that depends on it; else None.
     """
 
     def __init__(self, codec: Codec, codec_of: Callable[[int], Codec | None]) -> None:
-        link = LearnedTransfer()
-        follows = codec.follow(
-            lambda: (link.cost.seconds_fixed, link.cost.bytes_per_s) if link.known else None
-        )
-        self.link = link if follows else None
         self.codec = codec
         self._codec_of = codec_of
         self.scratch = _Scratch()
@@ -77,7 +68,7 @@ class RecordCodec:
         The result is ``record`` itself, with its header written, or this thread's buffer.
         """
         raw = record[HEADER_BYTES:]
-        codec = self.codec.chosen(raw)
+        codec = self.codec
         inexact = codec.exact and origin(record) != EXACT
         if codec.number != _RAW:
             encoded = self.scratch.take(HEADER_BYTES + codec.bound(len(raw)))
@@ -125,7 +116,7 @@ class RecordCodec:
         if codec is None and self.codec.number < WITHOUT_KEY_ID <= header.codec:
             raise NotForUs("the record is encrypted, and this tier has no key (encrypt=, decrypt=)")
         if codec is None:
-            raise NotForUs(f"codec {header.codec} is unknown here")
+            raise NotForUs(f"the record's codec, {codec_name(header.codec)}, is unknown here")
         if self.codec.exact and not codec.exact:
             raise NotForUs(f"the record's codec, {codec.name}, is lossy, and the tier's is exact")
         return header, codec

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvkeep.core.cost import LearnedTransfer
-    from kvkeep.store.backends.base import Room
     from kvkeep.store.tiers.calls import BackendCalls
     from kvkeep.store.tiers.known import KnownBlocks
     from kvkeep.store.tiers.loss_log import LossLog
@@ -86,7 +85,7 @@ class RecordReader:
         record: memoryview | None = None
         try:
             with self._calls.to("get", "read", part) as call:
-                record = self._get(block, call.callback(room))
+                record = self._backend.get(block, call.callback(room))
                 call.decisive = record is not None
         except WrongSize as wrong:
             self._calls.counters.count(read_seconds=time.monotonic() - started)
@@ -139,7 +138,7 @@ class RecordReader:
     def _fetch(self, block: bytes, part: str) -> memoryview | None:
         record: memoryview | None = None
         with self._calls.to("get", "read", part) as call:
-            record = self._get(block, call.callback(aligned))
+            record = self._backend.get(block, call.callback(aligned))
             call.decisive = record is not None
         if record is None:
             return None
@@ -153,16 +152,6 @@ class RecordReader:
         except (BadRecord, Damaged) as damage:
             self.quarantine(block, str(damage))
         return None
-
-    def _get(self, block: bytes, room: Room) -> memoryview | None:
-        link = self._records.link
-        if link is None:
-            return self._backend.get(block, room)
-        with link.transfer(0) as transfer:
-            record = self._backend.get(block, room)
-            if record is not None:
-                transfer.moved = len(record)
-        return record
 
     def _refuse(self, block: bytes, reason: str) -> None:
         """Hide an intact record that this tier must not serve, until it is written anew."""

@@ -447,7 +447,7 @@ class Tier:
         return TierStats(
             name=self.name,
             place=self.backend.describe(),
-            codec=self.codec.label,
+            codec=self.codec.name,
             blocks=len(self.catalogue) if self.indexed else None,
             used_bytes=self.catalogue.total_bytes if self.indexed else None,
             capacity=self.backend.capacity,

@@ -48,9 +48,9 @@ def page(
     prices: Prices | None,
     command: str | None,
     advice: str | None,
-    beside: tuple[str, ...],
+    beside: str,
 ) -> str:
-    """Return the HTML; ``beside`` are the names of the data files next to it."""
+    """Return the HTML; ``beside`` is the name of the data file next to it."""
     span_s = float(trace.get("span_s") or 0.0)
     name = shown(trace.get("name") or _any_name(found) or "a trace")
     scripts = [_vendored("uPlot.iife.min.js"), *(_text(one) for one in _SCRIPTS)]
@@ -68,9 +68,7 @@ def page(
         words=glossary(GLOSSARY),
         facts=glossary(_facts(trace, span_s)),
         made=glossary(_made(command)),
-        beside=", ".join(
-            f'<a href="{escaped(_link(one))}">{escaped(shown(one))}</a>' for one in beside
-        ),
+        beside=f'<a href="{escaped(_link(beside))}">{escaped(shown(beside))}</a>',
         data=_embedded(chart_data(found, prices, span_s)),
         scripts="".join(f"<script>{one}</script>" for one in scripts),
     )

@@ -30,16 +30,16 @@ def write_report(
     command: str | None = None,
     advice: str | None = None,
 ) -> list[Path]:
-    """Write the report to ``path`` (``.html``), and its data as JSON of the same name beside it.
+    """Write the report to ``path`` (``.html``), and JSON of the same name beside it.
 
     ``trace`` has facts about the workload: ``name``, ``requests``, ``tokens``, ``span_s`` (seconds,
     for times and costs), ``unit_tokens``, ``namespaces``, ``skipped``, ``digest``; other entries
     are listed as they are. ``command`` is the command line that ran the replays, ``advice`` the
     text of a separate section. Policies named belady and infinite are drawn as bounds.
 
-    Returns the files that were written, the page first. Existing files are replaced atomically.
-    Raises `InvalidValue` if there are no outcomes, if they are of different traces or if ``path``
-    does not end in .html, and OSError.
+    Returns the two files, the page first. Existing files are replaced atomically. Raises
+    `InvalidValue` if there are no outcomes, if they are of different traces or if ``path`` does not
+    end in .html, and OSError.
 
     Cost: some milliseconds per outcome.
     """
@@ -48,7 +48,7 @@ def write_report(
         raise InvalidValue(f"a report is an .html file; got {str(path)!r}")
     found = arranged(outcomes)
     data = path.with_suffix(".json")
-    text = page(found, trace, prices=prices, command=command, advice=advice, beside=(data.name,))
+    text = page(found, trace, prices=prices, command=command, advice=advice, beside=data.name)
     files = {path: text.encode(), data: _json(outcomes, trace, command, advice)}
     for file, content in files.items():
         _replace(file, content)

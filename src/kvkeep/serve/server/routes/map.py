@@ -1,4 +1,4 @@
-"""The prefix tree as a map: reading, searching and changing it."""
+"""The prefix tree as a map: reading and changing it."""
 
 import asyncio
 from typing import Annotated, Literal
@@ -7,7 +7,6 @@ from fastapi import APIRouter, Depends, Path, Query, Request
 from starlette.responses import PlainTextResponse, Response
 
 from kvkeep.serve.server import tree
-from kvkeep.serve.server.errors import ApiError
 from kvkeep.serve.server.map import Maps
 from kvkeep.serve.server.routes.base import (
     ERRORS,
@@ -25,7 +24,6 @@ from kvkeep.serve.server.schemas.map import (
     NodeChangeRequest,
     NodeChangeResponse,
     NodeResponse,
-    SearchResponse,
 )
 from kvkeep.serve.server.schemas.responses import ErrorResponse
 
@@ -38,7 +36,6 @@ _LARGEST_ID = 2**53 - 1
 _MOST_NODES = 5000
 _UNKNOWN: Errors = {404: {"model": ErrorResponse, "description": "No such node, or no longer."}}
 _IN_USE: Errors = {409: {"model": ErrorResponse, "description": "All of it is in use."}}
-_NO_TEXT: Errors = {403: {"model": ErrorResponse, "description": "This server shows no text."}}
 
 
 _nodes = APIRouter(route_class=route_with("GET, POST"))
@@ -112,36 +109,6 @@ async def change(
     """Pin, unpin or evict a node. Requires an API key."""
     require_key(service, "pin or evict")
     return NodeChangeResponse(pages=await asyncio.to_thread(maps.change, id, body))
-
-
-@router.get("/search", responses={**READ_ERRORS, **_NO_TEXT}, operation_id="kv_search")
-async def search(
-    maps: MapsOf,
-    service: ServiceOf,
-    q: Annotated[
-        str | None, Query(min_length=1, max_length=256, description="An exact text.")
-    ] = None,
-    tokens: Annotated[
-        str | None,
-        Query(max_length=2048, pattern=r"^[0-9]{1,10}(,[0-9]{1,10})*$", description="Ids: 1,2,3"),
-    ] = None,
-    namespace: SaltQuery = None,
-) -> SearchResponse:
-    """Find a text, or a sequence of tokens, in the cached prompts; give one of the two.
-
-    A text is found where it is tokenized as by itself, after a space, or on a new line.
-    """
-    if (q is None) == (tokens is None):
-        raise ApiError(400, "q or tokens is needed, but not both", param="q")
-    if tokens is not None:
-        ids = [int(one) for one in tokens.split(",")]
-        return await asyncio.to_thread(maps.find_tokens, ids, namespace)
-    assert q is not None
-    if not service.settings.text:
-        # Otherwise repeated guessing would reveal all text.
-        message = "this server was started with --no-text: it neither shows nor searches text"
-        raise ApiError(403, message, param="q", code="text_off")
-    return await asyncio.to_thread(maps.find_text, q, namespace)
 
 
 router.include_router(_nodes)

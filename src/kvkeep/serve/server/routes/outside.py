@@ -53,7 +53,6 @@ async def metrics(source: SourceOf) -> Response:
 
 @hidden.get("/kv/map")
 @hidden.get("/kv/map/{rest:path}")
-@hidden.get("/kv/search")
 async def no_map(source: SourceOf) -> None:
     """Say that there is no map."""
     message = (

@@ -135,18 +135,6 @@ class Extras(RequestModel):
         description="Tokens to guess per step from repetitions in the prompt. Changes the speed, "
         "never the tokens. Default: the server's.",
     )
-    beams: int = Field(
-        default=0,
-        ge=0,
-        le=_MOST_ANSWERS,
-        description="Beams of a beam search; 0: none.",
-    )
-    length_penalty: float = Field(
-        default=1.0,
-        ge=-10,
-        le=10,
-        description="Beams are compared by their sum divided by length to the length_penalty.",
-    )
     session: str | None = Field(
         default=None,
         min_length=1,
@@ -292,7 +280,6 @@ class SamplingRequest(RequestModel):
         max_tokens: int,
         draft_tokens: int,
         logprobs: int | None,
-        best_of: int | None = None,
     ) -> SamplingParams:
         """Return the engine's parameters; `InvalidValue` for an impossible combination.
 
@@ -300,12 +287,9 @@ class SamplingRequest(RequestModel):
         """
         extras = self.extras
         drafts = draft_tokens if extras.draft_tokens is None else extras.draft_tokens
-        searching = extras.beams > 0
-        if searching and extras.draft_tokens is None:
-            drafts = 0
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return SamplingParams(
-            temperature=_or(self.temperature, 0.0 if searching else 1.0),
+            temperature=_or(self.temperature, 1.0),
             top_p=_or(self.top_p, 1.0),
             top_k=_or(self.top_k, 0),
             min_p=_or(self.min_p, 0.0),
@@ -314,9 +298,6 @@ class SamplingRequest(RequestModel):
             frequency_penalty=_or(self.frequency_penalty, 0.0),
             logit_bias=tuple((int(key), value) for key, value in (self.logit_bias or {}).items()),
             n=_or(self.n, 1),
-            best_of=best_of,
-            beams=extras.beams,
-            length_penalty=extras.length_penalty,
             max_tokens=max_tokens,
             stop=tuple(stop),
             ignore_eos=self.ignore_eos,

@@ -95,14 +95,12 @@ class CompletionRequest(SamplingRequest):
         **SamplingRequest.REFUSED,
         "suffix": ("models here only continue texts", ""),
         "add_special_tokens": ("a text begins with the model's start token", True),
+        "best_of": ("answers are not ranked here; ask for n, with logprobs", 1),
     }
 
     prompt: Annotated[
         list[Prompt], PlainValidator(_prompts, json_schema_input_type=_PromptForms)
     ] = Field(description="A text, a list of texts, a list of tokens, or a list of those.")
-    best_of: int | None = Field(
-        default=None, ge=1, le=128, description="Answers from which to choose the n likeliest."
-    )
     echo: bool | None = Field(default=None, description="Put the prompt before the answer.")
     logprobs: int | None = Field(
         default=None,
@@ -115,8 +113,6 @@ class CompletionRequest(SamplingRequest):
     def _go_together(self) -> "CompletionRequest":
         if self.echo and self.logprobs is not None:
             raise field_error("echo", "has no logprobs for the prompt; leave one of them out")
-        if self.stream and self.best_of is not None and self.best_of > (self.n or 1):
-            raise field_error("best_of", "cannot stream: the best answers are known at the end")
         if len(self.prompt) > 1 and self.extras.session is not None:
             raise field_error("prompt", "must be a single one in a session; send them one by one")
         return self

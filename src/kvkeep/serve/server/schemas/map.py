@@ -1,4 +1,4 @@
-"""``/kv/map`` and ``/kv/search``: requests and responses."""
+"""``/kv/map``: requests and responses."""
 
 from typing import Annotated, Literal
 
@@ -8,7 +8,6 @@ from kvkeep.serve.server.schemas.base import RequestModel, ResponseModel, field_
 
 __all__ = [
     "MapResponse", "NodeChangeRequest", "NodeChangeResponse", "NodeResponse", "NodeSummary",
-    "SearchMatch", "SearchResponse",
 ]  # fmt: skip
 
 _LONGEST_PIN_S = 366 * 86_400
@@ -36,7 +35,6 @@ class NodeSummary(ResponseModel):
     references: int = Field(description="Requests and hard pins on it, and held runs behind it.")
     pins: int = Field(description="Soft pins that end here.")
     hits: int = Field(description="Requests that reused it.")
-    age_s: float = Field(description="Seconds since its last use, to about a second.")
     text: str | None = Field(
         description="Its beginning; for a namespace, the cache_salt. Null with --no-text."
     )
@@ -72,21 +70,6 @@ class NodeResponse(NodeSummary):
     page_ids: list[int] = Field(description="The first 100.")
     policy: str = Field(description="The eviction policy's state of it.")
     children: int
-
-
-class SearchMatch(ResponseModel):
-    """A run in which a match ends."""
-
-    id: int
-    parent_path: list[int] = Field(description="Ids from the namespace to its parent.")
-    at_token: int = Field(description="Where the match begins, in tokens from the prompt's start.")
-    text: str | None = Field(description="The text there. Null with --no-text.")
-
-
-class SearchResponse(ResponseModel):
-    """At most 50 matches, one per run, those near the top of the tree first."""
-
-    matches: list[SearchMatch]
 
 
 class NodeChangeRequest(RequestModel):

@@ -21,11 +21,6 @@ class TenantRow(ResponseModel):
     generated_tokens: int
     written_tokens: int = Field(description="Tokens that became reusable in the pool, in pages.")
     stored_tokens: int = Field(description="Tokens handed to the tiers.")
-    pool_token_seconds: float = Field(description="Tokens in the pool times how long. Exact.")
-    tier_token_seconds: float = Field(
-        description="Tokens in the tiers times how long; a token in two tiers counts twice. From "
-        "the bytes there, read every ten seconds."
-    )
     pool_tokens: int = Field(description="Tokens in the pool now, in pages.")
     tier_tokens: int = Field(description="Tokens in the tiers now, about.")
     pinned_tokens: int = Field(description="Tokens in the pool under pins of clients now.")

@@ -4,7 +4,7 @@ import {ask} from "./api.js";
 import * as dialogs from "./dialogs.js";
 import {byId, el, hide, say, shown, theirs} from "./dom.js";
 import {isSpace, titleOf} from "./model.js";
-import {ago, many, tokens, whole} from "./words.js";
+import {many, tokens, whole} from "./words.js";
 
 const TIMES = [[60, "1 minute"], [600, "10 minutes"], [3600, "1 hour"], [86400, "1 day"]];
 const MANY = "Several branches, too small to draw. Open their parent to see more of them.";
@@ -95,7 +95,6 @@ export class Details {
       ["references", node.references === undefined ? null : whole(node.references)],
       ["pins", node.pins === undefined ? null : whole(node.pins)],
       ["hits", node.hits === undefined || node.hits === null ? null : whole(node.hits)],
-      ["last used", node.age_s === undefined || node.age_s === null ? null : ago(node.age_s)],
       ["policy state", node.policy === undefined ? null : shown(node.policy) || "–"],
       ["cached in", node.hidden || node.path_tokens === undefined ? null : keptIn(node)],
       ["children", node.hidden || node.path_tokens === undefined ? null : whole(childrenOf(node))],

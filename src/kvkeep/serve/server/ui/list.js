@@ -52,7 +52,6 @@ export class List {
     const siblings = node.up && node.level > top ? node.up.children : what.tops;
     line.className = "line";
     line.classList.toggle("chosen", node.id === what.selected);
-    line.classList.toggle("hit", what.found.has(node.id));
     line.style.setProperty("--deep", String(Math.min(node.level - top, 12)));
     line.tabIndex = node.id === this.focus ? 0 : -1;
     line.setAttribute("aria-level", node.level - top + 1);

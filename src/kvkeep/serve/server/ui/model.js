@@ -1,6 +1,6 @@
 // The tree of a /kv/map response, and where its nodes are drawn. Nothing here touches the page.
 
-import {ago, amount, many, tokens} from "./words.js";
+import {amount, many, tokens} from "./words.js";
 
 // The tree of a response: {nodes: Map id → node, tops: nodes without a parent}. A node has the
 // server's fields, `up`, `children` (largest first, hidden ones last) and `level`.
@@ -66,25 +66,16 @@ const merged = (nodes, least, up) => {
   const sum = (name) => rest.reduce((all, one) => all + (one[name] || 0), 0);
   return [...large, {...rest[0], id: `rest of ${up ? up.id : "all"}`, hidden: true, up, children: [],
     tokens, subtree_tokens: tokens, pages: undefined, hits: sum("hits"), pins: sum("pins"),
-    references: sum("references"), age_s: Math.min(...rest.map((one) => one.age_s)), text: null,
+    references: sum("references"), text: null,
     subtree_nodes: sum("subtree_nodes"), count: rest.reduce((all, one) => all + (one.count || 1), 0)}];
 };
 
 // --- colours: classes h0 (cold) to h5 (hot), in bands with names ----------------------
 
-const AGES = [[10, "10 s"], [60, "1 min"], [600, "10 min"], [3600, "1 h"], [86400, "1 day"]];
 const HITS = [[0, "none"], [1, "1"], [5, "2–5"], [20, "6–20"], [100, "21–100"]];
 const STATES = [["h0", "not in use"], ["h3", "held by a request"], ["h5", "pinned"]];
 
 export const COLOURS = {
-  age: {
-    of: (node) => {
-      if (node.age_s === null || node.age_s === undefined) return "h0";
-      const band = AGES.findIndex(([most]) => node.age_s < most);
-      return `h${band < 0 ? 0 : 5 - band}`;
-    },
-    legend: () => [...AGES.map(([, text], at) => [`h${5 - at}`, `< ${text}`]), ["h0", "older"]],
-  },
   hits: {
     of: (node) => {
       const band = HITS.findIndex(([most]) => (node.hits || 0) <= most);
@@ -117,7 +108,6 @@ export const titleOf = (node) => {
 export const figuresOf = (node) => [
   tokens(node.subtree_tokens),
   node.hits === null || node.hits === undefined ? "" : many(node.hits, "hit"),
-  node.age_s === null || node.age_s === undefined ? "" : `used ${ago(node.age_s)}`,
   node.tier ? (node.tier === "pool" ? "in no tier" : `${node.tier} has it`) : "",
   node.pins ? "pinned" : node.references ? many(node.references, "reference") : "",
 ].filter(Boolean);

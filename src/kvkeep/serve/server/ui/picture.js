@@ -35,7 +35,7 @@ export class Picture {
       .observe(host);
   }
 
-  // `what`: {tree, tops, selected: id, found: Set of ids, colour}
+  // `what`: {tree, tops, selected: id, colour}
   draw(what) {
     this.drawn = what;
     this.wide = this.host.clientWidth;
@@ -57,7 +57,7 @@ export class Picture {
   fill(node, {node: of, left, width, row, siblings, place}, what, heat) {
     const px = width * this.wide;
     node.className = ["box", heat, of.hidden ? "several" : "", of.id === what.selected ? "chosen" : "",
-      what.found.has(of.id) ? "hit" : "", of.pins ? "pinned" : "", of.cut ? "cut" : "",
+      of.pins ? "pinned" : "", of.cut ? "cut" : "",
       px < TEXT_PX ? "narrow" : ""].filter(Boolean).join(" ");
     node.style.left = `${100 * left}%`;
     node.style.width = `${100 * width}%`;

@@ -1,4 +1,4 @@
-// The explorer of the prefix tree: the part in view, the selected node, the search.
+// The explorer of the prefix tree: the part in view, the selected node.
 
 import {Refused, ask} from "./api.js";
 import {keyItem} from "./bars.js";
@@ -7,7 +7,7 @@ import {byId, el, hide, say, shown, theirs} from "./dom.js";
 import {List} from "./list.js";
 import {COLOURS, grow, titleOf} from "./model.js";
 import {Picture} from "./picture.js";
-import {Poll, latest} from "./poll.js";
+import {Poll} from "./poll.js";
 import {amount, many, tokens} from "./words.js";
 
 const NODES = 400;
@@ -20,8 +20,6 @@ export class Explorer {
     this.path = [];  // nodes from the top down to the one in view
     this.tree = null;
     this.selected = null;
-    this.found = new Set();
-    this.newest = latest();
     this.details = new Details({
       closed: () => this.choose(null),
       changed: () => this.poll.now(),
@@ -54,17 +52,6 @@ export class Explorer {
     };
     byId("as-picture").addEventListener("click", () => look(true));
     byId("as-list").addEventListener("click", () => look(false));
-    byId("search").addEventListener("submit", (event) => {
-      event.preventDefault();
-      this.search();
-    });
-    byId("search-for").addEventListener("input", () => {
-      if (!byId("search-for").value) this.search();
-    });
-    byId("search-kind").addEventListener("change", () => {
-      const numbers = byId("search-kind").value === "tokens";
-      byId("search-for").placeholder = numbers ? "Token ids: 12, 7, 300" : "Search what is kept";
-    });
   }
 
   get root() {
@@ -159,7 +146,7 @@ export class Explorer {
   draw() {
     if (!this.tree) return;
     const what = {tree: this.tree, tops: this.top ? [this.top] : this.tree.tops,
-      selected: this.selected, found: this.found, colour: byId("colour").value};
+      selected: this.selected, colour: byId("colour").value};
     if (byId("picture").hidden) this.list.draw(what);
     else this.picture.draw(what);
     this.crumbs();
@@ -183,71 +170,6 @@ export class Explorer {
       ? `${shown(titleOf(node)).slice(0, 90)} · ${tokens(node.tokens)} here, `
         + `${tokens(node.subtree_tokens)} with all below`
       : "Arrows move, Enter opens, Backspace goes up, Escape closes.");
-  }
-
-  // --- search -------------------------------------------------------------------------------
-
-  async search() {
-    const kind = byId("search-kind").value;
-    const typed = byId("search-for").value;
-    // Token ids in any notation; a text without surrounding blanks.
-    const said = kind === "tokens" ? (typed.match(/\d+/g) || []).join(",") : typed.trim();
-    hide(byId("found"), !typed.trim());
-    if (!said) {
-      say(byId("found-said"), "Token ids are numbers: 12, 7, 300.");
-      this.found = new Set();
-      byId("found-list").replaceChildren();
-      this.draw();
-      return;
-    }
-    say(byId("found-said"), "Searching…");
-    try {
-      await this.newest(() => ask("kv/search", {query: {[kind]: said}}),
-        ({matches}) => this.matched(matches));
-    } catch (error) {
-      byId("found-list").replaceChildren();
-      say(byId("found-said"), shown(error.message));
-    }
-  }
-
-  matched(matches) {
-    this.found = new Set(matches.map((one) => one.id));
-    say(byId("found-said"), matches.length
-      ? `${many(matches.length, "place")}${matches.length >= 50 ? " or more" : ""}`
-      : "Nothing that is kept has this.");
-    byId("found-list").replaceChildren(...matches.map((one) => el("li", {},
-      el("button", {type: "button", class: "match", on: {click: () => this.reach(one)}},
-        theirs(one.text ?? "(no text)", {class: "code"}),
-        el("span", {class: "quiet"}, `at token ${amount(one.at_token)}`)))));
-    this.draw();
-  }
-
-  // Go to a match: view its parent, where its siblings are, and select it.
-  async reach(match) {
-    const ids = match.parent_path.filter((id) => id !== match.id);
-    const above = ids.length ? ids[ids.length - 1] : null;
-    this.path = await Promise.all(ids.map((id) => this.nodeOf(id)));
-    this.top = null;
-    try {
-      this.show(await this.load());
-    } catch (error) {
-      say(byId("found-said"), shown(error.message));
-      return;
-    }
-    const node = this.tree.nodes.get(match.id) || await this.nodeOf(match.id);
-    if (this.root !== above) return;
-    this.choose({children: [], ...node});
-    this.picture.reach(match.id, true);
-  }
-
-  async nodeOf(id) {
-    const here = this.tree?.nodes.get(id) || this.path.find((one) => one.id === id);
-    if (here) return here;
-    try {
-      return {children: [], ...await ask(`kv/map/${id}`)};
-    } catch {
-      return {id, text: id < 0 ? "" : "…", tokens: 0, subtree_tokens: 0, children: []};
-    }
   }
 }
 

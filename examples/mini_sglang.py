@@ -1,7 +1,22 @@
-"""`PrefixCache`: kvkeep's radix index as a prefix cache of mini-sglang.
+"""kvkeep's radix index as a prefix cache of mini-sglang: a class behind its interface.
 
-docs/sglang.md has the lines that register it. Nothing of mini-sglang is imported here; arguments
-and results have the names and the order of its own prefix caches.
+mini-sglang (github.com/sgl-project/mini-sglang, as of its commit 02b130b) takes it from a file with
+these lines, started with ``python FILE --model-path MODEL --cache-type kvkeep``:
+
+    from minisgl.core import get_global_ctx
+    from minisgl.kvcache import SUPPORTED_CACHE_MANAGER
+    from minisgl.server.launch import launch_server
+
+    from mini_sglang import PrefixCache
+
+    @SUPPORTED_CACHE_MANAGER.register("kvkeep")  # outside of the condition: its processes import it
+    def kvkeep_cache(device):
+        return PrefixCache(device, get_global_ctx().page_size)
+
+    if __name__ == "__main__":
+        launch_server()
+
+It was not run inside mini-sglang, which needs a GPU; a test drives it as its scheduler does.
 """
 
 from __future__ import annotations
@@ -10,27 +25,19 @@ from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import torch
 
-from kvkeep.core.errors import IllegalStep, InvalidValue, require, whole
-
-require("torch", "torch")  # first, so that the error names the extra to install
-
-import torch  # noqa: E402
-
-from kvkeep.core.eviction import POLICIES  # noqa: E402
-from kvkeep.core.eviction import policy as named_policy  # noqa: E402
-from kvkeep.core.keys import Namespace  # noqa: E402
-from kvkeep.core.prefix import RadixIndex  # noqa: E402
-from kvkeep.core.tokens import TOKEN_BYTES, as_tokens  # noqa: E402
-from kvkeep.integrations.page_slots import PageSlots  # noqa: E402
+from kvkeep.core.errors import IllegalStep, InvalidValue, whole
+from kvkeep.core.eviction import policy
+from kvkeep.core.keys import Namespace
+from kvkeep.core.prefix import RadixIndex
+from kvkeep.core.tokens import TOKEN_BYTES, as_tokens
+from kvkeep.integrations.page_slots import PageSlots
 
 if TYPE_CHECKING:
-    from kvkeep.core.eviction import EvictionPolicy
     from kvkeep.core.pages.table import PageArray
     from kvkeep.core.prefix import PrefixMatch
     from kvkeep.core.prefix.node import Node
-
-__all__ = ["Handle", "InsertResult", "MatchResult", "PrefixCache", "SizeInfo"]
 
 _ONE = Namespace()  # mini-sglang has one model and no tenants
 
@@ -108,30 +115,15 @@ class PrefixCache:
     Args:
         device: device of the page table.
         page_size: tokens of a page.
-        policy: eviction policy (`kvkeep.core.eviction`), by name or as an object; one that needs no
-            history of requests.
 
     Thread safety: none, like mini-sglang's own; its scheduler is one thread. Cost: `match_prefix`
     and `lock_handle` one memcmp per run or trail of runs, `evict` about 1.5 µs an evicted run.
-
-    Raises:
-        InvalidValue: there is no such policy, or it needs a history of requests.
     """
 
-    def __init__(
-        self, device: torch.device | str, page_size: int, *, policy: str | EvictionPolicy = "lru"
-    ) -> None:
-        chosen = named_policy(policy)
-        if chosen.remembers or chosen.awaits:
-            known = {name: named_policy(name) for name in POLICIES}
-            others = [name for name, one in known.items() if not (one.remembers or one.awaits)]
-            raise InvalidValue(
-                f"{chosen.name} decides by the history of requests, which mini-sglang does not "
-                f"report; these policies do without: {', '.join(others)}"
-            )
+    def __init__(self, device: torch.device | str, page_size: int) -> None:
         self.device = torch.device(device)
         self.page_size = whole("page_size", page_size, 1)
-        self._index = RadixIndex(self.page_size, chosen)
+        self._index = RadixIndex(self.page_size, policy("lru"))
         self._root, _ = self._index.hold(None, _ONE)  # so that every prompt matches something
         self._locked: Counter[Node] = Counter()
         self.slots = PageSlots(self.page_size, self.device, torch.int32)

@@ -1,22 +1,30 @@
-"""`ReuseProbe`: a model goes on behind KV that a codec has encoded and decoded."""
+"""What codecs do to a model: bytes, speed, and the change of what it says next.
+
+`ReuseProbe`: a model goes on behind KV that a codec has encoded and decoded. `measure`: ratio and
+speed of codecs on blocks, side by side. `sensitivities` and `allocate`: which part of a model's KV
+needs how many bits.
+"""
 
 from __future__ import annotations
 
 import statistics
+import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvkeep.core.errors import InvalidValue, require
+import torch
+
+from kvkeep.core.errors import InvalidValue
 from kvkeep.store.codecs import BlockShape, make_codec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Mapping, Sequence
 
-    import torch
     from torch import Tensor
 
     from kvkeep.store.codecs import Codec
 
-__all__ = ["Changed", "ReuseProbe"]
+__all__ = ["Changed", "ReuseProbe", "Speed", "allocate", "measure", "sensitivities"]
 
 KV = list[tuple["Tensor", "Tensor"]]
 """K and V of each layer, [prompts, heads, tokens, dim], in float32."""
@@ -56,13 +64,12 @@ class ReuseProbe:
         dtype: str = "bfloat16",
         block_tokens: int = 256,
     ) -> None:
-        self._torch = require("torch", "torch")
         self.model = model
         self._ids = prompts
         self.following = following
         self.deepest = prompts.shape[1] - following
         self.block_tokens = block_tokens
-        self.dtype: torch.dtype = getattr(self._torch, dtype)
+        self.dtype: torch.dtype = getattr(torch, dtype)
         if self.deepest < 1:
             raise InvalidValue(
                 f"prompts of {prompts.shape[1]} tokens leave none before the last {following}"
@@ -75,14 +82,14 @@ class ReuseProbe:
 
     def _prefill(self) -> KV:
         kept: list[KV] = []
-        with self._torch.inference_mode():
+        with torch.inference_mode():
             for ids in self._ids[:, : self.deepest]:
                 cache = self.model(ids[None], use_cache=True, logits_to_keep=1).past_key_values
                 layers = getattr(cache, "layers", ())
                 if not layers or any(one.keys.shape[2] != self.deepest for one in layers):
                     raise InvalidValue("the model's layers do not all keep K and V of every token")
                 kept.append([(self._kept(one.keys), self._kept(one.values)) for one in layers])
-        cat = self._torch.cat
+        cat = torch.cat
         return [
             (cat([k for k, _ in each]), cat([v for _, v in each]))
             for each in zip(*kept, strict=True)
@@ -102,7 +109,7 @@ class ReuseProbe:
         return tuple(
             b"".join(
                 part[prompt, :, at : min(at + self.block_tokens, depth)]
-                .transpose(0, 1).to(self.dtype).contiguous().view(self._torch.uint8).numpy()
+                .transpose(0, 1).to(self.dtype).contiguous().view(torch.uint8).numpy()
                 .tobytes()
                 for pair in self.kv for part in pair
             )
@@ -113,7 +120,7 @@ class ReuseProbe:
         """Return the KV of all prompts' first ``depth`` tokens, encoded and decoded by block."""
         depth = depth or self.deepest
         return [
-            (self._torch.cat([k for k, _ in each]), self._torch.cat([v for _, v in each]))
+            (torch.cat([k for k, _ in each]), torch.cat([v for _, v in each]))
             for each in zip(
                 *(self._through(codec, prompt, depth) for prompt in range(len(self._ids))),
                 strict=True,
@@ -123,14 +130,13 @@ class ReuseProbe:
     def _through(self, codec: Codec, prompt: int, depth: int) -> KV:
         parts: list[list[Tensor]] = [[] for _ in self.shape.parts]
         for raw in self.blocks(prompt, depth):
-            back = self._torch.frombuffer(_there_and_back(codec, raw), dtype=self.dtype)
+            back = torch.frombuffer(_there_and_back(codec, raw), dtype=self.dtype)
             tokens = back.numel() // sum(heads * dim for heads, dim in self.shape.parts)
             sizes = [tokens * heads * dim for heads, dim in self.shape.parts]
-            for pieces, part, (heads, dim) in zip(
-                parts, back.split(sizes), self.shape.parts, strict=True
-            ):
+            split = torch.split(back, sizes)
+            for pieces, part, (heads, dim) in zip(parts, split, self.shape.parts, strict=True):
                 pieces.append(part.view(tokens, heads, dim).transpose(0, 1).float())
-        whole = [self._torch.cat(pieces, 1)[None] for pieces in parts]
+        whole = [torch.cat(pieces, 1)[None] for pieces in parts]
         return list(zip(whole[::2], whole[1::2], strict=True))
 
     # --- what the model says ---------------------------------------------------------------------
@@ -158,18 +164,17 @@ class ReuseProbe:
     def _log_probabilities(self, kv: KV, depth: int) -> Tensor:
         """Return [prompts, following, vocabulary]."""
         said = []
-        with self._torch.inference_mode():
+        with torch.inference_mode():
             for prompt, ids in enumerate(self._ids):
                 cache = self._cache([(k[prompt, None], v[prompt, None]) for k, v in kv])
                 next_ids = ids[None, depth : depth + self.following]
                 logits = self.model(next_ids, past_key_values=cache).logits
                 said.append(logits.double().log_softmax(-1))
-        together: Tensor = self._torch.cat(said)
+        together: Tensor = torch.cat(said)
         return together
 
     def answers(self, kv: KV, depth: int, *, tail: int = 16, tokens: int = 32) -> Tensor:
         """Return greedy answers [prompts, tokens] behind ``kv`` and ``tail`` exact tokens."""
-        torch = self._torch
         answer = []
         with torch.inference_mode():
             cache = self._cache(kv)
@@ -191,16 +196,12 @@ class ReuseProbe:
         )
 
     def _cache(self, kv: KV) -> Any:
-        cache = require("transformers", "transformers").DynamicCache()
+        from transformers import DynamicCache  # noqa: PLC0415 - slow
+
+        cache: Any = DynamicCache()
         for layer, (keys, values) in enumerate(kv):
             cache.update(keys.clone(), values.clone(), layer)
         return cache
-
-    def altered(self, change: Callable[[int, Tensor], Tensor]) -> KV:
-        """Return the KV with every part replaced by ``change(part number, part)``."""
-        flat = [part for pair in self.kv for part in pair]
-        changed = [change(number, part) for number, part in enumerate(flat)]
-        return list(zip(changed[::2], changed[1::2], strict=True))
 
 
 def _there_and_back(codec: Codec, raw: bytes) -> bytearray:
@@ -209,3 +210,125 @@ def _there_and_back(codec: Codec, raw: bytes) -> bytearray:
     back = bytearray(len(raw))
     codec.decode(encoded[:size], memoryview(back), b"")
     return back
+
+
+# --- speed ---
+
+Span = tuple[float, float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """One codec on some blocks: raw bytes by encoded bytes, GB/s as (slowest, median, fastest)."""
+
+    codec: str
+    ratio: float
+    encode: Span
+    decode: Span
+
+
+def measure(
+    blocks: Sequence[bytes], codecs: Sequence[tuple[str, Codec | None]], rounds: int
+) -> list[Speed]:
+    """Time each codec once per round, in turn, after one round of warming up; None is a copy.
+
+    GB/s are raw bytes per second of the calling thread's processor time.
+    """
+    raws = [memoryview(bytearray(block)) for block in blocks]
+    total = sum(map(len, raws))
+    most = max(map(len, raws))
+    bounds = [codec.bound(most) for _, codec in codecs if codec is not None]
+    outs = [memoryview(bytearray(max([most, *bounds]))) for _ in raws]
+    backs = [memoryview(bytearray(len(raw))) for raw in raws]
+    took: list[tuple[list[float], list[float]]] = [([], []) for _ in codecs]
+    stored = [0] * len(codecs)
+    for turn in range(rounds + 1):
+        for which, (_, codec) in enumerate(codecs):
+            started = time.thread_time()
+            sizes = [_encode(codec, raw, out) for raw, out in zip(raws, outs, strict=True)]
+            between = time.thread_time()
+            for out, size, back in zip(outs, sizes, backs, strict=True):
+                if codec is None:
+                    back[:] = out[:size]
+                else:
+                    codec.decode(out[:size], back, b"")
+            ended = time.thread_time()
+            if turn:
+                took[which][0].append(between - started)
+                took[which][1].append(ended - between)
+            stored[which] = sum(sizes)
+            if codec is None or codec.exact:
+                assert all(back == raw for back, raw in zip(backs, raws, strict=True))
+    return [
+        Speed(name, total / size, _span(total, encoding), _span(total, decoding))
+        for (name, _), (encoding, decoding), size in zip(codecs, took, stored, strict=True)
+    ]
+
+
+def _encode(codec: Codec | None, raw: memoryview, out: memoryview) -> int:
+    if codec is not None:
+        return codec.encode(raw, out, b"")
+    out[: len(raw)] = raw
+    return len(raw)
+
+
+def _span(total: int, seconds: Sequence[float]) -> Span:
+    slowest, middle, fastest = max(seconds), statistics.median(seconds), min(seconds)
+    return total / slowest / 1e9, total / middle / 1e9, total / fastest / 1e9
+
+
+# --- bits by part ---
+#
+# Divergences of small errors add up, and each bit less makes the error of a part four times as
+# large. So parts are measured one at a time, and bits go where they lower the sum most.
+
+BITS = (2, 3, 4, 5, 6, 8)
+"""Bits that `int4` can give to a part."""
+
+
+def sensitivities(
+    probe: ReuseProbe, depth: int | None = None, bits: Sequence[int] = BITS
+) -> list[dict[int, float]]:
+    """Return the nats of each part's error alone, by the bits it is quantised to.
+
+    Cost: a forward pass of the probe for each part and number of bits.
+    """
+    depth = depth or probe.deepest
+    found: list[dict[int, float]] = [{} for _ in probe.shape.parts]
+    exact = [part[:, :, :depth] for pair in probe.kv for part in pair]
+    for each in bits:
+        lossy = probe.through(make_codec(f"int4:{each}", probe.shape), depth)
+        parts = [part for pair in lossy for part in pair]
+        for number, part in enumerate(parts):
+            mixed = [*exact[:number], part, *exact[number + 1 :]]
+            kv = list(zip(mixed[::2], mixed[1::2], strict=True))
+            found[number][each] = max(0.0, probe.nats_of(kv, depth))
+    return found
+
+
+def allocate(
+    nats: Sequence[Mapping[int, float]], sizes: Sequence[int], bits_a_number: float
+) -> str:
+    """Return the setting of `int4` with the least sum of ``nats`` within ``bits_a_number``.
+
+    ``nats`` has the divergence of each part by its bits, ``sizes`` the numbers of each part in a
+    token; ``bits_a_number`` is the mean over all numbers. Greedy: the bit that gains most for its
+    size comes next. Pure.
+    """
+    steps = [sorted(each) for each in nats]
+    chosen = [0] * len(nats)
+    left = bits_a_number * sum(sizes) - sum(
+        size * step[0] for size, step in zip(sizes, steps, strict=True)
+    )
+    while True:
+        best, to, gain = -1, 0, 0.0
+        for part, (step, at, size) in enumerate(zip(steps, chosen, sizes, strict=True)):
+            for more in range(at + 1, len(step)):
+                cost = (step[more] - step[at]) * size
+                worth = (nats[part][step[at]] - nats[part][step[more]]) / cost
+                if cost <= left and worth > gain:
+                    best, to, gain = part, more, worth
+        if best < 0:
+            return "".join(str(step[at]) for step, at in zip(steps, chosen, strict=True))
+        left -= (steps[best][to] - steps[best][chosen[best]]) * sizes[best]
+        chosen[best] = to
