@@ -235,7 +235,8 @@ def test_of_many_tokens_the_first_ones_count():
 )  # fmt: skip
 def test_each_api_begins_with_a_chat(path, body, messages):
     prompt, seen = read(json.dumps(body).encode(), path)
-    assert seen == ([] if messages is None else [{"messages": messages}])
+    more = {"add_special_tokens": True} if path == "/v1/responses" else {}
+    assert seen == ([] if messages is None else [{"messages": messages, **more}])
     assert (prompt.tokens is None) == (messages is None)
 
 

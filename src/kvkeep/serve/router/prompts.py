@@ -261,6 +261,8 @@ def _request(path: str, fields: _Body) -> bytes | None:
     for name in whole:
         if (value := getattr(fields, name)) not in _EMPTY:
             body[name] = value
+    if path == "/v1/responses":
+        body["add_special_tokens"] = True  # as vLLM 0.32 does for this API alone
     if path in {"/v1/messages", "/v1/responses"} and "tools" in body:
         body["tools"] = tools_of(_beginning(fields.tools))
     return msgspec.json.encode(body)
