@@ -181,7 +181,11 @@ def test_layers_of_several_shapes() -> None:
 
 def test_layers_that_change_fields() -> None:
     changed = {"per_layer_config": {"01": {"head_dim": 64}, "3": {"num_key_value_heads": 1}}}
-    even = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    even: dict[str, Any] = {
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     even |= {"model_type": "llama", "hidden_size": 128}
     geometry = KVGeometry.from_config({**even, "head_dim": 32, **changed})
     assert [(group.layers, group.shape) for group in geometry.groups] == [

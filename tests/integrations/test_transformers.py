@@ -356,7 +356,7 @@ def test_names_and_places_do_not_matter(tmp_path):
 
 
 def test_a_store_that_is_shared(model):
-    geometry = KVGeometry.from_config(model.config)
+    geometry = KVGeometry.from_config(model.config, dtype="float32")
     store = KVStore(
         geometry, model="llama", revision=revision_of(model), layout="HND", block_tokens=BLOCK
     )
@@ -374,7 +374,7 @@ def test_a_store_that_is_shared(model):
 
 @pytest.mark.parametrize("other", [{"num_hidden_layers": 2}, {"head_dim": 8}])
 def test_a_store_for_another_model_is_refused(model, other):
-    geometry = KVGeometry.from_config(build(**other).config)
+    geometry = KVGeometry.from_config(build(**other).config, dtype="float32")
     with (
         KVStore(geometry, model="other@1", layout="HND") as store,
         pytest.raises(InvalidValue, match="this model needs"),
@@ -384,7 +384,9 @@ def test_a_store_for_another_model_is_refused(model, other):
 
 def test_a_store_in_another_layout_is_refused(model):
     with (
-        KVStore(KVGeometry.from_config(model.config), model="m@1", layout="NHD") as store,
+        KVStore(
+            KVGeometry.from_config(model.config, dtype="float32"), model="m@1", layout="NHD"
+        ) as store,
         pytest.raises(InvalidValue, match="in layout HND"),
     ):
         KeptModel(model, store=store)
@@ -627,7 +629,7 @@ def test_a_model_that_is_as_it_was_goes_on():
 
 def test_a_store_of_another_model_of_the_same_shape_is_refused(model):
     """Named by hand, it is the first model's that it is given to."""
-    geometry = KVGeometry.from_config(model.config)
+    geometry = KVGeometry.from_config(model.config, dtype="float32")
     with KVStore(geometry, model="mine@1", layout="HND", block_tokens=BLOCK) as store:
         KeptModel(model, store=store)
         with pytest.raises(InvalidValue, match="'mine' holds KV of the model"):
@@ -641,7 +643,7 @@ def test_a_store_of_another_model_of_the_same_shape_is_refused(model):
 
 
 def test_a_store_made_of_the_model_is_the_one_that_kept_models_make(model, folder):
-    geometry = KVGeometry.from_config(model.config)
+    geometry = KVGeometry.from_config(model.config, dtype="float32")
     how = {"layout": "HND", "block_tokens": BLOCK, "tiers": folder}
     with KVStore(geometry, model=build(), **how) as store, KeptModel(model, store=store) as kept:
         assert kept.load(prompt(60)).tokens == 59
