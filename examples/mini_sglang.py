@@ -230,3 +230,20 @@ class PrefixCache:
         match = self._index.match(symbols, _ONE)
         assert match is not None, "the root is held"
         return match.without_partial()
+
+
+def main() -> None:
+    """Two prompts that begin alike: the second one finds the pages of the first."""
+    cache = PrefixCache("cpu", page_size=2)
+    cache.insert_prefix(torch.tensor([1, 2, 3, 4, 5]), torch.tensor([6, 7, 2, 3, 8]))
+    handle = cache.match_prefix(torch.tensor([1, 2, 3, 9])).cuda_handle
+    cache.lock_handle(handle)
+    print(
+        f"{handle.cached_len} tokens are cached, in slots {handle.get_matched_indices().tolist()}"
+    )
+    cache.lock_handle(handle, unlock=True)
+    print(f"evicted: slots {cache.evict(2).tolist()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -412,7 +412,6 @@ def test_what_clients_send_to_a_real_server_is_text_in_all_three(capsys):
             ["explain", url],
             ["explain", url, name],
             ["tree", url],
-            ["tree", url, "--search", "evil"],
         ):
             assert main(arguments) == 0
             out = capsys.readouterr().out
