@@ -88,7 +88,8 @@ class PromptLoads(PromptStore):
             IllegalStep: the store is closed.
         """
         began = self._timing.begin()
-        if not isinstance(form, str) or form not in ("tensor", "tuples"):
+        given: object = form
+        if not isinstance(given, str) or given not in ("tensor", "tuples"):
             raise InvalidValue(f"form is {told(form)}; it is 'tensor' or 'tuples'")
         _check_lists(sources, slower)
         prompt = self._requested(self._prompt(tokens, start, tenant, extra))
