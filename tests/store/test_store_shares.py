@@ -33,7 +33,7 @@ def store_in(place: Path, shares: dict[str, float] | None, **options: Any) -> KV
 
 
 def put(store: KVStore, tokens: list[int], tenant: str) -> None:
-    store.put(tokens, given(GQA, numbers(GQA, tokens)), tenant=tenant, wait=30)
+    store.put(tokens, given(GQA, numbers(GQA, tokens)), tenant=tenant, wait=True)
 
 
 def prompt(number: int, blocks: int) -> list[int]:

@@ -191,21 +191,27 @@ def whole(name: str, value: object, low: int | None = None, high: int | None = N
     return number
 
 
-def number(name: str, value: object, *, above: float | None = None, ends: bool = False) -> float:
-    """Return ``value`` as a float ``above`` a bound, or raise `InvalidValue` with ``name``.
+def number(
+    name: str,
+    value: object,
+    needed: str = "a number",
+    *,
+    above: float | None = None,
+    ends: bool = False,
+) -> float:
+    """Return ``value`` as a float, or raise `InvalidValue` with ``name`` and what is ``needed``.
 
-    With ``ends``, it is finite. Takes every real number. Refuses bools, text and NaN.
+    Takes every real number ``above`` a bound and, with ``ends``, finite. Refuses bools, text, NaN.
     """
     figure = math.nan
-    if isinstance(value, Real) and not isinstance(value, bool):
+    if not isinstance(value, bool) and isinstance(value, Real):
         try:
             figure = float(value)
         except OverflowError:  # an integer
-            figure = math.inf if value > 0 else -math.inf
+            figure = math.inf
     outside = above is not None and figure <= above
     if math.isnan(figure) or outside or (ends and math.isinf(figure)):
-        bound = ("" if above is None else f" above {above:g}") + " that is not infinite" * ends
-        raise InvalidValue(f"{name} is {told(value)}; a number{bound} is needed")
+        raise InvalidValue(f"{name} is {told(value)}; {needed} is needed")
     return figure
 
 

@@ -21,8 +21,7 @@ import numpy as np
 from kvkeep.core.cache.blocks import BlockNames, RunOfTokens, ends_of_blocks
 from kvkeep.core.cache.picture import hidden_nodes, shown_nodes
 from kvkeep.core.cache.views import CacheMap, NodeView
-from kvkeep.core.errors import InvalidValue, NotCached, check_type, whole
-from kvkeep.core.errors import number as seconds
+from kvkeep.core.errors import InvalidValue, NotCached, check_type, number, whole
 from kvkeep.core.keys import Namespace, as_namespace
 from kvkeep.core.prefix.results import PrefixMatch
 from kvkeep.core.prefix.walk import Survey
@@ -214,16 +213,16 @@ class Inspector:
             state=look.state,
         )
 
-    def pin(self, number: int, ttl: float | None) -> Pin:
+    def pin(self, node: int, ttl: float | None) -> Pin:
         """See `PagedCache.pin_node`."""
-        if whole("a node's id", number) < 0:
+        if whole("a node's id", node) < 0:
             raise InvalidValue("a namespace cannot be pinned; pin what is stored in it")
-        ttl = None if ttl is None else seconds("ttl, in seconds,", ttl, above=0)
-        top = self._find(number)
+        ttl = None if ttl is None else number("ttl", ttl, "some seconds", above=0)
+        top = self._find(node)
         core = self._core
         with core:
             core.pins.expire()
-            self._check(top, number)
+            self._check(top, node)
             hold, _ = core.index.hold(
                 PrefixMatch(top.pages, top, top.size), Namespace(), used=False
             )

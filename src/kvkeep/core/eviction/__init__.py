@@ -66,8 +66,9 @@ def policy(name: str | EvictionPolicy) -> EvictionPolicy:
     """Return a new policy of that name, or the given policy; `InvalidValue` lists the names."""
     if isinstance(name, EvictionPolicy):
         return name
-    if not isinstance(name, str) or name not in POLICIES:
-        near = did_you_mean(name, POLICIES) if isinstance(name, str) else ""
+    given: object = name
+    if not isinstance(given, str) or given not in POLICIES:
+        near = did_you_mean(given, POLICIES) if isinstance(given, str) else ""
         raise InvalidValue(
             f"no eviction policy {told(name)}; there are {', '.join(POLICIES)}{near}"
         )

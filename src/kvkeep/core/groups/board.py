@@ -9,7 +9,7 @@ import numpy as np
 
 from kvkeep.core.groups.checkpoint import Checkpoint, NodeCheckpoints
 from kvkeep.core.groups.journal import GroupJournal
-from kvkeep.core.groups.stored import StoredRows, live_pages
+from kvkeep.core.groups.stored import TreeRows, live_pages
 from kvkeep.core.groups.units import TreeUnits
 from kvkeep.core.prefix.listener import TreeListener
 from kvkeep.core.prefix.node import descend, path_pages
@@ -91,7 +91,7 @@ class GroupBoard(TreeListener):
         self.units = TreeUnits(pool)
         self.order = self.units.order
         self.loose = self.units.loose
-        self.stored_rows = StoredRows(layout, pool.num_pages)
+        self.stored_rows = TreeRows(layout, pool.num_pages)
         self._ends = np.zeros(pool.num_pages, np.bool_)  # base pages at whose end checkpoints are
         self._nodes = np.full(pool.num_pages, None, object)  # by base page
         self.counters = GroupCounters()

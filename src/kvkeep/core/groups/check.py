@@ -57,8 +57,8 @@ def check_groups(
         for pages in sequence.references():
             np.add.at(expected, pages, 1)
     counters = board.counters
-    rows = sum(int(np.count_nonzero(rows[:, 0] >= 0)) for rows in board.stored_rows.rows)
-    assert rows == counters.rows_stored - counters.rows_evicted, "rows are counted wrongly"
+    count = sum(int(np.count_nonzero(rows[:, 0] >= 0)) for rows in board.stored_rows.rows)
+    assert count == counters.rows_stored - counters.rows_evicted, "rows are counted wrongly"
     gone = counters.checkpoints_evicted + counters.checkpoints_replaced
     assert len(checkpoints) == counters.checkpoints_stored - gone, "a checkpoint was not counted"
     pages = np.concatenate([np.empty(0, np.int32), *stored])

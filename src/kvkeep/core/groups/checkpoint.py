@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from kvkeep.core.groups.stored import StoredRows
+    from kvkeep.core.groups.stored import TreeRows
     from kvkeep.core.pages.table import PageArray
     from kvkeep.core.prefix.node import Node
 
@@ -69,7 +69,7 @@ class NodeCheckpoints:
 
     __slots__ = ("_node", "_rows", "all")
 
-    def __init__(self, node: Node, rows: StoredRows) -> None:
+    def __init__(self, node: Node, rows: TreeRows) -> None:
         self._node = node
         self._rows = rows
         self.all: list[Checkpoint] = []

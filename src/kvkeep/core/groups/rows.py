@@ -141,7 +141,7 @@ class RowTables:
     def replace(self, position: int, take: Callable[[int], PageArray]) -> None:
         """Replace all rows by new ones: those that are attended to from ``position`` on.
 
-        The tokens in front of a window lack in the first row of it (`StoredRows`). Raises what
+        The tokens in front of a window lack in the first row of it (`TreeRows`). Raises what
         ``take`` raises, and changes nothing then.
         """
         layout, old = self._board.layout, list(self.live())

@@ -1,4 +1,4 @@
-"""`StoredRows`: the rows of windows by base page, and which of their tokens lack."""
+"""`TreeRows`: the rows of windows by base page, and which of their tokens lack."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     Rows = npt.NDArray[np.int32]
     Tokens = npt.NDArray[np.int64]
 
-__all__ = ["StoredRows", "live_pages", "no_rows"]
+__all__ = ["TreeRows", "live_pages", "no_rows"]
 
 
 def no_rows(pages: int, width: int) -> Rows:
@@ -31,7 +31,7 @@ def live_pages(rows: Rows) -> PageArray:
     return pages
 
 
-class StoredRows:
+class TreeRows:
     """The rows that the tree stores, by the base page of the same tokens.
 
     A base page keeps its id and its position on its path while it is stored, however runs are cut,

@@ -63,10 +63,13 @@ class MissRatioCurve:
         max_keys: int = 65_536,
         half_life: float | None = None,
     ) -> None:
-        sample = number("sample, a share of all blocks,", sample, above=0)
+        sample = number("sample", sample, "a share above 0, 1 at most,", above=0)
         if sample > 1:
             raise InvalidValue(f"sample is a share above 0, 1 at most; got {sample:g}")
-        if half_life is not None and number("half_life, in blocks,", half_life, ends=True) < 1:
+        if (
+            half_life is not None
+            and number("half_life", half_life, "a number of blocks, 1 or more,", ends=True) < 1
+        ):
             raise InvalidValue(f"half_life is a number of blocks, 1 or more; got {half_life:g}")
         max_keys = whole("max_keys", max_keys, 64, 1 << 40)
         if most_blocks is None:

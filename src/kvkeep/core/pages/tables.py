@@ -50,7 +50,7 @@ def page_tables(
     pad = whole("pad", pad, int(_INT32.min), int(_INT32.max))
     try:
         lengths = np.fromiter(map(len, tables), np.int32, len(tables))
-    except TypeError as error:
+    except Exception as error:  # a stranger's row
         raise InvalidValue(
             f"tables is {told(tables)}; rows of page ids are needed, as [sequence.pages]"
         ) from error
@@ -64,7 +64,7 @@ def page_tables(
     for row, table, length in zip(pages, tables, lengths.tolist(), strict=True):
         try:
             row[:length] = table
-        except (TypeError, ValueError, RuntimeError) as error:
+        except Exception as error:
             raise InvalidValue(
                 f"a row of tables is {told(table)}; page ids are needed, as sequence.pages"
             ) from error

@@ -28,7 +28,8 @@ INDICES: dict[str, type[RadixIndex | ChainIndex]] = {"radix": RadixIndex, "chain
 
 def index(name: str, page_size: int, policy: EvictionPolicy) -> PrefixIndex:
     """Return a new, empty index of that name; `InvalidValue` lists the names."""
-    if not isinstance(name, str) or name not in INDICES:
-        near = did_you_mean(name, INDICES) if isinstance(name, str) else ""
+    given: object = name
+    if not isinstance(given, str) or given not in INDICES:
+        near = did_you_mean(given, INDICES) if isinstance(given, str) else ""
         raise InvalidValue(f"no prefix index {told(name)}; there are {', '.join(INDICES)}{near}")
     return INDICES[name](page_size, policy)

@@ -240,7 +240,11 @@ class SlotCache:
         """
         prefix = self._checked(tokens).copy()
         space = as_namespace(namespace)
-        ttl = None if ttl is None else number("ttl, in seconds,", ttl, above=0, ends=True)
+        ttl = (
+            None
+            if ttl is None
+            else number("ttl", ttl, "a positive number of seconds, or None,", above=0, ends=True)
+        )
         hard = switch("hard", hard)
         table = self._table
         slot, _ = table.rows.longest(space, prefix, above=len(prefix) - 1, limit=len(prefix))

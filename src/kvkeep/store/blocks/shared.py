@@ -8,7 +8,7 @@ import threading
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from kvkeep.core.errors import IllegalStep, InvalidValue
+from kvkeep.core.errors import IllegalStep, InvalidValue, listed
 from kvkeep.store.backends import TierURL
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def places_of(tiers: Sequence[str | Backend]) -> tuple[_Place, ...]:
     """Wrap tiers so that they can be compared, and printed without secrets."""
     if isinstance(tiers, str):
         raise InvalidValue("tiers are a list of URLs, fastest first, and not one text")
-    return tuple(_Place(tier) for tier in tiers)
+    return tuple(_Place(tier) for tier in listed("tiers", tiers, "URLs or backends"))
 
 
 @dataclass(frozen=True, repr=False)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import threading
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from math import inf, isnan
-from numbers import Real
 from typing import TYPE_CHECKING
 
-from kvkeep.core.errors import BackendFailed, IllegalStep, InvalidValue
+from kvkeep.core.errors import BackendFailed, IllegalStep, number
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -44,13 +42,10 @@ def seconds_of(name: str, value: object, *, ends: bool = False) -> float:
     Raises:
         InvalidValue: ``value`` is no such number.
     """
-    number = float("nan")
-    if not isinstance(value, bool) and isinstance(value, Real):
-        number = float(value)
-    if isnan(number) or (ends and not 0 < number < inf):
-        kind = "a time above zero that ends" if ends else "a number"
-        raise InvalidValue(f"{name} is {value!r}; {kind}, in seconds, is needed")
-    return min(number, threading.TIMEOUT_MAX / 2)  # half: it is added to the clock
+    needed = "a time above zero that ends" if ends else "a number"
+    above = 0 if ends else None
+    seconds = number(name, value, f"{needed}, in seconds,", above=above, ends=ends)
+    return min(seconds, threading.TIMEOUT_MAX / 2)  # half: it is added to the clock
 
 
 @dataclass(frozen=True, slots=True)

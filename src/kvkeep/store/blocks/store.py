@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
 from kvkeep.core.cost import CostModel
-from kvkeep.core.errors import InvalidValue, whole
+from kvkeep.core.errors import InvalidValue, check_type, listed, number, told, whole
 from kvkeep.core.keys import KEY_BYTES, as_namespace, space_of
 from kvkeep.store.blocks.base import Store
 from kvkeep.store.blocks.placing import last_losses, tier_runs
@@ -25,7 +26,7 @@ from kvkeep.store.tiers import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from kvkeep.core.keys import NamespaceLike
     from kvkeep.store.backends import Backend
@@ -75,10 +76,8 @@ class BlockStore(Store):
         cost: CostModel | None = None,
         token_bytes: int = 0,
     ) -> None:
-        if policy is not None and not isinstance(policy, TieringPolicy):
-            raise InvalidValue(f"policy is {policy!r}; a TieringPolicy is needed, as Inclusive()")
-        if cost is not None and not isinstance(cost, CostModel):
-            raise InvalidValue(f"cost is {cost!r}; a kvkeep.core.cost.CostModel is needed")
+        check_type("policy", policy, TieringPolicy | None, "a TieringPolicy, as Inclusive(),")
+        check_type("cost", cost, CostModel | None, "a kvkeep.core.cost.CostModel")
         self.namespace = as_namespace(namespace)
         self._space = space_of(self.namespace)
         prompt_bytes = PROMPT_TOKENS * whole("token_bytes", token_bytes, 0)
@@ -133,7 +132,7 @@ class BlockStore(Store):
             InvalidValue: the numbers of keys and buffers differ, a key is not 32 bytes, or a buffer
                 is empty.
         """
-        views = _views(buffers, len(keys))
+        views = _views(buffers, _count("keys", keys))
 
         def fill(at: int, raw: memoryview) -> None:
             raw[:] = views[at]
@@ -156,6 +155,7 @@ class BlockStore(Store):
         began = self._timing.begin()
         blocks = self._blocks(keys)
         sizes = _sizes(sizes, len(blocks))
+        check_type("fill", fill, Callable, "a function that fills a block")
         if wait is not None:
             wait = seconds_of("wait", wait)
         with closed_is_illegal():
@@ -177,7 +177,7 @@ class BlockStore(Store):
         Raises:
             InvalidValue: as `put`; or a buffer is read-only.
         """
-        views = _views(buffers, len(keys))
+        views = _views(buffers, _count("keys", keys))
         if any(view.readonly for view in views):
             raise InvalidValue("a buffer to read into is read-only; a writable one is needed")
 
@@ -204,6 +204,8 @@ class BlockStore(Store):
         began = self._timing.begin()
         blocks = self._blocks(keys)
         sizes = _sizes(sizes, len(blocks))
+        check_type("sink", sink, Callable, "a function that takes a block")
+        check_type("cancelled", cancelled, Callable | None, "a function without arguments")
         if deadline is not None:
             deadline = seconds_of("deadline", deadline)
         names: list[str] | None = [] if began else None
@@ -254,8 +256,7 @@ class BlockStore(Store):
         count. Cost: about 0.15 µs a block.
         """
         self._tiered.check_open()
-        space = self._space
-        blocks = [space + key for key in keys]
+        blocks = self._named(keys)
         # Tiers that hide records, or are not read now, are checked block by block below.
         quick = [tier.catalogue for tier in self._tiered.tiers if tier.serves_all]
         catalogues = [self._tiered.memory.catalogue, *quick]
@@ -277,6 +278,7 @@ class BlockStore(Store):
 
         Cost: as `knows`, and up to a microsecond for each unknown key.
         """
+        keys = listed("keys", keys, "keys of 32 bytes")
         positions: list[int] = []
         at = self.knows(keys)
         while at < len(keys):
@@ -295,7 +297,7 @@ class BlockStore(Store):
         0.2 µs a block, and some µs for each block of a tier that is shared.
         """
         self._tiered.check_open()
-        return tier_runs(self._tiered, [self._space + key for key in keys])
+        return tier_runs(self._tiered, self._named(keys))
 
     def losses(self, keys: Sequence[bytes], *, since: float | None = None) -> list[Loss | None]:
         """Return why each of ``keys`` was lost last, or cannot be read now; None: nothing is known.
@@ -304,7 +306,8 @@ class BlockStore(Store):
         counts as such for the keys that it may hold. Queries no tier. Cost: some µs a key.
         """
         self._tiered.check_open()
-        return last_losses(self._tiered, [self._space + key for key in keys], since)
+        since = None if since is None else number("since, in Unix seconds,", since)
+        return last_losses(self._tiered, self._named(keys), since)
 
     def returns(self, block_tokens: int) -> BlockReturns:
         """Return what follows this store's conversations, in blocks of ``block_tokens`` tokens.
@@ -363,27 +366,43 @@ class BlockStore(Store):
         return self._tiered.bytes_of(self._space)
 
     def _blocks(self, keys: Sequence[bytes]) -> list[bytes]:
+        keys = keys if isinstance(keys, list | tuple) else listed("keys", keys, "block keys")
         for key in keys:
             if type(key) is not bytes or len(key) != KEY_BYTES:
-                raise InvalidValue(f"a block key is {KEY_BYTES} bytes, got {key!r}")
+                raise InvalidValue(f"a block key is {KEY_BYTES} bytes, got {told(key)}")
         return [self._space + key for key in keys]
+
+    def _named(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Return block ids as `_blocks` does, without looking at the length of each key."""
+        space = self._space
+        try:
+            return [space + key for key in keys]
+        except Exception as error:
+            raise InvalidValue(f"keys is {told(keys)}; block keys are needed") from error
 
     def __repr__(self) -> str:
         return f"<BlockStore over {self._places}>"
 
 
+def _count(name: str, values: Sequence[object]) -> int:
+    try:
+        return len(values)
+    except TypeError as error:
+        raise InvalidValue(f"{name} is {told(values)}; a list is needed") from error
+
+
 def _sizes(sizes: Sequence[int], count: int) -> list[int]:
-    if len(sizes) != count:
+    if _count("sizes", sizes) != count:
         raise InvalidValue(f"{len(sizes)} sizes are given for {count} keys")
     if set(map(type, sizes)) <= {int} and min(sizes, default=1) > 0:
         return list(sizes)
-    return [whole("the size of a block", size, 1) for size in sizes]
+    return [whole("the size of a block", size, 1) for size in listed("sizes", sizes, "numbers")]
 
 
 def _views(buffers: Sequence[memoryview | bytes], count: int) -> list[memoryview]:
-    if len(buffers) != count:
+    if _count("buffers", buffers) != count:
         raise InvalidValue(f"{len(buffers)} buffers are given for {count} keys")
-    return [_view(buffer) for buffer in buffers]
+    return [_view(buffer) for buffer in listed("buffers", buffers, "bytes of blocks")]
 
 
 def _view(buffer: memoryview | bytes) -> memoryview:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from kvkeep.core.errors import InvalidValue
+from kvkeep.core.errors import InvalidValue, told
 from kvkeep.store.identity.files import files_identity
 from kvkeep.store.identity.modules import lines_of
 
@@ -57,7 +57,7 @@ def model_identity(source: ModelLike, *, full: bool = False) -> str:
     if isinstance(source, str | os.PathLike):
         return _FILES + files_identity(Path(source), full=full)[:_DIGITS]
     raise InvalidValue(
-        f"a model is a torch.nn.Module or a path, got {type(source).__name__}: {source!r}"
+        f"a model is a torch.nn.Module or a path, got {type(source).__name__}: {told(source)}"
     )
 
 

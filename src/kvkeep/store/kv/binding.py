@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from kvkeep.core.errors import InvalidValue
+from kvkeep.core.errors import InvalidValue, told
 from kvkeep.store.identity import is_loaded
 
 __all__ = ["ModelBinding"]
@@ -25,8 +25,8 @@ class ModelBinding:
         """See `KVStore.bind`."""
         if not is_loaded(identity):
             raise InvalidValue(
-                f"the identity is {identity!r}; the kvkeep.store.model_identity of a loaded model "
-                "is needed"
+                f"the identity is {told(identity)}; the kvkeep.store.model_identity of a loaded "
+                "model is needed"
             )
         with self._lock:
             bound = self._identity = self._identity or identity

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import torch
 
-from kvkeep.core.errors import InvalidValue
+from kvkeep.core.errors import InvalidValue, told
 from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.codecs import BlockShape
 
@@ -33,9 +33,10 @@ touched.
 
 def check_layout(layout: str) -> None:
     """Raise `InvalidValue` if ``layout`` is no order of the tensors of KV."""
-    if layout not in ("NHD", "HND"):
+    given: object = layout
+    if not isinstance(given, str) or given not in ("NHD", "HND"):
         raise InvalidValue(
-            f"layout is {layout!r}; it is 'NHD' ([tokens, heads, dim]) or 'HND' "
+            f"layout is {told(layout)}; it is 'NHD' ([tokens, heads, dim]) or 'HND' "
             "([heads, tokens, dim])"
         )
 

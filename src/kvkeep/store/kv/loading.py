@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from kvkeep.core.errors import InvalidValue, UnsupportedModel, whole
+from kvkeep.core.errors import InvalidValue, UnsupportedModel, check_type, switch, told, whole
 from kvkeep.store.blocks.stats import closed_is_illegal
 from kvkeep.store.kv.forms import Form
 from kvkeep.store.kv.groups import SnapshotRecords
@@ -88,13 +88,15 @@ class PromptLoads(PromptStore):
             IllegalStep: the store is closed.
         """
         began = self._timing.begin()
-        if form not in ("tensor", "tuples"):
-            raise InvalidValue(f"form is {form!r}; it is 'tensor' or 'tuples'")
+        given: object = form
+        if not isinstance(given, str) or given not in ("tensor", "tuples"):
+            raise InvalidValue(f"form is {told(form)}; it is 'tensor' or 'tuples'")
+        _check_lists(sources, slower)
         prompt = self._requested(self._prompt(tokens, start, tenant, extra))
         loaded = self._transfers("get", "get_snapshot").get(
             self._tiered, prompt, out, tuples=form == "tuples", deadline=deadline,
             sources=bool(began) or sources is not None,
-            choose=self._choosing(prompt, len(prompt.row)) if pays else None,
+            choose=self._choosing(prompt, len(prompt.row)) if switch("pays", pays) else None,
         )  # fmt: skip
         if sources is not None:
             sources += loaded.tiers
@@ -196,7 +198,8 @@ class PromptLoads(PromptStore):
         transfers = self._kept_snapshots("get_snapshot")
         began = self._timing.begin()
         prompt = self._requested(self._prompt(tokens, start, tenant, extra))
-        choose = self._choosing(prompt, len(prompt.row)) if pays else None
+        choose = self._choosing(prompt, len(prompt.row)) if switch("pays", pays) else None
+        _check_lists(sources, slower)
         if limit is not None:
             limit = whole("limit", limit, start, len(prompt.row))
             prompt = prompt._replace(row=prompt.row[:limit])
@@ -237,3 +240,8 @@ class PromptLoads(PromptStore):
                 "KVStore(…, snapshots=True)"
             )
         return self._snapshots
+
+
+def _check_lists(sources: object, slower: object) -> None:
+    for name, value in (("sources", sources), ("slower", slower)):
+        check_type(name, value, list | None, "a list")

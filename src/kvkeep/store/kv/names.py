@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
-from kvkeep.core.errors import InvalidValue
+from kvkeep.core.errors import InvalidValue, check_type, told
 from kvkeep.core.extras import extra_bytes, extras_between
 from kvkeep.core.keys import Namespace, chain_keys, root_key, space_of
 from kvkeep.core.public import public_namespace
@@ -101,6 +101,7 @@ def _groups_of(geometry: KVGeometry) -> str:
 
 def _named(model: str | torch.nn.Module, revision: str) -> tuple[str, str]:
     """Return the name and the revision of the model."""
+    check_type("revision", revision, str, "text")
     if isinstance(model, torch.nn.Module):
         if revision:
             raise InvalidValue(
@@ -111,7 +112,7 @@ def _named(model: str | torch.nn.Module, revision: str) -> tuple[str, str]:
         return str(name), model_identity(model)
     if not isinstance(model, str):
         raise InvalidValue(
-            f"model is {model!r}; it is a torch.nn.Module, 'name@revision', or a directory"
+            f"model is {told(model)}; it is a torch.nn.Module, 'name@revision', or a directory"
         )
     # Check for a directory first: its path may contain an "@" that precedes no revision.
     if model and not revision and Path(model).is_dir():
@@ -271,8 +272,7 @@ class TenantNames:
         """
         if tenant is None:
             tenant = self._namespace.tenant
-        if not isinstance(tenant, str):
-            raise InvalidValue(f"tenant is {tenant!r}; text is needed")
+        check_type("tenant", tenant, str, "text")
         names = self._names.get(tenant)
         if names is None:
             if len(self._names) > _MOST_TENANTS:  # bounded: a server may take names from clients

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Required, TypedDict
 
 from kvkeep.core.cost import CostModel
-from kvkeep.core.errors import InvalidValue, whole
+from kvkeep.core.errors import InvalidValue, check_type, switch, told, whole
 from kvkeep.core.geometry import KVGeometry
 from kvkeep.store.blocks.shared import places_of
 from kvkeep.store.kv.forms import Form
@@ -94,26 +94,28 @@ class StoreConfig:
             UnsupportedModel: the layers of the geometry differ, and ``snapshots`` is False.
             InvalidValue: one of them is wrong.
         """
-        if not isinstance(geometry, KVGeometry):
-            raise InvalidValue(f"geometry is {geometry!r}; a KVGeometry is needed")
+        check_type("geometry", geometry, KVGeometry, "a KVGeometry")
+        if snapshots is not None:
+            snapshots = switch("snapshots", snapshots)
         if snapshots is False:
             geometry.needs_plain("KVStore(…, snapshots=False)")
         if snapshots is None:
             snapshots = not geometry.plain
-        if policy is not None and not isinstance(policy, TieringPolicy):
-            raise InvalidValue(f"policy is {policy!r}; a TieringPolicy is needed, as Inclusive()")
-        if cost is not None and not isinstance(cost, CostModel):
-            raise InvalidValue(f"cost is {cost!r}; a kvkeep.core.cost.CostModel is needed")
+        check_type("policy", policy, TieringPolicy | None, "a TieringPolicy, as Inclusive(),")
+        check_type("cost", cost, CostModel | None, "a kvkeep.core.cost.CostModel")
+        check_type("quotas", quotas, Mapping | None, "a limit by tenant, as {'a': '1GiB'},")
         if shares is not None:
             if not isinstance(shares, Mapping):
-                raise InvalidValue(f"shares are weights by tenant, as {{'a': 3}}; got {shares!r}")
+                raise InvalidValue(
+                    f"shares are weights by tenant, as {{'a': 3}}; got {told(shares)}"
+                )
             shares = dict(TenantWeights(shares).weights)
         block_tokens = whole("block_tokens", block_tokens, 1, 1 << 20)
         form = RecordForms(geometry, layout) if snapshots else Form(geometry, layout)
         namespace = store_namespace(
             geometry, layout, block_tokens,
             model=model, revision=revision, tenant=tenant, lora=lora, rank=rank,
-            snapshots=bool(snapshots),
+            snapshots=snapshots,
         )  # fmt: skip
         return cls(
             geometry,

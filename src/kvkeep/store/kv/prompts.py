@@ -7,7 +7,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvkeep.core.errors import IllegalStep, whole
+from kvkeep.core.errors import IllegalStep, check_type, listed, number, switch, whole
 from kvkeep.core.extras import as_extras
 from kvkeep.core.geometry import parse_bytes
 from kvkeep.core.public import PublicPrefixes
@@ -129,7 +129,9 @@ class PromptStore(Store):
         blocks of other writers that were never looked up here are missing. Cost: about 1 µs a
         block and tier.
         """
-        tiers = self.tiers
+        tiers, blocks = self.tiers, listed("blocks", blocks, "block ids")
+        for block in blocks:
+            check_type("a block id", block, bytes, "bytes")
         return [tuple(tiers[level] for level in levels) for levels in self._tiered.holders(blocks)]
 
     def why(
@@ -154,6 +156,7 @@ class PromptStore(Store):
         Raises:
             InvalidValue: tokens or ``start`` are wrong.
         """
+        since = None if since is None else number("since, in Unix seconds,", since)
         return self._kept.why(self._tiered, self._prompt(tokens, start, tenant, extra), since)
 
     def ended(
@@ -182,7 +185,8 @@ class PromptStore(Store):
         """
         self._tiered.check_open()
         row, _, names = given = self._prompt(tokens, 0, tenant, extra)
-        whole("prompt", prompt, 0, len(row))
+        prompt = whole("prompt", prompt, 0, len(row))
+        check_type("ended", ended, Ended, "an Ended(…)")
         returns, chain = self._tiered.returns, _chain(given)
         beside: list[bytes] = []
         if returns.waits is not None:
@@ -216,7 +220,9 @@ class PromptStore(Store):
             InvalidValue: ``answer`` is negative.
         """
         self._tiered.check_open()
-        whole("answer", answer, 0)
+        answer = whole("answer", answer, 0)
+        first = None if first is None else whole("first", first)
+        check_type("ended", ended, Ended | None, "an Ended(…)")
         conversations = self._tiered.returns.conversations
         return conversations.kept(self._names_of(tenant).space, answer, ended, first)
 
@@ -238,11 +244,11 @@ class PromptStore(Store):
         """
         self._tiered.check_open()
         row, start, names = self._prompt(tokens, start, tenant, extra)
-        if unread:
+        if switch("unread", unread):
             self._unread(names.full(row)[start // self.block_tokens :], len(row) - start)
             return
         blocks = names.full(row)[-(-start // self.block_tokens) :]
-        if answer:
+        if switch("answer", answer):
             self._tiered.losses.note(blocks, "", "refused", "answer")
         else:
             self._tiered.losses.note(blocks, self._tiered.memory.name, "dropped", "queue full")
@@ -373,6 +379,7 @@ class PromptStore(Store):
         spaces = Counter(self._tiered.memory.catalogue.spaces())
         for tier in self._tiered.tiers:
             spaces.update(tier.catalogue.spaces())
+        tenants = listed("tenants", tenants, "names of tenants")
         own = {tenant: spaces.pop(self._names_of(tenant).space, 0) for tenant in tenants}
         return own, sum(spaces.values())
 
@@ -395,7 +402,7 @@ class PromptStore(Store):
     ) -> PromptBlocks:
         """Check the arguments that name a prompt."""
         row = as_tokens(tokens)
-        whole("start", start, 0, len(row))
+        start = whole("start", start, 0, len(row))
         extras = () if extra is None else as_extras(extra, len(row))
         return PromptBlocks(row, start, self._names.of_prompt(tenant, row, extras))
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvkeep.core.errors import InvalidValue
+from kvkeep.core.errors import InvalidValue, check_type, whole
 from kvkeep.store.blocks.stats import Put, closed_is_illegal, runs_of, seconds_of
 from kvkeep.store.kv.finding import PositionFinder
 from kvkeep.store.kv.paying import LoadPiece
@@ -74,6 +75,10 @@ class SnapshotTransfers:
         if not isinstance(snapshot, Snapshot):
             raise InvalidValue(f"snapshot is {type(snapshot).__name__}; a Snapshot is needed")
         tokens, start = snapshot.tokens, snapshot.start
+        for name in ("tokens", "start"):
+            whole(f"Snapshot.{name}", getattr(snapshot, name))
+        for name in ("layers", "state"):
+            check_type(f"Snapshot.{name}", getattr(snapshot, name), Mapping, "a dictionary")
         if not 0 < tokens <= length or not 0 <= start <= tokens:
             raise InvalidValue(
                 f"the snapshot has tokens {start} … {tokens}; the prompt has {length}, and one "

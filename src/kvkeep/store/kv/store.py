@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Unpack
 
-from kvkeep.core.errors import whole
+from kvkeep.core.errors import check_type, switch, whole
 from kvkeep.core.returns import Ended
 from kvkeep.store.kv.loading import PromptLoads
 from kvkeep.store.kv.options import StoreConfig, StoreOptions
@@ -164,8 +164,9 @@ class KVStore(PromptLoads):
         """
         began = self._timing.begin()
         transfers = self._transfers("put", "put_snapshot")
+        wait, tail, replace = switch("wait", wait), switch("tail", tail), switch("replace", replace)
         if exact is not None:
-            whole("exact", exact, 0)
+            exact = whole("exact", exact, 0)
         prompt = self._prompt(tokens, start, tenant, extra)
         if not start:  # else parts of it were asked for, or put, before
             self._requested(prompt)
@@ -187,7 +188,7 @@ class KVStore(PromptLoads):
         Raises:
             InvalidValue: the model has no such layer, or ``tokens`` is negative.
         """
-        return window_start(self.geometry, layer, whole("tokens", tokens, 0))
+        return window_start(self.geometry, whole("layer", layer), whole("tokens", tokens, 0))
 
     def keep_until(
         self,
@@ -239,6 +240,7 @@ class KVStore(PromptLoads):
         began = self._timing.begin()
         prompt = self._prompt(tokens, 0, tenant, extra)
         transfers.check(snapshot, len(prompt.row))
+        wait, replace = switch("wait", wait), switch("replace", replace)
         if not snapshot.start:
             self._requested(prompt)
         prompt = prompt._replace(row=prompt.row[: snapshot.tokens])
@@ -251,7 +253,8 @@ class KVStore(PromptLoads):
         self, prompt: PromptBlocks, answer: int, ended: Ended, tenant: str | None
     ) -> int:
         tokens = len(prompt.row)
-        whole("answer", answer, 0, tokens)
+        answer = whole("answer", answer, 0, tokens)
+        check_type("ended", ended, Ended, "an Ended(…)")
         first = int(prompt.row[answer]) if answer < tokens else None
         worth = self.worth(tokens - answer, ended=ended, first=first, tenant=tenant)
         stop = max(prompt.start, answer + worth)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 import os
 import time
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvkeep.core.errors import BackendFailed, InvalidValue, did_you_mean, require
+from kvkeep.core.errors import BackendFailed, InvalidValue, did_you_mean, require, told
 from kvkeep.core.eviction import POLICIES
 from kvkeep.store.backends import Backend, TierURL
 from kvkeep.store.backends.memory import MemoryBackend
@@ -22,7 +23,7 @@ from kvkeep.store.tiers.tiering import Exclusive, Inclusive
 from kvkeep.store.tiers.valued import ValuedTiering
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from kvkeep.store.backends.shm import ShmBackend
     from kvkeep.store.codecs import Codec
@@ -134,8 +135,9 @@ def open_tiers(
         MissingExtra: xxhash, which computes the checksums of records, is not installed.
     """
     shape = shape or BlockShape()
-    if isinstance(tiers, str | Backend) or not tiers:
-        raise InvalidValue(f"tiers are a list of URLs, fastest first, got {tiers!r}")
+    given: object = tiers
+    if isinstance(given, str) or not isinstance(given, Sequence) or not given:
+        raise InvalidValue(f"tiers are a list of URLs, fastest first, got {told(tiers)}")
     _require_extras(tiers)
     _refuse_twice(tiers)
     opened: list[MemorySpec | TierSpec] = []
