@@ -14,6 +14,7 @@ from tiered import tiered
 from vllm import PoolingParams, SamplingParams
 from vllm.config import PoolerConfig
 from vllm.lora.request import LoRARequest
+from vllm.v1.request import Request
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -139,8 +140,8 @@ def test_poolers_over_whole_prompts_load_nothing(
         "pooler_config": PoolerConfig(pooling_type=pooling),
     }  # fmt: skip
 
-    def ask(one: Engine) -> tuple[list[float], int]:
-        asked = [{"prompt_token_ids": prompt(100)}]
+    def ask(one: Engine, seed: int = 0) -> tuple[list[float], int]:
+        asked = [{"prompt_token_ids": prompt(100, seed)}]
         (said,) = one.llm.encode(asked, PoolingParams(), pooling_task="embed", use_tqdm=False)
         return said.outputs.data.tolist(), said.num_cached_tokens or 0
 
@@ -151,24 +152,32 @@ def test_poolers_over_whole_prompts_load_nothing(
             said, found = ask(one)
             assert said == pytest.approx(right, abs=1e-4)
             assert found == (cached if at else 0)
-            for _ in range(4):  # vLLM offloads in later steps
-                one.core.step()
+            for other in (1, 2, 3):  # vLLM offloads in later steps
+                ask(one, seed=3 * at + other)
             one.forget_all()
 
 
 @both
-@pytest.mark.parametrize("params", [5, "x", [1], True], ids=repr)
 def test_parameters_that_are_no_object_are_ignored(
-    llama: str, tmp_path: Path, kept: Kept, params: object, caplog: pytest.LogCaptureFixture
+    llama: str, tmp_path: Path, kept: Kept, caplog: pytest.LogCaptureFixture
 ) -> None:
-    mine = [prompt(100, seed=10)]
+    """By the scheduler: vLLM's own front end, where it is in front, has no answer to them."""
+    mine, wrong = prompt(100, seed=10), (5, "x", [1], True)
     with kept(llama, f"file://{tmp_path}/kv?size=64MiB") as one:
-        cold = one.ask(mine)
+        cold = one.ask([mine])
         one.forget_all()
-        warm = one.ask(mine, extra_args={"kv_transfer_params": params})
-        same(cold, warm)
-        assert warm[0].cached == 96
-    assert f"they are {params!r}; an object is needed" in caplog.text
+        for params in wrong:
+            sampling = SamplingParams(
+                max_tokens=2, temperature=0.0, extra_args={"kv_transfer_params": params}
+            )
+            hasher = one.core.request_block_hasher
+            request = Request(f"has {params}", mine, sampling, None, block_hasher=hasher)
+            one.core.add_request(request)
+            while one.core.scheduler.has_unfinished_requests():
+                one.core.step_fn()
+            assert list(request.output_token_ids) == list(cold[0].tokens[:2])
+    for params in wrong:
+        assert f"they are {params!r}; an object is needed" in caplog.text
 
 
 @both

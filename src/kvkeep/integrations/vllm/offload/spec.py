@@ -47,6 +47,8 @@ class KVKeepSpec(TieringOffloadingSpec):
         notes: what all workers have told of their pages, in the scheduler; None: not known.
     """
 
+    _manager: OffloadingManager | None
+
     def __init__(self, config: OffloadingConfig) -> None:
         join_logs()
         require_tiers()
@@ -76,6 +78,7 @@ class KVKeepSpec(TieringOffloadingSpec):
             if layouts == {False} and self._direct is not None:
                 self.config = self._direct
             self._manager = KVKeepManager(super().get_manager(), self.engine)
+        assert self._manager is not None
         return self._manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
