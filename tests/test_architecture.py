@@ -480,7 +480,7 @@ LINES: dict[str, int] = {
     "serve.engine": 8600, "serve.http": 1150, "serve.kv_events": 1500, "serve.messages": 1100,
     "serve.models": 50, "serve.router": 4250, "serve.server": 8750, "store": 100,
     "store.backends": 8150, "store.blocks": 1400, "store.codecs": 2000, "store.identity": 1950,
-    "store.kv": 4200, "store.tiers": 11850, "testing": 1450,
+    "store.kv": 4250, "store.tiers": 11850, "testing": 1450,
 }  # fmt: skip
 
 
