@@ -6,7 +6,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["Breakpoint", "MessagesCall", "chat_body", "marked"]
+__all__ = ["Breakpoint", "MessagesCall", "marked"]
 
 # A character of the private use area: no template treats it as space or markup.
 _MARK = "\ue000"
@@ -35,8 +35,7 @@ class MessagesCall:
 
     ``messages``, ``tools`` and ``tool_choice`` are OpenAI's; arguments of tool calls are JSON
     texts. ``breakpoints`` are in the order of the prompt. ``continued``: the last message is the
-    beginning of the answer. ``last_is_breakpoint``: a breakpoint ends the last block of all.
-    ``max_tokens`` 0 asks for the prompt to be cached, without an answer.
+    beginning of the answer. ``max_tokens`` 0 asks for the prompt to be cached, without an answer.
     """
 
     model: str
@@ -44,7 +43,6 @@ class MessagesCall:
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
     tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool = True
     stop: tuple[str, ...] = ()
     temperature: float | None = None
     top_p: float | None = None
@@ -52,7 +50,6 @@ class MessagesCall:
     stream: bool = False
     breakpoints: tuple[Breakpoint, ...] = ()
     continued: bool = False
-    last_is_breakpoint: bool = False
 
 
 def marked(
@@ -87,35 +84,3 @@ def _one_more(arguments: str) -> str:
     """Return a JSON object with one more entry at its end."""
     inside = arguments.strip()[1:-1].rstrip()
     return "{" + inside + (", " if inside else "") + f'"{_MARK}": 1' + "}"
-
-
-def chat_body(call: MessagesCall) -> dict[str, Any]:
-    """Return the body of the same request to ``/v1/chat/completions``.
-
-    An answer that is to continue the last message uses vLLM's fields for that. A stream ends with
-    its usage.
-    """
-    body: dict[str, Any] = {
-        "model": call.model,
-        "messages": call.messages,
-        "max_tokens": max(1, call.max_tokens),
-        "stream": call.stream,
-    }
-    if call.stream:
-        body["stream_options"] = {"include_usage": True}
-    if call.tools:
-        body["tools"] = call.tools
-        if call.tool_choice is not None:
-            body["tool_choice"] = call.tool_choice
-        if not call.parallel_tool_calls:
-            body["parallel_tool_calls"] = False
-    if call.stop:
-        body["stop"] = list(call.stop)
-    for name in ("temperature", "top_p", "top_k"):
-        value = getattr(call, name)
-        if value is not None:
-            body[name] = value
-    if call.continued:
-        body["add_generation_prompt"] = False
-        body["continue_final_message"] = True
-    return body

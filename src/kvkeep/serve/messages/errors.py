@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["error_body", "error_event", "kind_of", "message_of"]
+__all__ = ["error_body", "error_event", "kind_of"]
 
 _KINDS = {
     400: "invalid_request_error",
@@ -19,7 +19,6 @@ _KINDS = {
     504: "timeout_error",
     529: "overloaded_error",
 }
-_LONGEST = 2000  # characters of a message that comes from elsewhere
 
 
 def kind_of(status: int) -> str:
@@ -37,19 +36,3 @@ def error_body(status: int, message: str, *, request_id: str | None = None) -> d
 def error_event(status: int, message: str) -> dict[str, Any]:
     """Return the event of an error in the middle of a stream."""
     return {"type": "error", "error": {"type": kind_of(status), "message": message}}
-
-
-def message_of(body: object) -> str:
-    """Return the message in the error of an OpenAI-compatible server; "" if there is none.
-
-    OpenAI's form is ``{"error": {"message": …}}``; older servers send ``{"message": …}``, others
-    ``{"detail": …}``.
-    """
-    if isinstance(body, dict):
-        error = body.get("error", body)
-        found = error
-        if isinstance(error, dict):
-            found = error.get("message") or error.get("detail")
-        if isinstance(found, str):
-            return found[:_LONGEST]
-    return ""

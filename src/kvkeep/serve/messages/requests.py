@@ -79,7 +79,7 @@ def read_call(body: object, *, more: frozenset[str] = frozenset()) -> MessagesCa
     _messages(body.get("messages"), turns)
     turns.mark_last(_ttl("cache_control", body.get("cache_control")))
     turns.check_breakpoints()
-    choice, parallel = _tool_choice(body.get("tool_choice"), tools)
+    choice = _tool_choice(body.get("tool_choice"), tools)
     messages = turns.joined()
     last = messages[-1]
     if last.get("tool_calls"):
@@ -93,7 +93,6 @@ def read_call(body: object, *, more: frozenset[str] = frozenset()) -> MessagesCa
         messages=messages,
         tools=tools,
         tool_choice=choice,
-        parallel_tool_calls=parallel,
         stop=_stops(body.get("stop_sequences")),
         temperature=number_at("temperature", body.get("temperature"), 0, 1),
         top_p=number_at("top_p", body.get("top_p"), 0, 1),
@@ -101,7 +100,6 @@ def read_call(body: object, *, more: frozenset[str] = frozenset()) -> MessagesCa
         stream=flag_at("stream", body.get("stream")),
         breakpoints=tuple(turns.breakpoints),
         continued=last["role"] == "assistant",
-        last_is_breakpoint=turns.last_is_breakpoint,
     )
 
 
@@ -171,17 +169,10 @@ class _Turns:
             self.breakpoints.append(Breakpoint(ttl_s, part, index, offset))
             self.places.append(place)
 
-    @property
-    def last_is_breakpoint(self) -> bool:
-        """Whether the last breakpoint ends the last block."""
-        if not self.breakpoints:
-            return False
-        last = self.breakpoints[-1]
-        return (last.part, last.index, last.offset) == self._end
-
     def mark_last(self, ttl_s: int | None) -> None:
         """Set the breakpoint that a request asks for at its end, unless the last block has one."""
-        if not self.last_is_breakpoint:
+        last = self.breakpoints[-1] if self.breakpoints else None
+        if last is None or (last.part, last.index, last.offset) != self._end:
             self.mark(ttl_s, "cache_control")
 
     def check_breakpoints(self) -> None:
@@ -324,31 +315,29 @@ def _add_text(place: str, block: dict[str, Any], role: str, turns: _Turns) -> No
     turns.mark(_ttl(f"{place}.cache_control", block.get("cache_control")), place)
 
 
-def _tool_choice(
-    value: object, tools: list[dict[str, Any]]
-) -> tuple[str | dict[str, Any] | None, bool]:
-    """Return OpenAI's tool_choice, and whether several calls at once are allowed."""
+def _tool_choice(value: object, tools: list[dict[str, Any]]) -> str | dict[str, Any] | None:
+    """Return OpenAI's tool_choice."""
     if value is None:
-        return None, True
+        return None
     fields = object_at("tool_choice", value)
     kind = fields.get("type")
-    one = flag_at("tool_choice.disable_parallel_tool_use", fields.get("disable_parallel_tool_use"))
+    flag_at("tool_choice.disable_parallel_tool_use", fields.get("disable_parallel_tool_use"))
     if kind == "none":
-        return "none", True
+        return "none"
     if kind not in {"auto", "any", "tool"}:
         raise InvalidValue(
             f"tool_choice.type: should be 'auto', 'any', 'tool' or 'none', got {told(kind)}"
         )
     if not tools and kind == "auto":
-        return None, True
+        return None
     if not tools:
         raise InvalidValue("tool_choice: needs tools; leave it out, or set it to auto or none")
     if kind != "tool":
-        return ("auto" if kind == "auto" else "required"), not one
+        return "auto" if kind == "auto" else "required"
     name = text_at("tool_choice.name", fields.get("name"))
     if name not in {tool["function"]["name"] for tool in tools}:
         raise InvalidValue(f"tool_choice.name: {told(name)} is none of the tools")
-    return {"type": "function", "function": {"name": name}}, not one
+    return {"type": "function", "function": {"name": name}}
 
 
 def _stops(value: object) -> tuple[str, ...]:
