@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from engines import Answer
+
 # --- logs -------------------------------------------------------------------------------------
 
 
@@ -75,7 +77,10 @@ def test_handlers_of_the_operators_own_stay(apart: logging.Logger, lines: Lines)
     assert (own.said, lines.said) == ([("WARNING", "one")], [])
 
 
-def test_one_line_says_what_is_kept_and_where(llama: str, tmp_path: Path, lines: Lines) -> None:
+def test_one_line_says_what_is_kept_and_where(
+    llama: str, cold: list[Answer], tmp_path: Path, lines: Lines
+) -> None:
+    del cold  # at its first start in a process vLLM sets its log up again
     logging.getLogger("vllm").setLevel(logging.INFO)
     tiers = ["memory://1MiB", f"file://{tmp_path}/kv?size=1MiB"]
     with engine(llama, tiers) as running:
