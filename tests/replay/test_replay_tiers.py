@@ -9,8 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeep.bench.replay import Workload
-from kvkeep.bench.replay.tiered import simulate_tiers
 from kvkeep.bench.replay.tiers import Level, TierSimulator
 from kvkeep.bench.traces import generate
 from kvkeep.core.errors import InvalidValue
@@ -243,18 +241,3 @@ def test_a_prompt_larger_than_memory_fills_it_and_no_more() -> None:
 def test_mistakes(wrong: Callable[[], Any], message: str) -> None:
     with pytest.raises(InvalidValue, match=message):
         wrong()
-
-
-def test_fetching_back_moves_hits_into_memory() -> None:
-    trace = generate("agents", seed=3, requests=400, unit_tokens=1024)
-    workload = Workload.read(trace)
-    by = {
-        back: simulate_tiers(workload, [80_000, 600_000], "inclusive", "returns", fetch_back=back)
-        for back in (False, True)
-    }
-    alone, fetched = (by[back].tiers for back in (False, True))
-    assert fetched[0]["hits"] > 1.02 * alone[0]["hits"]
-    assert fetched[1]["hits"] < alone[1]["hits"]
-    assert abs(by[True].hit_rate - by[False].hit_rate) < 0.01
-    assert 0 < fetched[0]["fetched_hits"] <= fetched[0]["fetched"]
-    assert alone[0]["fetched"] == fetched[1]["fetched"] == 0

@@ -18,8 +18,6 @@ loss_log.py      records why blocks were lost
 tier_returns.py  follows conversations, for policies that order by their returns:
                  conversations.py: which prompts are returns; chains.py: prompts by their blocks;
                  block_waits.py: which conversations wait at a block
-fetching.py      what to fetch back into memory before conversations return, and what to write down
-                 before it leaves, shared with the replay; fetch_back.py: moves it
 
 One tier:
 

@@ -100,7 +100,7 @@ class Demoter:
         self._levels.memory.counters.count(demotions=int(saved), demotions_dropped=int(not saved))
 
     def note_evicted(self, block: bytes) -> None:
-        """Record that memory deleted ``block`` at once: lost, unless it was written ahead."""
+        """Record that memory deleted ``block`` at once: lost, unless a tier has it."""
         move = self._planner.evict(block, 0)
         if isinstance(move, Drop):
             self._note_refused(move)

@@ -55,7 +55,6 @@ _HOMES = {
     "az": "objects.ObjectBackend",
 }
 _FRONT = ("memory", "shm")  # schemes that can be in front of all tiers
-_RETURNING = "returns"
 _GROUP = "kvkeep.backends"  # entry points by which other packages register scheme = class
 
 
@@ -249,7 +248,6 @@ class _AskedTier(NamedTuple):
     others: Callable[[int], Codec | None]
     options: TierOptions
     timeout: float | None = None
-    fetch_back: bool = False
 
     def require_budget(self, *, has: bool) -> None:
         """Raise `InvalidValue` for options of a tier with a budget, unless it ``has`` one."""
@@ -278,8 +276,12 @@ def _read(url: TierURL, shape: BlockShape, *, first: bool) -> _AskedTier:
     )
     if url.scheme in _FRONT and first and codec.number == 0:
         options = TierOptions(policy=POLICIES[policy], ttl=ttl)
-        asked = _AskedTier(url, True, policy, codec, others, options)
-        return asked._replace(fetch_back=_fetches_back(asked))
+        if url.scheme == "shm" and policy != "lru":
+            raise InvalidValue(
+                f"{url.safe}: policy={policy} is for memory of one process; from memory that "
+                "processes share, the block used least recently is evicted: leave policy= out"
+            )
+        return _AskedTier(url, True, policy, codec, others, options)
     options = TierOptions(
         policy=POLICIES[policy],
         ttl=ttl,
@@ -289,26 +291,6 @@ def _read(url: TierURL, shape: BlockShape, *, first: bool) -> _AskedTier:
         writers=url.number("writers", 2, 1, 64),
     )
     return _AskedTier(url, False, policy, codec, others, options, url.seconds("timeout"))
-
-
-def _fetches_back(asked: _AskedTier) -> bool:
-    """Take ``fetch_back`` out of the URL of memory; check what goes with it."""
-    url, returning = asked.url, asked.policy == _RETURNING
-    if url.scheme == "shm":
-        if asked.policy != "lru":
-            raise InvalidValue(
-                f"{url.safe}: policy={asked.policy} is for memory of one process; from memory that "
-                "processes share, the block used least recently is evicted: leave policy= out"
-            )
-        return False
-    if url.choice("fetch_back", ("yes", "no"), "yes" if returning else "no") == "no":
-        return False
-    if not returning:
-        raise InvalidValue(
-            f"{url.safe}: fetch_back=yes is for memory with policy={_RETURNING}, which knows when "
-            "conversations return"
-        )
-    return True
 
 
 def _open_below(asked: _AskedTier) -> TierSpec:
@@ -340,7 +322,7 @@ def _open_front(asked: _AskedTier) -> MemorySpec:
         raise
     front: MemoryBackend | ShmBackend = backend  # type: ignore[assignment]
     policy, ttl = asked.options.policy, asked.options.ttl
-    return MemorySpec(front, policy, ttl=ttl, name=url.scheme, fetch_back=asked.fetch_back)
+    return MemorySpec(front, policy, ttl=ttl, name=url.scheme)
 
 
 def _claim(backend: Backend, *, raw: bool) -> None:
