@@ -165,7 +165,7 @@ def test_tiers(short, capsys):
     words = ["--capacity", "5k+10k", "--policy", "lru", "--jobs", "1", "--json"]
     assert main(["replay", short, *words]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [one["policy"] for one in found] == ["lru/inclusive", "lru/exclusive", "lru/adaptive"]
+    assert [one["policy"] for one in found] == ["lru/inclusive", "lru/exclusive"]
     for one in found:
         assert one["capacity_tokens"] == 15_000
         assert [tier["capacity_tokens"] for tier in one["tiers"]] == [5_000, 10_000]

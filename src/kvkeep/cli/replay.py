@@ -79,7 +79,7 @@ def _add_replaying(group: argparse._ArgumentGroup) -> None:
         group,
         "--tiering LIST",
         f"tiering policies to try if there are tiers, of {', '.join(TIERINGS)}",
-        default="inclusive,exclusive,adaptive",
+        default="inclusive,exclusive",
     )
     add_option(
         group,

@@ -110,7 +110,7 @@ def simulate_tiers(
     gone = [0] * len(levels)
     simulator = TierSimulator(
         levels,
-        tiering_policy(tiering, lambda: watch.now),
+        tiering_policy(tiering),
         clock=lambda: watch.now,
         shares=None if shares is None else _weights(workload, shares),
         lost=lost,

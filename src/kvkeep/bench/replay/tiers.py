@@ -78,7 +78,7 @@ class TierSimulator(ReadMoves, StoreMoves):
 
     Arguments:
         levels: memory first.
-        policy: the tiering policy. One that keeps state belongs to this simulator.
+        policy: the tiering policy.
         clock: returns seconds.
         ahead: demote from memory before its room is needed.
         shares: weights by which tenants share each level; None: they do not.
@@ -105,13 +105,8 @@ class TierSimulator(ReadMoves, StoreMoves):
         self._new = False  # whether no block of the prompt that is put was stored before
         self._levels = [_SimulatedLevel(level, clock, shares) for level in levels]
         self.returns = TierReturns([one.catalogue for one in self._levels], clock)
-        policy.attend(self._price_of)
         self._below = range(1, len(levels))
         super().__init__(Planner(policy, len(levels) - 1), self._levels[0].catalogue)
-
-    def _price_of(self, level: int) -> float:
-        bucket = self._levels[level].bucket if level < len(self._levels) else None
-        return 0.0 if bucket is None else bucket.price()
 
     def request(self, blocks: Sequence[bytes]) -> list[int]:
         """Read the stored beginning of a prompt, and store the rest; returns as `find`."""
@@ -256,8 +251,6 @@ class TierSimulator(ReadMoves, StoreMoves):
             move = self.planner.evict(block, level)
             if isinstance(move, Drop):
                 dropped.append(block)
-                if move.refused is not None and move.why == "write budget":
-                    self._levels[move.refused].over_budget += 1
             elif block not in self._levels[move.target].catalogue:
                 down.setdefault(move.target, []).append(block)
         for target, blocks in down.items():

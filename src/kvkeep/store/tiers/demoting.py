@@ -75,7 +75,7 @@ class Demoter:
         for item in levels.memory.backend.list():
             if item.block not in levels.memory:  # it expired
                 continue
-            move = self._planner.save(item.block)
+            move = self._planner.evict(item.block, 0)
             tier = None if isinstance(move, Drop) else self.target(item.block, move)
             if tier is not None:
                 self._queue.write(tier, item.block, left_until(until), saved.append)
@@ -118,9 +118,7 @@ class Demoter:
         if move.refused is not None:
             tier = self._levels.tier(move.refused)
             if not tier.knows(move.block):
-                self._levels.losses.note([move.block], tier.name, "refused", move.why)
-                if move.why == "write budget":
-                    tier.counters.count(over_budget=1)
+                self._levels.losses.note([move.block], tier.name, "refused", "admission")
 
     def from_tier(self, source: Tier, block: bytes) -> None:
         """Copy ``block``, which tier ``source`` is about to delete, to a lower tier.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import time
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from importlib.metadata import entry_points
@@ -15,12 +14,10 @@ from kvkeep.core.eviction import POLICIES
 from kvkeep.store.backends import Backend, TierURL
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.codecs import BlockShape, codec_of, load_key, make_codec
-from kvkeep.store.tiers.adaptive import AdaptiveTiering
 from kvkeep.store.tiers.buffer import buffer_bytes
 from kvkeep.store.tiers.memory import MemorySpec
 from kvkeep.store.tiers.tier import TierOptions, TierSpec
 from kvkeep.store.tiers.tiering import Exclusive, Inclusive
-from kvkeep.store.tiers.valued import ValuedTiering
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +36,7 @@ TIER_OPTIONS = (
 )  # fmt: skip
 """Options that every tier has; the others are its backend's."""
 
-TIERINGS = ("inclusive", "inclusive:2", "exclusive", "exclusive:2", "adaptive", "valued")
+TIERINGS = ("inclusive", "inclusive:2", "exclusive", "exclusive:2")
 """Names of tiering policies; any number of touches above 0 may follow the colon."""
 
 _HOMES = {
@@ -93,17 +90,13 @@ def _kind_of(url: TierURL) -> Any:
     return kind
 
 
-def tiering(name: str, clock: Callable[[], float] = time.monotonic) -> TieringPolicy:
-    """Return a new tiering policy by its name, see `TIERINGS`; ``clock`` returns seconds.
+def tiering(name: str) -> TieringPolicy:
+    """Return a new tiering policy by its name, see `TIERINGS`.
 
     Raises:
         InvalidValue: the name is unknown.
     """
     kind, colon, after = name.partition(":")
-    if name == "adaptive":
-        return AdaptiveTiering()
-    if name == "valued":
-        return ValuedTiering(clock)
     if kind in ("inclusive", "exclusive") and (not colon or after.isdecimal()):
         touches = int(after) if colon else 1
         if touches:
