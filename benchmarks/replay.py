@@ -85,7 +85,7 @@ def pools(work: Workload, policies: tuple[str, ...], sizes: tuple[int, ...]) -> 
 def tiers(work: Workload, sizes: tuple[tuple[int, int], ...]) -> list[Rate]:
     """Replay memory and a tier below, with each tiering policy."""
     unit, rates = work.unit_tokens, []
-    for tiering in ("inclusive", "inclusive:2", "exclusive", "exclusive:2", "adaptive"):
+    for tiering in ("inclusive", "inclusive:2", "exclusive", "exclusive:2"):
         for first, below in sizes:
             run = ReplayRun("lru", first * unit, below=(below * unit,), tiering=tiering)
             outcome = run.on(work)

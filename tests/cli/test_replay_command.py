@@ -165,7 +165,7 @@ def test_tiers(short, capsys):
     words = ["--capacity", "5k+10k", "--policy", "lru", "--jobs", "1", "--json"]
     assert main(["replay", short, *words]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [one["policy"] for one in found] == ["lru/inclusive", "lru/exclusive", "lru/adaptive"]
+    assert [one["policy"] for one in found] == ["lru/inclusive", "lru/exclusive"]
     for one in found:
         assert one["capacity_tokens"] == 15_000
         assert [tier["capacity_tokens"] for tier in one["tiers"]] == [5_000, 10_000]
@@ -180,22 +180,17 @@ def test_where_blocks_come_from(tmp_path, capsys):
     write_trace(generate("agents", seed=3, requests=120, unit_tokens=1024), path)
     words = ["replay", str(path), "--capacity", "20k+300k", "--policy", "returns", "--jobs", "1"]
     words += ["--tiering", "inclusive", "--no-bounds"]
-    for more in ([], ["--no-fetch-back"]):
-        assert main([*words, *more, "--json"]) == 0
-        one = json.loads(capsys.readouterr().out)
-        memory, disk = one["tiers"]
-        assert bool(memory["fetched"]) != bool(more)
-        assert main([*words, *more]) == 0
-        row, _ = [
-            line
-            for line in capsys.readouterr().out.splitlines()
-            if line.strip().startswith("returns/inclusive, 320")
-        ]
-        cells = [memory["hits"] / one["blocks"], disk["hits"] / one["blocks"]]
-        if not more:
-            cells += [memory["fetched"] / one["blocks"]]
-            cells += [memory["fetched_hits"] / memory["fetched"]]
-        assert re.findall(r"[\d.]+ %", row) == [f"{100 * cell:.1f} %" for cell in cells]
+    assert main([*words, "--json"]) == 0
+    one = json.loads(capsys.readouterr().out)
+    memory, disk = one["tiers"]
+    assert main(words) == 0
+    row, _ = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.strip().startswith("returns/inclusive, 320")
+    ]
+    cells = [memory["hits"] / one["blocks"], disk["hits"] / one["blocks"]]
+    assert re.findall(r"[\d.]+ %", row) == [f"{100 * cell:.1f} %" for cell in cells]
 
 
 def test_shares_of_tenants(tmp_path, capsys):

@@ -24,7 +24,7 @@ from kvkeep.store.tiers.record_codec import NotForUs, RecordCodec
 
 SHAPE = KVGeometry(2, 2, 32, "bfloat16")
 BLOCK = 4
-TIERINGS = ("inclusive", "inclusive:2", "exclusive", "exclusive:2", "adaptive", "valued")
+TIERINGS = ("inclusive", "inclusive:2", "exclusive", "exclusive:2")
 MEMORY = "memory://1MiB"
 PROMPT = range(24)
 

@@ -262,7 +262,7 @@ def test_backends_of_the_callers_own_are_taken_beside_urls(place: str, tmp_path:
 
 
 RIGHT = [
-    ["memory://64KiB?policy=returns&fetch_back=no", "file:///no/place?size=1MiB&sync=always"],
+    ["memory://64KiB?policy=returns", "file:///no/place?size=1MiB&sync=always"],
     ["memory://64KiB", "memory://1MiB?codec=lossless&timeout=1s"],
     ["shm://1MiB?dir=/no/place&name=a", "file:///no/place?size=1GiB&policy=slru&ttl=1h"],
     ["valkey://nowhere:1?expire=7d", "s3://bucket/x?size=1GiB&policy=lfu&region=here"],
@@ -282,7 +282,6 @@ def test_what_is_right_is_checked_and_not_opened(tiers: list[str]) -> None:
         (["shm://1MiB?name=a/b"], ("'a/b'",)),
         (["shm://1MiB?policy=slru"], ("policy=slru", "leave policy= out")),
         (["memory://1MiB", "valkey://host?policy=slru"], ("has no size=",)),
-        (["memory://1MiB?fetch_back=yes"], ("fetch_back=yes", "policy=returns")),
         (["s3://bucket?colour=red"], ("no option colour",)),
         (["valkeys://host?ca=/no/such/file"], ("/no/such/file",)),
     ],
@@ -299,9 +298,10 @@ def test_what_is_wrong_is_the_same_whether_checked_or_opened(
 
 
 def test_memory_is_in_front_of_others_or_is_not() -> None:
-    check_tiers(["memory://64KiB?policy=returns&fetch_back=yes"])
-    with pytest.raises(InvalidValue, match="no option fetch_back"):
-        check_tiers(["memory://64KiB?policy=returns&fetch_back=yes"], in_front=False)
+    check_tiers(["memory://64KiB?policy=returns"])
+    check_tiers(["memory://64KiB?policy=returns&readers=1"], in_front=False)
+    with pytest.raises(InvalidValue, match="no option readers"):
+        check_tiers(["memory://64KiB?policy=returns&readers=1"])
 
 
 # --- schemes of other packages ---------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 from tier_bench import PAGE, Bench, above, get, name, put, settle, there, until
 
 from kvkeep.core.errors import InvalidValue
-from kvkeep.store.tiers import Exclusive, Inclusive
+from kvkeep.store.tiers import TIERINGS, Exclusive, Inclusive, tiering
 from kvkeep.store.tiers.planner import (
     Copy,
     Demote,
@@ -77,6 +77,22 @@ def test_exclusive_decides(after: int) -> None:
 def test_a_wrong_admit_after_is_refused(policy: Any, after: Any) -> None:
     with pytest.raises(InvalidValue, match=r"admit_after is .*at least 1"):
         policy(after)
+
+
+def test_tierings_have_names() -> None:
+    assert [repr(tiering(one)) for one in TIERINGS] == [
+        "Inclusive(admit_after=1)",
+        "Inclusive(admit_after=2)",
+        "Exclusive(admit_after=1)",
+        "Exclusive(admit_after=2)",
+    ]
+    assert repr(tiering("inclusive:7")) == "Inclusive(admit_after=7)"
+
+
+@pytest.mark.parametrize("wrong", ["", "best", "exclusive:-1", "inclusive:", "inclusive:0", "x:1"])
+def test_other_names_are_refused(wrong: str) -> None:
+    with pytest.raises(InvalidValue, match=r"no tiering .*there are inclusive, .*exclusive:2"):
+        tiering(wrong)
 
 
 def test_touches_are_counted_for_those_touched_last() -> None:

@@ -9,6 +9,7 @@ import pytest
 from tier_bench import PAGE, RAW, Bench, above, get, name, put, settle, there
 
 from faults import FaultyBackend
+from kvkeep.store.backends import WriteBudget
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.tiers import Exclusive, Inclusive, MemorySpec
 
@@ -416,3 +417,34 @@ def test_a_tier_that_never_takes_what_is_put_did_not_refuse_it(bench: Bench) -> 
     put(later, range(4), wait=20)
     later.memory.remove([name(number) for number in range(4)])
     assert {fate.detail for fate in later.losses_of([name(0)]) if fate} == {"admission"}
+
+
+# --- write budgets ---------------------------------------------------------------------------
+
+
+def test_what_a_budget_does_not_allow_is_counted_and_explained(bench: Bench) -> None:
+    budget = WriteBudget(12 * 5 * PAGE, 86_400)
+    store = bench.store(32, bench.spec(bench.disk(), writes=budget), policy=Inclusive())
+    put(store, range(8), wait=5)
+    tier = store.stats()[1]
+    assert tier.budget is not None
+    assert tier.budget["bytes"] == budget.amount
+    assert tier.budget["written"] == 5 * PAGE
+    assert tier.budget["left"] < PAGE
+    counters = tier.counters
+    assert (counters["writes"], counters["over_budget"], counters["drops"]) == (5, 3, 3)
+    put(store, range(100, 132))
+    losses = store.losses_of([name(number) for number in range(8)])
+    whys = [loss and (loss.what, loss.detail) for loss in losses]
+    assert whys.count(("dropped", "write budget")) >= 3
+
+
+def test_a_block_is_charged_once_however_often_room_is_made_for_it(bench: Bench) -> None:
+    budget = WriteBudget(12 * 100 * PAGE, 86_400)
+    store = bench.store(32, bench.spec(bench.memory(8), writes=budget), policy=Inclusive())
+    for number in range(24):
+        put(store, [number], wait=5)
+    tier = store.stats()[1]
+    assert tier.budget is not None
+    assert tier.counters["evictions"] >= 12
+    assert tier.budget["written"] == tier.counters["written_bytes"]

@@ -165,11 +165,6 @@ class Bench:
         for place in self._places:
             place.heal()
         for store in self._stores:
-            back = store._reader.fetch_back
-            if back is not None:  # its rounds end before we look at what is left
-                back.close()
-                assert back.join(10)
-                assert back.idle
             if not store._closed:
                 settle(store)
                 checked(store)

@@ -79,19 +79,13 @@ def _add_replaying(group: argparse._ArgumentGroup) -> None:
         group,
         "--tiering LIST",
         f"tiering policies to try if there are tiers, of {', '.join(TIERINGS)}",
-        default="inclusive,exclusive,adaptive",
+        default="inclusive,exclusive",
     )
     add_option(
         group,
         "--writes LIST",
         "with tiers: write budgets of those below memory, in tokens, or with --model in bytes, a "
         "day or an hour: 500M/day, or 2TB/day (default: any amount)",
-    )
-    add_switch(
-        group,
-        "--no-fetch-back",
-        "with tiers: read blocks back into memory only when they are asked for, not before their "
-        "conversations return, as the policy returns does",
     )
     add_option(
         group,
@@ -218,7 +212,7 @@ def _planned_runs(
                 continue
             run = replace(
                 run, page_tokens=args.page, prefix=args.prefix, cost=cost, users=args.users,
-                closed_loop=args.closed_loop, groups=groups, fetch_back=not args.no_fetch_back,
+                closed_loop=args.closed_loop, groups=groups,
             )  # fmt: skip
             some = [run]
             if below:
@@ -368,14 +362,14 @@ def _print_groups(outcomes: Sequence[Outcome]) -> None:
 
 
 def _print_tiers(outcomes: Sequence[Outcome]) -> None:
-    """Print where reused blocks were, and what was fetched back; nothing without tiers."""
+    """Print where reused blocks were, and what was written; nothing without tiers."""
     if not outcomes:
         return
     rows, written = [], []
     for one in outcomes:
         memory, *below = one.tiers
         name = f"{one.policy}, {amount(one.capacity_tokens)}"
-        hits, fetched, blocks = memory["hits"], memory["fetched"], max(1, one.blocks)
+        hits, blocks = memory["hits"], max(1, one.blocks)
         writes, over = (sum(tier[what] for tier in below) for what in ("writes", "over_budget"))
         written.append(
             [
@@ -389,11 +383,9 @@ def _print_tiers(outcomes: Sequence[Outcome]) -> None:
                 name,
                 part(hits / blocks),
                 part(sum(tier["hits"] for tier in below) / blocks),
-                part(fetched / blocks) if fetched else "",
-                part(memory["fetched_hits"] / fetched) if fetched else "",
             ]
         )
-    print_table(["blocks reused from", "memory", "tiers", "fetched back", "of these read"], rows)
+    print_table(["blocks reused from", "memory", "tiers"], rows)
     print_table(["written to tiers", "a day", "not written: over budget"], written)
 
 

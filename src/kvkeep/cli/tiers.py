@@ -51,8 +51,8 @@ def add_store_arguments(parser: argparse.ArgumentParser, *, default: str) -> Non
     add_option(
         store,
         "--tiering NAME",
-        "which blocks move between tiers: inclusive, exclusive, adaptive, or valued, which writes "
-        "what pays; inclusive:2 or exclusive:2 move only blocks used twice",
+        "which blocks move between tiers: inclusive or exclusive; inclusive:2 or exclusive:2 "
+        "move only blocks used twice",
         default="inclusive",
     )
     add_option(

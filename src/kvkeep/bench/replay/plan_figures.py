@@ -33,7 +33,7 @@ FLEXIBLE = "adaptive"
 WORTH = 0.01
 """The least improvement that justifies a change, as a share of all prompt tokens."""
 
-_THRIFTY = "valued"
+_THRIFTY = "inclusive:2"
 _SAVES_WRITES = 0.8  # a tiering that writes less than this share of another's is worth a change
 
 
@@ -140,7 +140,7 @@ class PlanFigures:
         )
 
     def _pair(self, most: float) -> tuple[str, str]:
-        """Return the best policy and tiering; prefer the usual and adaptive ones if as good.
+        """Return the best policy and tiering; prefer `USUAL`, then `FLEXIBLE`, if as good.
 
         A tiering that finds as much and writes much less is better still.
         """
@@ -149,7 +149,6 @@ class PlanFigures:
             found = [name for one, name in good if one == policy]
             if found:
                 best = max(found, key=lambda name: self.tiers[policy, name])
-                best = FLEXIBLE if FLEXIBLE in found else best
                 if _THRIFTY in found and self._written(policy, _THRIFTY) < (
                     _SAVES_WRITES * self._written(policy, best)
                 ):

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Advice", "PlannedMemory"]
 
-_TIERINGS = ("inclusive", "exclusive", "adaptive")
-_THRIFTY = "valued"
+_TIERINGS = ("inclusive", "exclusive")
+_THRIFTY = "inclusive:2"
 _TIMES = (0.25, 0.5, 1.0, 2.0, 4.0)
 _NEVER = TransferCost(seconds_per_byte=1e12)  # nothing is loaded from a tier that slow
 
@@ -83,7 +83,7 @@ class PlannedMemory:
                 for size in sizes
                 if size >= least
                 for policy in (USUAL, FLEXIBLE)
-                for name in ("inclusive", FLEXIBLE)
+                for name in _TIERINGS
             ]
         found.append(ReplayRun(BELADY, self.memory_tokens, below=(self.disk_tokens,)))
         if self.cost is not None:

@@ -40,7 +40,7 @@ BOUNDS = (BELADY, INFINITE)
 
 _CURVE_OF = "lru"
 _SAMPLED_BLOCKS = 0.1  # share of the blocks that the what-if curve samples
-_VERSION = 10  # of replays: outcomes in a log of another version are not reused
+_VERSION = 11  # of replays: outcomes in a log of another version are not reused
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +49,13 @@ class ReplayRun:
 
     A policy is one of `kvkeep.core.eviction.POLICIES`, with or without ``+sessions``. ``below`` are
     the tokens of tiers below the first one of ``capacity_tokens``, and ``tiering`` the policy that
-    moves blocks between them (`kvkeep.store.tiers.tiering`); ``fetch_back`` is that of
-    `simulate_tiers`. With ``cost`` computing takes time, and ``users`` may send requests in turn,
-    or sessions wait for their answers in a ``closed_loop`` (`simulate_loop`); tiers, the first
-    included, then take time to read, by ``reads`` and ``loading`` (`simulate_tiers`). ``writes``
-    are write budgets of the tiers, in tokens. ``groups`` are those of a model with windows or
-    states, with pages of their size. With ``shares``, pairs of a tenant and its weight, tenants
-    share the memory and the tiers, and are compared with each alone (`simulate_shares`,
-    `simulate_tier_shares`). Raises `InvalidValue` for invalid values.
+    moves blocks between them (`kvkeep.store.tiers.tiering`). With ``cost`` computing takes time,
+    and ``users`` may send requests in turn, or sessions wait for their answers in a ``closed_loop``
+    (`simulate_loop`); tiers, the first included, then take time to read, by ``reads`` and
+    ``loading`` (`simulate_tiers`). ``writes`` are write budgets of the tiers, in tokens. ``groups``
+    are those of a model with windows or states, with pages of their size. With ``shares``, pairs of
+    a tenant and its weight, tenants share the memory and the tiers, and are compared with each
+    alone (`simulate_shares`, `simulate_tier_shares`). Raises `InvalidValue` for invalid values.
     """
 
     policy: str
@@ -68,7 +67,6 @@ class ReplayRun:
     cost: PrefillCost | None = None
     users: int | None = None
     closed_loop: bool = False
-    fetch_back: bool = True
     reads: tuple[TransferCost | None, ...] = ()
     loading: str = "both"
     groups: GroupLayout | None = None
@@ -193,7 +191,6 @@ class ReplayRun:
                 loading=self.loading,
                 users=self.users,
                 closed_loop=self.closed_loop,
-                fetch_back=self.fetch_back,
                 writes=self.writes,
                 progress=progress,
             )

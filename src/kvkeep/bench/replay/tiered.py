@@ -44,7 +44,6 @@ def simulate_tiers(
     speed: float = 1.0,
     whole_answers: bool = False,
     shares: Mapping[str, float] | None = None,
-    fetch_back: bool = True,
     writes: Sequence[WriteBudget | None] = (),
     progress: Callable[[int], None] | None = None,
 ) -> Outcome:
@@ -53,12 +52,10 @@ def simulate_tiers(
     Each unit is a block, including the last unit of a prompt. ``tiering`` names the policy that
     moves blocks between tiers (`kvkeep.store.tiers.tiering`), ``policy`` the eviction policy of
     each tier. As a store does, the replay learns which tokens of answers are never read again, and
-    does not store them; ``whole_answers`` stores all. As a store with the policy "returns" does, it
-    fetches blocks back into memory before their conversations return, if ``fetch_back``; that
-    takes no time here. The outcome's ``tiers`` count the hits and writes of each tier; its policy
-    is named like "lru/inclusive". With ``shares`` tenants have these weights in each tier, others
-    1; the outcome's ``shares`` have the hits of each that has 0.2 % of the tokens, and its policy
-    is then "lru+shares/inclusive".
+    does not store them; ``whole_answers`` stores all. The outcome's ``tiers`` count the hits and
+    writes of each tier; its policy is named like "lru/inclusive". With ``shares`` tenants have
+    these weights in each tier, others 1; the outcome's ``shares`` have the hits of each that has
+    0.2 % of the tokens, and its policy is then "lru+shares/inclusive".
 
     ``writes`` are the write budgets of the tiers, the first one included, in tokens instead of
     bytes; None, or not given: there is none. ``written_tokens_a_day`` in ``tiers`` is what was
@@ -113,19 +110,14 @@ def simulate_tiers(
     gone = [0] * len(levels)
     simulator = TierSimulator(
         levels,
-        tiering_policy(tiering, lambda: watch.now),
+        tiering_policy(tiering),
         clock=lambda: watch.now,
         shares=None if shares is None else _weights(workload, shares),
-        fetch_back=fetch_back,
         lost=lost,
     )
     requests = Requests(workload, simulator, whole_answers=whole_answers)
     for done, number in enumerate(range(len(workload)) if pace is None else pace):
-        arrived = float(workload.times[number]) if pace is None else pace.now
-        while simulator.fetch_due < arrived:
-            watch.now = simulator.fetch_due
-            simulator.fetch_back()
-        watch.now = arrived
+        watch.now = float(workload.times[number]) if pace is None else pace.now
         found = requests.find(number)
         blocks = sum(found)
         hit_tokens = min(blocks * workload.unit_tokens, int(workload.tokens[number]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.eviction import POLICIES
 from kvkeep.store.backends.budget import MemoryBucket, OverBudget
 from kvkeep.store.tiers.catalogue import Catalogue
-from kvkeep.store.tiers.fetching import PAUSE, FetchMoves
 from kvkeep.store.tiers.planner import Copy, Drop, Planner
 from kvkeep.store.tiers.prompt_moves import Placement, ReadMoves, StoreMoves
 from kvkeep.store.tiers.tier_returns import TierReturns
@@ -23,7 +21,6 @@ if TYPE_CHECKING:
 
     from kvkeep.store.backends.budget import WriteBucket, WriteBudget
     from kvkeep.store.tiers import TenantWeights, TieringPolicy
-    from kvkeep.store.tiers.fetching import FetchPlanner
     from kvkeep.store.tiers.planner import Refuse
 
 __all__ = ["Level", "LevelStats", "TierSimulator"]
@@ -56,9 +53,6 @@ class LevelStats:
     ``hits`` were found in this level, ``writes`` were added to it (to memory also by reads),
     ``evictions`` were deleted to make room, ``demotions`` of these moved one level down.
     ``over_budget`` were not written, because the level's write budget was short.
-    ``written_ahead`` were written to another level and stayed.
-    ``fetched`` were read from another level before their conversations returned; of these
-    ``fetched_hits`` were read by a request, and ``fetched_evicted`` left unread.
     """
 
     name: str
@@ -69,10 +63,6 @@ class LevelStats:
     evictions: int
     demotions: int
     over_budget: int
-    written_ahead: int
-    fetched: int
-    fetched_hits: int
-    fetched_evicted: int
 
 
 class TierSimulator(ReadMoves, StoreMoves):
@@ -88,18 +78,14 @@ class TierSimulator(ReadMoves, StoreMoves):
 
     Arguments:
         levels: memory first.
-        policy: the tiering policy. One that keeps state belongs to this simulator.
+        policy: the tiering policy.
         clock: returns seconds.
         ahead: demote from memory before its room is needed.
         shares: weights by which tenants share each level; None: they do not.
-        fetch_back: fetch blocks back before their conversations return; see `fetch_back`.
         lost: called with a level and the blocks that it evicted and that no level has any more.
 
     Attributes:
         returns: follows conversations, if the ends of requests are reported to it.
-        fetch_due: when to call `fetch_back` next, in seconds of the clock.
-        late: whether a tier takes what is written to it too late; then what memory evicts next is
-            written ahead. No simulated one does by itself.
     """
 
     def __init__(
@@ -110,7 +96,6 @@ class TierSimulator(ReadMoves, StoreMoves):
         *,
         ahead: bool = False,
         shares: TenantWeights | None = None,
-        fetch_back: bool = True,
         lost: Callable[[int, list[bytes]], None] = lambda _level, _blocks: None,
     ) -> None:
         if not levels:
@@ -119,24 +104,9 @@ class TierSimulator(ReadMoves, StoreMoves):
         self._lost = lost
         self._new = False  # whether no block of the prompt that is put was stored before
         self._levels = [_SimulatedLevel(level, clock, shares) for level in levels]
-        self._clock = clock
-        self.returns = TierReturns(
-            [one.catalogue for one in self._levels], clock, fetch_back=fetch_back
-        )
-        self.fetch_due = math.inf
-        self._fetched_at = -math.inf
-        policy.attend(self._price_of)
-        self.late = False
+        self.returns = TierReturns([one.catalogue for one in self._levels], clock)
         self._below = range(1, len(levels))
         super().__init__(Planner(policy, len(levels) - 1), self._levels[0].catalogue)
-        self._fetches: _SimulatedFetches | None = None
-        if self.returns.fetches is not None:
-            self._fetches = _SimulatedFetches(self, self.returns.fetches)
-            self.returns.noted = self._noted
-
-    def _price_of(self, level: int) -> float:
-        bucket = self._levels[level].bucket if level < len(self._levels) else None
-        return 0.0 if bucket is None else bucket.price()
 
     def request(self, blocks: Sequence[bytes]) -> list[int]:
         """Read the stored beginning of a prompt, and store the rest; returns as `find`."""
@@ -183,38 +153,6 @@ class TierSimulator(ReadMoves, StoreMoves):
         self.planner.requested(blocks)
         for one in self._levels:
             one.catalogue.requested(blocks)
-
-    # --- fetching back ---------------------------------------------------------------------------
-
-    def fetch_back(self) -> int:
-        """Do a round of fetches, as a store does in the background; return how many blocks.
-
-        If tiers are `late`, a round of writes ahead follows.
-        """
-        assert self._fetches is not None
-        self._fetched_at = self._clock()
-        count = self._fetches.fetch_back()
-        if self.late:
-            self._levels[0].written_ahead += self._fetches.write_ahead()
-        self.fetch_due = self._fetches.fetches.due
-        return count
-
-    def _noted(self) -> None:
-        self.fetch_due = min(self.fetch_due, max(self._clock(), self._fetched_at + PAUSE))
-
-    def move_out(self, block: bytes, level: int) -> None:
-        """Delete ``block``, which memory has, from ``level``."""
-        self._levels[level].catalogue.forget(block)
-
-    def is_below(self, block: bytes) -> bool:
-        """Whether a level below memory has ``block``."""
-        return any(block in one.catalogue for one in self._levels[1:])
-
-    def has_room(self, blocks: int) -> bool:
-        """Whether memory takes ``blocks`` more without evicting others."""
-        memory = self._levels[0]
-        used, room = memory.catalogue.total_bytes + blocks, memory.level.blocks
-        return used <= room and not (self.ahead and self.planner.excess(room, used))
 
     # --- the steps of a read ---------------------------------------------------------------------
 
@@ -313,8 +251,6 @@ class TierSimulator(ReadMoves, StoreMoves):
             move = self.planner.evict(block, level)
             if isinstance(move, Drop):
                 dropped.append(block)
-                if move.refused is not None and move.why == "write budget":
-                    self._levels[move.refused].over_budget += 1
             elif block not in self._levels[move.target].catalogue:
                 down.setdefault(move.target, []).append(block)
         for target, blocks in down.items():
@@ -340,8 +276,6 @@ class TierSimulator(ReadMoves, StoreMoves):
                 one.evictions,
                 one.demotions,
                 one.over_budget,
-                one.written_ahead,
-                **{name: int(count) for name, count in one.catalogue.waiting.fetches().items()},
             )
             for one in self._levels
         ]
@@ -357,36 +291,6 @@ class TierSimulator(ReadMoves, StoreMoves):
         return f"<TierSimulator {levels}, {self.planner.policy!r}>"
 
 
-class _SimulatedFetches(FetchMoves):
-    """Fetches back and writes ahead, at once."""
-
-    def __init__(self, simulator: TierSimulator, fetches: FetchPlanner) -> None:
-        memory = simulator.memory
-        assert isinstance(memory, Catalogue)
-        super().__init__(fetches, simulator.planner, memory)
-        self._simulator = simulator
-
-    def level_of(self, block: bytes) -> int | None:
-        return self._simulator.level_of(block)
-
-    def has_copy(self, block: bytes) -> bool:
-        return self._simulator.is_below(block)
-
-    def has_room(self, size: int) -> bool:
-        return self._simulator.has_room(size)
-
-    def fetch(self, block: bytes, level: int, size: int) -> bool:
-        del size
-        return self._simulator.promote(block, level) and block in self._memory
-
-    def copy(self, move: Copy) -> bool:
-        self._simulator.copy(move)
-        return self._simulator.is_below(move.block)
-
-    def move_out(self, block: bytes, level: int) -> None:
-        self._simulator.move_out(block, level)
-
-
 class _SimulatedLevel:
     """A level, the catalogue of its blocks, of one byte each, and its counters."""
 
@@ -397,7 +301,7 @@ class _SimulatedLevel:
         self.catalogue = Catalogue(
             POLICIES[level.eviction], clock=clock, budget=level.blocks, shares=shares
         )
-        self.hits = self.writes = self.evictions = self.demotions = self.written_ahead = 0
+        self.hits = self.writes = self.evictions = self.demotions = 0
         self.over_budget = 0
         self.bucket: WriteBucket | None = None
         if level.writes is not None:

@@ -19,7 +19,7 @@ _NOT_ADMITTED: Final = {
     "reuse_off": "Start the server without --no-reuse.",
     "store_false": "Requests had store: false; leave that out where prompts come again.",
     "answer": "Store answers as well, if later prompts contain them.",
-    "admission": "The tier takes only what pays; a larger write budget (writes=) takes more.",
+    "admission": "The tier takes blocks used more often; --tiering inclusive writes all at once.",
     "lossy": "The tier takes exact KV only: use one kind of codec in all tiers.",
     "queue_full": "Writes were dropped: use a faster tier, or give memory and queue= more bytes.",
     "no_room": "Give the tier more room (size=).",

@@ -127,7 +127,7 @@ class WriteBucket(ABC):
         self.budget = budget
         self.where = where
         self._clock = clock
-        self._last = _Held(0, clock(), 0)  # as known here, for `price`
+        self._last = _Held(0, clock(), 0)
 
     @contextmanager
     @abstractmethod
@@ -154,15 +154,6 @@ class WriteBucket(ABC):
         """Return the bytes that may be written now, as far as this process knows; no I/O."""
         now = self._known()
         return max(0, (self.budget.burst << _SCALE) - now.held >> _SCALE)
-
-    def price(self) -> float:
-        """Return the least value of a write, so that the budget lasts for valuable ones; no I/O.
-
-        `ValuedTiering` says what values are. It is 0 until the bucket is half full, and rises
-        without limit from there.
-        """
-        full = self._known().held / max(1, self.budget.burst << _SCALE)
-        return max(0.0, 2 * full - 1) / (1 - full) if full < 1 else float("inf")
 
     @property
     def written(self) -> int:

@@ -4,7 +4,7 @@ A `Planner` decides the moves of blocks; readers, writers and the `Demoter` perf
 
 tiered.py        `TieredStore`, which connects all of these
 levels.py        lookups over all levels: where a block is, or why it is missing
-tiering.py       policies that decide which tiers hold a block; adaptive.py chooses among them
+tiering.py       policies that decide which tiers hold a block
 planner.py       decides the moves of blocks by a policy
 prompt_moves.py  order of moves to read or store a prompt, shared with the replay of traces
 tiered_reads.py  its lookups and reads
@@ -18,8 +18,6 @@ loss_log.py      records why blocks were lost
 tier_returns.py  follows conversations, for policies that order by their returns:
                  conversations.py: which prompts are returns; chains.py: prompts by their blocks;
                  block_waits.py: which conversations wait at a block
-fetching.py      what to fetch back into memory before conversations return, and what to write down
-                 before it leaves, shared with the replay; fetch_back.py: moves it
 
 One tier:
 
@@ -40,7 +38,6 @@ opening.py       opens tiers from URLs
 
 from __future__ import annotations
 
-from kvkeep.store.tiers.adaptive import AdaptiveTiering
 from kvkeep.store.tiers.block_prefetch import BlockPrefetch
 from kvkeep.store.tiers.block_waits import SharedReturns
 from kvkeep.store.tiers.buffer import PROMPT_TOKENS, buffer_bytes
@@ -64,14 +61,12 @@ from kvkeep.store.tiers.tier_returns import TierReturns
 from kvkeep.store.tiers.tier_shares import TenantWeights
 from kvkeep.store.tiers.tiered import TieredStore
 from kvkeep.store.tiers.tiering import Exclusive, Inclusive, PassThrough, TieringPolicy
-from kvkeep.store.tiers.valued import ValuedTiering
 from kvkeep.store.tiers.writing import Written
 
 __all__ = [
     "PROMPT_TOKENS",
     "TIERINGS",
     "TIER_OPTIONS",
-    "AdaptiveTiering",
     "BlockPrefetch",
     "Chain",
     "Exclusive",
@@ -95,7 +90,6 @@ __all__ = [
     "TierStats",
     "TieredStore",
     "TieringPolicy",
-    "ValuedTiering",
     "Written",
     "buffer_bytes",
     "check_tiers",

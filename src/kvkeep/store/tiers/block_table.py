@@ -30,9 +30,6 @@ class BlockTable:
         taken: the same in whole units of the backend.
         spaces: bytes by namespace.
         round: the number of the last listing.
-        fetched: blocks fetched back into this tier for conversations that are to return,
-        fetched_hits: those of them that were read,
-        fetched_evicted: those of them that left the tier unread.
     """
 
     def __init__(
@@ -51,7 +48,6 @@ class BlockTable:
         self.taken = 0
         self.spaces: dict[bytes, int] = {}
         self.round = 0
-        self.fetched = self.fetched_hits = self.fetched_evicted = 0
         self._ordered = ordered
         self._unit = unit
         self._serial = 0
@@ -142,15 +138,11 @@ class BlockTable:
         if self.blocks.pop(block.block, None) is None:
             self.packed.take(block.block)
         self._count(block.block, block.size, None)
-        self.fetched_evicted += block.fetched
         if block.pinned:
             self.pins.bytes -= block.size
 
     def used(self, block: OrderedBlock, *, new: bool) -> None:
         """Count a use of ``block``; see `EvictionOrder.used`."""
-        if block.fetched and not new:
-            block.fetched = False
-            self.fetched_hits += 1
         self.order.used(block, new=new)
 
     def takes(self, size: int) -> int:

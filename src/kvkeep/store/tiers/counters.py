@@ -30,10 +30,6 @@ class TierCounters:
         evictions: blocks deleted to make room.
         demotions: blocks moved to a lower tier when they were evicted.
         demotions_dropped: blocks that should have been demoted and were not, for lack of time.
-        written_ahead: blocks of this memory written to a tier before they had to leave it.
-        fetched: blocks read from a tier into this memory, because their conversation is to return.
-        fetched_hits: those of them that were read before they left memory.
-        fetched_evicted: those of them that left memory unread.
         read_bytes, written_bytes: bytes of records as stored in the tier, encoded.
         read_seconds, write_seconds: seconds spent in the backend.
     """
@@ -53,10 +49,6 @@ class TierCounters:
     evictions: int = 0
     demotions: int = 0
     demotions_dropped: int = 0
-    written_ahead: int = 0
-    fetched: int = 0
-    fetched_hits: int = 0
-    fetched_evicted: int = 0
     read_bytes: int = 0
     written_bytes: int = 0
     read_seconds: float = 0.0

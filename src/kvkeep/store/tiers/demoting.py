@@ -75,7 +75,7 @@ class Demoter:
         for item in levels.memory.backend.list():
             if item.block not in levels.memory:  # it expired
                 continue
-            move = self._planner.save(item.block)
+            move = self._planner.evict(item.block, 0)
             tier = None if isinstance(move, Drop) else self.target(item.block, move)
             if tier is not None:
                 self._queue.write(tier, item.block, left_until(until), saved.append)
@@ -100,7 +100,7 @@ class Demoter:
         self._levels.memory.counters.count(demotions=int(saved), demotions_dropped=int(not saved))
 
     def note_evicted(self, block: bytes) -> None:
-        """Record that memory deleted ``block`` at once: lost, unless it was written ahead."""
+        """Record that memory deleted ``block`` at once: lost, unless a tier has it."""
         move = self._planner.evict(block, 0)
         if isinstance(move, Drop):
             self._note_refused(move)
@@ -118,9 +118,7 @@ class Demoter:
         if move.refused is not None:
             tier = self._levels.tier(move.refused)
             if not tier.knows(move.block):
-                self._levels.losses.note([move.block], tier.name, "refused", move.why)
-                if move.why == "write budget":
-                    tier.counters.count(over_budget=1)
+                self._levels.losses.note([move.block], tier.name, "refused", "admission")
 
     def from_tier(self, source: Tier, block: bytes) -> None:
         """Copy ``block``, which tier ``source`` is about to delete, to a lower tier.

@@ -29,12 +29,11 @@ class OrderedBlock(Entry):
         serial: number of its last use, over all policies of the tier; orders uses at equal times.
         pinned: end of its pin in Unix seconds; 0 if it is not pinned.
         held: number of writers and requests that need it now.
-        fetched: whether it was fetched back for a conversation, and not used since.
         noted: the last use that was reported to the backend, in Unix seconds.
         round: number of the last listing that found it.
     """
 
-    __slots__ = ("block", "fetched", "held", "noted", "pinned", "round", "serial", "used")
+    __slots__ = ("block", "held", "noted", "pinned", "round", "serial", "used")
 
     def __init__(self, block: bytes, size: int, used: float, round_: int) -> None:
         super().__init__()
@@ -44,7 +43,6 @@ class OrderedBlock(Entry):
         self.serial = 0
         self.pinned = 0.0
         self.held = 0
-        self.fetched = False
         self.noted = used
         self.round = round_
 
@@ -118,18 +116,6 @@ class EvictionOrder:
         if not self.own:
             return self.shared
         return self.own.get(block[:SPACE_BYTES], self.shared)
-
-    def policies(self, space: bytes | None) -> list[EvictionPolicy]:
-        """Return the policies of which one gives the next victim, of ``space`` if it has a quota.
-
-        With shares, that is one policy that chooses the tenant.
-        """
-        if space is None or space not in self.quotas:
-            return [self.shared, *self.own.values()]
-        if self.tenants is None:
-            return [self.own[space]]
-        own = self.tenants.policy_of(space)
-        return [] if own is None else [own]
 
     def requested(self, blocks: Sequence[bytes]) -> None:
         """Record a request of ``blocks``, before any of them is added."""

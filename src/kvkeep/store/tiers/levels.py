@@ -47,7 +47,6 @@ class Levels:
         """Those below memory."""
         self.mixed = len({tier.codec.exact for tier in tiers}) == 2
         """Whether some tiers are exact and others are not."""
-        planner.policy.attend(self.price_of)
 
     def tier(self, level: int) -> Tier:
         """Return the tier at ``level``, 1 or lower."""
@@ -71,11 +70,6 @@ class Levels:
             if length != raw_bytes:
                 return True
         return any(tier.knows(block) and not tier.fits(block, raw_bytes) for tier in self.tiers)
-
-    def price_of(self, level: int) -> float:
-        """Return the price at which the write budget of tier ``level`` lasts, 0 without one."""
-        budget = self.tier(level).backend.budget
-        return 0.0 if budget is None else budget.price()
 
     def holders(self, block: bytes) -> list[int]:
         """Return all levels known to hold ``block``, fastest first; no I/O."""

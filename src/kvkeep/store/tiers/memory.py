@@ -29,17 +29,12 @@ __all__ = ["MemoryLease", "MemorySpec", "MemoryTier"]
 
 @dataclass(slots=True)
 class MemorySpec:
-    """A memory tier to be opened: its backend, eviction policy, time to live (s) and name.
-
-    If ``fetch_back``, and the policy is `ReturnAware`, blocks of conversations that are to return
-    are fetched back from the tiers below (`kvkeep.store.tiers.fetching`).
-    """
+    """A memory tier to be opened: its backend, eviction policy, time to live (s) and name."""
 
     backend: MemoryBackend | ShmBackend
     policy: Callable[[], EvictionPolicy] = LRU
     ttl: float | None = None
     name: str = "memory"
-    fetch_back: bool = True
 
 
 class MemoryLease:
@@ -254,5 +249,5 @@ class MemoryTier:
             queued_bytes=0,
             breaker="closed",
             breaker_opened=0,
-            counters={**self.counters.as_dict(), **self.catalogue.waiting.fetches()},
+            counters=self.counters.as_dict(),
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import time
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from importlib.metadata import entry_points
@@ -15,12 +14,10 @@ from kvkeep.core.eviction import POLICIES
 from kvkeep.store.backends import Backend, TierURL
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.codecs import BlockShape, codec_of, load_key, make_codec
-from kvkeep.store.tiers.adaptive import AdaptiveTiering
 from kvkeep.store.tiers.buffer import buffer_bytes
 from kvkeep.store.tiers.memory import MemorySpec
 from kvkeep.store.tiers.tier import TierOptions, TierSpec
 from kvkeep.store.tiers.tiering import Exclusive, Inclusive
-from kvkeep.store.tiers.valued import ValuedTiering
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +36,7 @@ TIER_OPTIONS = (
 )  # fmt: skip
 """Options that every tier has; the others are its backend's."""
 
-TIERINGS = ("inclusive", "inclusive:2", "exclusive", "exclusive:2", "adaptive", "valued")
+TIERINGS = ("inclusive", "inclusive:2", "exclusive", "exclusive:2")
 """Names of tiering policies; any number of touches above 0 may follow the colon."""
 
 _HOMES = {
@@ -55,7 +52,6 @@ _HOMES = {
     "az": "objects.ObjectBackend",
 }
 _FRONT = ("memory", "shm")  # schemes that can be in front of all tiers
-_RETURNING = "returns"
 _GROUP = "kvkeep.backends"  # entry points by which other packages register scheme = class
 
 
@@ -94,17 +90,13 @@ def _kind_of(url: TierURL) -> Any:
     return kind
 
 
-def tiering(name: str, clock: Callable[[], float] = time.monotonic) -> TieringPolicy:
-    """Return a new tiering policy by its name, see `TIERINGS`; ``clock`` returns seconds.
+def tiering(name: str) -> TieringPolicy:
+    """Return a new tiering policy by its name, see `TIERINGS`.
 
     Raises:
         InvalidValue: the name is unknown.
     """
     kind, colon, after = name.partition(":")
-    if name == "adaptive":
-        return AdaptiveTiering()
-    if name == "valued":
-        return ValuedTiering(clock)
     if kind in ("inclusive", "exclusive") and (not colon or after.isdecimal()):
         touches = int(after) if colon else 1
         if touches:
@@ -249,7 +241,6 @@ class _AskedTier(NamedTuple):
     others: Callable[[int], Codec | None]
     options: TierOptions
     timeout: float | None = None
-    fetch_back: bool = False
 
     def require_budget(self, *, has: bool) -> None:
         """Raise `InvalidValue` for options of a tier with a budget, unless it ``has`` one."""
@@ -278,8 +269,12 @@ def _read(url: TierURL, shape: BlockShape, *, first: bool) -> _AskedTier:
     )
     if url.scheme in _FRONT and first and codec.number == 0:
         options = TierOptions(policy=POLICIES[policy], ttl=ttl)
-        asked = _AskedTier(url, True, policy, codec, others, options)
-        return asked._replace(fetch_back=_fetches_back(asked))
+        if url.scheme == "shm" and policy != "lru":
+            raise InvalidValue(
+                f"{url.safe}: policy={policy} is for memory of one process; from memory that "
+                "processes share, the block used least recently is evicted: leave policy= out"
+            )
+        return _AskedTier(url, True, policy, codec, others, options)
     options = TierOptions(
         policy=POLICIES[policy],
         ttl=ttl,
@@ -289,26 +284,6 @@ def _read(url: TierURL, shape: BlockShape, *, first: bool) -> _AskedTier:
         writers=url.number("writers", 2, 1, 64),
     )
     return _AskedTier(url, False, policy, codec, others, options, url.seconds("timeout"))
-
-
-def _fetches_back(asked: _AskedTier) -> bool:
-    """Take ``fetch_back`` out of the URL of memory; check what goes with it."""
-    url, returning = asked.url, asked.policy == _RETURNING
-    if url.scheme == "shm":
-        if asked.policy != "lru":
-            raise InvalidValue(
-                f"{url.safe}: policy={asked.policy} is for memory of one process; from memory that "
-                "processes share, the block used least recently is evicted: leave policy= out"
-            )
-        return False
-    if url.choice("fetch_back", ("yes", "no"), "yes" if returning else "no") == "no":
-        return False
-    if not returning:
-        raise InvalidValue(
-            f"{url.safe}: fetch_back=yes is for memory with policy={_RETURNING}, which knows when "
-            "conversations return"
-        )
-    return True
 
 
 def _open_below(asked: _AskedTier) -> TierSpec:
@@ -340,7 +315,7 @@ def _open_front(asked: _AskedTier) -> MemorySpec:
         raise
     front: MemoryBackend | ShmBackend = backend  # type: ignore[assignment]
     policy, ttl = asked.options.policy, asked.options.ttl
-    return MemorySpec(front, policy, ttl=ttl, name=url.scheme, fetch_back=asked.fetch_back)
+    return MemorySpec(front, policy, ttl=ttl, name=url.scheme)
 
 
 def _claim(backend: Backend, *, raw: bool) -> None:

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
     from kvkeep.store.tiers.tiering import TieringPolicy
 
-__all__ = ["HEADROOM", "Copy", "Demote", "Drop", "Planner", "Promote", "Refuse", "Touches"]
+__all__ = ["Copy", "Demote", "Drop", "Planner", "Promote", "Refuse", "Touches"]
 
-HEADROOM = 0.1
+_HEADROOM = 0.1
 """Share of memory kept free where evicted blocks have to be written to a tier first."""
 _FIRST_PAUSE = 32  # blocks requested before `fit` is due again; doubles each time
 _MANY_TOUCHES = 1 << 30  # more than any policy requires
@@ -65,13 +65,11 @@ class Drop(NamedTuple):
     """Delete ``block`` from ``source``.
 
     ``refused`` is the tier that would have taken it after more touches, None if there is none.
-    ``why`` says for what: "admission" or "write budget".
     """
 
     block: bytes
     source: int
     refused: int | None
-    why: str = "admission"
 
 
 class Planner:
@@ -102,13 +100,11 @@ class Planner:
         with self._lock:
             self._touches.limit = counted = min(_MOST_COUNTED, counted)
             self._until_fit = self._pause = min(2 * self._pause, counted)
-            self.policy.fit(blocks)
 
     def requested(self, blocks: Sequence[bytes]) -> None:
-        """Report a prompt before any move for it; see `TieringPolicy.requested`."""
+        """Count the blocks of a prompt, before any move for it."""
         with self._lock:
             self._until_fit -= len(blocks)
-            self.policy.requested(blocks)
 
     def store(self, blocks: Sequence[bytes]) -> list[Copy | Refuse]:
         """Return what each tier does with each of ``blocks``, which a prompt stores now."""
@@ -153,36 +149,20 @@ class Planner:
     def evict(self, block: bytes, source: int) -> Demote | Drop:
         """Return what to do with ``block``, which has to leave level ``source``."""
         with self._lock:
-            move = self._evict(block, source)
-            if not source:
-                self.policy.left(block)
-            return move
-
-    def save(self, block: bytes) -> Demote | Drop:
-        """Return what to do with ``block``, which memory keeps, and loses if the process ends."""
-        with self._lock:
-            return self._evict(block, 0)
-
-    def _evict(self, block: bytes, source: int) -> Demote | Drop:
-        # A block found after a restart has no touches, but it was stored, which is one.
-        touches = max(1, self._touches.count(block))
-        target = self._in_range(self.policy.evicts(block, source, touches))
-        if target is not None:
-            return Demote(block, source, target)
-        refused = self._target(source, _MANY_TOUCHES)
-        why = "admission" if refused is None else self.policy.refusal(refused)
-        return Drop(block, source, refused, why)
+            # A block found after a restart has no touches, but it was stored, which is one.
+            target = self._target(source, max(1, self._touches.count(block)))
+            if target is not None:
+                return Demote(block, source, target)
+            return Drop(block, source, self._target(source, _MANY_TOUCHES))
 
     def excess(self, capacity: int, used: int) -> int:
         """Return how much of memory to demote ahead of need, in the unit of both arguments."""
         with self._lock:
             demotes = self._target(0, _MANY_TOUCHES) is not None
-        return max(0, used - int(capacity * (1 - HEADROOM))) if demotes else 0
+        return max(0, used - int(capacity * (1 - _HEADROOM))) if demotes else 0
 
     def _target(self, source: int, touches: int) -> int | None:
-        return self._in_range(self.policy.demotes(source, touches))
-
-    def _in_range(self, target: int | None) -> int | None:
+        target = self.policy.demotes(source, touches)
         return None if target is None or target > self.tiers else target
 
 

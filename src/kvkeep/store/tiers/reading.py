@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from contextlib import suppress
 from functools import partial
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
     from kvkeep.core.cost import LearnedTransfer
     from kvkeep.store.tiers.demoting import Demoter
-    from kvkeep.store.tiers.fetch_back import FetchBack
     from kvkeep.store.tiers.inexact import InexactBlocks
     from kvkeep.store.tiers.levels import Levels
     from kvkeep.store.tiers.memory import MemoryLease
@@ -49,7 +47,6 @@ class Reader:
     threads of the reader.
 
     Attributes:
-        fetch_back: what reads blocks before their conversations return; it is closed with this.
         copies: learns what copies of blocks out of memory take.
     """
 
@@ -67,7 +64,6 @@ class Reader:
         self._replaced: deque[tuple[int, frozenset[bytes]]] = deque(maxlen=_REPLACED_KEPT)
         self._replacements = 0
         self._prefetching = Workers("prefetch", 4, 256)
-        self.fetch_back: FetchBack | None = None
 
     def prepare(self, raw_bytes: int) -> None:
         """Touch the memory for one prompt's reads of blocks that do not stay in memory."""
@@ -207,24 +203,16 @@ class Reader:
 
     @property
     def idle(self) -> bool:
-        """Whether no block is being read, and no prefetch waits or runs, nor a round of fetches."""
-        if self.fetch_back is not None and not self.fetch_back.idle:
-            return False
+        """Whether no block is being read, and no prefetch waits or runs."""
         return not self._reads and not self._prefetching.unfinished
 
     def close(self) -> None:
-        """Discard prefetches that have not begun, and begin no more fetches."""
-        if self.fetch_back is not None:
-            self.fetch_back.close()
+        """Discard prefetches that have not begun."""
         self._prefetching.close(0.0)
 
     def join(self, timeout: float) -> bool:
         """Wait for running prefetches, ``timeout`` seconds at most; return whether they ended."""
-        until = time.monotonic() + timeout
-        ended = self._prefetching.join(timeout)
-        if self.fetch_back is None:
-            return ended
-        return self.fetch_back.join(max(0.0, until - time.monotonic())) and ended
+        return self._prefetching.join(timeout)
 
 
 class ReadRequest(ReadMoves):

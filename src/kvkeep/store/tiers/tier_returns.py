@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from kvkeep.store.tiers.block_waits import BlockWaits, SharedReturns
 from kvkeep.store.tiers.catalogue import Catalogue
 from kvkeep.store.tiers.conversations import Conversations
-from kvkeep.store.tiers.fetching import FetchPlanner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Hashable, Sequence
@@ -32,13 +31,10 @@ class TierReturns:
         orders: all catalogues of the store, fastest first, before any block is added to them.
         clock: returns seconds.
         returns: the learner.
-        fetch_back: plan fetches into memory, if it orders by waits and tiers are below it.
 
     Attributes:
         conversations: those that wait.
         waits: at which blocks they do; None if no tier orders by them.
-        noted: called when a conversation begins to wait that is to be fetched back.
-        fetches: what to fetch back before they return; None if nothing is.
     """
 
     def __init__(
@@ -47,7 +43,6 @@ class TierReturns:
         clock: Callable[[], float] = time.monotonic,
         *,
         returns: SharedReturns | None = None,
-        fetch_back: bool = True,
     ) -> None:
         returns = SharedReturns() if returns is None else returns
         self.conversations = Conversations(returns, clock)
@@ -58,13 +53,6 @@ class TierReturns:
         for tier in self._tiers:
             assert self.waits is not None
             tier.attend(self.waits)
-        self.noted: Callable[[], object] = lambda: None
-        self.fetches: FetchPlanner | None = None
-        memory = orders[0] if len(orders) > 1 else None
-        if fetch_back and isinstance(memory, Catalogue) and memory.waiting.awaits:
-            assert self.waits is not None
-            self._memory = memory.waiting
-            self.fetches = FetchPlanner(self.waits)
 
     def requested(self, chain: Chain) -> None:
         """Record a prompt that is read or stored; see `Conversations.requested`."""
@@ -99,9 +87,6 @@ class TierReturns:
             waiting = [*blocks, *beside]
             self.waits.begin(waiting, wait)
             self._changed(waiting)
-        if self.fetches is not None:
-            self.fetches.begin(wait, blocks, self._memory.sizes(blocks))
-            self.noted()
 
     # --- of conversations that are followed elsewhere ------------------------------------------
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from kvkeep.core.cost import CostModel
 from kvkeep.store.tiers.buffer import SmallBuffer
 from kvkeep.store.tiers.demoting import Demoter, left_until
-from kvkeep.store.tiers.fetch_back import open_fetch_back
 from kvkeep.store.tiers.front import open_front
 from kvkeep.store.tiers.level_pins import LevelPins
 from kvkeep.store.tiers.levels import Levels
@@ -87,7 +86,7 @@ class TieredStore(TieredReads):
         self._orders: list[FrontOrder] = [
             self.memory.catalogue, *(tier.catalogue for tier in self.tiers)
         ]  # fmt: skip
-        self.returns = TierReturns(self._orders, fetch_back=memory.fetch_back)
+        self.returns = TierReturns(self._orders)
         self._levels = Levels(self.memory, self.tiers, planner, self.losses, self.returns.used)
         self._queue = WriteQueue(self.memory, self.losses)
         self._demoter = Demoter(self._levels, self._queue)
@@ -95,7 +94,6 @@ class TieredStore(TieredReads):
             self._levels, self._queue, self._demoter, self.cost.reading(memory.name)
         )
         self._remover = Remover(self._levels, self._queue, self._reader)
-        self._reader.fetch_back = open_fetch_back(self.returns, self._levels, self._reader)
         super().__init__(self._levels, self._reader)
         self._pins = LevelPins(self._levels)
         for tier in self.tiers:

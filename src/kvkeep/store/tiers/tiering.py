@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import whole
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 __all__ = ["Exclusive", "Inclusive", "PassThrough", "TieringPolicy"]
 
@@ -19,23 +15,8 @@ class TieringPolicy(ABC):
     ``touches`` counts how often a block was stored or requested lately, this time included; the
     counts are bounded and the oldest are forgotten.
 
-    A policy that adapts to the workload, as `AdaptiveTiering` does, overrides `requested` and
-    `fit` and belongs to one store.
-
     Thread safety: none needed; it is called under a lock and must not block.
     """
-
-    def fit(self, blocks: Sequence[int | None]) -> None:  # noqa: B027 - optional
-        """Receive how many blocks each level has room for; None where there is no budget.
-
-        Called before the first `requested`, and again as the size of blocks becomes known.
-        """
-
-    def requested(self, blocks: Sequence[bytes]) -> None:  # noqa: B027 - optional
-        """Receive the ids of a prompt's blocks that were found, or that are stored now.
-
-        Ids are chained: each also names all blocks before it. Called before any block moves.
-        """
 
     @abstractmethod
     def admits(self, level: int, touches: int) -> bool:
@@ -52,28 +33,6 @@ class TieringPolicy(ABC):
     @abstractmethod
     def demotes(self, level: int, touches: int) -> int | None:
         """Return the level that a block evicted from ``level`` moves to, None for no level."""
-
-    def evicts(self, block: bytes, level: int, touches: int) -> int | None:
-        """Return the level that ``block`` moves to, as `demotes`, where that depends on the block.
-
-        None where `demotes` returns a level means that the block is refused there.
-        """
-        del block
-        return self.demotes(level, touches)
-
-    def attend(self, price_of: Callable[[int], float]) -> None:  # noqa: B027 - optional
-        """Receive what returns the price of a write to a level, by which its budget lasts.
-
-        See `kvkeep.store.backends.budget.WriteBucket.price`.
-        """
-
-    def refusal(self, level: int) -> str:
-        """Return why a block is refused at ``level``: "admission" or "write budget"."""
-        del level
-        return "admission"
-
-    def left(self, block: bytes) -> None:  # noqa: B027 - optional
-        """Receive that ``block`` leaves memory."""
 
 
 class Inclusive(TieringPolicy):

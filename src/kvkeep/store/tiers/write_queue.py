@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
     from kvkeep.store.tiers.front import FrontMemory
     from kvkeep.store.tiers.loss_log import LossLog
-    from kvkeep.store.tiers.memory import MemoryLease
     from kvkeep.store.tiers.tier import Tier
 
 __all__ = ["Pending", "WriteQueue"]
@@ -140,54 +139,6 @@ class WriteQueue:
                 save, cost, wait, drop
             )
         finally:  # also if Ctrl-C ended the wait
-            if not taken:
-                drop()
-        return taken
-
-    def write_ahead(self, tier: Tier, block: bytes, then: Callable[[bool], None]) -> bool:
-        """Queue the write of ``block``, which stays in memory and may be evicted meanwhile.
-
-        Unlike `write` it leaves the block's place in the eviction order alone, waits for nothing
-        and counts no drop. Returns False if the block is being written or deleted, or is not in
-        memory, or if the queue is full. ``then`` is called at the end of a write that has begun.
-
-        Raises:
-            BackendFailed: the memory was closed.
-        """
-        key = (block, tier.name)
-        with self._lock:
-            if key in self._pending or self._is_deleting(tier, block):
-                return False
-            self._pending[key] = pending = Pending(then)
-        lease: MemoryLease | None = None
-        taken = False
-
-        def done(saved: bool) -> None:
-            if lease is not None:
-                lease.release()
-            self.end(tier, block, pending, saved=saved)
-
-        def save() -> None:
-            saved = False
-            try:
-                if lease is not None and self.start(tier, block, pending):
-                    saved = tier.save(block, lease.record)
-            finally:
-                done(saved)
-
-        def drop() -> None:
-            if len(pending.waiting) > 1:  # it was evicted meanwhile, which waits for this write
-                self.note_dropped(tier, block, "queue full")
-            done(saved=False)
-
-        try:
-            lease = self._memory.lease(block)
-            taken = (
-                lease is not None
-                and not tier.records.refuses(lease.record)
-                and tier.writing.submit(save, len(lease.record), 0.0, drop)
-            )
-        finally:
             if not taken:
                 drop()
         return taken
