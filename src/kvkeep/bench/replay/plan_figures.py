@@ -29,10 +29,11 @@ if TYPE_CHECKING:
 __all__ = ["FLEXIBLE", "USUAL", "WORTH", "PlanFigures", "percent", "points"]
 
 USUAL = "lru"
-FLEXIBLE = "adaptive"
+FLEXIBLE = "returns"
 WORTH = 0.01
 """The least improvement that justifies a change, as a share of all prompt tokens."""
 
+_FOLLOWING = "adaptive"  # the tiering
 _THRIFTY = "valued"
 _SAVES_WRITES = 0.8  # a tiering that writes less than this share of another's is worth a change
 
@@ -149,7 +150,7 @@ class PlanFigures:
             found = [name for one, name in good if one == policy]
             if found:
                 best = max(found, key=lambda name: self.tiers[policy, name])
-                best = FLEXIBLE if FLEXIBLE in found else best
+                best = _FOLLOWING if _FOLLOWING in found else best
                 if _THRIFTY in found and self._written(policy, _THRIFTY) < (
                     _SAVES_WRITES * self._written(policy, best)
                 ):

@@ -83,7 +83,7 @@ class PlannedMemory:
                 for size in sizes
                 if size >= least
                 for policy in (USUAL, FLEXIBLE)
-                for name in ("inclusive", FLEXIBLE)
+                for name in ("inclusive", "adaptive")
             ]
         found.append(ReplayRun(BELADY, self.memory_tokens, below=(self.disk_tokens,)))
         if self.cost is not None:
