@@ -10,7 +10,7 @@ model without states, which can resume behind any page: the bound. Placements:
     planned       those of the cache: also guesses in long new parts, where memory is free
 
     python benchmarks/groups.py conversation.jsonl.gz agents.jsonl.gz
-    python benchmarks/groups.py trace.jsonl.gz --tokens 3M --state 5 --eviction lru adaptive
+    python benchmarks/groups.py trace.jsonl.gz --tokens 3M --state 5 --eviction lru returns
     python benchmarks/groups.py trace.jsonl.gz --placements planned --json
 """
 
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("traces", nargs="+", metavar="TRACE", help="files of `kvkeep trace`")
     parser.add_argument("--tokens", type=parse_count, default=3_000_000, help="of the budget")
     parser.add_argument("--state", type=int, default=5, help="blocks that a state takes")
-    parser.add_argument("--eviction", nargs="+", default=["lru", "reuse", "adaptive"])
+    parser.add_argument("--eviction", nargs="+", default=["lru", "returns"])
     parser.add_argument("--placements", nargs="+", default=[*PLACEMENTS], choices=PLACEMENTS)
     parser.add_argument("--json", action="store_true", help="one JSON list")
     options = parser.parse_args()

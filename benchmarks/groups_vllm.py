@@ -402,7 +402,7 @@ def main() -> None:
     parser.add_argument("traces", nargs="*", metavar="TRACE", help="files of `kvkeep trace`")
     parser.add_argument("--tokens", type=parse_count, default=3_000_000, help="of the budget")
     parser.add_argument("--requests", type=int, default=1 << 30, help="of each trace, at most")
-    parser.add_argument("--eviction", nargs="+", default=["lru", "adaptive"])
+    parser.add_argument("--eviction", nargs="+", default=["lru", "returns"])
     parser.add_argument("--json", action="store_true", help="one JSON object")
     options = parser.parse_args()
     rates: list[Found] = []

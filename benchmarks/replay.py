@@ -1,7 +1,7 @@
 """Hit rates of policies, tiers and hints on a trace; the sampled curve's error; replay speed.
 
     python benchmarks/replay.py TRACE            # some ten minutes on two cores
-    python benchmarks/replay.py TRACE --quick    # two capacities, fewer policies
+    python benchmarks/replay.py TRACE --quick    # two capacities, fewer tiers
     python benchmarks/replay.py TRACE --json
 
 TRACE is Mooncake's conversation trace for the figures in docs/benchmarks.md (12,031 requests,
@@ -27,18 +27,12 @@ from kvkeep import PagedCache
 from kvkeep.bench.replay import BELADY, INFINITE, ReplayRun, Workload, replay, simulate
 from kvkeep.bench.traces import open_trace
 from kvkeep.core.errors import KVKeepError
-from kvkeep.core.eviction import POLICIES
-from kvkeep.core.eviction import policy as named_policy
 
 CAPACITIES = (3_000, 5_859, 10_000, 20_000)
 TIERS = ((1_500, 3_000), (1_500, 6_000), (3_000, 20_000))
-QUICK = ("lru", "2q", "adaptive")
+POLICIES = ("lru", "returns")
 ELSEWHERE: dict[str, tuple[float, ...]] = {
     "lru": (6.5, 13.6, 21.2, 28.8),
-    "fifo": (6.3, 12.5, 18.1, 25.7),
-    "2q": (12.7, 17.4, 21.5, 25.6),
-    "arc": (8.6, 14.4, 22.3, 28.9),
-    "s3fifo": (8.8, 15.3, 19.5, 25.3),
     BELADY: (29.4, 35.3, 36.6, 36.6),
     INFINITE: (36.6, 36.6, 36.6, 36.6),
 }
@@ -157,11 +151,11 @@ def speed(work: Workload, size: int) -> dict[str, float]:
     runs = [ReplayRun("lru", (size + step) * unit) for step in range(4)]
     found: dict[str, float] = {}
     begun = time.perf_counter()
-    simulate(work, size * unit, "adaptive")
-    found["by units, adaptive"] = time.perf_counter() - begun
+    simulate(work, size * unit, "lru")
+    found["by units"] = time.perf_counter() - begun
     begun = time.perf_counter()
-    simulate(work, size * unit, "adaptive", page_tokens=PAGE)
-    found[f"by pages of {PAGE} tokens, adaptive"] = time.perf_counter() - begun
+    simulate(work, size * unit, "lru", page_tokens=PAGE)
+    found[f"by pages of {PAGE} tokens"] = time.perf_counter() - begun
     for jobs in (1, 2):
         begun = time.perf_counter()
         list(replay(work, runs, jobs=jobs))
@@ -176,7 +170,7 @@ def main() -> int:
     """Measure, and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("trace", type=Path)
-    parser.add_argument("--quick", action="store_true", help="two capacities, fewer policies")
+    parser.add_argument("--quick", action="store_true", help="two capacities, fewer tiers")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     try:
@@ -185,9 +179,7 @@ def main() -> int:
         print(f"replay.py: {fault}", file=sys.stderr)
         return 2
     sizes = CAPACITIES[:2] if args.quick else CAPACITIES
-    every = [name for name in POLICIES if not named_policy(name).needs_priorities]
-    policies = QUICK if args.quick else tuple(every)
-    rates = [*pools(work, policies, sizes), *tiers(work, TIERS[:1] if args.quick else TIERS)]
+    rates = [*pools(work, POLICIES, sizes), *tiers(work, TIERS[:1] if args.quick else TIERS)]
     rates += hints(work)
     error, cost = curve(work, HINTED)
     seconds = speed(work, HINTED)

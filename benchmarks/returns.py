@@ -25,7 +25,7 @@ from kvkeep.core.returns import Ended
 
 PAGE, PAGES = 16, 128
 STEPS = ("open", "close")
-POLICIES = ("lru", "returns", "adaptive")
+POLICIES = ("lru", "returns")
 ENDS = (Ended("tool_use", 100), Ended("end_turn", 400))
 
 

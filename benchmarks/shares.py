@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--flood", type=float, default=4.0)
     args = parser.parse_args()
     if args.part == "cost":
-        cost(args.policy or ["lru", "adaptive", "returns"])
+        cost(args.policy or ["lru", "returns"])
         return
     print("| memory | policy | seed | all hits | without | worst tenant | median | seconds |")
     print("|---|---|---|---|---|---|---|---|")
@@ -89,7 +89,7 @@ def tiers(work: Workload, seed: int, args: argparse.Namespace) -> None:
     shares = {tenant: weight(tenant) for tenant in work.namespaces}
     for capacity in args.capacity or [500_000]:
         sizes = capacity, 3 * capacity
-        for name in args.policy or ["lru", "adaptive", "returns"]:
+        for name in args.policy or ["lru", "returns"]:
             for tiering in args.tiering:
                 plain = simulate_tiers(work, sizes, tiering, name)
                 began = thread_time()

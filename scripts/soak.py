@@ -249,7 +249,7 @@ def serve(args: argparse.Namespace) -> None:
     store = KVStore(runner.geometry, model="soak@1", tiers=["memory://8MiB", disk], block_tokens=64)
     engine = Engine(
         runner,
-        runner.cache(eviction="adaptive", what_if=0.1),
+        runner.cache(eviction="returns", what_if=0.1),
         Tokenizer.load(bundled_model()),
         limits=Limits(max_running=8, max_waiting=64),
         store=store,

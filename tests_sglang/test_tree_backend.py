@@ -73,9 +73,9 @@ def test_the_name_chooses_the_policy(policy: str) -> None:
 
 
 def test_the_server_chooses_the_policy() -> None:
-    cache = create_tree_cache(context("kvkeep", memory(4, 16, eviction_policy="SLRU")))
+    cache = create_tree_cache(context("kvkeep", memory(4, 16, eviction_policy="PRIORITY")))
     assert isinstance(cache, KVKeepTree)
-    assert cache.policy.name == "slru"
+    assert cache.policy.name == "priority"
 
 
 @pytest.mark.parametrize(("more", "said"), [
@@ -88,7 +88,7 @@ def test_policies_that_it_does_not_have(more: dict[str, Any], said: str) -> None
 
 
 def test_ranks_would_not_agree_on_a_clock() -> None:
-    with pytest.raises(InvalidValue, match=r"'returns' reads a clock.* 2 ranks.* one of lru, lfu"):
+    with pytest.raises(InvalidValue, match=r"'returns' reads a clock.* 2 ranks.* of lru, prio"):
         create_tree_cache(context("kvkeep:returns", tp_size=2))
     with pytest.raises(InvalidValue, match="reads a clock"):
         create_tree_cache(context("kvkeep:returns", memory(4, 16, pp_size=2)))

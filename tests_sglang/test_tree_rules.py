@@ -169,7 +169,7 @@ def test_eviction_takes_no_more_than_it_is_asked_for() -> None:
 
 
 def test_a_use_is_counted_once_a_request() -> None:
-    one = made(policy="lfu")
+    one = made(policy="priority")
     keep(one, row(0, 16))
     for _ in range(3):  # waiting: matched again and again, locked and given up
         handle = matched(one, row(0, 16)).last_device_node

@@ -15,7 +15,7 @@ from kvkeep.integrations.vllm.options import ConnectorOptions
 
 @pytest.mark.parametrize("disk", [0, 3_000_000])
 def test_vllm_takes_what_a_plan_gives(disk: int) -> None:
-    chosen = PlanCandidate("adaptive", 200_000, disk, "inclusive" if disk else None)
+    chosen = PlanCandidate("returns", 200_000, disk, "inclusive" if disk else None)
     option, text = shlex.split(vllm_option(chosen, 131_072.0))
     assert option == "--kv-transfer-config"
     config = KVTransferConfig(**json.loads(text))
@@ -23,5 +23,5 @@ def test_vllm_takes_what_a_plan_gives(disk: int) -> None:
     assert config.is_kv_producer
     assert config.is_kv_consumer
     options = ConnectorOptions.parse(config.kv_connector_extra_config)
-    assert options.tiers[0] == "memory://25000MiB?policy=adaptive"
+    assert options.tiers[0] == "memory://25000MiB?policy=returns"
     assert len(options.tiers) == 1 + bool(disk)

@@ -216,7 +216,7 @@ def test_policies_and_curves_tell_bytes_apart(prefix: str) -> None:
     """A hit that only tokens would make is none; one that bytes make is one, also when marks
     are given out anew.
     """
-    cache = PagedCache(16, SIZE, prefix=prefix, eviction="2q", block_pages=1, what_if=1.0)
+    cache = PagedCache(16, SIZE, prefix=prefix, eviction="returns", what_if=1.0)
     for number in range(40):
         with cache.open(PROMPT, extra=[(0, b"%d" % number)]) as sequence:
             assert sequence.num_cached == 0
@@ -270,7 +270,7 @@ class ExtrasMachine(RuleBasedStateMachine):
 
     @initialize(
         size=st.sampled_from([1, 2, 3, 4]), pages=st.sampled_from([6, 8, 12]),
-        eviction=st.sampled_from(["lru", "2q", "adaptive"]),
+        eviction=st.sampled_from(["lru", "priority", "returns"]),
     )  # fmt: skip
     def make(self, size: int, pages: int, eviction: str) -> None:
         self.cache = PagedCache(pages, size, prefix=self.prefix, eviction=eviction)

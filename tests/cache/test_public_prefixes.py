@@ -223,7 +223,7 @@ class PublicMachine(RuleBasedStateMachine):
     @initialize(
         prefix=st.sampled_from(["radix", "chain"]),
         pages=st.sampled_from([200, 9]),
-        policy=st.sampled_from(["lru", "2q", "adaptive"]),
+        policy=st.sampled_from(["lru", "priority", "returns"]),
     )
     def make(self, prefix: str, pages: int, policy: str) -> None:
         self.cache = PagedCache(pages, 2, prefix=prefix, eviction=policy)

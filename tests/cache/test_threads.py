@@ -109,7 +109,7 @@ class Worker(threading.Thread):
             cache.namespaces()
 
 
-@pytest.mark.parametrize("eviction", ["lru", "slru", "priority"])
+@pytest.mark.parametrize("eviction", ["lru", "priority", "returns"])
 @pytest.mark.parametrize("prefix", INDICES)
 def test_many_threads(prefix: str, eviction: str) -> None:
     cache = PagedCache(24, 4, prefix=prefix, eviction=eviction)

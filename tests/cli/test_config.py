@@ -63,12 +63,13 @@ def test_values_of_a_file_are_those_of_the_command_line(file):
     path = file(
         "[serve]\nport = 9\nmemory = '1GiB'\nmax_running = '4k'\nrequest-timeout = '5m'\n"
         "drain-timeout = 1.5\ntier = ['memory://1GiB', 'file:///x']\notel = true\n"
-        "what-if = false\neviction = 'lfu'\nbody-budget = 4096\ncost = '/c.json'\npin-share = 1\n"
+        "what-if = false\neviction = 'returns'\n"
+        "body-budget = 4096\ncost = '/c.json'\npin-share = 1\n"
     )
     args = parsed("serve", "--config", path)
     words = (
         "--port 9 --memory 1GiB --max-running 4k --request-timeout 5m --drain-timeout 1.5 "
-        "--tier memory://1GiB --tier file:///x --otel --no-what-if --eviction lfu "
+        "--tier memory://1GiB --tier file:///x --otel --no-what-if --eviction returns "
         "--body-budget 4096 --cost /c.json --pin-share 1"
     )
     same = parsed("serve", *words.split())

@@ -198,7 +198,7 @@ def test_a_file_of_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ({"tiers": []}, "tiers are a list of URLs"),
         ({"tiers": ["file:///x?size=10"]}, "a whole number of at least 4096"),
         ({"tiers": ["memory://4K"]}, "no amount of memory"),
-        ({"tiers": ["valkey://host?policy=slru"]}, "has no size="),
+        ({"tiers": ["valkey://host?policy=2q"]}, "has no size="),
         ({"tiers": ["nowhere://x"]}, "no tier is called nowhere"),
         ({"tiers": ["file:///x?encrypt=/no/such/key"]}, "/no/such/key"),
         ({"tiers": ["memory://1MiB", "file:///x?codec=int9"]}, "codec is 'int9'"),

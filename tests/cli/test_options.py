@@ -177,7 +177,7 @@ SERVE = {
     "--step-limit": Option("--step-limit 7", "create_app.settings.step_limit_s", 7.0),
     "--load-timeout": Option("--load-timeout 7", "Engine.load_timeout", 7.0),
     "--draft-tokens": Option("--draft-tokens 7", "create_app.settings.draft_tokens", 7),
-    "--eviction": Option("--eviction lfu", "PagedCache.eviction", "lfu"),
+    "--eviction": Option("--eviction returns", "PagedCache.eviction", "returns"),
     "--share": Option(
         "--share a=3 --share b=0.5", "PagedCache.eviction.weights", {"a": 3, "b": 0.5}
     ),

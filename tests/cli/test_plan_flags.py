@@ -22,12 +22,12 @@ MODEL = Path("./my models/Llama")
 SIZES = st.integers(1, 10**9)
 SETTINGS = st.builds(
     PlanCandidate,
-    st.sampled_from([*POLICIES, "lru+sessions", "adaptive+sessions"]),
+    st.sampled_from([*POLICIES, "lru+sessions", "returns+sessions"]),
     SIZES,
     SIZES,
     st.sampled_from(TIERINGS),
 ) | st.builds(
-    PlanCandidate, st.sampled_from([*POLICIES, "lru+sessions", "adaptive+sessions"]), SIZES
+    PlanCandidate, st.sampled_from([*POLICIES, "lru+sessions", "returns+sessions"]), SIZES
 )
 KINDS = st.sampled_from([0.5, 1024.0, 131_072.0, 72_000.5])
 

@@ -32,11 +32,11 @@ def short(tmp_path_factory):
 
 
 def test_json_has_a_line_for_each_policy_and_capacity(trace, capsys):
-    words = ["--capacity", "50k,200k", "--policy", "lru,2q,adaptive", "--jobs", "1", "--json"]
+    words = ["--capacity", "50k,200k", "--policy", "lru,returns", "--jobs", "1", "--json"]
     assert main(["replay", trace, *words]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(one["policy"], one["capacity_tokens"]) for one in found] == [
-        (policy, size) for policy in ("lru", "2q", "adaptive") for size in (50_000, 200_000)
+        (policy, size) for policy in ("lru", "returns") for size in (50_000, 200_000)
     ]
     for one in found:
         assert one["requests"] == 200
@@ -198,11 +198,11 @@ def test_shares_of_tenants(tmp_path, capsys):
     write_trace(
         generate("tenants", seed=1, requests=150, unit_tokens=128, changed={"flood": 1}), path
     )
-    words = ["replay", str(path), "--capacity", "60k", "--policy", "lru,2q", "--jobs", "1"]
+    words = ["replay", str(path), "--capacity", "60k", "--policy", "lru,returns", "--jobs", "1"]
     words += ["--share", "tenant-0=2,flooder=0.5"]
     assert main([*words, "--json"]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [one["policy"] for one in found] == ["lru", "lru+shares", "2q", "2q+shares"]
+    assert [one["policy"] for one in found] == ["lru", "lru+shares", "returns", "returns+shares"]
     assert [bool(one["shares"]) for one in found] == [False, True, False, True]
     compared = found[1]["shares"]
     assert [compared[name][0] for name in ("tenant-0", "tenant-1", "flooder")] == [2, 1, 0.5]
@@ -302,9 +302,9 @@ def test_a_report_and_going_on_from_it(trace, tmp_path, capsys):
     assert main(["replay", trace, *words]) == 0
     assert {path.suffix for path in tmp_path.iterdir()} == {".html", ".json", ".jsonl"}
     capsys.readouterr()
-    assert main(["replay", trace, *words[:3], "lru,2q", *words[4:]]) == 0
+    assert main(["replay", trace, *words[:3], "lru,returns", *words[4:]]) == 0
     assert "3 of 4 replays are taken from" in capsys.readouterr().err
-    assert "2q" in out.read_text()
+    assert "returns" in out.read_text()
 
 
 @pytest.mark.parametrize("command", ["replay", "plan"])

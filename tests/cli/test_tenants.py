@@ -34,7 +34,7 @@ def test_wrong_shares_are_refused(text: str) -> None:
         eviction_of(parsed("--share", text))
 
 
-@pytest.mark.parametrize("name", ["2q", "returns", "adaptive"])
+@pytest.mark.parametrize("name", ["priority", "returns"])
 def test_shares_go_with_every_policy(name: str) -> None:
     made = eviction_of(parsed("--share", "a=1", eviction=name))
     assert isinstance(made, Shares)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeep.core.eviction import FIFO, LRU, POLICIES, SLRU, Entry, EvictionPolicy, policy
+from kvkeep.core.eviction import LRU, POLICIES, Entry, EvictionPolicy, Priority, policy
 from kvkeep.core.eviction.hints import Hinted
 from kvkeep.testing import PolicyTests
 from kvkeep.testing.policy_suite import drain, new_entry
@@ -17,23 +17,23 @@ class TestHintedLRU(PolicyTests):
         return Hinted(LRU())
 
 
-class TestHintedSLRU(PolicyTests):
+class TestHintedPriority(PolicyTests):
     def make_policy(self) -> EvictionPolicy:
-        return Hinted(SLRU())
+        return Hinted(Priority())
 
 
-class TestHintedFIFO(PolicyTests):
+class TestAwaited(PolicyTests):
     """One with hints about every entry: the contract asks for no order."""
 
     def make_policy(self) -> EvictionPolicy:
-        return AllAwaited(FIFO())
+        return AllAwaited(LRU())
 
 
 class AllAwaited(Hinted):
     """Awaits whatever is stored."""
 
-    def stored(self, entry: Entry, priority: int, *, known: bool = False) -> None:
-        super().stored(entry, priority, known=known)
+    def stored(self, entry: Entry, priority: int) -> None:
+        super().stored(entry, priority)
         entry.due = 5.0
 
 
@@ -42,8 +42,7 @@ def test_it_passes_for_the_policy_inside(name: str) -> None:
     inner = policy(name)
     hinted = Hinted(inner)
     assert hinted.name == name
-    assert (hinted.remembers, hinted.portions) == (inner.remembers, inner.portions)
-    hinted.fit(100, 1)
+    assert (hinted.awaits, hinted.portions) == (inner.awaits, inner.portions)
     entry = new_entry(hinted)
     assert hinted.describe(entry) == inner.describe(entry)
 

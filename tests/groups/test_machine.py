@@ -50,7 +50,7 @@ class GroupMachine(RuleBasedStateMachine):
 
     @initialize(
         pages=st.sampled_from([20, 40, 80, 160]),
-        eviction=st.sampled_from(["lru", "lru", "s3fifo", "reuse", "returns"]),
+        eviction=st.sampled_from(["lru", "lru", "priority", "returns"]),
         prefix=st.sampled_from(["radix", "radix", "chain"]),
         first=TOKENS,
     )

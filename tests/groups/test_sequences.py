@@ -159,7 +159,7 @@ def test_a_conversation_keeps_its_last_state() -> None:
     engine.cache.check()
 
 
-@pytest.mark.parametrize("eviction", ["lfu", "reuse", "adaptive"])
+@pytest.mark.parametrize("eviction", ["priority", "returns"])
 def test_no_policy_keeps_what_no_request_can_use(eviction: str) -> None:
     """A turn's state goes when the next turn has one. Once that went, too, the KV is of no use."""
     chance, most = random.Random(1), 0

@@ -38,7 +38,7 @@ def test_a_pin_whose_last_run_went_keeps_what_is_left(prefix: str) -> None:
     assert (pin.num_tokens, cache.stats().pins_broken, cache.stats().pins) == (0, 1, 0)
 
 
-@pytest.mark.parametrize("policy", ["lru", "fifo", "lfu", "priority"])
+@pytest.mark.parametrize("policy", ["lru", "priority"])
 def test_a_run_that_loses_its_front_keeps_its_place(policy: str) -> None:
     """Prompts that part behind the first page of others cut their runs there.
 

@@ -35,7 +35,7 @@ def sample() -> tuple[dict[str, object], list[Outcome]]:
     found = [infinite(work)]
     for capacity in CAPACITIES:
         found.append(belady(work, capacity))
-        found += [simulate(work, capacity, policy) for policy in ("lru", "2q")]
+        found += [simulate(work, capacity, policy) for policy in ("lru", "returns")]
     return facts, found
 
 

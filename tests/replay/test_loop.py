@@ -216,7 +216,7 @@ PAGES = st.sampled_from([None, UNIT, 2, 3])
     st.fixed_dictionaries({
         "max_running": st.integers(1, 4),
         "arrivals": st.sampled_from([{}, {"users": 1}, {"users": 3}, {"closed_loop": True}]),
-        "policy": st.sampled_from(["lru", "2q"]),
+        "policy": st.sampled_from(["lru", "priority"]),
         "prefix": st.sampled_from(["radix", "chain"]),
         "cost": st.sampled_from([
             COST, PrefillCost(seconds_per_token=0), PrefillCost(seconds_per_token=9),
@@ -252,10 +252,8 @@ def test_every_request_ends(requests, pool, page, how):
 
 
 @settings(deadline=None, max_examples=80)
-@given(talks(whole=True), st.integers(12, 60), PAGES, st.sampled_from(["lru", "2q", "fifo"]))
+@given(talks(whole=True), st.integers(12, 60), PAGES, st.sampled_from(["lru", "priority"]))
 def test_one_after_the_other_is_what_simulate_does(requests, pool, page, policy):
-    """By tokens simulate stores an answer page by page, which 2Q sees."""
-    policy = "lru" if page and policy == "2q" else policy
     requests = [one for one in requests if one.store]
     if not requests:
         return

@@ -10,7 +10,7 @@ from replaying import workload
 from kvkeep import InvalidValue, PagedCache
 from kvkeep.bench.replay.planning import PlannedMemory
 from kvkeep.bench.replay.simulate import Stage
-from kvkeep.core.eviction import LRU, POLICIES, TwoQ
+from kvkeep.core.eviction import LRU, POLICIES
 
 if TYPE_CHECKING:
     from kvkeep.bench.replay.workload import Workload
@@ -30,14 +30,9 @@ class Unclear(LRU):
     by_recency = advised = False
 
 
-class Historian(TwoQ):
-    name = "historian"
-    advised = False
-
-
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    for policy in (MostRecent, Unclear, Historian):
+    for policy in (MostRecent, Unclear):
         monkeypatch.setitem(POLICIES, policy.name, policy)
 
 
@@ -53,7 +48,7 @@ def test_a_cache_takes_its_name() -> None:
             sequence.publish()
     cache.evict(1)
     assert [cache.match([token]).num_tokens for token in (1, 2, 3)] == [1, 1, 0]
-    with pytest.raises(InvalidValue, match="adaptive, mru, unclear, historian"):
+    with pytest.raises(InvalidValue, match="returns, mru, unclear"):
         PagedCache(4, 1, eviction="nru")
 
 
@@ -67,19 +62,9 @@ def test_a_replay_publishes_answers_as_its_order_allows(work, policy, at_once, a
 
 def test_shipped_policies_by_recency_are_these() -> None:
     shipped = [name for name, policy in POLICIES.items() if policy().by_recency]
-    assert sorted(shipped) == ["fifo", "lru", "mru", "priority"]
+    assert sorted(shipped) == ["lru", "mru", "priority"]
 
 
 def test_a_plan_tries_it_if_it_is_advised(work: Workload) -> None:
     tried = {run.policy for run in PlannedMemory(1024).runs(work)}
-    assert tried == {
-        "lru",
-        "2q",
-        "s3fifo",
-        "arc",
-        "returns",
-        "adaptive",
-        "mru",
-        "belady",
-        "infinite",
-    }
+    assert tried == {"lru", "returns", "mru", "belady", "infinite"}

@@ -155,11 +155,11 @@ def test_in_tiers_a_flooder_costs_the_worst_tenant_a_tenth_at_most(
 
 def test_a_run_with_shares_is_another_run() -> None:
     work = Workload.read(Listed(traffic(2), UNIT))
-    plain = ReplayRun("2q", 200)
+    plain = ReplayRun("returns", 200)
     runs = [plain, replace(plain, shares=(("a", 2.0),)), replace(plain, shares=(("a", 3.0),))]
     found = dict(replay(work, runs))
-    assert [found[run].policy for run in runs] == ["2q", "2q+shares", "2q+shares"]
-    assert [run.name for run in runs] == ["2q", "2q+shares", "2q+shares"]
+    assert [found[run].policy for run in runs] == ["returns", "returns+shares", "returns+shares"]
+    assert [run.name for run in runs] == ["returns", "returns+shares", "returns+shares"]
     assert [found[run].shares.get("a", [0])[0] for run in runs] == [0, 2.0, 3.0]
     below = ReplayRun("2q", 100, below=(200,), tiering="exclusive", shares=(("a", 2.0),))
     assert below.name == dict(replay(work, [below]))[below].policy == "2q+shares/exclusive"
@@ -182,15 +182,3 @@ def test_what_shares_do_not_go_with_is_refused() -> None:
     with pytest.raises(InvalidValue, match="'c', but listed has no such tenant; it has 3"):
         ReplayRun("lru", 200, shares=(("c", 1.0),)).check(work)
     ReplayRun("lru", 200, shares=(("", 1.0),)).check(work)
-
-
-def test_adaptive_tries_waits_of_each_tenant_by_itself() -> None:
-    """A tenant's policy is fitted anew when its share changes, and forgotten when it has left.
-
-    Its conversations may then wait with blocks of an earlier trial.
-    """
-    trace = generate("tenants", seed=1, requests=600, unit_tokens=256, changed={"flood": 4})
-    workload = Workload.read(trace)
-    shared = simulate(workload, 150_000, "adaptive", shares={})
-    assert shared.requests == 600
-    assert 0 < shared.hit_tokens < shared.tokens

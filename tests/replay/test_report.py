@@ -51,7 +51,7 @@ def test_json_has_the_outcomes_whole(found, tmp_path):
 def test_times_of_jobs_are_told(tmp_path):
     job = {"p50": 12.5, "p90": 99.0, "p99": 700.0, "mean": 30.0}
     latency = {"ttft_s": {}, "jobs": 1234, "job_s": job, "job_served_s": {**job, "p99": 345.0}}
-    _, text = report(({}, [made(latency=latency), made("2q")]), tmp_path)
+    _, text = report(({}, [made(latency=latency), made("returns")]), tmp_path)
     page = Taken(text)
     assert page.faults == []
     assert "jobs" in [given["id"] for tag, given in page.elements if tag == "section"]
@@ -129,7 +129,7 @@ def test_hostile_names_are_text(found, tmp_path):
     facts, outcomes = found
     spaces = {HOSTILE: [10, 5], "": [3, 0]}
     hostile = [
-        replace(one, policy=HOSTILE if one.policy == "2q" else one.policy, trace=HOSTILE,
+        replace(one, policy=HOSTILE if one.policy == "returns" else one.policy, trace=HOSTILE,
                 namespaces=spaces, tiers=[{"name": HOSTILE, HOSTILE: HOSTILE}],
                 misses={**one.misses, HOSTILE: 1})
         for one in outcomes
@@ -189,7 +189,7 @@ def test_tables_have_the_figures(found, tmp_path):
 def test_charts_have_the_figures(found, tmp_path):
     facts, outcomes = found
     data = Taken(report((facts, with_more(outcomes)), tmp_path)[1]).data
-    assert [line["name"] for line in data["policies"]] == ["lru", "2q"]
+    assert [line["name"] for line in data["policies"]] == ["lru", "returns"]
     assert data["capacities"] == list(CAPACITIES)
     by = {(one.policy, one.capacity_tokens): one for one in outcomes}
     for line in [*data["policies"], data["belady"]]:
@@ -199,7 +199,7 @@ def test_charts_have_the_figures(found, tmp_path):
         assert len(line["points"]) == len(CAPACITIES)
     for capacity in CAPACITIES:
         details = {one["name"]: one for one in data["details"][str(capacity)]}
-        assert set(details) == {"lru", "2q", "belady"}
+        assert set(details) == {"lru", "returns", "belady"}
         for name, one in details.items():
             outcome = by[name, capacity]
             assert [row[1] for row in one["gap"]] == [row[1] for row in outcome.reuse_gap]
@@ -250,7 +250,7 @@ def test_nothing_to_report(tmp_path):
 def test_what_is_there_is_replaced_whole_or_not(found, tmp_path, monkeypatch):
     report(({}, [made()]), tmp_path)
     files, text = report(found, tmp_path)
-    assert "2q" in text
+    assert "returns" in text
     before = {path: path.read_bytes() for path in files}
 
     def full(self, target):

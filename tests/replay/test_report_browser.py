@@ -144,7 +144,7 @@ def test_charts_are_read_by_keyboard(opened, report, outcomes):
         assert any(
             one.startswith(f"{plain(tokens(CAPACITIES[1]))} tokens: ")
             and f"lru {rates['lru', CAPACITIES[1]]}" in one
-            and f"2q {rates['2q', CAPACITIES[1]]}" in one
+            and f"returns {rates['returns', CAPACITIES[1]]}" in one
             and f"belady (bound) {rates['belady', CAPACITIES[1]]}" in one
             for one in said
         ), said
@@ -182,7 +182,7 @@ def test_pointing_at_a_chart_reads_it(opened, report, outcomes):
 
 def test_lines_are_switched(opened, report):
     with opened(report) as page:
-        button = figure(page, "rates").get_by_role("button", name="2q", exact=True)
+        button = figure(page, "rates").get_by_role("button", name="returns", exact=True)
         before = page.evaluate(PICTURE)
         assert button.get_attribute("aria-pressed") == "true"
         button.click()
@@ -216,7 +216,7 @@ def test_another_capacity_draws_and_fills_anew(opened, report, outcomes):
         for capacity in CAPACITIES:
             page.locator("#capacity").select_option(str(capacity))
             names = chart.locator("thead th").all_inner_texts()
-            assert set(names) <= {"time", "belady", "lru", "2q"}
+            assert set(names) <= {"time", "belady", "lru", "returns"}
             if "lru" not in names:
                 assert not lines["lru", capacity].evicted_ago
                 continue
@@ -246,7 +246,7 @@ def test_costs_are_read(opened, report, outcomes):
 def test_hostile_names_do_nothing(opened, outcomes, tmp_path):
     facts, found = outcomes
     hostile = [
-        replace(one, policy=HOSTILE if one.policy == "2q" else one.policy,
+        replace(one, policy=HOSTILE if one.policy == "returns" else one.policy,
                 namespaces={HOSTILE: [10, 5], "b": [1, 0]})
         for one in found
     ]  # fmt: skip

@@ -22,14 +22,14 @@ def test_findings():
         made("infinite", 10**9, 60),
         made("belady", 1000, 40),
         made("lru", 1000, 15, misses=evicted, evicted_ago=[[60.0, 10], [120.0, 30], [240.0, 10]]),
-        made("2q", 1000, 20),
+        made("returns", 1000, 20),
         made("lru", 3000, 25, refused=2),
-        made("2q", 3000, 25),
+        made("returns", 3000, 25),
     ) == [
         "Of all blocks requested, 60.0 % had been requested before: an unlimited cache would reuse "
         "all of these.",
-        "With 1 k tokens, lru reuses 15.0 % of all blocks. 2q would reuse 20.0 %, for which lru "
-        "needs about 2 k. The optimum with that much memory is 40.0 %.",
+        "With 1 k tokens, lru reuses 15.0 % of all blocks. returns would reuse 20.0 %, for which "
+        "lru needs about 2 k. The optimum with that much memory is 40.0 %.",
         "With 3 k tokens, lru reuses 25.0 % of all blocks. No other policy reuses noticeably more.",
         "Of the 850 tokens that lru computes with 1 k, 70.6 % were never seen before and 29.4 % "
         "had been evicted. Half of the evicted tokens were requested again within 4 min.",
@@ -58,7 +58,9 @@ def test_bounds_alone():
 
 
 def test_one_policy_is_not_compared():
-    assert said(made("slru", misses={})) == ["With 1 k tokens, slru reuses 50.0 % of all blocks."]
+    assert said(made("returns", misses={})) == [
+        "With 1 k tokens, returns reuses 50.0 % of all blocks."
+    ]
 
 
 def test_of_many_capacities_a_few_are_told_of():
@@ -88,10 +90,10 @@ def test_costs_are_the_formula():
 
 
 def test_the_cheapest_is_told():
-    small, large = made("lru", 1000, 10, misses={}), made("2q", 10**7, 90, misses={})
+    small, large = made("lru", 1000, 10, misses={}), made("returns", 10**7, 90, misses={})
     dear = Prices(3600.0, 0.001, 0.0, 1024, 1)
     assert said(small, large, prices=dear)[-1] == (
-        "The cheapest of all replays is 2q with 10 M tokens: $73,050 a month for prefill "
+        "The cheapest of all replays is returns with 10 M tokens: $73,050 a month for prefill "
         "and memory. Without any cache it would be $730,500."
     )
     cheap = Prices(0.0, 10.0, 0.0, 2**20, 1, currency="€")

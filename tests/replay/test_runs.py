@@ -24,9 +24,9 @@ def figures(outcomes):
 
 @pytest.fixture
 def runs() -> list[ReplayRun]:
-    return [ReplayRun(policy, size) for policy in ("lru", "2q", BELADY) for size in (16, 24)] + [
-        ReplayRun(INFINITE, 0)
-    ]
+    return [
+        ReplayRun(policy, size) for policy in ("lru", "returns", BELADY) for size in (16, 24)
+    ] + [ReplayRun(INFINITE, 0)]
 
 
 def test_two_processes_find_what_one_does(runs):
@@ -116,7 +116,8 @@ from replaying import workload
 from kvkeep.bench.replay import ReplayRun, replay
 
 if __name__ == "__main__":
-    for _ in replay(workload(["abc"] * 50), [ReplayRun("lru", 16), ReplayRun("2q", 16)], jobs=2):
+    runs = [ReplayRun("lru", 16), ReplayRun("returns", 16)]
+    for _ in replay(workload(["abc"] * 50), runs, jobs=2):
         os.kill(os.getpid(), signal.SIGKILL)
 """
 

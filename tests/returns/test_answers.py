@@ -88,13 +88,3 @@ def test_any_history_keeps_a_beginning(
     # A tenant whose answers were all read keeps all of each.
     if all(int(share * length) == length for name, _, length, share in history if name == "b"):
         assert shares.kept("b", "stop", tokens) == tokens
-
-
-def test_nothing_is_learned_of_tokens_that_are_not_known() -> None:
-    """The first 20 tokens are read again, those from 400 on are not; the others are not known."""
-    known, unsure = AnswerShares(), AnswerShares()
-    for _ in range(40):
-        known.returned("a", "stop", 5000, 20)
-        unsure.returned("a", "stop", 5000, 20, 380)
-    assert known.kept("a", "stop", 5000) == 16
-    assert unsure.kept("a", "stop", 5000) == 1024, "the bins from 16 to 1,023 have such tokens"

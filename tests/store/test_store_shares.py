@@ -49,7 +49,7 @@ def found(store: KVStore, tokens: list[int], tenant: str) -> int:
     return store.lookup(tokens, tenant=tenant).tokens // BLOCK
 
 
-@pytest.mark.parametrize("eviction", ["lru", "adaptive", "returns"])
+@pytest.mark.parametrize("eviction", ["lru", "returns"])
 @pytest.mark.parametrize("policy", [Inclusive, Exclusive])
 def test_a_flooder_evicts_its_own(tmp_path: Path, policy: Any, eviction: str) -> None:
     mine = {f"t{number}": prompt(number, 14) for number in range(3)}

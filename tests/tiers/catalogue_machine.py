@@ -10,10 +10,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvkeep.core.eviction import POLICIES
 from kvkeep.core.keys import SPACE_BYTES
 from kvkeep.store.tiers.catalogue import Catalogue
 from kvkeep.store.tiers.packed import Packed
+from kvkeep.store.tiers.two_queues import tier_policies
 from kvkeep.testing.backend_hooks import block_id
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Machine(RuleBasedStateMachine):
         self.clock = Clock()
         self.ttl = ttl
         self.catalogue = Catalogue(
-            POLICIES[self.name],
+            tier_policies()[self.name],
             ttl=ttl,
             clock=self.clock,
             budget=BUDGET,
@@ -131,10 +131,6 @@ class Machine(RuleBasedStateMachine):
             self.known[block].order = self.next()
             self.known[block].used = self.clock.now
         assert self.catalogue.unnoted() == []
-
-    @rule(space=st.sampled_from(range(3)), count=st.integers(0, 5))
-    def requested(self, space: int, count: int) -> None:
-        self.catalogue.requested(BLOCKS[5 * space : 5 * space + count])
 
     @rule(block=st.sampled_from(BLOCKS))
     def hold(self, block: bytes) -> None:

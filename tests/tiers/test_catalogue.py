@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 import pytest
 from catalogue_machine import BLOCKS, SPACES, Clock, machine_of
 
-from kvkeep.core.eviction import LRU, POLICIES
+from kvkeep.core.eviction import LRU
 from kvkeep.core.keys import SPACE_BYTES
 from kvkeep.store.tiers.catalogue import Catalogue
 from kvkeep.store.tiers.packed import Packed
+from kvkeep.store.tiers.two_queues import TwoQ, tier_policies
 from kvkeep.testing.backend_hooks import block_id
 
 if TYPE_CHECKING:
@@ -25,19 +26,17 @@ X, Y = BLOCKS[5:7]  # another
 
 
 # One test case a policy, whichever there are.
-globals().update({f"Test_{one}": machine_of(one) for one in POLICIES})
+globals().update({f"Test_{one}": machine_of(one) for one in tier_policies()})
 
 
-# --- policies that remember ------------------------------------------------------------------
+# --- 2Q ------------------------------------------------------------------------------------------
 
-REMEMBER = sorted(name for name, make in POLICIES.items() if make().remembers)
 LONG = [block_id(number, 0) for number in range(3000)]
 
 
 def arrives(catalogue: Catalogue, blocks: Sequence[bytes], budget: int) -> int:
     """A prompt: what is there is used, the rest is added; how many were there."""
     found = catalogue.leading(blocks)
-    catalogue.requested(blocks)
     for block in blocks[found:]:
         short = catalogue.total_bytes + 10 - budget
         if short > 0:
@@ -47,14 +46,10 @@ def arrives(catalogue: Catalogue, blocks: Sequence[bytes], budget: int) -> int:
     return found
 
 
-def test_there_are_policies_that_remember() -> None:
-    assert {"2q", "adaptive"} <= set(REMEMBER)
-
-
 def test_2q_spares_what_was_asked_for_again_from_a_scan() -> None:
     kept: dict[str, int] = {}
     for policy in ("lru", "2q"):
-        catalogue = Catalogue(POLICIES[policy], budget=1000)
+        catalogue = Catalogue(tier_policies()[policy], budget=1000)
         for _ in range(3):
             for block in LONG[:50]:
                 arrives(catalogue, [block], 1000)
@@ -65,7 +60,7 @@ def test_2q_spares_what_was_asked_for_again_from_a_scan() -> None:
 
 
 def test_what_comes_back_after_it_went_is_known() -> None:
-    catalogue = Catalogue(POLICIES["2q"], budget=1000)
+    catalogue = Catalogue(tier_policies()["2q"], budget=1000)
     catalogue.add(LONG[199], 10)  # the first one says how large blocks are
     for block in [*LONG[:30], *LONG[200:400]]:
         arrives(catalogue, [block], 1000)
@@ -75,48 +70,15 @@ def test_what_comes_back_after_it_went_is_known() -> None:
     assert catalogue.leading(LONG[:30]) == 30
 
 
-def test_adaptive_eviction_learns_that_nothing_comes_back() -> None:
-    hits: dict[str, int] = {}
-    for policy in ("lru", "adaptive"):
-        rng = random.Random(1)
-        catalogue = Catalogue(POLICIES[policy], budget=1000)
-        hits[policy] = 0
-        for step in range(8000):
-            often = rng.random() < 0.3
-            block = LONG[rng.randrange(80)] if often else block_id(10_000 + step, 0)
-            hits[policy] += arrives(catalogue, [block], 1000)
-    assert hits["adaptive"] > 1.3 * hits["lru"]
-
-
-@pytest.mark.parametrize("name", REMEMBER)
-def test_a_first_block_that_is_short_is_not_what_all_are_fit_for(name: str) -> None:
-    fits: list[tuple[int, int]] = []
-    kind = type(POLICIES[name]())
-
-    class Watched(kind):  # type: ignore[misc, valid-type]
-        def fit(self, size: int, block: int) -> None:
-            fits.append((size, block))
-            super().fit(size, block)
-
-    catalogue = Catalogue(Watched, budget=1000)
-    catalogue.requested([A])  # nothing is known of sizes yet
-    for block, size in ((A, 3), (B, 4), (C, 10), (D, 9), (E, 19)):
-        catalogue.add(block, size)
-    assert fits == [(1000, 3), (1000, 10)]
-    catalogue.set_quota(SPACES[0], 500)
-    assert fits[2:] == [(500, 10)]
-
-
-@pytest.mark.parametrize("name", REMEMBER)
-def test_without_a_budget_they_order_what_there_is(name: str) -> None:
-    catalogue = Catalogue(POLICIES[name])
-    for block in BLOCKS[:5]:
-        arrives(catalogue, [block], 1 << 20)
-    assert set(catalogue.victims(1000)) == set(BLOCKS[:5])
+def test_2q_forgets_the_ids_of_long_ago() -> None:
+    catalogue = Catalogue(TwoQ, budget=1000)
+    for block in (*LONG, *LONG):  # each returns after 30 times the memory
+        assert arrives(catalogue, [block], 1000) == 0
+    assert len(catalogue._table.order.shared._ghosts) == 400  # type: ignore[attr-defined]
 
 
 def test_what_was_just_put_was_not_asked_for_again() -> None:
-    catalogue = filled(A, policy="lfu")
+    catalogue = filled(A, policy="2q")
     catalogue.used([A])
     for block in (B, C):
         catalogue.add(block, 10)
@@ -128,7 +90,7 @@ def test_what_was_just_put_was_not_asked_for_again() -> None:
 
 
 def filled(*blocks: bytes, policy: str = "lru", clock: Clock | None = None) -> Catalogue:
-    catalogue = Catalogue(POLICIES[policy], clock=clock or Clock())
+    catalogue = Catalogue(tier_policies()[policy], clock=clock or Clock())
     for block in blocks:
         catalogue.add(block, 10)
     return catalogue
@@ -151,21 +113,11 @@ def test_recency_outlives_a_quota_that_comes_later() -> None:
     assert catalogue.victims(100) == [X]
 
 
-def test_fifo_stays_so_when_a_quota_comes_later() -> None:
-    catalogue = filled(A, B, C, policy="fifo")
+def test_2q_keeps_its_counts_when_a_quota_comes_later() -> None:
+    catalogue = filled(A, B, C, policy="2q")
     catalogue.used([A])
     catalogue.set_quota(SPACES[0], 1000)
-    catalogue.add(D, 10)
-    assert catalogue.victims(100, SPACES[0]) == [A, B, C, D]
-
-
-def test_lfu_keeps_its_counts_when_a_quota_comes_later() -> None:
-    catalogue = filled(A, B, C, policy="lfu")
-    catalogue.used([A])
-    catalogue.used([A])
-    catalogue.used([B])
-    catalogue.set_quota(SPACES[0], 1000)
-    assert catalogue.victims(100, SPACES[0]) == [C, B, A]
+    assert catalogue.victims(100, SPACES[0]) == [B, C, A]
 
 
 def test_the_oldest_goes_whoever_has_a_quota() -> None:
@@ -239,9 +191,9 @@ def test_a_use_is_told_once_in_a_while() -> None:
     assert catalogue.unnoted() == []
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("policy", sorted(tier_policies()))
 def test_threads(policy: str) -> None:
-    catalogue = Catalogue(POLICIES[policy])
+    catalogue = Catalogue(tier_policies()[policy])
     catalogue.set_quota(SPACES[1], 50)
     wrong: list[BaseException] = []
 
@@ -287,12 +239,11 @@ def many(count: int, first: int = 0) -> list[bytes]:
 
 
 @pytest.mark.parametrize("ordered", [None, 1, 50])
-@pytest.mark.parametrize("name", ["lru", "fifo"])
-def test_the_order_is_the_same_with_a_bound(name: str, ordered: int | None) -> None:
+def test_the_order_is_the_same_with_a_bound(ordered: int | None) -> None:
     """A listing, then adds and uses by chance: what goes is what would go without rows."""
     chance, clock = random.Random(5), Clock()
-    plain = Catalogue(POLICIES[name], clock=clock)
-    bounded = Catalogue(POLICIES[name], clock=clock, ordered=ordered)
+    plain = Catalogue(LRU, clock=clock)
+    bounded = Catalogue(LRU, clock=clock, ordered=ordered)
     blocks = many(400)
     listed = [(block, 10, chance.uniform(0, 900)) for block in blocks[:200]]
     for catalogue in (plain, bounded):
@@ -304,8 +255,7 @@ def test_the_order_is_the_same_with_a_bound(name: str, ordered: int | None) -> N
         for catalogue in (plain, bounded):
             catalogue.used(some)
             catalogue.add(some[0], 10)
-        if name == "lru":
-            assert plain.victims(victims) == bounded.victims(victims)
+        assert plain.victims(victims) == bounded.victims(victims)
         assert len(plain) == len(bounded)
         assert set(plain.blocks()) == set(bounded.blocks())
     bounded.check()

@@ -13,7 +13,6 @@ import pytest
 from faults import CountingBackend
 from kvkeep.cli import main
 from kvkeep.core.errors import InvalidValue
-from kvkeep.core.eviction import POLICIES
 from kvkeep.integrations.vllm.options import ConnectorOptions
 from kvkeep.integrations.vllm.transfer import CONNECTOR, TransferPart, check_part
 from kvkeep.store import BlockStore
@@ -23,6 +22,7 @@ from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.codecs import generate_key
 from kvkeep.store.tiers import TIER_OPTIONS, TieredStore, check_tiers, open_tiers
 from kvkeep.store.tiers.buffer import LEAST_BUFFER
+from kvkeep.store.tiers.two_queues import tier_policies
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,13 +54,13 @@ def test_a_tier_without_options_has_the_documented_ones(place: str) -> None:
         None,
         None,
     )
-    assert options.policy is POLICIES["lru"]
+    assert options.policy is tier_policies()["lru"]
     assert tier.backend.capacity == 1 << 20
 
 
 OPTIONS: dict[str, tuple[str, Any]] = {
     "codec=lossless": ("codec.name", "lossless"),
-    "policy=slru": ("options.policy", POLICIES["slru"]),
+    "policy=2q": ("options.policy", tier_policies()["2q"]),
     "ttl=10m": ("options.ttl", 600.0),
     "timeout=250ms": ("backend.timeout", 0.25),
     "queue=128KiB": ("options.queue_bytes", 128 << 10),
@@ -93,9 +93,9 @@ def test_encrypt_names_a_key_file(place: str, tmp_path: Path) -> None:
     assert one(f"memory://64KiB?encrypt={key}").codec.number == 128
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", tier_policies())
 def test_every_policy_has_a_name(policy: str, place: str) -> None:
-    assert one(f"{place}&policy={policy}").options.policy is POLICIES[policy]
+    assert one(f"{place}&policy={policy}").options.policy is tier_policies()[policy]
 
 
 def test_a_queue_is_as_long_as_memory_allows_and_no_longer(place: str) -> None:
@@ -108,7 +108,7 @@ def test_a_queue_is_as_long_as_memory_allows_and_no_longer(place: str) -> None:
 
 MISTAKES = {
     "codec=zip": ("'zip'", "lossless"),
-    "policy=best": ("policy=best", "lru", "slru"),
+    "policy=best": ("policy=best", "lru", "2q"),
     "ttl=0": ("ttl=0", "above"),
     "ttl=soon": ("ttl=soon",),
     "timeout=-1s": ("timeout=-1s",),
@@ -194,7 +194,7 @@ def test_the_home_directory_at_all_doors(
             check_part(TransferPart(CONNECTOR, ConnectorOptions.parse({"tiers": [wrong]})))
 
 
-@pytest.mark.parametrize("option", ["policy=lfu", "ttl=1h"])
+@pytest.mark.parametrize("option", ["policy=returns", "ttl=1h"])
 def test_without_a_budget_of_ours_the_server_decides(option: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidValue, match=r"size="):
         open_tiers([f"valkey://127.0.0.1:1/0?{option}"])
@@ -235,9 +235,9 @@ def test_a_buffer_is_put_in_front_of_what_is_no_memory(place: str) -> None:
 
 
 def test_memory_in_front_takes_its_options() -> None:
-    memory, below = open_tiers(["memory://64KiB?policy=lfu&ttl=2h&touch=yes"])
+    memory, below = open_tiers(["memory://64KiB?policy=returns&ttl=2h&touch=yes"])
     assert (memory.name, memory.backend.arena.size, below) == ("memory", 64 << 10, [])
-    assert (memory.ttl, memory.policy) == (7200, POLICIES["lfu"])
+    assert (memory.ttl, memory.policy) == (7200, tier_policies()["returns"])
     memory.backend.close()
 
 
@@ -264,8 +264,8 @@ def test_backends_of_the_callers_own_are_taken_beside_urls(place: str, tmp_path:
 RIGHT = [
     ["memory://64KiB?policy=returns", "file:///no/place?size=1MiB&sync=always"],
     ["memory://64KiB", "memory://1MiB?codec=lossless&timeout=1s"],
-    ["shm://1MiB?dir=/no/place&name=a", "file:///no/place?size=1GiB&policy=slru&ttl=1h"],
-    ["valkey://nowhere:1?expire=7d", "s3://bucket/x?size=1GiB&policy=lfu&region=here"],
+    ["shm://1MiB?dir=/no/place&name=a", "file:///no/place?size=1GiB&policy=2q&ttl=1h"],
+    ["valkey://nowhere:1?expire=7d", "s3://bucket/x?size=1GiB&policy=returns&region=here"],
 ]
 
 
@@ -280,8 +280,8 @@ def test_what_is_right_is_checked_and_not_opened(tiers: list[str]) -> None:
     [
         (["shm://10"], ("10 bytes", "4096 or more")),
         (["shm://1MiB?name=a/b"], ("'a/b'",)),
-        (["shm://1MiB?policy=slru"], ("policy=slru", "leave policy= out")),
-        (["memory://1MiB", "valkey://host?policy=slru"], ("has no size=",)),
+        (["shm://1MiB?policy=2q"], ("policy=2q", "leave policy= out")),
+        (["memory://1MiB", "valkey://host?policy=2q"], ("has no size=",)),
         (["s3://bucket?colour=red"], ("no option colour",)),
         (["valkeys://host?ca=/no/such/file"], ("/no/such/file",)),
     ],

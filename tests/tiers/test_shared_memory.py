@@ -242,8 +242,8 @@ def test_a_stopped_neighbour_is_a_counted_miss(tmp_path: Path) -> None:
 
 
 def test_options(tmp_path: Path) -> None:
-    with pytest.raises(InvalidValue, match="policy=lfu is for memory of one process"):
-        opened(tmp_path, options="&policy=lfu")
+    with pytest.raises(InvalidValue, match="policy=2q is for memory of one process"):
+        opened(tmp_path, options="&policy=2q")
     with pytest.raises(InvalidValue, match="no option speed"):
         opened(tmp_path, options="&speed=9")
     assert not os.listdir(tmp_path) or opened(tmp_path).close()

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 from kvkeep import InvalidValue
-from kvkeep.core.eviction import LRU, POLICIES
+from kvkeep.core.eviction import LRU
 from kvkeep.core.keys import SPACE_BYTES
 from kvkeep.core.returns import Wait
 from kvkeep.store.tiers import tier_shares
 from kvkeep.store.tiers.block_waits import BlockWaits, SharedReturns
 from kvkeep.store.tiers.catalogue import Catalogue
 from kvkeep.store.tiers.tier_shares import TenantWeights
+from kvkeep.store.tiers.two_queues import tier_policies
 from kvkeep.testing.backend_hooks import block_id
 
 if TYPE_CHECKING:
@@ -120,10 +121,10 @@ class SharesMachine(Machine):
         )
 
 
-globals().update({f"Test_{one}": machine_of(one, SharesMachine) for one in POLICIES})
+globals().update({f"Test_{one}": machine_of(one, SharesMachine) for one in tier_policies()})
 
 
-@pytest.mark.parametrize("name", sorted(POLICIES))
+@pytest.mark.parametrize("name", sorted(tier_policies()))
 @pytest.mark.parametrize("ordered", [None, 4])
 def test_long_walks(name: str, ordered: int | None) -> None:
     """As the machine, with many blocks and many victims."""
@@ -155,7 +156,6 @@ def walk(machine: SharesMachine, chance: random.Random) -> None:
         (2, lambda: machine.unpin(some)),
         (3, lambda: machine.forget(some[0])),
         (2, lambda: machine.fill(listed[chance.randrange(2) * len(listed) // 2 :] + more)),
-        (2, lambda: machine.requested(chance.randrange(len(SPACES)), chance.randrange(6))),
         (2, lambda: machine.expire(chance.choice([1, 1000]))),
         (4, lambda: machine.announce(space, chance.choice(NAMES))),
         (1, lambda: machine.set_quota(space, chance.randrange(1, 30))),
@@ -185,14 +185,15 @@ def shared(
 ) -> Catalogue:
     shares = TenantWeights(weights or {}, spaces or {})
     clock = clock or Clock()
-    return Catalogue(POLICIES[name], budget=budget, ordered=ordered, clock=clock, shares=shares)
+    return Catalogue(
+        tier_policies()[name], budget=budget, ordered=ordered, clock=clock, shares=shares
+    )
 
 
 def store(catalogue: Catalogue, blocks: Sequence[bytes], budget: int = 1000, size: int = 10) -> int:
     """A prompt: what is there is used, the rest is added; return how many were there."""
     catalogue._clock.now += 1  # type: ignore[attr-defined]
     found = catalogue.leading(blocks)
-    catalogue.requested(blocks)
     for block in blocks[found:]:
         short = catalogue.total_bytes + size - budget
         if short > 0:
@@ -212,7 +213,7 @@ def held(catalogue: Catalogue, space: int) -> int:
 
 
 @pytest.mark.parametrize("ordered", [None, 20])
-@pytest.mark.parametrize("name", sorted(POLICIES))
+@pytest.mark.parametrize("name", sorted(tier_policies()))
 def test_a_flooder_evicts_its_own(name: str, ordered: int | None) -> None:
     catalogue = shared(name=name, ordered=ordered)
     for space in range(1, 5):
@@ -291,22 +292,6 @@ def test_the_order_is_the_same_with_a_bound() -> None:
     bounded.check()
     assert len(bounded._table.blocks) <= 31
     assert len(bounded) == len(plain) > 100
-
-
-def test_each_tenant_has_a_history_of_its_own() -> None:
-    catalogue = shared(name="2q")
-    mine = blocks_of(1, 30)
-    catalogue.add(block_id(999, 7), 10)  # says how large blocks are
-    for _ in range(2):
-        store(catalogue, mine)
-    flood(catalogue, 9, 400)
-    order = catalogue._table.order
-    assert order.tenants is not None
-    assert order.tenants.history(mine[0]).requested([b[SPACE_BYTES:] for b in mine]) == 30
-    plain = Catalogue(POLICIES["2q"], budget=1000, clock=Clock())
-    store(plain, mine)
-    flood(plain, 9, 400)
-    assert plain._table.order.shared.requested([b[SPACE_BYTES:] for b in mine]) == 0
 
 
 def test_a_space_with_a_quota_has_a_share_of_its_own() -> None:

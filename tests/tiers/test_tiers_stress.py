@@ -16,9 +16,9 @@ from tier_bench import PAGE, RAW, Bench, content, name, settle, threads_of, unti
 
 from faults import FaultyBackend
 from kvkeep.core.errors import BackendFailed, IllegalStep
-from kvkeep.core.eviction import POLICIES
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.tiers import Exclusive, Inclusive, MemorySpec
+from kvkeep.store.tiers.two_queues import tier_policies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -61,9 +61,9 @@ SETTINGS = {
     "inclusive, two disks": Setting(Inclusive, (60, None), quota=12),
     "exclusive, two disks": Setting(Exclusive, (40, 90), "lossless", ttl=0.4),
     "inclusive, memory and a disk": Setting(
-        lambda: Inclusive(admit_after=2), ("40", 90), quota=9, ttl=0.3, evicts="slru"
+        lambda: Inclusive(admit_after=2), ("40", 90), quota=9, ttl=0.3, evicts="2q"
     ),
-    "exclusive, memory and a disk": Setting(Exclusive, ("30", 60), evicts="lfu"),
+    "exclusive, memory and a disk": Setting(Exclusive, ("30", 60), evicts="returns"),
     "exclusive, a memory": Setting(lambda: Exclusive(admit_after=2), ("20",), quota=12),
 }
 
@@ -311,12 +311,12 @@ def built(setting: Setting, bench: Bench, at: str = "") -> tuple[TieredStore, li
                 codec,
                 timeout=TIMEOUT,
                 pause=0.05,
-                policy=POLICIES[setting.evicts],
+                policy=tier_policies()[setting.evicts],
                 ttl=setting.ttl if bounded else None,
             )
         )
         places.append(place)
-    front = MemorySpec(MemoryBackend(24 * PAGE), POLICIES[setting.evicts], ttl=setting.ttl)
+    front = MemorySpec(MemoryBackend(24 * PAGE), tier_policies()[setting.evicts], ttl=setting.ttl)
     store = bench.store(front, *tiers, policy=setting.policy())
     if setting.quota is not None:
         store.set_quota(name(0, 0)[:16], setting.quota * PAGE)

@@ -242,7 +242,7 @@ def test_short_prompts_tell_what_caches_of_other_sizes_do(length: int) -> None:
 
 @settings(deadline=None)
 @given(
-    st.sampled_from(["lru", "2q", "lfu", "adaptive"]),
+    st.sampled_from(["lru", "priority", "returns"]),
     st.integers(1, 5),
     st.sampled_from([0.2, 1.0]),
     st.lists(

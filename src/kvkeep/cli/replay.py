@@ -70,10 +70,10 @@ def _add_replaying(group: argparse._ArgumentGroup) -> None:
     add_option(
         group,
         "--policy LIST",
-        f"eviction policies to try, of {', '.join(POLICIES)}, and bounds, of "
+        f"eviction policies to try, of {', '.join(POLICIES)}, with tiers also 2q, and bounds, of "
         f"{', '.join(BOUNDS)}; lru+sessions tells the policy which requests form a session, if "
         "the trace has sessions",
-        default="lru,2q,adaptive",
+        default="lru,returns",
     )
     add_option(
         group,

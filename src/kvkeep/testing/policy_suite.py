@@ -94,39 +94,6 @@ class PolicyTests:
         assert first.last_used > second.last_used
         assert first.hits == 0
 
-    def test_a_known_entry_starts_with_a_hit(self) -> None:
-        """An entry stored as ``known`` was requested before, which counts as a hit."""
-        policy = self.make_policy()
-        entry = Entry()
-        entry.size = 1
-        policy.stored(entry, 0, known=True)
-        assert entry.hits == 1
-        policy.add(entry)
-        assert policy.pop() is entry
-
-    def test_it_remembers_requested_blocks(self) -> None:
-        """If it `remembers`, it returns how many leading blocks were requested lately."""
-        policy = self.make_policy()
-        policy.fit(400, 4)
-        keys = [number.to_bytes(32, "big") for number in range(1, 31)]
-        first, second, other = keys[:10], keys[:5] + keys[10:15], keys[15:20]
-        knows = 1 if policy.remembers else 0
-        assert policy.requested([]) == 0
-        assert policy.requested(first) == 0
-        assert policy.requested(second) == 5 * knows
-        assert policy.requested(other) == 0
-        assert policy.requested(first) == 10 * knows
-        assert policy.requested(second) == 10 * knows
-        assert policy.requested([keys[29], *first]) == 0, "the first block is unknown"
-
-    def test_its_history_is_bounded(self) -> None:
-        """The history is bounded: old requests are forgotten."""
-        policy = self.make_policy()
-        policy.fit(64, 4)
-        for number in range(2000):
-            policy.requested([number.to_bytes(32, "big")])
-        assert policy.requested([bytes(32)]) == 0
-
     def test_both_parts_of_a_split_entry_keep_its_age(self) -> None:
         """The front part of a split entry has the age and priority of the whole."""
         policy = self.make_policy()

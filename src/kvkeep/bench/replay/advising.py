@@ -105,7 +105,7 @@ def _sizes(figures: PlanFigures) -> str:
     }
     here = plan.memory_tokens
     parts = [f"{plan.size(size)} {percent(rate)}" for size, rate in sorted(rates.items())]
-    said = "More or less memory, with the policy adaptive: " + ", ".join(parts) + "."
+    said = f"More or less memory, with the policy {FLEXIBLE}: " + ", ".join(parts) + "."
     twice, half = rates.get(2 * here), rates.get(here // 2)
     if twice is not None and twice - rates[here] < WORTH:
         said += " Twice the memory would add next to nothing."

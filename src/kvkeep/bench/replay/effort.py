@@ -12,10 +12,9 @@ if TYPE_CHECKING:
 __all__ = ["effort"]
 
 _BOUND = 0.25
-_POLICIES = {"adaptive": 2.5, "returns": 1.3}
+_POLICIES = {"returns": 1.3}
 _TIERS = 2.0
 _TIMED = 1.3
-_TIMED_POLICIES = {"adaptive": 3.0}
 
 
 def effort(run: ReplayRun) -> float:
@@ -28,4 +27,4 @@ def effort(run: ReplayRun) -> float:
     times = _POLICIES.get(run.eviction, 1.0)
     if run.below:
         times *= _TIERS
-    return times * (1.0 if run.cost is None else _TIMED_POLICIES.get(run.eviction, _TIMED))
+    return times * (1.0 if run.cost is None else _TIMED)

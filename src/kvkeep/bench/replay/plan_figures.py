@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["FLEXIBLE", "USUAL", "WORTH", "PlanFigures", "percent", "points"]
 
 USUAL = "lru"
-FLEXIBLE = "adaptive"
+FLEXIBLE = "returns"
 WORTH = 0.01
 """The least improvement that justifies a change, as a share of all prompt tokens."""
 

@@ -23,6 +23,7 @@ from kvkeep.core.errors import InvalidValue, did_you_mean, whole
 from kvkeep.core.eviction import POLICIES
 from kvkeep.core.eviction.shares import check_weights
 from kvkeep.store.tiers import tiering
+from kvkeep.store.tiers.two_queues import tier_policies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -47,10 +48,11 @@ _VERSION = 11  # of replays: outcomes in a log of another version are not reused
 class ReplayRun:
     """One replay: a policy (or a bound) with a capacity.
 
-    A policy is one of `kvkeep.core.eviction.POLICIES`, with or without ``+sessions``. ``below`` are
-    the tokens of tiers below the first one of ``capacity_tokens``, and ``tiering`` the policy that
-    moves blocks between them (`kvkeep.store.tiers.tiering`). With ``cost`` computing takes time,
-    and ``users`` may send requests in turn, or sessions wait for their answers in a ``closed_loop``
+    A policy is one of `kvkeep.core.eviction.POLICIES`, and with tiers also ``2q``, with or without
+    ``+sessions``. ``below`` are the tokens of tiers below the first one of ``capacity_tokens``, and
+    ``tiering`` the policy that moves blocks between them (`kvkeep.store.tiers.tiering`). With
+    ``cost`` computing takes time, and ``users`` may send requests in turn, or sessions wait for
+    their answers in a ``closed_loop``
     (`simulate_loop`); tiers, the first included, then take time to read, by ``reads`` and
     ``loading`` (`simulate_tiers`). ``writes`` are write budgets of the tiers, in tokens. ``groups``
     are those of a model with windows or states, with pages of their size. With ``shares``, pairs of
@@ -74,12 +76,13 @@ class ReplayRun:
     writes: tuple[WriteBudget | None, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.eviction not in POLICIES and self.policy not in BOUNDS:
-            known = ", ".join((*POLICIES, *BOUNDS))
+        policies = tier_policies() if self.below else POLICIES
+        if self.eviction not in policies and self.policy not in BOUNDS:
+            names = (*policies, *BOUNDS)
             raise InvalidValue(
-                f"there is no eviction policy {self.policy!r}; there are {known}, and policies "
-                f"with {SESSIONS} appended, which know the session of each request"
-                f"{did_you_mean(self.eviction, (*POLICIES, *BOUNDS))}"
+                f"there is no eviction policy {self.policy!r}; there are {', '.join(names)}, and "
+                f"policies with {SESSIONS} appended, which know the session of each request"
+                f"{did_you_mean(self.eviction, names)}"
             )
         if self.policy != INFINITE:
             for capacity in (self.capacity_tokens, *self.below):

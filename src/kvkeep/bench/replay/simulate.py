@@ -13,7 +13,6 @@ from kvkeep.bench.replay.paging import PADDING, Paging
 from kvkeep.bench.replay.passes import PASS_TOKENS, Passes
 from kvkeep.bench.replay.watching import ReplayWatch
 from kvkeep.core.cache import PagedCache
-from kvkeep.core.cache.paged import BLOCK_TOKENS
 from kvkeep.core.errors import InvalidValue, OutOfPages, whole
 from kvkeep.core.eviction import policy as named_policy
 from kvkeep.core.eviction.shares import Shares
@@ -195,7 +194,6 @@ class Stage:
             self.paging.layout,
             prefix=prefix,
             eviction=policy,
-            block_pages=1 if page_tokens is None else -(-BLOCK_TOKENS // page_tokens),
             what_if=what_if,
             clock=lambda: self.watch.now,
         )

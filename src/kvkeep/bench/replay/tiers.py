@@ -9,12 +9,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import InvalidValue, whole
-from kvkeep.core.eviction import POLICIES
 from kvkeep.store.backends.budget import MemoryBucket, OverBudget
 from kvkeep.store.tiers.catalogue import Catalogue
 from kvkeep.store.tiers.planner import Copy, Drop, Planner
 from kvkeep.store.tiers.prompt_moves import Placement, ReadMoves, StoreMoves
 from kvkeep.store.tiers.tier_returns import TierReturns
+from kvkeep.store.tiers.two_queues import tier_policies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Sequence
@@ -40,9 +40,9 @@ class Level:
 
     def __post_init__(self) -> None:
         whole(f"blocks of {self.name}", self.blocks, 1)
-        if self.eviction not in POLICIES:
+        if self.eviction not in tier_policies():
             raise InvalidValue(
-                f"no eviction policy {self.eviction!r}; there are {', '.join(POLICIES)}"
+                f"no eviction policy {self.eviction!r}; there are {', '.join(tier_policies())}"
             )
 
 
@@ -151,8 +151,6 @@ class TierSimulator(ReadMoves, StoreMoves):
         if self.planner.fit_due:
             self.planner.fit([one.level.blocks for one in self._levels])
         self.planner.requested(blocks)
-        for one in self._levels:
-            one.catalogue.requested(blocks)
 
     # --- the steps of a read ---------------------------------------------------------------------
 
@@ -299,7 +297,7 @@ class _SimulatedLevel:
     ) -> None:
         self.level = level
         self.catalogue = Catalogue(
-            POLICIES[level.eviction], clock=clock, budget=level.blocks, shares=shares
+            tier_policies()[level.eviction], clock=clock, budget=level.blocks, shares=shares
         )
         self.hits = self.writes = self.evictions = self.demotions = 0
         self.over_budget = 0

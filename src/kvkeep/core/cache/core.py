@@ -99,7 +99,6 @@ class Core:
         clock: Callable[[], float],
         *,
         reuse: bool,
-        history_tokens: int,
         groups: GroupLayout | None = None,
     ) -> None:
         self.pool = pool
@@ -112,10 +111,8 @@ class Core:
         self.pins = PinBoard(index, pins, max(LEAST_PINS, pool.num_pages), clock)
         self.sessions = SessionBoard(index, pool.num_pages, clock)
         follows = index.policy.awaits and reuse  # conversations
-        self.returning = ReturnBoard(index, clock, history_tokens) if follows else None
+        self.returning = ReturnBoard(index, clock) if follows else None
         self.observers: tuple[CacheObserver, ...] = (self.returning,) if self.returning else ()
-        self.history_tokens = history_tokens
-        """Tokens of a block in the history of a policy that has one; whole pages."""
         self.groups: GroupBoard | None = None
         """Rows and states beside the pages; None for a plain model."""
         if groups is not None:

@@ -13,11 +13,11 @@ from kvkeep.core.cache.sessions import check_session
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.events import Opened
 from kvkeep.core.extras import as_extras
-from kvkeep.core.keys import Namespace, as_namespace, chain_keys, root_key
+from kvkeep.core.keys import Namespace, as_namespace
 from kvkeep.core.pages import PageCopy
 from kvkeep.core.prefix.results import EMPTY_PAGES
 from kvkeep.core.public import salt_of
-from kvkeep.core.tokens import TOKEN_BYTES, as_row, check_range
+from kvkeep.core.tokens import as_row, check_range
 
 if TYPE_CHECKING:
     from kvkeep.core.cache.core import Core
@@ -143,8 +143,6 @@ def open_sequence(core: Core, query: CacheQuery, *, priority: int, reserve: int)
         core.pool.retain_page(copy.src)
         core.counters.partial_hits += 1
     sequence.adopt(table, len(shared), copy=copy, source=source)
-    if index.policy.remembers and core.reuse:
-        sequence.known_pages = _known_pages(core, query)
     _count(core, sequence, found, stored)
     return sequence
 
@@ -229,11 +227,3 @@ def _affordable(
     if needed + reserve > available:
         raise core.short_of(needed + reserve, available)
     return match, needed
-
-
-def _known_pages(core: Core, query: CacheQuery) -> int:
-    """Report the prompt to a policy with a history; return the leading pages in that history."""
-    size = core.history_tokens * TOKEN_BYTES
-    keys = chain_keys(root_key(query.space), query.tokens.tobytes(), size, query.extras)
-    policy = core.index.policy.of(query.namespace)
-    return policy.requested(keys) * core.history_tokens // core.page_size

@@ -25,6 +25,7 @@ from kvkeep.core.errors import (
     whole,
 )
 from kvkeep.core.eviction import EvictionPolicy, policy
+from kvkeep.core.eviction.shares import Shares
 from kvkeep.core.keys import as_namespace
 from kvkeep.core.pages import PagePool
 from kvkeep.core.pages.layout import GroupLayout
@@ -50,8 +51,6 @@ if TYPE_CHECKING:
 __all__ = ["CachedPrefix", "PagedCache", "RemovedPages"]
 
 _MAX_PAGE_SIZE = 65_536
-BLOCK_TOKENS = 512
-"""Default block size, in tokens, for policies with a history (ARC, 2Q)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,8 +91,6 @@ class PagedCache:
         prefix: the index: "radix" (exact to the token) or "chain" (block keys over full pages).
         eviction: the name of a policy, or an `EvictionPolicy`.
         hard_pin_pages: pages that hard pins may hold at most; default: half of the pool.
-        block_pages: pages of a block in the history of policies that have one; default: as many
-            as hold 512 tokens.
         what_if: share of prompt blocks to sample (0.1 works well), or a `MissRatioCurve`, for
             `what_if`.
         clock: gives seconds, for pins and sessions that end.
@@ -110,7 +107,6 @@ class PagedCache:
         prefix: str = "radix",
         eviction: str | EvictionPolicy = "lru",
         hard_pin_pages: int | None = None,
-        block_pages: int | None = None,
         what_if: float | MissRatioCurve | None = None,
         clock: Callable[[], float] = time.monotonic,
         reuse: bool = True,
@@ -126,14 +122,13 @@ class PagedCache:
         # Never all of them: pins must leave room for requests.
         hard_pin_pages = whole("hard_pin_pages", hard_pin_pages, 0, pool.num_pages - 1)
         orders = policy(eviction)
-        block = max(1, -(-BLOCK_TOKENS // self.page_size)) if block_pages is None else block_pages
-        block_tokens = whole("block_pages", block, 1) * self.page_size
-        orders.fit(pool.num_pages, block)
+        if isinstance(orders, Shares):
+            orders.fit(pool.num_pages)
         index = make_index(prefix, self.page_size, orders)
         self.reuse = switch("reuse", reuse)
         self._core = Core(
             pool, index, hard_pin_pages, clock,
-            reuse=self.reuse, history_tokens=block_tokens, groups=self.groups,
+            reuse=self.reuse, groups=self.groups,
         )  # fmt: skip
         self.public = self._core.public
         self._inspector_made: Inspector | None = None

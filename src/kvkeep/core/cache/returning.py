@@ -6,12 +6,10 @@ from typing import TYPE_CHECKING
 
 from kvkeep.core.cache.observers import CacheObserver
 from kvkeep.core.events import Returned
-from kvkeep.core.keys import chain_keys, root_key
 from kvkeep.core.returns import Returns
-from kvkeep.core.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from kvkeep.core.cache.opening import CacheQuery
     from kvkeep.core.cache.sequence import Sequence
@@ -32,13 +30,10 @@ class ReturnBoard(CacheObserver):
     request. Thread safety: none; under the cache's lock.
     """
 
-    __slots__ = ("_block_tokens", "_marks", "_page_size", "_running", "_waits", "returns")
+    __slots__ = ("_running", "_waits", "returns")
 
-    def __init__(self, index: PrefixIndex, clock: Callable[[], float], block_tokens: int) -> None:
+    def __init__(self, index: PrefixIndex, clock: Callable[[], float]) -> None:
         self.returns = Returns()
-        self._block_tokens = block_tokens
-        self._marks = index.marks
-        self._page_size = index.page_size
         self._waits = index.tree.keep_waits(self.returns, clock, index.page_size)
         self._running: dict[int, RunningPrompt] = {}  # by sequence
 
@@ -61,7 +56,7 @@ class ReturnBoard(CacheObserver):
 
     def returned(self, sequence: int) -> Returned | None:
         """Return what the prompt of a running sequence continued, None for nothing known."""
-        wait = self._running[sequence].arrival.before
+        wait = self._running[sequence].before
         return None if wait is None else Returned(wait.gaps[-1], wait.turns)
 
     def forked(self, sequence: Sequence, fork: Sequence) -> None:
@@ -71,34 +66,9 @@ class ReturnBoard(CacheObserver):
     def closed(self, sequence: Sequence, *, keep: bool, ended: Ended | None) -> None:
         """Begin to wait for the next request of the conversation."""
         request = self._running.pop(sequence.id)
-        arrival, prompt = request.arrival, request.tokens
-        hold, listener = sequence.hold, arrival.listener
+        hold = sequence.hold
         if not keep or hold.parent is None:
-            if listener is not None:
-                listener.ended(arrival, None, (), 0, 0)
             return
-        tokens = max(0, sequence.num_tokens - prompt)
-        first = int(sequence.row[prompt]) if tokens else None
-        wait, kept = self._waits.closed(hold, request, tokens, ended, first)
-        if listener is not None:
-            keys, place = self._answer(sequence, arrival.keys)
-            read = -(-(prompt + kept) // self._block_tokens)
-            listener.ended(arrival, wait, keys, place, read)
-
-    def _answer(self, sequence: Sequence, keys: Iterable[bytes]) -> tuple[list[bytes], int]:
-        """Return the keys of the stored blocks behind those of the prompt, and where they begin.
-
-        ``keys`` are those of the prompt, which may have been truncated. Cost: that of hashing the
-        blocks, and one more.
-        """
-        size = self._block_tokens
-        row = sequence.row[: sequence.num_published]
-        before = [root_key(sequence.space), *keys][: len(row) // size + 1]
-        while True:
-            place = len(before) - 1
-            begin = max(0, place - 1) * size  # with the last block of the prompt
-            tokens, extras = self._marks.plain(row[begin:])
-            found = chain_keys(before[begin // size], tokens.tobytes(), size * TOKEN_BYTES, extras)
-            if not place or found[0] == before[place]:
-                return found[1:] if place else found, place
-            before.pop()
+        tokens = max(0, sequence.num_tokens - request.tokens)
+        first = int(sequence.row[request.tokens]) if tokens else None
+        self._waits.closed(hold, request, tokens, ended, first)

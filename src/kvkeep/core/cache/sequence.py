@@ -52,7 +52,7 @@ class Sequence:
 
     __slots__ = (
         "_core", "_hold", "_opened_pages", "_pending", "_shared", "_table", "_tokens", "encoder",
-        "groups", "id", "known_pages", "namespace", "num_cached", "owner", "priority",
+        "groups", "id", "namespace", "num_cached", "owner", "priority",
         "public_pages", "space", "turn",
     )  # fmt: skip
 
@@ -74,7 +74,6 @@ class Sequence:
         self.id = core.opened
         self.namespace = namespace
         self.priority = priority
-        self.known_pages = 0
         """Leading pages that were requested before, according to a policy with a history."""
         self.num_cached = 0
         """Leading tokens that needed no computing when the sequence was opened or forked."""
@@ -289,7 +288,6 @@ class Sequence:
                 hold=hold, priority=self.priority,
             )  # fmt: skip
             other.adopt(table, self._shared)
-            other.known_pages = self.known_pages
             other.space, other.public_pages = self.space, self.public_pages
             other.num_cached = max(self.num_cached, self.num_published)
             self._pending.share_with(other._pending)
@@ -324,22 +322,20 @@ class Sequence:
             if not core.reuse:
                 return 0
             stop = computed // core.page_size
-            # No run has public and private pages, or known and unknown ones.
-            public, known = self.public_pages, self.known_pages
-            for end in sorted({public, known, stop}) if public else (known, stop):
+            for end in (self.public_pages or 0, stop):  # no run has public and private pages
                 if self._shared < end <= stop:
-                    self._publish(self._shared, end, known=end <= self.known_pages)
+                    self._publish(self._shared, end)
             if self.groups is not None and stop:
                 self.groups.published(self._table.values[: min(stop, self._shared)], self.id)
             return self.num_published
 
-    def _publish(self, start: int, stop: int, *, known: bool) -> None:
+    def _publish(self, start: int, stop: int) -> None:
         core = self._core
         space, owner = _whose(self, start)
         own = self._table.values[start:stop].copy()
         symbols = self.encoder.pages(self._tokens.values, start, stop)
         inserted = core.index.insert(
-            self._hold, symbols, own, self.priority, known=known, owner=owner, namespace=space
+            self._hold, symbols, own, self.priority, owner=owner, namespace=space
         )
         existing = inserted.existing
         forks = core.forks.take(int(own[0])) if core.forks else ()

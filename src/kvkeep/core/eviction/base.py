@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from kvkeep.core.keys import Namespace
     from kvkeep.core.returns import Returns, Wait
@@ -62,9 +62,6 @@ class EvictionPolicy(ABC):
     """
 
     name: str
-    remembers = False
-    """Whether the policy has a history of requests, also of evicted entries. It then needs the
-    block keys of every prompt (`requested`), which cost a hash each, and ``known`` in `stored`."""
     portions = False
     """Whether the policy may evict only the tail of a victim; the index then calls `portion`."""
     sized = True
@@ -75,46 +72,24 @@ class EvictionPolicy(ABC):
     whose pages cannot be evicted, may store them one by one or all at the end alike."""
     advised = False
     """Whether `kvkeep plan` tries it, because it does well without settings and priorities."""
-    needs_priorities = False
-    """Whether it orders by the priorities that callers give, which traces do not have."""
     awaits = False
-    """Whether it can order by `Entry.wait`. The cache then follows the ends of requests, and calls
-    `attend`."""
-    needs_waits = False
-    """Whether it orders by nothing else, so that it is for caches that follow requests alone."""
+    """Whether it orders by `Entry.wait`, so that it is for caches that follow the ends of requests
+    alone. These call `attend`."""
     taken = False
     """Whether an index uses it already. A policy orders the entries of one index only."""
 
     def __init__(self) -> None:
         self._time = 0
 
-    def fit(self, size: int, block: int) -> None:  # noqa: B027 - most policies do not need it
-        """Receive the size of the memory and of a block, in the unit of `Entry.size`."""
-
-    def attend(self, returns: Returns, clock: Callable[[], float]) -> None:  # noqa: B027 - as above
+    def attend(self, returns: Returns, clock: Callable[[], float]) -> None:  # noqa: B027 - for few
         """Receive what learns when conversations return, and the clock of waits, in seconds."""
 
-    def of(self, namespace: Namespace | None) -> EvictionPolicy:
-        """Return the policy to tell of prompts in ``namespace``: itself, unless it has several."""
-        return self
-
-    def requested(self, keys: Sequence[bytes]) -> int:
-        """Record a prompt of these blocks; return how many leading ones were requested before.
-
-        A key also covers all blocks before its own. Called only if the policy `remembers`, after
-        the prompt is admitted and before any of it is stored.
-        """
-        return 0
-
-    def stored(self, entry: Entry, priority: int, *, known: bool = False) -> None:
-        """Record a new entry, held by the sequence that published it.
-
-        ``known``: it was requested before and evicted since, which counts as a hit.
-        """
+    def stored(self, entry: Entry, priority: int) -> None:
+        """Record a new entry, held by the sequence that published it."""
         self._time += 1
         entry.stored = entry.last_used = self._time
         entry.priority = priority
-        entry.hits = int(known)
+        entry.hits = 0
 
     def grown(self, entry: Entry) -> None:
         """Record that the holder of ``entry`` appended pages to it."""

@@ -8,9 +8,8 @@ from kvkeep.core.eviction.base import Entry, EvictionPolicy
 from kvkeep.core.eviction.queues import AgeQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from kvkeep.core.keys import Namespace
     from kvkeep.core.returns import Returns
 
 __all__ = ["Hinted"]
@@ -34,7 +33,6 @@ class Hinted(EvictionPolicy):
         super().__init__()
         self.inner = inner
         self.name = inner.name
-        self.remembers = inner.remembers
         self.portions = inner.portions
         self.sized = inner.sized
         self.awaits = inner.awaits
@@ -53,20 +51,11 @@ class Hinted(EvictionPolicy):
 
     # --- events ------------------------------------------------------------------------------
 
-    def fit(self, size: int, block: int) -> None:
-        self.inner.fit(size, block)
-
     def attend(self, returns: Returns, clock: Callable[[], float]) -> None:
         self.inner.attend(returns, clock)
 
-    def of(self, namespace: Namespace | None) -> EvictionPolicy:
-        return self.inner.of(namespace)
-
-    def requested(self, keys: Sequence[bytes]) -> int:
-        return self.inner.requested(keys)
-
-    def stored(self, entry: Entry, priority: int, *, known: bool = False) -> None:
-        self.inner.stored(entry, priority, known=known)
+    def stored(self, entry: Entry, priority: int) -> None:
+        self.inner.stored(entry, priority)
 
     def grown(self, entry: Entry) -> None:
         self.inner.grown(entry)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
 from fractions import Fraction
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvkeep.core.eviction.queues import AgeQueue
 
@@ -16,8 +15,6 @@ if TYPE_CHECKING:
     from kvkeep.core.returns import Returns
 
 __all__ = ["Lane", "Lanes", "ShareClaim"]
-
-_MOST_ABSENT: Final = 64  # tenants without pages whose histories are kept
 
 
 class ShareClaim(NamedTuple):
@@ -38,11 +35,10 @@ class Lane:
     """The candidates of one tenant, in the order of a policy of its own.
 
     ``size`` is all that it stores, held entries included, in the unit of `Entry.size`. ``item``
-    numbers its newest item in the queue of lanes; 0 while it has no candidates. ``fitted`` is the
-    memory that its policy was told.
+    numbers its newest item in the queue of lanes; 0 while it has no candidates.
     """
 
-    __slots__ = ("ages", "claim", "fitted", "item", "policy", "size", "tenant")
+    __slots__ = ("ages", "claim", "item", "policy", "size", "tenant")
 
     def __init__(self, tenant: Hashable, policy: EvictionPolicy, claim: ShareClaim) -> None:
         self.tenant = tenant
@@ -50,7 +46,6 @@ class Lane:
         self.claim = claim
         self.ages = AgeQueue[float]()  # the candidates by last use
         self.size = 0
-        self.fitted = 0
         self.item = 0
 
     @property
@@ -69,11 +64,9 @@ def _place(lane: Lane) -> float:
 
 
 class Lanes:
-    """The lanes of tenants that store something, by level, and the histories of some others.
+    """The lanes of tenants that store something, by level.
 
-    A policy with a history is told its tenant's share of the memory, and told anew when that has
-    doubled or halved. Histories of tenants that store nothing are kept for one memory at most, and
-    for 64 tenants. Cost: O(log n) of n tenants to `rank` one. Thread safety: none.
+    Cost: O(log n) of n tenants to `rank` one. Thread safety: none.
 
     Arguments:
         make: makes the policy of a tenant.
@@ -90,11 +83,8 @@ class Lanes:
         self._make = make
         self._claim_of = claim_of
         self._aside = aside
-        self._size, self._block = 1, 1
         self._attended: tuple[Returns, Callable[[], float]] | None = None
         self._lanes: dict[Hashable, Lane] = {}
-        self._absent: OrderedDict[Hashable, Lane] = OrderedDict()  # they store nothing
-        self._absent_size = 0  # what they are fitted to
         # A heap of (-level, number, tenant): an item counts while its number is the lane's. Its
         # level may be too high, until it comes first.
         self._order: list[tuple[float, int, Hashable]] = []
@@ -121,37 +111,20 @@ class Lanes:
 
     # --- tenants -----------------------------------------------------------------------------
 
-    def fit(self, size: int, block: int) -> None:
-        """Receive the size of the memory and of a block."""
-        self._size, self._block = size, block
-        self._absent.clear()
-        self._absent_size = 0
-        for lane in self._lanes.values():
-            lane.fitted = 0
-            self._fit(lane, self.weights - lane.weight)
-
     def attend(self, returns: Returns, clock: Callable[[], float]) -> None:
         """Let all policies learn together of waits."""
         self._attended = returns, clock
-        for lane in (*self._lanes.values(), *self._absent.values()):
+        for lane in self._lanes.values():
             lane.policy.attend(returns, clock)
 
     def stores(self, tenant: Hashable) -> Lane:
         """Return the lane of a tenant that stores something, or does so now."""
         lane = self._lanes.get(tenant)
         if lane is None:
-            lane = self._lanes[tenant] = self._returned(tenant)
+            lane = self._lanes[tenant] = Lane(tenant, self._make(), self._claim_of(tenant))
+            if self._attended is not None:
+                lane.policy.attend(*self._attended)
             self._weigh(lane.weight)
-        return lane
-
-    def asks(self, tenant: Hashable) -> Lane:
-        """Return the lane of a tenant whose prompt is to be recorded, whatever it stores."""
-        lane = self._lanes.get(tenant)
-        if lane is not None:
-            self._fit(lane, self.weights - lane.weight)
-            return lane
-        lane = self._returned(tenant)
-        self._leave(lane)
         return lane
 
     def emptied(self, tenant: Hashable) -> None:
@@ -159,8 +132,6 @@ class Lanes:
         lane = self._lanes.pop(tenant)
         self._weigh(-lane.weight)
         lane.item = 0
-        if lane.policy.remembers:
-            self._leave(lane)
 
     def reclaim(self, tenant: Hashable) -> None:
         """Take over the claim of a tenant, which has changed."""
@@ -170,41 +141,6 @@ class Lanes:
             lane.claim = self._claim_of(tenant)
             self._weigh(lane.weight)
             self.rank(lane)
-        elif tenant in self._absent:
-            self._absent[tenant].claim = self._claim_of(tenant)
-
-    def _returned(self, tenant: Hashable) -> Lane:
-        """Return the lane of a tenant that stored nothing, which is no longer kept as such."""
-        lane = self._absent.pop(tenant, None)
-        if lane is not None:
-            self._absent_size -= lane.fitted
-            return lane
-        lane = Lane(tenant, self._make(), self._claim_of(tenant))
-        self._fit(lane, self.weights)
-        if self._attended is not None:
-            lane.policy.attend(*self._attended)
-        return lane
-
-    def _leave(self, lane: Lane) -> None:
-        """Keep the history of a tenant that stores nothing; forget others if there are too many."""
-        self._absent[lane.tenant] = lane
-        self._absent_size += lane.fitted
-        while len(self._absent) > _MOST_ABSENT or self._absent_size > max(self._size, lane.fitted):
-            self._absent_size -= self._absent.popitem(last=False)[1].fitted
-
-    def _fit(self, lane: Lane, others: float) -> None:
-        """Tell a policy with a history its tenant's share of the memory, others all of it.
-
-        ``others`` is the weight of all other tenants that store something.
-        """
-        size, claim = self._size, lane.claim
-        if lane.policy.remembers and not claim.public:
-            size = max(1, int(size * claim.weight / (max(0.0, others) + claim.weight)))
-        if claim.most is not None:
-            size = max(1, min(size, claim.most))
-        if not lane.fitted or not lane.fitted <= 2 * size <= 4 * lane.fitted:
-            lane.fitted = size
-            lane.policy.fit(size, self._block)
 
     # --- order -------------------------------------------------------------------------------
 

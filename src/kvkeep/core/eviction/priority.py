@@ -21,7 +21,6 @@ class Priority(LevelPolicy):
     name = "priority"
     sized = False
     by_recency = True
-    needs_priorities = True
 
     def level(self, entry: Entry) -> int:
         return entry.priority

@@ -1,4 +1,4 @@
-"""Queues of entries ordered by age, and three kinds of policy built from them."""
+"""Queues of entries ordered by age, and two kinds of policy built from them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from kvkeep.core.eviction.base import Entry, EvictionPolicy
 
-__all__ = ["AgeQueue", "LevelPolicy", "OncePolicy", "QueuePolicy"]
+__all__ = ["AgeQueue", "LevelPolicy", "QueuePolicy"]
 
 Age = TypeVar("Age", float, tuple[float, int])
 
@@ -183,62 +183,3 @@ class LevelPolicy(EvictionPolicy):
 
     def __len__(self) -> int:
         return self._length
-
-
-class OncePolicy(EvictionPolicy):
-    """A policy with two LRU queues: entries requested once, and entries requested again.
-
-    The first queue has a share of the memory. What exceeds the share is evicted first, then the
-    second queue, then the rest of the first.
-    """
-
-    portions = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._once = AgeQueue[float]()
-        self._again = AgeQueue[float]()
-        self._once_size = 0
-        self._excess = 0  # the excess of the first queue before the last `pop`
-
-    @abstractmethod
-    def excess(self) -> int:
-        """Return by how many pages the first queue exceeds its share; 0 or less if it does not."""
-
-    def add(self, entry: Entry) -> None:
-        if entry.hits:
-            self._again.push(entry, entry.last_used)
-        else:
-            self._once.push(entry, entry.last_used)
-            self._once_size += entry.size
-
-    def discard(self, entry: Entry) -> None:
-        if entry in self._once:
-            self._once.remove(entry)
-            self._once_size -= entry.size
-        else:
-            self._again.remove(entry)
-
-    def pop(self) -> Entry | None:
-        """Remove the oldest entry of the first queue if that has an excess, else of the second."""
-        self._excess = self.excess()
-        entry = None if self._excess > 0 else self._again.pop()
-        if entry is None:
-            entry = self._once.pop()
-            if entry is None:
-                return self._again.pop()
-            self._once_size -= entry.size
-        return entry
-
-    def portion(self, entry: Entry) -> int:
-        """Return the excess of the first queue; for an entry of the second, its size."""
-        if entry.hits or self._excess <= 0:
-            return entry.size
-        return min(self._excess, entry.size)
-
-    def put_back(self, entry: Entry) -> None:
-        """Make the entry just popped the oldest of its queue."""
-        self.add(entry)
-
-    def __len__(self) -> int:
-        return len(self._once) + len(self._again)

@@ -40,7 +40,6 @@ class ReturnAware(EvictionPolicy):
     name = "returns"
     sized = False
     awaits = True
-    needs_waits = True
     advised = True
 
     def __init__(self) -> None:

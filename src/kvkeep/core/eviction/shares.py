@@ -9,7 +9,7 @@ from kvkeep.core.eviction.base import Entry, EvictionPolicy
 from kvkeep.core.eviction.lanes import Lane, Lanes, ShareClaim
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Mapping
 
     from kvkeep.core.keys import Namespace
     from kvkeep.core.returns import Returns
@@ -53,16 +53,11 @@ class Shares(EvictionPolicy):
     1 releases what a tenant rarely needs: at 1 a small tenant keeps old pages that others would
     use. (`benchmarks/shares.py`)
 
-    A policy with a history (`EvictionPolicy.remembers`) has one for each tenant, as long as for a
-    memory of the tenant's share, which begins anew when the share doubles or halves. So `Adaptive`
-    chooses for each tenant. Policies that order by waits learn of all tenants together, as without
-    shares.
+    Policies that order by waits learn of all tenants together, as without shares.
 
     Memory: about 2 KiB for each tenant with pages, dropped with its last page, and 100 bytes for
-    each candidate. Histories of all tenants are as long as one of all prompts, beside up to
-    100 KiB for each tenant; those of 64 tenants without pages are kept, for one memory at most.
-    Cost: O(log n) of n tenants for a victim, and for a change of what a tenant stores. Of many
-    tenants above their shares, the eight farthest above are compared.
+    each candidate. Cost: O(log n) of n tenants for a victim, and for a change of what a tenant
+    stores. Of many tenants above their shares, the eight farthest above are compared.
     """
 
     portions = True  # and `sized`, since pages are counted
@@ -82,9 +77,7 @@ class Shares(EvictionPolicy):
         self.weights = check_weights(weights or {})
         first = make()
         self.name = f"{first.name}+shares"
-        self.remembers = first.remembers
         self.awaits = first.awaits
-        self.needs_waits = first.needs_waits
         self._size = 1
         self._least = 1
         self._lanes = Lanes(make, self._claim_of, self._has_aside)
@@ -131,22 +124,14 @@ class Shares(EvictionPolicy):
 
     # --- events ------------------------------------------------------------------------------
 
-    def fit(self, size: int, block: int) -> None:
+    def fit(self, size: int) -> None:
+        """Receive the size of the memory, in the unit of `Entry.size`."""
         self._size = size
         self._least = max(1, size >> 10)
-        self._lanes.fit(size, block)
 
     def attend(self, returns: Returns, clock: Callable[[], float]) -> None:
         """Let the policies of all tenants learn together."""
         self._lanes.attend(returns, clock)
-
-    def of(self, namespace: Namespace | None) -> EvictionPolicy:
-        """Return the policy of a tenant."""
-        return self._at_moment(self._lanes.asks(namespace))
-
-    def requested(self, keys: Sequence[bytes]) -> int:
-        """Record a prompt of no known tenant; `of` returns the policies of the others."""
-        return self.of(None).requested(keys)
 
     def _at_moment(self, lane: Lane) -> EvictionPolicy:
         """Return a lane's policy, whose clock is that of all."""
@@ -161,9 +146,9 @@ class Shares(EvictionPolicy):
         self._time += 1
         return policy
 
-    def stored(self, entry: Entry, priority: int, *, known: bool = False) -> None:
+    def stored(self, entry: Entry, priority: int) -> None:
         lane = self._lane_of(entry)
-        self._timed(lane).stored(entry, priority, known=known)
+        self._timed(lane).stored(entry, priority)
         self._count(entry, lane)
 
     def grown(self, entry: Entry) -> None:

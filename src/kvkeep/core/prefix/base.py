@@ -244,14 +244,13 @@ class PrefixIndex(ABC):
         pages: PageArray,
         priority: int,
         *,
-        known: bool = False,
         owner: Owner | None = None,
         namespace: Namespace | None = None,
     ) -> Inserted:
         """Store ``pages`` after the path of ``hold`` and move the hold to their end.
 
-        ``known`` tells the policy that the pages had been requested before. ``owner`` is the user
-        they are stored for, None for an unnamed one; ``namespace`` is theirs, if not the path's.
+        ``owner`` is the user they are stored for, None for an unnamed one; ``namespace`` is
+        theirs, if not the path's.
         """
         assert len(symbols) == len(pages) * self.unit
         tree = self.tree
@@ -267,7 +266,6 @@ class PrefixIndex(ABC):
                 symbols[count * self.unit :],
                 pages[count:],
                 priority,
-                known=known,
                 owner=owner,
                 publisher=hold,
                 namespace=namespace,

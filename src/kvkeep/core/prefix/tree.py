@@ -161,7 +161,6 @@ class RunTree:
         pages: PageArray,
         priority: int,
         *,
-        known: bool,
         owner: Owner | None,
         publisher: Node,
         namespace: Namespace | None = None,
@@ -180,7 +179,6 @@ class RunTree:
             and node.parent is not None
             and node.size < _GROW_PAGES
             and node.owner is owner
-            and (known == bool(node.hits) or not self.policy.remembers)
             and (namespace is None or namespace == node.namespace)
         ):
             node.grow(symbols, pages)
@@ -199,7 +197,7 @@ class RunTree:
         self._attach(node, leaf)
         if self.listener is not None:
             self.listener.stored(leaf)
-        self.policy.stored(leaf, priority, known=known)
+        self.policy.stored(leaf, priority)
         self.num_evictable += leaf.size
         if owner is not None:
             assert self.owners is not None

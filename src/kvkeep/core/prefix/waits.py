@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from kvkeep.core.prefix.node import Node
     from kvkeep.core.prefix.tree import RunTree
-    from kvkeep.core.returns import Arrival, Returns, Wait
+    from kvkeep.core.returns import Returns, Wait
 
 __all__ = ["RunningPrompt", "Waits"]
 
@@ -61,7 +61,7 @@ class EvictedWaits(dict[Any, "Wait"]):
 class RunningPrompt(NamedTuple):
     """A request that runs: the wait that it ended, its tokens, and whose it is."""
 
-    arrival: Arrival
+    before: Wait | None
     tokens: int
     tenant: Hashable
     session: str | None = None
@@ -110,7 +110,7 @@ class Waits:
                     kind = wait.answer_kind
                     self.returns.answers.returned(tenant, kind, wait.answer, again)
             self.end(wait, hold, self.clock())
-        return RunningPrompt(self.returns.arrived(wait), prompt, tenant, session)
+        return RunningPrompt(wait, prompt, tenant, session)
 
     def closed(
         self,
@@ -119,18 +119,17 @@ class Waits:
         answer: int,
         ended: Ended | None,
         first: int | None,
-    ) -> tuple[Wait, int]:
+    ) -> None:
         """Begin to wait for the next request, as one ended at ``hold``, with an ``answer``.
 
-        That counts the tokens stored of it, and ``first`` is its first one. Returns the wait, and
-        how many tokens of the answer are expected to be in the next prompt.
+        That counts the tokens stored of it, and ``first`` is its first one.
         """
         ended, tenant = ended or _UNKNOWN, request.tenant
         wait = self.returns.began(
             ended,
             answer if ended.tokens is None else ended.tokens,
             self.clock(),
-            before=request.arrival.before,
+            before=request.before,
             tenant=tenant,
         )
         wait.prompt, wait.answer, wait.stop = request.tokens, answer, ended.stop
@@ -139,7 +138,6 @@ class Waits:
         wait.answer_kind = self.returns.first_tokens.kind_of(tenant, ended.stop, first)
         kept = self.returns.answers.kept(tenant, wait.answer_kind, answer)
         self.begin(hold, wait, kept=kept)
-        return wait, kept
 
     def ended_by(self, hold: Node, following: Callable[[], bytes]) -> Wait | None:
         """Return the wait that ends with a prompt which matches up to the end of ``hold``.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvkeep.core.returns.answers import AnswerShares
 from kvkeep.core.returns.first_tokens import FirstTokens
-from kvkeep.core.returns.learner import Arrival, Ended, ReturnListener, Returns, Wait
+from kvkeep.core.returns.learner import Ended, Returns, Wait
 from kvkeep.core.returns.stops import stop_after
 from kvkeep.core.returns.times import AGES, BUCKETS, ReturnTimes, bucket_of
 
@@ -12,10 +12,8 @@ __all__ = [
     "AGES",
     "BUCKETS",
     "AnswerShares",
-    "Arrival",
     "Ended",
     "FirstTokens",
-    "ReturnListener",
     "ReturnTimes",
     "Returns",
     "Wait",

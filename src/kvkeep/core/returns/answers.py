@@ -31,12 +31,10 @@ class _Class:
         self.had = array("d", bytes(8 * _BINS))
         self.read = array("d", bytes(8 * _BINS))
 
-    def count(self, tokens: int, again: int, unsure: int) -> None:
+    def count(self, tokens: int, again: int) -> None:
         for place in range(_bin(tokens - 1) + 1):
             begin = _begin(place)
             end = min(_begin(place + 1), tokens)
-            if unsure and begin < again + unsure and end > again:
-                continue
             self.had[place] += 1
             self.read[place] += max(0, min(end, again) - begin) / (end - begin)
         if self.had[0] >= _MOST_SEEN:
@@ -70,15 +68,12 @@ class AnswerShares:
             OrderedDict()
         )
 
-    def returned(
-        self, tenant: Hashable, stop: str | None, tokens: int, again: int, unsure: int = 0
-    ) -> None:
+    def returned(self, tenant: Hashable, stop: str | None, tokens: int, again: int) -> None:
         """Record that ``again`` leading tokens of an answer of ``tokens`` were in the next prompt.
 
-        Of the next ``unsure`` tokens it is not known; nothing is learned of these. ``stop`` says
-        why the answer ended, see `Ended.stop`.
+        ``stop`` says why the answer ended, see `Ended.stop`.
         """
-        assert 0 <= again <= again + unsure <= tokens
+        assert 0 <= again <= tokens
         if not tokens:
             return
         classes = self._tenants.setdefault(tenant, OrderedDict())
@@ -89,7 +84,7 @@ class AnswerShares:
             found = classes.get(kind)
             if found is None:
                 found = classes[kind] = _Class()
-            found.count(tokens, again, unsure)
+            found.count(tokens, again)
             classes.move_to_end(kind)
         while len(classes) > _MOST_CLASSES:
             classes.popitem(last=False)

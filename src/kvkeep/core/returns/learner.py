@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -127,42 +127,9 @@ class Wait:
         is cached; None if all was."""
         self.unread_of: Wait | None = None
         """The wait of the conversation, for what stands in its place at such an answer."""
-        self.blocks: Any = None
-        """Groups of blocks that wait for it, in a trial of an order by waits."""
 
     def __repr__(self) -> str:
         return f"<Wait of kind {self.kind} since {self.since:g}, {self.turns} turns>"
-
-
-class Arrival:
-    """A running request: the wait that it ended, None for a new conversation, and its blocks.
-
-    ``keys`` are those of the whole blocks of its prompt. They, ``blocks`` and ``held`` belong to
-    ``listener``, which tries policies.
-    """
-
-    __slots__ = ("before", "blocks", "held", "keys", "listener")
-
-    def __init__(self, before: Wait | None) -> None:
-        self.before = before
-        self.listener: ReturnListener | None = None
-        """The policy that recorded its prompt and needs its end; None if none does."""
-        self.keys: Sequence[bytes] = ()
-        self.blocks: Any = None
-        self.held: Any = None
-
-
-class ReturnListener(Protocol):
-    """A policy that needs the ends of requests whose prompts it recorded."""
-
-    def ended(
-        self, arrival: Arrival, wait: Wait | None, answer: Sequence[bytes], place: int, read: int
-    ) -> None:
-        """A request ended, and its conversation waits; None: nothing is known to wait.
-
-        ``answer`` has the keys of the whole blocks stored behind those of its prompt, from block
-        ``place`` on. Blocks from ``read`` on are not expected in the next prompt.
-        """
 
 
 class Returns:
@@ -200,8 +167,6 @@ class Returns:
         self._waits: OrderedDict[Wait, None] = OrderedDict()
         self._tenants: OrderedDict[Hashable, Tenant] = OrderedDict()
         self._changes = 0
-        self.arrival = Arrival(None)
-        """The request that arrived last."""
         self.forgotten = 0
         """Waits that were dropped because there were too many."""
 
@@ -221,11 +186,6 @@ class Returns:
         return wait in self._waits
 
     # --- requests ----------------------------------------------------------------------------
-
-    def arrived(self, before: Wait | None) -> Arrival:
-        """Record that a request runs; ``before`` is the wait that it ended, if any."""
-        self.arrival = Arrival(before)
-        return self.arrival
 
     def began(
         self,

@@ -18,7 +18,7 @@ Below HiCache, pages that leave its host memory are stored, also across restarts
     settings.py     settings of the server that decide the numbers of KV
     options.py      options
 
-In place of its tree, ``--radix-cache-backend kvkeep`` or ``kvkeep:adaptive``:
+In place of its tree, ``--radix-cache-backend kvkeep`` or ``kvkeep:returns``:
 
     plugin.py       registers the names
     building.py     for which servers there is a tree, and with which policy

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["BACKEND", "backend_names", "build_tree"]
 
 BACKEND = "kvkeep"
-"""The name for ``--radix-cache-backend``; ``kvkeep:adaptive`` and its like name a policy."""
+"""The name for ``--radix-cache-backend``; ``kvkeep:returns`` and its like name a policy."""
 
 
 def backend_names() -> dict[str, str | None]:

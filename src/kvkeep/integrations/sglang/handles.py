@@ -25,12 +25,12 @@ class PathHandle:
         node: the node in which it ended when it was made; None if nothing was stored there.
         evictions: how often the tree had evicted by then.
         hold: its protection from eviction while ``locks`` is not zero.
-        known: leading pages that had been requested before; -1: its request is not counted yet.
+        counted: whether its request is counted.
         number: of the sequence for which it was locked; 0 if requests are not explained.
     """
 
     __slots__ = (
-        "evictions", "hold", "known", "locks", "namespace", "node", "number", "pages", "tokens",
+        "counted", "evictions", "hold", "locks", "namespace", "node", "number", "pages", "tokens",
         "tree",
     )  # fmt: skip
 
@@ -50,7 +50,7 @@ class PathHandle:
         self.evictions = tree.evictions
         self.hold: Node | None = None
         self.locks = 0
-        self.known = -1
+        self.counted = False
         self.number = 0
 
     def end(self) -> Node | None:

@@ -33,8 +33,6 @@ class GivenPages(NamedTuple):
     stop: int
     slots: torch.Tensor
     priority: int = 0
-    known: int = 0
-    """Leading pages of the prompt that had been requested before."""
 
 
 class StoredPages(NamedTuple):
@@ -170,16 +168,9 @@ class SlotTree:
         parent = int(hold.pages[-1]) if hold.size else -1
         symbols = index.symbols(given.tokens, given.start, given.stop)
         numbers = self.slots.take(given.slots)
-        cut = min(max(given.known - given.start, 0), count)
-        parts: list[PageArray] = []
-        for first, end in ((0, cut), (cut, count)):
-            if first < end:
-                part = symbols[first * index.unit : end * index.unit]
-                hold, found = index.insert(
-                    hold, part, numbers[first:end], given.priority, known=first < cut
-                )
-                parts.append(found)
-        existing = joined(parts)
+        existing = EMPTY_PAGES
+        if count:
+            hold, existing = index.insert(hold, symbols, numbers, given.priority)
         there = len(existing)
         self.slots.give_back(numbers[:there])
         if there:

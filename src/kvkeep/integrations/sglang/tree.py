@@ -19,7 +19,6 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 
 from kvkeep.core.errors import IllegalStep, UnsupportedModel
-from kvkeep.core.keys import chain_keys, root_key
 from kvkeep.integrations.sglang.handles import PathHandle
 from kvkeep.integrations.sglang.slot_tree import GivenPages, SlotTree
 from kvkeep.integrations.sglang.symbols import SlotIndex, namespace_of
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
 __all__ = ["KVKeepTree"]
 
 _LOG = logging.getLogger("kvkeep.sglang")
-_BLOCK_TOKENS = 512  # of the history that some policies keep
 _MOST_PRINTED = 1000
 
 
@@ -98,7 +96,6 @@ class KVKeepTree(BasePrefixCache):  # type: ignore[misc]  # Any where SGLang is 
         self.device = torch.device(self.token_to_kv_pool_allocator.device)
         self._make_policy, self._clock = make_policy, clock
         self._capacity: int = self.token_to_kv_pool_allocator.size // self.page_size
-        self._block_pages: int = max(1, -(-_BLOCK_TOKENS // self.page_size))
         self._hooks = TreeHooks()
         self.checkpoints_refused = 0
         self._begin()
@@ -113,11 +110,10 @@ class KVKeepTree(BasePrefixCache):  # type: ignore[misc]  # Any where SGLang is 
     def _begin(self) -> None:
         """Start with an empty tree."""
         policy = self._make_policy()
-        policy.fit(self._capacity, self._block_pages)
         index = SlotIndex(self.page_size, policy, bigrams=self.is_eagle)
         self._tree = SlotTree(index, self.device, torch.int64, self._capacity)
         self._pins = TreePins(index, self._capacity)
-        self._returns = TreeReturns(index, self._clock) if policy.needs_waits else None
+        self._returns = TreeReturns(index, self._clock) if policy.awaits else None
         self.root_node = _Top(index.tree.roots)
 
     def reset(self) -> None:
@@ -234,20 +230,21 @@ class KVKeepTree(BasePrefixCache):  # type: ignore[misc]  # Any where SGLang is 
             return
         start = 0 if old is None else old.pages
         stop = max(start, tree.index.pages_of(min(up_to, len(tokens))))
-        known = self._known(req, old, namespace)
+        if old is None or not old.counted:
+            self._count(req, old, namespace)
         if old is None:
             hold, _ = tree.index.hold(None, namespace, used=False)
         else:
             hold = tree.detach(old)
         row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
         slots = row[start * size : stop * size]
-        stored = tree.store(hold, GivenPages(tokens, start, stop, slots, req.priority or 0, known))
+        stored = tree.store(hold, GivenPages(tokens, start, stop, slots, req.priority or 0))
         self._report(stored, space, req.rid)
         self._adopt(req, row, start * size, stored.existing)
         if old is None:
             self.unlock(req.lock)
         handle = PathHandle(tree, namespace, tokens, stop)
-        handle.known = known
+        handle.counted = True
         handle.number = self._hooks.number_of(req.rid)
         tree.attach(handle, stored.hold)
         req.kv.cache_protected_len = stop * size
@@ -268,10 +265,8 @@ class KVKeepTree(BasePrefixCache):  # type: ignore[misc]  # Any where SGLang is 
         kept: int = req.kv.cache_protected_len
         return handle if handle.hold is not None and handle.pages * self.page_size <= kept else None
 
-    def _known(self, req: Req, old: PathHandle | None, namespace: Namespace) -> int:
-        """Count a request, once; return how many of its leading pages were requested before."""
-        if old is not None and old.known >= 0:
-            return old.known
+    def _count(self, req: Req, old: PathHandle | None, namespace: Namespace) -> None:
+        """Count a request that was not counted yet."""
         found = 0 if old is None else old.pages
         if self._returns is not None:
             self._returns.opened(req, namespace, None if old is None else old.hold)
@@ -282,13 +277,6 @@ class KVKeepTree(BasePrefixCache):  # type: ignore[misc]  # Any where SGLang is 
         if old is not None and old.hold is not None and found:
             index.policy.hit(old.hold)
             old.hold.uses += 1
-        if not index.policy.remembers:
-            return 0
-        pages = index.pages_of(len(req.origin_input_ids))
-        prompt = index.symbols(req.origin_input_ids, 0, pages)
-        keys = chain_keys(root_key(namespace), prompt, self._block_pages * index.unit)
-        blocks: int = index.policy.of(namespace).requested(keys)
-        return blocks * self._block_pages
 
     def _adopt(self, req: Req, row: torch.Tensor, start: int, existing: PageArray) -> None:
         """Let a request use the pages stored from position ``start`` on, and free its own."""

@@ -203,7 +203,6 @@ class BlockTable:
 
     def _insert(self, block: OrderedBlock, hits: int) -> OrderedBlock:
         """Add ``block`` to its policy, and pack others if there are too many."""
-        self.order.fit(block.size)
         if self._ordered is not None and len(self.blocks) >= self._ordered:
             self._pack(self.order.packing(block.block))
         self.blocks[block.block] = block

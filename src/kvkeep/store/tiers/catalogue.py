@@ -34,7 +34,7 @@ class Catalogue:
     An ordered block takes about half a kilobyte. ``ordered`` bounds their number: beyond it, the
     next victims of the policies become rows of about a hundred bytes (`Packed`), which are evicted
     before all others, in the order in which they became rows. A row that is used again is ordered
-    again. For LRU and FIFO the order is the same as without the bound, except for blocks
+    again. For LRU the order is the same as without the bound, except for blocks
     that were held, pinned or found by a second listing.
 
     Thread safety: all methods, by one lock under which nothing but policies is called, and which is
@@ -93,11 +93,6 @@ class Catalogue:
     def policy(self) -> str:
         """The name of the policy of namespaces without a quota."""
         return self._table.order.shared.name
-
-    @property
-    def remembers(self) -> bool:
-        """Whether the policies learn of requests; see `requested`."""
-        return self._table.order.remembers
 
     @property
     def pinned_bytes(self) -> int:
@@ -184,15 +179,6 @@ class Catalogue:
     def fill(self, found: Iterable[tuple[bytes, int, float]]) -> list[bytes]:
         """Take over a listing of the backend; return the blocks that it lacks. See `Filling`."""
         return self._filling.fill(found)
-
-    def requested(self, blocks: Sequence[bytes]) -> None:
-        """Report a prompt to policies with a history: its blocks that were found or are stored now.
-
-        Call it before any of them is added. Does nothing for other policies.
-        """
-        if self.remembers and blocks:
-            with self._lock:
-                self._table.order.requested(blocks)
 
     def used(
         self, blocks: Sequence[bytes], grain: float = 30.0, *, new: Container[bytes] = ()

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from kvkeep.core.eviction import Entry, EvictionPolicy
 from kvkeep.core.keys import SPACE_BYTES
 from kvkeep.store.tiers.tier_shares import TierShares
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Sequence
+    from collections.abc import Callable, Hashable, Iterable
 
     from kvkeep.store.tiers.block_waits import BlockWaits
     from kvkeep.store.tiers.packed import PackedRow
     from kvkeep.store.tiers.tier_shares import TenantWeights
 
 __all__ = ["EvictionOrder", "OrderedBlock"]
-
-_REMEMBERED: Final = 4  # length of `_known_again`, in blocks over those that the budget holds
 
 
 class OrderedBlock(Entry):
@@ -55,10 +52,7 @@ class OrderedBlock(Entry):
 class EvictionOrder:
     """The eviction policies of one tier: one for each namespace with a quota, one for the others.
 
-    Policies with a history (`EvictionPolicy.remembers`) are fitted to ``budget`` bytes once the
-    size of a block is known, and learn of requests from then on; without a budget, never.
-
-    Policies that need waits (`EvictionPolicy.needs_waits`) find them in `BlockWaits`, once `attend`
+    Policies that order by waits (`EvictionPolicy.awaits`) find them in `BlockWaits`, once `attend`
     was called; until then, each block waits since its last use.
 
     With ``shares`` each tenant has a policy, and a namespace with a quota counts as a tenant.
@@ -67,7 +61,7 @@ class EvictionOrder:
 
     Arguments:
         make: makes the policies.
-        budget: bytes of the tier, if it has a budget.
+        budget: bytes of the tier, if it has a budget; for shares.
         shares: weights of tenants; None: all namespaces without a quota share one policy.
         oldest_row: returns the oldest packed row of a group (`group_of`); for shares.
 
@@ -90,13 +84,9 @@ class EvictionOrder:
         self.shared = make() if self.tenants is None else self.tenants
         self.own: dict[bytes, EvictionPolicy] = {}
         self.quotas: dict[bytes, int] = {}
-        self.remembers = self.shared.remembers and budget is not None
-        self.awaits = self.shared.needs_waits
+        self.awaits = self.shared.awaits
         self._waits: BlockWaits | None = None
         self._make = make
-        self._budget = budget
-        self._fitted = 0  # bytes of the blocks that the policies are fit for; 0: none yet
-        self._known_again: OrderedDict[bytes, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self.shared) + sum(map(len, self.own.values()))
@@ -117,36 +107,6 @@ class EvictionOrder:
             return self.shared
         return self.own.get(block[:SPACE_BYTES], self.shared)
 
-    def requested(self, blocks: Sequence[bytes]) -> None:
-        """Record a request of ``blocks``, before any of them is added."""
-        if not self._fitted:
-            return
-        tenants, last = self.tenants, blocks[-1]  # the first ones may be public
-        policy = self.of(last) if tenants is None else tenants.history(last)
-        # The key alone: it is hashed over its namespace as well, and is evenly spread.
-        known = policy.requested([block[SPACE_BYTES:] for block in blocks])
-        again = self._known_again
-        for block in blocks[known:]:
-            again.pop(block, None)
-        for block in blocks[:known]:
-            again[block] = None
-            again.move_to_end(block)
-        most = _REMEMBERED * (self._budget or 0) // self._fitted
-        while len(again) > most:
-            again.popitem(last=False)
-
-    def fit(self, size: int) -> None:
-        """Fit policies with a history to blocks of ``size`` bytes, if that is new.
-
-        The first size may be that of a short tail, so a size twice as large or more fits them anew.
-        """
-        if not self.remembers or size < 2 * self._fitted:
-            return
-        self._fitted = size
-        self.shared.fit(self._budget or 0, size)
-        for space, policy in self.own.items():
-            policy.fit(self.quotas[space], size)
-
     def attend(self, waits: BlockWaits) -> None:
         """Order by ``waits``; for policies that `awaits`, before the first block is added."""
         assert not len(self), "the waits of blocks that are ordered already"
@@ -159,7 +119,7 @@ class EvictionOrder:
         policy = self.of(block.block)
         if self.awaits:
             self._wait(block, used=True)
-        policy.stored(block, 0, known=hits > 0 or block.block in self._known_again)
+        policy.stored(block, 0)
         if hits:
             block.hits = hits
         if block.evictable:
@@ -216,8 +176,6 @@ class EvictionOrder:
         if space in self.own:
             return False
         policy = self._make()
-        if self.remembers and self._fitted:
-            policy.fit(limit, self._fitted)
         if self._waits is not None:
             policy.attend(self._waits.returns, self._waits.clock)
         blocks = list(mine)
@@ -227,7 +185,7 @@ class EvictionOrder:
         # The new policy's event clock starts at 0: replay the past events in their order.
         for block in sorted(blocks, key=lambda block: block.stored):
             hits = block.hits
-            policy.stored(block, block.priority, known=hits > 0)
+            policy.stored(block, block.priority)
             block.hits = hits
         for block in sorted(blocks, key=lambda block: block.serial):
             policy.used(block)

@@ -86,9 +86,6 @@ class FrontOrder(Protocol):
     def leading(self, blocks: Sequence[bytes]) -> int:
         """Return how many leading ``blocks`` are here."""
 
-    def requested(self, blocks: Sequence[bytes]) -> None:
-        """Report a prompt to policies with a history."""
-
     def used(
         self, blocks: Sequence[bytes], grain: float = 30.0, *, new: Container[bytes] = ()
     ) -> list[bytes]:

@@ -172,13 +172,10 @@ class Levels:
         return last or _NEVER
 
     def requested(self, blocks: Sequence[bytes], raw_bytes: int) -> None:
-        """Report a prompt to all policies: its blocks that were found or are stored now."""
+        """Report a prompt to the planner: its blocks that were found or are stored now."""
         if self.planner.fit_due:
             self.planner.fit(self._room(raw_bytes + HEADER_BYTES))
         self.planner.requested(blocks)
-        self.memory.catalogue.requested(blocks)
-        for tier in self.tiers:
-            tier.catalogue.requested(blocks)
 
     def _room(self, record_bytes: int) -> list[int | None]:
         """Return how many blocks fit into each level; None where there is no budget.

@@ -10,7 +10,6 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvkeep.core.errors import BackendFailed, InvalidValue, did_you_mean, require, told
-from kvkeep.core.eviction import POLICIES
 from kvkeep.store.backends import Backend, TierURL
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.codecs import BlockShape, codec_of, load_key, make_codec
@@ -18,6 +17,7 @@ from kvkeep.store.tiers.buffer import buffer_bytes
 from kvkeep.store.tiers.memory import MemorySpec
 from kvkeep.store.tiers.tier import TierOptions, TierSpec
 from kvkeep.store.tiers.tiering import Exclusive, Inclusive
+from kvkeep.store.tiers.two_queues import tier_policies
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -253,7 +253,7 @@ class _AskedTier(NamedTuple):
 
 def _read(url: TierURL, shape: BlockShape, *, first: bool) -> _AskedTier:
     """Take the options that every tier has out of ``url``. Raises `InvalidValue`; opens nothing."""
-    policy = url.choice("policy", list(POLICIES), "lru")
+    policy = url.choice("policy", list(tier_policies()), "lru")
     ttl = url.seconds("ttl")
     name = url.text("codec", "raw")
     key_file = url.text("encrypt")
@@ -268,7 +268,7 @@ def _read(url: TierURL, shape: BlockShape, *, first: bool) -> _AskedTier:
         partial(codec_of, shape=shape, key=key, old_keys=old_keys)
     )
     if url.scheme in _FRONT and first and codec.number == 0:
-        options = TierOptions(policy=POLICIES[policy], ttl=ttl)
+        options = TierOptions(policy=tier_policies()[policy], ttl=ttl)
         if url.scheme == "shm" and policy != "lru":
             raise InvalidValue(
                 f"{url.safe}: policy={policy} is for memory of one process; from memory that "
@@ -276,7 +276,7 @@ def _read(url: TierURL, shape: BlockShape, *, first: bool) -> _AskedTier:
             )
         return _AskedTier(url, True, policy, codec, others, options)
     options = TierOptions(
-        policy=POLICIES[policy],
+        policy=tier_policies()[policy],
         ttl=ttl,
         writes=url.write_budget("writes"),
         queue_bytes=url.size("queue"),

@@ -195,9 +195,6 @@ class SharedOrder:
                 count += 1
         return count
 
-    def requested(self, blocks: Sequence[bytes]) -> None:
-        """Do nothing: the order has no history."""
-
     def used(
         self, blocks: Sequence[bytes], grain: float = 30.0, *, new: Container[bytes] = ()
     ) -> list[bytes]:

@@ -110,7 +110,7 @@ class TierShares(Shares):
         self._named: dict[str | None, TierTenant] = {}  # announced ones without a quota
         self._most = _MOST_SPACES
         self._turn: list[Lane] = []  # lanes to compare when blocks are packed next
-        self.fit(budget or 1, 1)
+        self.fit(budget or 1)
         for space, name in shares.spaces.items():
             self.announce(space, name, ())
 
@@ -202,7 +202,7 @@ class TierShares(Shares):
         for block in sorted(blocks, key=lambda block: block.stored):
             used, hits = block.last_used, block.hits
             new.policy.begin_at(block.stored - 1)  # the clock is one of all tenants
-            new.policy.stored(block, block.priority, known=hits > 0)
+            new.policy.stored(block, block.priority)
             block.last_used, block.hits = used, hits
         for block in sorted(blocks, key=lambda block: block.serial):
             if block.evictable:
@@ -231,10 +231,6 @@ class TierShares(Shares):
             self._lanes.rank(lane)
 
     # --- order -------------------------------------------------------------------------------
-
-    def history(self, block: bytes) -> EvictionPolicy:
-        """Return the policy to tell of a prompt with ``block``: that of its tenant."""
-        return self._at_moment(self._lanes.asks(self.tenant(block)))
 
     def policy_of(self, block: bytes) -> EvictionPolicy | None:
         """Return the policy of a block's tenant; None if that stores nothing."""
