@@ -640,6 +640,23 @@ def test_no_path_that_operates_an_instance_is_forwarded(path):
         assert one.asked == []
 
 
+@pytest.mark.parametrize(
+    ("request_line", "status"),
+    [
+        ("POST /v1/load_lora_adapter#x", 400),
+        ("GET /v1/models?x=1#y", 400),
+        ("CONNECT /v1/models", 405),
+    ],
+)
+def test_no_request_is_forwarded_as_another_or_as_a_tunnel(request_line, status):
+    with routing("well") as (proxy, (one,)):
+        host, port = proxy.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as plain:
+            plain.sendall(f"{request_line} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
+            assert plain.recv(100).startswith(b"HTTP/1.1 %d " % status)
+        assert one.asked == []
+
+
 def test_a_piece_of_an_answer_does_not_wait_for_the_next():
     with routing("stops", timeouts={"idle_s": 30.0}) as (proxy, (one,)):
         with httpx.stream("POST", f"{proxy.url}/v1/messages", json={"stream": True}) as answer:

@@ -432,11 +432,16 @@ class _ForwardedRequest:
 def _refused(scope: Scope) -> Response | None:
     """Return the error for a path that is not forwarded, also if the next server rewrites it."""
     path: str = scope["path"]
+    target = (scope.get("raw_path") or b"") + scope["query_string"]
+    if b"#" in target:  # what is behind it is not sent, so another path than this would be
+        return _error(400, "a request's target has no fragment; write # as %23")
+    if scope["method"] == "CONNECT":  # a success opens a tunnel, behind which no answer fits
+        return _error(405, "this is no forward proxy: it takes no CONNECT")
     rewritten = not {"", ".", ".."}.isdisjoint(path.strip("/").split("/")) or "\\" in path
     inference = path.startswith(_FORWARDED) or path in _FORWARDED_ALONE
     if rewritten or not inference or path.rstrip("/") in _OPERATION:
         return _error(404, "not found: a router forwards paths of inference, such as /v1/…, alone")
-    if len(scope.get("raw_path") or b"") + len(scope["query_string"]) > _LONGEST_PATH:
+    if len(target) > _LONGEST_PATH:
         return _error(414, "the request's path is too long")
     return None
 
