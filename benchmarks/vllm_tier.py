@@ -124,6 +124,9 @@ def read_alone(files: Sequence[Path], *, direct: bool) -> float:
 
 def lookups(directory: Path, rounds: int) -> list[float]:
     """Return the microseconds of a lookup in the tier, in a step that asks about 2,048 chunks."""
+    import torch
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
     from vllm.v1.kv_offload.config import (
         OffloadingCacheConfig,
@@ -133,6 +136,7 @@ def lookups(directory: Path, rounds: int) -> list[float]:
         OffloadingParallelConfig,
     )
 
+    from kvkeep.integrations.vllm.offload.engine import OffloadEngine
     from kvkeep.integrations.vllm.tier import KVKeepSpec, KVKeepTier
 
     config = OffloadingConfig(
@@ -146,8 +150,13 @@ def lookups(directory: Path, rounds: int) -> list[float]:
         parallel=OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, True),
     )
     view: Any = memoryview(bytearray(4096)).cast("b", (1, 4096))
-    tier = KVKeepTier(KVKeepSpec(config), view, "KVKeepTier", tiers=[f"file://{directory}/kv"])
-    tier._whole = tier._lookups._whole = frozenset([0])
+    layer = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=32, dtype=torch.float32)
+    caches = KVCacheConfig(1, [], [KVCacheGroupSpec(["layer"], layer)])
+    model = make_model(directory / "model")
+    engine = OffloadEngine(EngineArgs(model, dtype="float32").create_engine_config(), caches)
+    with engine.starting():
+        spec = KVKeepSpec(config)
+    tier = KVKeepTier(spec, view, "KVKeepTier", tiers=[f"file://{directory}/kv"])
     keys = [make_offload_key(os.urandom(32), 0) for _ in range(2048)]
     tier._store.store.put([key[:32] for key in keys], [bytes(64)] * len(keys))
     context = ReqContext("request")

@@ -117,7 +117,9 @@ def test_a_tier_below_vllms_offloading(tmp_path: Path, capsys: pytest.CaptureFix
             "tiers": [f"file://{tmp_path}/kv?size=1MiB"]}  # fmt: skip
     config = {
         "kv_connector": "OffloadingConnector", "kv_role": "kv_both",
-        "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20, "secondary_tiers": [tier]},
+        "kv_connector_extra_config": {
+            "spec_name": "KVKeepSpec", "cpu_bytes_to_use": 1 << 20, "secondary_tiers": [tier],
+        },
     }  # fmt: skip
     blind = only(doctor(capsys, json.dumps(config), code=1), "options")
     assert 'give "kv_connector": "KVKeepOffloadingConnector"' in blind["found"]
@@ -134,6 +136,32 @@ def test_a_tier_below_vllms_offloading(tmp_path: Path, capsys: pytest.CaptureFix
     assert "did you mean 'buffer'?" in wrong["found"]
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "found"),
+    [
+        ("spec_name", "TieringOffloadingSpec", '"spec_name": "KVKeepSpec"'),
+        ("spec_name", None, "spec_name is None"),
+        ("spec_name", "KVKepSpec", "did you mean 'KVKeepSpec'?"),
+        ("cpu_bytes_to_use", None, "cpu_bytes_to_use is None"),
+        ("cpu_bytes_to_use", "8GiB", '"cpu_bytes_to_use": 8589934592'),
+        ("type", "KVKeepTeir", 'that in kvkeep.integrations.vllm.tier is "KVKeepTier"'),
+    ],
+)
+def test_what_a_tier_needs_beside_it(
+    name: str, value: object, found: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tier = {"type": "KVKeepTier", "module_path": "kvkeep.integrations.vllm.tier",
+            "tiers": ["file:///var/lib/kvkeep?size=1MiB"]}  # fmt: skip
+    extra = {"spec_name": "KVKeepSpec", "cpu_bytes_to_use": 1 << 20, "secondary_tiers": [tier]}
+    (tier if name == "type" else extra)[name] = value  # type: ignore[index]
+    for config in (
+        {"kv_connector": "KVKeepOffloadingConnector", "kv_connector_extra_config": extra},
+        extra,
+    ):
+        wrong = only(doctor(capsys, json.dumps(config), code=1), "options")
+        assert found in wrong["found"]
+
+
 def test_a_configuration_of_sglang(capsys: pytest.CaptureFixture[str]) -> None:
     given = {"backend_name": "kvkeep", "class_name": "KVKeepStorage", "interface_v1": 1,
              "module_path": "kvkeep.integrations.sglang", "tiers": ["memory://1MiB"],
@@ -146,7 +174,7 @@ def test_a_configuration_of_sglang(capsys: pytest.CaptureFixture[str]) -> None:
     assert "class_name is missing" in only(wrong, "options")["found"]
 
 
-@pytest.mark.parametrize("kind", ["connector", "multi", "tier", "spec", "storage"])
+@pytest.mark.parametrize("kind", ["connector", "multi", "offloading", "tier", "spec", "storage"])
 def test_a_class_of_ours_in_another_module(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     other = "kvkeep.integration.vllm"
     tier = {"type": "KVKeepTier", "tiers": ["memory://1MiB"]}
@@ -159,6 +187,10 @@ def test_a_class_of_ours_in_another_module(kind: str, capsys: pytest.CaptureFixt
             extra = {"connectors": [{"kv_connector": "Another"}, inner]}
             config, home = {"kv_connector": "MultiConnector"}, "kvkeep.integrations.vllm"
             config["kv_connector_extra_config"] = extra
+        case "offloading":
+            config = {"kv_connector": "KVKeepOffloadingConnector"}
+            config["kv_connector_module_path"] = other
+            home = "kvkeep.integrations.vllm.tier"
         case "tier" | "spec":
             extra = {"secondary_tiers": [tier], "spec_name": "KVKeepSpec"}
             (tier if kind == "tier" else extra)[f"{'spec_' * (kind == 'spec')}module_path"] = other

@@ -16,6 +16,8 @@ from kvkeep.integrations.status_options import StatusOptions
 from kvkeep.integrations.vllm.options import ConnectorOptions
 from kvkeep.integrations.vllm.transfer import (
     CONNECTOR,
+    OFFLOADING,
+    SPEC,
     TIER,
     TransferPart,
     check_part,
@@ -40,7 +42,8 @@ _CLASSES: Final = (
 )  # fmt: skip
 _MODULES: Final = {
     CONNECTOR: ("kvkeep.integrations.vllm", "kvkeep.integrations.vllm.connector"),
-    "KVKeepSpec": ("kvkeep.integrations.vllm.tier", "kvkeep.integrations.vllm.offload.spec"),
+    OFFLOADING: ("kvkeep.integrations.vllm.tier", "kvkeep.integrations.vllm.offload.engine"),
+    SPEC: ("kvkeep.integrations.vllm.tier", "kvkeep.integrations.vllm.offload.spec"),
     TIER: ("kvkeep.integrations.vllm.tier",),
     _SGLANG: (_STORAGE, f"{_STORAGE}.storage"),
 }

@@ -89,6 +89,12 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
 
             self._worker = WorkerSide(vllm_config, kv_cache_config, options, groups)
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Refuse wrong options; vLLM asks before it loads weights, where it has CUDA graphs."""
+        ConnectorOptions.parse(extra_config)
+        return False
+
     @property
     def requires_kv_delivery(self) -> bool:
         """False: blocks that are not saved are computed again."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvkeep.core.cost import CostModel
-from kvkeep.core.errors import InvalidValue, told
+from kvkeep.core.errors import InvalidValue, did_you_mean, told
 from kvkeep.integrations.vllm.offload.options import OffloadOptions
 from kvkeep.integrations.vllm.options import ConnectorOptions
 from kvkeep.store.tiers import check_tiers
@@ -19,19 +19,20 @@ if TYPE_CHECKING:
     from kvkeep.integrations.options import EngineOptions
 
 __all__ = [
-    "CONNECTOR", "NO_ENGINE", "OFFLOADING", "POLICY", "TIER", "TransferPart", "check_inner",
-    "check_part", "offload_parts", "transfer_parts",
+    "CONNECTOR", "NO_ENGINE", "OFFLOADING", "POLICY", "SPEC", "TIER", "TransferPart",
+    "check_inner", "check_part", "offload_parts", "transfer_parts",
 ]  # fmt: skip
 
 CONNECTOR: Final = "KVKeepConnector"
 TIER: Final = "KVKeepTier"
 OFFLOADING: Final = "KVKeepOffloadingConnector"
 """vLLM's `OffloadingConnector` for engines with a tier of kvkeep."""
+SPEC: Final = "KVKeepSpec"
+_MODULE: Final = "kvkeep.integrations.vllm.tier"
 NO_ENGINE: Final = (
     f"{TIER} sees the configuration and the requests of its engine through kvkeep's connector: "
-    f'give "kv_connector": "{OFFLOADING}" with "kv_connector_module_path": '
-    '"kvkeep.integrations.vllm.tier" in place of "OffloadingConnector", and "spec_name": '
-    '"KVKeepSpec"'
+    f'give "kv_connector": "{OFFLOADING}" with "kv_connector_module_path": "{_MODULE}" in place '
+    f'of "OffloadingConnector", and "spec_name": "{SPEC}"'
 )
 POLICY: Final = "recompute"
 """What ``kv_load_failure_policy`` must be: vLLM's default makes a lost file a request's error."""
@@ -66,11 +67,12 @@ def transfer_parts(config: Mapping[str, Any]) -> list[TransferPart]:
         if role not in _ROLES:
             raise InvalidValue(f'kv_role is {told(role)} for {name}; "kv_both" stores and loads')
         return [TransferPart(CONNECTOR, ConnectorOptions.parse(extra))]
-    if name in {OFFLOADING, "OffloadingConnector"}:
-        parts = offload_parts(extra)
-        if parts and name != OFFLOADING:
+    if name == OFFLOADING:
+        return offload_parts(extra)
+    if name == "OffloadingConnector":
+        if any(tier.get("type") == TIER for tier in _objects(extra.get("secondary_tiers"))):
             raise InvalidValue(NO_ENGINE)
-        return parts
+        return []
     if name != "MultiConnector":
         return []
     parts = []
@@ -90,15 +92,35 @@ def transfer_parts(config: Mapping[str, Any]) -> list[TransferPart]:
 def offload_parts(extra: Mapping[str, Any]) -> list[TransferPart]:
     """Return kvkeep's tiers below vLLM's offloading, by its extra configuration.
 
-    Raises `InvalidValue`.
+    Raises:
+        InvalidValue: an option of a tier is wrong, or one beside ``secondary_tiers`` that a tier
+            needs.
     """
-    return [
-        TransferPart(TIER, OffloadOptions.parse({
-            name: value for name, value in tier.items() if name not in _OF_VLLM
-        }))
-        for tier in _objects(extra.get("secondary_tiers"))
-        if tier.get("type") == TIER
-    ]  # fmt: skip
+    parts = []
+    for tier in _objects(extra.get("secondary_tiers")):
+        if tier.get("type") == TIER:
+            options = {name: value for name, value in tier.items() if name not in _OF_VLLM}
+            parts.append(TransferPart(TIER, OffloadOptions.parse(options)))
+        elif tier.get("module_path") == _MODULE:
+            raise InvalidValue(f'type is {told(tier.get("type"))}; that in {_MODULE} is "{TIER}"')
+    spec = extra.get("spec_name")
+    if parts and spec != SPEC:
+        near = did_you_mean(spec, [SPEC]) if isinstance(spec, str) else ""
+        raise InvalidValue(
+            f'spec_name is {told(spec)}{near}; a {TIER} needs "spec_name": "{SPEC}" with '
+            f'"spec_module_path": "{_MODULE}" beside secondary_tiers'
+        )
+    memory = extra.get("cpu_bytes_to_use")
+    try:
+        enough = int(memory or 0) > 0
+    except (TypeError, ValueError):
+        enough = False
+    if parts and not enough:
+        raise InvalidValue(
+            f"cpu_bytes_to_use is {told(memory)}; a {TIER} is below memory of vLLM: give its bytes "
+            'beside secondary_tiers, as "cpu_bytes_to_use": 8589934592'
+        )
+    return parts
 
 
 def _objects(value: object) -> list[Mapping[str, Any]]:

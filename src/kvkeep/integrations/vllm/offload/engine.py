@@ -24,7 +24,7 @@ from kvkeep.integrations.vllm.content import RequestContent
 from kvkeep.integrations.vllm.logs import join_logs
 from kvkeep.integrations.vllm.resets import Resets
 from kvkeep.integrations.vllm.stats import Counts
-from kvkeep.integrations.vllm.transfer import NO_ENGINE, OFFLOADING
+from kvkeep.integrations.vllm.transfer import NO_ENGINE, OFFLOADING, offload_parts
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -128,15 +128,25 @@ class KVKeepOffloadingConnector(OffloadingConnector):
     """vLLM's `OffloadingConnector`, for engines with a `KVKeepTier`.
 
     Its options are vLLM's; ``spec_name`` must be ``KVKeepSpec``.
+
+    Raises:
+        InvalidValue: an option of a `KVKeepTier` is wrong, or one that it needs is missing.
     """
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         join_logs()
+        offload_parts(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._engine = OffloadEngine(vllm_config, kv_cache_config)
         with self._engine.starting():
             super().__init__(vllm_config, role, kv_cache_config)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Refuse wrong options; vLLM asks before it loads weights, where it has CUDA graphs."""
+        offload_parts(extra_config)
+        return bool(super().requires_piecewise_for_cudagraph(extra_config))
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Take vLLM's pool of pages."""
