@@ -7,12 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from replaying import Chained, Listed, request, workload
 
 from kvkeep.bench.replay import BELADY, INFINITE, ReplayRun, RunLog, Workload, replay
+from kvkeep.cli import main
 from kvkeep.core.errors import InvalidValue
 
 PATHS = ["abc", "abd", "xyz", "abc", "abd", "uvw", "xyz", "abc"]
@@ -130,6 +132,26 @@ def test_processes_end_with_who_was_killed(tmp_path):
     # Each process has our pipe as its output: it is at its end when the last one has gone.
     ended = subprocess.run(words, stdout=subprocess.PIPE, timeout=60, check=False)
     assert ended.returncode == -signal.SIGKILL
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="no /proc to see processes in")
+@pytest.mark.parametrize("to_all", [True, False], ids=["terminal", "one-process"])
+def test_an_interrupt_while_processes_begin_is_no_traceback(tmp_path, to_all):
+    trace = tmp_path / "trace.jsonl"
+    assert main(["trace", "generate", "chat", "--requests", "300", "--out", str(trace)]) == 0
+    words = ["replay", str(trace), "--capacity", "10k,20k,40k,80k", "--jobs", "2"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "kvkeep", *words],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    ) as process:  # fmt: skip
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        while len(children.read_text().split()) < 3:  # two workers, and Python's own for semaphores
+            assert process.poll() is None
+            time.sleep(0.01)
+        (os.killpg if to_all else os.kill)(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in err
 
 
 def test_sessions_are_named_to_the_cache_if_the_trace_knows_them():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -387,10 +388,13 @@ def _in_processes(
     context = multiprocessing.get_context("spawn")
     done = context.Value("q", 0)
     told = 0
+    others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(
         jobs, mp_context=context, initializer=_Worker.begin, initargs=(workload, done)
     ) as pool:
-        futures = {pool.submit(_Worker.run, run): run for run in runs}
+        with _interrupts_held():
+            futures = {pool.submit(_Worker.run, run): run for run in runs}
+            workers = set(multiprocessing.active_children()) - others
         try:
             while futures:
                 with_next = _next(futures, 0.2 if progress is not None else None)
@@ -401,8 +405,26 @@ def _in_processes(
                 if with_next is not None:
                     yield futures.pop(with_next), with_next.result()
         except BaseException:
+            for worker in workers:  # which may not even have begun
+                worker.kill()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Hold back Ctrl-C for the processes that begin within, for good, and for this one meanwhile.
+
+    A terminal sends it to all of them, and a process that still imports would print a traceback.
+    """
+    if os.name != "posix":
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _end_with_parent() -> None:

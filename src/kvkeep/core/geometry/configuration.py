@@ -44,6 +44,7 @@ ConfigSource = _ConfigObject | Mapping[str, Any] | str | os.PathLike[str]
 _HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,95}", re.ASCII)
 # A model that computes in one byte an element does not exist: such a type is that of its weights.
 _COMPUTE: Final = "bfloat16"
+_MOST_LAYERS: Final = 10_000  # lists of their kinds are made before a size is known
 _HEADER_BYTES: Final = 100 << 20  # the most that safetensors allows
 _WEIGHTS: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _NOT_GENERATING: Final = re.compile(
@@ -195,6 +196,7 @@ def read_configuration(config: ConfigSource) -> Configuration:
             f"config is {type(config).__name__}; a Hugging Face configuration, its dictionary, "
             "or the path of its config.json or model directory is needed"
         )
+    _check_layers(source)
     try:
         transformers = require("transformers", "transformers")
     except MissingExtra:
@@ -237,6 +239,16 @@ def download_hint(path: str | os.PathLike[str]) -> str:
         f"; a local directory is needed. If {name} is a name on the Hugging Face hub, get its "
         f"files with: hf download {name} --local-dir {folder}"
     )
+
+
+def _check_layers(source: object) -> None:
+    """Refuse numbers of layers that no model has, in the configuration and in its parts."""
+    fields: Mapping[str, Any] = source if isinstance(source, Mapping) else {}
+    for part in (fields, *(value for value in fields.values() if isinstance(value, Mapping))):
+        for name in ("num_hidden_layers", "num_layers", "n_layers", "n_layer"):
+            layers = part.get(name)
+            if isinstance(layers, int) and layers > _MOST_LAYERS:
+                raise UnsupportedModel(f"{name} is {layers:,}; at most {_MOST_LAYERS:,} are read")
 
 
 def _check_generates(whole: ConfigFields) -> None:

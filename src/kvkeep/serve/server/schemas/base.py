@@ -32,6 +32,8 @@ _MOST_METADATA = 16
 _MOST_ANSWERS = 128
 _INT32 = 2**31 - 1
 _DAY_S = 86_400.0
+_NO_BEAMS = "answers are sampled one by one"
+_NO_REASONING = "reasoning is not told from an answer here"
 
 Value = TypeVar("Value")
 Texts = Annotated[list[str], Field(fail_fast=True)]
@@ -190,15 +192,26 @@ def _biases(bias: dict[str, float] | None) -> dict[str, float] | None:
 class SamplingRequest(RequestModel):
     """The fields shared by chat and plain completions."""
 
-    # Fields of vLLM, which its clients send with their defaults.
+    # Fields of vLLM and SGLang, whose clients send them with their defaults.
     REFUSED: ClassVar[Refused] = {
         "bad_words": ("use logit_bias", []),
+        "early_stopping": (_NO_BEAMS, False),
+        "include_reasoning": (_NO_REASONING, True),
         "include_stop_str_in_output": ("answers end before a stop text", False),
+        "length_penalty": (_NO_BEAMS, 1),
         "min_tokens": ("use logit_bias against the model's end token", 0),
+        "no_stop_trim": ("answers end before a stop text", False),
         "priority": ("requests run in their order", 0),
         "repetition_penalty": ("use presence_penalty or frequency_penalty", 1),
+        "return_hidden_states": ("answers are text", False),
+        "return_token_ids": ("answers are text", False),
+        "return_tokens_as_token_ids": ("answers are text", False),
+        "separate_reasoning": (_NO_REASONING, True),
         "skip_special_tokens": ("answers have no special tokens", True),
+        "spaces_between_special_tokens": ("answers have no special tokens", True),
         "stop_token_ids": ("use stop", []),
+        "stream_reasoning": (_NO_REASONING, True),
+        "use_beam_search": (_NO_BEAMS, False),
     }
 
     model: str | None = Field(default=None, description="The served model's name; optional.")

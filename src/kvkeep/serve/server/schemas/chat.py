@@ -138,6 +138,8 @@ class ChatRequest(SamplingRequest):
             "answers are not kept; kvkeep.store decides if the cache keeps their pages", False,
         ),
         # vLLM's
+        "add_special_tokens": ("the template has them", False),
+        "best_of": ("answers are not ranked here; ask for n, with logprobs", 1),
         "add_generation_prompt": ("the model's turn begins behind every prompt", True),
         "chat_template_kwargs": ("the template gets messages alone", {}),
         "continue_final_message": ("the model's turn is a new one; use /v1/messages", False),

@@ -94,6 +94,9 @@ class CompletionRequest(SamplingRequest):
     REFUSED: ClassVar[Refused] = {
         **SamplingRequest.REFUSED,
         "suffix": ("models here only continue texts", ""),
+        "add_generation_prompt": ("a prompt here has no template", True),
+        "chat_template_kwargs": ("a prompt here has no template", {}),
+        "continue_final_message": ("a prompt here has no template", False),
         "add_special_tokens": ("a text begins with the model's start token", True),
         "best_of": ("answers are not ranked here; ask for n, with logprobs", 1),
     }
