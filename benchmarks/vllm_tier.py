@@ -40,7 +40,9 @@ def tier_in(tiers: list[str]) -> dict[str, Any]:
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
             "spec_name": "KVKeepSpec", "spec_module_path": module, "cpu_bytes_to_use": 512 * MIB,
-            "secondary_tiers": [{"type": "KVKeepTier", "module_path": module, "tiers": tiers}],
+            "secondary_tiers": [
+                {"type": "KVKeepTier", "module_path": module, "tiers": tiers, "resets": False}
+            ],
         },
     }  # fmt: skip
 
@@ -125,6 +127,7 @@ def read_alone(files: Sequence[Path], *, direct: bool) -> float:
 def lookups(directory: Path, rounds: int) -> list[float]:
     """Return the microseconds of a lookup in the tier, in a step that asks about 2,048 chunks."""
     import torch
+    from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
@@ -153,7 +156,11 @@ def lookups(directory: Path, rounds: int) -> list[float]:
     layer = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=32, dtype=torch.float32)
     caches = KVCacheConfig(1, [], [KVCacheGroupSpec(["layer"], layer)])
     model = make_model(directory / "model")
-    engine = OffloadEngine(EngineArgs(model, dtype="float32").create_engine_config(), caches)
+    transfer = KVTransferConfig(**tier_in([]))
+    arguments = EngineArgs(
+        model, kv_transfer_config=transfer, skip_tokenizer_init=True, block_size=16
+    )
+    engine = OffloadEngine(arguments.create_engine_config(), caches)
     with engine.starting():
         spec = KVKeepSpec(config)
     tier = KVKeepTier(spec, view, "KVKeepTier", tiers=[f"file://{directory}/kv"])

@@ -10,6 +10,8 @@ from engines import Answer, apart, engine, prompt, same
 from models import make_gemma
 from tiered import kvkeep_tier, offloading, tiered
 
+from kvkeep.core.errors import InvalidValue
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -122,6 +124,26 @@ def test_what_is_wrong_is_told_at_the_start(llama: str, tier: dict[str, Any], sa
         engine(llama, kv_transfer_config=offloading([tier])),
     ):
         pass
+
+
+def test_vllm_is_told_before_it_loads_weights() -> None:
+    """It asks the connector's class about its CUDA graphs then, also of each in MultiConnector."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    from kvkeep.integrations.vllm.tier import KVKeepOffloadingConnector
+
+    wrong = offloading([kvkeep_tier("file:///tmp/x")], spec_name="TieringOffloadingSpec")
+    with pytest.raises(InvalidValue, match='"spec_name": "KVKeepSpec"'):
+        KVKeepOffloadingConnector.requires_piecewise_for_cudagraph(
+            wrong["kv_connector_extra_config"]
+        )
+    inner = {
+        "kv_connector": "KVKeepConnector", "kv_role": "kv_both",
+        "kv_connector_module_path": "kvkeep.integrations.vllm",
+        "kv_connector_extra_config": {"load_timout": 1},
+    }  # fmt: skip
+    with pytest.raises(InvalidValue, match="did you mean 'load_timeout'"):
+        MultiConnector.requires_piecewise_for_cudagraph({"connectors": [inner]})
 
 
 def test_a_tier_that_cannot_see_its_engine_is_refused(llama: str, tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ import random
 import time
 from typing import TYPE_CHECKING
 
-from engines import engine, prompt, same
+import torch
+from engines import Engine, engine, prompt, same
 from hybrids import each
 from models import make_gpt_oss
 from tiered import TieredEngine, tiered
@@ -98,6 +99,38 @@ def test_no_row_is_filled_while_workers_may_write_it(tmp_path: Path, llama: str)
         assert not any(written)
         assert one.core.scheduler.reset_prefix_cache()
         same(cold, each(one, [LONG]))
+
+
+def test_weights_that_change_in_place(tmp_path: Path, llama: str) -> None:
+    """A trainer changes them and resets all caches: nothing of before is loaded, what comes is."""
+
+    def train(one: Engine) -> None:
+        worker = one.core.model_executor.driver_worker
+        model = getattr(worker, "worker", worker).model_runner.model
+        generator = torch.Generator().manual_seed(1)
+        for name, rows in model.named_parameters():
+            if "norm" in name:
+                rows.data.mul_(1 + 0.4 * torch.randn(rows.shape, generator=generator))
+
+    with engine(llama) as vllm:
+        train(vllm)
+        right = each(vllm, [LONG])
+    with tiered(llama, f"file://{tmp_path}/kv?size=64MiB", options={"resets": True}) as one:
+        assert each(one, [LONG])[0].tokens != right[0].tokens
+        one.ask([SHORT])  # vLLM offloads in later steps
+        assert one.store.flush(60)
+        train(one)
+        one.forget_all()
+        (anew,) = each(one, [LONG])
+        same(right, [anew])
+        assert anew.cached == 0
+        one.ask([SHORT])
+        one.forget()  # and vLLM's memory, without a reset of the tier
+        one.core.scheduler.connector.connector_scheduler.manager.primary_tier.reset_cache()
+        (warm,) = each(one, [LONG])
+        same(right, [warm])
+        assert warm.cached == 192
+        assert one["loaded_tokens"] == 192
 
 
 def test_a_storm_of_requests_and_resets(tmp_path: Path) -> None:

@@ -34,8 +34,11 @@ def offloading(tiers: Sequence[dict[str, Any]], **extra: Any) -> dict[str, Any]:
 
 
 def kvkeep_tier(*tiers: str, **options: Any) -> dict[str, Any]:
-    """Its loads are tested: so what is stored is loaded, whatever computing would take."""
-    found = {"compare_costs": False, **options}
+    """Its loads are tested: so what is stored is loaded, whatever computing would take.
+
+    vLLM's memory is emptied by a reset, after which the tier is to have what it had.
+    """
+    found = {"compare_costs": False, "resets": False, **options}
     return {"type": "KVKeepTier", "module_path": MODULE, "tiers": list(tiers), **found}
 
 

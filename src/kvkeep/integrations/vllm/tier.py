@@ -164,6 +164,8 @@ class KVKeepTier(SecondaryTierManager):
         self._status = tier_status(self._options, self._engine, store)
         self._live: dict[str, TierRequest] = {}
         self._held = 0  # steps in which nothing may be loaded
+        if self._options.resets:
+            self._engine.clears.append(self._clear)
         largest = format_bytes(offloading_spec.kv_bytes_per_chunk)
         log_start(store, f"chunks of up to {largest}", below=True)
 
@@ -275,7 +277,7 @@ class KVKeepTier(SecondaryTierManager):
     # --- the end ---------------------------------------------------------------------------------
 
     def drain_jobs(self) -> None:
-        """Wait until no job reads or writes vLLM's memory. What is stored stays.
+        """Wait until no job reads or writes vLLM's memory.
 
         vLLM is about to give all rows away. Its workers end their copies, and make those that are
         due, in the next step; but a tier fills rows in the scheduler, as soon as that step is
@@ -284,6 +286,13 @@ class KVKeepTier(SecondaryTierManager):
         self._jobs.drain()
         if not hasattr(OffloadingManager, "on_reset_flushed"):
             self._held = max(self._held, self._engine.config.max_concurrent_batches)
+
+    def _clear(self) -> None:
+        """Delete the namespace: weights may be others after a reset, under the same name."""
+        for request in self._live.values():
+            request.answered.clear()
+            request.step = -1
+        self._store.clear()
 
     def shutdown(self) -> None:
         """End all jobs, and let the store write queued chunks, for at most ``flush_timeout``."""

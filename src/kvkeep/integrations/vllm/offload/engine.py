@@ -27,7 +27,7 @@ from kvkeep.integrations.vllm.stats import Counts
 from kvkeep.integrations.vllm.transfer import NO_ENGINE, OFFLOADING, offload_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
@@ -63,6 +63,7 @@ class OffloadEngine:
         resets: which requests have KV of before a reset.
         counts: of all its tiers.
         content: which requests are kept.
+        clears: what deletes the namespaces of its tiers, at a reset.
     """
 
     config: VllmConfig
@@ -70,6 +71,7 @@ class OffloadEngine:
     arrival: ArrivedRequest | None = None
     resets: Resets = field(default_factory=Resets)
     counts: Counts = field(default_factory=Counts)
+    clears: list[Callable[[], object]] = field(default_factory=list)
     content: RequestContent = field(init=False)
 
     def __post_init__(self) -> None:
@@ -217,9 +219,11 @@ class KVKeepManager(TieringOffloadingManager):
         super().on_request_finished(req_context, **more)
 
     def reset_cache(self) -> None:
-        """Give all rows away; what running requests have computed is not stored any more."""
+        """Give all rows away and clear tiers; KV of running requests is not stored any more."""
         self._engine.resets.reset()
         super().reset_cache()
+        for clear in self._engine.clears:
+            clear()
 
 
 # MultiConnector looks up the class of statistics from another process by name.

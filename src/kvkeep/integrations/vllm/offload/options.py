@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import InvalidValue, told
 from kvkeep.core.geometry.units import parse_bytes
-from kvkeep.integrations.options import option, text_of, tiers_of
+from kvkeep.integrations.options import option, text_of, tiers_of, truth_of
 from kvkeep.integrations.status_options import StatusOptions
 
 if TYPE_CHECKING:
@@ -48,11 +48,13 @@ class OffloadOptions(StatusOptions):
         buffer: bytes of memory for chunks until they are written, given as such or as text. By
             default by the size of the rows, as the buffer of a `BlockStore`.
         public_prefixes: as in `kvkeep.integrations.vllm.options.ConnectorOptions`.
+        resets: as there.
     """
 
     tiers: tuple[str, ...] = option((), _tiers_below)
     buffer: int | None = option(None, _bytes_of)
     public_prefixes: str = option("", text_of)
+    resets: bool = option(True, truth_of)
 
     @classmethod
     def parse(cls, given: Mapping[str, object]) -> OffloadOptions:
