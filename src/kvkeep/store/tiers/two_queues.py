@@ -25,8 +25,7 @@ class TwoQ(EvictionPolicy):
 
     Probation has a tenth of what can be evicted; what exceeds it is evicted first, then the least
     recently used of the others. Ids of evicted blocks are remembered, four for each block that can
-    be evicted: a block that comes again is not on probation. (Johnson, Shasha: 2Q, 1994. Theirs
-    has a FIFO as probation, and remembers half of the memory.)
+    be evicted: a block that comes again is not on probation. (Johnson, Shasha: 2Q, 1994.)
 
     It is for tiers, since a page of a cache has no id. Memory: 1 KB for each block. Cost: O(1) in
     most cases.
