@@ -29,7 +29,7 @@ health.py        whether the tier can be read and written now
 known.py         which blocks the tier holds and may serve
 catalogue.py     known blocks: block_table.py, eviction_order.py, tier_pins.py, packed.py;
                  tier_waits.py: tells the policy of conversations that wait;
-                 tier_shares.py: fair shares for tenants
+                 tier_shares.py: fair shares for tenants; two_queues.py: the policy 2q
 listing.py       keeps the catalogue in step with the backend; lookups.py, notes.py
 space.py         evicts and deletes within budget and quotas; turns.py: fairness among writers
 record.py        format of a stored block; record_codec.py: encodes, verifies and decodes it

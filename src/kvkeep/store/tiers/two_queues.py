@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Final
 
-from kvkeep.core.eviction import POLICIES, EvictionPolicy
+from kvkeep.core.eviction import POLICIES, Entry, EvictionPolicy
 from kvkeep.core.eviction.queues import AgeQueue
 from kvkeep.store.tiers.eviction_order import OrderedBlock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from kvkeep.core.eviction import Entry
 
 __all__ = ["TwoQ", "tier_policies"]
 
@@ -25,8 +23,7 @@ class TwoQ(EvictionPolicy):
 
     Probation has a tenth of what can be evicted; what exceeds it is evicted first, then the least
     recently used of the others. Ids of evicted blocks are remembered, four for each block that can
-    be evicted: a block that comes again is not on probation. (Johnson, Shasha: 2Q, 1994. Theirs
-    has a FIFO as probation, and remembers half of the memory.)
+    be evicted: a block that comes again is not on probation. (Johnson, Shasha: 2Q, 1994.)
 
     It is for tiers, since a page of a cache has no id. Memory: 1 KB for each block. Cost: O(1) in
     most cases.
@@ -37,9 +34,8 @@ class TwoQ(EvictionPolicy):
 
     def __init__(self) -> None:
         super().__init__()
-        self._once = AgeQueue[float]()
-        self._again = AgeQueue[float]()
-        self._once_size = self._again_size = 0
+        self._queues = (AgeQueue[float](), AgeQueue[float]())  # on probation, others
+        self._sizes = [0, 0]
         self._ghosts: OrderedDict[bytes, None] = OrderedDict()
         self._most = 0  # candidates at one time
 
@@ -51,38 +47,29 @@ class TwoQ(EvictionPolicy):
             entry.hits = 1
 
     def add(self, entry: Entry) -> None:
-        if entry.hits:
-            self._again.push(entry, entry.last_used)
-            self._again_size += entry.size
-        else:
-            self._once.push(entry, entry.last_used)
-            self._once_size += entry.size
+        again = entry.hits > 0
+        self._queues[again].push(entry, entry.last_used)
+        self._sizes[again] += entry.size
         self._most = max(self._most, len(self))
 
     def discard(self, entry: Entry) -> None:
-        if entry in self._once:
-            self._once.remove(entry)
-            self._once_size -= entry.size
-        else:
-            self._again.remove(entry)
-            self._again_size -= entry.size
+        again = entry in self._queues[1]
+        self._queues[again].remove(entry)
+        self._sizes[again] -= entry.size
 
     def pop(self) -> Entry | None:
         """Remove the oldest block on probation if those are too many, else of the others."""
-        excess = self._once_size > _PROBATION * (self._once_size + self._again_size)
-        entry = None if excess else self._again.pop()
-        if entry is not None:
-            self._again_size -= entry.size
-        else:
-            entry = self._once.pop()
-            if entry is None:
-                return None
-            self._once_size -= entry.size
-        if isinstance(entry, OrderedBlock):
-            self._ghosts[entry.block] = None
-            if len(self._ghosts) > _REMEMBERED * self._most:
-                self._ghosts.popitem(last=False)
-        return entry
+        excess = self._sizes[0] > _PROBATION * sum(self._sizes)
+        for again in (0, 1) if excess else (1, 0):
+            entry = self._queues[again].pop()
+            if entry is not None:
+                self._sizes[again] -= entry.size
+                if isinstance(entry, OrderedBlock):
+                    self._ghosts[entry.block] = None
+                    if len(self._ghosts) > _REMEMBERED * self._most:
+                        self._ghosts.popitem(last=False)
+                return entry
+        return None
 
     def put_back(self, entry: Entry) -> None:
         """Make the block just popped the oldest of its queue."""
@@ -91,7 +78,7 @@ class TwoQ(EvictionPolicy):
         self.add(entry)
 
     def __len__(self) -> int:
-        return len(self._once) + len(self._again)
+        return sum(map(len, self._queues))
 
 
 def tier_policies() -> dict[str, Callable[[], EvictionPolicy]]:
