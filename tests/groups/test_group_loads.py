@@ -144,6 +144,19 @@ def test_a_refused_load_drops_no_copy_that_waits() -> None:
     engine.step(seq, 12)
 
 
+def test_a_load_does_not_overwrite_the_state_that_a_fork_waits_for() -> None:
+    engine = SymbolicEngine(200, GroupLayout(4, (), StateSpec(3)))
+    seq = engine.run(range(20))
+    seq.append(list(range(100, 112)))
+    fork = seq.fork()
+    assert seq.groups is not None
+    with pytest.raises(IllegalStep, match="a fork waits"):
+        seq.groups.load(32)
+    load(engine, seq, 32)
+    engine.finish(fork)
+    engine.cache.check()
+
+
 def test_what_was_loaded_is_not_cut_short() -> None:
     """Rows before the window of the loaded position hold nothing."""
     layout = GroupLayout(8, (WindowSpec(7),))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -228,6 +229,29 @@ def test_a_record_of_another_length_is_a_miss_that_the_next_put_replaces(
         assert store.get(key, [memoryview(room)]) == 1
         assert room == other[0][:size]
         store.check()
+
+
+@pytest.mark.parametrize("codec", ["raw", "lossless"])
+def test_a_much_longer_record_is_not_taken_for_a_damaged_one(codec: str, tmp_path: Path) -> None:
+    """It cannot be read into the room for this block, and stays for those that ask for it."""
+    key, long = KEYS[:1], random.Random(codec).randbytes(200_000)
+    urls = ("memory://4MiB", disk(tmp_path / "d", codec=codec))
+    with opened(*urls) as store:
+        store.put(key, [long])
+    with opened(*urls) as store:
+        assert store.get(key, [memoryview(bytearray(1000))]) == 0
+        counters = store.stats()[1].counters
+        assert (counters["damaged"], counters["refused"]) == (0, 1)
+    with opened(*urls) as store:
+        room = bytearray(len(long))
+        assert store.get(key, [memoryview(room)]) == 1
+        assert room == long
+        assert store.get(key, [memoryview(bytearray(1000))]) == 0
+        assert store.put(key, [long[:1000]], wait=20) == 1
+    with opened(*urls) as store:
+        room = bytearray(1000)
+        assert store.get(key, [memoryview(room)]) == 1
+        assert room == long[:1000]
 
 
 def test_a_put_of_another_length_replaces_what_is_stored(tmp_path: Path) -> None:

@@ -166,7 +166,8 @@ def test_memory_is_not_taken_for_a_record_that_is_too_large(codec: str, bench: B
     assert tier.load(BLOCK, RAW, room) is None
     assert not taken
     assert len(tier.records.scratch._buffer) < 1 << 20
-    assert (tier.counters.damaged, there(tier)) == (1, [])
+    assert (tier.counters.refused, tier.counters.damaged) == (1, 0)
+    assert not tier.serves(BLOCK)
     assert tier.breaker.state == "closed"
 
 

@@ -110,6 +110,11 @@ class GroupCopies:
         """Whether copies of rows wait: a pass was prepared and is not computed."""
         return any(isinstance(waiting.copy, RowCopy) for waiting in self._waiting)
 
+    @property
+    def forks_wait(self) -> bool:
+        """Whether forks wait for copies of this sequence's state."""
+        return any(waiting.owner is not self for waiting in self._waiting)
+
     def drop(self, needless: Callable[[RowCopy | StateCopy], bool] | None = None) -> None:
         """Drop the waiting copies into own memory that are ``needless``; default: all of them."""
         for waiting in [one for one in self._waiting if one.owner is self]:

@@ -181,8 +181,8 @@ class SequenceGroups:
 
         Allocates the rows that are attended to from there on. The engine fills these, the base
         pages up to ``position``, and the running state; then it may leave a `checkpoint` there.
-        Raises `OutOfPages`, and `InvalidValue` for a position that is computed already, or behind
-        the sequence's tokens.
+        Raises `OutOfPages`; `InvalidValue` for a position that is computed already, or behind the
+        sequence's tokens; and `IllegalStep` while a fork waits for a copy of the running state.
         """
         with self._pages:
             self._check_open("load KV for")
@@ -190,6 +190,8 @@ class SequenceGroups:
             position = whole(name, position, min(self.position + 1, last), last)
             if position == self.position:
                 raise InvalidValue(f"{name} is {position}, and all {last} tokens are computed")
+            if self._copies.forks_wait:
+                raise IllegalStep("a fork waits for the state; call copies() and make them first")
             self._copies.finish()
             self._rows.replace(position, self._pages.take)
             self._copies.drop()

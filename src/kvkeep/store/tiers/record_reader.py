@@ -89,7 +89,7 @@ class RecordReader:
                 call.decisive = record is not None
         except WrongSize as wrong:
             self._calls.counters.count(read_seconds=time.monotonic() - started)
-            self.quarantine(block, str(wrong))
+            self._refuse(block, f"another length, or damaged: {wrong}")
             return None, False
         if call.failed:
             return None, True
