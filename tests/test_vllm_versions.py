@@ -55,7 +55,7 @@ def test_versions_run_what_depends_on_them() -> None:
     assert every - set(run.files_of("0.31")) == run.ONCE
 
 
-def test_the_table_has_a_row_for_each_version_and_upgrade(monkeypatch: Any, tmp_path: Path) -> None:
+def test_the_table_has_a_row_for_each_version(monkeypatch: Any, tmp_path: Path) -> None:
     run = script()
     page = tmp_path / "page.md"
     page.write_text(f"before\n{run.BEGIN}\nstale\n{run.END}\nafter\n")
@@ -63,11 +63,9 @@ def test_the_table_has_a_row_for_each_version_and_upgrade(monkeypatch: Any, tmp_
     files = {"a": {"passed": 1, "failed": 0, "skipped": []},
              "b": {"passed": 2, "failed": 0, "skipped": []}}  # fmt: skip
     row = {"vllm": "1.2.0", "torch": "2", "operators": "its own", "files": files}
-    said = {"connector": "warm", "tier": "cold: as told"}
-    run.write_table({"versions": {"1.2": row}, "upgrades": {"1.1 → 1.2": said}})
+    run.write_table({"versions": {"1.2": row}})
     text = page.read_text()
     assert "| 1.2.0 | its own | 2 | 2 | 3 | 0 | none |" in text
-    assert "| 1.1 → 1.2 | warm | cold: as told |" in text
     assert "stale" not in text
     assert text.startswith("before")
     assert text.endswith("after\n")

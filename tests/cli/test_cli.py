@@ -93,7 +93,7 @@ SERVERS = {
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
 @pytest.mark.parametrize(
     "words",
-    [["--help"], ["--version"], ["serve", "--help"], ["config", "example"],
+    [["--help"], ["--version"], ["serve", "--help"], ["config", "--help"],
      ["doctor", "--json", "memory://1MiB"], ["size", "--memory", "1GiB", "--json"],
      *(pytest.param(words, marks=pytest.mark.model) for words in SERVERS.values())],
     ids=" ".join,
@@ -111,7 +111,7 @@ def test_a_full_stdout_is_one_line(words):
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's list of libraries")
 @pytest.mark.parametrize(
     ("words", "library"),
-    [(["--help"], "_multiarray_umath"), (["config", "example"], "_multiarray_umath"),
+    [(["--help"], "_multiarray_umath"), (["config", "--help"], "_multiarray_umath"),
      (["replay", "x", "--capacity", "1M"], "_multiarray_umath"),
      (SERVERS["route"], "_multiarray_umath"), (SERVERS["serve"], "_multiarray_umath"),
      (SERVERS["serve"], "libtorch"), (["demo"], "libtorch")],

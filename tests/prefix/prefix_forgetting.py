@@ -87,7 +87,7 @@ class ForgettingTests(PrefixHooks):
 
     def test_the_policy_decides(self) -> None:
         """Whatever orders the entries: age, reuse, or what the caller asked for."""
-        for policy, expected in ((LRU(), [1, 2, 3]), (Priority(), [3, 1, 2])):
+        for policy, expected in ((LRU(), [2, 3, 1]), (Priority(), [3, 1, 2])):
             driver = self.make_driver(2, policy)
             number = {
                 driver.store(pages_of(driver, prompt), priority=priority)[0]: prompt

@@ -131,7 +131,7 @@ def captured(path: Path, served: list[Asked], unit_tokens: int) -> Trace:
     return open_trace(path)
 
 
-@pytest.mark.parametrize("policy", ["lru", "returns"])
+@pytest.mark.parametrize("policy", ["lru", "priority"])
 @pytest.mark.parametrize("prefix", ["radix", "chain"])
 def test_a_captured_trace_is_served_again_as_it_was(runner, policy, prefix, tmp_path):
     cache = PagedCache(PAGES, PAGE, prefix=prefix, eviction=policy)
@@ -149,7 +149,7 @@ def test_a_captured_trace_is_served_again_as_it_was(runner, policy, prefix, tmp_
     assert [request.served.cached_tokens for request in trace] == cached
 
 
-@pytest.mark.parametrize("policy", ["lru", "returns"])
+@pytest.mark.parametrize("policy", ["lru", "priority"])
 @pytest.mark.parametrize("prefix", ["radix", "chain"])
 def test_a_trace_of_prompts_is_served_as_replay_says(runner, policy, prefix, tmp_path):
     """Of answers of one token nothing is kept, so that prompts tell everything."""

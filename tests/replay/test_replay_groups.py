@@ -85,7 +85,7 @@ def by_hand(work: Workload, pages: int, layout: GroupLayout, eviction: str) -> l
     return hits
 
 
-@pytest.mark.parametrize("eviction", ["lru", "returns"])
+@pytest.mark.parametrize("eviction", ["lru"])
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_a_replay_is_the_cache(chat, kind, eviction):
     roomy = 2 * int(-(-chat.tokens.max() // 16))

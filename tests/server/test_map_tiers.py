@@ -144,7 +144,7 @@ def test_the_picture_by_tier(opened, tmp_path):
         server.engine.clear_store(server.service.namespace(None))
         wake(page, server)
         until(page, "document.querySelectorAll('#picture .h2').length === 3")
-        page.get_by_label("Colour").select_option("age")
+        page.get_by_label("Colour").select_option("hits")
         until(page, "!document.getElementById('legend').textContent.includes('pool')")
         page.get_by_label("Colour").select_option("tier")
         until(page, "document.querySelectorAll('#picture .h2').length === 3")

@@ -169,11 +169,11 @@ def check(args: argparse.Namespace) -> None:
     from kvkeep.serve.router.upstreams import Upstreams  # noqa: PLC0415
 
     http.check_port(args.port)
+    _timeouts(args)
     http.ConnectionLimits(
         most=1 if args.max_connections is None else args.max_connections, head_s=args.head_timeout
     )
     http.BodyBudget(budget=args.body_budget, seconds=args.body_timeout)
-    _timeouts(args)
     names = _listed(args.instances) if args.instances else []
     Discovery([DnsName(name) for name in args.discover], args.discover_every)
     Upstreams(names)

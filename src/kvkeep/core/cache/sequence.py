@@ -388,7 +388,8 @@ class Sequence:
         them. ``ended`` says how the request ended, for policies that predict its conversation.
         """
         core = self._core
-        keep = switch("keep", keep)
+        if not isinstance(keep, bool):
+            keep = switch("keep", keep)
         if ended is not None:
             check_type("ended", ended, Ended, "an Ended(…)")
         with core:

@@ -61,7 +61,7 @@ class TenantUsage:
             if stored is not None:
                 tenants[stored] = tenant
         try:
-            own, others = store.used_bytes(tenants)
+            own, others = store.used_bytes(list(tenants))
         except IllegalStep:  # the store was closed
             return
         size = max(1, store.geometry.bytes_per_token)
