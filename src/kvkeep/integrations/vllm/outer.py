@@ -8,8 +8,8 @@ options on which the connector depends:
     kv_role                  without "consumer" vLLM reuses pages that a load may still write to
 
 The outer configuration belongs to all connectors in it and is not changed here; options that would
-break a promise are refused in the worker, which sees the outer one. vLLM makes workers first, so the
-scheduler's side never starts.
+break a promise are refused in the worker, which sees the outer one. vLLM makes workers first, so
+the scheduler's side never starts.
 
 A process of vLLM has one worker's side, even if a script makes two engines in it: the second engine
 gets the connector of the first, which would store the second's KV under the first's namespace.
