@@ -369,7 +369,9 @@ def test_hits_are_counted_once_and_never_back() -> None:
 
 
 def test_messages_cross_processes() -> None:
-    plan = StepPlan(idle=True, loads=[PageLoad("r", [BlockSpan(0, [bytes(32)], [3])], 16)], generation=2)
+    plan = StepPlan(
+        idle=True, loads=[PageLoad("r", [BlockSpan(0, [bytes(32)], [3])], 16)], generation=2
+    )
     assert pickle.loads(pickle.dumps(plan)) == plan
     assert WorkerNews({1: [4]}).aggregate(WorkerNews({1: [2], 2: [7]})).found == {
         1: [4, 2],
