@@ -152,7 +152,10 @@ def test_texts_and_chats_are_tokens_of_vllms_tokenizer(llama: str, tmp_path: Pat
 def test_a_wrong_file_is_an_error_at_the_start(llama: str, tmp_path: Path) -> None:
     file = tmp_path / "public.jsonl"
     file.write_text('{"messages": [{"role": "system", "content": "You help."}]}\n')
-    for path, message in ((file, "line 1: .*chat template"), (tmp_path / "none", "cannot be read")):
+    for path, message in (
+        (file, "line 1: .*chat template"),
+        (tmp_path / "none", "cannot read public prefixes"),
+    ):
         with pytest.raises(Exception, match=message), sharing(llama, str(path)):
             pass
 

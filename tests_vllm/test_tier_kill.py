@@ -50,7 +50,8 @@ def opened(system: str, root: str) -> Driver:
     if system == OURS:
         return Driver(spec)
     extra = {**spec.config.extra_config, "secondary_tiers": [fs_tier(root)]}
-    return FsDriver(KVKeepSpec(dataclasses.replace(spec.config, extra_config=extra)))
+    with spec.engine.starting():
+        return FsDriver(KVKeepSpec(dataclasses.replace(spec.config, extra_config=extra)))
 
 
 def save_for_ever(system: str, root: str, first: int) -> None:
