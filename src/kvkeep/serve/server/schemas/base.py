@@ -9,6 +9,7 @@ from pydantic import (
     ConfigDict,
     Field,
     PrivateAttr,
+    WithJsonSchema,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -52,6 +53,8 @@ def _salt(salt: str) -> str:
 
 TopK = Annotated[int, Field(ge=-1, le=_INT32), AfterValidator(lambda most: max(most, 0))]
 """A number of tokens; 0, and -1 as in vLLM, stand for all."""
+Switch = Annotated[bool, WithJsonSchema({"anyOf": [{"type": "boolean"}, {"type": "null"}]})]
+"""True or false; null is the same as not set."""
 CacheSalt = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_salt)]
 
 
@@ -122,10 +125,10 @@ class StreamOptions(RequestModel):
 class Extras(RequestModel):
     """Options that only kvkeep has."""
 
-    store: bool = Field(
+    store: Switch = Field(
         default=True, description="False keeps this prompt and its answer out of the cache."
     )
-    answers: bool = Field(
+    answers: Switch = Field(
         default=True,
         description="False keeps the KV of generated tokens, not the prompt's, out of the tiers. "
         "In the pool it stays until it is evicted.",
@@ -232,7 +235,9 @@ class SamplingRequest(RequestModel):
     logit_bias: Annotated[dict[str, float] | None, AfterValidator(_biases), at_most(_MOST_BIAS)] = (
         Field(default=None, description="Token id → what to add to its logit, -100 … 100.")
     )
-    ignore_eos: bool = Field(default=False, description="Go on after the model's end token. Ours.")
+    ignore_eos: Switch = Field(
+        default=False, description="Go on after the model's end token. Ours."
+    )
     stream: bool | None = Field(default=None, description="Answer in server-sent events.")
     stream_options: StreamOptions | None = None
     cache_salt: CacheSalt | None = Field(
