@@ -562,6 +562,31 @@ def test_a_clearance_that_hangs_ends_and_keeps_no_other_tier_waiting(
     assert len(list(place.inner.list())) == 5, "nothing is deleted behind `close`"
 
 
+def test_a_clearance_that_another_one_took_over_is_not_complete(
+    place: FaultyBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one begins while the first lists, and cannot list: the records are still there."""
+    place.inner.capacity = place.capacity = None
+    place.shared = True
+    with opened(place) as store:
+        put(store, LONG, wait=True)
+    second: list[Any] = []
+    real = place.inner.list
+
+    def listing() -> Any:
+        yield from real()
+        if not second:
+            place.fail("list")
+            second.append(store.clear())
+
+    monkeypatch.setattr(place.inner, "list", listing)
+    with opened(place) as store:
+        first = store.clear()
+        assert second[0].failed == ("faulty",)
+        assert len(list(real())) == 0 or first.failed == ("faulty",)
+        assert get(store, LONG) == 0
+
+
 def test_a_write_that_began_before_is_not_served_after_a_clearance(place: FaultyBackend) -> None:
     with opened(place) as store:
         place.hang("put")

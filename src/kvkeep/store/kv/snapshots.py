@@ -133,7 +133,9 @@ class SnapshotTransfers:
         failed: tuple[str, ...] = ()
         with self._replacing if replace else nullcontext(), closed_is_illegal():
             if replace:
-                ids = list(names.every(-(-start // names.size) * names.size))
+                # What tenants share under public names stays.
+                own = PositionNames(self._forms, prompt._replace(names=prompt.names.private()))
+                ids = list(own.every(-(-start // names.size) * names.size))
                 failed = delete_ids(ids, self._followers, tiered.supersede).failed
             self._note(names, tokens, pieces)
 

@@ -119,12 +119,17 @@ class KnownBlocks:
             cleared.anew = before.anew
         return cleared
 
-    def reveal(self, space: bytes, number: int) -> None:
-        """End the clearance ``number``, as none of the namespace's old blocks is left."""
+    def reveal(self, space: bytes, number: int) -> bool:
+        """End the clearance ``number``, as none of the namespace's old blocks is left.
+
+        False if a later clearance has taken its place, which then says what is left.
+        """
         with self._deleted_one:
             cleared = self._cleared.get(space)
-            if cleared is not None and cleared.number == number:
-                del self._cleared[space]
+            if cleared is None or cleared.number != number:
+                return False
+            del self._cleared[space]
+            return True
 
     def written(self, block: bytes) -> None:
         """Record that a write begun by `wait_deleted` has ended: ``block`` is hidden no longer.

@@ -384,7 +384,7 @@ class Tier:
         self.losses.note(found, self.name, "removed", "cleared")
         freed, left = self._space.remove(list(found), proceed, cleared=number)
         if complete:  # those that are left are hidden by themselves
-            self._known.reveal(space, number)
+            complete = self._known.reveal(space, number)
         return freed, complete and not left
 
     # --- upkeep ----------------------------------------------------------------------------------
