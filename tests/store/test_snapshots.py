@@ -286,6 +286,17 @@ def test_a_replacement_is_as_if_nothing_had_been_there() -> None:
         assert get(store, TEXT) == 20
 
 
+def test_a_replacement_leaves_what_tenants_share() -> None:
+    with open_snapshots("all", "memory://4MiB") as store:
+        store.public.declare(TEXT[:16])
+        put(store, 20, tenant="a")
+        other = snapshot(store, [7, *TEXT[1:20]])
+        store.put_snapshot(TEXT, other, tenant="b", replace=True)
+        found = store.get_snapshot(TEXT, tenant="a")
+        assert found is not None
+        assert same(found, snapshot(store, TEXT[:20]))
+
+
 def test_a_pin_keeps_all_that_resuming_needs() -> None:
     with open_snapshots("all", "memory://128KiB") as store:
         put(store, 12)
