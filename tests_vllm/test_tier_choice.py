@@ -39,7 +39,7 @@ def test_answers_and_early_branches(tmp_path: Path) -> None:
 def test_the_tier_needs_memory_of_vllm(llama: str, tmp_path: Path) -> None:
     disk = f"file://{tmp_path}/kv?size=64MiB"
     with (
-        pytest.raises(Exception, match="cpu_bytes_to_use must be specified"),
+        pytest.raises(Exception, match="cpu_bytes_to_use is 0; a KVKeepTier is below"),
         tiered(llama, disk, extra={"cpu_bytes_to_use": 0}),
     ):
         pass
