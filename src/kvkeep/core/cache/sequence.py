@@ -388,8 +388,8 @@ class Sequence:
         them. ``ended`` says how the request ended, for policies that predict its conversation.
         """
         core = self._core
-        if not isinstance(keep, bool):
-            keep = switch("keep", keep)
+        if not isinstance(keep, bool):  # callers pass anything
+            keep = switch("keep", keep)  # type: ignore[unreachable]
         if ended is not None:
             check_type("ended", ended, Ended, "an Ended(…)")
         with core:
