@@ -23,11 +23,13 @@ import math
 import operator
 from itertools import islice
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from types import ModuleType
+
+T = TypeVar("T")
 
 __all__ = [
     "BackendFailed",
@@ -42,6 +44,7 @@ __all__ = [
     "QueueFull",
     "UnsupportedModel",
     "check_type",
+    "choice",
     "did_you_mean",
     "listed",
     "number",
@@ -240,6 +243,14 @@ def listed(name: str, values: object, needed: str) -> list[Any]:
         except Exception as error:  # noqa: BLE001 - a stranger's iterator
             cause = error
     raise InvalidValue(f"{name} is {told(values)}; {needed} are needed") from cause
+
+
+def choice(kind: str, name: object, choices: Mapping[str, T]) -> T:
+    """Return what ``name`` stands for in ``choices``, or raise `InvalidValue` that lists them."""
+    if isinstance(name, str) and name in choices:
+        return choices[name]
+    near = did_you_mean(name, choices) if isinstance(name, str) else ""
+    raise InvalidValue(f"no {kind} {told(name)}; there are {', '.join(choices)}{near}")
 
 
 def did_you_mean(given: str | Iterable[str], known: Iterable[str]) -> str:

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from kvkeep.bench.replay.outcome import Outcome
     from kvkeep.bench.replay.planning import PlannedMemory
 
-__all__ = ["FLEXIBLE", "USUAL", "WORTH", "PlanFigures", "percent", "points"]
+__all__ = ["FLEXIBLE", "THRIFTY", "USUAL", "WORTH", "PlanFigures", "percent", "points"]
 
 USUAL = "lru"
 FLEXIBLE = "returns"
 WORTH = 0.01
 """The least improvement that justifies a change, as a share of all prompt tokens."""
 
-_THRIFTY = "inclusive:2"
+THRIFTY = "inclusive:2"
 _SAVES_WRITES = 0.8  # a tiering that writes less than this share of another's is worth a change
 
 
@@ -149,10 +149,10 @@ class PlanFigures:
             found = [name for one, name in good if one == policy]
             if found:
                 best = max(found, key=lambda name: self.tiers[policy, name])
-                if _THRIFTY in found and self._written(policy, _THRIFTY) < (
+                if THRIFTY in found and self._written(policy, THRIFTY) < (
                     _SAVES_WRITES * self._written(policy, best)
                 ):
-                    best = _THRIFTY
+                    best = THRIFTY
                 return policy, best
         return max(good, key=lambda pair: self.tiers[pair])
 

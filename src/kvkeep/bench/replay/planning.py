@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvkeep.bench.replay.advising import Advice, advise
 from kvkeep.bench.replay.bounds import BELADY, INFINITE
 from kvkeep.bench.replay.doubts import gaps
-from kvkeep.bench.replay.plan_figures import FLEXIBLE, USUAL, PlanFigures
+from kvkeep.bench.replay.plan_figures import FLEXIBLE, THRIFTY, USUAL, PlanFigures
 from kvkeep.bench.replay.runs import ReplayRun
 from kvkeep.bench.replay.simulate import SESSIONS
 from kvkeep.bench.replay.words import amount
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 __all__ = ["Advice", "PlannedMemory"]
 
 _TIERINGS = ("inclusive", "exclusive")
-_THRIFTY = "inclusive:2"
 _TIMES = (0.25, 0.5, 1.0, 2.0, 4.0)
 _NEVER = TransferCost(seconds_per_byte=1e12)  # nothing is loaded from a tier that slow
 
@@ -75,7 +74,7 @@ class PlannedMemory:
 
     def _tiers(self, policies: list[str], least: int) -> list[ReplayRun]:
         found = [self.tiers(policy, name) for policy in policies for name in _TIERINGS]
-        found += [self.tiers(policy, _THRIFTY) for policy in (USUAL, FLEXIBLE)]
+        found += [self.tiers(policy, THRIFTY) for policy in (USUAL, FLEXIBLE)]
         if self.prices is not None:  # a disk below less memory may be cheaper
             sizes = [int(self.memory_tokens * times) for times in _TIMES if times < 1]
             found += [
@@ -88,7 +87,7 @@ class PlannedMemory:
         found.append(ReplayRun(BELADY, self.memory_tokens, below=(self.disk_tokens,)))
         if self.cost is not None:
             pairs = [(policy, name) for policy in (USUAL, FLEXIBLE) for name in _TIERINGS]
-            for policy, name in (*pairs, (USUAL, _THRIFTY)):
+            for policy, name in (*pairs, (USUAL, THRIFTY)):
                 found += self.timed(policy, name)
         return found
 

@@ -53,12 +53,12 @@ class ReplayRun:
     ``+sessions``. ``below`` are the tokens of tiers below the first one of ``capacity_tokens``, and
     ``tiering`` the policy that moves blocks between them (`kvkeep.store.tiers.tiering`). With
     ``cost`` computing takes time, and ``users`` may send requests in turn, or sessions wait for
-    their answers in a ``closed_loop``
-    (`simulate_loop`); tiers, the first included, then take time to read, by ``reads`` and
-    ``loading`` (`simulate_tiers`). ``writes`` are write budgets of the tiers, in tokens. ``groups``
-    are those of a model with windows or states, with pages of their size. With ``shares``, pairs of
-    a tenant and its weight, tenants share the memory and the tiers, and are compared with each
-    alone (`simulate_shares`, `simulate_tier_shares`). Raises `InvalidValue` for invalid values.
+    their answers in a ``closed_loop`` (`simulate_loop`); tiers, the first included, then take time
+    to read, by ``reads`` and ``loading`` (`simulate_tiers`). ``writes`` are write budgets of the
+    tiers, in tokens. ``groups`` are those of a model with windows or states, with pages of their
+    size. With ``shares``, pairs of a tenant and its weight, tenants share the memory and the tiers,
+    and are compared with each alone (`simulate_shares`, `simulate_tier_shares`). Raises
+    `InvalidValue` for invalid values.
     """
 
     policy: str

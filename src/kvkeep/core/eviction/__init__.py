@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvkeep.core.errors import InvalidValue, did_you_mean, told
+from kvkeep.core.errors import choice
 from kvkeep.core.eviction.base import Entry, EvictionPolicy
 from kvkeep.core.eviction.lru import LRU
 from kvkeep.core.eviction.priority import Priority
@@ -36,13 +36,7 @@ def policy(name: str | EvictionPolicy) -> EvictionPolicy:
     """Return a new policy of that name, or the given policy; `InvalidValue` lists the names."""
     if isinstance(name, EvictionPolicy):
         return name
-    given: object = name
-    if not isinstance(given, str) or given not in POLICIES:
-        near = did_you_mean(given, POLICIES) if isinstance(given, str) else ""
-        raise InvalidValue(
-            f"no eviction policy {told(name)}; there are {', '.join(POLICIES)}{near}"
-        )
-    return POLICIES[name]()
+    return choice("eviction policy", name, POLICIES)()
 
 
 def without_waits() -> list[str]:

@@ -244,8 +244,10 @@ def download_hint(path: str | os.PathLike[str]) -> str:
 def _check_layers(source: object) -> None:
     """Refuse numbers of layers that no model has, in the configuration and in its parts."""
     fields: Mapping[str, Any] = source if isinstance(source, Mapping) else {}
+    usual = "num_hidden_layers"
+    names = dict.fromkeys((usual, *(others.get(usual, usual) for others in _NAMES.values())))
     for part in (fields, *(value for value in fields.values() if isinstance(value, Mapping))):
-        for name in ("num_hidden_layers", "num_layers", "n_layers", "n_layer"):
+        for name in names:
             layers = part.get(name)
             if isinstance(layers, int) and layers > _MOST_LAYERS:
                 raise UnsupportedModel(f"{name} is {layers:,}; at most {_MOST_LAYERS:,} are read")
