@@ -477,7 +477,7 @@ LINES: dict[str, int] = {
     "core.prefix": 3250, "core.prefix_file": 100, "core.public": 200, "core.returns": 800,
     "core.slots": 1050, "core.tokens": 250, "integrations": 15000, "observe": 50,
     "observe.explain": 2950, "observe.telemetry": 850, "observe.usage": 1150, "serve": 50,
-    "serve.engine": 8600, "serve.http": 1150, "serve.kv_events": 1500, "serve.messages": 850,
+    "serve.engine": 8600, "serve.http": 1150, "serve.kv_events": 1500, "serve.messages": 800,
     "serve.models": 50, "serve.router": 4300, "serve.server": 8750, "store": 100,
     "store.backends": 8100, "store.blocks": 1400, "store.codecs": 2000, "store.identity": 1950,
     "store.kv": 4250, "store.tiers": 10550, "testing": 1400,

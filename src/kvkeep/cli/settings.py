@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvkeep.cli.arguments import add_path
 from kvkeep.cli.parsing import Parser
-from kvkeep.core.config_file import HIDDEN, ConfigFile, masked
+from kvkeep.core.config_file import ConfigFile, masked
 from kvkeep.core.errors import InvalidValue, did_you_mean, told
 
 if TYPE_CHECKING:
@@ -32,30 +32,18 @@ _VARIABLES: Final = {"api_key": "KVKEEP_API_KEY"}
 # Options that exclude each other: a value drops that of its rival from a place of lower rank, so
 # that --no-store turns off the tiers of a file.
 _RIVALS: Final = (
-    ("api_key", "api_key_file"), ("cost", "prefill_speed"), ("no_store", "tier"),
-    ("no_reuse", "tier"),
+    ("api_key", "api_key_file"), ("no_store", "tier"), ("no_reuse", "tier"),
 )  # fmt: skip
 _DEFAULT, _FILE, _ENVIRONMENT, _COMMAND_LINE = range(4)
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The value of an option. ``source`` is where it is from; ``rank`` orders sources."""
+    """The value of an option; ``rank`` orders the places that may have one."""
 
     action: argparse.Action
     value: Any
-    source: str = "default"
     rank: int = _DEFAULT
-
-    @property
-    def name(self) -> str:
-        """The option's name in a file."""
-        return self.action.option_strings[0].lstrip("-")
-
-    @property
-    def shown(self) -> object:
-        """The value, without secrets; that of a variable is one."""
-        return HIDDEN if self.rank == _ENVIRONMENT else masked(self.name, self.value)
 
 
 class ConfigParser(Parser):
@@ -116,12 +104,12 @@ class ConfigParser(Parser):
             dest = action.dest
             variable = _VARIABLES.get(dest, "")
             if dest in vars(given):
-                found[dest] = Setting(action, getattr(given, dest), "command line", _COMMAND_LINE)
+                found[dest] = Setting(action, getattr(given, dest), _COMMAND_LINE)
             elif variable in os.environ:
                 # The command reads it where it needs it: no secret is copied here.
-                found[dest] = Setting(action, action.default, f"${variable}", _ENVIRONMENT)
+                found[dest] = Setting(action, action.default, _ENVIRONMENT)
             elif dest in values:
-                found[dest] = Setting(action, *values[dest], _FILE)
+                found[dest] = Setting(action, values[dest], _FILE)
             else:
                 found[dest] = Setting(action, _default(self, action))
         for pair in _RIVALS:
@@ -132,8 +120,7 @@ class ConfigParser(Parser):
         """Raise `InvalidValue` for what the command refuses with these values of a file alone."""
         found = file_values(self, values)
         args = {action.dest: _default(self, action) for action in self.described()}
-        args |= {dest: value for dest, (value, _) in found.items()}
-        self.get_default("check")(argparse.Namespace(**args))
+        self.get_default("check")(argparse.Namespace(**args | found))
 
     def described(self) -> list[argparse.Action]:
         """Return the options that a file may have."""
@@ -161,8 +148,8 @@ def chosen_file(named: Path | None) -> ConfigFile | None:
     return ConfigFile.read(path) if path else None
 
 
-def file_values(parser: ConfigParser, given: Mapping[str, FileValue]) -> dict[str, tuple[Any, str]]:
-    """Return the values of a section by their ``dest``, each with its place.
+def file_values(parser: ConfigParser, given: Mapping[str, FileValue]) -> dict[str, Any]:
+    """Return the values of a section by their ``dest``.
 
     Raises `InvalidValue` for an unknown name, or a value that the option cannot have.
     """
@@ -171,7 +158,7 @@ def file_values(parser: ConfigParser, given: Mapping[str, FileValue]) -> dict[st
         for action in parser.described()
         for option in action.option_strings
     }
-    found: dict[str, tuple[Any, str]] = {}
+    found: dict[str, Any] = {}
     for name, one in given.items():
         if name not in actions:
             known = [option.lstrip("-") for option, _ in actions.values()]
@@ -181,7 +168,7 @@ def file_values(parser: ConfigParser, given: Mapping[str, FileValue]) -> dict[st
             )
         option, action = actions[name]
         try:
-            found[action.dest] = (_value(parser, option, action, one.value), one.where)
+            found[action.dest] = _value(parser, option, action, one.value)
         except InvalidValue as error:
             raise InvalidValue(f"{one.where}: {one.key}: {error}") from error
     return found

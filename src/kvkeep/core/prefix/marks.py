@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvkeep.core.extras import Extra, by_position
-from kvkeep.core.tokens import TOKEN_DTYPE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -96,11 +95,6 @@ class Marks:
         self._next = -1 if self._next == _LAST else self._next - 1
 
     # --- from marks to extras ----------------------------------------------------------------
-
-    def plain_bytes(self, symbols: bytes) -> bytes:
-        """Return the tokens of a row, both as bytes."""
-        row = np.frombuffer(symbols, TOKEN_DTYPE)
-        return self.plain(row)[0].tobytes() if self._marks else symbols
 
     def plain(self, row: TokenArray) -> tuple[TokenArray, Extras]:
         """Return the tokens of a row, and its extras without their bytes.

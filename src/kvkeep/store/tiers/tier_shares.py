@@ -232,11 +232,6 @@ class TierShares(Shares):
 
     # --- order -------------------------------------------------------------------------------
 
-    def policy_of(self, block: bytes) -> EvictionPolicy | None:
-        """Return the policy of a block's tenant; None if that stores nothing."""
-        lane = self._lanes.get(self.tenant(block))
-        return None if lane is None else lane.policy
-
     def givers(self) -> Iterator[TierTenant]:
         """Yield the tenant that gives each next victim.
 
