@@ -336,7 +336,7 @@ def test_what_is_known_of_an_instance_goes_with_it():
             one, two = made
             eventually(lambda: instances(proxy) == {one.url: "up", two.url: "up"})
             first = [pool.submit(ask, proxy) for _ in range(8)]
-            eventually(lambda: one.paths)
+            eventually(lambda: one.paths and len(one.paths) + sum(r.done() for r in first) == 8)
             gone.add(ports[0])
             eventually(lambda: instances(proxy)[one.url] == "leaving")
             had = len(one.paths)

@@ -319,7 +319,7 @@ def _layers(text: ConfigFields) -> list[ConfigFields]:
     by_layer = text.value("per_layer_config")
     if by_layer is None:
         return [text] * layers
-    if isinstance(by_layer, Mapping):
+    if isinstance(by_layer, Mapping | list | str | int | float):  # as written: nobody has read it
         raise UnsupportedModel(
             f"{text.family} has layers of different shapes (per_layer_config), which a newer "
             "Transformers reads: pip install -U transformers"
