@@ -297,8 +297,6 @@ class Core:
             freed = self.pool.release_known(pages)
             assert freed == len(pages), "the index evicted a page that a sequence uses"
             self.marks.forget(pages)
-            for observer in self.observers:
-                observer.evicted(pages)
             self.counters.evicted_pages += len(pages)
 
     def _report_evicted(self, pages: PageArray, reason: str) -> None:
@@ -416,4 +414,4 @@ class Core:
         self.pool.check()
         self.marks.check(stored, [sequence.row for sequence in self.sequences.values()])
         for observer in self.observers:
-            observer.check(stored)
+            observer.check()

@@ -294,7 +294,7 @@ class SessionBoard(CacheObserver):
         """Pages that are kept for suspended sessions."""
         return 0 if self._index.owners is None else self._index.owners.num_awaited
 
-    def check(self, stored: PageArray) -> None:
+    def check(self) -> None:
         """Assert that suspended sessions have a return and that bounds hold."""
         states = set(self.states.values())
         assert states.issuperset(self._suspended)
