@@ -210,8 +210,6 @@ class Play:
             self.fill()
         self.mine.store()
         self.others.store()
-        if self.cache._inspector_made is not None:
-            self.cache._inspector_made.forget_maps()  # a map that is kept needs no lock
         self.called, self.stops, self.inner = 0, 0, inner
         self.outer_thread = threading.get_ident()
         try:

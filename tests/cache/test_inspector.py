@@ -32,12 +32,6 @@ def store(cache, tokens, namespace="", **options):
         sequence.publish()
 
 
-def afresh(cache, *args, **options):
-    """A map that is made now."""
-    cache._inspector.forget_maps()
-    return cache.map(*args, **options)
-
-
 asked = st.lists(
     st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=14), st.sampled_from("ab")),
     min_size=1, max_size=12,
@@ -121,19 +115,6 @@ def test_how_many_are_shown_is_checked(wrong):
         PagedCache(10, PAGE).map(nodes=wrong)
 
 
-def test_a_map_is_kept_for_a_moment_unless_something_is_changed_by_it():
-    cache = PagedCache(100, PAGE)
-    store(cache, [1, 1, 2, 2, 0])
-    made = cache.map()
-    store(cache, [4, 4, 0])
-    assert cache.map() is made
-    assert cache.map(nodes=5) is not made
-    assert cache.map(nodes=5).pages == 3
-    cache.pin_node(made.nodes[-1].id)
-    assert cache.map().pages == 3
-    assert cache.map().nodes[1].pins == 1
-
-
 # --- by number -----------------------------------------------------------------------------------
 
 
@@ -148,7 +129,7 @@ def cache():
 
 
 def ids(cache, namespace=""):
-    return {tuple(node.head.tolist()): node.id for node in afresh(cache, namespace).nodes}
+    return {tuple(node.head.tolist()): node.id for node in cache.map(namespace).nodes}
 
 
 def test_one_run(cache):
@@ -232,7 +213,7 @@ def test_a_pin_by_number_is_a_pin_like_others():
     assert cache.node(number).node.pins == 2
     clock.now += 6
     assert timed.num_tokens == 0
-    assert afresh(cache, "").nodes[0].pins == 1
+    assert cache.map("").nodes[0].pins == 1
     assert cache.unpin_node(number) == 1  # also the one that was made otherwise; hard ones stay
     assert cache.stats().pins == 1
     assert cache.evict_below(number) == 0
@@ -290,7 +271,7 @@ def test_maps_are_made_while_requests_come_and_go(monkeypatch):
         store(cache, rng.integers(0, 2, rng.integers(1, 20)), "ab"[int(rng.integers(2))])
 
     def look(rng):
-        made = afresh(cache, nodes=int(rng.integers(1, 20)))
+        made = cache.map(nodes=int(rng.integers(1, 20)))
         assert sum(node.pages for node in made.nodes) == made.pages
         if made.nodes:
             number = made.nodes[int(rng.integers(len(made.nodes)))].id
@@ -301,7 +282,7 @@ def test_maps_are_made_while_requests_come_and_go(monkeypatch):
             assert len(view.tokens) == PAGE * len(view.page_ids)
 
     def change(rng):
-        (*_, node) = afresh(cache, "a", nodes=int(rng.integers(1, 9))).nodes or [None]
+        (*_, node) = cache.map("a", nodes=int(rng.integers(1, 9))).nodes or [None]
         if node is not None and not node.hidden:
             if rng.random() < 0.7:
                 cache.pin_node(node.id, ttl=0.01)
@@ -330,7 +311,7 @@ def test_maps_are_made_while_requests_come_and_go(monkeypatch):
     assert done["change"] + done["change refused"] > 5
     cache.check()
     pages = sum(len(run.pages) for space in cache.namespaces() for run in cache.runs(space))
-    assert afresh(cache).pages == pages <= 64
+    assert cache.map().pages == pages <= 64
     cache.clear()
     assert cache.map("zzz").nodes == ()
 
@@ -351,11 +332,11 @@ def test_what_goes_between_two_steps_is_not_in_the_map(monkeypatch, nodes):
 
     monkeypatch.setattr(inspector, "_STEP", 4)
     monkeypatch.setattr(inspector.time, "sleep", go)
-    made = afresh(cache, "", nodes=nodes)
+    made = cache.map("", nodes=nodes)
     assert rests > 2
     assert made.pages == made.runs == sum(node.pages for node in made.nodes) == 4
     assert sum(node.count or 1 for node in made.nodes) == 4
-    assert afresh(cache, "").nodes == ()
+    assert cache.map("").nodes == ()
     with pytest.raises(NotCached):
         cache.node(numbers[0])
 

@@ -80,8 +80,6 @@ def test_nothing_is_told_that_was_not_asked_or_cannot_be_known():
     assert {node.blocks for node in radix.map().nodes} == {None}
     _, run = radix.map(blocks=names).nodes
     assert len(run.blocks.names) == 2
-    assert radix.map(blocks=names) is radix.map(blocks=BlockNames(2, root_of))
-    assert radix.map(blocks=BlockNames(3, root_of)) is not radix.map(blocks=names)
 
 
 @pytest.mark.parametrize("moment", range(1, 12))
@@ -109,7 +107,6 @@ def test_a_run_that_is_split_meanwhile(monkeypatch, moment):
         for name in names_of(space, prompt, 2)
     }
     for root in (None, head):
-        cache._inspector.forget_maps()
         made = cache.map("" if root is None else None, root=root, blocks=BlockNames(2, root_of))
         told = [name for node in made.nodes if node.blocks for name in node.blocks.names]
         assert {*told} <= right
@@ -150,7 +147,6 @@ def test_names_while_requests_come_and_go(monkeypatch):
         nonlocal told
         rng = np.random.default_rng(0)
         while not stop.is_set():
-            cache._inspector.forget_maps()
             made = cache.map(nodes=int(rng.integers(1, 20)), blocks=names)
             stops = {None: 0}
             for node in made.nodes:

@@ -24,7 +24,6 @@ def test_a_map_adds_up_to_what_the_pool_holds(layout: GroupLayout, prefix: str) 
         engine.run(prompt(0, 40) + prompt(number % 2, 40) + prompt(10 + number, 30)).close()
     stats = engine.cache.stats()
     for nodes in (400, 3):
-        engine.cache._inspector.forget_maps()
         made = engine.cache.map(nodes=nodes)
         assert made.pages + made.group_pages == stats.pages_used
         assert made.group_pages == stats.groups.pages == sum(n.group_pages for n in made.nodes)

@@ -26,7 +26,6 @@ def the_map(server, **query):
 def planted(server):
     """Two prompts that begin alike, one of them asked for again, and one of another tenant."""
     server.http.post("/kv/clear", json={}).raise_for_status()
-    server.engine.cache._inspector.forget_maps()  # whatever tests asked for within this second
     for prompt in (*ASKED, ASKED[0]):
         complete(server, prompt)
     complete(server, ASKED[0], cache_salt="tenant\u202e-1")
@@ -44,7 +43,6 @@ def locked(start_server):
 def keyed(locked):
     """A server with an API key, and a client that has it."""
     locked.http.post("/kv/clear", json={}).raise_for_status()
-    locked.engine.cache._inspector.forget_maps()
     for prompt in (*ASKED, ASKED[0]):
         complete(locked, prompt)
     return locked

@@ -20,7 +20,6 @@ SHORT = tokens_of(4, 49)  # shorter than a block
 
 
 def the_map(server, **query):
-    server.engine.cache._inspector.forget_maps()
     answer = server.http.get("/kv/map", params={"tiers": True, **query}).raise_for_status().json()
     return answer, [node for node in answer["nodes"] if node["id"] > 0]
 

@@ -87,8 +87,7 @@ class Core:
 
     Lock order: this lock is the innermost. A thread may take it while it holds any other lock; a
     thread that holds it waits for no other lock. Hooks, eviction policies and the clock run under
-    it. Code with a lock of its own that a hook can call therefore checks `in_hook` first, and then
-    tries that lock instead of waiting for it (see `kvkeep.core.cache.inspector`).
+    it.
     """
 
     def __init__(

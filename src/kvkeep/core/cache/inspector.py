@@ -2,17 +2,11 @@
 
 A walk over many runs takes the lock for a few hundred of them at a time, so that requests pass in
 between. Changes made meanwhile may be missing from a map; the next map has them.
-
-One map at a time is made. It has a lock, taken before the cache's lock and held while the cache's
-lock is free between two steps. A hook holds the cache's lock already, so it must not wait for that
-lock: it goes on without it, in one step (see the lock order in `kvkeep.core.cache.core.Core`).
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -46,11 +40,6 @@ _STEP = 512
 lock many times, and may wait that long each time."""
 _PAUSE_S = 0.0005
 """Pause between two steps, so that a waiting thread gets the lock."""
-_FRESH_S = 1.0
-"""Shortest time for which a map is kept and returned again."""
-_MOST_SHARE = 0.03
-"""Share of a core that maps take at most, however often they are requested."""
-_KEPT_MAPS = 8
 _HEAD_TOKENS = 80
 _KEY_BYTES = 4
 _MOST_NODES = 10_000
@@ -62,9 +51,6 @@ class Inspector:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._making = threading.RLock()  # held while a map is made: others wait for that map
-        self._maps: dict[object, tuple[float, CacheMap]] = {}  # arguments → (valid until, map)
-        self._changes = 0  # a map begun before the latest change is not kept
 
     # --- maps --------------------------------------------------------------------------------
 
@@ -81,47 +67,6 @@ class Inspector:
         if blocks is not None:
             check_type("blocks", blocks, BlockNames, "a BlockNames")
         space = None if namespace is None else as_namespace(namespace)
-        arguments = space, root, nodes, blocks
-        with self._turn(self._making):
-            kept = self._maps.get(arguments)
-            if kept is not None and time.monotonic() < kept[0]:
-                return kept[1]
-            changes = self._changes
-            busy = time.thread_time()
-            made = self._make(space, root, nodes, blocks)
-            keep_s = max(_FRESH_S, (time.thread_time() - busy) / _MOST_SHARE)
-            with self._core:
-                self._keep(arguments, made, keep_s, changes)
-            return made
-
-    @contextmanager
-    def _turn(self, lock: threading.RLock) -> Iterator[None]:
-        """Hold ``lock``; a hook must not wait, so it goes on without the lock if that is taken."""
-        taken = lock.acquire(blocking=not self._core.in_hook)
-        try:
-            yield
-        finally:
-            if taken:
-                lock.release()
-
-    def _keep(self, arguments: object, made: CacheMap, keep_s: float, changes: int) -> None:
-        """Keep a map for ``keep_s`` seconds, unless something changed since it was begun."""
-        if changes != self._changes:
-            return
-        now = time.monotonic()
-        maps = {key: kept for key, kept in self._maps.items() if now < kept[0]}
-        if len(maps) < _KEPT_MAPS:
-            maps[arguments] = now + keep_s, made
-        self._maps = maps
-
-    def forget_maps(self) -> None:
-        """Make the next map anew: the cache was changed through this object."""
-        self._changes += 1
-        self._maps = {}
-
-    def _make(
-        self, space: Namespace | None, root: int | None, nodes: int, blocks: BlockNames | None
-    ) -> CacheMap:
         columns = self._columns if blocks is None else (*self._columns, *_RUNS)
         walk = self._walk(columns, space if root is None else self._find(root))
         survey = Survey(walk)
@@ -231,7 +176,6 @@ class Inspector:
             finally:
                 core.index.release(hold, used=False)
             core.report_groups(None)
-            self.forget_maps()
             return pin
 
     def unpin(self, number: int) -> int:
@@ -244,7 +188,6 @@ class Inspector:
             ended = core.pins.soft_at(top)
             for pin in ended:
                 core.pins.end(pin)
-            self.forget_maps()
             return len(ended)
 
     def evict_below(self, number: int) -> int:
@@ -273,7 +216,6 @@ class Inspector:
         for pin in core.pins.soft_below(top):
             core.pins.end(pin)
         pages = core.drop_below(top, "asked")
-        self.forget_maps()
         return pages
 
     def _check(self, node: Any, number: int) -> None:

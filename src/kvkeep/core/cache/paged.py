@@ -368,9 +368,8 @@ class PagedCache:
         Of one namespace, of all (each namespace then is a top node), or of the run ``root`` and
         everything behind it. Siblings that are not among the largest are summed up in one hidden
         node under their parent. See `kvkeep.core.cache.MapNode` for the figures of a node; with
-        ``blocks`` and the radix index, a node also lists the store's blocks that end in it. The
-        same map is returned for a second, and longer if it was expensive: maps take at most 3 % of
-        a core. Raises `NotCached` for a ``root`` that is not cached (any more). Cost: about 2 µs a
+        ``blocks`` and the radix index, a node also lists the store's blocks that end in it.
+        Raises `NotCached` for a ``root`` that is not cached (any more). Cost: about 2 µs a
         run, and 1 µs for each of ``blocks``; the lock is held for a millisecond at a time.
         """
         return self._inspector.map(namespace, root, nodes, blocks)

@@ -33,23 +33,18 @@ _CHECKPOINTS = 100
 # Nodes behind one that are looked at for blocks which begin in it.
 _FOLLOWED = 100
 _KEPT_TEXTS = 20_000
-_KEPT_ANSWERS = 8
 
 
 class Maps:
     """Answers about the tree of one server's cache.
 
-    The cache returns the same map for a second or longer; its JSON is cached as long. Decoded texts
-    are cached, too.
-
-    Thread safety: all methods; two threads may make the same answer at once.
+    Decoded texts are cached. Thread safety: all methods.
     """
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._cache = service.engine.cache
         self._tiers = NodeTiers(service.engine)
-        self._answers: dict[object, tuple[CacheMap, bytes]] = {}
         self._texts: dict[bytes, str] = {}  # by the tokens
 
     # --- maps --------------------------------------------------------------------------------
@@ -61,10 +56,6 @@ class Maps:
             made = self._map(space, root, nodes, tiers=tiers)
         except NotCached as error:
             raise _unknown(error) from error
-        arguments = salt, root, nodes, tiers
-        kept = self._answers.get(arguments)
-        if kept is not None and kept[0] is made:
-            return kept[1]
         known = self._tiers.of(made.nodes) if tiers else {}
         answer = MapResponse(
             page_size=made.page_size,
@@ -74,11 +65,7 @@ class Maps:
             tiers=self._tiers.tiers if tiers else (),
             nodes=[self._node(node, known.get(node.id)) for node in made.nodes],
         )
-        data = answer.model_dump_json().encode()
-        if len(self._answers) >= _KEPT_ANSWERS:
-            self._answers.clear()
-        self._answers[arguments] = made, data
-        return data
+        return answer.model_dump_json().encode()
 
     def _map(
         self, space: Namespace | None, root: int | None, nodes: int, *, tiers: bool

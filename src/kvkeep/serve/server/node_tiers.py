@@ -43,7 +43,6 @@ class NodeTiers:
         self._engine = engine
         store = engine.store
         self._store = store
-        # Made once: the cache returns a kept map only for the same object.
         self.names = None if store is None else BlockNames(store.block_tokens, self._root)
 
     def _root(self, namespace: Namespace) -> bytes:
