@@ -185,22 +185,6 @@ def test_a_namespace_is_evicted(cache):
         cache.pin_node(-1)
 
 
-@pytest.mark.parametrize("prefix", ["radix", "chain"])
-def test_a_pinned_run_goes_last(prefix):
-    cache = PagedCache(100, PAGE, prefix=prefix)
-    store(cache, [1, 1, 2, 2, 0])
-    store(cache, [3, 3, 4, 4, 0])
-    first = next(n.id for n in cache.map("").nodes if cache.node(n.id).page_ids[0] == 0)
-    pin = cache.pin_node(first)
-    assert pin.num_tokens == 4
-    assert cache.evict(2) == 2
-    assert cache.match([1, 1, 2, 2]).num_tokens == 4
-    assert cache.unpin_node(first) == 1
-    assert not pin.active
-    assert cache.unpin_node(first) == 0
-    cache.check()
-
-
 def test_a_pin_by_number_is_a_pin_like_others():
     clock = Clock()
     cache = PagedCache(100, PAGE, clock=clock)
@@ -339,43 +323,3 @@ def test_what_goes_between_two_steps_is_not_in_the_map(monkeypatch, nodes):
     assert cache.map("").nodes == ()
     with pytest.raises(NotCached):
         cache.node(numbers[0])
-
-
-@pytest.mark.parametrize("ask", ["node", "evict_below", "pin_node", "unpin_node"])
-def test_what_goes_when_it_was_just_found(monkeypatch, cache, ask):
-    number = ids(cache)[3, 3]
-    find = inspector.Inspector._find
-
-    def found_and_gone(self, number):
-        node = find(self, number)
-        cache.evict(3)
-        return node
-
-    monkeypatch.setattr(inspector.Inspector, "_find", found_and_gone)
-    with pytest.raises(NotCached):
-        getattr(cache, ask)(number)
-    with pytest.raises(NotCached):
-        cache.map(root=number)
-    cache.check()
-
-
-def test_a_map_of_many_runs_is_made_in_steps(monkeypatch):
-    """Nobody waits longer than for one step: who wants the lock meanwhile gets it in between."""
-    monkeypatch.setattr(inspector, "_STEP", 64)
-    cache = PagedCache(20_000, PAGE)
-    for i in range(3000):
-        store(cache, [i % 50, i % 50, i, i, 0])
-    steps = 0
-    enter = type(cache._core).__enter__
-
-    def counted(core):
-        nonlocal steps
-        steps += 1
-        return enter(core)
-
-    monkeypatch.setattr(type(cache._core), "__enter__", counted)
-    made = cache.map(nodes=100)
-    assert made.runs == 3050
-    assert steps >= 3050 / 64
-    assert len(made.nodes) <= 201
-    assert sum(node.pages for node in made.nodes) == made.pages == 3050

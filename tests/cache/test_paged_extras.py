@@ -18,7 +18,7 @@ from kvkeep.core.extras import as_extras, signed
 from kvkeep.core.keys import Namespace, chain_keys, root_key
 from kvkeep.core.prefix.marks import Marks
 from kvkeep.core.tokens import as_tokens
-from kvkeep.testing.naive import NaiveCache
+from naive_cache import NaiveCache
 
 if TYPE_CHECKING:
     from kvkeep import Sequence

@@ -137,14 +137,6 @@ def test_what_is_stored_is_gathered_bit_by_bit(
     assert not bits(memory.gather(0, table, 10)[0]).any()
 
 
-def test_what_is_gathered_is_a_copy(layout: Layout) -> None:
-    memory = PagedTensors(GEOMETRIES["gqa"], 2, 4, layout=layout)
-    k, v = memory.gather(0, [1], 4)
-    k.fill_(1)
-    v.fill_(1)
-    assert not contents(memory).any()
-
-
 @st.composite
 def works(draw: st.DrawFn) -> tuple[PagedTensors, list[tuple[str, Any]]]:
     """Some memory, and what is done to it."""
@@ -307,26 +299,6 @@ def test_reading_into_memory_of_the_caller(layout: Layout, device: str) -> None:
 
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_rest_of_a_page_is_left_alone(
-    geometry: KVGeometry, layout: Layout, batched: bool, device: str
-) -> None:
-    memory = PagedTensors(geometry, 4, 5, layout=layout, device=device)
-    memory._batched = batched
-    fill(memory)
-    before = contents(memory)
-    kept = [memory.gather(layer, [2], 5) for layer in range(geometry.layers)]
-    source = [memory.gather(layer, [1], 5) for layer in range(geometry.layers)]
-    memory.copy([(1, 2, 3)])
-    for layer in range(geometry.layers):
-        for side in (0, 1):
-            got = memory.gather(layer, [2], 5)[side]
-            assert torch.equal(bits(got[:3]), bits(source[layer][side][:3]))
-            assert torch.equal(bits(got[3:]), bits(kept[layer][side][3:]))
-    assert torch.equal(contents(memory)[[0, 1, 3]], before[[0, 1, 3]])
-
-
-@pytest.mark.parametrize("batched", [False, True])
-@pytest.mark.parametrize("device", DEVICES)
 def test_copies_are_made_in_order(layout: Layout, batched: bool, device: str) -> None:
     memory = PagedTensors(GEOMETRIES["gqa"], 5, 4, layout=layout, device=device)
     memory._batched = batched
@@ -432,15 +404,6 @@ def test_tokens_of_a_wrong_shape_or_dtype_are_refused_before_anything_is_written
     assert torch.equal(contents(memory), before)
 
 
-def test_a_latent_has_no_values_of_its_own() -> None:
-    memory = PagedTensors(GEOMETRIES["mla"], 2, 4)
-    latent = torch.ones(1, 1, 7)
-    with pytest.raises(InvalidValue, match="leave v out"):
-        memory.store(0, [0], latent, latent)
-    memory.store(0, [0], latent)
-    assert memory.v(0)[0, 0].tolist() == [[1.0] * 5]
-
-
 def test_blocks_of_a_wrong_kind_are_refused_before_anything_is_written() -> None:
     memory = PagedTensors(GEOMETRIES["gqa"], 4, 4)
     fill(memory)
@@ -492,11 +455,6 @@ def test_what_no_memory_can_be_made_of(arguments: dict[str, Any], message: str) 
         PagedTensors(GEOMETRIES["gqa"], **{"num_pages": 2, "page_size": 4, **arguments})
 
 
-@pytest.mark.parametrize("device", DEVICES[1:])
-def test_a_gpu_takes_part(device: str) -> None:
-    assert PagedTensors(GEOMETRIES["gqa"], 2, 4, device=device)._batched
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_device_that_is_not_there() -> None:
     with pytest.raises(InvalidValue, match=r"no memory for 2 pages .* on cuda"):
@@ -528,11 +486,6 @@ def test_tokens_may_be_views_and_want_gradients(layout: Layout) -> None:
     k, _ = memory.gather(0, [0, 1], 8)
     assert torch.equal(k[[1, 6, 4]], turned)
     assert not k.requires_grad
-
-
-def test_repr_shows_what_it_is() -> None:
-    memory = PagedTensors(KVGeometry(32, 8, 128), 2, 16, layout="HND")
-    assert repr(memory) == ("PagedTensors(2 pages of 16 tokens, HND, torch.bfloat16, 4 MiB on cpu)")
 
 
 def test_layers_of_several_shapes_are_refused() -> None:

@@ -109,12 +109,6 @@ def test_small_siblings_are_summed_up(planted):
     assert hidden.status_code == 404
 
 
-def test_what_is_asked_again_is_the_same_answer(planted):
-    first = planted.http.get("/kv/map?nodes=77").content
-    complete(planted, "something else that fills some pages of the cache, at least one of them")
-    assert planted.http.get("/kv/map?nodes=77").content == first
-
-
 def test_one_node(planted):
     _, (head,) = of_salt(the_map(planted), "")
     known = planted.http.get(f"/kv/map/{head['id']}").json()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lru_model import PlainMemory, plain_rates, words_of
+from lru_model import plain_rates, words_of
 
 from kvkeep.bench.traces import generate
 from kvkeep.core.errors import InvalidValue
@@ -195,15 +195,6 @@ def test_a_sample_is_made_smaller_where_it_would_not_fit() -> None:
     assert MissRatioCurve(0.5, max_keys=1000).most_blocks == 2000
 
 
-def test_what_was_only_used_is_neither_hit_nor_miss() -> None:
-    curve = MissRatioCurve(1.0, 1, most_blocks=1000)
-    words = np.array([5, 6, 7], np.uint64)
-    curve.prompts(words, [3], [0], [False])
-    assert (curve.blocks, curve.hit_rate(100)) == (0, 0.0)
-    curve.prompts(words, [3], [curve.row("")], [True])
-    assert (curve.blocks, curve.curve([2, 3])) == (3, pytest.approx([2 / 3, 1.0]))
-
-
 def test_as_json() -> None:
     curve = MissRatioCurve(1.0, 1, most_blocks=100)
     for _ in range(3):
@@ -240,11 +231,3 @@ def test_mistakes_in_asking() -> None:
             curve.curve(capacities)
     with pytest.raises(InvalidValue, match="32 bytes"):
         curve.requested([b"short"])
-
-
-def test_the_plain_memory_keeps_prefixes() -> None:
-    """The model itself: what is cut off is the end of what was used least recently."""
-    memory = PlainMemory(3)
-    memory.prompt("abcd")
-    memory.prompt("abcd")
-    assert memory.hits == 3

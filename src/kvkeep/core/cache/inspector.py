@@ -215,8 +215,7 @@ class Inspector:
         core = self._core
         for pin in core.pins.soft_below(top):
             core.pins.end(pin)
-        pages = core.drop_below(top, "asked")
-        return pages
+        return core.drop_below(top, "asked")
 
     def _check(self, node: Any, number: int) -> None:
         """Raise `NotCached` if the node was evicted since it was found."""

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvkeep.core.cache.conversations import expected, waiting
 from kvkeep.core.cache.core import Core
 from kvkeep.core.cache.opening import CacheQuery, find, matched_tokens, open_sequence
 from kvkeep.core.cache.pins import Pin
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from kvkeep.core.cache.blocks import BlockNames
-    from kvkeep.core.cache.conversations import Conversation, ReturnCounts
     from kvkeep.core.cache.inspector import Inspector
     from kvkeep.core.cache.sequence import Sequence
     from kvkeep.core.cache.views import CacheMap, NodeView
@@ -167,7 +165,6 @@ class PagedCache:
         priority: int = 0,
         reserve: int = 0,
         session: str | None = None,
-        turn: int | None = None,
         extra: ExtraLike | None = None,
     ) -> Sequence:
         """Begin a request: match its longest cached prefix and allocate pages for the rest.
@@ -180,9 +177,7 @@ class PagedCache:
             namespace: where to look and to publish.
             priority: for eviction policies that use one.
             reserve: pages that must remain available: room for running sequences to grow.
-            session: the conversation that this is a turn of (see `session`): pages that only
-                earlier turns used, and that this turn does not continue, are evicted first.
-            turn: number of the turn; default: the next one. Requests of one turn run side by side.
+            session: the conversation that this is a request of (see `session`).
             extra: bytes that belong to tokens, as those of an image to its placeholder:
                 ``[(position, bytes)]``. KV from the position on is shared with prompts that have
                 equal bytes there; the bytes are hashed and not kept (`kvkeep.core.extras`).
@@ -190,7 +185,7 @@ class PagedCache:
         Raises `InvalidValue` for invalid tokens, `OutOfPages` with nothing changed.
         Cost: O(tokens) at memory speed; see `benchmarks/core.py`.
         """
-        query = CacheQuery.of(self._core, tokens, namespace, extra, session=session, turn=turn)
+        query = CacheQuery.of(self._core, tokens, namespace, extra, session=session)
         priority = whole("priority", priority)
         reserve = whole("reserve", reserve, 0)
         with self._core as core:
@@ -307,7 +302,7 @@ class PagedCache:
             core.pins.end(pin)
 
     def session(self, session: str, namespace: NamespaceLike = "") -> Session:
-        """Return an object to give hints about a session: it is suspended, over, or begins anew.
+        """Return an object to give hints about a session: it is suspended, or over.
 
         Hints order eviction and change nothing else. Raises `InvalidValue` for an invalid name
         (1 … 256 characters).
@@ -377,14 +372,6 @@ class PagedCache:
     def node(self, node: int) -> NodeView:
         """Return one run of the `map` by its id; `NotCached` if it is not cached (any more)."""
         return self._inspector.node(node)
-
-    def conversations(self, most: int = 20) -> list[Conversation] | None:
-        """Return what waits for its next request; see `kvkeep.core.cache.conversations.waiting`."""
-        return waiting(self._core, most)
-
-    def expected_returns(self, seconds: float = 60.0) -> ReturnCounts | None:
-        """Return how many conversations wait; see `kvkeep.core.cache.conversations.expected`."""
-        return expected(self._core, seconds)
 
     def evict_below(self, node: int) -> int:
         """Drop a run of the `map` and all runs behind it that are not in use.

@@ -37,11 +37,6 @@ class ReturnBoard(CacheObserver):
         self._waits = index.tree.keep_waits(self.returns, clock, index.page_size)
         self._running: dict[int, RunningPrompt] = {}  # by sequence
 
-    @property
-    def clock(self) -> Callable[[], float]:
-        """The clock of waits, in seconds."""
-        return self._waits.clock
-
     def opened(self, sequence: Sequence, query: CacheQuery, cached: PageArray) -> None:
         """End the wait of the conversation that continues."""
         page = len(cached)
@@ -51,7 +46,7 @@ class ReturnBoard(CacheObserver):
 
         assert sequence.hold.end == page
         self._running[sequence.id] = self._waits.opened(
-            sequence.hold, len(query.tokens), sequence.namespace, following, session=query.session
+            sequence.hold, len(query.tokens), sequence.namespace, following
         )
 
     def returned(self, sequence: int) -> Returned | None:

@@ -364,7 +364,7 @@ class RunTree:
 
     def _trim(self, leaf: Node, count: int) -> PageArray:
         if self.owners is not None:
-            self.owners.trimmed(leaf, count)
+            self.owners.resized(leaf, -count)
         if leaf.covered:
             self.pins.trimmed(leaf, count)
         if self.listener is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -13,10 +13,10 @@ from kvkeep.core.errors import InvalidValue, told, whole
 from kvkeep.core.returns.answers import AnswerShares
 from kvkeep.core.returns.first_tokens import FirstTokens
 from kvkeep.core.returns.stops import CommonStops
-from kvkeep.core.returns.times import AGES, BUCKETS, ENDS, ReturnTimes, bucket_of
+from kvkeep.core.returns.times import AGES, BUCKETS, ReturnTimes, bucket_of
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Sequence
+    from collections.abc import Hashable, Iterator
 
     from kvkeep.core.returns.times import Table
 
@@ -96,8 +96,8 @@ class Wait:
     """
 
     __slots__ = (
-        "answer", "answer_kind", "blocks", "end", "evicted", "gaps", "kind", "namespace", "over",
-        "place", "prompt", "session", "since", "stop", "tenant", "turns", "unread", "unread_of",
+        "answer", "answer_kind", "blocks", "end", "evicted", "gaps", "kind", "over", "place",
+        "prompt", "since", "tenant", "turns", "unread", "unread_of",
     )  # fmt: skip
 
     def __init__(
@@ -116,12 +116,8 @@ class Wait:
         """Whether the run that it was attached to is gone."""
         self.prompt = self.answer = 0
         """Tokens of the request."""
-        self.stop: str | None = None
-        """Why its answer ended."""
         self.answer_kind: str | None = None
-        """That, and with which token the answer began, if many do."""
-        self.namespace: Any = None
-        self.session: str | None = None
+        """Why its answer ended, and with which token it began, if many do."""
         self.unread: bytes | None = None
         """Symbols of the first page of its answer that was not expected to be read, b"" while that
         is cached; None if all was."""
@@ -155,7 +151,6 @@ class Returns:
         """Grows with each `learn`."""
         self.worths: Table = self.times.worths(np.zeros((1, BUCKETS)))
         """Worth of a wait by class and bucket of age, as learned last."""
-        self._hazards: Table = self.times.hazards(np.zeros((1, BUCKETS)))
         # Rows as lists, since single values of arrays are slow: worths, and the returns expected
         # before each bucket ends.
         self._worths: list[list[float]] = self.worths.tolist()
@@ -177,10 +172,6 @@ class Returns:
     def __iter__(self) -> Iterator[Wait]:
         """Return the waits, the one that began first first."""
         return iter(self._waits)
-
-    def __reversed__(self) -> Iterator[Wait]:
-        """Return the waits, the one that began last first."""
-        return reversed(self._waits)
 
     def __contains__(self, wait: object) -> bool:
         return wait in self._waits
@@ -292,7 +283,7 @@ class Returns:
         buckets = np.maximum(0, np.searchsorted(AGES, now - since, "right") - 1)
         waiting = np.zeros((len(self.times), BUCKETS))
         np.add.at(waiting, (kinds, buckets), 1)
-        hazards = self._hazards = self.times.hazards(waiting)
+        hazards = self.times.hazards(waiting)
         passed = np.cumsum(hazards, axis=1)
         self._passed = passed.tolist()
         self.worths = self.times.worths_of(hazards)
@@ -307,36 +298,6 @@ class Returns:
     def worth(self, kind: int, bucket: int) -> float:
         """Return the worth of a wait of a class at an age: returns a second of keeping its KV."""
         return self._worths[self._known(kind)][bucket]
-
-    def outlook(self, wait: Wait, now: float) -> tuple[float, float]:
-        """Return the chance that a conversation returns, and the seconds until it probably has.
-
-        Half of those that return do so within these seconds. Cost: 10 µs.
-        """
-        age = max(0.0, now - wait.since)
-        first = bucket_of(age)
-        hazards = self._hazards[self._known(wait.kind), first:]
-        returned = 1 - np.cumprod(1 - hazards)  # by the end of each bucket
-        chance = float(returned[-1])
-        at = int(np.searchsorted(returned, chance / 2))
-        before = float(returned[at - 1]) if at else 0.0
-        step = float(returned[at]) - before
-        part = (chance / 2 - before) / step if step else 1.0
-        begin, end = max(age, AGES[first + at]), ENDS[first + at]
-        return chance, max(0.0, begin + part * (end - begin) - age)
-
-    def within(self, waits: Sequence[Wait], now: float, seconds: float) -> list[float]:
-        """Return for each wait the chance that its next request comes within ``seconds``.
-
-        As learned last; 0 for a wait that is over. Cost: about 0.5 µs a wait.
-        """
-        kinds = np.array([self._known(wait.kind) for wait in waits], np.intp)
-        ages = np.maximum(0.0, now - np.array([wait.since for wait in waits], np.float64))
-        often = np.array([2.0**wait.tenant.octaves for wait in waits])
-        over = np.array([wait.over for wait in waits], np.bool_)
-        chances = self.times.chances(self._hazards, kinds, ages, seconds, often)
-        found: list[float] = np.where(over, 0.0, chances).tolist()
-        return found
 
     def label(self, kind: int) -> tuple[Hashable, ...]:
         """Return the levels that define a class, from the first one on."""
