@@ -14,7 +14,7 @@ from naive_cache import NaiveCache
 
 if TYPE_CHECKING:
     from kvkeep.core.keys import Namespace
-    from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.pages.tables import PageArray
     from kvkeep.core.prefix import PrefixIndex, PrefixMatch
     from kvkeep.core.prefix.base import Encoder
 

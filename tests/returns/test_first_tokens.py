@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvkeep.core.returns import first_tokens as module
-from kvkeep.core.returns.first_tokens import FirstTokens
+from kvkeep.core.returns.answers import FirstTokens
 
 
 @given(

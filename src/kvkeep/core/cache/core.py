@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvkeep.core.cache.forks import Forks
+from kvkeep.core.cache.copies import Forks
 from kvkeep.core.cache.pins import PinBoard
 from kvkeep.core.cache.returning import ReturnBoard
 from kvkeep.core.cache.sessions import SessionBoard
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvkeep.core.groups import GroupBoard, GroupLayout
     from kvkeep.core.keys import Namespace
     from kvkeep.core.pages import PageCopy, PagePool
-    from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.pages.tables import PageArray
     from kvkeep.core.prefix import PrefixIndex
 
 __all__ = ["LEAST_PINS", "Claim", "Core"]

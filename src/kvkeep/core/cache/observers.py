@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvkeep.core.cache.opening import CacheQuery
     from kvkeep.core.cache.sequence import Sequence
     from kvkeep.core.miss_ratio import PromptWatch
-    from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.pages.tables import PageArray
     from kvkeep.core.returns import Ended
 
 __all__ = ["CacheObserver", "MissRatioObserver"]

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from kvkeep.core.extras import ExtraLike
     from kvkeep.core.keys import Namespace, NamespaceLike
     from kvkeep.core.miss_ratio import MissRatioCurve, MissRatioPoint, PromptWatch
-    from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.pages.tables import PageArray
     from kvkeep.core.prefix import PrefixMatch, PrefixRun
     from kvkeep.core.tokens import TokensLike
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from kvkeep.core.cache.opening import CacheQuery
     from kvkeep.core.cache.sequence import Sequence
-    from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.pages.tables import PageArray
     from kvkeep.core.prefix import PrefixIndex
     from kvkeep.core.prefix.waits import RunningPrompt
     from kvkeep.core.returns import Ended

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvkeep.core.extras import ExtraLike, Extras
     from kvkeep.core.groups import SequenceGroups
     from kvkeep.core.keys import Namespace
-    from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.pages.tables import PageArray
     from kvkeep.core.prefix.base import Encoder
     from kvkeep.core.prefix.owners import Owner
     from kvkeep.core.tokens import TokenArray, TokensLike

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from kvkeep.core.cache.blocks import Blocks
     from kvkeep.core.extras import Extras
     from kvkeep.core.keys import Namespace
-    from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.pages.tables import PageArray
     from kvkeep.core.tokens import TokenArray
 
 __all__ = ["CacheMap", "MapNode", "NodeView"]

@@ -9,8 +9,7 @@ import numpy as np
 
 from kvkeep.core.errors import InvalidValue, number, whole
 from kvkeep.core.keys import KEY_BYTES, as_namespace
-from kvkeep.core.miss_ratio.histogram import DistanceHistogram
-from kvkeep.core.miss_ratio.stack import COLD, Stack
+from kvkeep.core.miss_ratio.stack import COLD, DistanceHistogram, Stack
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

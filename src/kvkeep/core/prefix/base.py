@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from kvkeep.core.eviction import EvictionPolicy
     from kvkeep.core.keys import Namespace
-    from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.pages.tables import PageArray
     from kvkeep.core.prefix.owners import Owner, Owners
     from kvkeep.core.prefix.pinned import Pinned
     from kvkeep.core.prefix.walk import TreeWalk

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kvkeep.core.eviction import EvictionPolicy
     from kvkeep.core.extras import Extras
     from kvkeep.core.keys import Namespace
-    from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.pages.tables import PageArray
     from kvkeep.core.prefix.marks import Marks
     from kvkeep.core.prefix.node import Node
     from kvkeep.core.tokens import TokenArray
