@@ -18,7 +18,6 @@ import pytest
 
 from kvkeep import NotCached, PagedCache, Pin
 from kvkeep.core.cache import Sequence, inspector
-from kvkeep.core.cache.blocks import BlockNames
 from kvkeep.core.cache.sessions import Session
 from kvkeep.core.events import Closed
 
@@ -113,10 +112,7 @@ ARGUMENTS: dict[str, Callable[[Stage], object]] = {
     "PagedCache.unpin_node": pin_node,
     "PagedCache.evict_below": lambda stage: stage.on_node(stage.cache.evict_below),
     "PagedCache.node": lambda stage: stage.on_node(stage.cache.node),
-    "PagedCache.map": lambda stage: [
-        stage.cache.map(),
-        stage.cache.map(blocks=BlockNames(4, lambda space: bytes(48))),
-    ],
+    "PagedCache.map": lambda stage: stage.cache.map(),
     "PagedCache.session": lambda stage: stage.cache.session("another"),
     "PagedCache.subscribe": subscribe,
     "Sequence.append": partial(on_sequence, lambda sequence: sequence.append([1, 2])),

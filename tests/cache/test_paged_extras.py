@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvkeep import InvalidValue, OutOfPages, PagedCache
-from kvkeep.core.cache.blocks import BlockNames
 from kvkeep.core.events import Stored
 from kvkeep.core.extras import as_extras, signed
-from kvkeep.core.keys import Namespace, chain_keys, root_key
 from kvkeep.core.prefix.marks import Marks
 from kvkeep.core.tokens import as_tokens
 from naive_cache import NaiveCache
@@ -119,24 +117,6 @@ def test_no_reader_of_the_tree_sees_anything_but_tokens() -> None:
     both = as_extras([(0, CAT), (0, DOG)], 1)
     assert sorted(seen_extras) == sorted(one.digest for one in both)
     assert "-" not in "".join(str(run.tokens) for run in cache.runs())
-
-
-def test_the_map_names_the_blocks_of_a_store_by_the_bytes() -> None:
-    cache = cached()
-    keep(cache, PROMPT, extra=[(13, CAT)])
-    keep(cache, PROMPT, extra=[(13, DOG)])
-    names = BlockNames(8, lambda space: b"s" * 16 + root_key(space))
-    told = {
-        name[16:]
-        for node in cache.map("", blocks=names).nodes
-        if node.blocks is not None
-        for name in node.blocks.names
-    }
-    row = as_tokens(PROMPT[:28]).tobytes()
-    root = root_key(Namespace())
-    assert told == {
-        key for data in (CAT, DOG) for key in chain_keys(root, row, 32, as_extras([(13, data)], 30))
-    }
 
 
 @both

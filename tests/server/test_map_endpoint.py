@@ -59,7 +59,6 @@ def test_the_map_shows_what_is_shared(planted):
     alike = next(i for i, (a, b) in enumerate(zip(*tokens, strict=False)) if a != b)
     top, (head,) = of_salt(answer, "")
     assert (head["text"], head["tier"], head["hidden"]) == (HEAD[:80], None, False)
-    assert (answer["tiers"], head["tier_tokens"]) == ([], {})
     assert head["tokens"] == head["pages"] * 16 == alike // 16 * 16
     ends = [node for node in answer["nodes"] if node["parent"] == head["id"]]
     assert len(ends) == 2
@@ -73,14 +72,6 @@ def test_the_map_shows_what_is_shared(planted):
     assert answer["total_pages"] == top["subtree_tokens"] // 16 + other["pages"]
     assert answer["total_pages"] == sum(node["pages"] for node in answer["nodes"])
     assert answer["total_nodes"] == len(runs) + 1
-
-
-def test_without_a_store_all_is_in_the_pool_alone(planted):
-    answer = the_map(planted, tiers=True)
-    assert answer["tiers"] == ["pool"]
-    assert {node["tier"] for node in answer["nodes"] if node["id"] > 0} == {"pool"}
-    assert {node["tier"] for node in answer["nodes"] if node["id"] < 0} == {None}
-    assert all(node["tier_tokens"] == {} for node in answer["nodes"])
 
 
 def test_one_tenant_or_one_branch_alone(planted):

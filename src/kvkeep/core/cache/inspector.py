@@ -12,18 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvkeep.core.cache.blocks import BlockNames, RunOfTokens, ends_of_blocks
 from kvkeep.core.cache.views import CacheMap, MapNode, NodeView
-from kvkeep.core.errors import InvalidValue, NotCached, check_type, number, whole
+from kvkeep.core.errors import InvalidValue, NotCached, number, whole
 from kvkeep.core.keys import Namespace, as_namespace
 from kvkeep.core.prefix.results import PrefixMatch
 from kvkeep.core.prefix.walk import Survey
 from kvkeep.core.tokens import TOKEN_BYTES, TOKEN_DTYPE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
-    from kvkeep.core.cache.blocks import Blocks
     from kvkeep.core.cache.core import Core
     from kvkeep.core.cache.pins import Pin
     from kvkeep.core.keys import NamespaceLike
@@ -42,7 +40,6 @@ def shown_nodes(
     survey: Survey,
     rows: Numbers,
     heads: Sequence[Head],
-    blocks: Sequence[Blocks | None],
     *,
     bare: bool,
     size: int,
@@ -63,8 +60,7 @@ def shown_nodes(
     )  # fmt: skip
     points = survey.points
     numbers = zip(*(column.tolist() for column in columns), strict=True)
-    each = zip(numbers, heads, blocks, strict=True)
-    for (row, own, parent, place, *counts), (head, key), ended in each:
+    for (row, own, parent, place, *counts), (head, key) in zip(numbers, heads, strict=True):
         if bare and own < 0:
             continue
         pages, below_pages, below_runs, holders, pins, hits, beside, below_beside = counts
@@ -81,7 +77,6 @@ def shown_nodes(
                 head=head,
                 key=key,
                 namespace=survey.namespace(row),
-                blocks=ended,
                 group_pages=beside,
                 below_group_pages=below_beside,
                 checkpoints=() if points is None else tuple(page * size for page in points[row]),
@@ -136,7 +131,6 @@ _PAUSE_S = 0.0005
 _HEAD_TOKENS = 80
 _KEY_BYTES = 4
 _MOST_NODES = 10_000
-_RUNS = ("run", "depth")
 
 
 class Inspector:
@@ -152,17 +146,12 @@ class Inspector:
         namespace: NamespaceLike | None,
         root: int | None,
         nodes: int,
-        blocks: BlockNames | None = None,
     ) -> CacheMap:
         """See `PagedCache.map`."""
         nodes = whole("nodes", nodes, 1, _MOST_NODES)
         root = None if root is None else whole("root", root)
-        if blocks is not None:
-            check_type("blocks", blocks, BlockNames, "a BlockNames")
         space = None if namespace is None else as_namespace(namespace)
-        columns = self._columns if blocks is None else (*self._columns, *_RUNS)
-        walk = self._walk(columns, space if root is None else self._find(root))
-        survey = Survey(walk)
+        survey = Survey(self._walk(self._columns, space if root is None else self._find(root)))
         if root is not None and survey.gone[0]:
             raise _unknown(root)
         core = self._core
@@ -172,18 +161,13 @@ class Inspector:
         for start in range(0, len(rows), _STEP):
             with core:
                 heads += survey.heads(rows[start : start + _STEP], _HEAD_TOKENS * TOKEN_BYTES)
-        ending: list[Blocks | None] = [None] * len(rows)
-        if blocks is not None and core.index.exact:
-            ending = ends_of_blocks(blocks, self._runs(survey, walk, rows), core.marks)
         tops = survey.parents < 0
         return CacheMap(
             page_size=core.page_size,
             runs=int(survey.below_runs[tops].sum()),
             pages=int(survey.below_pages[tops].sum()),
             nodes=(
-                *shown_nodes(
-                    survey, rows, self._heads(heads), ending, bare=bare, size=core.page_size
-                ),
+                *shown_nodes(survey, rows, self._heads(heads), bare=bare, size=core.page_size),
                 *hidden_nodes(survey, rows, bare=bare),
             ),
             group_pages=int(survey.below_groups[tops].sum()),
@@ -194,32 +178,6 @@ class Inspector:
             return [(None, head[:_KEY_BYTES]) for head in heads]
         plain = self._core.marks.plain
         return [(plain(np.frombuffer(head, TOKEN_DTYPE))[0], b"") for head in heads]
-
-    def _runs(self, survey: Survey, walk: TreeWalk, rows: Numbers) -> Iterator[RunOfTokens]:
-        """Yield the runs of ``rows``; with each row, ``rows`` has the row above it."""
-        unknown = set(walk.unknown())
-        runs, depths = walk.columns["run"], walk.columns["depth"]
-        places = np.searchsorted(rows, survey.parents[rows]).tolist()
-        for row, above, place in zip(
-            rows.tolist(), survey.parents[rows].tolist(), places, strict=True
-        ):
-            before = None
-            if above < 0:
-                space = survey.namespace(row)
-                before = (
-                    self._before(walk.nodes[row], depths[row]) if space is None else (space, b"")
-                )
-            tokens = None if row in unknown else bytes(runs[row])
-            yield RunOfTokens(place if above >= 0 else -1, before, tokens)
-
-    def _before(self, node: Any, depth: int) -> tuple[Namespace, bytes] | None:
-        """Return a node's namespace and the tokens before it; None if the node was moved since."""
-        core = self._core
-        with core:
-            if not node.in_tree:
-                return None
-            space, symbols = node.before()
-        return (space, symbols) if len(symbols) == depth * core.page_size * TOKEN_BYTES else None
 
     # --- one node ----------------------------------------------------------------------------
 
@@ -236,9 +194,7 @@ class Inspector:
             exact = core.index.exact
             symbols = np.frombuffer(look.symbols, TOKEN_DTYPE)
             tokens, extras = core.marks.plain(symbols) if exact else (None, ())
-        (node,) = shown_nodes(
-            survey, row, self._heads(heads), [None], bare=False, size=core.page_size
-        )
+        (node,) = shown_nodes(survey, row, self._heads(heads), bare=False, size=core.page_size)
         return NodeView(
             node=replace(node, parent=look.path[-1] if look.path else None),
             namespace=look.namespace,

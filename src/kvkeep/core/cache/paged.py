@@ -34,7 +34,6 @@ from kvkeep.core.prefix.results import EMPTY_PAGES
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from kvkeep.core.cache.blocks import BlockNames
     from kvkeep.core.cache.inspector import Inspector
     from kvkeep.core.cache.sequence import Sequence
     from kvkeep.core.cache.views import CacheMap, NodeView
@@ -356,18 +355,16 @@ class PagedCache:
 
     def map(
         self, namespace: NamespaceLike | None = None, *, root: int | None = None, nodes: int = 400,
-        blocks: BlockNames | None = None,
     ) -> CacheMap:  # fmt: skip
         """Return the ``nodes`` largest subtrees of the index one by one, all others summed up.
 
         Of one namespace, of all (each namespace then is a top node), or of the run ``root`` and
         everything behind it. Siblings that are not among the largest are summed up in one hidden
-        node under their parent. See `kvkeep.core.cache.MapNode` for the figures of a node; with
-        ``blocks`` and the radix index, a node also lists the store's blocks that end in it.
-        Raises `NotCached` for a ``root`` that is not cached (any more). Cost: about 2 µs a
-        run, and 1 µs for each of ``blocks``; the lock is held for a millisecond at a time.
+        node under their parent. See `kvkeep.core.cache.MapNode` for the figures of a node. Raises
+        `NotCached` for a ``root`` that is not cached (any more). Cost: about 2 µs a run; the lock
+        is held for a millisecond at a time.
         """
-        return self._inspector.map(namespace, root, nodes, blocks)
+        return self._inspector.map(namespace, root, nodes)
 
     def node(self, node: int) -> NodeView:
         """Return one run of the `map` by its id; `NotCached` if it is not cached (any more)."""
