@@ -110,8 +110,7 @@ class PromptWatch:
         self._weights = np.frombuffer(weights, "<u8") | np.uint64(1)
         self._waiting: list[_Prompt] = []
         self._blocks = 0  # in all of them
-        # Tokens of all prompts, those in whole blocks and those reused, per row of the curve. They
-        # weigh as the curve's counts do.
+        # Tokens of all prompts, those in whole blocks and those reused, per row of the curve.
         self._tokens = np.zeros((3, NAMESPACES + 1))
 
     @classmethod
@@ -126,8 +125,8 @@ class PromptWatch:
     ) -> PromptWatch:
         """Return a watch: of the given curve, or of a new one with this share as its sample.
 
-        A new curve counts pages, reaches to 16 times the memory, and forgets nothing. ``measured``:
-        the cache reuses what it finds, and points start from what it reused.
+        A new curve counts pages and reaches to 16 times the memory. ``measured``: the cache
+        reuses what it finds, and points start from what it reused.
         """
         if not isinstance(what_if, MissRatioCurve):
             most = max(_FEWEST_BLOCKS, num_pages * _MOST_TIMES)
@@ -219,8 +218,6 @@ class PromptWatch:
         lengths = list(map(len, hashes))
         blocks, counts = np.array(lengths, np.int64), np.array(requested)
         asked = blocks * counts
-        if self.curve.half_life is not None:
-            self._tokens *= 2.0 ** -min(int(asked.sum()) / self.curve.half_life, 1000.0)
         for totals, more in zip(
             self._tokens,
             (np.array(tokens) * counts, asked * self.curve.block_tokens, reused),

@@ -186,11 +186,10 @@ _EXACT = 512
 """Distances below this have a bin each."""
 _STEPS = 128
 """Bins per octave above that: each less than 0.8 % wide."""
-_TOO_HEAVY = 2.0**200
 
 
 class DistanceHistogram:
-    """Weighted counts of sampled distances in ``rows`` rows; recent ones may weigh more.
+    """Counts of sampled distances in ``rows`` rows.
 
     Blocks that were *repeated* a moment ago are counted apart from all others. How many blocks
     there are of either kind is known exactly, not only from the sample:
@@ -199,20 +198,15 @@ class DistanceHistogram:
     - Repeated blocks are few and hot, and it is chance whether they are sampled. Only their misses
       come from the sample; all others are hits (SHARDS' adjustment of counts).
 
-    ``half_life`` is the number of requested blocks after which a count weighs half. New counts get
-    heavier instead of old ones lighter, and all are divided now and then.
-
     Cost: 20 ns a distance. Memory: 16 bytes for each row and bin, 512 bins and 128 per octave.
     """
 
-    def __init__(self, rows: int, furthest: float, half_life: float | None) -> None:
-        self._half_life = half_life
-        self._weight = 1.0
+    def __init__(self, rows: int, furthest: float) -> None:
         self._bins = int(_bin(np.array([furthest]))[0]) + 1
         # Row 0: not repeated; row 1: repeated.
         self._near = np.zeros((2, rows, self._bins))
-        self._sampled = np.zeros((2, rows))  # weight of all in the sample, misses too
-        self._requested = np.zeros((2, rows))  # weight of all that were requested
+        self._sampled = np.zeros((2, rows))  # all in the sample, misses too
+        self._requested = np.zeros((2, rows))  # all that were requested
 
     def add(self, rows: Ints, repeated: Ints, distances: Floats) -> None:
         """Count distances of the sample; infinite ones are misses in any memory."""
@@ -220,25 +214,14 @@ class DistanceHistogram:
         near = bins < self._bins
         cells = repeated * self._sampled.shape[1] + rows
         flat = cells[near] * self._bins + bins[near]
-        np.add.at(self._near.reshape(-1), flat, self._weight)
-        counts = np.bincount(cells, minlength=self._sampled.size) * self._weight
+        np.add.at(self._near.reshape(-1), flat, 1.0)
+        counts = np.bincount(cells, minlength=self._sampled.size)
         self._sampled += counts.reshape(self._sampled.shape)
 
     def requested(self, blocks: Ints, repeated: Ints) -> None:
         """Count the blocks requested in each row, and how many of them were repeated."""
-        self._requested[0] += (blocks - repeated) * self._weight
-        self._requested[1] += repeated * self._weight
-
-    def age(self, blocks: int) -> None:
-        """Reduce the weight of all counts so far, as ``blocks`` were requested since."""
-        if self._half_life is None:
-            return
-        self._weight *= 2.0 ** min(blocks / self._half_life, 500.0)
-        if self._weight > _TOO_HEAVY:
-            self._near /= self._weight
-            self._sampled /= self._weight
-            self._requested /= self._weight
-            self._weight = 1.0
+        self._requested[0] += blocks - repeated
+        self._requested[1] += repeated
 
     def hit_rates(self, capacities: Floats, sample: float, row: int | None = None) -> Floats:
         """Return the hit rate of each capacity, in blocks; without ``row``, of all rows."""
