@@ -144,20 +144,6 @@ def test_one_run(cache):
     assert (head.node.below_pages, head.node.below_runs, head.children) == (3, 3, 2)
 
 
-def test_an_evicted_run_is_not_another_one():
-    cache = PagedCache(5, PAGE)
-    store(cache, [1, 1, 2, 2, 0])
-    store(cache, [1, 1, 3, 3, 0])
-    numbers = ids(cache)
-    pages = cache.node(numbers[3, 3]).page_ids.tolist()
-    assert cache.evict_below(numbers[3, 3]) == 1
-    store(cache, [6, 6, 7, 7, 8, 8])  # takes all that is free, and that page, too
-    assert any(set(pages) <= set(cache.node(one).page_ids.tolist()) for one in ids(cache).values())
-    for ask in (cache.node, cache.evict_below, cache.pin_node, cache.unpin_node):
-        with pytest.raises(NotCached):
-            ask(numbers[3, 3])
-
-
 def test_eviction_is_told_and_leaves_what_is_used(cache):
     told: list[Evicted] = []
     cache.subscribe(lambda event: told.append(event) if isinstance(event, Evicted) else None)
@@ -173,16 +159,6 @@ def test_eviction_is_told_and_leaves_what_is_used(cache):
     assert sum(len(event.pages) for event in told) == 3
     assert cache.stats().evicted_pages == 3
     cache.check()
-
-
-def test_a_namespace_is_evicted(cache):
-    (space,) = [n.id for n in cache.map().nodes if n.namespace and n.namespace.tenant == "other"]
-    assert cache.evict_below(space) == 1
-    assert [one.tenant for one in cache.namespaces()] == [""]
-    with pytest.raises(NotCached):
-        cache.evict_below(space)
-    with pytest.raises(InvalidValue, match="namespace"):
-        cache.pin_node(-1)
 
 
 def test_a_pin_by_number_is_a_pin_like_others():
@@ -205,19 +181,6 @@ def test_a_pin_by_number_is_a_pin_like_others():
     for wrong in (0, -1, float("nan")):
         with pytest.raises(InvalidValue, match="ttl"):
             cache.pin_node(number, ttl=wrong)
-    cache.check()
-
-
-def test_eviction_ends_the_pins_of_what_goes(cache):
-    numbers = ids(cache)
-    head, end, other = (cache.pin_node(numbers[key]) for key in ((1, 1), (2, 2), (3, 3)))
-    assert cache.evict_below(numbers[2, 2]) == 1
-    assert [pin.active for pin in (head, end, other)] == [True, False, True]
-    with cache.open([1, 1, 3, 3, 0]):
-        assert cache.evict_below(numbers[1, 1]) == 0
-        assert other.active
-    assert cache.evict_below(numbers[1, 1]) == 2
-    assert cache.stats().pins == 0
     cache.check()
 
 

@@ -115,25 +115,6 @@ def test_a_policy_by_object_serves_one_cache() -> None:
 # --- opening ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "form",
-    [list, tuple, np.array, lambda t: np.array(t, np.int32), lambda t: np.array(t, ">u8"),
-     lambda t: np.repeat(np.array(t, np.int16), 2)[::2]],
-)  # fmt: skip
-def test_tokens_in_every_form_are_the_same_prompt(
-    cache: PagedCache, form: Callable[[list[int]], Any]
-) -> None:
-    tokens = [3, 1, 4, 1, 5, 9, 2, 6, 5]
-    run(cache, tokens)
-    sequence = cache.open(form(tokens))
-    assert sequence.num_cached == 8
-    assert sequence.tokens.tolist() == tokens
-    assert sequence.tokens.dtype == sequence.pages.dtype == np.int32
-    sequence.append(form([7, 8]))
-    assert sequence.tokens.tolist() == [*tokens, 7, 8]
-    assert cache.match(form(tokens)).num_tokens == 8
-
-
 def test_the_callers_array_is_not_the_caches() -> None:
     cache = PagedCache(8, SIZE)
     prompt = np.arange(9, dtype=np.int32)
@@ -152,21 +133,6 @@ def test_what_is_no_prompt_is_refused(cache: PagedCache, wrong: Any) -> None:
     before = seen(cache)
     with pytest.raises(InvalidValue):
         cache.open(wrong)
-    assert seen(cache) == before
-
-
-@pytest.mark.parametrize("wrong", [None, 3, b"a"])
-def test_what_is_no_namespace_is_refused(cache: PagedCache, wrong: Any) -> None:
-    run(cache, range(9))
-    before = seen(cache)
-    for step in (cache.open, cache.match, cache.pin):
-        with pytest.raises(InvalidValue, match="a namespace is"):
-            step([1], wrong)
-    with pytest.raises(InvalidValue, match="a namespace is"):
-        cache.runs(wrong)
-    if wrong is not None:  # None is all of them
-        with pytest.raises(InvalidValue, match="a namespace is"):
-            cache.clear(wrong)
     assert seen(cache) == before
 
 
@@ -226,24 +192,6 @@ def test_an_eviction_is_of_a_whole_number_of_pages(cache: PagedCache, wrong: Any
         cache.evict(wrong)
 
 
-def test_priorities_decide_with_the_priority_policy() -> None:
-    cache = PagedCache(6, SIZE, eviction="priority")
-    run(cache, range(8), priority=np.int64(5))
-    run(cache, range(100, 108), priority=-1)
-    run(cache, range(200, 208))
-    cache.evict(3)
-    assert [cache.match(range(n, n + 8)).num_tokens for n in (0, 100, 200)] == [8, 0, 4]
-    cache.evict(2)
-    assert [cache.match(range(n, n + 8)).num_tokens for n in (0, 100, 200)] == [4, 0, 0]
-    cache.check()
-
-
-def test_a_fork_has_the_priority_of_its_parent() -> None:
-    cache = PagedCache(8, SIZE, eviction="priority")
-    with cache.open(range(4), priority=7) as parent, parent.fork() as fork:
-        assert fork.priority == 7
-
-
 # --- closing ---------------------------------------------------------------------------------
 
 
@@ -267,14 +215,6 @@ def test_what_is_no_token_is_not_appended(cache: PagedCache, wrong: Any) -> None
     with pytest.raises(InvalidValue):
         sequence.append(wrong)
     assert (seen(cache), repr(sequence)) == before
-
-
-def test_appending_nothing_is_nothing(cache: PagedCache) -> None:
-    sequence = cache.open(range(6))
-    fork = sequence.fork()
-    fork.append([])
-    assert fork.copies() == []
-    assert fork.pages.tolist() == sequence.pages.tolist()
 
 
 def test_a_fork_shares_copies_that_were_not_made(radix: PagedCache) -> None:

@@ -58,13 +58,6 @@ def test_other_bytes_share_only_what_lies_before(prefix: str) -> None:
     cache.check()
 
 
-def test_the_order_of_extras_at_one_position_matters() -> None:
-    cache = cached()
-    keep(cache, PROMPT, extra=[(2, CAT), (2, DOG)])
-    assert cache.match(PROMPT, extra=[(2, CAT), (2, DOG)]).num_tokens == 28
-    assert cache.match(PROMPT, extra=[(2, DOG), (2, CAT)]).num_tokens == 2
-
-
 @both
 def test_tokens_are_shown_as_they_were_given(prefix: str) -> None:
     cache = cached(prefix)
@@ -119,25 +112,6 @@ def test_no_reader_of_the_tree_sees_anything_but_tokens() -> None:
     assert "-" not in "".join(str(run.tokens) for run in cache.runs())
 
 
-@both
-def test_marks_live_as_long_as_something_uses_them(prefix: str) -> None:
-    cache = cached(prefix)
-    marks = cache._core.marks
-    sequence = cache.open(PROMPT, extra=[(13, CAT), (29, DOG)])
-    assert len(marks) == 2
-    sequence.publish()
-    fork = sequence.fork()
-    sequence.close()
-    assert len(marks) == 2
-    fork.truncate(20)
-    assert len(marks) == 1, "the second is on no full page"
-    fork.close()
-    assert len(marks) == 1, "a page is stored with it"
-    assert cache.match(PROMPT, extra=[(13, CAT)]).num_tokens == 28
-    cache.evict(1000)
-    assert len(marks) == 0
-
-
 def test_a_refused_request_leaves_no_mark() -> None:
     cache = PagedCache(4, SIZE)
     with pytest.raises(OutOfPages):
@@ -178,17 +152,6 @@ def test_wrong_extras_change_nothing(prefix: str) -> None:
             call()
     assert sequence.num_tokens == 30
     cache.check()
-
-
-@both
-def test_a_pin_keeps_the_prompt_with_these_bytes(prefix: str) -> None:
-    cache = cached(prefix)
-    keep(cache, PROMPT, extra=[(1, CAT)])
-    keep(cache, PROMPT, extra=[(1, DOG)])
-    cache.pin(PROMPT, hard=True, extra=[(1, CAT)])
-    cache.evict(1000)
-    assert cache.match(PROMPT, extra=[(1, CAT)]).num_tokens == 28
-    assert cache.match(PROMPT, extra=[(1, DOG)]).num_tokens <= 1
 
 
 @both

@@ -6,35 +6,7 @@ import pytest
 from symbolic import BOTH, STATE, WINDOW, SymbolicEngine, prompt
 
 from kvkeep.core.errors import InvalidValue
-from kvkeep.core.eviction import LRU
 from kvkeep.core.groups import GroupLayout, StateSpec, WindowSpec
-
-
-class OnePage(LRU):
-    """Gives up a page of each victim, and then names another."""
-
-    portions = True
-
-    def portion(self, entry: object) -> int:
-        return 1
-
-    def put_back(self, entry: object) -> None:
-        entry.last_used = self._time = self._time + 1
-        self.add(entry)
-
-
-def test_the_portions_of_a_policy_are_kept_without_states() -> None:
-    engine = SymbolicEngine(200, GroupLayout(4, (WindowSpec(1),)), eviction=OnePage())
-    for number in (1, 2):
-        engine.run(prompt(number, 32)).close()
-    order = engine.cache._core.groups.order
-    for checkpoint in list(order):
-        engine.cache._core.groups.remove(checkpoint)
-    engine.cache.evict(engine.cache.stats().groups.loose_rows)
-    engine.cache.evict(2)
-    left = [engine.cache.match([*prompt(number, 32), 7]).stored_tokens for number in (1, 2)]
-    assert left == [28, 28], "a page of each"
-    engine.cache.check()
 
 
 def test_unpinned_states_go_before_prompts_with_pins() -> None:
@@ -150,22 +122,6 @@ def test_wrong_types_are_named(make: object, text: str) -> None:
 # --- sessions ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", [STATE, WINDOW, BOTH])
-def test_pages_of_a_session_count_rows_and_states(layout: GroupLayout) -> None:
-    engine = SymbolicEngine(200, layout)
-    with engine.cache.open(prompt(1, 41), session="talk") as sequence:
-        engine.finish(sequence)
-    talk, stats = engine.cache.session("talk"), engine.cache.stats()
-    assert talk.num_pages == stats.pages_used == 10 + stats.groups.pages
-    assert talk.suspend(eta=60) == engine.cache.stats().pages_awaited == talk.num_pages
-    engine.cache.evict(1)
-    assert engine.cache.stats().pages_awaited == talk.num_pages == engine.cache.stats().pages_used
-    assert talk.close() == engine.cache.stats().pages_dead == engine.cache.stats().pages_used
-    engine.cache.evict(10**6)
-    assert engine.cache.stats().pages_dead == 0
-    engine.cache.check()
-
-
 def test_suspended_sessions_keep_half_of_the_pool_with_their_states() -> None:
     engine = SymbolicEngine(60, GroupLayout(4, (), StateSpec(12)))
     for number, name in enumerate("abc"):
@@ -176,19 +132,3 @@ def test_suspended_sessions_keep_half_of_the_pool_with_their_states() -> None:
 
 
 # --- slots -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        GroupLayout(4, (WindowSpec(10**20),)),
-        GroupLayout(4, (WindowSpec(10**20, chunked=True),)),
-        GroupLayout(4, (), StateSpec(1, 10**20)),
-    ],
-)
-def test_spans_and_grids_may_be_longer_than_any_sequence(layout: GroupLayout) -> None:
-    engine = SymbolicEngine(200, layout)
-    engine.run(prompt(1, 50)).close()
-    assert engine.cache.match(prompt(1, 50)).num_tokens == (0 if layout.state else 48)
-    engine.run([*prompt(1, 50), 7]).close()
-    engine.cache.check()

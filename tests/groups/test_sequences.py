@@ -9,7 +9,7 @@ import pytest
 from symbolic import BOTH, STATE, WINDOW, SymbolicEngine, prompt
 
 from kvkeep import PagedCache
-from kvkeep.core.errors import IllegalStep, InvalidValue, OutOfPages
+from kvkeep.core.errors import IllegalStep, InvalidValue
 from kvkeep.core.groups import GroupLayout, StateCopy, StateSpec, WindowSpec
 
 if TYPE_CHECKING:
@@ -39,31 +39,6 @@ def test_a_long_prompt_holds_the_rows_of_its_window_alone() -> None:
     engine.cache.check()
 
 
-def test_rows_that_no_checkpoint_needs_stay_until_the_room_is_needed() -> None:
-    engine = SymbolicEngine(120, WINDOW)
-    engine.run(prompt(1, 96)).close()
-    assert engine.cache.match([*prompt(1, 60), 7]).num_tokens == 60, "any position will do"
-    engine.run(prompt(2, 160)).close()
-    found = engine.cache.match([*prompt(1, 96), 7])
-    assert (found.num_tokens, found.stored_tokens) == (96, 96), "its end has a checkpoint"
-    assert engine.cache.match([*prompt(1, 60), 7]).num_tokens == 0
-    assert engine.cache.match([*prompt(1, 60), 7]).stored_tokens == 60
-    engine.cache.check()
-
-
-def test_a_sequence_is_not_forked_between_the_copies_and_the_pass() -> None:
-    engine = SymbolicEngine(60, WINDOW)
-    sequence = engine.run(prompt(1, 10))
-    fork = sequence.fork()
-    sequence.append([1])
-    sequence.groups.reach(11)
-    with pytest.raises(IllegalStep, match="copies for the next pass wait"):
-        sequence.fork()
-    fork.close()
-    sequence.close()
-    engine.cache.check()
-
-
 # --- states ------------------------------------------------------------------------------------
 
 
@@ -88,16 +63,6 @@ def test_a_guess_serves_the_second_prompt_of_a_long_document() -> None:
     third = engine.run(prompt(0, 4000) + prompt(3, 100), chunk=512)
     assert third.num_cached == 4000
     third.close()
-
-
-def test_guesses_take_no_room_from_others() -> None:
-    engine = SymbolicEngine(320, STATE)
-    engine.run(prompt(1, 100)).close()
-    sequence = engine.run(prompt(0, 1100), chunk=256)
-    assert engine.cache.stats().groups.checkpoints_without_room == 1
-    assert engine.cache.match([*prompt(1, 100), 7]).num_tokens == 96
-    assert engine.cache.match([*prompt(0, 1100), 7]).num_tokens == 1096
-    sequence.close()
 
 
 def test_a_conversation_keeps_its_last_state() -> None:
@@ -206,18 +171,6 @@ def test_a_soft_pin_keeps_it_longest() -> None:
     assert engine.cache.stats().pages_used == 0
 
 
-def test_hard_pins_pay_for_states_too() -> None:
-    engine = SymbolicEngine(200, STATE, hard_pin_pages=20)
-    for number in (1, 2, 3):
-        engine.run(prompt(number, 9)).close()
-    for number in (1, 2):  # each keeps two pages and a state of five
-        engine.cache.pin(prompt(number, 9), hard=True)
-    with pytest.raises(InvalidValue, match="hard pins would hold 21 pages"):
-        engine.cache.pin(prompt(3, 9), hard=True)
-    assert engine.cache.stats().hard_pinned_pages == 14
-    engine.cache.check()
-
-
 # --- room --------------------------------------------------------------------------------------
 
 
@@ -278,20 +231,6 @@ def test_illegal_steps_change_nothing() -> None:
     ):
         with pytest.raises(IllegalStep, match="it is closed"):
             step()
-    engine.cache.check()
-
-
-def test_a_prompt_without_room_changes_nothing() -> None:
-    engine = SymbolicEngine(12, BOTH)
-    with pytest.raises(OutOfPages):
-        engine.cache.open(prompt(1, 40))
-    assert engine.cache.stats().pages_used == 0
-    sequence = engine.cache.open(prompt(1, 20))
-    with pytest.raises(OutOfPages):
-        sequence.groups.reach(20)
-    assert sequence.groups.position == 0
-    engine.step(sequence, 4)
-    sequence.close()
     engine.cache.check()
 
 

@@ -67,39 +67,7 @@ def store() -> Store:
 # --- matching --------------------------------------------------------------------------------
 
 
-def test_bytes_that_agree_are_not_tokens_that_agree() -> None:
-    """0x01020304 and 0x09020304 share three bytes of four."""
-    store = Store(page_size=2)
-    store.put([0x01020304, 5])
-    assert store.match(0x09020304, 5) == ([], -1, 0)
-    store.put([0x02020304, 6])  # a sibling, so that the ordered search is used
-    assert store.match(0x09020304, 5) == ([], -1, 0)
-    assert store.match(0x02020304, 0x07000006) == ([], 1, 1)
-
-
 # --- holding ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("prompt", "runs", "protected"),
-    [
-        ([1, 2, 3, 4, 5, 99], [(0, 0, [0]), (1, 1, [1]), (2, 2, [2])], 2),
-        ([1, 99], [(0, 0, [0]), (1, 1, [1, 2])], 1),
-        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 99], [(0, 0, [0, 1]), (1, 2, [2])], 3),
-    ],
-)
-def test_a_partial_hit_protects_one_page_more_not_the_run_behind_it(
-    store: Store, prompt: list[int], runs: list[Any], protected: int
-) -> None:
-    found = store.index.match(store.symbols(prompt), SPACE)
-    assert found is not None
-    assert store.index.protects(found) == protected
-    hold, source = store.index.hold(found, SPACE)
-    assert store.runs() == runs
-    assert store.index.num_evictable == 3 - protected
-    store.index.check([hold, source])
-    assert sorted(store.index.evict(9)) == list(range(protected, 3))
-    assert store.index.protects(store.index.match(store.symbols(prompt), SPACE)) == 0
 
 
 def cut(store: Store) -> tuple[Any, Any]:

@@ -383,41 +383,6 @@ def grow(cache: PagedCache, tokens: list[int], go_on: list[int]) -> list[int]:
     return tokens
 
 
-def test_a_path_that_leaves_many_trails_halfway_takes_their_fronts() -> None:
-    """An agent that branches off at each turn: each branch was joined with the turn before it."""
-    cache = PagedCache(4000, 2)
-    main: list[int] = []
-    branches: list[list[int]] = []
-    longest = 0
-    for turn in range(40):
-        main = grow(cache, main, [turn])
-        branches.append(grow(cache, main, list(range(1000, 1010))))
-        longest = max(longest, steps(cache, main))
-    assert 8 < longest <= 16
-    assert max(steps(cache, branch) for branch in branches) <= 12
-    cache.check()
-    trails = cache._core.index.tree.trails
-    assert 0 < trails.num_bytes <= 2 * cache._core.index.num_pages * (trails.unit + 4)
-
-
-def test_long_fronts_are_not_taken() -> None:
-    """To move them would cost more than the steps of a walk."""
-    cache = PagedCache(4000, 2)
-    trails = cache._core.index.tree.trails
-    trails.steps = NEVER
-    main: list[int] = []
-    branches: list[list[int]] = []
-    for turn in range(16):
-        main = grow(cache, main, list(range(100 * turn, 100 * turn + 70)))
-        branches.append(grow(cache, main, list(range(10_000, 10_008))))
-    trails.steps = 8
-    for branch in branches:
-        steps(cache, branch)
-    assert [steps(cache, main), steps(cache, main)] == [16, 16]
-    agrees(cache, main)
-    cache.check()
-
-
 def crowded(front: int) -> tuple[PagedCache, list[int], list[list[int]]]:
     """A path of 17 trails that all go on elsewhere, the first behind so many runs of the path."""
     cache = PagedCache(4000, 2)
@@ -464,17 +429,6 @@ def test_a_path_that_there_is_no_memory_to_join_stays_as_it_is(
             assert most
             return
     raise AssertionError("it never ends")
-
-
-def test_a_match_keeps_its_pages_when_the_tree_changes() -> None:
-    """The answer of `PagedCache.match` is the caller's."""
-    cache, tokens = deep(12)
-    cache._core.index.tree.trails.steps = 8
-    steps(cache, tokens)
-    found = cache.match(tokens).pages
-    before = found.tolist()
-    found[:] = -1
-    assert cache.match(tokens).pages.tolist() == before
 
 
 TestTrailsMachine = TrailsMachine.TestCase

@@ -350,17 +350,6 @@ def test_with_shares_every_victim_is_worth_least_to_its_tenant(
     assert any(one.pops for one in made) or pages > 50
 
 
-def test_of_tenants_above_their_shares_the_one_with_the_least_worth_gives() -> None:
-    talks = Talks(200, Shares(ReturnAware, guaranteed=0))
-    talks.turn("b", 40, TOOL)  # used least recently, and it waits
-    talks.turn("a", 40, TOOL, answer=20, strip=True)
-    talks.now += 3.0
-    talks.turn("a", 8, TOOL)
-    kept = talks.cached("a"), talks.cached("b")
-    talks.cache.evict(5)  # the pages of the dropped answer
-    assert (talks.cached("a"), talks.cached("b")) == kept
-
-
 def wander(talks: Talks, seed: int, pages: int, right: Callable[[], bool]) -> None:
     """Take 120 random turns; what is ``right`` after each."""
     chance = random.Random(seed)
@@ -380,22 +369,6 @@ def wander(talks: Talks, seed: int, pages: int, right: Callable[[], bool]) -> No
         if chance.random() < 0.1:
             talks.cache.evict(chance.randrange(pages))
         assert right()
-
-
-def test_hints_stand_before_it() -> None:
-    """A session that was closed is evicted first, and a suspended one last."""
-    talks = Talks(60)
-    for name in ("over", "kept", "other"):
-        with talks.cache.open(np.array(talks.fresh(40), np.int32), session=name) as sequence:
-            sequence.copies()
-            sequence.publish()
-    talks.cache.session("over").close()
-    talks.cache.session("kept").suspend(60)
-    talks.cache.evict(10)
-    assert talks.cache.session("other").num_pages == 10
-    talks.cache.evict(10)
-    assert talks.cache.session("other").num_pages == 0
-    assert talks.cache.session("kept").num_pages == 10
 
 
 def test_conversations_that_are_over_leave_nothing_behind() -> None:

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from slot_requests import all_over, fill, seen
 
-from kvkeep.core.errors import InvalidValue, KVKeepError, NotCached
-from kvkeep.core.keys import Namespace
+from kvkeep.core.errors import InvalidValue, KVKeepError
 from kvkeep.core.slots import OutOfSlots, SlotCache, SlotCopy
 
 # -- giving slots out --------------------------------------------------------------------------
@@ -37,15 +36,6 @@ def test_every_slot_is_given_out_once_then_taken_again(num_slots: int) -> None:
     assert seen(cache).idle == num_slots
     for slot in reversed(range(num_slots)):
         assert cache.acquire([slot, 0]).slot == slot
-
-
-def test_the_version_names_each_hold_on_a_slot() -> None:
-    cache = SlotCache(1, 8)
-    versions = []
-    for _ in range(3):
-        with cache.acquire([1]) as lease:
-            versions.append(lease.version)
-    assert versions == sorted(set(versions))
 
 
 # -- taking over -------------------------------------------------------------------------------
@@ -83,18 +73,6 @@ def test_out_of_slots_when_all_are_running_and_nothing_changes() -> None:
 
 
 # -- namespaces --------------------------------------------------------------------------------
-
-
-def test_namespaces_never_share() -> None:
-    cache = SlotCache(4, 8)
-    fill(cache, [1, 2, 3], "a")
-    assert cache.match([1, 2, 3], "b") == 0
-    assert cache.match([1, 2, 3], Namespace(tenant="a")) == 3
-    assert cache.match([1, 2, 3], Namespace(tenant="a", lora="x")) == 0
-    with pytest.raises(NotCached):
-        cache.pin([1, 2, 3], "b")
-    lease = cache.acquire([1, 2, 3], "b")
-    assert (lease.slot, lease.num_cached) == (1, 0)
 
 
 # -- the whole ---------------------------------------------------------------------------------

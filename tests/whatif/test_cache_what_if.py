@@ -142,17 +142,6 @@ def test_the_present_size_is_what_was_measured() -> None:
     assert [point.hit_rate for point in cache.what_if()] == pytest.approx([24 / 66] * 6)
 
 
-def test_prompts_shorter_than_a_page_tell_nothing_of_other_sizes() -> None:
-    cache = PagedCache(64, 16, what_if=1.0)
-    for number in range(30):
-        length = 16 if number < 3 else 12
-        serve(cache, np.arange(length, dtype=np.int32) + 100 * (number % 3))
-    (point,) = cache.what_if()
-    assert (point.times, point.hit_rate) == (1, cache.stats().hit_rate)
-    assert point.hit_rate > 0.6
-    assert cache.what_if([32, 128]) == ()
-
-
 def test_sizes_below_one_at_which_lru_has_nothing_are_left_out() -> None:
     """What a pin keeps is reused in turns in which LRU would reuse nothing."""
     cache = PagedCache(16, 16, what_if=1.0)
