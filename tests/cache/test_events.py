@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvkeep import InvalidValue, Namespace, OutOfPages, PagedCache
-from kvkeep.core.events import Closed, Event, Evicted, Opened, PagesShort, Stored
+from kvkeep.core.events import Closed, Event, Evicted, Opened, Stored
 from kvkeep.core.prefix import INDICES
 
 SIZE = 4
@@ -102,17 +102,6 @@ def test_dropping_ones_own_pages_is_told(cache: PagedCache, events: list[Event])
     assert sorted(evicted.pages) == [0, 1]
     assert isinstance(closed, Closed)
     assert closed.stored_pages == 0
-
-
-def test_running_short_is_told(cache: PagedCache, events: list[Event]) -> None:
-    sequence = cache.open(range(8))
-    for refused in (lambda: cache.open(range(100, 128)), lambda: sequence.append(range(28))):
-        del events[:]
-        with pytest.raises(OutOfPages):
-            refused()
-        (short,) = events
-        assert isinstance(short, PagesShort)
-        assert (short.needed, short.available) == (7, 6)
 
 
 def test_what_was_there_before_is_not_stored_again(cache: PagedCache, events: list[Event]) -> None:

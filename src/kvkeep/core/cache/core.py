@@ -17,7 +17,7 @@ from kvkeep.core.cache.returning import ReturnBoard
 from kvkeep.core.cache.sessions import SessionBoard
 from kvkeep.core.cache.stats import CacheCounters
 from kvkeep.core.errors import InvalidValue, OutOfPages, told
-from kvkeep.core.events import Evicted, PagesShort, frozen
+from kvkeep.core.events import Evicted, frozen
 from kvkeep.core.prefix.results import EMPTY_PAGES, joined
 from kvkeep.core.prefix.tree import tops
 from kvkeep.core.public import PublicPrefixes
@@ -252,8 +252,6 @@ class Core:
     def short_of(self, needed: int, available: int) -> OutOfPages:
         """Count a refusal and return its error."""
         self.counters.out_of_pages += 1
-        if self.hooks:
-            self.emit(PagesShort(needed, available))
         return OutOfPages(needed, available, self.pool.num_pages)
 
     def evict(self, count: int, reason: str) -> int:

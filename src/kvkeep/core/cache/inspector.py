@@ -189,23 +189,27 @@ class Inspector:
         row = np.zeros(1, np.int64)
         with core:
             self._check(top, number)
-            look = core.index.details(top)
             heads = survey.heads(row, _HEAD_TOKENS * TOKEN_BYTES)
-            exact = core.index.exact
-            symbols = np.frombuffer(look.symbols, TOKEN_DTYPE)
-            tokens, extras = core.marks.plain(symbols) if exact else (None, ())
-        (node,) = shown_nodes(survey, row, self._heads(heads), bare=False, size=core.page_size)
-        return NodeView(
-            node=replace(node, parent=look.path[-1] if look.path else None),
-            namespace=look.namespace,
-            path=look.path,
-            start=look.start,
-            page_ids=look.pages,
-            tokens=tokens,
-            extras=extras,
-            children=look.children,
-            state=look.state,
-        )
+            tokens, extras = None, ()
+            if core.index.exact:
+                tokens, extras = core.marks.plain(np.frombuffer(bytes(top.run), TOKEN_DTYPE))
+            path: list[int] = []
+            above = top.parent
+            while above is not None:
+                path.insert(0, above.id)
+                above = above.parent
+            (node,) = shown_nodes(survey, row, self._heads(heads), bare=False, size=core.page_size)
+            return NodeView(
+                node=replace(node, parent=path[-1] if path else None),
+                namespace=top.namespace,
+                path=tuple(path),
+                start=top.depth,
+                page_ids=top.pages.copy(),
+                tokens=tokens,
+                extras=extras,
+                children=len(top.children),
+                state=core.index.policy.describe(top) if top.end else "",
+            )
 
     def pin(self, node: int, ttl: float | None) -> Pin:
         """See `PagedCache.pin_node`."""

@@ -13,7 +13,6 @@ from kvkeep.core.prefix.marks import Marks
 from kvkeep.core.prefix.node import Node, descend
 from kvkeep.core.prefix.results import (
     Inserted,
-    NodeDetails,
     PrefixMatch,
     PrefixRun,
     joined,
@@ -350,10 +349,6 @@ class PrefixIndex(ABC):
             return TreeWalk([top], *columns)
         found = [*self._roots.values()] if top is None else tops(self._roots, top)
         return TreeWalk([*found], *columns)
-
-    def details(self, node: Node) -> NodeDetails:
-        """Describe a node that is in the tree."""
-        return NodeDetails.of(node, self.policy)
 
     @property
     def num_namespaces(self) -> int:
