@@ -20,6 +20,11 @@ _WEIGHT: Final = 8.0
 _MOST_SEEN: Final = 64.0
 # Tokens are kept while the chance that they are read again is at least this.
 _LEAST: Final = 0.2
+# Of the first tokens of answers:
+_COUNTED: Final = 16  # tokens of a tenant
+_COMMON: Final = 1 / 8  # share of answers that begin with a common token
+_LEAST_COUNT: Final = 4.0
+_MOST_COUNTED: Final = 512.0  # answers after which all counts are halved
 
 
 class _Class:
@@ -133,13 +138,6 @@ def _begin(place: int) -> int:
     return 0 if not place else 1 << 2 * (place - 1)
 
 
-_MOST_TENANTS: Final = 1024
-_COUNTED: Final = 16  # tokens of a tenant
-_COMMON: Final = 1 / 8  # share of answers that begin with a common token
-_LEAST: Final = 4.0
-_MOST_SEEN: Final = 512.0  # answers after which all counts are halved
-
-
 class FirstTokens:
     """Finds the tokens that answers begin with, to tell kinds of answers apart.
 
@@ -166,7 +164,7 @@ class FirstTokens:
             counts[token] = counts.get(token, 0.0) + 1
         else:
             self._shrink(counts, 1.0)
-        if self._seen[tenant] >= _MOST_SEEN:
+        if self._seen[tenant] >= _MOST_COUNTED:
             self._seen[tenant] /= 2
             for one in counts:
                 counts[one] /= 2
@@ -176,7 +174,7 @@ class FirstTokens:
         counts = self._tenants.get(tenant)
         if counts is None or token is None:
             return stop
-        least = max(_LEAST, _COMMON * self._seen[tenant])
+        least = max(_LEAST_COUNT, _COMMON * self._seen[tenant])
         return f"{stop}, from {token}" if counts.get(token, 0.0) >= least else stop
 
     def kind_of(self, tenant: Hashable, stop: str | None, token: int | None) -> str | None:
