@@ -196,7 +196,7 @@ class _Builder:
         self.unknown = 0
         self.times: list[float] = []
         self.took_s: list[float] = []
-        self.numbers: list[tuple[int, int, int, int, int, bool, int, int, int, int]] = []
+        self.numbers: list[tuple[int, int, int, int, bool, int, int, int, int]] = []
         self.units: list[npt.NDArray[np.int64]] = []
         self.spaces: dict[str, int] = {}
         self.sessions: dict[tuple[int, str], int] = {}

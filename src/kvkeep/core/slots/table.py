@@ -103,8 +103,7 @@ class TokenRows:
 
         The length is at most ``limit``; ``(NOWHERE, above)`` when no slot has more than ``above``.
         Among equals, the slot with more published tokens wins, then the lowest. Cost: one NumPy
-        pass over the slots per improvement, and one comparison for each slot that continues the
-        best so far.
+        pass over the slots, and one comparison for each that may be longer than the best so far.
         """
         best, found = above, NOWHERE
         number = self._numbers.get(namespace)
@@ -112,31 +111,13 @@ class TokenRows:
             return found, best
         reach = np.minimum(self.published, limit)
         rivals = np.flatnonzero((self._spaces == number) & (reach > best))
-        rivals = rivals[np.argsort(-reach[rivals], kind="stable")]
-        while len(rivals := self._that_continue(rivals, reach, prompt, best)):
-            for at, slot in enumerate(rivals.tolist()):
-                length = common_length(self._tokens[slot, : int(reach[slot])], prompt)
-                if length > best:
-                    best, found = length, slot
-                    rivals = rivals[at + 1 :]
-                    break
-            else:
+        for slot in rivals[np.argsort(-reach[rivals], kind="stable")].tolist():
+            if reach[slot] <= best:
                 break
+            length = common_length(self._tokens[slot, : int(reach[slot])], prompt)
+            if length > best:
+                best, found = length, slot
         return found, best
-
-    def _that_continue(
-        self,
-        slots: npt.NDArray[np.intp],
-        reach: npt.NDArray[np.int64],
-        prompt: TokenArray,
-        at: int,
-    ) -> npt.NDArray[np.intp]:
-        """Return those of ``slots`` that have the prompt's token at position ``at``."""
-        slots = slots[reach[slots] > at]
-        if not len(slots):
-            return slots
-        continues: npt.NDArray[np.bool_] = self._tokens[slots, at] == prompt[at]
-        return slots[continues]
 
     def beginnings(
         self, namespace: Namespace, prompt: TokenArray, among: npt.NDArray[np.bool_]
