@@ -55,7 +55,7 @@ def curve_of(prompts: list[Ids], sample: float, seed: int) -> tuple[list[float],
     _, numbers = np.unique(joined, return_inverse=True)
     chance = np.random.default_rng(seed)
     words = chance.integers(0, 2**64, int(numbers.max()) + 1, dtype=np.uint64)[numbers]
-    curve = MissRatioCurve(sample, most_blocks=200_000, max_keys=200_000)
+    curve = MissRatioCurve(sample, most_blocks=200_000)
     start, begun = 0, time.thread_time()
     for one in prompts:
         curve.prompts(words[start : start + len(one)], [len(one)], [0], [True])

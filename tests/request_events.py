@@ -44,10 +44,10 @@ class Requests:
         self.observer(RequestBegun(self.record(id, kind=kind, headers=headers)))
 
     def admitted(self, id: str, *, namespace: str, prompt_tokens: int, cached_tokens: int,
-                 match_s: float = 0.0, session: str | None = None, turn: int | None = None,
+                 match_s: float = 0.0, session: str | None = None,
                  ) -> None:  # fmt: skip
         record = self.record(id, prompt=prompt_tokens, namespace=namespace, session=session)
-        self.observer(RequestAdmitted(record, 0, cached_tokens, turn, match_s))
+        self.observer(RequestAdmitted(record, 0, cached_tokens, match_s))
 
     def loaded(self, id: str, *, sources: Any, seconds: float, late: bool) -> None:
         report = LoadReport(0, tuple(sources), (), seconds, late)

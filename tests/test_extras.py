@@ -64,11 +64,6 @@ def test_what_is_no_extra_is_refused(extra: object, said: str) -> None:
         as_extras(extra, 4)  # type: ignore[arg-type]
 
 
-def test_there_is_no_position_in_no_tokens() -> None:
-    with pytest.raises(InvalidValue, match="no tokens"):
-        as_extras([(0, b"a")], 0)
-
-
 def described(parent: bytes, tokens: list[int], extras: list[tuple[int, bytes]]) -> bytes:
     """The key of one block as docs/keys.md says it, with nothing of ours."""
     said = b"".join(token.to_bytes(4, "little") for token in tokens)

@@ -13,7 +13,7 @@ from kvkeep.core.eviction import POLICIES
 
 if TYPE_CHECKING:
     from kvkeep import OutOfPages
-    from kvkeep.testing.strategies import Recipe
+    from prompt_recipes import Recipe
 
 PICK = st.integers(0, 11)
 """One of what there is: numbers are taken modulo that."""
@@ -95,7 +95,6 @@ class PagedBase(RuleBasedStateMachine):
         for live in list(model.live):
             model.make_copies(live)
             model.begin(closing=live)
-            model.closing(live, live.table[: live.seq.num_published // model.page_size])
             live.seq.close()
             model.live.remove(live)
             model.end()

@@ -7,7 +7,7 @@ only looks where it must.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,7 +21,7 @@ from paged_requests import FORM, room
 from kvkeep import InvalidValue
 from kvkeep.core.events import Evicted
 from kvkeep.core.eviction import POLICIES
-from kvkeep.testing.strategies import Recipe, recipes
+from prompt_recipes import Recipe, recipes
 
 if TYPE_CHECKING:
     from paged_model import Live
@@ -29,10 +29,7 @@ if TYPE_CHECKING:
     from kvkeep import Sequence
 
 NAMES = st.sampled_from(["a", "b", "c", "d", "e"])
-TURN = st.sampled_from([None, None, None, 0, 1, 2])
 MOST = 4
-# With the others, a turn leaves other branches alone (tests/returns/test_returning.py).
-KILLING = sorted(name for name, make in POLICIES.items() if not make().awaits)
 """Sessions that the cache may know."""
 
 
@@ -40,11 +37,8 @@ KILLING = sorted(name for name, make in POLICIES.items() if not make().awaits)
 class NaiveLine:
     """A session that the cache knows."""
 
-    turn: int = -1
     due: float = 0.0
     left: bool = False
-    ends: dict[tuple[int, ...], int] = field(default_factory=dict)
-    """Pages of each request that was not continued, and how many of them a turn must share."""
 
 
 class HintedModel(PagedModel):
@@ -59,41 +53,13 @@ class HintedModel(PagedModel):
         self.owner: dict[int, NaiveLine | None] = {}
         self.dead: set[int] = set()
         self.line_of: dict[int, NaiveLine | None] = {}  # by family of sequences
-        self.prompt_pages: dict[int, int] = {}  # likewise
 
     # --- who uses what -----------------------------------------------------------------------
 
-    def opening(
-        self, path: list[int], namespace: str, session: str | None, turn: int | None
-    ) -> None:
+    def opening(self, path: list[int], namespace: str, session: str | None) -> None:
         self.line = None if session is None else self.enter((namespace, session))
         self.use(path, self.line)
-        if self.line is not None:
-            self.go_on(self.line, tuple(path), drops=turn is None)
-            if turn is None:
-                turn = self.line.turn + 1
-            elif turn > self.line.turn:
-                self.dead.update(self.own(self.line) - set(path))
-                self.line.ends.clear()
-            self.line.turn = max(self.line.turn, turn)
-        self.turn = turn
         self.kept_before = self.kept()
-
-    def go_on(self, line: NaiveLine, path: tuple[int, ...], *, drops: bool) -> None:
-        """What a prompt drops of the requests that it continues is dead, from their ends on."""
-        for end, least in list(line.ends.items()):
-            if path == end:
-                del line.ends[end]
-            elif drops and end[: len(path)] == path and len(path) >= least:
-                del line.ends[end]
-                for page in reversed(end[len(path) :]):
-                    if self.owner[page] is not line or self.followers(page) - self.dead:
-                        break
-                    self.dead.add(page)
-
-    def followers(self, page: int) -> set[int]:
-        """The pages stored directly behind a page."""
-        return {other for other in self.naive.pages if self.naive.path(other)[-2:-1] == [page]}
 
     def enter(self, key: tuple[str, str]) -> NaiveLine:
         line = self.lines.setdefault(key, NaiveLine())
@@ -105,14 +71,6 @@ class HintedModel(PagedModel):
 
     def opened(self, seq: Sequence) -> None:
         self.line_of[seq.id] = self.line
-        assert seq.turn == self.turn
-        self.prompt_pages[seq.id] = seq.num_tokens // self.page_size
-
-    def closing(self, live: Live, path: list[int]) -> None:
-        line = self.line_of[live.family]
-        if line is not None and path and self.owner[path[-1]] is line:
-            line.ends.pop(tuple(path), None)
-            line.ends[tuple(path)] = max(1, self.prompt_pages[live.family] - 1)
 
     def use(self, path: list[int], line: NaiveLine | None) -> None:
         for page in path:
@@ -171,10 +129,8 @@ class HintedModel(PagedModel):
             self.settle()
             return len(own) if line in self.away else 0
         self.dead.update(own)
-        line.ends.clear()
-        if what == "close":
-            line.left = True
-            del self.lines[key]
+        line.left = True
+        del self.lines[key]
         return len(own)
 
     # --- judging -----------------------------------------------------------------------------
@@ -198,11 +154,6 @@ class HintedModel(PagedModel):
         super().end()
         self.owner = {page: who for page, who in self.owner.items() if page in self.naive.pages}
         self.dead &= self.naive.pages.keys()
-        gone = {page for e in self.events if isinstance(e, Evicted) for page in e.pages.tolist()}
-        for line in self.lines.values():
-            for end in list(line.ends):
-                if end[-1] in gone or self.owner.get(end[-1]) is not line:
-                    del line.ends[end]
         self.line_of = {live.family: self.line_of[live.family] for live in self.live}
         sessions = self.cache._core.sessions
         assert len(sessions.states) == len(self.lines)
@@ -242,7 +193,7 @@ class Hints(PagedMachine):
     @initialize(
         page_size=st.sampled_from([2, 1, 3, 4]),
         num_pages=st.sampled_from([8, 6, 12, 16, 4]),
-        eviction=st.sampled_from(["lru", "lru", *KILLING]),
+        eviction=st.sampled_from(["lru", "lru", *sorted(POLICIES)]),
         budget=st.integers(0, 5),
         most_live=st.sampled_from([1, 2, 3]),
     )
@@ -253,22 +204,20 @@ class Hints(PagedMachine):
         super().make(page_size, num_pages, eviction, budget, most_live)
 
     @precondition(room)
-    @rule(recipe=recipes(), form=FORM, namespace=NAMESPACES, session=NAMES, turn=TURN)
-    def open_in_session(
-        self, recipe: Recipe, form: str, namespace: str, session: str, turn: int | None
-    ) -> None:
-        self.start(recipe, form, namespace, session=session, turn=turn)
+    @rule(recipe=recipes(), form=FORM, namespace=NAMESPACES, session=NAMES)
+    def open_in_session(self, recipe: Recipe, form: str, namespace: str, session: str) -> None:
+        self.start(recipe, form, namespace, session=session)
 
     @precondition(room)
-    @rule(talk=st.lists(st.tuples(recipes(), NAMES, TURN), min_size=1, max_size=4), to=NAMESPACES)
-    def talk(self, talk: list[tuple[Recipe, str, int | None]], to: str) -> None:
+    @rule(talk=st.lists(st.tuples(recipes(), NAMES), min_size=1, max_size=4), to=NAMESPACES)
+    def talk(self, talk: list[tuple[Recipe, str]], to: str) -> None:
         """Whole requests, one after the other: this is what fills a cache."""
         model = self.model
-        for at, (recipe, session, turn) in enumerate(talk):
+        for at, (recipe, session) in enumerate(talk):
             if at:
                 model.end()
             running = len(model.live)
-            self.start(recipe, "list", to, session=session, turn=turn)
+            self.start(recipe, "list", to, session=session)
             if len(model.live) > running:
                 model.end()
                 self.compute_and_publish(model.live[-1], 0)
@@ -286,7 +235,7 @@ class Hints(PagedMachine):
     @precondition(lambda self: bool(self.model.lines))
     @rule(
         number=PICK,
-        what=st.sampled_from(["suspend", "suspend", "suspend", "supersede", "close"]),
+        what=st.sampled_from(["suspend", "suspend", "suspend", "close"]),
         eta=st.sampled_from([0.5, 2, 1e9, float("inf")]),
     )
     def hint(self, number: int, what: str, eta: float) -> None:
@@ -315,16 +264,14 @@ class Hints(PagedMachine):
         found = handle.suspend(eta) if what == "suspend" else getattr(handle, what)()
         assert found == expected
 
-    @rule(name=st.sampled_from(["", "x" * 257, 7, None, b"a"]), turn=st.sampled_from([-1, 1.5]))
-    def mistake(self, name: object, turn: object) -> None:
+    @rule(name=st.sampled_from(["", "x" * 257, 7, None, b"a"]))
+    def mistake(self, name: object) -> None:
         before = self.model.snapshot()
         self.model.begin()
         with pytest.raises(InvalidValue):
             self.cache.session(name)  # type: ignore[arg-type]
         with pytest.raises(InvalidValue):
-            self.cache.open([1], session="a", turn=turn)  # type: ignore[arg-type]
-        with pytest.raises(InvalidValue):
-            self.cache.open([1], turn=1)
+            self.cache.open([1], session=name or 1)  # type: ignore[arg-type]
         with pytest.raises(InvalidValue):
             self.cache.session("a").suspend(-1)
         self.nothing_happened(before)

@@ -12,7 +12,7 @@ from paged_base import NAMESPACES, PICK, PagedBase, some_live, some_stored
 from paged_model import Live, Pinned
 
 from kvkeep import IllegalStep, InvalidValue, NotCached
-from kvkeep.testing.strategies import Recipe, recipes
+from prompt_recipes import Recipe, recipes
 
 if TYPE_CHECKING:
     from kvkeep import Sequence

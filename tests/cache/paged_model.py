@@ -13,8 +13,8 @@ import numpy as np
 from kvkeep import PagedCache
 from kvkeep.core.events import Closed, Evicted, Stored
 from kvkeep.core.keys import chain_keys, root_key
-from kvkeep.testing.memory import TaggedPages, tags
-from kvkeep.testing.naive import NaiveCache
+from naive_cache import NaiveCache
+from tagged_pages import TaggedPages, tags
 
 if TYPE_CHECKING:
     from kvkeep import PageCopy, Pin, Sequence
@@ -178,9 +178,7 @@ class PagedModel:
 
     # --- hints, of which this one knows nothing: see `paged_hints` ---------------------------
 
-    def opening(
-        self, path: list[int], namespace: str, session: str | None, turn: int | None
-    ) -> None:
+    def opening(self, path: list[int], namespace: str, session: str | None) -> None:
         """A request whose prompt matches ``path`` is about to be opened, and will be."""
 
     def opened(self, seq: Sequence) -> None:
@@ -188,9 +186,6 @@ class PagedModel:
 
     def published(self, live: Live, path: list[int], start: int, existing: int) -> None:
         """``live`` has published ``path`` from page ``start`` on; so many were there already."""
-
-    def closing(self, live: Live, path: list[int]) -> None:
-        """``live``, whose published pages are ``path``, is about to be closed and kept."""
 
     # --- steps -------------------------------------------------------------------------------
 

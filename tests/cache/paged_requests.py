@@ -12,7 +12,7 @@ from paged_base import NAMESPACES, PICK, PagedBase, some_live
 from paged_model import Live
 
 from kvkeep import OutOfPages
-from kvkeep.testing.strategies import FORMS, Recipe, recipes
+from prompt_recipes import FORMS, Recipe, recipes
 
 FORM = st.sampled_from(sorted(FORMS))
 TOKENS = st.lists(st.integers(0, 2), max_size=5)
@@ -52,7 +52,7 @@ class Requests(PagedBase):
             partly = 0
 
         model.begin()
-        model.opening(match.pages, namespace, how.get("session"), how.get("turn"))
+        model.opening(match.pages, namespace, how.get("session"))
         seq = self.cache.open(FORMS[form](prompt), namespace, **how)
         model.opened(seq)
         assert seq.num_cached == full * size + partly
@@ -250,8 +250,6 @@ class Requests(PagedBase):
         stored = [page for page in live.table if page in model.naive.pages]
         gone = [] if keep else model.forgotten(live, stored)
         model.begin(closing=live)
-        if keep:
-            model.closing(live, stored)
         live.seq.close(keep=keep)
         model.live.remove(live)
         model.closed.append(live)

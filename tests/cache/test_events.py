@@ -11,11 +11,7 @@ import numpy as np
 import pytest
 
 from kvkeep import InvalidValue, Namespace, OutOfPages, PagedCache
-from kvkeep.core import events as records
-from kvkeep.core.cache import core as core_module
-from kvkeep.core.cache import opening as opening_module
-from kvkeep.core.cache import sequence as sequence_module
-from kvkeep.core.events import Closed, Event, Evicted, Opened, PagesShort, Stored
+from kvkeep.core.events import Closed, Event, Evicted, Opened, Stored
 from kvkeep.core.prefix import INDICES
 
 SIZE = 4
@@ -77,13 +73,6 @@ def test_the_life_of_a_request_in_order(cache: PagedCache, events: list[Event]) 
     assert fork_closed.sequence == fork.id
 
 
-def test_a_hit_is_told_with_its_length(events: list[Event], cache: PagedCache) -> None:
-    run(cache, range(8))
-    run(cache, [*range(8), 99])
-    hit = [event for event in events if isinstance(event, Opened)][-1]
-    assert (hit.prompt_tokens, hit.cached_tokens) == (9, 8)
-
-
 @pytest.mark.parametrize(
     ("reason", "do"),
     [
@@ -115,17 +104,6 @@ def test_dropping_ones_own_pages_is_told(cache: PagedCache, events: list[Event])
     assert closed.stored_pages == 0
 
 
-def test_running_short_is_told(cache: PagedCache, events: list[Event]) -> None:
-    sequence = cache.open(range(8))
-    for refused in (lambda: cache.open(range(100, 128)), lambda: sequence.append(range(28))):
-        del events[:]
-        with pytest.raises(OutOfPages):
-            refused()
-        (short,) = events
-        assert isinstance(short, PagesShort)
-        assert (short.needed, short.available) == (7, 6)
-
-
 def test_what_was_there_before_is_not_stored_again(cache: PagedCache, events: list[Event]) -> None:
     first, second = cache.open(range(9)), cache.open([*range(8), 50, 51, 52, 53])
     first.publish()
@@ -137,19 +115,6 @@ def test_what_was_there_before_is_not_stored_again(cache: PagedCache, events: li
     assert stored.tokens.tolist() == [50, 51, 52, 53]
     run(cache, range(9))
     assert kinds(events) == ["Stored", "Opened", "Closed"]
-
-
-def test_looking_tells_nothing(cache: PagedCache, events: list[Event]) -> None:
-    run(cache, range(8))
-    del events[:]
-    cache.match(range(8))
-    cache.stats()
-    cache.check()
-    list(cache.runs())
-    cache.namespaces()
-    assert cache.evict(0) == 0
-    assert cache.clear("nobody") == 0
-    assert events == []
 
 
 class Mirror:
@@ -330,60 +295,7 @@ def test_a_subscription_ends(cache: PagedCache) -> None:
     assert kinds(seen) == ["Opened"]
 
 
-def test_the_same_hook_twice_is_two_subscriptions(cache: PagedCache) -> None:
-    seen: list[Event] = []
-
-    def hook(event: Event) -> None:
-        seen.append(event)
-
-    first, second = cache.subscribe(hook), cache.subscribe(hook)
-    cache.open([1])
-    assert len(seen) == 2
-    first()
-    first()
-    cache.open([2])
-    assert len(seen) == 3
-    second()
-    cache.open([3])
-    assert len(seen) == 3
-
-
-def test_a_hook_may_end_its_own_subscription(cache: PagedCache) -> None:
-    seen: list[Event] = []
-
-    def once(event: Event) -> None:
-        seen.append(event)
-        end()
-
-    end = cache.subscribe(once)
-    run(cache, range(8))
-    assert kinds(seen) == ["Opened"]
-
-
 @pytest.mark.parametrize("wrong", [None, "print", 5])
 def test_what_cannot_be_called_is_no_hook(cache: PagedCache, wrong: Any) -> None:
     with pytest.raises(InvalidValue, match="a hook is called with each event"):
         cache.subscribe(wrong)
-
-
-def test_without_hooks_no_event_is_made(cache: PagedCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    def made(*_: Any, **__: Any) -> None:
-        raise AssertionError("an event was made that nobody hears")
-
-    for module in (core_module, opening_module, sequence_module):
-        for name in (*records.__all__, "frozen"):
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, made)
-    end = cache.subscribe(print)
-    with pytest.raises(AssertionError, match="nobody hears"):  # the patch is where it must be
-        cache.open([1])
-    end()
-    sequence = cache.open(range(8))
-    sequence.publish()
-    sequence.fork().close(keep=False)
-    with pytest.raises(OutOfPages):
-        sequence.append(range(1000))
-    sequence.close(keep=False)
-    run(cache, range(8))
-    cache.evict(1)
-    cache.clear()

@@ -55,12 +55,6 @@ def flat(cost: Callable[[int], int]) -> None:
     assert many <= few * SLACK, f"{few} steps with {FEW}, {many} with {MANY}"
 
 
-def test_steps_are_counted() -> None:
-    assert steps(lambda: [i + 1 for i in range(1000)]) > steps(lambda: [i + 1 for i in range(10)])
-    with pytest.raises(AssertionError, match="with 500"):
-        flat(lambda count: steps(lambda: [store(PagedCache(4), 0) for _ in range(count)]))
-
-
 # --- forks -----------------------------------------------------------------------------------
 
 
@@ -90,14 +84,6 @@ def test_a_fork_goes_on_whatever_others_there_are(prompt: int, which: int) -> No
             for i, fork in enumerate(running[:-1]):  # all others have parted already
                 step(fork, [i] * SIZE)
         return step(running[which], [9999] * SIZE)
-
-    flat(cost)
-
-
-def test_forking_and_closing_a_fork_looks_at_no_other() -> None:
-    def cost(count: int) -> int:
-        running = forks(count, 4 * SIZE + 2)
-        return steps(lambda: running[0].fork().close())
 
     flat(cost)
 
@@ -138,17 +124,6 @@ def test_a_pin_looks_at_no_other_pin(hard: bool) -> None:
             cache.unpin(pin)
 
         return steps(run)
-
-    flat(cost)
-
-
-def test_pins_of_one_prefix_do_not_add_up() -> None:
-    def cost(count: int) -> int:
-        cache = PagedCache(64, SIZE)
-        tokens = store(cache, 0)
-        for _ in range(count):
-            cache.pin(tokens)
-        return steps(lambda: cache.unpin(cache.pin(tokens)))
 
     flat(cost)
 

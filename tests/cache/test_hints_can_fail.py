@@ -17,7 +17,6 @@ from kvkeep.core.cache.sequence import Sequence
 from kvkeep.core.cache.sessions import SessionBoard
 from kvkeep.core.eviction.hints import Hinted
 from kvkeep.core.eviction.queues import AgeQueue
-from kvkeep.core.prefix import owners
 from kvkeep.core.prefix.owners import Owners
 
 if TYPE_CHECKING:
@@ -57,11 +56,6 @@ def others_do_not_count(patch: Patch) -> None:
 def requests_of_no_session_do_not_count(patch: Patch) -> None:
     used = Owners.used
     patch.setattr(Owners, "used", lambda self, hold, owner: owner and used(self, hold, owner))
-
-
-def the_path_is_not_spared(patch: Patch) -> None:
-    kill = Owners.kill
-    patch.setattr(Owners, "kill", lambda self, owner, path=None: kill(self, owner))
 
 
 def forks_have_no_session(patch: Patch) -> None:
@@ -110,19 +104,6 @@ def the_away_may_have_all(patch: Patch) -> None:
     patch.setattr(SessionBoard, "__init__", generous)
 
 
-def equal_turns_replace(patch: Patch) -> None:
-    enter = SessionBoard.enter
-    patch.setattr(SessionBoard, "enter", lambda self, key, hold, turn: enter(self, key, hold, None))
-
-
-def a_turn_drops_nothing(patch: Patch) -> None:
-    patch.setattr(Owners, "_kill_tail", lambda self, owner, end, hold: None)
-
-
-def a_turn_drops_other_branches(patch: Patch) -> None:
-    patch.setattr(owners, "_SLACK", 1_000)
-
-
 def hints_lose_what_may_go(patch: Patch) -> None:
     def change(self: Owners, node: object, died: int, due: float | None) -> None:
         self._set(node, died, due)
@@ -151,7 +132,7 @@ FAULTS: list[Callable[[Patch], None]] = [
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_the_hinted_machine_finds(fault: Callable[[Patch], None], monkeypatch: Patch) -> None:
     monkeypatch.setattr(Owners, "check", lambda self, roots: None)
-    monkeypatch.setattr(SessionBoard, "check", lambda self, stored: None)
+    monkeypatch.setattr(SessionBoard, "check", lambda self: None)
     fault(monkeypatch)
     with pytest.raises((Exception, pytest.fail.Exception)):  # it may show in any way
         run_state_machine_as_test(

@@ -32,12 +32,6 @@ def store(cache, tokens, namespace="", **options):
         sequence.publish()
 
 
-def afresh(cache, *args, **options):
-    """A map that is made now."""
-    cache._inspector.forget_maps()
-    return cache.map(*args, **options)
-
-
 asked = st.lists(
     st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=14), st.sampled_from("ab")),
     min_size=1, max_size=12,
@@ -121,19 +115,6 @@ def test_how_many_are_shown_is_checked(wrong):
         PagedCache(10, PAGE).map(nodes=wrong)
 
 
-def test_a_map_is_kept_for_a_moment_unless_something_is_changed_by_it():
-    cache = PagedCache(100, PAGE)
-    store(cache, [1, 1, 2, 2, 0])
-    made = cache.map()
-    store(cache, [4, 4, 0])
-    assert cache.map() is made
-    assert cache.map(nodes=5) is not made
-    assert cache.map(nodes=5).pages == 3
-    cache.pin_node(made.nodes[-1].id)
-    assert cache.map().pages == 3
-    assert cache.map().nodes[1].pins == 1
-
-
 # --- by number -----------------------------------------------------------------------------------
 
 
@@ -148,7 +129,7 @@ def cache():
 
 
 def ids(cache, namespace=""):
-    return {tuple(node.head.tolist()): node.id for node in afresh(cache, namespace).nodes}
+    return {tuple(node.head.tolist()): node.id for node in cache.map(namespace).nodes}
 
 
 def test_one_run(cache):
@@ -161,20 +142,6 @@ def test_one_run(cache):
     assert (space.namespace.tenant, space.node.below_pages, space.children) == ("", 3, 1)
     head = cache.node(numbers[1, 1])
     assert (head.node.below_pages, head.node.below_runs, head.children) == (3, 3, 2)
-
-
-def test_an_evicted_run_is_not_another_one():
-    cache = PagedCache(5, PAGE)
-    store(cache, [1, 1, 2, 2, 0])
-    store(cache, [1, 1, 3, 3, 0])
-    numbers = ids(cache)
-    pages = cache.node(numbers[3, 3]).page_ids.tolist()
-    assert cache.evict_below(numbers[3, 3]) == 1
-    store(cache, [6, 6, 7, 7, 8, 8])  # takes all that is free, and that page, too
-    assert any(set(pages) <= set(cache.node(one).page_ids.tolist()) for one in ids(cache).values())
-    for ask in (cache.node, cache.evict_below, cache.pin_node, cache.unpin_node):
-        with pytest.raises(NotCached):
-            ask(numbers[3, 3])
 
 
 def test_eviction_is_told_and_leaves_what_is_used(cache):
@@ -194,32 +161,6 @@ def test_eviction_is_told_and_leaves_what_is_used(cache):
     cache.check()
 
 
-def test_a_namespace_is_evicted(cache):
-    (space,) = [n.id for n in cache.map().nodes if n.namespace and n.namespace.tenant == "other"]
-    assert cache.evict_below(space) == 1
-    assert [one.tenant for one in cache.namespaces()] == [""]
-    with pytest.raises(NotCached):
-        cache.evict_below(space)
-    with pytest.raises(InvalidValue, match="namespace"):
-        cache.pin_node(-1)
-
-
-@pytest.mark.parametrize("prefix", ["radix", "chain"])
-def test_a_pinned_run_goes_last(prefix):
-    cache = PagedCache(100, PAGE, prefix=prefix)
-    store(cache, [1, 1, 2, 2, 0])
-    store(cache, [3, 3, 4, 4, 0])
-    first = next(n.id for n in cache.map("").nodes if cache.node(n.id).page_ids[0] == 0)
-    pin = cache.pin_node(first)
-    assert pin.num_tokens == 4
-    assert cache.evict(2) == 2
-    assert cache.match([1, 1, 2, 2]).num_tokens == 4
-    assert cache.unpin_node(first) == 1
-    assert not pin.active
-    assert cache.unpin_node(first) == 0
-    cache.check()
-
-
 def test_a_pin_by_number_is_a_pin_like_others():
     clock = Clock()
     cache = PagedCache(100, PAGE, clock=clock)
@@ -232,7 +173,7 @@ def test_a_pin_by_number_is_a_pin_like_others():
     assert cache.node(number).node.pins == 2
     clock.now += 6
     assert timed.num_tokens == 0
-    assert afresh(cache, "").nodes[0].pins == 1
+    assert cache.map("").nodes[0].pins == 1
     assert cache.unpin_node(number) == 1  # also the one that was made otherwise; hard ones stay
     assert cache.stats().pins == 1
     assert cache.evict_below(number) == 0
@@ -240,19 +181,6 @@ def test_a_pin_by_number_is_a_pin_like_others():
     for wrong in (0, -1, float("nan")):
         with pytest.raises(InvalidValue, match="ttl"):
             cache.pin_node(number, ttl=wrong)
-    cache.check()
-
-
-def test_eviction_ends_the_pins_of_what_goes(cache):
-    numbers = ids(cache)
-    head, end, other = (cache.pin_node(numbers[key]) for key in ((1, 1), (2, 2), (3, 3)))
-    assert cache.evict_below(numbers[2, 2]) == 1
-    assert [pin.active for pin in (head, end, other)] == [True, False, True]
-    with cache.open([1, 1, 3, 3, 0]):
-        assert cache.evict_below(numbers[1, 1]) == 0
-        assert other.active
-    assert cache.evict_below(numbers[1, 1]) == 2
-    assert cache.stats().pins == 0
     cache.check()
 
 
@@ -290,7 +218,7 @@ def test_maps_are_made_while_requests_come_and_go(monkeypatch):
         store(cache, rng.integers(0, 2, rng.integers(1, 20)), "ab"[int(rng.integers(2))])
 
     def look(rng):
-        made = afresh(cache, nodes=int(rng.integers(1, 20)))
+        made = cache.map(nodes=int(rng.integers(1, 20)))
         assert sum(node.pages for node in made.nodes) == made.pages
         if made.nodes:
             number = made.nodes[int(rng.integers(len(made.nodes)))].id
@@ -301,7 +229,7 @@ def test_maps_are_made_while_requests_come_and_go(monkeypatch):
             assert len(view.tokens) == PAGE * len(view.page_ids)
 
     def change(rng):
-        (*_, node) = afresh(cache, "a", nodes=int(rng.integers(1, 9))).nodes or [None]
+        (*_, node) = cache.map("a", nodes=int(rng.integers(1, 9))).nodes or [None]
         if node is not None and not node.hidden:
             if rng.random() < 0.7:
                 cache.pin_node(node.id, ttl=0.01)
@@ -330,7 +258,7 @@ def test_maps_are_made_while_requests_come_and_go(monkeypatch):
     assert done["change"] + done["change refused"] > 5
     cache.check()
     pages = sum(len(run.pages) for space in cache.namespaces() for run in cache.runs(space))
-    assert afresh(cache).pages == pages <= 64
+    assert cache.map().pages == pages <= 64
     cache.clear()
     assert cache.map("zzz").nodes == ()
 
@@ -351,50 +279,10 @@ def test_what_goes_between_two_steps_is_not_in_the_map(monkeypatch, nodes):
 
     monkeypatch.setattr(inspector, "_STEP", 4)
     monkeypatch.setattr(inspector.time, "sleep", go)
-    made = afresh(cache, "", nodes=nodes)
+    made = cache.map("", nodes=nodes)
     assert rests > 2
     assert made.pages == made.runs == sum(node.pages for node in made.nodes) == 4
     assert sum(node.count or 1 for node in made.nodes) == 4
-    assert afresh(cache, "").nodes == ()
+    assert cache.map("").nodes == ()
     with pytest.raises(NotCached):
         cache.node(numbers[0])
-
-
-@pytest.mark.parametrize("ask", ["node", "evict_below", "pin_node", "unpin_node"])
-def test_what_goes_when_it_was_just_found(monkeypatch, cache, ask):
-    number = ids(cache)[3, 3]
-    find = inspector.Inspector._find
-
-    def found_and_gone(self, number):
-        node = find(self, number)
-        cache.evict(3)
-        return node
-
-    monkeypatch.setattr(inspector.Inspector, "_find", found_and_gone)
-    with pytest.raises(NotCached):
-        getattr(cache, ask)(number)
-    with pytest.raises(NotCached):
-        cache.map(root=number)
-    cache.check()
-
-
-def test_a_map_of_many_runs_is_made_in_steps(monkeypatch):
-    """Nobody waits longer than for one step: who wants the lock meanwhile gets it in between."""
-    monkeypatch.setattr(inspector, "_STEP", 64)
-    cache = PagedCache(20_000, PAGE)
-    for i in range(3000):
-        store(cache, [i % 50, i % 50, i, i, 0])
-    steps = 0
-    enter = type(cache._core).__enter__
-
-    def counted(core):
-        nonlocal steps
-        steps += 1
-        return enter(core)
-
-    monkeypatch.setattr(type(cache._core), "__enter__", counted)
-    made = cache.map(nodes=100)
-    assert made.runs == 3050
-    assert steps >= 3050 / 64
-    assert len(made.nodes) <= 201
-    assert sum(node.pages for node in made.nodes) == made.pages == 3050

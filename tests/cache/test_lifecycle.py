@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvkeep import IllegalStep, OutOfPages, PagedCache
-from kvkeep.core.cache.lifecycle import STEPS, SequenceState, permit
+from kvkeep.core.cache.lifecycle import STEPS, SequenceState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,15 +49,6 @@ def all_of(cache: PagedCache, sequence: Sequence) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def test_the_table_speaks_of_all_states_and_steps() -> None:
-    assert set(STEPS) == set(SequenceState)
-    assert {step for steps in STEPS.values() for step in steps} == set(STEP)
-    for steps in STEPS.values():
-        for targets in steps.values():
-            assert targets
-            assert targets <= set(SequenceState)
-
-
 @pytest.mark.parametrize(("state", "step"), PAIRS, ids=lambda value: getattr(value, "name", value))
 def test_a_step(state: SequenceState, step: str) -> None:
     cache, sequence = cache_with(state)
@@ -95,12 +86,6 @@ REACHED: list[
     (SequenceState.COPYING, "close", SequenceState.CLOSED, lambda _, s: s.close()),
     (SequenceState.READY, "close", SequenceState.CLOSED, lambda _, s: s.close(keep=False)),
 ]
-
-
-def test_every_way_of_the_table_is_gone() -> None:
-    ways = {(state, step, target) for state, steps in STEPS.items()
-            for step, targets in steps.items() for target in targets}  # fmt: skip
-    assert {(state, step, target) for state, step, target, _ in REACHED} == ways
 
 
 @pytest.mark.parametrize(
@@ -159,17 +144,6 @@ def test_running_out_of_pages_changes_nothing(state: SequenceState) -> None:
         assert cache.stats().out_of_pages == refused + 1
     sequence.append([7])
     assert sequence.tokens.tolist() == [0, 1, 2, 3, 4, 99, 7]
-
-
-def test_permit_is_the_table() -> None:
-    for state, step in PAIRS:
-        if step in STEPS[state]:
-            permit(state, step)
-        else:
-            with pytest.raises(IllegalStep):
-                permit(state, step)
-    with pytest.raises(IllegalStep):
-        permit(SequenceState.READY, "no such step")
 
 
 def test_leaving_the_block_closes_once() -> None:

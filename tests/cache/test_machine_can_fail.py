@@ -16,8 +16,8 @@ from planted import SEARCH
 
 from kvkeep import PagedCache
 from kvkeep.core.cache import sequence as sequence_module
+from kvkeep.core.cache.copies import Forks
 from kvkeep.core.cache.core import Core
-from kvkeep.core.cache.forks import Forks
 from kvkeep.core.cache.sequence import Sequence
 from kvkeep.core.errors import IllegalStep
 from kvkeep.core.events import Stored

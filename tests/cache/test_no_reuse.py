@@ -23,8 +23,8 @@ def test_nothing_is_found_and_nothing_stays(prefix: str, eviction: str) -> None:
     cache = PagedCache(32, 4, prefix=prefix, eviction=eviction, reuse=False, what_if=1.0)
     events: list[Any] = []
     cache.subscribe(events.append)
-    for turn in range(3):
-        with cache.open(PROMPT, session="s", turn=turn, extra=[(1, b"a")]) as sequence:
+    for _ in range(3):
+        with cache.open(PROMPT, session="s", extra=[(1, b"a")]) as sequence:
             assert sequence.num_cached == 0
             assert sequence.publish() == sequence.num_published == 0
             fork = sequence.fork()

@@ -12,13 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvkeep import InvalidValue, OutOfPages, PagedCache
-from kvkeep.core.cache.blocks import BlockNames
 from kvkeep.core.events import Stored
 from kvkeep.core.extras import as_extras, signed
-from kvkeep.core.keys import Namespace, chain_keys, root_key
 from kvkeep.core.prefix.marks import Marks
 from kvkeep.core.tokens import as_tokens
-from kvkeep.testing.naive import NaiveCache
+from naive_cache import NaiveCache
 
 if TYPE_CHECKING:
     from kvkeep import Sequence
@@ -58,13 +56,6 @@ def test_other_bytes_share_only_what_lies_before(prefix: str) -> None:
     with cache.open(PROMPT, extra=[(13, CAT)]) as sequence:
         assert sequence.num_cached == 28
     cache.check()
-
-
-def test_the_order_of_extras_at_one_position_matters() -> None:
-    cache = cached()
-    keep(cache, PROMPT, extra=[(2, CAT), (2, DOG)])
-    assert cache.match(PROMPT, extra=[(2, CAT), (2, DOG)]).num_tokens == 28
-    assert cache.match(PROMPT, extra=[(2, DOG), (2, CAT)]).num_tokens == 2
 
 
 @both
@@ -121,43 +112,6 @@ def test_no_reader_of_the_tree_sees_anything_but_tokens() -> None:
     assert "-" not in "".join(str(run.tokens) for run in cache.runs())
 
 
-def test_the_map_names_the_blocks_of_a_store_by_the_bytes() -> None:
-    cache = cached()
-    keep(cache, PROMPT, extra=[(13, CAT)])
-    keep(cache, PROMPT, extra=[(13, DOG)])
-    names = BlockNames(8, lambda space: b"s" * 16 + root_key(space))
-    told = {
-        name[16:]
-        for node in cache.map("", blocks=names).nodes
-        if node.blocks is not None
-        for name in node.blocks.names
-    }
-    row = as_tokens(PROMPT[:28]).tobytes()
-    root = root_key(Namespace())
-    assert told == {
-        key for data in (CAT, DOG) for key in chain_keys(root, row, 32, as_extras([(13, data)], 30))
-    }
-
-
-@both
-def test_marks_live_as_long_as_something_uses_them(prefix: str) -> None:
-    cache = cached(prefix)
-    marks = cache._core.marks
-    sequence = cache.open(PROMPT, extra=[(13, CAT), (29, DOG)])
-    assert len(marks) == 2
-    sequence.publish()
-    fork = sequence.fork()
-    sequence.close()
-    assert len(marks) == 2
-    fork.truncate(20)
-    assert len(marks) == 1, "the second is on no full page"
-    fork.close()
-    assert len(marks) == 1, "a page is stored with it"
-    assert cache.match(PROMPT, extra=[(13, CAT)]).num_tokens == 28
-    cache.evict(1000)
-    assert len(marks) == 0
-
-
 def test_a_refused_request_leaves_no_mark() -> None:
     cache = PagedCache(4, SIZE)
     with pytest.raises(OutOfPages):
@@ -198,17 +152,6 @@ def test_wrong_extras_change_nothing(prefix: str) -> None:
             call()
     assert sequence.num_tokens == 30
     cache.check()
-
-
-@both
-def test_a_pin_keeps_the_prompt_with_these_bytes(prefix: str) -> None:
-    cache = cached(prefix)
-    keep(cache, PROMPT, extra=[(1, CAT)])
-    keep(cache, PROMPT, extra=[(1, DOG)])
-    cache.pin(PROMPT, hard=True, extra=[(1, CAT)])
-    cache.evict(1000)
-    assert cache.match(PROMPT, extra=[(1, CAT)]).num_tokens == 28
-    assert cache.match(PROMPT, extra=[(1, DOG)]).num_tokens <= 1
 
 
 @both

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
-
 import pytest
 
 from kvkeep import InvalidValue, NotCached, PagedCache
@@ -107,10 +105,3 @@ def test_a_pin_whose_time_is_over_keeps_nothing_from_being_forgotten(hard: bool)
     now[0] = 5
     sequence.close(keep=False)
     assert cache.match([1]).num_tokens == 0
-
-
-def test_append_takes_a_memoryview_like_open_does() -> None:
-    cache = PagedCache(4, 2)
-    sequence = cache.open(memoryview(array("i", [1, 2])))
-    sequence.append(memoryview(array("i", [3, 4])))
-    assert sequence.tokens.tolist() == [1, 2, 3, 4]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeep import InvalidValue, NotCached, OutOfPages, PagedCache, Pin
+from kvkeep import InvalidValue, NotCached, OutOfPages, PagedCache
 from kvkeep.core.prefix import INDICES
 
 SIZE = 4
@@ -52,18 +52,6 @@ def fill(cache: PagedCache, pages: int, first: int = 10_000) -> None:
 # --- soft ------------------------------------------------------------------------------------
 
 
-def test_a_pinned_prefix_outlives_newer_ones(cache: PagedCache) -> None:
-    pinned = store(cache, 0)
-    pin = cache.pin(pinned)
-    newer = [store(cache, 1000 * n) for n in range(1, 8)]
-    assert cache.stats().pages_free == 0
-    fill(cache, 14)  # all but the pinned pages
-    assert cache.match(pinned).num_tokens == 8
-    assert [cache.match(tokens).num_tokens for tokens in newer] == [0] * 7
-    assert pin.num_tokens == 8
-    cache.check()
-
-
 def test_a_soft_pin_gives_way_tail_first_when_nothing_else_is_left(cache: PagedCache) -> None:
     pinned = store(cache, 0, pages=3)
     pin = cache.pin(pinned)
@@ -81,99 +69,13 @@ def test_a_soft_pin_gives_way_tail_first_when_nothing_else_is_left(cache: PagedC
     cache.check()
 
 
-def test_a_pin_covers_all_before_it_and_nothing_behind_it(cache: PagedCache) -> None:
-    prompt = store(cache, 0, pages=4)
-    cache.pin(prompt[:8])
-    fill(cache, 14)
-    assert cache.match(prompt).num_tokens == 8
-    fill(cache, 15)
-    assert cache.match(prompt).num_tokens == 4
-
-
-def test_a_pin_made_inside_a_run_survives_its_cuts(cache: PagedCache) -> None:
-    prompt = store(cache, 0, pages=6)
-    pin = cache.pin(prompt[:16])
-    for at in (4, 8, 12, 20):  # others leave the run in places before and behind the pin
-        with cache.open([*prompt[:at], *[9999] * 4]) as other:
-            other.copies()
-            other.publish()
-    fill(cache, 12)
-    assert pin.num_tokens == 16
-    assert cache.match(prompt).num_tokens == 16
-    cache.check()
-
-
 def test_only_full_pages_are_pinned(cache: PagedCache) -> None:
     prompt = store(cache, 0, pages=2)
     assert cache.pin(prompt[:7]).num_tokens == 4
     assert cache.pin([*prompt, 1, 2, 3]).num_tokens == 8
 
 
-def test_pins_count(cache: PagedCache) -> None:
-    prompt = store(cache, 0)
-    first, second = cache.pin(prompt), cache.pin(prompt)
-    assert cache.stats().pins == 2
-    assert cache.stats().pinned_pages == 2, "the same pages, counted once"
-    cache.unpin(first)
-    store(cache, 1000)
-    fill(cache, 14)
-    assert cache.match(prompt).num_tokens == 8, "one pin is left"
-    cache.unpin(second)
-    store(cache, 2000)
-    fill(cache, 14)
-    assert cache.match(prompt).num_tokens == 0
-    cache.check()
-
-
-def test_a_pin_protects_a_prefix_of_its_namespace_alone(cache: PagedCache) -> None:
-    for tenant in ("a", "b"):
-        store(cache, 0, namespace=tenant)
-    cache.pin(range(8), "a")
-    fill(cache, 14)
-    assert cache.match(range(8), "a").num_tokens == 8
-    assert cache.match(range(8), "b").num_tokens == 0
-
-
-def test_pinning_what_a_request_uses(cache: PagedCache) -> None:
-    """The pin holds when the request has closed, and the request when the pin has ended."""
-    with cache.open(range(8)) as sequence:
-        sequence.publish()
-        pin = cache.pin(range(8))
-    fill(cache, 14)
-    assert pin.num_tokens == 8
-    sequence = cache.open(range(9))
-    cache.unpin(pin)
-    fill(cache, 13)
-    assert sequence.pages.tolist()[:2] == cache.match(range(8)).pages.tolist()
-    sequence.close()
-    cache.check()
-
-
-def test_forgetting_ones_own_pages_spares_pinned_ones(cache: PagedCache) -> None:
-    sequence = cache.open(range(16))
-    sequence.publish()
-    cache.pin(range(8))
-    sequence.close(keep=False)
-    assert cache.match(range(16)).num_tokens == 8
-    cache.check()
-
-
 # --- hard ------------------------------------------------------------------------------------
-
-
-def test_a_hard_pin_never_gives_way(cache: PagedCache) -> None:
-    prompt = store(cache, 0)
-    pin = cache.pin(prompt, hard=True)
-    assert cache.stats().pages_evictable == 0
-    with pytest.raises(OutOfPages):
-        cache.open(range(1000, 1000 + 15 * SIZE))
-    fill(cache, 14)
-    assert cache.evict(16) == 0
-    assert cache.clear() == 0
-    assert pin.num_tokens == 8
-    cache.unpin(pin)
-    assert cache.clear() == 2
-    cache.check()
 
 
 def test_hard_pins_have_a_budget_which_counts_each_page_once(clock: Clock) -> None:
@@ -202,24 +104,6 @@ def test_the_default_budget_is_half_the_pool(cache: PagedCache) -> None:
         cache.pin(prompt[: 9 * SIZE], hard=True)
 
 
-def test_no_budget_no_hard_pins(clock: Clock) -> None:
-    cache = PagedCache(16, SIZE, hard_pin_pages=0, clock=clock)
-    prompt = store(cache, 0)
-    with pytest.raises(InvalidValue):
-        cache.pin(prompt, hard=True)
-    assert cache.pin(prompt).num_tokens == 8
-
-
-def test_an_ended_hard_pin_gives_its_budget_back(clock: Clock) -> None:
-    cache = PagedCache(16, SIZE, hard_pin_pages=2, clock=clock)
-    first, second = store(cache, 0), store(cache, 1000)
-    cache.unpin(cache.pin(first, hard=True))
-    pin = cache.pin(second, hard=True, ttl=5)
-    clock.now += 5
-    assert pin.num_tokens == 0
-    assert cache.pin(first, hard=True).num_tokens == 8
-
-
 # --- time ------------------------------------------------------------------------------------
 
 
@@ -241,18 +125,6 @@ def test_a_pin_ends_when_its_time_is_over(cache: PagedCache, clock: Clock, hard:
     cache.check()
 
 
-def test_time_runs_out_in_its_own_order(cache: PagedCache, clock: Clock) -> None:
-    prompt = store(cache, 0)
-    for ttl in (30, 10, 20, None, 10):
-        cache.pin(prompt, ttl=ttl)
-    left = []
-    for _ in range(4):
-        left.append(cache.stats().pins)
-        clock.now += 10
-    assert left == [5, 3, 2, 1]
-    assert cache.stats().pins_expired == 4
-
-
 def test_memory_pressure_ends_expired_hard_pins_by_itself(cache: PagedCache, clock: Clock) -> None:
     cache.pin(store(cache, 0), ttl=1, hard=True)
     clock.now += 1
@@ -260,26 +132,6 @@ def test_memory_pressure_ends_expired_hard_pins_by_itself(cache: PagedCache, clo
     sequence = cache.open(range(5000, 5000 + 15 * SIZE))
     sequence.append(range(SIZE))
     assert cache.stats().pins_expired == 1
-
-
-def test_clear_and_evict_take_what_an_expired_hard_pin_kept(
-    cache: PagedCache, clock: Clock
-) -> None:
-    for free in (cache.clear, lambda: cache.evict(99)):
-        cache.pin(store(cache, 0), ttl=1, hard=True)
-        clock.now += 1
-        assert free() == 2
-        assert cache.stats().pages_free == 16
-
-
-def test_an_append_ends_expired_hard_pins_too(cache: PagedCache, clock: Clock) -> None:
-    cache.pin(store(cache, 0, pages=8), ttl=1, hard=True)
-    sequence = cache.open(range(5000, 5000 + 8 * SIZE))
-    with pytest.raises(OutOfPages):
-        sequence.append(0)
-    clock.now += 1
-    sequence.append(0)
-    cache.check()
 
 
 def test_pins_that_ended_early_are_not_kept_until_their_time(
@@ -370,28 +222,6 @@ def test_a_pin_of_another_cache_is_refused(cache: PagedCache) -> None:
     with pytest.raises(NotCached):
         cache.unpin(pin)
     assert pin.active
-
-
-def test_clear_ends_soft_pins_and_unpinning_them_then_is_told(cache: PagedCache) -> None:
-    pin = cache.pin(store(cache, 0))
-    assert cache.clear() == 2
-    assert not pin.active
-    assert pin.num_tokens == 0
-    with pytest.raises(NotCached):
-        cache.unpin(pin)
-    # The same tokens, cached again, are not what was pinned.
-    store(cache, 0)
-    assert cache.stats().pinned_pages == 0
-
-
-def test_a_pin_in_words(cache: PagedCache) -> None:
-    prompt = store(cache, 0)
-    assert repr(cache.pin(prompt)) == "<soft pin, 8 tokens>"
-    pin = cache.pin(prompt, hard=True)
-    assert repr(pin) == "<hard pin, 8 tokens>"
-    cache.unpin(pin)
-    assert repr(pin) == "<hard pin, 0 tokens, ended>"
-    assert isinstance(pin, Pin)
 
 
 # --- never in the way ------------------------------------------------------------------------

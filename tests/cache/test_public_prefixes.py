@@ -94,27 +94,6 @@ def test_no_tenant_names_the_public_namespace() -> None:
     assert cache.match(SYSTEM, "public").num_tokens == 0
 
 
-def test_what_was_never_declared_is_private() -> None:
-    """The first pages of a declared row, the row with an extra in it, and the row after others."""
-    cache = cache_with()
-    for prompt in (SYSTEM[:36], [1, *SYSTEM]):
-        serve(cache, prompt, "a", answer=tuple(SYSTEM[36:]))
-    with cache.open([*SYSTEM, 9], "a", extra=[(3, b"image")]) as sequence:
-        sequence.copies()
-        sequence.publish()
-    assert {space.scope for space in cache.namespaces()} == {""}
-    cache.check()
-
-
-def test_a_row_that_begins_another_and_pages_in_part() -> None:
-    cache = cache_with()
-    cache.public.declare([*SYSTEM, *range(200, 210)])  # two and a half pages more
-    assert serve(cache, [*SYSTEM, *range(200, 210), 1], "a") == 51
-    assert serve(cache, [*SYSTEM, *range(200, 210), 1], "b") == 3
-    assert serve(cache, [*SYSTEM, *range(200, 206), 1], "c") == 7  # the shorter row alone
-    assert serve(cache, [*SYSTEM, *range(200, 206), 1, 1], "c") <= 4
-
-
 def test_a_declaration_while_requests_run() -> None:
     cache = PagedCache(200, PAGE)
     serve(cache, [*SYSTEM, 1], "a")
@@ -183,15 +162,6 @@ def test_a_tenants_map_has_its_private_runs_alone() -> None:
         assert sorted(found) == heads
     shown = cache.map()
     assert shown.pages == sum(node.pages for node in shown.nodes) == 10 + 1 + 2 + 2 + 2
-
-
-def test_other_models_and_adapters_have_a_copy_of_their_own() -> None:
-    cache = cache_with()
-    for lora in ("", "sql"):
-        with cache.open([*SYSTEM, 1], Namespace(tenant="a", lora=lora)) as sequence:
-            assert not sequence.num_cached
-            sequence.copies()
-            sequence.publish()
 
 
 @pytest.mark.parametrize("rows", [[[]], [[-1]], [[[1]]], ["text"]])

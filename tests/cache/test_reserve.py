@@ -33,22 +33,6 @@ def test_what_is_reserved_remains(cache, reserve):
     cache.check()
 
 
-def test_cached_pages_count_as_long_as_they_can_be_evicted(cache):
-    with cache.open(tokens(6)) as sequence:
-        sequence.publish()
-    assert cache.num_available == 10
-    # A hit protects what it hits: those pages are no reserve any more.
-    with pytest.raises(OutOfPages):
-        cache.open([*tokens(6), 1], reserve=4)
-    assert cache.stats().evictions == 0
-    with cache.open([*tokens(6), 1], reserve=3) as sequence:
-        assert sequence.num_cached == 24
-        assert cache.num_available == 3
-    with cache.open(tokens(3, 2), reserve=7):
-        assert cache.num_available == 7
-    cache.check()
-
-
 def test_a_partial_hit_is_given_up_for_the_reserve():
     cache = PagedCache(4, PAGE)
     with cache.open(tokens(2)) as sequence:

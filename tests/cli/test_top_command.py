@@ -91,19 +91,6 @@ def test_everything_that_matters_has_its_line():
     assert ("█" * 7 + "▓▓" + "░" * 5) in newest  # 400, 100 and 312 of 812
 
 
-def test_conversations_have_a_line_where_the_server_follows_them():
-    followed = live(conversations={"waiting": 1204, "expected": 36.7})
-    shown = plain(draw(picture(live=followed), "x", 80, 24))
-    (line,) = (line for line in shown if line.startswith(" talks"))
-    assert line.split("talks")[1].strip() == (
-        "1,204 wait for their next request · 37 expected within a minute"
-    )
-    followed = live(conversations=None)
-    assert not any(
-        line.startswith(" talks") for line in plain(draw(picture(live=followed), "x", 80, 24))
-    )
-
-
 def test_loads_have_a_line_where_there_were_some():
     assert not any(line.startswith(" loads") for line in plain(draw(picture(), "x", 80, 40)))
     loads = {"prefill_tokens_per_s": 5300.0, "loads": 40, "loaded_tokens": 30_720,

@@ -62,7 +62,6 @@ PARTS: dict[str, tuple[str, str]] = {
     "KeptModel": ("from kvkeep.integrations.transformers import KeptModel", "transformers"),
     "BackendTests": ("from kvkeep.testing import BackendTests", "testing"),
     "PolicyTests": ("from kvkeep.testing import PolicyTests", "testing"),
-    "strategies": ("from kvkeep.testing import strategies", "testing"),
     "a picture of a tree": (
         "from kvkeep.core.prefix import render\nrender.draw('', [])",
         "cli",

@@ -33,23 +33,6 @@ def run(engine, tokens, *, n=1, max_tokens=9, **told):
     return request, [choice.tokens for choice in done.choices]
 
 
-def test_turns_continue_or_replace(bench):
-    cache = PagedCache(32, PAGE)
-    engine = Engine(bench.runner, cache)
-    first, (answer,) = run(engine, PROMPT, session="s")
-    assert first.turn == 0
-    second, _ = run(engine, [*PROMPT, *answer, 1], session="s")
-    assert second.turn == 1
-    assert cache.stats().pages_dead == 0
-    stored = cache.stats().pages_cached
-    run(engine, [*PROMPT, 2, 3], max_tokens=1, session="s", turn=1)
-    assert cache.stats().pages_dead == 0, "another branch of this turn"
-    third, _ = run(engine, [*PROMPT, 2, 3], max_tokens=1, session="s", turn=2)
-    assert third.turn == 2
-    assert cache.stats().pages_dead == stored - len(PROMPT) // PAGE
-    cache.check()
-
-
 def test_who_yields_and_comes_again_replaces_nobody(bench):
     """Five answers in a pool for three take turns, and none of their pages counts as dead."""
     cache = PagedCache(32, PAGE)

@@ -99,13 +99,3 @@ def test_the_dead_then_the_others_then_the_awaited(steps: list[tuple[str, int]])
         assert len(hinted) == len(entries)
     order = drain(hinted)
     assert [key(entry) for entry in order] == sorted(map(key, entries))
-
-
-def test_people_are_told() -> None:
-    hinted = Hinted(LRU())
-    dead, awaited = new_entry(hinted), new_entry(hinted)
-    dead.died = hinted.death()
-    awaited.due = 1.0
-    hinted.death()
-    assert hinted.describe(dead) == "dead, 1 died since"
-    assert hinted.describe(awaited) == "awaited, used 0 ago, 0 hits"

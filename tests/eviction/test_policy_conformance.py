@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import TYPE_CHECKING
 
 import pytest
@@ -127,20 +126,6 @@ def test_an_age_queue_is_a_sorted_list(steps: list[tuple[str, int]]) -> None:
                 assert ages[entry] == min(ages.values())
                 del ages[entry]
         assert len(queue) == len(ages)
-
-
-def test_removing_what_lies_between_keeps_the_heap_small() -> None:
-    queue = AgeQueue()
-    first, last = Entry(), Entry()
-    queue.push(first, 0)
-    queue.push(last, 1000)
-    chance = random.Random(2)
-    for _ in range(5000):
-        entry = Entry()
-        queue.push(entry, chance.randrange(1, 1000))
-        queue.remove(entry)
-    assert len(queue._heap) < 200
-    assert [queue.pop(), queue.pop(), queue.pop()] == [first, last, None]
 
 
 # --- by name -------------------------------------------------------------------------------------

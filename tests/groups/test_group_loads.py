@@ -144,33 +144,6 @@ def test_a_refused_load_drops_no_copy_that_waits() -> None:
     engine.step(seq, 12)
 
 
-def test_a_load_does_not_overwrite_the_state_that_a_fork_waits_for() -> None:
-    engine = SymbolicEngine(200, GroupLayout(4, (), StateSpec(3)))
-    seq = engine.run(range(20))
-    seq.append(list(range(100, 112)))
-    fork = seq.fork()
-    assert seq.groups is not None
-    with pytest.raises(IllegalStep, match="a fork waits"):
-        seq.groups.load(32)
-    load(engine, seq, 32)
-    engine.finish(fork)
-    engine.cache.check()
-
-
-def test_what_was_loaded_is_not_cut_short() -> None:
-    """Rows before the window of the loaded position hold nothing."""
-    layout = GroupLayout(8, (WindowSpec(7),))
-    engine = SymbolicEngine(120, layout)
-    prompt = list(range(40))
-    seq = engine.cache.open(prompt)
-    load(engine, seq, 29)
-    assert seq.groups is not None
-    assert seq.groups.begins == [23]
-    seq.truncate(27)
-    assert seq.groups.position == 0
-    engine.finish(seq)
-
-
 @pytest.mark.parametrize("span", [5, 6, 7, 8, 9, 12])
 def test_a_prompt_that_branches_in_front_of_what_was_loaded(span: int) -> None:
     """The first row that was loaded begins inside its page, and is replaced by a whole one."""

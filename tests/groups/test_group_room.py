@@ -5,96 +5,8 @@ from __future__ import annotations
 import pytest
 from symbolic import BOTH, STATE, WINDOW, SymbolicEngine, prompt
 
-from kvkeep import PagedCache, SlotCache
 from kvkeep.core.errors import InvalidValue
-from kvkeep.core.eviction import LRU
 from kvkeep.core.groups import GroupLayout, StateSpec, WindowSpec
-from kvkeep.core.groups.order import CheckpointOrder
-
-
-class OnePage(LRU):
-    """Gives up a page of each victim, and then names another."""
-
-    portions = True
-
-    def portion(self, entry: object) -> int:
-        return 1
-
-    def put_back(self, entry: object) -> None:
-        entry.last_used = self._time = self._time + 1
-        self.add(entry)
-
-
-def test_the_portions_of_a_policy_are_kept_without_states() -> None:
-    engine = SymbolicEngine(200, GroupLayout(4, (WindowSpec(1),)), eviction=OnePage())
-    for number in (1, 2):
-        engine.run(prompt(number, 32)).close()
-    order = engine.cache._core.groups.order
-    for checkpoint in list(order):
-        engine.cache._core.groups.remove(checkpoint)
-    engine.cache.evict(engine.cache.stats().groups.loose_rows)
-    engine.cache.evict(2)
-    left = [engine.cache.match([*prompt(number, 32), 7]).stored_tokens for number in (1, 2)]
-    assert left == [28, 28], "a page of each"
-    engine.cache.check()
-
-
-@pytest.mark.parametrize("layout", [STATE, WINDOW], ids=["states", "windows"])
-def test_checkpoints_under_pins_are_met_once(
-    layout: GroupLayout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = SymbolicEngine(1200, layout)
-    cache, order = engine.cache, engine.cache._core.groups.order
-    pins = []
-    for number in range(30):
-        engine.run(prompt(number, 9)).close()
-        pins.append(cache.pin(prompt(number, 9)))
-    for number in range(30, 40):
-        engine.run(prompt(number, 9)).close()
-    for checkpoint in list(order):
-        order.extended(checkpoint)
-    met = []
-    early = CheckpointOrder.early
-
-    def counting(self: CheckpointOrder) -> object:
-        for checkpoint in early(self):
-            met.append(checkpoint)
-            yield checkpoint
-
-    monkeypatch.setattr(CheckpointOrder, "early", counting)
-    for _ in range(5):
-        cache.evict(1)
-    assert len(met) <= 30 + 10
-    cache.check()
-    monkeypatch.undo()
-    cache.unpin(pins[0])
-    cache.check()
-    cache.evict(8)
-    assert cache.match([*prompt(0, 9), 7]).num_tokens == 0, "it goes like others again"
-    assert cache.match([*prompt(1, 9), 7]).num_tokens == 8
-    cache.evict(10**6)
-    assert cache.stats().pages_used == 0
-    cache.check()
-
-
-def test_a_state_in_use_is_met_once_and_freed_later() -> None:
-    engine = SymbolicEngine(40, STATE)
-    engine.run(prompt(1, 17)).close()
-    sequence = engine.cache.open(prompt(1, 17) + prompt(2, 4))
-    assert sequence.num_cached == 16
-    there = engine.cache.num_available
-    engine.cache.evict(there)
-    engine.cache.check()
-    assert engine.cache.num_available == there
-    engine.make(sequence)
-    engine.step(sequence, 20)
-    sequence.publish()
-    assert engine.cache.num_available == there + 5, "the copy is made: its source can go"
-    engine.cache.evict(10**6)
-    sequence.close()
-    engine.cache.check()
-    engine.cache.evict(10**6)
-    assert engine.cache.stats().pages_used == 0
 
 
 def test_unpinned_states_go_before_prompts_with_pins() -> None:
@@ -106,27 +18,6 @@ def test_unpinned_states_go_before_prompts_with_pins() -> None:
     assert engine.cache.match([*prompt(1, 17), 7]).num_tokens == 16
     assert engine.cache.match([*prompt(2, 17), 7]).num_tokens == 0
     running.close()
-    engine.cache.check()
-
-
-def test_ends_that_next_turns_replace_go_first() -> None:
-    """Where turns went on stays: prompts branch there, too."""
-    engine = SymbolicEngine(4000, STATE)
-    turns = prompt(1, 40)
-    for turn in range(2, 12):
-        sequence = engine.run(turns)
-        sequence.append(prompt(100 + turn, 22))  # the answer
-        engine.finish(sequence)
-        turns = sequence.tokens.tolist() + prompt(turn, 18)
-        sequence.close()
-    order = engine.cache._core.groups.order
-    early = [one.page for one in order if one.early]
-    late = [one.page for one in order if not one.early]
-    assert len(early) == 9, "the end of each prompt but the last"
-    found = engine.cache.match(turns).num_tokens
-    engine.cache.evict(5 * len(early))
-    assert engine.cache.match(turns).num_tokens == found
-    assert [one.page for one in order] == late
     engine.cache.check()
 
 
@@ -188,13 +79,6 @@ def test_a_pin_says_where_a_request_can_resume(layout: GroupLayout) -> None:
     assert engine.cache.pin_node(node.id).num_resumable == 0
 
 
-def test_a_plain_pin_can_be_resumed_all_along() -> None:
-    cache = PagedCache(16, 4)
-    with cache.open(list(range(13))) as sequence:
-        sequence.publish()
-    assert cache.pin(list(range(13))).num_resumable == 12
-
-
 # --- mistakes ----------------------------------------------------------------------------------
 
 
@@ -235,27 +119,7 @@ def test_wrong_types_are_named(make: object, text: str) -> None:
         make()
 
 
-def test_a_list_of_windows_will_do() -> None:
-    assert GroupLayout(4, [WindowSpec(4)]) == GroupLayout(4, (WindowSpec(4),))
-
-
 # --- sessions ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("layout", [STATE, WINDOW, BOTH])
-def test_pages_of_a_session_count_rows_and_states(layout: GroupLayout) -> None:
-    engine = SymbolicEngine(200, layout)
-    with engine.cache.open(prompt(1, 41), session="talk") as sequence:
-        engine.finish(sequence)
-    talk, stats = engine.cache.session("talk"), engine.cache.stats()
-    assert talk.num_pages == stats.pages_used == 10 + stats.groups.pages
-    assert talk.suspend(eta=60) == engine.cache.stats().pages_awaited == talk.num_pages
-    engine.cache.evict(1)
-    assert engine.cache.stats().pages_awaited == talk.num_pages == engine.cache.stats().pages_used
-    assert talk.close() == engine.cache.stats().pages_dead == engine.cache.stats().pages_used
-    engine.cache.evict(10**6)
-    assert engine.cache.stats().pages_dead == 0
-    engine.cache.check()
 
 
 def test_suspended_sessions_keep_half_of_the_pool_with_their_states() -> None:
@@ -268,24 +132,3 @@ def test_suspended_sessions_keep_half_of_the_pool_with_their_states() -> None:
 
 
 # --- slots -------------------------------------------------------------------------------------
-
-
-def test_slots_do_not_take_groups() -> None:
-    with pytest.raises(InvalidValue, match="max_tokens is GroupLayout"):
-        SlotCache(4, STATE)
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        GroupLayout(4, (WindowSpec(10**20),)),
-        GroupLayout(4, (WindowSpec(10**20, chunked=True),)),
-        GroupLayout(4, (), StateSpec(1, 10**20)),
-    ],
-)
-def test_spans_and_grids_may_be_longer_than_any_sequence(layout: GroupLayout) -> None:
-    engine = SymbolicEngine(200, layout)
-    engine.run(prompt(1, 50)).close()
-    assert engine.cache.match(prompt(1, 50)).num_tokens == (0 if layout.state else 48)
-    engine.run([*prompt(1, 50), 7]).close()
-    engine.cache.check()

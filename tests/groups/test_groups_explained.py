@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from symbolic import BOTH, GRID, STATE, WINDOW, SymbolicEngine, prompt
 
-from kvkeep.core.events import Evicted
-from kvkeep.core.groups import GroupLayout, StateSpec, WindowSpec
 from kvkeep.core.keys import as_namespace
 from kvkeep.observe.explain import Explainer, Explanation
+
+if TYPE_CHECKING:
+    from kvkeep.core.groups import GroupLayout
 
 
 class Explained:
@@ -115,13 +116,6 @@ def test_a_state_lies_on_the_grid_alone() -> None:
     assert "the nearest is at 32; states are kept at multiples of 16 tokens" in found.sentence
 
 
-def test_there_was_no_room_beside_the_state() -> None:
-    served = Explained(22, GroupLayout(4, (), StateSpec(8)))
-    served.run(prompt(1, 20))
-    start, stop, said = unresumed(served.run(prompt(1, 20) + prompt(2, 8)))
-    assert (start, stop, said["why"], said["checkpoint"]) == (0, 20, "no_room", 16)
-
-
 def test_the_window_is_no_longer_kept() -> None:
     served = Explained(120, WINDOW)
     served.run(prompt(1, 96))
@@ -133,30 +127,6 @@ def test_the_window_is_no_longer_kept() -> None:
         "their KV is cached up to token 60, but the window before that is no longer kept; no "
         "other is"
     )
-
-
-def test_what_goes_to_make_room_for_a_prompt_is_judged_after_it() -> None:
-    served = Explained(44, STATE)
-    served.run(prompt(1, 60))
-    served.run(prompt(2, 60))
-    found = served.run(prompt(1, 60) + prompt(3, 40))
-    assert found.reused == {"pool": 56} or "evicted" in found.computed
-    served.cache.check()
-
-
-def test_an_eviction_for_one_prompt_is_one_event() -> None:
-    engine = SymbolicEngine(60, GroupLayout(4, (WindowSpec(8, 2),), StateSpec(5)))
-    for number in range(1, 4):
-        engine.run(prompt(number, 21)).close()
-    seen: list[Any] = []
-    engine.cache.subscribe(seen.append)
-    free = engine.cache.stats().pages_free
-    sequence = engine.cache.open(prompt(9, 160))
-    (event, _) = seen
-    assert isinstance(event, Evicted)
-    assert event.groups is not None
-    assert event.freed >= 45 - free
-    sequence.close()
 
 
 def test_lost_events_are_no_contradiction() -> None:

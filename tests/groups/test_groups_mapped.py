@@ -24,7 +24,6 @@ def test_a_map_adds_up_to_what_the_pool_holds(layout: GroupLayout, prefix: str) 
         engine.run(prompt(0, 40) + prompt(number % 2, 40) + prompt(10 + number, 30)).close()
     stats = engine.cache.stats()
     for nodes in (400, 3):
-        engine.cache._inspector.forget_maps()
         made = engine.cache.map(nodes=nodes)
         assert made.pages + made.group_pages == stats.pages_used
         assert made.group_pages == stats.groups.pages == sum(n.group_pages for n in made.nodes)
@@ -42,16 +41,6 @@ def test_a_map_adds_up_to_what_the_pool_holds(layout: GroupLayout, prefix: str) 
     by_state = stats.pages_by_state()
     assert by_state["private"] == 0
     assert sum(by_state.values()) == stats.pages_total
-
-
-def test_requests_resume_where_the_map_says() -> None:
-    engine = SymbolicEngine(900, STATE)
-    engine.run(prompt(1, 60)).close()
-    engine.run(prompt(1, 40) + prompt(2, 30)).close()
-    (mine, *_) = [n for n in engine.cache.map().nodes if n.checkpoints and n.checkpoints[-1] == 56]
-    assert mine.pages * 4 == 20, "the end of the first, behind the branch"
-    assert engine.cache.match(prompt(1, 60)).num_tokens == 56
-    assert mine.group_pages == 5
 
 
 def test_a_drawing_marks_where_requests_resume() -> None:
@@ -95,20 +84,3 @@ def test_metrics_of_groups(layout: GroupLayout) -> None:
     gone = stats.groups.checkpoints_evicted + stats.groups.checkpoints_replaced
     assert stats.groups.checkpoints == stats.groups.checkpoints_stored - gone
     assert stats.groups.rows == stats.groups.rows_stored - stats.groups.rows_evicted
-
-
-def test_a_plain_cache_has_no_metrics_of_groups() -> None:
-    from kvkeep import PagedCache
-
-    names = {family.name for family in families.of_cache(PagedCache(8, 4).stats())}
-    assert not [name for name in names if "checkpoint" in name or "group" in name]
-
-
-def test_tokens_that_a_state_did_not_allow_are_counted() -> None:
-    engine = SymbolicEngine(900, STATE)
-    engine.run(prompt(1, 60)).close()
-    sequence = engine.cache.open(prompt(1, 50) + prompt(2, 9))
-    assert sequence.num_cached == 0
-    assert engine.cache.stats().groups.unresumed_tokens == 48
-    assert engine.cache.stats().as_dict()["groups_unresumed_tokens"] == 48
-    sequence.close()

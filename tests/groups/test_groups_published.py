@@ -94,23 +94,6 @@ def test_blocks_are_published_up_to_checkpoints(layout: GroupLayout, seed: int) 
     assert set(reader.blocks.values()) == resumable(engine)
 
 
-def test_a_state_gone_takes_its_blocks_along_and_the_next_brings_them_back() -> None:
-    engine = SymbolicEngine(900, STATE)
-    mirror, reader = CacheMirror(4, groups=True), Reader(4)
-    engine.cache.subscribe(lambda event: reader.read(mirror.take(event)))
-    engine.run(prompt(1, 60)).close()
-    assert max(map(len, reader.blocks.values())) == 56
-    board = engine.cache._core.groups
-    (checkpoint,) = board.order
-    board.order.extended(checkpoint)
-    engine.cache.evict(5)
-    assert engine.cache.stats().pages_cached == 15, "its KV is still there"
-    assert reader.blocks == {}, "and no request can use it"
-    engine.run(prompt(1, 48) + prompt(2, 9)).close()
-    assert max(map(len, reader.blocks.values())) == 56
-    assert {len(tokens) for tokens in reader.blocks.values()} == set(range(4, 57, 4))
-
-
 def test_events_that_were_missed_leave_no_stale_counts() -> None:
     engine = SymbolicEngine(900, STATE)
     events: list[Any] = []

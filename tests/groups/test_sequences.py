@@ -6,11 +6,11 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
-from symbolic import BOTH, GRID, STATE, WINDOW, SymbolicEngine, prompt
+from symbolic import BOTH, STATE, WINDOW, SymbolicEngine, prompt
 
 from kvkeep import PagedCache
-from kvkeep.core.errors import IllegalStep, InvalidValue, OutOfPages
-from kvkeep.core.groups import GroupLayout, RowCopy, StateCopy, StateSpec, WindowSpec
+from kvkeep.core.errors import IllegalStep, InvalidValue
+from kvkeep.core.groups import GroupLayout, StateCopy, StateSpec, WindowSpec
 
 if TYPE_CHECKING:
     from kvkeep.core.prefix.node import Node
@@ -39,78 +39,7 @@ def test_a_long_prompt_holds_the_rows_of_its_window_alone() -> None:
     engine.cache.check()
 
 
-def test_rows_that_no_checkpoint_needs_stay_until_the_room_is_needed() -> None:
-    engine = SymbolicEngine(120, WINDOW)
-    engine.run(prompt(1, 96)).close()
-    assert engine.cache.match([*prompt(1, 60), 7]).num_tokens == 60, "any position will do"
-    engine.run(prompt(2, 160)).close()
-    found = engine.cache.match([*prompt(1, 96), 7])
-    assert (found.num_tokens, found.stored_tokens) == (96, 96), "its end has a checkpoint"
-    assert engine.cache.match([*prompt(1, 60), 7]).num_tokens == 0
-    assert engine.cache.match([*prompt(1, 60), 7]).stored_tokens == 60
-    engine.cache.check()
-
-
-def test_a_window_may_begin_inside_the_reused_part() -> None:
-    engine = SymbolicEngine(200, WINDOW)
-    engine.run(prompt(1, 40)).close()
-    sequence = engine.cache.open(prompt(1, 40) + prompt(2, 20))
-    assert sequence.num_cached == sequence.groups.position == 40
-    (table,) = sequence.groups.tables
-    assert (table[:8] == -1).all()
-    assert (table[8:] >= 0).all(), "7 tokens are attended to, which lie in two pages"
-    engine.finish(sequence)
-    sequence.close()
-
-
-def test_a_fork_copies_the_row_that_both_write() -> None:
-    engine = SymbolicEngine(60, WINDOW)
-    sequence = engine.run(prompt(1, 10))
-    fork = sequence.fork()
-    sequence.append([1])
-    fork.append([2])
-    sequence.groups.reach(11)
-    (copy,) = [one for one in sequence.groups.copies() if isinstance(one, RowCopy)]
-    assert (copy.window, copy.tokens, len(copy.src), len(copy.dst)) == (0, 2, 2, 2)
-    engine.step(fork, 11)
-    assert sequence.groups.tables[0][2].tolist() != fork.groups.tables[0][2].tolist()
-    sequence.close()
-    fork.close()
-    engine.cache.check()
-
-
-def test_a_sequence_is_not_forked_between_the_copies_and_the_pass() -> None:
-    engine = SymbolicEngine(60, WINDOW)
-    sequence = engine.run(prompt(1, 10))
-    fork = sequence.fork()
-    sequence.append([1])
-    sequence.groups.reach(11)
-    with pytest.raises(IllegalStep, match="copies for the next pass wait"):
-        sequence.fork()
-    fork.close()
-    sequence.close()
-    engine.cache.check()
-
-
 # --- states ------------------------------------------------------------------------------------
-
-
-def test_a_prompt_resumes_at_a_checkpoint_and_nowhere_else() -> None:
-    engine = SymbolicEngine(400, STATE)
-    engine.run(prompt(1, 43)).close()
-    found = engine.cache.match(prompt(1, 43) + prompt(2, 5))
-    assert (found.num_tokens, found.stored_tokens) == (40, 40)
-    found = engine.cache.match(prompt(1, 30) + prompt(2, 5))
-    assert (found.num_tokens, found.stored_tokens) == (0, 30), "KV is there and no state"
-
-
-def test_checkpoints_lie_on_the_grid() -> None:
-    engine = SymbolicEngine(400, GRID)
-    sequence = engine.cache.open(prompt(1, 43))
-    assert sequence.groups.stops[0] == 32
-    engine.finish(sequence)
-    sequence.close()
-    assert engine.cache.match(prompt(1, 43) + prompt(2, 5)).num_tokens == 32
 
 
 @pytest.mark.parametrize("shared", [52 * 4, 52 * 4 + 3])
@@ -134,16 +63,6 @@ def test_a_guess_serves_the_second_prompt_of_a_long_document() -> None:
     third = engine.run(prompt(0, 4000) + prompt(3, 100), chunk=512)
     assert third.num_cached == 4000
     third.close()
-
-
-def test_guesses_take_no_room_from_others() -> None:
-    engine = SymbolicEngine(320, STATE)
-    engine.run(prompt(1, 100)).close()
-    sequence = engine.run(prompt(0, 1100), chunk=256)
-    assert engine.cache.stats().groups.checkpoints_without_room == 1
-    assert engine.cache.match([*prompt(1, 100), 7]).num_tokens == 96
-    assert engine.cache.match([*prompt(0, 1100), 7]).num_tokens == 1096
-    sequence.close()
 
 
 def test_a_conversation_keeps_its_last_state() -> None:
@@ -223,110 +142,6 @@ def test_drafts_go_back_to_the_mark() -> None:
     engine.cache.check()
 
 
-@pytest.mark.parametrize("layout", [WINDOW, BOTH])
-def test_windows_keep_what_a_mark_needs(layout: GroupLayout) -> None:
-    engine = SymbolicEngine(300, layout)
-    sequence = engine.run(prompt(1, 50))
-    copy = sequence.groups.mark()
-    if copy is not None:
-        engine.copy_state(copy)
-    sequence.append(prompt(2, 40))
-    for stop in range(54, 91, 4):
-        engine.step(sequence, stop)
-    sequence.truncate(60)
-    assert sequence.groups.position == (60 if layout is WINDOW else 50)
-    engine.finish(sequence)
-    sequence.groups.unmark()
-    sequence.append(prompt(3, 40))
-    engine.finish(sequence, 4)
-    sequence.truncate(58)
-    assert sequence.groups.position <= 56, "what it needed is gone"
-    engine.finish(sequence)
-    sequence.close()
-    engine.cache.check()
-
-
-def test_a_later_checkpoint_is_better_than_a_mark() -> None:
-    engine = SymbolicEngine(900, STATE)
-    sequence = engine.run(prompt(1, 50))
-    engine.copy_state(sequence.groups.mark())
-    sequence.append(prompt(2, 1000))
-    engine.finish(sequence)
-    sequence.truncate(1049)
-    assert sequence.groups.position > 800
-    sequence.close()
-
-
-def test_a_mark_that_a_fork_copies_from_is_not_overwritten() -> None:
-    engine = SymbolicEngine(100, STATE)
-    sequence = engine.run(prompt(1, 10))
-    engine.copy_state(sequence.groups.mark())
-    sequence.append([7, 8, 9])
-    engine.step(sequence, 13)
-    sequence.truncate(10)
-    fork = sequence.fork()
-    engine.make(sequence)
-    sequence.append([20])
-    engine.step(sequence, 11)
-    engine.copy_state(sequence.groups.mark())
-    fork.append([30])
-    engine.step(fork, 11)
-    sequence.close()
-    fork.close()
-    engine.cache.check()
-
-
-def test_a_fork_of_a_fork_copies_before_the_first_goes_back() -> None:
-    engine = SymbolicEngine(100, STATE)
-    sequence = engine.run(prompt(1, 10))
-    fork = sequence.fork()
-    sequence.truncate(9)
-    second = fork.fork()
-    engine.make(sequence)
-    for one in (fork, second):
-        one.append([7])
-        engine.step(one, 11)
-    engine.finish(sequence)
-    for one in (sequence, fork, second):
-        one.close()
-    engine.cache.check()
-
-
-def test_a_copy_into_a_row_that_was_cut_off_is_not_made() -> None:
-    engine = SymbolicEngine(12, GroupLayout(4, (WindowSpec(8),)))
-    sequence = engine.run(prompt(1, 6))
-    fork = sequence.fork()
-    sequence.append([7, 8])
-    sequence.copies()
-    sequence.groups.reach(8)
-    sequence.truncate(4)
-    assert sequence.groups.copies() == []
-    fork.close()
-    sequence.close()
-    engine.cache.check()
-
-
-def test_without_a_mark_it_goes_back_to_a_checkpoint_or_to_the_beginning() -> None:
-    engine = SymbolicEngine(300, STATE)
-    sequence = engine.run(prompt(1, 50))
-    sequence.truncate(49)
-    assert sequence.groups.position == 48
-    sequence.truncate(20)
-    assert sequence.groups.position == 0
-    engine.finish(sequence)
-    sequence.close()
-    engine.cache.check()
-
-
-def test_a_model_without_states_goes_back_within_its_window() -> None:
-    engine = SymbolicEngine(300, WINDOW)
-    sequence = engine.run(prompt(1, 50))
-    sequence.truncate(48)
-    assert sequence.groups.position == 48
-    sequence.close()
-    engine.cache.check()
-
-
 # --- pins --------------------------------------------------------------------------------------
 
 
@@ -354,32 +169,6 @@ def test_a_soft_pin_keeps_it_longest() -> None:
     assert engine.cache.match([*prompt(1, 41), 7]).num_tokens == 40
     engine.cache.evict(1000)
     assert engine.cache.stats().pages_used == 0
-
-
-@pytest.mark.parametrize("continued", [False, True])
-def test_a_soft_pin_keeps_rows_of_prompts_that_went_on(continued: bool) -> None:
-    engine = SymbolicEngine(120, WINDOW)
-    engine.run(prompt(1, 32)).close()
-    engine.cache.pin(prompt(1, 32))
-    if continued:
-        engine.run(prompt(1, 32) + prompt(2, 17)).close()
-    for number in (3, 4, 5):
-        engine.run(prompt(number, 24)).close()
-    while engine.cache.stats().pages_cached > 8:
-        engine.cache.evict(1)
-        assert engine.cache.match([*prompt(1, 32), 7]).num_tokens == 32
-
-
-def test_hard_pins_pay_for_states_too() -> None:
-    engine = SymbolicEngine(200, STATE, hard_pin_pages=20)
-    for number in (1, 2, 3):
-        engine.run(prompt(number, 9)).close()
-    for number in (1, 2):  # each keeps two pages and a state of five
-        engine.cache.pin(prompt(number, 9), hard=True)
-    with pytest.raises(InvalidValue, match="hard pins would hold 21 pages"):
-        engine.cache.pin(prompt(3, 9), hard=True)
-    assert engine.cache.stats().hard_pinned_pages == 14
-    engine.cache.check()
 
 
 # --- room --------------------------------------------------------------------------------------
@@ -413,25 +202,6 @@ def test_a_long_chat_without_states_keeps_one_end() -> None:
     assert engine.cache.match([*turns, 7]).num_tokens == len(turns)
 
 
-def test_publishing_less_than_before_changes_nothing() -> None:
-    engine = SymbolicEngine(100, WINDOW)
-    sequence = engine.run(prompt(1, 32))
-    sequence.publish(28)
-    sequence.close()
-    assert engine.cache.match([*prompt(1, 32), 7]).num_tokens == 32
-    assert engine.cache.stats().groups.checkpoints == 1
-
-
-def test_rows_that_are_computed_after_a_publish_are_offered_later() -> None:
-    engine = SymbolicEngine(100, WINDOW)
-    sequence = engine.cache.open(prompt(1, 32))
-    engine.step(sequence, 8)
-    sequence.publish()
-    engine.finish(sequence)
-    sequence.close()
-    assert engine.cache.match([*prompt(1, 32), 7]).num_tokens == 32
-
-
 # --- mistakes ----------------------------------------------------------------------------------
 
 
@@ -461,20 +231,6 @@ def test_illegal_steps_change_nothing() -> None:
     ):
         with pytest.raises(IllegalStep, match="it is closed"):
             step()
-    engine.cache.check()
-
-
-def test_a_prompt_without_room_changes_nothing() -> None:
-    engine = SymbolicEngine(12, BOTH)
-    with pytest.raises(OutOfPages):
-        engine.cache.open(prompt(1, 40))
-    assert engine.cache.stats().pages_used == 0
-    sequence = engine.cache.open(prompt(1, 20))
-    with pytest.raises(OutOfPages):
-        sequence.groups.reach(20)
-    assert sequence.groups.position == 0
-    engine.step(sequence, 4)
-    sequence.close()
     engine.cache.check()
 
 

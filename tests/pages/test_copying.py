@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.pages import PageCopy
-from kvkeep.core.pages.copying import checked_copies, independent, runs
+from kvkeep.core.pages.copying import checked_copies, independent
 
 pages = st.integers(0, 5)
 copies = st.lists(
@@ -60,12 +60,3 @@ def test_a_run_ends_only_where_it_has_to(copies: list[tuple[int, int, int]]) -> 
         src, dst, _ = following[0]
         touched = {page for copy in run for page in copy[:2]}
         assert src in {dst for _, dst, _ in run} or dst in touched
-
-
-@given(st.lists(st.integers(0, 8)))
-def test_runs_of_neighbours(ids: list[int]) -> None:
-    found = list(runs(np.array(ids, np.int64)))
-    assert [page + i for start, stop, page in found for i in range(stop - start)] == ids
-    for (start, stop, page), (after, _, following) in itertools.pairwise(found):
-        assert stop == after
-        assert following != page + stop - start  # or they would be one run

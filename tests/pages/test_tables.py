@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep import InvalidValue, PagedCache, page_tables
+from kvkeep import InvalidValue, page_tables
 
 ROWS = st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=6), max_size=5)
 
@@ -33,16 +33,6 @@ def test_rows_are_the_tables_and_then_the_pad(
         assert np.shares_memory(found.pages, out) or not found.pages.size
 
 
-def test_the_tables_of_sequences() -> None:
-    cache = PagedCache(32, 4)
-    batch = [cache.open(range(length)) for length in (3, 17, 8)]
-    found = page_tables([sequence.pages for sequence in batch], pad=-1)
-    assert found.lengths.tolist() == [1, 5, 2]
-    for sequence, row, length in zip(batch, found.pages, found.lengths, strict=True):
-        assert row[:length].tolist() == sequence.pages.tolist()
-    assert (found.pages[0, 1:] == -1).all()
-
-
 @pytest.mark.parametrize(
     ("out", "said"),
     [
@@ -63,8 +53,3 @@ def test_a_wrong_buffer_is_refused(out: Any, said: str) -> None:
 def test_the_pad_is_an_int32(pad: Any) -> None:
     with pytest.raises(InvalidValue, match="pad"):
         page_tables([], pad=pad)
-
-
-def test_one_row_alone_is_refused() -> None:
-    with pytest.raises(InvalidValue, match=r"rows of page ids are needed"):
-        page_tables(np.arange(3, dtype=np.int32))

@@ -83,25 +83,6 @@ def test_new_memory_is_zero_and_of_the_promised_size(geometry: KVGeometry, layou
     assert not contents(memory).any()
 
 
-def test_views_share_the_memory_and_have_the_layout(geometry: KVGeometry, layout: Layout) -> None:
-    memory = PagedTensors(geometry, 5, 4, layout=layout)
-    heads = geometry.rank_heads
-    for layer in range(geometry.layers):
-        for view, width in (
-            (memory.k(layer), geometry.head_dim),
-            (memory.v(layer), geometry.value_dim),
-        ):
-            inner = (4, heads, width) if layout == "NHD" else (heads, 4, width)
-            assert view.shape == (5, *inner)
-            assert view.dtype == torch.float32
-            assert view.stride(-1) == 1
-            assert view.untyped_storage().data_ptr() == memory.k(0).untyped_storage().data_ptr()
-    memory.k(1)[3] = 7.0
-    k, _ = memory.gather(1, [3], 4)
-    assert (k == 7).all()
-    assert not memory.gather(0, [3], 4)[0].any()
-
-
 def test_a_page_is_laid_out_as_the_docstring_says(layout: Layout) -> None:
     geometry = KVGeometry(2, 3, 4, "int8", value_dim=2)
     memory = PagedTensors(geometry, 2, 5, layout=layout)
@@ -135,14 +116,6 @@ def test_what_is_stored_is_gathered_bit_by_bit(
         assert got_k.is_contiguous()
         assert got_v.is_contiguous() or v is None
     assert not bits(memory.gather(0, table, 10)[0]).any()
-
-
-def test_what_is_gathered_is_a_copy(layout: Layout) -> None:
-    memory = PagedTensors(GEOMETRIES["gqa"], 2, 4, layout=layout)
-    k, v = memory.gather(0, [1], 4)
-    k.fill_(1)
-    v.fill_(1)
-    assert not contents(memory).any()
 
 
 @st.composite
@@ -307,26 +280,6 @@ def test_reading_into_memory_of_the_caller(layout: Layout, device: str) -> None:
 
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_rest_of_a_page_is_left_alone(
-    geometry: KVGeometry, layout: Layout, batched: bool, device: str
-) -> None:
-    memory = PagedTensors(geometry, 4, 5, layout=layout, device=device)
-    memory._batched = batched
-    fill(memory)
-    before = contents(memory)
-    kept = [memory.gather(layer, [2], 5) for layer in range(geometry.layers)]
-    source = [memory.gather(layer, [1], 5) for layer in range(geometry.layers)]
-    memory.copy([(1, 2, 3)])
-    for layer in range(geometry.layers):
-        for side in (0, 1):
-            got = memory.gather(layer, [2], 5)[side]
-            assert torch.equal(bits(got[:3]), bits(source[layer][side][:3]))
-            assert torch.equal(bits(got[3:]), bits(kept[layer][side][3:]))
-    assert torch.equal(contents(memory)[[0, 1, 3]], before[[0, 1, 3]])
-
-
-@pytest.mark.parametrize("batched", [False, True])
-@pytest.mark.parametrize("device", DEVICES)
 def test_copies_are_made_in_order(layout: Layout, batched: bool, device: str) -> None:
     memory = PagedTensors(GEOMETRIES["gqa"], 5, 4, layout=layout, device=device)
     memory._batched = batched
@@ -371,14 +324,6 @@ def test_wrong_ids_are_refused_before_anything_is_written(wrong: Any) -> None:
         with pytest.raises(InvalidValue, match=r"whole numbers|lie in 0 … 3"):
             use()
     assert torch.equal(contents(memory), before)
-
-
-def test_ids_beyond_what_is_needed_are_not_looked_at() -> None:
-    memory = PagedTensors(GEOMETRIES["gqa"], 4, 4)
-    assert memory.gather(0, [1, 99], 4)[0].shape[0] == 4
-    assert memory.slots([1, 99], 0, 4).tolist() == [4, 5, 6, 7]
-    with pytest.raises(InvalidValue, match="page ids lie in 0 … 3, got 1 … 99"):
-        memory.gather(0, [1, 99], 5)
 
 
 def test_lengths_beyond_the_table_are_refused() -> None:
@@ -432,15 +377,6 @@ def test_tokens_of_a_wrong_shape_or_dtype_are_refused_before_anything_is_written
     assert torch.equal(contents(memory), before)
 
 
-def test_a_latent_has_no_values_of_its_own() -> None:
-    memory = PagedTensors(GEOMETRIES["mla"], 2, 4)
-    latent = torch.ones(1, 1, 7)
-    with pytest.raises(InvalidValue, match="leave v out"):
-        memory.store(0, [0], latent, latent)
-    memory.store(0, [0], latent)
-    assert memory.v(0)[0, 0].tolist() == [[1.0] * 5]
-
-
 def test_blocks_of_a_wrong_kind_are_refused_before_anything_is_written() -> None:
     memory = PagedTensors(GEOMETRIES["gqa"], 4, 4)
     fill(memory)
@@ -462,19 +398,6 @@ def test_blocks_of_a_wrong_kind_are_refused_before_anything_is_written() -> None
     assert torch.equal(contents(memory), before)
 
 
-def test_nothing_is_a_fine_amount() -> None:
-    memory = PagedTensors(GEOMETRIES["gqa"], 4, 4)
-    assert memory.read([]).shape == (0, memory.page_bytes)
-    memory.write([], memory.read([]))
-    empty = torch.from_numpy(np.zeros((0, memory.page_bytes), np.uint8))
-    memory.write([], empty)
-    assert memory.read([], out=empty) is empty
-    assert memory.slots([], 0, 0).shape == (0,)
-    k, v = memory.gather(0, [], 0)
-    assert k.shape == v.shape == (0, 2, 8)
-    memory.store(0, [], k, v)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -492,24 +415,10 @@ def test_what_no_memory_can_be_made_of(arguments: dict[str, Any], message: str) 
         PagedTensors(GEOMETRIES["gqa"], **{"num_pages": 2, "page_size": 4, **arguments})
 
 
-@pytest.mark.parametrize("device", DEVICES[1:])
-def test_a_gpu_takes_part(device: str) -> None:
-    assert PagedTensors(GEOMETRIES["gqa"], 2, 4, device=device)._batched
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_device_that_is_not_there() -> None:
     with pytest.raises(InvalidValue, match=r"no memory for 2 pages .* on cuda"):
         PagedTensors(GEOMETRIES["gqa"], 2, 4, device="cuda")
-
-
-def test_eight_bits_may_be_seen_as_bytes() -> None:
-    geometry = replace(GEOMETRIES["gqa"], dtype="fp8")
-    memory = PagedTensors(geometry, 2, 4, dtype=torch.uint8)
-    k = torch.arange(16, dtype=torch.uint8).view(1, 2, 8)
-    memory.store(0, [5], k, k)
-    assert torch.equal(memory.gather(0, [1], 2)[0][1:], k)
-    assert torch.equal(memory.k(0)[1, 1], k[0])
 
 
 def test_memory_made_in_inference_mode_can_be_written_outside_of_it() -> None:
@@ -528,11 +437,6 @@ def test_tokens_may_be_views_and_want_gradients(layout: Layout) -> None:
     k, _ = memory.gather(0, [0, 1], 8)
     assert torch.equal(k[[1, 6, 4]], turned)
     assert not k.requires_grad
-
-
-def test_repr_shows_what_it_is() -> None:
-    memory = PagedTensors(KVGeometry(32, 8, 128), 2, 16, layout="HND")
-    assert repr(memory) == ("PagedTensors(2 pages of 16 tokens, HND, torch.bfloat16, 4 MiB on cpu)")
 
 
 def test_layers_of_several_shapes_are_refused() -> None:

@@ -10,11 +10,11 @@ import numpy as np
 from kvkeep.core.keys import as_namespace
 from kvkeep.core.prefix.pinned import Pinned
 from kvkeep.core.tokens import as_tokens
-from kvkeep.testing.naive import NaiveCache
+from naive_cache import NaiveCache
 
 if TYPE_CHECKING:
     from kvkeep.core.keys import Namespace
-    from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.pages.tables import PageArray
     from kvkeep.core.prefix import PrefixIndex, PrefixMatch
     from kvkeep.core.prefix.base import Encoder
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prefix_hooks import PrefixHooks, pages_of
 
-from kvkeep.testing.strategies import Recipe, recipes
+from prompt_recipes import Recipe, recipes
 
 if TYPE_CHECKING:
     from prefix_driver import IndexDriver

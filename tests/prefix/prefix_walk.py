@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from prefix_hooks import PrefixHooks
 
 from kvkeep.core.eviction import POLICIES
-from kvkeep.testing.strategies import Recipe, recipes
+from prompt_recipes import Recipe, recipes
 
 if TYPE_CHECKING:
     from prefix_driver import HeldPath, IndexDriver

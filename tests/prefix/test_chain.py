@@ -50,27 +50,6 @@ def test_what_is_stored_are_the_documented_keys() -> None:
         assert run.tokens is None, "it keeps no tokens"
 
 
-def test_only_full_pages_are_found() -> None:
-    cache = cached()
-    with cache.open(range(16)) as sequence:
-        sequence.publish()
-    for length, full in ((16, 4), (15, 3), (4, 1), (3, 0), (17, 4)):
-        found = cache.match(range(length))
-        assert (found.num_tokens, found.partial_page, found.partial_tokens) == (full * SIZE, -1, 0)
-    with cache.open([0, 1, 2, 3, 4, 5, 6, 99]) as sequence:
-        assert sequence.num_cached == 4
-        assert sequence.copies() == []
-    assert cache.stats().partial_hits == 0
-
-
-def test_the_last_token_is_left_to_compute_though_its_page_is_cached() -> None:
-    cache = cached()
-    with cache.open(range(16)) as sequence:
-        sequence.publish()
-    with cache.open(range(16)) as again:
-        assert again.num_cached == 12
-
-
 def test_a_key_names_all_tokens_before_it() -> None:
     """The same page after another beginning is another page."""
     cache = cached()
@@ -113,22 +92,6 @@ def test_a_fork_inherits_the_keys_and_a_cut_costs_those_behind_it(hashed: list[i
     assert hashed == [1, 2]
     keys = chain_keys(root_key(Namespace()), as_tokens(sequence.tokens).tobytes(), SIZE * 4)
     assert keys[-1] in b"".join(run.symbols for run in cache.runs())
-    cache.check()
-
-
-def test_keys_of_a_fork_are_its_own() -> None:
-    """What one fork appends must not show in the keys of another."""
-    cache = cached()
-    parent = cache.open(range(16))
-    parent.publish()
-    forks = [parent.fork() for _ in range(3)]
-    for number, fork in enumerate(forks):
-        fork.append([number] * 4)
-        fork.publish()
-    for number, fork in enumerate(forks):
-        fork.close()
-        assert cache.match([*range(16), *[number] * 4]).num_tokens == 20
-    assert cache.stats().pages_cached == 4 + 3
     cache.check()
 
 

@@ -42,11 +42,6 @@ def test_common_bytes_finds_the_one_place_that_differs(length: int) -> None:
         assert common_bytes(memoryview(run + b"zz"), bytes(other)) == at
 
 
-@given(few, few)
-def test_common_bytes_of_a_run_and_a_prompt(symbols: bytes, run: bytes) -> None:
-    assert common_bytes(memoryview(symbols), run) == naive_common(symbols, run)
-
-
 class HeadsMachine(RuleBasedStateMachine):
     """Children come and go, as in a node; the answer must be as good as that of a full search."""
 
@@ -150,16 +145,3 @@ def test_cost_does_not_grow_with_the_number_of_siblings() -> None:
         counts.append(Counted.comparisons / 100)
     assert counts[0] > 0
     assert counts[1] <= counts[0] + 7, f"comparisons for one search: {counts}"  # 64 is 2 to the 6
-
-
-def test_what_was_removed_does_not_pile_up() -> None:
-    order = Heads()
-    alive: dict[bytes, None] = {}
-    for number in range(20_000):  # one child at a time, each gone before the next one comes
-        alive.clear()
-        key = number.to_bytes(4, "big")
-        alive[key] = None
-        order.add(key, alive)
-    check(order, alive)
-    assert order._count <= 2 * len(alive) + heads._BLOCK + 1
-    assert order.closest(b"\x00", alive) == (key, 1)

@@ -136,18 +136,6 @@ def test_the_largest_hang_together(asked, count):
         assert survey.below_pages[left].max() <= survey.below_pages[rows].min()
 
 
-@given(prompts, st.integers(0, 5))
-@settings(max_examples=60, deadline=None)
-def test_one_branch_is_a_survey_of_its_own(asked, place):
-    tree = grown(asked)
-    if not tree.nodes():
-        return
-    top = tree.nodes()[place % len(tree.nodes())]
-    survey = Survey(tree.walk(top=top))
-    assert survey.nodes[0] is top
-    assert set(survey.nodes) == {node for node, _ in descend(top)}
-
-
 # --- numbers -----------------------------------------------------------------------------------
 
 
@@ -173,29 +161,6 @@ def test_a_number_stays_with_the_end_of_its_run(asked):
         known |= nodes
 
 
-def test_a_split_leaves_the_number_with_the_end():
-    tree = Tree()
-    node = tree.put([1, 1, 2, 2, 3, 3])
-    number, end = node.id, node.pages[-1]
-    tree.put([1, 1, 2, 2])
-    tree.put([1, 1, 2, 2])
-    assert (node.id, node.pages[-1]) == (number, end)
-    assert node.parent is not None
-    assert node.parent.id not in {number, tree.roots()[0].id}
-
-
-def test_growth_and_the_loss_of_a_tail_change_no_number():
-    tree = Tree()
-    node = tree.put([1, 1], held=True)
-    number = node.id
-    hold = tree.index.insert(node, np.array([2, 2, 3, 3], np.int32).tobytes(),
-                             np.array([8, 9], np.int32), 0).hold  # fmt: skip
-    assert (hold, hold.id, hold.size) == (node, number, 3)
-    tree.index.release(hold)
-    tree.index.evict(1)
-    assert (node.id, node.size) == (number, 2)
-
-
 def test_uses_are_of_both_halves_and_outlive_what_was_used():
     tree = Tree()
     end = tree.put([1, 1, 2, 2, 3, 3])
@@ -209,29 +174,7 @@ def test_uses_are_of_both_halves_and_outlive_what_was_used():
     assert (front.children, uses_below(front)) == ({}, 4)
 
 
-def test_a_root_is_not_reused():
-    tree = Tree()
-    tree.put([1, 1])
-    tree.put([2, 2])
-    assert uses_below(tree.roots()[0]) == 0
-
-
 # --- changes between steps -----------------------------------------------------------------------
-
-
-def test_what_goes_between_two_steps_counts_for_nothing():
-    tree = Tree()
-    for head in range(4):
-        tree.put([head, head, 7, 7])
-    walk = tree.index.walk(Survey.COLUMNS)
-    walk.step(1)
-    tree.index.evict(3)
-    while not walk.done:
-        walk.step(1)
-    survey = Survey(walk)
-    assert survey.gone.sum() == 1
-    assert (survey.below_pages[0], survey.below_runs[0]) == (5, 3)
-    assert len(survey.largest(9)) == 4
 
 
 @pytest.mark.parametrize("looked_at", [1, 2, 3], ids=["before", "front", "both"])

@@ -67,102 +67,7 @@ def store() -> Store:
 # --- matching --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("prompt", "pages", "partial"),
-    [
-        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [0, 1, 2], (-1, 0)),
-        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [0, 1, 2], (-1, 0)),
-        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [0, 1], (2, 3)),  # ends inside a page
-        ([1, 2, 3, 4, 5, 6, 99, 8, 9], [0], (1, 2)),  # leaves inside a page
-        ([1, 2, 3, 4, 5, 6, 7, 8], [0, 1], (-1, 0)),  # ends between pages
-        ([1, 2, 3, 4, 99, 6, 7, 8], [0], (-1, 0)),  # leaves between pages
-        ([1, 2, 3], [], (0, 3)),  # shorter than a page
-        ([1, 99], [], (0, 1)),
-        ([99, 2, 3, 4], [], (-1, 0)),
-        ([], [], (-1, 0)),
-    ],
-)
-def test_a_match_is_exact_to_the_token(
-    store: Store, prompt: list[int], pages: list[int], partial: tuple[int, int]
-) -> None:
-    assert store.match(*prompt) == (pages, *partial)
-
-
-def test_among_siblings_the_one_that_begins_most_alike_is_named(store: Store) -> None:
-    store.put([1, 2, 3, 4, 5, 60, 70, 80])  # page 3
-    store.put([1, 2, 3, 4, 5, 6, 7, 88])  # page 4
-    assert store.match(1, 2, 3, 4, 5, 60, 99) == ([0], 3, 2)
-    assert store.match(1, 2, 3, 4, 5, 6, 7, 88) == ([0, 4], -1, 0)
-    assert store.match(1, 2, 3, 4, 5, 6, 7, 89) == ([0], 4, 3)
-    assert store.match(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11) == ([0, 1], 2, 3)
-    pages, page, tokens = store.match(1, 2, 3, 4, 5, 99)
-    assert (pages, tokens) == ([0], 1)
-    assert page in {1, 3, 4}
-
-
-def test_bytes_that_agree_are_not_tokens_that_agree() -> None:
-    """0x01020304 and 0x09020304 share three bytes of four."""
-    store = Store(page_size=2)
-    store.put([0x01020304, 5])
-    assert store.match(0x09020304, 5) == ([], -1, 0)
-    store.put([0x02020304, 6])  # a sibling, so that the ordered search is used
-    assert store.match(0x09020304, 5) == ([], -1, 0)
-    assert store.match(0x02020304, 0x07000006) == ([], 1, 1)
-
-
-def test_evicted_siblings_are_not_named() -> None:
-    store = Store()
-    for first in range(20):
-        store.put([0, first, first, first])
-    store.index.evict(19)
-    assert store.match(0, 3, 3) == ([], 19, 1)
-    store.index.evict(1)
-    assert store.index.match(store.symbols([0, 3, 3]), SPACE) is None, "the namespace is empty"
-
-
-def test_a_match_changes_nothing(store: Store) -> None:
-    store.put([1, 2, 3, 4, 50, 60, 70, 80])
-    before = list(map(str, store.index.runs(SPACE)))
-    for prompt in ([1, 2, 3, 4, 5, 6], [1, 2], [1, 2, 3, 4, 50, 60, 70, 80, 9], [7]):
-        store.match(*prompt)
-        assert store.index.match(store.symbols(prompt), Namespace(tenant="other")) is None
-    assert list(map(str, store.index.runs(SPACE))) == before
-    store.index.check([])
-
-
 # --- holding ---------------------------------------------------------------------------------
-
-
-def test_a_hold_cuts_the_run_where_the_match_ends(store: Store) -> None:
-    found = store.index.match(store.symbols([1, 2, 3, 4, 5, 6, 7, 8, 99]), SPACE)
-    assert store.index.protects(found) == 2
-    hold, source = store.index.hold(found, SPACE)
-    assert source is None
-    assert store.runs() == [(0, 0, [0, 1]), (1, 2, [2])]
-    assert store.index.num_evictable == 1
-    store.index.check([hold])
-
-
-@pytest.mark.parametrize(
-    ("prompt", "runs", "protected"),
-    [
-        ([1, 2, 3, 4, 5, 99], [(0, 0, [0]), (1, 1, [1]), (2, 2, [2])], 2),
-        ([1, 99], [(0, 0, [0]), (1, 1, [1, 2])], 1),
-        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 99], [(0, 0, [0, 1]), (1, 2, [2])], 3),
-    ],
-)
-def test_a_partial_hit_protects_one_page_more_not_the_run_behind_it(
-    store: Store, prompt: list[int], runs: list[Any], protected: int
-) -> None:
-    found = store.index.match(store.symbols(prompt), SPACE)
-    assert found is not None
-    assert store.index.protects(found) == protected
-    hold, source = store.index.hold(found, SPACE)
-    assert store.runs() == runs
-    assert store.index.num_evictable == 3 - protected
-    store.index.check([hold, source])
-    assert sorted(store.index.evict(9)) == list(range(protected, 3))
-    assert store.index.protects(store.index.match(store.symbols(prompt), SPACE)) == 0
 
 
 def cut(store: Store) -> tuple[Any, Any]:
@@ -227,20 +132,6 @@ def test_prompts_that_begin_alike_by_chance_stay_one_run_each_and_go_in_order() 
     store.index.check([])
 
 
-def test_what_protects_says_is_what_hold_takes(store: Store) -> None:
-    store.put([1, 2, 3, 4, 5, 6, 70, 80, 90, 100, 110, 120])
-    prompts = [[], [1], [1, 2, 3, 4], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6, 7], list(range(1, 13)),
-               [1, 2, 3, 4, 5, 6, 70, 80, 90], [1, 2, 3, 4, 5, 6, 70, 80, 99], [9]]  # fmt: skip
-    held: list[Any] = []
-    for prompt in [*prompts, *prompts]:  # also while the others hold theirs
-        found = store.index.match(store.symbols(prompt), SPACE)
-        evictable = store.index.num_evictable
-        says = store.index.protects(found)
-        held += [hold for hold in store.index.hold(found, SPACE) if hold is not None]
-        assert evictable - store.index.num_evictable == says, prompt
-        store.index.check(held)
-
-
 # --- growing and shrinking -------------------------------------------------------------------
 
 
@@ -265,23 +156,6 @@ def test_a_leaf_grows_in_place_up_to_a_bound() -> None:
     store.index.check([hold])
 
 
-def test_a_run_that_others_stand_on_does_not_grow() -> None:
-    """A hold or a pin on a run's end means that end: it would cover what came later."""
-    for stand in ("fork", "pin"):
-        store = Store()
-        hold = grow(store, 2)
-        if stand == "fork":
-            other = [store.index.again(hold)]
-        else:
-            other = []
-            store.index.pin(hold, Pinned())
-        pinned = hold
-        hold = grow(store, 2, hold, first=2000)
-        assert [len(run.pages) for run in store.index.runs(SPACE)] == [2, 2], stand
-        assert pinned.end == 2
-        store.index.check([hold, *other])
-
-
 def test_pages_taken_off_the_tail_give_their_memory_back() -> None:
     store = Store()
     store.put([token for token in range(1000) for _ in range(4)])
@@ -297,30 +171,3 @@ def test_pages_taken_off_the_tail_give_their_memory_back() -> None:
         assert len(base) <= 2 * max(left, 1)
         assert store.match(0, 0, 0, 0)[0] == [0]
         store.index.check([])
-
-
-def test_what_was_trimmed_can_be_cut_and_grow_again(store: Store) -> None:
-    store.index.evict(1)
-    hold = store.put([1, 2, 3, 4, 5, 6, 7, 8, 90, 100, 110, 120], release=False)
-    assert store.match(1, 2, 3, 4, 5, 6, 7, 8, 90, 100) == ([0, 1], 3, 2)
-    store.put([1, 2, 3, 4, 55, 66, 77, 88])
-    assert store.match(1, 2, 3, 4, 55, 66, 77, 88)[0] == [0, 4]
-    store.index.check([hold])
-
-
-def test_two_requests_that_store_the_same_get_the_first_ones_pages() -> None:
-    store = Store(page_size=2)
-    first, _ = store.index.hold(None, SPACE)
-    second = store.index.again(first)
-    tokens = store.symbols([1, 2, 3, 4, 5, 6])
-    put = store.index.insert(first, tokens, np.array([0, 1, 2], np.int32), 0)
-    assert put.existing.tolist() == []
-    # The second went another way after two pages, and further.
-    tokens = store.symbols([1, 2, 3, 4, 9, 9, 8, 8])
-    late = store.index.insert(second, tokens, np.array([3, 4, 5, 6], np.int32), 0)
-    assert late.existing.tolist() == [0, 1]
-    assert store.runs() in (
-        [(0, 0, [0, 1]), (1, 2, [5, 6]), (1, 2, [2])],
-        [(0, 0, [0, 1]), (1, 2, [2]), (1, 2, [5, 6])],
-    )
-    store.index.check([put.hold, late.hold])

@@ -74,14 +74,6 @@ def test_text_is_never_more_than_text(cache: PagedCache) -> None:
     assert all(len(line) <= 120 for line in shown(cache, decode=lambda tokens: "long " * 99))
 
 
-def test_chain_shows_keys() -> None:
-    cache = PagedCache(8, 2, prefix="chain")
-    store(cache, [1, 2, 3, 4, 5])
-    (line,) = shown(cache)[1:]
-    assert "2 pages [0,1]" in line
-    assert "key " in line
-
-
 def test_empty_and_wrong() -> None:
     cache = PagedCache(8, 2)
     assert shown(cache) == ["top"]

@@ -29,13 +29,13 @@ from kvkeep.core.pages.layout import GroupLayout, StateSpec, WindowSpec
 from kvkeep.core.prefix import trails as trails_module
 from kvkeep.core.prefix.node import Node
 from kvkeep.core.tokens import as_tokens
-from kvkeep.testing.strategies import recipes
+from prompt_recipes import recipes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kvkeep.core.prefix.base import PrefixIndex
-    from kvkeep.testing.strategies import Recipe
+    from prompt_recipes import Recipe
 
 NEVER = 10**9
 PICK = st.integers(0, 11)
@@ -374,34 +374,6 @@ def test_a_path_of_many_runs_becomes_one_step() -> None:
     cache.check()
 
 
-def test_a_conversation_that_grows_keeps_few_steps() -> None:
-    """Each turn adds a run; every eighth walk joins, and visits only the new runs for it."""
-    cache, tokens = deep(8)
-    cache._core.index.tree.trails.steps = 8
-    for turn in range(60):
-        put(cache, [*tokens, 10**6, 10**6])
-        tokens += [turn] * 4
-        put(cache, tokens)
-        assert steps(cache, tokens) <= 8
-    cache.check()
-
-
-def test_paths_that_part_halfway_do_not_take_from_each_other() -> None:
-    cache, first = deep(20)
-    second = first[:12]
-    for turn in range(20):
-        put(cache, [*second, 10**6, 10**6])
-        second = [*second, *[50_000 + turn] * 4]
-        put(cache, second)
-    cache._core.index.tree.trails.steps = 8
-    for _ in range(3):
-        steps(cache, first)
-        steps(cache, second)
-    assert steps(cache, first) == 1
-    assert steps(cache, second) == 2
-    cache.check()
-
-
 def grow(cache: PagedCache, tokens: list[int], go_on: list[int]) -> list[int]:
     """Add a run of one page for each token of ``go_on``; return the longer prompt."""
     for token in go_on:
@@ -409,41 +381,6 @@ def grow(cache: PagedCache, tokens: list[int], go_on: list[int]) -> list[int]:
         tokens = [*tokens, token, token]
         put(cache, tokens)
     return tokens
-
-
-def test_a_path_that_leaves_many_trails_halfway_takes_their_fronts() -> None:
-    """An agent that branches off at each turn: each branch was joined with the turn before it."""
-    cache = PagedCache(4000, 2)
-    main: list[int] = []
-    branches: list[list[int]] = []
-    longest = 0
-    for turn in range(40):
-        main = grow(cache, main, [turn])
-        branches.append(grow(cache, main, list(range(1000, 1010))))
-        longest = max(longest, steps(cache, main))
-    assert 8 < longest <= 16
-    assert max(steps(cache, branch) for branch in branches) <= 12
-    cache.check()
-    trails = cache._core.index.tree.trails
-    assert 0 < trails.num_bytes <= 2 * cache._core.index.num_pages * (trails.unit + 4)
-
-
-def test_long_fronts_are_not_taken() -> None:
-    """To move them would cost more than the steps of a walk."""
-    cache = PagedCache(4000, 2)
-    trails = cache._core.index.tree.trails
-    trails.steps = NEVER
-    main: list[int] = []
-    branches: list[list[int]] = []
-    for turn in range(16):
-        main = grow(cache, main, list(range(100 * turn, 100 * turn + 70)))
-        branches.append(grow(cache, main, list(range(10_000, 10_008))))
-    trails.steps = 8
-    for branch in branches:
-        steps(cache, branch)
-    assert [steps(cache, main), steps(cache, main)] == [16, 16]
-    agrees(cache, main)
-    cache.check()
 
 
 def crowded(front: int) -> tuple[PagedCache, list[int], list[list[int]]]:
@@ -460,27 +397,6 @@ def crowded(front: int) -> tuple[PagedCache, list[int], list[list[int]]]:
     for branch in branches:
         steps(cache, branch)
     return cache, main, branches
-
-
-def test_a_long_front_stays_where_it_is_and_the_short_rest_leaves() -> None:
-    cache, main, branches = crowded(300)
-    assert [steps(cache, main), steps(cache, main)] == [17, 1]
-    assert [steps(cache, branch) for branch in branches] == [*[2] * 16, 1]
-    for branch in branches:
-        agrees(cache, branch)
-        agrees(cache, branch[:-3])
-    cache.check()
-
-
-def test_a_conversation_whose_answers_are_left_out_is_joined() -> None:
-    """Each prompt leaves the last run where its answer begins, and that is cut there at once."""
-    cache = PagedCache(4000, 2)
-    main: list[int] = []
-    for turn in range(100):
-        main = [*main, *[turn] * 4]
-        put(cache, [*main, *[10**6] * 4])
-        assert steps(cache, main) <= 9
-    cache.check()
 
 
 @pytest.mark.parametrize("scarce", ["joined", "rest"])
@@ -513,87 +429,6 @@ def test_a_path_that_there_is_no_memory_to_join_stays_as_it_is(
             assert most
             return
     raise AssertionError("it never ends")
-
-
-def test_a_run_that_is_cut_or_joined_again_stays_in_its_trail() -> None:
-    cache, tokens = deep(10)
-    cache._core.index.tree.trails.steps = 8
-    steps(cache, tokens)
-    for at in (2, 21, 38):  # a partial page in the middle of a run: it is cut for the copy
-        sequence = cache.open([*tokens[: at + 1], 9, 9])
-        assert sequence.num_cached == at + 1
-        cache.check()
-        assert steps(cache, tokens) == 1
-        sequence.copies()
-        sequence.close()
-        cache.check()
-        assert steps(cache, tokens) == 1
-
-
-def test_two_trails_that_meet_in_a_run_that_is_joined_again() -> None:
-    """The end of one trail is joined with the beginning of the next: that leaves both."""
-    cache = PagedCache(64, 1)
-    trails = cache._core.index.tree.trails
-    trails.steps = NEVER
-    index, space = cache._core.index, as_namespace("")
-    tokens = list(range(12))
-    put(cache, tokens)
-    hold, _ = index.hold(index.match(as_tokens(tokens[:6]).tobytes(), space), space, used=False)
-    nodes: list[Node] = []
-    for at in (2, 4, 8, 10):
-        held, _ = index.hold(
-            index.match(as_tokens(tokens[:at]).tobytes(), space), space, used=False
-        )
-        nodes.append(held)
-    leaf = index.match(as_tokens(tokens).tobytes(), space)
-    assert leaf is not None
-    first, second = [nodes[0], nodes[1], hold], [nodes[2], nodes[3], leaf.end]
-    trails._merge([*reversed(first)], {})
-    trails._merge([*reversed(second)], {})
-    index.release(hold, used=False)
-    assert not hold.in_tree
-    for held in nodes:
-        cache._core.index.check([*nodes])
-        index.release(held)
-        nodes = nodes[1:]
-    agrees(cache, tokens)
-    cache.check()
-
-
-def test_eviction_takes_trails_apart_from_the_end() -> None:
-    cache, tokens = deep(30)
-    trails = cache._core.index.tree.trails
-    trails.steps = 8
-    steps(cache, tokens)
-    while cache.stats().pages_cached:
-        cache.evict(1)
-        cache.check()
-        agrees(cache, tokens)
-    assert not trails.num_bytes
-
-
-def test_namespaces_share_no_trail() -> None:
-    cache, tokens = deep(12)
-    cache._core.index.tree.trails.steps = 8
-    steps(cache, tokens)
-    assert cache.match(tokens, "tenant").num_tokens == 0
-    with cache.open(tokens[:8], "tenant") as sequence:
-        sequence.publish()
-    agrees(cache, tokens, "tenant")
-    cache.clear("")
-    assert cache.match(tokens).num_tokens == 0
-    assert cache.match(tokens, "tenant").num_tokens == 8
-
-
-def test_a_match_keeps_its_pages_when_the_tree_changes() -> None:
-    """The answer of `PagedCache.match` is the caller's."""
-    cache, tokens = deep(12)
-    cache._core.index.tree.trails.steps = 8
-    steps(cache, tokens)
-    found = cache.match(tokens).pages
-    before = found.tolist()
-    found[:] = -1
-    assert cache.match(tokens).pages.tolist() == before
 
 
 TestTrailsMachine = TrailsMachine.TestCase

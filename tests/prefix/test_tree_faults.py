@@ -9,18 +9,6 @@ from kvkeep.core.eviction.queues import LevelPolicy, QueuePolicy
 
 
 @pytest.mark.parametrize("prefix", ["radix", "chain"])
-def test_publishing_what_is_stored_raises_its_priority(prefix: str) -> None:
-    cache = PagedCache(4, 1, prefix=prefix, eviction="priority")
-    first, second = cache.open([1]), cache.open([1], priority=9)
-    for sequence in (first, second, cache.open([2], priority=3)):
-        sequence.publish()
-        sequence.close()
-    cache.evict(1)
-    assert cache.match([1]).num_tokens == 1
-    assert cache.match([2]).num_tokens == 0
-
-
-@pytest.mark.parametrize("prefix", ["radix", "chain"])
 def test_a_pin_whose_last_run_went_keeps_what_is_left(prefix: str) -> None:
     cache = PagedCache(8, 1, prefix=prefix)
     for prompt in ([1, 2], [1, 2, 3, 4], [7, 7], [9]):

@@ -141,16 +141,6 @@ def test_what_is_recommended_was_replayed():
     assert f"the policy {advice.policy}" in advice.recommendation
 
 
-def test_sessions_are_tried_where_the_trace_knows_them():
-    chained = Chained()
-    requests = [
-        request(float(at), chained.ids([at % 5, at // 5]), session=str(at % 5)) for at in range(40)
-    ]
-    runs = PlannedMemory(40).runs(Workload.read(Listed(requests)))
-    assert ReplayRun("lru+sessions", 40) in runs
-    assert ReplayRun("lru+sessions", 40) not in PlannedMemory(40).runs(workload(["ab"]))
-
-
 def test_other_namespaces_are_told():
     chained = Chained()
     path = chained.ids(range(20))

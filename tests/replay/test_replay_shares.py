@@ -163,8 +163,6 @@ def test_a_run_with_shares_is_another_run() -> None:
     assert [found[run].shares.get("a", [0])[0] for run in runs] == [0, 2.0, 3.0]
     below = ReplayRun("2q", 100, below=(200,), tiering="exclusive", shares=(("a", 2.0),))
     assert below.name == dict(replay(work, [below]))[below].policy == "2q+shares/exclusive"
-    named = ReplayRun("lru+sessions", 200, shares=(("a", 2.0),))
-    assert named.name == "lru+shares+sessions"
 
 
 def test_what_shares_do_not_go_with_is_refused() -> None:

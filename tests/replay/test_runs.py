@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
-from replaying import Chained, Listed, request, workload
+from replaying import workload
 
-from kvkeep.bench.replay import BELADY, INFINITE, ReplayRun, RunLog, Workload, replay
+from kvkeep.bench.replay import BELADY, INFINITE, ReplayRun, RunLog, replay
 from kvkeep.cli import main
 from kvkeep.core.errors import InvalidValue
 
@@ -152,24 +152,3 @@ def test_an_interrupt_while_processes_begin_is_no_traceback(tmp_path, to_all):
         _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in err
-
-
-def test_sessions_are_named_to_the_cache_if_the_trace_knows_them():
-    chained = Chained()
-    requests = [
-        request(second, chained.ids(path), session=who, turn=turn)
-        for second, (who, turn, path) in enumerate([
-            ("b", 1, "xyz"), ("a", 1, "abc"),
-            ("a", 2, "def"),  # a went another way: abc will not be back
-            ("c", 1, "uvw"), ("b", 2, "xyz"),
-        ])
-    ]  # fmt: skip
-    work = Workload.read(Listed(requests))
-    plain, told = (ReplayRun(name, 9 * 4).on(work) for name in ("lru", "lru+sessions"))
-    assert (plain.policy, told.policy) == ("lru", "lru+sessions")
-    assert (plain.hit_blocks, told.hit_blocks) == (0, 3)
-
-
-def test_sessions_that_a_trace_does_not_know():
-    with pytest.raises(InvalidValue, match="needs sessions; listed has none"):
-        next(replay(workload(PATHS), [ReplayRun("lru+sessions", 16)]))

@@ -7,8 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.core.returns import first_tokens as module
-from kvkeep.core.returns.first_tokens import FirstTokens
+from kvkeep.core.returns import FirstTokens
 
 
 @given(
@@ -41,5 +40,5 @@ def test_memory_is_bounded() -> None:
     for number in range(5000):
         seen.add(number, number)
         seen.add("busy", number)
-    assert len(seen._tenants) == len(seen._seen) == module._MOST_TENANTS
-    assert all(len(counts) <= module._COUNTED for counts in seen._tenants.values())
+    assert len(seen._tenants) == len(seen._seen) == 1024
+    assert all(len(counts) <= 16 for counts in seen._tenants.values())

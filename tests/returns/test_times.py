@@ -9,16 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeep.core.returns import AGES, BUCKETS, ReturnTimes, bucket_of
+from kvkeep.core.returns import AGES, BUCKETS, ReturnTimes
 
 _WIDTHS = [*np.diff(AGES), AGES[-1] * (2**0.5 - 1)]
-
-
-@given(st.floats(-1e6, 1e6))
-def test_a_bucket_begins_at_its_age(age: float) -> None:
-    bucket = bucket_of(age)
-    assert age < AGES[1] if bucket == 0 else AGES[bucket] <= age
-    assert bucket == BUCKETS - 1 or age < AGES[bucket + 1]
 
 
 def counted(times: ReturnTimes, ends: list[tuple[int, int, bool]]) -> ReturnTimes:
@@ -99,11 +92,3 @@ def test_a_class_leans_on_its_parent_until_it_has_seen_enough() -> None:
     assert hazards[child, 4] < 0.02, "its own conversations take longer"
     assert hazards[child, 12] > 0.98
     assert hazards[0, 4] == pytest.approx(2 / 3, abs=0.02), "and they count for the parent"
-
-
-def test_what_fades_counts_less() -> None:
-    times = counted(ReturnTimes(), [(0, 3, True)] * 100)
-    times.fade(0.0)
-    counted(times, [(0, 9, True)] * 100)
-    hazards = times.hazards(np.zeros((1, BUCKETS)))[0]
-    assert hazards[3] < 0.01 < hazards[9]

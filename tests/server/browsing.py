@@ -101,7 +101,6 @@ def live(page):
 
 def wake(page, server):
     """Let the page ask now for all that is seen, and the server make its map anew."""
-    server.engine.cache._inspector.forget_maps()
     page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
 
 

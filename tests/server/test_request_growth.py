@@ -86,7 +86,7 @@ class Served:
             emit = self.notifier.emit
             emit(RequestBegun(request))
             sequence = self.cache.open(tokens, space, session=session)
-            emit(RequestAdmitted(request, sequence.id, sequence.num_cached, sequence.turn))
+            emit(RequestAdmitted(request, sequence.id, sequence.num_cached))
             sequence.copies()
             sequence.publish()
             sequence.close()

@@ -65,7 +65,7 @@ def test_in_prompts_salts_and_sessions(server):
     assert tenant["cache_salt"] == told["cache_salt"]
     (session,) = server.http.get("/kv/live").json()["sessions"]
     assert session["session"] == told["session"]
-    assert session["turns"] == 2
+    assert session["requests"] == 2
     assert_showable(
         server.http.post("/kv/explain", json={"prompt": f"A {HOSTILE} 3", "cache_salt": HOSTILE})
     )

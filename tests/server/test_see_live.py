@@ -27,8 +27,6 @@ def test_it_says_what_is(start_server):
         assert empty["ttft"]["cold"] == {"count": 0, "p50_s": None, "p95_s": None}
         assert (empty["model"], empty["policy"], empty["page_size"]) == ("kvkeep-tiny", "lru", 16)
         assert (empty["tiers"], empty["tenants"], empty["sessions"]) == ([], [], [])
-        assert empty["returns"] is None
-        assert empty["conversations"] is None
         assert empty["text"]
         assert empty["explain"]
         assert not empty["changes"]
@@ -61,7 +59,7 @@ def test_it_says_what_is(start_server):
         assert (none["cache_salt"], none["requests"], none["reused_tokens"]) == ("", 12, 96)
         assert (red["cache_salt"], red["requests"]) == ("red", 1)
         assert none["pages"] + red["pages"] == cache["pages_cached"]
-        assert [(one["cache_salt"], one["turns"]) for one in told["sessions"]] == [
+        assert [(one["cache_salt"], one["requests"]) for one in told["sessions"]] == [
             ("red", 1), ("", 2)
         ]  # fmt: skip
         # All of one moment: the sources of reuse, the totals, and the history.
@@ -78,28 +76,6 @@ def test_it_says_what_is(start_server):
         assert told["uptime_s"] > FRESH_S
         # Small: a second is not worth more.
         assert len(server.http.get("/kv/live").content) < 16_384
-
-
-def test_conversations_by_expected_return(start_server):
-    with start_server(num_pages=64, eviction="returns") as server:
-        assert live(server)["returns"] == []
-        assert live(server)["conversations"] == {"waiting": 0, "expected": 0.0}
-        ask(server, tokens_of(1, 40), "red", kvkeep={"session": "talk"})
-        ask(server, tokens_of(2, 40))
-        time.sleep(FRESH_S)
-        told = live(server)["returns"]
-        assert sorted((one["cache_salt"], one["session"]) for one in told) == [
-            ("", None),
-            ("red", "talk"),
-        ]
-        for one in told:
-            assert one["turns"] == 1
-            assert one["tokens"] == 40
-            assert one["cached"]
-            assert one["stop"] == "length"
-            assert 0 < one["chance"] < 1
-            assert one["expected_s"] > 0
-            assert FRESH_S < one["paused_s"] < 60
 
 
 def test_those_who_ask_at_once_are_told_the_same(server):

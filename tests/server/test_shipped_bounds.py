@@ -83,7 +83,6 @@ class Observed:
         self._notifier = Notifier(*self.watching.start())
         self.what_if = PromptWatch.of(0.1, PAGE, PAGES)
         self._core = self._cache._core
-        self._none = np.empty(0, np.int32)
         self._rng = np.random.default_rng(0)
         self._held: deque[np.ndarray] = deque()
         self._free = list(range(PAGES))
@@ -110,7 +109,7 @@ class Observed:
             self._free += gone.tolist()
             self._tell(Evicted(gone, "pressure"))
         self._tell(Opened(number, space, len(prompt), 0))
-        self.what_if.opened(prompt[:-1].tobytes(), self._none, space, 0)
+        self.what_if.opened(prompt[:-1], space, 0)
         emit(RequestAdmitted(request, number, 0))
         if count:
             pages = np.array([self._free.pop() for _ in range(count)], np.int32)

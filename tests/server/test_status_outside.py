@@ -117,7 +117,7 @@ def test_live_and_requests(outside):
     assert (said["engine"], said["map"], said["text"], said["changes"]) == (
         "vLLM 0.0", False, False, False,
     )  # fmt: skip
-    assert not {"what_if", "sessions", "conversations", "returns"} & said.keys()
+    assert not {"what_if", "sessions"} & said.keys()
     assert [tier["name"] for tier in said["tiers"]] == ["memory", "file"]
     assert said["tiers"][1]["blocks"] == 1
     assert sum(said["pages"][one] for one in ("free", "cached_evictable", "cached_held", "private")

@@ -67,22 +67,6 @@ def test_what_if_is_drawn_where_it_is_watched(start_server, opened):
 
 
 @pytest.mark.parametrize("look", LOOKS)
-def test_conversations_are_drawn_where_they_are_followed(start_server, opened, look, tmp_path):
-    with start_server(eviction="returns") as server:
-        complete(server, WORDS, kvkeep={"session": "a talk" * 20}, cache_salt="x" * 200)
-        for number in range(3):
-            complete(server, f"{number} {WORDS}")
-        with opened(server, **LOOKS[look]) as page:
-            live(page)
-            table = see(page, "#returns-table")
-            assert table.locator("tbody tr").count() == 4
-            assert "a talka talk" in table.inner_text()
-            assert "ended by length" in table.inner_text()
-            assert page.evaluate(TOO_WIDE) == []
-            page.locator("#returns").screenshot(path=tmp_path / f"{look}.png")
-
-
-@pytest.mark.parametrize("look", LOOKS)
 def test_nothing_scrolls_sideways(server, opened, look, tmp_path):
     complete(server, WORDS * 2 + "W" * 400, cache_salt="x" * 200)
     with opened(server, **LOOKS[look]) as page:

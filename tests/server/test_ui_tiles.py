@@ -254,7 +254,7 @@ def test_what_a_server_does_not_tell_has_no_part(server, opened):
         page.reload()
         live(page)
         for hidden in ("#kept", "#pool", "#ask", "#history-card", "#whatif-card", "#saved",
-                       "#losses", "#sessions", "#returns"):  # fmt: skip
+                       "#losses", "#sessions"):  # fmt: skip
             assert page.locator(hidden).is_hidden(), hidden
         assert page.locator("#saved-tile .note").inner_text() == "Not told by this server."
         assert page.locator("#warm .note").inner_text() == "Not told by this server."

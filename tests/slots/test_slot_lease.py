@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from slot_requests import fill, seen
+from slot_requests import seen
 
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.slots import SlotCache
@@ -20,65 +20,6 @@ def test_generated_tokens_are_reused_after_the_request() -> None:
         assert lease.tokens.tolist() == [1, 2, 3, 4, 5]
         lease.publish(4)
     assert cache.match([1, 2, 3, 4, 5, 6]) == 4  # the fifth was never computed
-
-
-def test_rejected_drafts_are_cut_and_others_follow() -> None:
-    cache = SlotCache(2, 8)
-    lease = cache.acquire([1, 2])
-    lease.extend([3, 4, 5])
-    lease.truncate(3)
-    lease.extend([6])
-    lease.publish(4)
-    assert cache.match([1, 2, 3, 6]) == 4
-    assert cache.match([1, 2, 3, 4]) == 3
-    cache.check()
-
-
-def test_a_lease_cut_to_nothing_goes_on_in_its_namespace() -> None:
-    cache = SlotCache(2, 8)
-    lease = cache.acquire([1, 2], "a")
-    lease.publish(2)
-    lease.truncate(0)
-    assert cache.match([1, 2], "a") == 0
-    lease.extend([3, 4])
-    lease.publish(2)
-    assert cache.match([3, 4], "a") == 2
-    cache.check()
-
-
-def test_publishing_less_than_is_published_changes_nothing() -> None:
-    lease = SlotCache(1, 8).acquire([1, 2, 3])
-    lease.publish(2)
-    lease.publish(1)
-    assert lease.published == 2
-
-
-def test_closing_without_publishing_caches_nothing() -> None:
-    cache = SlotCache(2, 8)
-    cache.acquire([1, 2, 3]).release()
-    assert (cache.match([1, 2, 3]), seen(cache).empty) == (0, 2)
-
-
-def test_forgetting_forgets_what_the_request_wrote_and_spares_what_was_there_before() -> None:
-    cache = SlotCache(2, 8)
-    fill(cache, [1, 2])
-    with cache.acquire([1, 2, 3, 4]) as lease:
-        lease.publish(4)
-        lease.release(keep=False)
-    assert cache.match([1, 2, 3, 4]) == 2
-    cache.check()
-
-
-def test_what_was_cut_and_written_anew_is_the_requests_own_to_forget() -> None:
-    cache = SlotCache(2, 8)
-    fill(cache, [1, 2, 3])
-    lease = cache.acquire([1, 2, 3, 4])
-    lease.truncate(1)
-    lease.extend([7, 8])
-    lease.publish(3)
-    lease.release(keep=False)
-    assert cache.match([1, 7, 8]) == 1
-    cache.check()
 
 
 def test_a_request_that_fails_gives_its_slot_back() -> None:

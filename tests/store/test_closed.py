@@ -48,7 +48,6 @@ CALLS: dict[type, dict[str, Callable[[Any], object]]] = {
         "worth_loading": lambda s: s.worth_loading(TOKENS),
         "load_tail": lambda s: s.load_tail(TOKENS).read(lambda start, stop, kv: None),
         "lookup": lambda s: s.lookup(TOKENS),
-        "keepers": lambda s: s.keepers([s.root() + b"x"]),
         "why": lambda s: s.why(TOKENS),
         "keep_until": lambda s: s.keep_until(TOKENS, 3),
         "unkept": lambda s: s.unkept(TOKENS),

@@ -21,11 +21,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from snapshot_kv import GEOMETRIES, SIZE, first_of, get, open_snapshots, snapshot
 from store_kv import quiet, records
 
-from kvkeep.testing import strategies
+import prompt_recipes as strategies
 
 if TYPE_CHECKING:
     from kvkeep.store import KVStore
-    from kvkeep.testing.strategies import Recipe
+    from prompt_recipes import Recipe
 
 LONG = 20 if os.environ.get("KVKEEP_FUZZ") == "long" else 1
 TENANTS = ("", "a")

@@ -20,16 +20,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from store_kv import FORMS, GQA, given, numbers, open_store, plain, quiet, room
 
+import prompt_recipes as strategies
 from kvkeep.store import Put
 from kvkeep.store.tiers import Exclusive, Inclusive
-from kvkeep.testing import strategies
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvkeep.store import KVStore
     from kvkeep.store.tiers import TieringPolicy
-    from kvkeep.testing.strategies import Recipe
+    from prompt_recipes import Recipe
 
 LONG = 20 if os.environ.get("KVKEEP_FUZZ") == "long" else 1
 SIZE = 4

@@ -310,7 +310,7 @@ def test_used_bytes_are_those_of_tenants_in_all_tiers(tmp_path) -> None:
 
 
 def test_tokens_in_every_form_name_the_same() -> None:
-    from kvkeep.testing import strategies
+    import prompt_recipes as strategies
 
     with open_store() as store:
         put(store, list(range(9)))

@@ -134,7 +134,7 @@ def test_many_threads_note_each_once(tmp_path: Path) -> None:
 
     def note(number: int) -> None:
         for turn in range(50):
-            capture.note(seen(number, turn, turn=turn))
+            capture.note(seen(number, turn))
 
     threads = [threading.Thread(target=note, args=(number,)) for number in range(6)]
     for thread in threads:

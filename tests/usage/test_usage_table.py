@@ -24,10 +24,10 @@ class Clock:
         return self.now
 
 
-def opened(table, prompt, cached, tenant="", session=None, *, turn=None, id="a"):
+def opened(table, prompt, cached, tenant="", session=None, *, id="a"):
     """A request is admitted."""
     Requests(table.see).admitted(
-        id, namespace=tenant, prompt_tokens=prompt, cached_tokens=cached, session=session, turn=turn
+        id, namespace=tenant, prompt_tokens=prompt, cached_tokens=cached, session=session
     )
 
 
@@ -91,10 +91,10 @@ def test_tenants_and_sessions(clock):
     assert len(figures.namespaces(10_000)) == 1500
     assert len(figures.sessions(10_000)) == 1000
     clock.now += 5
-    for turn in (0, 0, 1, 0, None, 4):
-        opened(figures, 10, 5, "t", "talk", turn=turn)
+    for _ in range(6):
+        opened(figures, 10, 5, "t", "talk")
     latest = figures.sessions(20)[0]
-    assert (latest.session, latest.tenant, latest.turns) == ("talk", "t", 4)
+    assert (latest.session, latest.tenant) == ("talk", "t")
     assert (latest.requests, latest.prompt_tokens, latest.reused_tokens) == (6, 60, 30)
     assert latest.last_at == clock.now
     opened(figures, 1, 0, "other", "talk")  # a name of another tenant's is another session

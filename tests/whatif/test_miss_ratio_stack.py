@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.core.miss_ratio.stack import COLD, Stack, _greater_before
+from kvkeep.core.miss_ratio.stack import COLD, Stack
 
 # A prompt is a path in a tree where each block has two or three that can follow it.
 PATHS = st.lists(st.integers(0, 2), max_size=9)
@@ -54,19 +53,6 @@ def test_distances_are_those_of_a_list(batches: list[list[list[int]]]) -> None:
     assert len(stack) == len(plain.keys)
 
 
-@given(BATCHES, st.integers(1, 12))
-def test_what_lies_too_deep_is_forgotten_and_nothing_else(
-    batches: list[list[list[int]]], depth: int
-) -> None:
-    stack, plain = Stack(depth), PlainStack()
-    for batch in batches:
-        prompts = [chained(path) for path in batch]
-        for got, true in zip(touch(stack, prompts), plain.touch(prompts), strict=True):
-            # Within a batch it may still know what lies deeper.
-            assert got == true or (got == COLD and true >= depth)
-        assert len(stack) == min(depth, len(plain.keys))
-
-
 @given(BATCHES)
 def test_along_a_prompt_distances_only_grow(batches: list[list[list[int]]]) -> None:
     stack = Stack(10**6)
@@ -80,14 +66,6 @@ def test_along_a_prompt_distances_only_grow(batches: list[list[list[int]]]) -> N
             assert far == sorted(far)
 
 
-@pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 500])
-def test_greater_ones_before(count: int) -> None:
-    chance = np.random.default_rng(count)
-    values, weights = chance.permutation(count * 3)[:count], chance.integers(1, 9, count)
-    plain = [int(weights[:at][values[:at] > values[at]].sum()) for at in range(count)]
-    assert _greater_before(values, weights).tolist() == plain
-
-
 def test_keys_that_are_no_prefixes_do_no_harm() -> None:
     stack = Stack(8)
     chance = np.random.default_rng(3)
@@ -96,7 +74,3 @@ def test_keys_that_are_no_prefixes_do_no_harm() -> None:
         found = stack.touch(keys, np.array([10, 0, 20]))
         assert (found >= COLD).all()
         stack.check()
-
-
-def test_nothing_is_no_prompt() -> None:
-    assert touch(Stack(4), []) == touch(Stack(4), [[], []]) == []

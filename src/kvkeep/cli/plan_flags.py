@@ -7,8 +7,6 @@ import shlex
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from kvkeep.bench.replay.simulate import SESSIONS
-
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -85,7 +83,7 @@ def _query(chosen: PlanCandidate, mark: str) -> str:
 
 def _policy(chosen: PlanCandidate) -> str:
     assert chosen.policy is not None
-    return chosen.policy.removesuffix(SESSIONS)
+    return chosen.policy
 
 
 def _bytes(amount: float) -> str:

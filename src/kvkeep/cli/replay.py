@@ -71,8 +71,7 @@ def _add_replaying(group: argparse._ArgumentGroup) -> None:
         group,
         "--policy LIST",
         f"eviction policies to try, of {', '.join(POLICIES)}, with tiers also 2q, and bounds, of "
-        f"{', '.join(BOUNDS)}; lru+sessions tells the policy which requests form a session, if "
-        "the trace has sessions",
+        f"{', '.join(BOUNDS)}",
         default="lru,returns",
     )
     add_option(

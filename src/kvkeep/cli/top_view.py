@@ -46,7 +46,6 @@ def draw(picture: Picture, address: str, width: int, height: int, *, ends: str =
         *_hit_rate(picture.live, width, 3 if tall else 1),
         _ttft(picture.live, width),
         _pages(picture.live, width),
-        *_conversations(picture.live, width),
         *_loads(picture.live, width),
         *([_what_if(picture.live, width)] if tall else []),
     ]
@@ -168,19 +167,6 @@ def _pages(live: Mapping[str, Any], width: int) -> Text:
     room = max(width - line.cell_len - legend.cell_len, 8)
     parts = [(float(whole(pages, name)), glyph, style) for name, glyph, style, _ in _PAGES]
     return fit(line.append_text(bar(parts, room)).append_text(legend), width)
-
-
-def _conversations(live: Mapping[str, Any], width: int) -> list[Text]:
-    """Draw how many conversations wait; nothing if the server does not follow them."""
-    known = below(live, "conversations")
-    if not known:
-        return []
-    waiting, soon = whole(known, "waiting"), number(known, "expected") or 0.0
-    line = _labelled("talks").append(f"{amount(waiting)} wait for their next request")
-    line.append(
-        f" · {amount(round(soon))} expected within a minute", "green" if soon >= 0.5 else ""
-    )
-    return [fit(line, width)]
 
 
 def _loads(live: Mapping[str, Any], width: int) -> list[Text]:

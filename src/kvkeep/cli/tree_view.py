@@ -9,7 +9,7 @@ from rich.text import Text
 
 from kvkeep.cli.drawing import amount, plural
 from kvkeep.cli.lines import cell, fit
-from kvkeep.cli.replies import entries, text, tokens_by, whole
+from kvkeep.cli.replies import entries, text, whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -130,8 +130,6 @@ def detail(said: Object, width: int) -> list[Text]:
     if isinstance(ids, list) and ids:
         shown = ",".join(str(one) for one in ids[:_IDS] if type(one) is int)
         line.append(f" [{shown}{'…' if whole(said, 'pages') > _IDS else ''}]", "dim")
-    for tier, count in tokens_by(said, "tier_tokens").items():
-        line.append(f" · {plural(count, 'token')} also in {tier}", "dim")
     if policy := text(said, "policy"):
         line.append(f" · {policy}", "dim")
     if resumes := _resumes(said):

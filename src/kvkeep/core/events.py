@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from kvkeep.core.extras import Extras
     from kvkeep.core.keys import Namespace
-    from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.pages.tables import PageArray
     from kvkeep.core.tokens import TokenArray
 
 __all__ = [
@@ -32,7 +32,6 @@ __all__ = [
     "GroupsStored",
     "Hook",
     "Opened",
-    "PagesShort",
     "ResumePoint",
     "Returned",
     "Stored",
@@ -142,14 +141,6 @@ class Closed:
     stored_pages: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PagesShort:
-    """An operation was refused for lack of pages; nothing changed."""
-
-    needed: int
-    available: int
-
-
 def frozen(array: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     """Return a read-only copy, so that no hook can change it under another."""
     array = array.copy()
@@ -157,7 +148,7 @@ def frozen(array: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     return array
 
 
-Event = Opened | Stored | GroupsStored | Evicted | Closed | PagesShort
+Event = Opened | Stored | GroupsStored | Evicted | Closed
 """Every event of a cache."""
 Hook = Callable[[Event], None]
 """Called under the cache's lock when an operation is complete; it must be quick."""

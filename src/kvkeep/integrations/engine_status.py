@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["EngineFacts", "EngineStatus"]
 
 
-_UNTOLD: Final = frozenset({"what_if", "sessions", "conversations", "returns"})
+_UNTOLD: Final = frozenset({"what_if", "sessions"})
 _OF_REQUESTS: Final = frozenset({"pages", "ttft", "history", "tenants", "reused", "loads"})
 
 
@@ -206,8 +206,6 @@ class EngineStatus:
             what_if=None,
             tenants=tenant_figures(usage.namespaces, self._usage.pages.pages),
             sessions=[],
-            conversations=None,
-            returns=None,
         )
 
     def stats(self) -> KVStats:

@@ -1,15 +1,7 @@
-"""Test suites for plug-ins, and models to test an integration against.
-
-Suites, to be subclassed by the author of a plug-in:
+"""Test suites for plug-ins, to be subclassed by their authors.
 
     BackendTests       the contract of `kvkeep.store.backends.base`
     PolicyTests        the contract of `kvkeep.core.eviction.base`
-
-Models:
-
-    NaiveCache         mirrors a cache from its events, as whole token lists
-    TaggedPages        an engine's KV memory, in which each slot names the prefix written to it
-    strategies         hypothesis strategies: prompts that share prefixes, tokens in every form
 
 A new policy is tested by this, and a new backend likewise:
 
@@ -32,42 +24,26 @@ from typing import TYPE_CHECKING
 from kvkeep.core.errors import require
 
 if TYPE_CHECKING:
-    from kvkeep.testing import strategies
     from kvkeep.testing.backend_suite import BackendTests
-    from kvkeep.testing.memory import TaggedPages
-    from kvkeep.testing.naive import NaiveCache
     from kvkeep.testing.policy_suite import PolicyTests
 
-__all__ = [
-    "BackendTests",
-    "NaiveCache",
-    "PolicyTests",
-    "TaggedPages",
-    "strategies",
-]
+__all__ = ["BackendTests", "PolicyTests"]
 
 _HOMES = {
     "BackendTests": "kvkeep.testing.backend_suite",
-    "NaiveCache": "kvkeep.testing.naive",
     "PolicyTests": "kvkeep.testing.policy_suite",
-    "TaggedPages": "kvkeep.testing.memory",
 }
 _ASSERTING = (
     "backend_hooks", "backend_suite", "backend_threads", "backend_walk", "policy_suite",
-    "naive",
 )  # fmt: skip
 
 
 def __getattr__(name: str) -> object:
-    if name == "strategies":
-        require("hypothesis", "testing")
-        return importlib.import_module("kvkeep.testing.strategies")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name.endswith("Tests"):
-        pytest = require("pytest", "testing")
-        require("hypothesis", "testing")
-        # pytest rewrites asserts, to show values, in test files only; suites must be registered.
-        new = [f"{__name__}.{module}" for module in _ASSERTING]
-        pytest.register_assert_rewrite(*(module for module in new if module not in sys.modules))
+    pytest = require("pytest", "testing")
+    require("hypothesis", "testing")
+    # pytest rewrites asserts, to show values, in test files only; suites must be registered.
+    new = [f"{__name__}.{module}" for module in _ASSERTING]
+    pytest.register_assert_rewrite(*(module for module in new if module not in sys.modules))
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -24,7 +24,7 @@ def effort(run: ReplayRun) -> float:
     """
     if run.policy in BOUNDS:
         return _BOUND
-    times = _POLICIES.get(run.eviction, 1.0)
+    times = _POLICIES.get(run.policy, 1.0)
     if run.below:
         times *= _TIERS
     return times * (1.0 if run.cost is None else _TIMED)

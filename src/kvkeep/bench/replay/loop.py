@@ -42,7 +42,6 @@ def simulate_loop(
     cost: PrefillCost,
     page_tokens: int | None = None,
     prefix: str = "radix",
-    sessions: bool = False,
     max_running: int = 32,
     users: int | None = None,
     closed_loop: bool = False,
@@ -86,7 +85,6 @@ def simulate_loop(
         policy,
         page_tokens=page_tokens,
         prefix=prefix,
-        sessions=sessions,
         groups=groups,
     )
     outcome = _Loop(stage, calls, cost, max_running).run(progress)

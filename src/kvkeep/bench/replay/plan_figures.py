@@ -16,7 +16,6 @@ from kvkeep.bench.replay.outcome import (
     REMAINDER,
 )  # fmt: skip
 from kvkeep.bench.replay.runs import ReplayRun
-from kvkeep.bench.replay.simulate import SESSIONS
 from kvkeep.bench.replay.words import amount
 
 if TYPE_CHECKING:
@@ -80,9 +79,7 @@ class PlanFigures:
         if one.policy is None:
             return "no cache"
         words = f"{self.plan.size(one.memory_tokens)} in memory with the policy "
-        words += one.policy.removesuffix(SESSIONS)
-        if one.policy.endswith(SESSIONS):
-            words += ", name the session of each request,"
+        words += one.policy
         if one.disk_tokens:
             words += f" and {self.plan.size(one.disk_tokens)} below it with the tiering "
             words += f"{one.tiering}"
@@ -101,17 +98,13 @@ class PlanFigures:
         """Return the policy to use in memory alone, and why."""
         usual = self.here[USUAL]
         tried = {name: rate for name, rate in self.here.items() if name != BELADY}
-        plain = {name: rate for name, rate in tried.items() if not name.endswith(SESSIONS)}
         best = max(tried, key=lambda name: tried[name])
-        best_plain = max(plain, key=lambda name: plain[name])
-        if tried[best] - plain[best_plain] < WORTH:
-            best = best_plain
-        if plain[FLEXIBLE] > tried[best] - WORTH / 2:
+        if tried[FLEXIBLE] > tried[best] - WORTH / 2:
             best = FLEXIBLE  # as good, and it adapts when traffic changes
         if tried[best] - usual < WORTH:
             return USUAL, (
                 f"No other policy is worth a change: LRU reuses {percent(usual)}, the best of "
-                f"all {percent(max(plain.values()))}."
+                f"all {percent(max(tried.values()))}."
             )
         return best, (
             f"The policy {best} reuses {percent(tried[best])} where LRU reuses "

@@ -10,7 +10,6 @@ from kvkeep.bench.replay.bounds import BELADY, INFINITE
 from kvkeep.bench.replay.doubts import gaps
 from kvkeep.bench.replay.plan_figures import FLEXIBLE, THRIFTY, USUAL, PlanFigures
 from kvkeep.bench.replay.runs import ReplayRun
-from kvkeep.bench.replay.simulate import SESSIONS
 from kvkeep.bench.replay.words import amount
 from kvkeep.core.cost import TransferCost
 from kvkeep.core.errors import InvalidValue
@@ -61,8 +60,6 @@ class PlannedMemory:
         _check_telling(workload)
         policies = [name for name in POLICIES if policy_named(name).advised]
         found = [self.of(policy) for policy in policies]
-        if (workload.session >= 0).any():
-            found += [self.of(policy + SESSIONS) for policy in (USUAL, FLEXIBLE)]
         for times in _TIMES:
             size = int(self.memory_tokens * times)
             if size >= workload.unit_tokens:

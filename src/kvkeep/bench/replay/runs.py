@@ -18,7 +18,7 @@ from kvkeep.bench.replay.outcome import Outcome
 from kvkeep.bench.replay.pace import check_loading
 from kvkeep.bench.replay.paging import Paging
 from kvkeep.bench.replay.sharing import check_tenants, simulate_shares, simulate_tier_shares
-from kvkeep.bench.replay.simulate import SESSIONS, simulate
+from kvkeep.bench.replay.simulate import simulate
 from kvkeep.bench.replay.tiered import simulate_tiers
 from kvkeep.core.errors import InvalidValue, did_you_mean, whole
 from kvkeep.core.eviction import POLICIES
@@ -49,13 +49,13 @@ _VERSION = 11  # of replays: outcomes in a log of another version are not reused
 class ReplayRun:
     """One replay: a policy (or a bound) with a capacity.
 
-    A policy is one of `kvkeep.core.eviction.POLICIES`, and with tiers also ``2q``, with or without
-    ``+sessions``. ``below`` are the tokens of tiers below the first one of ``capacity_tokens``, and
-    ``tiering`` the policy that moves blocks between them (`kvkeep.store.tiers.tiering`). With
-    ``cost`` computing takes time, and ``users`` may send requests in turn, or sessions wait for
-    their answers in a ``closed_loop`` (`simulate_loop`); tiers, the first included, then take time
-    to read, by ``reads`` and ``loading`` (`simulate_tiers`). ``writes`` are write budgets of the
-    tiers, in tokens. ``groups`` are those of a model with windows or states, with pages of their
+    A policy is one of `kvkeep.core.eviction.POLICIES`, with tiers also ``2q``. ``below`` are the
+    tokens of tiers below the first one of ``capacity_tokens``, and ``tiering`` the policy that
+    moves blocks between them (`kvkeep.store.tiers.tiering`). With ``cost`` computing takes time,
+    and ``users`` may send requests in turn, or sessions wait for their answers in a ``closed_loop``
+    (`simulate_loop`); tiers, the first included, then take time to read, by ``reads`` and
+    ``loading`` (`simulate_tiers`). ``writes`` are write budgets of the tiers, in tokens. ``groups``
+    are those of a model with windows or states, with pages of their
     size. With ``shares``, pairs of a tenant and its weight, tenants share the memory and the tiers,
     and are compared with each alone (`simulate_shares`, `simulate_tier_shares`). Raises
     `InvalidValue` for invalid values.
@@ -78,12 +78,11 @@ class ReplayRun:
 
     def __post_init__(self) -> None:
         policies = tier_policies() if self.below else POLICIES
-        if self.eviction not in policies and self.policy not in BOUNDS:
+        if self.policy not in policies and self.policy not in BOUNDS:
             names = (*policies, *BOUNDS)
             raise InvalidValue(
-                f"there is no eviction policy {self.policy!r}; there are {', '.join(names)}, and "
-                f"policies with {SESSIONS} appended, which know the session of each request"
-                f"{did_you_mean(self.eviction, names)}"
+                f"there is no eviction policy {self.policy!r}; there are {', '.join(names)}"
+                f"{did_you_mean(self.policy, names)}"
             )
         if self.policy != INFINITE:
             for capacity in (self.capacity_tokens, *self.below):
@@ -109,7 +108,6 @@ class ReplayRun:
     def _check_tiers(self) -> None:
         tiering(self.tiering)
         for what, given in (
-            ("sessions", self.policy.endswith(SESSIONS)),
             ("pages of tokens", self.page_tokens is not None),
             ("windows or states", self.groups is not None),
         ):
@@ -142,18 +140,13 @@ class ReplayRun:
         if self.below and self.policy not in BOUNDS:
             return f"{self.policy}{'+shares' if self.shares else ''}/{self.tiering}"
         if self.shares:
-            return f"{self.eviction}+shares{self.policy.removeprefix(self.eviction)}"
+            return f"{self.policy}+shares"
         return self.policy
 
     @property
     def total_tokens(self) -> int:
         """Tokens of all tiers."""
         return self.capacity_tokens + sum(self.below)
-
-    @property
-    def eviction(self) -> str:
-        """The name of the eviction policy, without ``+sessions``."""
-        return self.policy.removesuffix(SESSIONS)
 
     def check(self, workload: Workload) -> None:
         """Raise `InvalidValue` if the replay cannot run on ``workload``."""
@@ -163,10 +156,8 @@ class ReplayRun:
                 Paging(workload.unit_tokens, page, self.groups).pages(capacity)
         if self.shares:
             check_tenants(workload, dict(self.shares))
-        named = self.policy.endswith(SESSIONS)
-        if (named or self.closed_loop) and not (workload.session >= 0).any():
-            what = self.policy if named else "a closed loop"
-            raise InvalidValue(f"{what} needs sessions; {workload.name} has none")
+        if self.closed_loop and not (workload.session >= 0).any():
+            raise InvalidValue(f"a closed loop needs sessions; {workload.name} has none")
 
     def on(self, workload: Workload, progress: Callable[[int], None] | None = None) -> Outcome:
         """Run the replay. Raises `InvalidValue` as `check` does."""
@@ -202,11 +193,10 @@ class ReplayRun:
             return simulate_loop(
                 workload,
                 self.capacity_tokens,
-                self.eviction,
+                self.policy,
                 cost=self.cost,
                 users=self.users,
                 closed_loop=self.closed_loop,
-                sessions=self.policy.endswith(SESSIONS),
                 page_tokens=self.page_tokens,
                 prefix=self.prefix,
                 groups=self.groups,
@@ -216,9 +206,8 @@ class ReplayRun:
             return simulate_shares(
                 workload,
                 self.capacity_tokens,
-                self.eviction,
+                self.policy,
                 shares=dict(self.shares),
-                sessions=self.policy.endswith(SESSIONS),
                 page_tokens=self.page_tokens,
                 prefix=self.prefix,
                 groups=self.groups,
@@ -227,10 +216,9 @@ class ReplayRun:
         return simulate(
             workload,
             self.capacity_tokens,
-            self.eviction,
+            self.policy,
             # The curve is always of LRU, so one run that samples it is enough. It has no states.
             what_if=_SAMPLED_BLOCKS if self.policy == _CURVE_OF and self.groups is None else None,
-            sessions=self.policy.endswith(SESSIONS),
             page_tokens=self.page_tokens,
             prefix=self.prefix,
             groups=self.groups,

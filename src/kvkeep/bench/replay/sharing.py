@@ -43,7 +43,6 @@ def simulate_shares(
     shares: Mapping[str, float],
     page_tokens: int | None = None,
     prefix: str = "radix",
-    sessions: bool = False,
     groups: GroupLayout | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Outcome:
@@ -63,7 +62,6 @@ def simulate_shares(
         policy,
         page_tokens=page_tokens,
         prefix=prefix,
-        sessions=sessions,
         groups=groups,
         shares=shares,
         progress=progress,
@@ -78,7 +76,6 @@ def simulate_shares(
             policy,
             page_tokens=page_tokens,
             prefix=prefix,
-            sessions=sessions,
             groups=groups,
         )
 

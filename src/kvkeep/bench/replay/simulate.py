@@ -26,9 +26,8 @@ if TYPE_CHECKING:
     from kvkeep.core.eviction import EvictionPolicy
     from kvkeep.core.groups import GroupLayout
 
-__all__ = ["LEAST_TOKENS", "SESSIONS", "Stage", "simulate"]
+__all__ = ["LEAST_TOKENS", "Stage", "simulate"]
 
-SESSIONS = "+sessions"
 """Suffix of a policy's name when the cache knows the session of each request."""
 
 LEAST_TOKENS = 0.002
@@ -45,7 +44,6 @@ def simulate(
     *,
     page_tokens: int | None = None,
     prefix: str = "radix",
-    sessions: bool = False,
     groups: GroupLayout | None = None,
     stops: Stops | None = None,
     what_if: float | None = None,
@@ -56,8 +54,7 @@ def simulate(
 
     Each request is opened at its time, its prompt (and its answer, if the trace has it) is
     published, and it is closed, as in an engine that serves one request at a time. `Paging`
-    explains ``page_tokens``. With ``sessions`` the cache knows the session of each request, if the
-    trace does; the policy of the outcome is then "lru+sessions". With ``what_if`` the cache samples
+    explains ``page_tokens``. With ``what_if`` the cache samples
     that share of the blocks, and the outcome has the curve of what LRU would reuse with ⅛ … 8 times
     the memory, unless more than a fiftieth of the prompt tokens was refused: how these would do in
     other memory is not known. With ``shares`` tenants have these weights (`Shares`; others have 1),
@@ -82,7 +79,6 @@ def simulate(
         policy if shares is None else _shared(policy, shares),
         page_tokens=page_tokens,
         prefix=prefix,
-        sessions=sessions,
         groups=groups,
         what_if=what_if,
     )
@@ -166,13 +162,11 @@ class Stage:
         *,
         page_tokens: int | None,
         prefix: str,
-        sessions: bool = False,
         groups: GroupLayout | None = None,
         what_if: float | None = None,
     ) -> None:
         self.workload = workload
         self._what_if = what_if
-        self.sessions = sessions
         self.paging = Paging(workload.unit_tokens, page_tokens, groups)
         page_tokens = self.paging.page_tokens
         pages = self.paging.pages(capacity_tokens)
@@ -182,9 +176,7 @@ class Stage:
         self._shares = policy.weights if isinstance(policy, Shares) else None
         named = policy if isinstance(policy, str) else policy.name
         policy = named_policy(policy)
-        self.at_once = policy.by_recency and not sessions and groups is None
-        if sessions:
-            named += SESSIONS
+        self.at_once = policy.by_recency and groups is None
         outcome = Outcome(
             named, capacity_tokens, self.paging.tokens, workload.name, workload.digest
         )
@@ -217,7 +209,6 @@ class Stage:
         """
         work, paging = self.workload, self.paging
         ids, tokens = work.prompt(number), int(work.tokens[number])
-        session, turn = self._session(number)
         prompt = paging.prompt(ids, tokens)
         rest = prompt[:0]
         if self._passes is not None:
@@ -227,9 +218,7 @@ class Stage:
             more = -(-len(prompt) // paging.size) - -(-known // paging.size)
             prompt, rest = prompt[:known], prompt[known:]
             reserve += self.reserved(number) + more
-        sequence = self.cache.open(
-            prompt, self._space(number), reserve=reserve, session=session, turn=turn
-        )
+        sequence = self.cache.open(prompt, self._space(number), reserve=reserve)
         if len(rest):
             sequence.append(rest)
         hit, blocks = paging.found(sequence.num_cached, tokens)
@@ -241,13 +230,6 @@ class Stage:
         """End a request: its answer is known, and how it ended."""
         work = self.workload
         sequence.close(keep=bool(work.store[number]), ended=work.ended(number))
-
-    def _session(self, number: int) -> tuple[str | None, int | None]:
-        session = int(self.workload.session[number])
-        if not self.sessions or session < 0:
-            return None, None
-        turn = int(self.workload.turn[number])
-        return str(session), turn or None
 
     def _space(self, number: int) -> str:
         return self.workload.namespaces[int(self.workload.namespace[number])]

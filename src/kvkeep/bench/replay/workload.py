@@ -61,7 +61,6 @@ class Workload:
     namespace: Ids
     namespaces: tuple[str, ...]
     session: Ids
-    turn: Ids
     store: Flags
     first: Wholes
     last: Wholes
@@ -144,7 +143,7 @@ class Workload:
         columns = {
             column: getattr(self, column)[which]
             for column in (
-                "times", "output_tokens", "session", "turn", "store", "stop", "took_s", "caller",
+                "times", "output_tokens", "session", "store", "stop", "took_s", "caller",
                 "first_token",
             )
         }  # fmt: skip
@@ -197,7 +196,7 @@ class _Builder:
         self.unknown = 0
         self.times: list[float] = []
         self.took_s: list[float] = []
-        self.numbers: list[tuple[int, int, int, int, int, bool, int, int, int, int]] = []
+        self.numbers: list[tuple[int, int, int, int, bool, int, int, int, int]] = []
         self.units: list[npt.NDArray[np.int64]] = []
         self.spaces: dict[str, int] = {}
         self.sessions: dict[tuple[int, str], int] = {}
@@ -224,14 +223,14 @@ class _Builder:
             answer = len(request.answer)
         self.times.append(request.time)
         self.numbers.append((
-            request.tokens, request.output_tokens, space, session, request.turn or 0,
+            request.tokens, request.output_tokens, space, session,
             request.store, len(units), answer, stop,
             -1 if request.first_token is None else request.first_token,
         ))  # fmt: skip
 
     def build(self, trace: Trace) -> Workload:
         table = np.array(self.numbers, np.int64)
-        lengths = table[:, 6] + table[:, 7]
+        lengths = table[:, 5] + table[:, 6]
         last = np.cumsum(lengths)
         units = np.concatenate(self.units)
         self.units = []
@@ -249,8 +248,8 @@ class _Builder:
         caller = np.array(callers, np.int32)
         for part in (np.array(self.times), table, took_s, caller, units):
             digest.update(np.ascontiguousarray(part).tobytes())
-        columns = [np.ascontiguousarray(table[:, at], np.int32) for at in (0, 1, 2, 3, 4, 6, 8, 9)]
-        tokens, output_tokens, namespace, session, turn, prompt_units, stop, first_token = columns
+        columns = [np.ascontiguousarray(table[:, at], np.int32) for at in (0, 1, 2, 3, 5, 7, 8)]
+        tokens, output_tokens, namespace, session, prompt_units, stop, first_token = columns
         return Workload(
             name=trace.name,
             unit_tokens=trace.unit_tokens,
@@ -261,8 +260,7 @@ class _Builder:
             namespace=namespace,
             namespaces=tuple(self.spaces),
             session=session,
-            turn=turn,
-            store=table[:, 5].astype(bool),
+            store=table[:, 4].astype(bool),
             first=last - lengths,
             last=last,
             prompt_units=prompt_units,

@@ -49,7 +49,6 @@ class Seen:
     answer: Sequence[int] = ()
     store: bool = True
     session: str | None = None
-    turn: int | None = None
     kind: str = ""
     served: Served | None = None
     stop: str = ""
@@ -236,7 +235,7 @@ class Capture:
             self._ids.name("namespace", seen.namespace.canonical()),
             None if seen.session is None else self._ids.name("session", seen.session.encode()),
             None,
-            seen.turn,
+            None,
             seen.kind,
             full[tokens // unit :],
             seen.store,

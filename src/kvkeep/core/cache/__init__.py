@@ -12,20 +12,15 @@ from kvkeep.core.cache.sessions import Session
 from kvkeep.core.cache.stats import CacheStats
 
 if TYPE_CHECKING:
-    from kvkeep.core.cache.blocks import BlockNames, Blocks
-    from kvkeep.core.cache.conversations import Conversation, ReturnCounts
     from kvkeep.core.cache.views import CacheMap, MapNode, NodeView
 
 __all__ = [
-    "BlockNames", "Blocks", "CacheMap", "CacheStats", "CachedPrefix", "Conversation",
-    "MapNode", "NodeView", "PagedCache", "Pin", "RemovedPages", "ReturnCounts",
+ "CacheMap", "CacheStats", "CachedPrefix",
+    "MapNode", "NodeView", "PagedCache", "Pin", "RemovedPages",
     "Sequence", "Session",
 ]  # fmt: skip
 
 _INSPECTION = {
-    "BlockNames": "blocks", "Blocks": "blocks",
-    "Conversation": "conversations",
-    "ReturnCounts": "conversations",
     "CacheMap": "views", "MapNode": "views", "NodeView": "views",
 }  # fmt: skip
 

@@ -7,11 +7,71 @@ from typing import TYPE_CHECKING, Any
 from kvkeep.core.cache.lifecycle import SequenceState
 
 if TYPE_CHECKING:
-    from kvkeep.core.cache.core import Claim, Core
-    from kvkeep.core.pages import PageCopy
-    from kvkeep.core.pages.table import PageArray
+    from collections.abc import Iterable
 
-__all__ = ["PendingCopies"]
+    from kvkeep.core.cache.core import Claim, Core
+    from kvkeep.core.cache.sequence import Sequence
+    from kvkeep.core.pages import PageCopy
+    from kvkeep.core.pages.tables import PageArray
+
+__all__ = ["Forks", "PendingCopies"]
+
+
+class Forks:
+    """Groups of sequences with the same first unpublished page, two or more in each.
+
+    A sequence reports when that page changes. Thread safety: none; under the cache's lock. Cost: a
+    dictionary lookup a call, and one for each member when a group is taken or made.
+    """
+
+    __slots__ = ("_groups",)
+
+    def __init__(self) -> None:
+        self._groups: dict[int, dict[Sequence, None]] = {}
+
+    def __bool__(self) -> bool:
+        """Whether any sequences share an unpublished page."""
+        return bool(self._groups)
+
+    def join(self, page: int, sequence: Sequence, other: Sequence) -> None:
+        """Note that ``other`` was forked from ``sequence``; ``page`` is the first unpublished."""
+        self._groups.setdefault(page, {sequence: None})[other] = None
+
+    def leave(self, page: int, sequence: Sequence) -> None:
+        """Note that ``page`` is no longer the first unpublished page of ``sequence``."""
+        group = self._groups.get(page)
+        if group is not None:
+            del group[sequence]
+            if len(group) == 1:
+                del self._groups[page]
+
+    def take(self, page: int) -> Iterable[Sequence]:
+        """Remove and return the group of ``page``, which is being published; then `regroup` it."""
+        return self._groups.pop(page, ())
+
+    def regroup(self, sequences: Iterable[Sequence]) -> None:
+        """Group sequences that shared a page by their present first unpublished pages."""
+        groups: dict[int, dict[Sequence, None]] = {}
+        for sequence in sequences:
+            page = sequence.first_unpublished
+            if page is not None:
+                groups.setdefault(page, {})[sequence] = None
+        self._groups.update((page, group) for page, group in groups.items() if len(group) > 1)
+
+    def check(self, sequences: Iterable[Sequence]) -> None:
+        """Assert that the groups are those of all running ``sequences``."""
+        found: dict[int, set[Sequence]] = {}
+        for sequence in sequences:
+            page = sequence.first_unpublished
+            if page is not None:
+                found.setdefault(page, set()).add(sequence)
+        shared = {page: group for page, group in found.items() if len(group) > 1}
+        assert shared == {page: set(group) for page, group in self._groups.items()}
+        pages: dict[int, int] = {}  # each unpublished page → first page of its group
+        for first, group in found.items():
+            for sequence in group:
+                for page in sequence.unpublished:
+                    assert pages.setdefault(page, first) == first, "a page in two groups"
 
 
 class PendingCopies:

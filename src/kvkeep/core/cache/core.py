@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvkeep.core.cache.forks import Forks
+from kvkeep.core.cache.copies import Forks
 from kvkeep.core.cache.pins import PinBoard
 from kvkeep.core.cache.returning import ReturnBoard
 from kvkeep.core.cache.sessions import SessionBoard
 from kvkeep.core.cache.stats import CacheCounters
 from kvkeep.core.errors import InvalidValue, OutOfPages, told
-from kvkeep.core.events import Evicted, PagesShort, frozen
+from kvkeep.core.events import Evicted, frozen
 from kvkeep.core.prefix.results import EMPTY_PAGES, joined
 from kvkeep.core.prefix.tree import tops
 from kvkeep.core.public import PublicPrefixes
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvkeep.core.groups import GroupBoard, GroupLayout
     from kvkeep.core.keys import Namespace
     from kvkeep.core.pages import PageCopy, PagePool
-    from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.pages.tables import PageArray
     from kvkeep.core.prefix import PrefixIndex
 
 __all__ = ["LEAST_PINS", "Claim", "Core"]
@@ -87,8 +87,7 @@ class Core:
 
     Lock order: this lock is the innermost. A thread may take it while it holds any other lock; a
     thread that holds it waits for no other lock. Hooks, eviction policies and the clock run under
-    it. Code with a lock of its own that a hook can call therefore checks `in_hook` first, and then
-    tries that lock instead of waiting for it (see `kvkeep.core.cache.inspector`).
+    it.
     """
 
     def __init__(
@@ -253,8 +252,6 @@ class Core:
     def short_of(self, needed: int, available: int) -> OutOfPages:
         """Count a refusal and return its error."""
         self.counters.out_of_pages += 1
-        if self.hooks:
-            self.emit(PagesShort(needed, available))
         return OutOfPages(needed, available, self.pool.num_pages)
 
     def evict(self, count: int, reason: str) -> int:
@@ -297,8 +294,6 @@ class Core:
             freed = self.pool.release_known(pages)
             assert freed == len(pages), "the index evicted a page that a sequence uses"
             self.marks.forget(pages)
-            for observer in self.observers:
-                observer.evicted(pages)
             self.counters.evicted_pages += len(pages)
 
     def _report_evicted(self, pages: PageArray, reason: str) -> None:
@@ -416,4 +411,4 @@ class Core:
         self.pool.check()
         self.marks.check(stored, [sequence.row for sequence in self.sequences.values()])
         for observer in self.observers:
-            observer.check(stored)
+            observer.check()

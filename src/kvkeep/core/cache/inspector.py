@@ -2,42 +2,124 @@
 
 A walk over many runs takes the lock for a few hundred of them at a time, so that requests pass in
 between. Changes made meanwhile may be missing from a map; the next map has them.
-
-One map at a time is made. It has a lock, taken before the cache's lock and held while the cache's
-lock is free between two steps. A hook holds the cache's lock already, so it must not wait for that
-lock: it goes on without it, in one step (see the lock order in `kvkeep.core.cache.core.Core`).
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvkeep.core.cache.blocks import BlockNames, RunOfTokens, ends_of_blocks
-from kvkeep.core.cache.picture import hidden_nodes, shown_nodes
-from kvkeep.core.cache.views import CacheMap, NodeView
-from kvkeep.core.errors import InvalidValue, NotCached, check_type, number, whole
+from kvkeep.core.cache.views import CacheMap, MapNode, NodeView
+from kvkeep.core.errors import InvalidValue, NotCached, number, whole
 from kvkeep.core.keys import Namespace, as_namespace
 from kvkeep.core.prefix.results import PrefixMatch
 from kvkeep.core.prefix.walk import Survey
 from kvkeep.core.tokens import TOKEN_BYTES, TOKEN_DTYPE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
-    from kvkeep.core.cache.blocks import Blocks
     from kvkeep.core.cache.core import Core
-    from kvkeep.core.cache.picture import Head
     from kvkeep.core.cache.pins import Pin
     from kvkeep.core.keys import NamespaceLike
     from kvkeep.core.prefix.walk import Numbers, TreeWalk
+    from kvkeep.core.tokens import TokenArray
 
-__all__ = ["Inspector"]
+    Head = tuple[TokenArray | None, bytes]
+
+__all__ = ["Inspector", "hidden_nodes", "shown_nodes"]
+
+_HIDDEN = 1 << 52
+"""Ids of hidden nodes are below minus this; JSON readers know integers up to 2**53."""
+
+
+def shown_nodes(
+    survey: Survey,
+    rows: Numbers,
+    heads: Sequence[Head],
+    *,
+    bare: bool,
+    size: int,
+) -> list[MapNode]:
+    """Return a node for each of ``rows``; with ``bare``, the namespace's own is left out.
+
+    ``size`` is that of a page.
+    With each row, ``rows`` has the row above it. Rows without parent are tops.
+    """
+    ids = survey.ids
+    above = survey.parents[rows]
+    nodes: list[MapNode] = []
+    columns: tuple[Any, ...] = (
+        rows, ids[rows], np.append(ids, 0)[above], above, survey.sizes[rows],
+        survey.below_pages[rows], survey.below_runs[rows], survey.holders[rows],
+        survey.pins[rows], survey.below_uses[rows],
+        survey.group_pages[rows], survey.below_groups[rows],
+    )  # fmt: skip
+    points = survey.points
+    numbers = zip(*(column.tolist() for column in columns), strict=True)
+    for (row, own, parent, place, *counts), (head, key) in zip(numbers, heads, strict=True):
+        if bare and own < 0:
+            continue
+        pages, below_pages, below_runs, holders, pins, hits, beside, below_beside = counts
+        nodes.append(
+            MapNode(
+                id=own,
+                parent=None if place < 0 or (bare and parent < 0) else parent,
+                pages=pages,
+                below_pages=below_pages,
+                below_runs=below_runs,
+                holders=holders,
+                pins=pins,
+                hits=hits,
+                head=head,
+                key=key,
+                namespace=survey.namespace(row),
+                group_pages=beside,
+                below_group_pages=below_beside,
+                checkpoints=() if points is None else tuple(page * size for page in points[row]),
+            )
+        )
+    return nodes
+
+
+def hidden_nodes(survey: Survey, rows: Numbers, *, bare: bool) -> list[MapNode]:
+    """Return a hidden node for each of ``rows`` (and the top) with children that are not shown."""
+    parents = survey.parents
+    shown = np.zeros(len(parents) + 1, np.bool_)
+    shown[rows] = shown[-1] = True  # the last stands for "no parent"
+    hidden = np.flatnonzero(~shown[:-1] & shown[parents] & ~survey.gone)
+    above, groups = np.unique(parents[hidden], return_inverse=True)
+
+    def sums(column: Numbers) -> list[int]:
+        totals = np.zeros(len(above), np.int64)
+        np.add.at(totals, groups, column[hidden])
+        return totals.tolist()
+
+    ids = survey.ids
+    pages, runs = sums(survey.below_pages), sums(survey.below_runs)
+    beside = sums(survey.below_groups)
+    columns = sums(survey.holders), sums(survey.pins), sums(survey.below_uses)
+    counts = np.bincount(groups, minlength=len(above)).tolist()
+    return [
+        MapNode(
+            id=-_HIDDEN - (abs(int(ids[place])) if place >= 0 else 0),
+            parent=None if place < 0 or (bare and ids[place] < 0) else int(ids[place]),
+            pages=pages[i],
+            below_pages=pages[i],
+            below_runs=runs[i],
+            holders=columns[0][i],
+            pins=columns[1][i],
+            hits=columns[2][i],
+            count=counts[i],
+            group_pages=beside[i],
+            below_group_pages=beside[i],
+        )
+        for i, place in enumerate(above.tolist())
+    ]
+
 
 _ALL = 1 << 20
 """Runs visited in one step where the lock is not released in between."""
@@ -46,15 +128,9 @@ _STEP = 512
 lock many times, and may wait that long each time."""
 _PAUSE_S = 0.0005
 """Pause between two steps, so that a waiting thread gets the lock."""
-_FRESH_S = 1.0
-"""Shortest time for which a map is kept and returned again."""
-_MOST_SHARE = 0.03
-"""Share of a core that maps take at most, however often they are requested."""
-_KEPT_MAPS = 8
 _HEAD_TOKENS = 80
 _KEY_BYTES = 4
 _MOST_NODES = 10_000
-_RUNS = ("run", "depth")
 
 
 class Inspector:
@@ -62,9 +138,6 @@ class Inspector:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._making = threading.RLock()  # held while a map is made: others wait for that map
-        self._maps: dict[object, tuple[float, CacheMap]] = {}  # arguments → (valid until, map)
-        self._changes = 0  # a map begun before the latest change is not kept
 
     # --- maps --------------------------------------------------------------------------------
 
@@ -73,58 +146,12 @@ class Inspector:
         namespace: NamespaceLike | None,
         root: int | None,
         nodes: int,
-        blocks: BlockNames | None = None,
     ) -> CacheMap:
         """See `PagedCache.map`."""
         nodes = whole("nodes", nodes, 1, _MOST_NODES)
         root = None if root is None else whole("root", root)
-        if blocks is not None:
-            check_type("blocks", blocks, BlockNames, "a BlockNames")
         space = None if namespace is None else as_namespace(namespace)
-        arguments = space, root, nodes, blocks
-        with self._turn(self._making):
-            kept = self._maps.get(arguments)
-            if kept is not None and time.monotonic() < kept[0]:
-                return kept[1]
-            changes = self._changes
-            busy = time.thread_time()
-            made = self._make(space, root, nodes, blocks)
-            keep_s = max(_FRESH_S, (time.thread_time() - busy) / _MOST_SHARE)
-            with self._core:
-                self._keep(arguments, made, keep_s, changes)
-            return made
-
-    @contextmanager
-    def _turn(self, lock: threading.RLock) -> Iterator[None]:
-        """Hold ``lock``; a hook must not wait, so it goes on without the lock if that is taken."""
-        taken = lock.acquire(blocking=not self._core.in_hook)
-        try:
-            yield
-        finally:
-            if taken:
-                lock.release()
-
-    def _keep(self, arguments: object, made: CacheMap, keep_s: float, changes: int) -> None:
-        """Keep a map for ``keep_s`` seconds, unless something changed since it was begun."""
-        if changes != self._changes:
-            return
-        now = time.monotonic()
-        maps = {key: kept for key, kept in self._maps.items() if now < kept[0]}
-        if len(maps) < _KEPT_MAPS:
-            maps[arguments] = now + keep_s, made
-        self._maps = maps
-
-    def forget_maps(self) -> None:
-        """Make the next map anew: the cache was changed through this object."""
-        self._changes += 1
-        self._maps = {}
-
-    def _make(
-        self, space: Namespace | None, root: int | None, nodes: int, blocks: BlockNames | None
-    ) -> CacheMap:
-        columns = self._columns if blocks is None else (*self._columns, *_RUNS)
-        walk = self._walk(columns, space if root is None else self._find(root))
-        survey = Survey(walk)
+        survey = Survey(self._walk(self._columns, space if root is None else self._find(root)))
         if root is not None and survey.gone[0]:
             raise _unknown(root)
         core = self._core
@@ -134,18 +161,13 @@ class Inspector:
         for start in range(0, len(rows), _STEP):
             with core:
                 heads += survey.heads(rows[start : start + _STEP], _HEAD_TOKENS * TOKEN_BYTES)
-        ending: list[Blocks | None] = [None] * len(rows)
-        if blocks is not None and core.index.exact:
-            ending = ends_of_blocks(blocks, self._runs(survey, walk, rows), core.marks)
         tops = survey.parents < 0
         return CacheMap(
             page_size=core.page_size,
             runs=int(survey.below_runs[tops].sum()),
             pages=int(survey.below_pages[tops].sum()),
             nodes=(
-                *shown_nodes(
-                    survey, rows, self._heads(heads), ending, bare=bare, size=core.page_size
-                ),
+                *shown_nodes(survey, rows, self._heads(heads), bare=bare, size=core.page_size),
                 *hidden_nodes(survey, rows, bare=bare),
             ),
             group_pages=int(survey.below_groups[tops].sum()),
@@ -157,32 +179,6 @@ class Inspector:
         plain = self._core.marks.plain
         return [(plain(np.frombuffer(head, TOKEN_DTYPE))[0], b"") for head in heads]
 
-    def _runs(self, survey: Survey, walk: TreeWalk, rows: Numbers) -> Iterator[RunOfTokens]:
-        """Yield the runs of ``rows``; with each row, ``rows`` has the row above it."""
-        unknown = set(walk.unknown())
-        runs, depths = walk.columns["run"], walk.columns["depth"]
-        places = np.searchsorted(rows, survey.parents[rows]).tolist()
-        for row, above, place in zip(
-            rows.tolist(), survey.parents[rows].tolist(), places, strict=True
-        ):
-            before = None
-            if above < 0:
-                space = survey.namespace(row)
-                before = (
-                    self._before(walk.nodes[row], depths[row]) if space is None else (space, b"")
-                )
-            tokens = None if row in unknown else bytes(runs[row])
-            yield RunOfTokens(place if above >= 0 else -1, before, tokens)
-
-    def _before(self, node: Any, depth: int) -> tuple[Namespace, bytes] | None:
-        """Return a node's namespace and the tokens before it; None if the node was moved since."""
-        core = self._core
-        with core:
-            if not node.in_tree:
-                return None
-            space, symbols = node.before()
-        return (space, symbols) if len(symbols) == depth * core.page_size * TOKEN_BYTES else None
-
     # --- one node ----------------------------------------------------------------------------
 
     def node(self, number: int) -> NodeView:
@@ -193,25 +189,27 @@ class Inspector:
         row = np.zeros(1, np.int64)
         with core:
             self._check(top, number)
-            look = core.index.details(top)
             heads = survey.heads(row, _HEAD_TOKENS * TOKEN_BYTES)
-            exact = core.index.exact
-            symbols = np.frombuffer(look.symbols, TOKEN_DTYPE)
-            tokens, extras = core.marks.plain(symbols) if exact else (None, ())
-        (node,) = shown_nodes(
-            survey, row, self._heads(heads), [None], bare=False, size=core.page_size
-        )
-        return NodeView(
-            node=replace(node, parent=look.path[-1] if look.path else None),
-            namespace=look.namespace,
-            path=look.path,
-            start=look.start,
-            page_ids=look.pages,
-            tokens=tokens,
-            extras=extras,
-            children=look.children,
-            state=look.state,
-        )
+            tokens, extras = None, ()
+            if core.index.exact:
+                tokens, extras = core.marks.plain(np.frombuffer(bytes(top.run), TOKEN_DTYPE))
+            path: list[int] = []
+            above = top.parent
+            while above is not None:
+                path.insert(0, above.id)
+                above = above.parent
+            (node,) = shown_nodes(survey, row, self._heads(heads), bare=False, size=core.page_size)
+            return NodeView(
+                node=replace(node, parent=path[-1] if path else None),
+                namespace=top.namespace,
+                path=tuple(path),
+                start=top.depth,
+                page_ids=top.pages.copy(),
+                tokens=tokens,
+                extras=extras,
+                children=len(top.children),
+                state=core.index.policy.describe(top) if top.end else "",
+            )
 
     def pin(self, node: int, ttl: float | None) -> Pin:
         """See `PagedCache.pin_node`."""
@@ -231,7 +229,6 @@ class Inspector:
             finally:
                 core.index.release(hold, used=False)
             core.report_groups(None)
-            self.forget_maps()
             return pin
 
     def unpin(self, number: int) -> int:
@@ -244,7 +241,6 @@ class Inspector:
             ended = core.pins.soft_at(top)
             for pin in ended:
                 core.pins.end(pin)
-            self.forget_maps()
             return len(ended)
 
     def evict_below(self, number: int) -> int:
@@ -272,9 +268,7 @@ class Inspector:
         core = self._core
         for pin in core.pins.soft_below(top):
             core.pins.end(pin)
-        pages = core.drop_below(top, "asked")
-        self.forget_maps()
-        return pages
+        return core.drop_below(top, "asked")
 
     def _check(self, node: Any, number: int) -> None:
         """Raise `NotCached` if the node was evicted since it was found."""

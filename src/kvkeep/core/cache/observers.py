@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvkeep.core.cache.opening import CacheQuery
     from kvkeep.core.cache.sequence import Sequence
     from kvkeep.core.miss_ratio import PromptWatch
-    from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.pages.tables import PageArray
     from kvkeep.core.returns import Ended
 
 __all__ = ["CacheObserver", "MissRatioObserver"]
@@ -40,15 +40,12 @@ class CacheObserver:
     def evicting(self) -> None:
         """Pages are about to be evicted: bring the order of eviction up to date."""
 
-    def evicted(self, pages: PageArray) -> None:
-        """The index no longer stores ``pages``."""
-
     def figures(self) -> Mapping[str, Any]:
         """Return this observer's fields of `CacheStats`."""
         return {}
 
-    def check(self, stored: PageArray) -> None:
-        """Assert that this observer agrees with the pages that the index stores."""
+    def check(self) -> None:
+        """Assert the invariants of this observer."""
 
 
 class MissRatioObserver(CacheObserver):
@@ -63,10 +60,8 @@ class MissRatioObserver(CacheObserver):
 
     def opened(self, sequence: Sequence, query: CacheQuery, cached: PageArray) -> None:
         """Report the prompt without its last token, which is never looked up."""
-        tokens = signed(query.tokens, query.extras)[:-1].tobytes()
-        self._reported[sequence.id] = self.watch.opened(
-            tokens, cached, query.space, sequence.num_cached
-        )
+        tokens = signed(query.tokens, query.extras)[:-1]
+        self._reported[sequence.id] = self.watch.opened(tokens, query.space, sequence.num_cached)
 
     def forked(self, sequence: Sequence, fork: Sequence) -> None:
         """Report nothing: the tokens of a fork were reported."""
@@ -75,19 +70,14 @@ class MissRatioObserver(CacheObserver):
     def closed(self, sequence: Sequence, *, keep: bool, ended: Ended | None) -> None:
         """Report the full pages that were published since `opened`."""
         reported = self._reported.pop(sequence.id)
-        pages = sequence.published_pages
-        if keep and len(pages) > reported:  # later prompts find these pages, like those of a prompt
+        if keep and len(sequence.published_pages) > reported:
+            # Later prompts find these pages, like those of a prompt.
             row = signed(sequence.tokens, sequence.extras)[: sequence.num_published]
-            self.watch.stored(row.tobytes(), pages, sequence.space)
-
-    def evicted(self, pages: PageArray) -> None:
-        """Let the watch drop the hashes that it kept for these pages."""
-        self.watch.forget(pages)
+            self.watch.stored(row, sequence.space)
 
     def figures(self) -> Mapping[str, Any]:
         """Return the points of the curve."""
         return {"what_if": self.watch.points()}
 
-    def check(self, stored: PageArray) -> None:
-        """Assert that hashes are kept for stored pages alone."""
-        self.watch.check(stored)
+    def check(self) -> None:
+        self.watch.check()

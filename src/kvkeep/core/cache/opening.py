@@ -9,7 +9,7 @@ import numpy as np
 
 from kvkeep.core.cache.row import Border, SaltedRow, TokenRow
 from kvkeep.core.cache.sequence import Sequence
-from kvkeep.core.cache.sessions import check_session
+from kvkeep.core.cache.sessions import check_name
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.events import Opened
 from kvkeep.core.extras import as_extras
@@ -42,7 +42,6 @@ class CacheQuery:
     namespace: Namespace
     extras: Extras
     session: str | None = None
-    turn: int | None = None
     space: Namespace = field(default_factory=Namespace)
     public: int = 0
 
@@ -55,22 +54,21 @@ class CacheQuery:
         extra: ExtraLike | None,
         *,
         session: str | None = None,
-        turn: int | None = None,
     ) -> CacheQuery:
         """Convert and check arguments; token ids are checked later, against the match."""
         row = as_row(tokens)
         space = as_namespace(namespace)
         extras = () if extra is None else as_extras(extra, len(row))
-        if session is not None or turn is not None:
-            session, turn = check_session(session, turn)
+        if session is not None:
+            session = check_name(session)
         if space.scope:
             raise InvalidValue(
                 f"{space} is for declared public prefixes; a prompt has a namespace without scope"
             )
         if not len(core.public):
-            return cls(row, space, extras, session, turn, space)
+            return cls(row, space, extras, session, space)
         placed = core.public.place(row, space, core.page_size, extras)
-        return cls(row, space, placed.extras, session, turn, placed.space, placed.tokens)
+        return cls(row, space, placed.extras, session, placed.space, placed.tokens)
 
 
 def find(core: Core, query: CacheQuery) -> PrefixMatch | None:

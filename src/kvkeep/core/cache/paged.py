@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvkeep.core.cache.conversations import expected, waiting
 from kvkeep.core.cache.core import Core
 from kvkeep.core.cache.opening import CacheQuery, find, matched_tokens, open_sequence
 from kvkeep.core.cache.pins import Pin
@@ -35,8 +34,6 @@ from kvkeep.core.prefix.results import EMPTY_PAGES
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from kvkeep.core.cache.blocks import BlockNames
-    from kvkeep.core.cache.conversations import Conversation, ReturnCounts
     from kvkeep.core.cache.inspector import Inspector
     from kvkeep.core.cache.sequence import Sequence
     from kvkeep.core.cache.views import CacheMap, NodeView
@@ -44,7 +41,7 @@ if TYPE_CHECKING:
     from kvkeep.core.extras import ExtraLike
     from kvkeep.core.keys import Namespace, NamespaceLike
     from kvkeep.core.miss_ratio import MissRatioCurve, MissRatioPoint, PromptWatch
-    from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.pages.tables import PageArray
     from kvkeep.core.prefix import PrefixMatch, PrefixRun
     from kvkeep.core.tokens import TokensLike
 
@@ -167,7 +164,6 @@ class PagedCache:
         priority: int = 0,
         reserve: int = 0,
         session: str | None = None,
-        turn: int | None = None,
         extra: ExtraLike | None = None,
     ) -> Sequence:
         """Begin a request: match its longest cached prefix and allocate pages for the rest.
@@ -180,9 +176,7 @@ class PagedCache:
             namespace: where to look and to publish.
             priority: for eviction policies that use one.
             reserve: pages that must remain available: room for running sequences to grow.
-            session: the conversation that this is a turn of (see `session`): pages that only
-                earlier turns used, and that this turn does not continue, are evicted first.
-            turn: number of the turn; default: the next one. Requests of one turn run side by side.
+            session: the conversation that this is a request of (see `session`).
             extra: bytes that belong to tokens, as those of an image to its placeholder:
                 ``[(position, bytes)]``. KV from the position on is shared with prompts that have
                 equal bytes there; the bytes are hashed and not kept (`kvkeep.core.extras`).
@@ -190,7 +184,7 @@ class PagedCache:
         Raises `InvalidValue` for invalid tokens, `OutOfPages` with nothing changed.
         Cost: O(tokens) at memory speed; see `benchmarks/core.py`.
         """
-        query = CacheQuery.of(self._core, tokens, namespace, extra, session=session, turn=turn)
+        query = CacheQuery.of(self._core, tokens, namespace, extra, session=session)
         priority = whole("priority", priority)
         reserve = whole("reserve", reserve, 0)
         with self._core as core:
@@ -307,7 +301,7 @@ class PagedCache:
             core.pins.end(pin)
 
     def session(self, session: str, namespace: NamespaceLike = "") -> Session:
-        """Return an object to give hints about a session: it is suspended, over, or begins anew.
+        """Return an object to give hints about a session: it is suspended, or over.
 
         Hints order eviction and change nothing else. Raises `InvalidValue` for an invalid name
         (1 … 256 characters).
@@ -361,31 +355,20 @@ class PagedCache:
 
     def map(
         self, namespace: NamespaceLike | None = None, *, root: int | None = None, nodes: int = 400,
-        blocks: BlockNames | None = None,
     ) -> CacheMap:  # fmt: skip
         """Return the ``nodes`` largest subtrees of the index one by one, all others summed up.
 
         Of one namespace, of all (each namespace then is a top node), or of the run ``root`` and
         everything behind it. Siblings that are not among the largest are summed up in one hidden
-        node under their parent. See `kvkeep.core.cache.MapNode` for the figures of a node; with
-        ``blocks`` and the radix index, a node also lists the store's blocks that end in it. The
-        same map is returned for a second, and longer if it was expensive: maps take at most 3 % of
-        a core. Raises `NotCached` for a ``root`` that is not cached (any more). Cost: about 2 µs a
-        run, and 1 µs for each of ``blocks``; the lock is held for a millisecond at a time.
+        node under their parent. See `kvkeep.core.cache.MapNode` for the figures of a node. Raises
+        `NotCached` for a ``root`` that is not cached (any more). Cost: about 2 µs a run; the lock
+        is held for a millisecond at a time.
         """
-        return self._inspector.map(namespace, root, nodes, blocks)
+        return self._inspector.map(namespace, root, nodes)
 
     def node(self, node: int) -> NodeView:
         """Return one run of the `map` by its id; `NotCached` if it is not cached (any more)."""
         return self._inspector.node(node)
-
-    def conversations(self, most: int = 20) -> list[Conversation] | None:
-        """Return what waits for its next request; see `kvkeep.core.cache.conversations.waiting`."""
-        return waiting(self._core, most)
-
-    def expected_returns(self, seconds: float = 60.0) -> ReturnCounts | None:
-        """Return how many conversations wait; see `kvkeep.core.cache.conversations.expected`."""
-        return expected(self._core, seconds)
 
     def evict_below(self, node: int) -> int:
         """Drop a run of the `map` and all runs behind it that are not in use.

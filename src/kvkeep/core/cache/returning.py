@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from kvkeep.core.cache.opening import CacheQuery
     from kvkeep.core.cache.sequence import Sequence
-    from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.pages.tables import PageArray
     from kvkeep.core.prefix import PrefixIndex
     from kvkeep.core.prefix.waits import RunningPrompt
     from kvkeep.core.returns import Ended
@@ -37,11 +37,6 @@ class ReturnBoard(CacheObserver):
         self._waits = index.tree.keep_waits(self.returns, clock, index.page_size)
         self._running: dict[int, RunningPrompt] = {}  # by sequence
 
-    @property
-    def clock(self) -> Callable[[], float]:
-        """The clock of waits, in seconds."""
-        return self._waits.clock
-
     def opened(self, sequence: Sequence, query: CacheQuery, cached: PageArray) -> None:
         """End the wait of the conversation that continues."""
         page = len(cached)
@@ -51,7 +46,7 @@ class ReturnBoard(CacheObserver):
 
         assert sequence.hold.end == page
         self._running[sequence.id] = self._waits.opened(
-            sequence.hold, len(query.tokens), sequence.namespace, following, session=query.session
+            sequence.hold, len(query.tokens), sequence.namespace, following
         )
 
     def returned(self, sequence: int) -> Returned | None:

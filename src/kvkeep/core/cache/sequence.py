@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvkeep.core.extras import ExtraLike, Extras
     from kvkeep.core.groups import SequenceGroups
     from kvkeep.core.keys import Namespace
-    from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.pages.tables import PageArray
     from kvkeep.core.prefix.base import Encoder
     from kvkeep.core.prefix.owners import Owner
     from kvkeep.core.tokens import TokenArray, TokensLike
@@ -53,7 +53,7 @@ class Sequence:
     __slots__ = (
         "_core", "_hold", "_opened_pages", "_pending", "_shared", "_table", "_tokens", "encoder",
         "groups", "id", "namespace", "num_cached", "owner", "priority",
-        "public_pages", "space", "turn",
+        "public_pages", "space",
     )  # fmt: skip
 
     def __init__(
@@ -77,8 +77,6 @@ class Sequence:
         """Leading pages that were requested before, according to a policy with a history."""
         self.num_cached = 0
         """Leading tokens that needed no computing when the sequence was opened or forked."""
-        self.turn: int | None = None
-        """The turn of its session, counted from 0; None without a session."""
         self.owner: Owner | None = None
         """The session that owns what this sequence publishes."""
         self.space = namespace  # that of its first page

@@ -1,10 +1,9 @@
 """Sessions: hints about conversations, which order eviction and change nothing else.
 
-A session is one conversation: each of its requests (turns) continues one before, or begins anew.
-Pages that only this session has used are dead once the session is over, and so is what a request
-leaves out of the one that it continues: they are evicted first. Pages that a suspended session
-needs again are evicted last. What a prompt matches, which pages may be evicted, and whether a
-request can be opened are the same with and without hints.
+A session is one conversation. Pages that only this session has used are dead once the session is
+over: they are evicted first. Pages that a suspended session needs again are evicted last. What a
+prompt matches, which pages may be evicted, and whether a request can be opened are the same with
+and without hints.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.core.cache.observers import CacheObserver
-from kvkeep.core.errors import InvalidValue, number, told, whole
+from kvkeep.core.errors import InvalidValue, number, told
 from kvkeep.core.prefix.owners import Owner
 
 if TYPE_CHECKING:
@@ -24,17 +23,14 @@ if TYPE_CHECKING:
     from kvkeep.core.cache.opening import CacheQuery
     from kvkeep.core.cache.sequence import Sequence
     from kvkeep.core.keys import Namespace
-    from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.pages.tables import PageArray
     from kvkeep.core.prefix import PrefixIndex
-    from kvkeep.core.returns import Ended
 
 __all__ = [
     "LONGEST_ETA_S",
     "Session",
     "SessionBoard",
-    "SessionState",
     "check_name",
-    "check_session",
 ]
 
 LONGEST_ETA_S = 3600.0
@@ -45,15 +41,6 @@ _AWAITED_SHARE = 0.5
 """Share of the pool that suspended sessions keep at most, prefixes of their pages included."""
 
 
-def check_session(session: object, turn: object) -> tuple[str | None, int | None]:
-    """Return a session's name and the number of its turn; `InvalidValue` if they are not valid."""
-    if session is None:
-        if turn is not None:
-            raise InvalidValue(f"turn {told(turn)} is one of a session; give its session, too")
-        return None, None
-    return check_name(session), None if turn is None else whole("turn", turn, 0)
-
-
 def check_name(session: object) -> str:
     """Return a session's name; `InvalidValue` if it is not valid."""
     if not isinstance(session, str) or not 0 < len(session) <= _LONGEST_ID:
@@ -61,16 +48,6 @@ def check_name(session: object) -> str:
             f"a session is named by a text of 1 … {_LONGEST_ID} characters, got {told(session)}"
         )
     return session
-
-
-class SessionState(Owner):
-    """One session in the cache: the runs that it alone has used, and its latest ``turn``."""
-
-    __slots__ = ("turn",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.turn = -1
 
 
 class Session:
@@ -114,14 +91,6 @@ class Session:
         with self._core:
             return self._core.sessions.suspend((self.namespace, self.id), seconds)
 
-    def supersede(self) -> int:
-        """Announce that the next request begins anew: the session's own pages are dead.
-
-        Returns the pages that died: those that only this session has used.
-        """
-        with self._core:
-            return self._core.sessions.supersede((self.namespace, self.id))
-
     def close(self) -> int:
         """End the session. Returns the pages that died: those that only it has used.
 
@@ -146,16 +115,15 @@ class SessionBoard(CacheObserver):
     """
 
     def __init__(self, index: PrefixIndex, num_pages: int, clock: Callable[[], float]) -> None:
-        self.states: OrderedDict[Key, SessionState] = OrderedDict()
+        self.states: OrderedDict[Key, Owner] = OrderedDict()
         self.most = _MOST_SESSIONS
         self._index = index
         self._most_awaited = int(num_pages * _AWAITED_SHARE)
         self._clock = clock
-        self._suspended: dict[SessionState, None] = {}  # in the order of suspension
+        self._suspended: dict[Owner, None] = {}  # in the order of suspension
         # A heap of (due, serial, state); an entry counts while its time is still the state's.
-        self._returns: list[tuple[float, int, SessionState]] = []
+        self._returns: list[tuple[float, int, Owner]] = []
         self._serial = 0
-        self._prompts: dict[int, int] = {}  # pages of the prompts of running sequences
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -164,52 +132,24 @@ class SessionBoard(CacheObserver):
         if query.session is None:
             self._index.keep_owners().used(sequence.hold, None)
         else:
-            key = query.namespace, query.session
-            sequence.owner, sequence.turn = self.enter(key, sequence.hold, query.turn)
-
-            self._prompts[sequence.id] = len(query.tokens) // self._index.page_size
+            sequence.owner = self.enter((query.namespace, query.session), sequence.hold)
 
     def forked(self, sequence: Sequence, fork: Sequence) -> None:
         """Let the fork publish on behalf of the same session."""
-        fork.owner, fork.turn = sequence.owner, sequence.turn
-        if sequence.id in self._prompts:
-            self._prompts[fork.id] = self._prompts[sequence.id]
+        fork.owner = sequence.owner
 
-    def closed(self, sequence: Sequence, *, keep: bool, ended: Ended | None) -> None:
-        """Note where the request ended, for the one that continues it."""
-        prompt = self._prompts.pop(sequence.id, None)
-        owner, hold = sequence.owner, sequence.hold
-        if prompt is not None and keep and owner is not None and hold.owner is owner:
-            self._index.keep_owners().ended(owner, hold, prompt)
-
-    def enter(self, key: Key, hold: Any, turn: int | None) -> tuple[SessionState, int]:
-        """Record that a request of a session uses the path of ``hold``.
-
-        A ``turn`` above all before replaces them: what only this session has used and is not on
-        this path dies. With ``turn`` None, the request is the next turn and goes on from an earlier
-        one: only what that one stored behind this path dies, since other branches of the session
-        may go on, too. Requests of the present turn run side by side, and one of an earlier turn is
-        late: neither kills pages. Nor does a turn in a cache whose policy knows where conversations
-        wait: it evicts what they left behind first.
-        """
+    def enter(self, key: Key, hold: Any) -> Owner:
+        """Record that a request of a session uses the path of ``hold``; return the session."""
         state = self.states.get(key)
         if state is None:
             state = self._begin(key)
         self.states.move_to_end(key)
-        owners = self._index.keep_owners()
         self._wake(state)
-        owners.used(hold, state)
-        kills = not self._index.policy.awaits
-        owners.drop(state, hold, kills=kills and turn is None)
-        if turn is None:
-            turn = state.turn + 1
-        elif kills and turn > state.turn:
-            owners.kill(state, hold)
-        state.turn = max(state.turn, turn)
-        return state, turn
+        self._index.keep_owners().used(hold, state)
+        return state
 
-    def _begin(self, key: Key) -> SessionState:
-        state = self.states[key] = SessionState()
+    def _begin(self, key: Key) -> Owner:
+        state = self.states[key] = Owner()
         if len(self.states) > self.most:
             # The forgotten session still owns its runs until others use them.
             self._wake(self.states.popitem(last=False)[1])
@@ -232,21 +172,14 @@ class SessionBoard(CacheObserver):
         self.evicting()
         return pages if state in self._suspended else 0
 
-    def supersede(self, key: Key) -> int:
-        """See `Session.supersede`."""
-        state = self.states.get(key)
-        if state is None:
-            return 0
-        self.states.move_to_end(key)
-        self._wake(state)
-        return self._index.keep_owners().kill(state)
-
     def close(self, key: Key) -> int:
         """See `Session.close`."""
-        dead = self.supersede(key)
         state = self.states.pop(key, None)
-        if state is not None:
-            state.left = True
+        if state is None:
+            return 0
+        self._wake(state)
+        dead = self._index.keep_owners().kill(state)
+        state.left = True
         return dead
 
     def evicting(self) -> None:
@@ -265,7 +198,7 @@ class SessionBoard(CacheObserver):
                 if owners.num_awaited <= self._most_awaited:
                     break
 
-    def _wake(self, state: SessionState) -> None:
+    def _wake(self, state: Owner) -> None:
         if state not in self._suspended:
             return
         del self._suspended[state]
@@ -294,7 +227,7 @@ class SessionBoard(CacheObserver):
         """Pages that are kept for suspended sessions."""
         return 0 if self._index.owners is None else self._index.owners.num_awaited
 
-    def check(self, stored: PageArray) -> None:
+    def check(self) -> None:
         """Assert that suspended sessions have a return and that bounds hold."""
         states = set(self.states.values())
         assert states.issuperset(self._suspended)
@@ -306,6 +239,6 @@ class SessionBoard(CacheObserver):
         assert len(states) <= self.most
 
 
-def _awaits(item: tuple[float, int, SessionState]) -> bool:
+def _awaits(item: tuple[float, int, Owner]) -> bool:
     """Whether a heap entry is the current one of its session."""
     return item[0] == item[2].due

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvkeep.core.cache.blocks import Blocks
     from kvkeep.core.extras import Extras
     from kvkeep.core.keys import Namespace
-    from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.pages.tables import PageArray
     from kvkeep.core.tokens import TokenArray
 
 __all__ = ["CacheMap", "MapNode", "NodeView"]
@@ -48,8 +47,6 @@ class MapNode:
     """The first bytes of the first block key, if the index keeps no tokens."""
     namespace: Namespace | None = None
     """The namespace that the node stands for; None for other nodes."""
-    blocks: Blocks | None = None
-    """The store's blocks that end in the run; None if not requested, or not known."""
     group_pages: int = 0
     below_group_pages: int = 0
     checkpoints: tuple[int, ...] = ()

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import choice
 from kvkeep.core.eviction.base import Entry, EvictionPolicy
-from kvkeep.core.eviction.lru import LRU
-from kvkeep.core.eviction.priority import Priority
+from kvkeep.core.eviction.basic import LRU, Priority
 from kvkeep.core.eviction.returns import ReturnAware
 
 if TYPE_CHECKING:

@@ -7,21 +7,19 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvkeep.core.groups.checkpoint import Checkpoint, NodeCheckpoints
 from kvkeep.core.groups.journal import GroupJournal
-from kvkeep.core.groups.stored import TreeRows, live_pages
+from kvkeep.core.groups.stored import Checkpoint, NodeCheckpoints, TreeRows, live_pages
 from kvkeep.core.groups.units import TreeUnits
-from kvkeep.core.prefix.listener import TreeListener
 from kvkeep.core.prefix.node import descend, path_pages
+from kvkeep.core.prefix.tree import TreeListener
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from kvkeep.core.groups.checkpoint import CheckpointKind
-    from kvkeep.core.groups.stored import Rows
+    from kvkeep.core.groups.stored import CheckpointKind, Rows
     from kvkeep.core.pages import PagePool
     from kvkeep.core.pages.layout import GroupLayout
-    from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.pages.tables import PageArray
     from kvkeep.core.prefix.node import Node
     from kvkeep.core.prefix.tree import RunTree
 

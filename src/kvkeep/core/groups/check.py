@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kvkeep.core.groups.board import GroupBoard
-    from kvkeep.core.groups.checkpoint import Checkpoint
+    from kvkeep.core.groups.stored import Checkpoint
     from kvkeep.core.groups.tables import SequenceGroups
-    from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.pages.tables import PageArray
     from kvkeep.core.prefix.node import Node
     from kvkeep.core.prefix.tree import RunTree
 

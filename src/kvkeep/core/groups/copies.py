@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from kvkeep.core.groups.units import TreeUnits
-    from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.pages.tables import PageArray
 
 __all__ = ["GroupCopies", "RowCopy", "StateCopy"]
 

@@ -8,9 +8,9 @@ from kvkeep.core.events import GroupsLost, GroupsStored, ResumePoint, frozen
 from kvkeep.core.prefix.results import joined
 
 if TYPE_CHECKING:
-    from kvkeep.core.groups.checkpoint import Checkpoint
+    from kvkeep.core.groups.stored import Checkpoint
     from kvkeep.core.pages.layout import GroupLayout
-    from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.pages.tables import PageArray
 
 __all__ = ["GroupJournal"]
 

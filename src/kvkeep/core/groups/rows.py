@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from kvkeep.core.groups.board import GroupBoard
     from kvkeep.core.groups.stored import Rows
-    from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.pages.tables import PageArray
 
 __all__ = ["RowTables"]
 

@@ -7,20 +7,55 @@ from typing import TYPE_CHECKING, Any, Protocol
 from kvkeep.core.errors import IllegalStep, InvalidValue, whole
 from kvkeep.core.groups.checkpoints import SequenceCheckpoints
 from kvkeep.core.groups.copies import GroupCopies, RowCopy, StateCopy
-from kvkeep.core.groups.mark import Mark
 from kvkeep.core.groups.rows import RowTables
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sized
+    from collections.abc import Callable, Iterator, Sized
     from types import TracebackType
     from typing import Self
 
     from kvkeep.core.groups.board import GroupBoard
-    from kvkeep.core.groups.checkpoint import Checkpoint
-    from kvkeep.core.groups.stored import Rows
-    from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.groups.stored import Checkpoint, Rows
+    from kvkeep.core.groups.units import TreeUnits
+    from kvkeep.core.pages.tables import PageArray
 
-__all__ = ["PageSource", "SequenceGroups"]
+__all__ = ["Mark", "PageSource", "SequenceGroups"]
+
+
+class Mark:
+    """The marked position of one sequence. Thread safety: none; under the cache's lock.
+
+    Attributes:
+        position: in tokens; None: there is no mark.
+        state: pages with a copy of the state there; None without a mark or states.
+    """
+
+    __slots__ = ("_units", "position", "state")
+
+    def __init__(self, units: TreeUnits) -> None:
+        self._units = units
+        self.position: int | None = None
+        self.state: PageArray | None = None
+
+    def set(self, position: int, pages: int, take: Callable[[int], PageArray]) -> None:
+        """Mark ``position``, with a state of so many ``pages``; 0: no state.
+
+        Raises what ``take`` raises; the old mark stays then.
+        """
+        if not pages:
+            self.position = position
+            return
+        if self.state is None or not self._units.is_sole(self.state):
+            state = take(pages)  # a fork copies from the old ones
+            self.drop()
+            self.state = state
+        self.position = position
+
+    def drop(self) -> None:
+        """Forget the mark."""
+        if self.state is not None:
+            self._units.release(self.state)
+        self.position = self.state = None
 
 
 class PageSource(Protocol):

@@ -6,15 +6,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvkeep.core.groups.loose import LooseRows
-from kvkeep.core.groups.order import CheckpointOrder
+from kvkeep.core.groups.order import CheckpointOrder, LooseRows
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kvkeep.core.groups.stored import Rows
     from kvkeep.core.pages import PagePool
-    from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.pages.tables import PageArray
 
 __all__ = ["TreeUnits"]
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvkeep.core.errors import InvalidValue, number, whole
 from kvkeep.core.keys import KEY_BYTES, as_namespace
-from kvkeep.core.miss_ratio.histogram import DistanceHistogram
-from kvkeep.core.miss_ratio.stack import COLD, Stack
+from kvkeep.core.miss_ratio.stack import COLD, DistanceHistogram, Stack
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,6 +25,7 @@ __all__ = ["NAMESPACES", "MissRatioCurve"]
 
 NAMESPACES = 64
 """The first so many namespaces have a separate curve; all others share one."""
+_MOST_WATCHED = 65_536
 _BATCH_BLOCKS = 16_384
 _BATCH_SAMPLED = 2048
 _BATCH_PROMPTS = 1024
@@ -43,9 +43,8 @@ class MissRatioCurve:
     `DistanceHistogram` adjusts the counts). A tenth is enough for caches of some thousand blocks;
     smaller ones need more.
 
-    The curve reaches up to ``most_blocks``. ``max_keys`` bounds the watched blocks; the sample is
-    made smaller where needed. With ``half_life``, a block requested that many blocks ago weighs
-    half of one requested now; without, all weigh the same.
+    The curve reaches up to ``most_blocks``. 65,536 blocks are watched at most; the sample is made
+    smaller where needed.
 
     The first 64 namespaces have a curve each, the others one together; all share the modelled
     memory.
@@ -60,28 +59,19 @@ class MissRatioCurve:
         block_tokens: int = 512,
         *,
         most_blocks: int | None = None,
-        max_keys: int = 65_536,
-        half_life: float | None = None,
     ) -> None:
         sample = number("sample", sample, "a share above 0, 1 at most,", above=0)
         if sample > 1:
             raise InvalidValue(f"sample is a share above 0, 1 at most; got {sample:g}")
-        if (
-            half_life is not None
-            and number("half_life", half_life, "a number of blocks, 1 or more,", ends=True) < 1
-        ):
-            raise InvalidValue(f"half_life is a number of blocks, 1 or more; got {half_life:g}")
-        max_keys = whole("max_keys", max_keys, 64, 1 << 40)
         if most_blocks is None:
-            most_blocks = int(max_keys / sample)
+            most_blocks = int(_MOST_WATCHED / sample)
         self.block_tokens = whole("block_tokens", block_tokens, 1)
         self.most_blocks = whole("most_blocks", most_blocks, 1, 1 << 62)
-        self.sample = min(float(sample), max_keys / self.most_blocks)
-        self.half_life = half_life
+        self.sample = min(float(sample), _MOST_WATCHED / self.most_blocks)
         self._total = 0
         self._most = np.uint64(min(int(self.sample * 2.0**64), 2**64 - 1))
         self._stack = Stack(math.ceil(self.most_blocks * self.sample))
-        self._histogram = DistanceHistogram(NAMESPACES + 1, float(self.most_blocks), half_life)
+        self._histogram = DistanceHistogram(NAMESPACES + 1, float(self.most_blocks))
         self._rows: dict[Namespace, int] = {}
         # Bounds the sampled blocks of a batch, and so the tables of `Stack`.
         self._batch = min(_BATCH_BLOCKS, int(_BATCH_SAMPLED / self.sample))
@@ -140,7 +130,6 @@ class MissRatioCurve:
         np.add.at(requested, rows, blocks * counts)
         repeated = np.bincount(rows[owners[again]], minlength=NAMESPACES + 1)
         self._total += int(requested.sum())
-        self._histogram.age(int(requested.sum()))
         self._histogram.requested(requested, repeated)
         far = np.where(distances == COLD, np.inf, distances / self.sample)
         mine = counts[owners[sampled]]
@@ -172,10 +161,6 @@ class MissRatioCurve:
             row = self._rows.get(as_namespace(namespace), -1)
         return self._rates(capacities, row)
 
-    def others(self, capacities: Sequence[float]) -> list[float]:
-        """Return the curve of all namespaces after the 64th."""
-        return self._rates(capacities, NAMESPACES)
-
     def _rates(self, capacities: Sequence[float], row: int | None) -> list[float]:
         wanted = np.asarray(capacities, np.float64)
         if wanted.ndim != 1 or not ((wanted >= 0) & (wanted <= self.most_blocks)).all():
@@ -198,32 +183,6 @@ class MissRatioCurve:
     def namespaces(self) -> list[Namespace]:
         """The namespaces that have a separate curve."""
         return list(self._rows)
-
-    @property
-    def watched(self) -> int:
-        """Blocks in the stack: at most ``most_blocks`` times ``sample``."""
-        self.settle()
-        return len(self._stack)
-
-    def as_dict(self, capacities: Sequence[float] | None = None) -> dict[str, Any]:
-        """Return the curves for JSON, by default at powers of two up to ``most_blocks``."""
-        if capacities is None:
-            octaves = range(int(math.log2(self.most_blocks)) + 1)
-            capacities = sorted({*(2**octave for octave in octaves), self.most_blocks})
-        return {
-            "sample": self.sample,
-            "block_tokens": self.block_tokens,
-            "blocks": self.blocks,
-            "watched": self.watched,
-            "half_life": self.half_life,
-            "capacities": list(capacities),
-            "hit_rates": self.curve(capacities),
-            "namespaces": [
-                {"namespace": space.canonical().decode("utf-8", "replace"), "hit_rates": rates}
-                for space in self._rows
-                if (rates := self.curve(capacities, space))
-            ],
-        }
 
     def check(self) -> None:
         """Assert the invariants of the stack."""

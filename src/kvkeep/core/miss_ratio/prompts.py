@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kvkeep.core.keys import Namespace, NamespaceLike
+    from kvkeep.core.tokens import TokenArray
 
     Ints = npt.NDArray[np.int64]
     Words = npt.NDArray[np.uint64]
-    Pages = npt.NDArray[np.int32]
 
 __all__ = ["TIMES", "MissRatioPoint", "PromptWatch"]
 
@@ -39,31 +39,21 @@ _FEWEST_BLOCKS = 64
 _TOLD = 0.5
 """The share of tokens in whole blocks from which on prompts are long enough for estimates."""
 
-_AT_ONCE_BYTES = 1024
 _BATCH_PROMPTS = 512
-_WORTH_BYTES = 32_768
-"""Below this many cached bytes, hashing again is faster than looking up the keys."""
-_MOST_KEPT = 1 << 20
-"""Bound on the blocks of all paths together: 8 MiB."""
+_BATCH_BLOCKS = 65_536
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _SCRAMBLE = np.uint64(0xD6E8FEB86659FD93)
 
 
-class _Path:
-    """The keys of the first ``blocks`` blocks of a prompt; ``words`` is None until computed."""
+class _Prompt(NamedTuple):
+    """A prompt of the current batch."""
 
-    __slots__ = ("blocks", "words")
-
-    def __init__(self, blocks: int) -> None:
-        self.blocks = blocks
-        self.words: Words | None = None
-
-
-_Prompt = tuple["_Path | None", "bytes | Words", int, int, int, "Namespace", bool, "_Path | None"]
-"""A prompt of the current batch, as a plain tuple for speed: the path with its first keys, if
-known; the tokens of its other blocks, or their hashes; its number of blocks, of tokens, and of
-reused tokens; its namespace; whether it was requested; the path to be filled from it.
-"""
+    hashes: Words
+    """Of each of its blocks alone."""
+    tokens: int
+    reused: int
+    space: Namespace
+    requested: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +79,9 @@ class MissRatioPoint:
 class PromptWatch:
     """Reports the prompts of a paged cache to a `MissRatioCurve`.
 
-    The keys of cached blocks are remembered at the page where they end, for as long as the index
-    stores that page. So only new tokens are hashed, and each twice: when it is computed, and when
-    it is first reused.
-
-    Thread safety: none; called under the cache's lock. Memory: the tokens of some prompts (1 MiB),
-    keys (8 MiB at most), 9 bytes a page. Cost: 1 µs a prompt and 0.3 ns a byte of new tokens, in
-    batches below a millisecond, and the cost of the curve.
+    Thread safety: none; called under the cache's lock. Memory: the hashes of some prompts (512 KiB
+    and one prompt's). Cost: a few µs a prompt and 0.3 ns a byte of its tokens, and the cost of the
+    curve, in batches of about a millisecond.
     """
 
     def __init__(
@@ -115,6 +101,7 @@ class PromptWatch:
         self.curve = curve
         self.kv_only = kv_only
         self._measured = measured and not kv_only
+        self._num_pages = num_pages
         self._block_pages = curve.block_tokens // page_size
         self._block_bytes = curve.block_tokens * TOKEN_BYTES
         self._dtype = np.dtype("<u4" if self._block_bytes % 8 else "<u8")
@@ -122,15 +109,8 @@ class PromptWatch:
         weights = hashlib.shake_256(b"kvkeep what-if 1").digest(8 * width)
         self._weights = np.frombuffer(weights, "<u8") | np.uint64(1)
         self._waiting: list[_Prompt] = []
-        self._worth = max(self._block_pages, _WORTH_BYTES // (page_size * TOKEN_BYTES))
-        """Cached pages from which on keys are looked up, not computed again."""
-        self._paths: list[_Path | None] = [None] * num_pages
-        self._kept = 0  # blocks in all of them
-        self._gone: list[Pages] = []
-        self._stored = bytearray(num_pages)  # 1 where the path at a page is valid
-        self._flags = np.frombuffer(self._stored, np.uint8)
-        # Tokens of all prompts, those in whole blocks and those reused, per row of the curve. They
-        # weigh as the curve's counts do.
+        self._blocks = 0  # in all of them
+        # Tokens of all prompts, those in whole blocks and those reused, per row of the curve.
         self._tokens = np.zeros((3, NAMESPACES + 1))
 
     @classmethod
@@ -145,8 +125,8 @@ class PromptWatch:
     ) -> PromptWatch:
         """Return a watch: of the given curve, or of a new one with this share as its sample.
 
-        A new curve counts pages, reaches to 16 times the memory, and forgets nothing. ``measured``:
-        the cache reuses what it finds, and points start from what it reused.
+        A new curve counts pages and reaches to 16 times the memory. ``measured``: the cache
+        reuses what it finds, and points start from what it reused.
         """
         if not isinstance(what_if, MissRatioCurve):
             most = max(_FEWEST_BLOCKS, num_pages * _MOST_TIMES)
@@ -155,92 +135,27 @@ class PromptWatch:
 
     # --- events of the cache -----------------------------------------------------------------
 
-    def opened(self, tokens: bytes, pages: Pages, space: Namespace, reused: int) -> int:
-        """Report a prompt of these tokens (int32 bytes) and one more, with its cached ``pages``.
+    def opened(self, tokens: TokenArray, space: Namespace, reused: int) -> int:
+        """Report a prompt of these ``tokens`` and one more, of which ``reused`` were reused.
 
-        ``reused`` are its reused tokens. The last token is left out, as it is computed even if it
-        is cached. Return up to how many stored pages the sequence completes no further block.
+        The last token is left out, as it is computed even if it is cached. Return up to how many
+        stored pages the sequence completes no further block.
         """
-        size = len(tokens)
-        blocks = size // self._block_bytes
-        if size >= _AT_ONCE_BYTES:
-            self._add(tokens, blocks, pages, space, reused)
-        else:  # the same for a short prompt, without the look-up
-            part = tokens[: blocks * self._block_bytes]
-            length = size // TOKEN_BYTES + 1
-            self._waiting.append((None, part, blocks, length, reused, space, True, None))
-            if len(self._waiting) >= _BATCH_PROMPTS:
-                self.flush()
+        blocks = self._add(tokens, space, reused, requested=True)
         return (blocks + 1) * self._block_pages - 1
 
-    def stored(self, tokens: bytes, pages: Pages, space: Namespace) -> None:
-        """Report the tokens and pages that a closed sequence leaves beyond its prompt."""
-        self._add(tokens, len(tokens) // self._block_bytes, pages, space, None)
+    def stored(self, tokens: TokenArray, space: Namespace) -> None:
+        """Report the tokens that a closed sequence leaves, of which its prompt is the beginning."""
+        self._add(tokens, space, 0, requested=False)
 
-    def forget(self, pages: Pages) -> None:
-        """Report that the index no longer stores these pages."""
-        if self._kept:
-            self._gone.append(pages)
-            if len(self._gone) >= _BATCH_PROMPTS:
-                self._catch_up()
-
-    def _catch_up(self) -> None:
-        """Forget the keys at pages that were evicted."""
-        if self._gone:
-            self._flags[np.concatenate(self._gone)] = 0
-            self._gone.clear()
-
-    def _add(
-        self, tokens: bytes, blocks: int, pages: Pages, space: Namespace, reused: int | None
-    ) -> None:
-        """Add tokens to the batch; ``reused`` is None for those that were not requested."""
-        known, path, start = None, None, 0
-        if len(pages) >= self._worth and blocks:
-            cached = min(len(pages) // self._block_pages, blocks)
-            known = self._known(pages, cached)
-            if known is not None:
-                start = known.blocks
-            if start < cached:
-                path = self._wanted(int(pages[cached * self._block_pages - 1]), cached)
-        size = self._block_bytes
-        new = (blocks - start) * size
-        part: bytes | Words
-        if new >= _AT_ONCE_BYTES:
-            # Hashed at once, while they are in the CPU cache: keeping them would cost more.
-            part = self._hash(tokens, new, start * size)
-        else:
-            part = tokens[start * size : blocks * size] if new else b""
-        length = len(tokens) // TOKEN_BYTES + 1
-        asked = reused is not None
-        self._waiting.append((known, part, blocks, length, reused or 0, space, asked, path))
-        if len(self._waiting) >= _BATCH_PROMPTS:
+    def _add(self, tokens: TokenArray, space: Namespace, reused: int, *, requested: bool) -> int:
+        """Add tokens to the batch; return their full blocks."""
+        hashes = self._hashes(tokens)
+        self._waiting.append(_Prompt(hashes, len(tokens) + 1, reused, space, requested))
+        self._blocks += len(hashes)
+        if len(self._waiting) >= _BATCH_PROMPTS or self._blocks >= _BATCH_BLOCKS:
             self.flush()
-
-    def _known(self, pages: Pages, cached: int) -> _Path | None:
-        """Return the remembered path of the first ``cached`` blocks, or of as many as possible."""
-        self._catch_up()
-        step = self._block_pages
-        last = int(pages[cached * step - 1])
-        if not self._stored[last]:  # usually it is this one; else search backwards
-            ends = pages[step - 1 : cached * step : step]
-            found = np.flatnonzero(self._flags[ends])
-            if not len(found):
-                return None
-            last = int(ends[found[-1]])
-        path = self._paths[last]
-        assert path is not None, "a page without a path is marked"
-        return path
-
-    def _wanted(self, page: int, blocks: int) -> _Path:
-        """Return a new path, to be filled with the keys up to ``page``."""
-        if self._kept > _MOST_KEPT:
-            self._paths = [None] * len(self._paths)
-            self._flags[:] = 0
-            self._kept = 0
-        path = self._paths[page] = _Path(blocks)
-        self._stored[page] = 1
-        self._kept += blocks
-        return path
+        return len(hashes)
 
     # --- the curve ---------------------------------------------------------------------------
 
@@ -253,7 +168,7 @@ class PromptWatch:
         prompts tell nothing are left out: all but the present one if most tokens are in prompts
         shorter than a block, and smaller ones if LRU would have reused nothing at the present one.
         """
-        there = len(self._paths)
+        there = self._num_pages
         most = self.curve.most_blocks * self._block_pages
         if pages is None:
             factors = [times for times in TIMES if times * there <= most]
@@ -297,72 +212,31 @@ class PromptWatch:
         """Pass the current batch to the curve."""
         if not self._waiting:
             return
-        known, parts, lengths, tokens, reused, spaces, requested, paths = zip(
-            *self._waiting, strict=True
-        )
-        self._waiting = []
+        hashes, tokens, reused, spaces, requested = zip(*self._waiting, strict=True)
+        self._waiting, self._blocks = [], 0
         rows, roots = self._places(spaces)
-        blocks = np.array(lengths, np.int64)
-        first = np.zeros(len(blocks), np.int64)
-        warm = [number for number, path in enumerate(known) if path is not None]
-        if warm:
-            first[warm] = [path.blocks for path in known if path is not None]
-            roots[warm] = 0  # `_joined` adds the key that they follow
-        new = blocks - first
-        words = self._chain(self._hashes(parts), first, new, roots)
-        if warm or any(paths):
-            words = _joined(known, words, new.tolist(), paths)
-        asked = blocks * np.array(requested)
-        if self.curve.half_life is not None:
-            self._tokens *= 2.0 ** -min(int(asked.sum()) / self.curve.half_life, 1000.0)
-        for counts, more in zip(
+        lengths = list(map(len, hashes))
+        blocks, counts = np.array(lengths, np.int64), np.array(requested)
+        asked = blocks * counts
+        for totals, more in zip(
             self._tokens,
-            (np.array(tokens) * np.array(requested), asked * self.curve.block_tokens, reused),
+            (np.array(tokens) * counts, asked * self.curve.block_tokens, reused),
             strict=True,
         ):
-            np.add.at(counts, rows, more)
-        self.curve.prompts(words, list(lengths), rows, list(requested))
+            np.add.at(totals, rows, more)
+        words = _chained(np.concatenate(hashes), blocks, roots)
+        self.curve.prompts(words, lengths, rows, list(requested))
 
-    def _hash(self, tokens: bytes, length: int, start: int = 0) -> Words:
-        """Return a hash for each block in ``length`` bytes of tokens."""
-        values = np.frombuffer(tokens, self._dtype, length // self._dtype.itemsize, start)
+    def _hashes(self, tokens: TokenArray) -> Words:
+        """Return a hash of each full block of ``tokens``."""
+        count = len(tokens) * TOKEN_BYTES // self._block_bytes
+        values = tokens[: count * self.curve.block_tokens].view(self._dtype)
         width = len(self._weights)
-        found: Words = (
-            values * self._weights[0] if width == 1 else values.reshape(-1, width) @ self._weights
-        )
+        if width == 1:
+            found: Words = values * self._weights[0]
+        else:
+            found = values.reshape(-1, width) @ self._weights
         return found
-
-    def _hashes(self, parts: tuple[bytes | Words, ...]) -> Words:
-        """Return the hashes of all parts, some of which are hashed already."""
-        joined = b"".join([part for part in parts if type(part) is bytes])
-        words = self._hash(joined, len(joined))
-        done = [number for number, part in enumerate(parts) if type(part) is not bytes]
-        if not done:
-            return words
-        pieces: list[Words] = []
-        start = 0
-        for part in parts:
-            if isinstance(part, bytes):
-                if part:
-                    pieces.append(words[start : (start := start + len(part) // self._block_bytes)])
-            else:
-                pieces.append(part)
-        return np.concatenate(pieces)
-
-    def _chain(self, words: Words, first: Ints, new: Ints, parents: Words) -> Words:
-        """Return the keys of blocks from ``first`` on, given the blocks' hashes."""
-        stops = np.cumsum(new)
-        starts = stops - new
-        place = np.arange(len(words)) + np.repeat(first - starts, new)
-        words += place.astype(np.uint64) * _GOLDEN
-        words ^= words >> np.uint64(32)
-        words *= _SCRAMBLE
-        words ^= words >> np.uint64(29)
-        sums = np.empty(len(words) + 1, np.uint64)
-        sums[0] = 0
-        np.cumsum(words, out=sums[1:])
-        sums[1:] += np.repeat(parents - sums[starts], new)
-        return sums[1:]
 
     def _places(self, spaces: tuple[Namespace, ...]) -> tuple[list[int], Words]:
         """Return the row of each prompt in the curve, and the keys before their first blocks."""
@@ -375,35 +249,26 @@ class PromptWatch:
         names = list(map(id, spaces))
         return [rows[name] for name in names], np.array([roots[name] for name in names], np.uint64)
 
-    def check(self, stored: Pages) -> None:
-        """Assert that keys are remembered only at stored pages."""
-        self._catch_up()
-        marked = np.flatnonzero(self._flags)
-        assert np.isin(marked, stored).all(), "keys are remembered at a page that was evicted"
-        assert all(self._paths[page] is not None for page in marked.tolist())
+    def check(self) -> None:
+        """Assert the invariants of the curve."""
         self.flush()
         self.curve.check()
 
 
-def _joined(
-    known: tuple[_Path | None, ...], words: Words, new: list[int], paths: tuple[_Path | None, ...]
-) -> Words:
-    """Return the keys of all blocks: known ones, and new ones advanced by the known ones before."""
-    pieces: list[Words] = []
-    start = 0
-    for before, count, path in zip(known, new, paths, strict=True):
-        mine = words[start : start + count]
-        start += count
-        if before is not None:
-            assert before.words is not None, "paths are made in the order in which they are used"
-            pieces.append(before.words)
-            if count:
-                mine += before.words[-1]
-        pieces.append(mine)
-        if path is not None:
-            path.words = mine if before is None else np.concatenate((before.words, mine))  # type: ignore[arg-type]
-            path.words = path.words[: path.blocks].copy()
-    return np.concatenate(pieces)
+def _chained(hashes: Words, blocks: Ints, roots: Words) -> Words:
+    """Return the keys of all blocks; of each prompt, the number of ``blocks`` and its root's."""
+    stops = np.cumsum(blocks)
+    starts = stops - blocks
+    words = (
+        hashes + (np.arange(len(hashes)) - np.repeat(starts, blocks)).astype(np.uint64) * _GOLDEN
+    )
+    words ^= words >> np.uint64(32)
+    words *= _SCRAMBLE
+    words ^= words >> np.uint64(29)
+    sums = np.zeros(len(words) + 1, np.uint64)
+    np.cumsum(words, out=sums[1:])
+    sums[1:] += np.repeat(roots - sums[starts], blocks)
+    return sums[1:]
 
 
 def _scaled(rates: list[float], now: float, measured: float, *, told: bool) -> list[float | None]:

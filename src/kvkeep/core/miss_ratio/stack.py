@@ -1,4 +1,4 @@
-"""`Stack`: LRU stack distances of blocks, for many prompts at once."""
+"""`Stack`, `DistanceHistogram`: reuse distances of prefixes, and how many there are of each."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ if TYPE_CHECKING:
 
     Ints = npt.NDArray[np.int64]
     Words = npt.NDArray[np.uint64]
+    Floats = npt.NDArray[np.float64]
+    Flags = npt.NDArray[np.bool_]
 
-__all__ = ["COLD", "Stack"]
+__all__ = ["COLD", "DistanceHistogram", "Stack"]
 
 COLD = -1
 """The distance of a block that is not in the stack."""
@@ -178,3 +180,78 @@ def _greater_before(values: Ints, weights: Ints) -> Ints:
     within = np.where(above, heavy.reshape(pieces, _PIECE, 1), 0).sum(axis=1)
     total: Ints = earlier + within.reshape(-1)[:count]
     return total
+
+
+_EXACT = 512
+"""Distances below this have a bin each."""
+_STEPS = 128
+"""Bins per octave above that: each less than 0.8 % wide."""
+
+
+class DistanceHistogram:
+    """Counts of sampled distances in ``rows`` rows.
+
+    Blocks that were *repeated* a moment ago are counted apart from all others. How many blocks
+    there are of either kind is known exactly, not only from the sample:
+
+    - Of blocks that were not repeated, the sample gives the share of hits.
+    - Repeated blocks are few and hot, and it is chance whether they are sampled. Only their misses
+      come from the sample; all others are hits (SHARDS' adjustment of counts).
+
+    Cost: 20 ns a distance. Memory: 16 bytes for each row and bin, 512 bins and 128 per octave.
+    """
+
+    def __init__(self, rows: int, furthest: float) -> None:
+        self._bins = int(_bin(np.array([furthest]))[0]) + 1
+        # Row 0: not repeated; row 1: repeated.
+        self._near = np.zeros((2, rows, self._bins))
+        self._sampled = np.zeros((2, rows))  # all in the sample, misses too
+        self._requested = np.zeros((2, rows))  # all that were requested
+
+    def add(self, rows: Ints, repeated: Ints, distances: Floats) -> None:
+        """Count distances of the sample; infinite ones are misses in any memory."""
+        bins = _bin(distances)
+        near = bins < self._bins
+        cells = repeated * self._sampled.shape[1] + rows
+        flat = cells[near] * self._bins + bins[near]
+        np.add.at(self._near.reshape(-1), flat, 1.0)
+        counts = np.bincount(cells, minlength=self._sampled.size)
+        self._sampled += counts.reshape(self._sampled.shape)
+
+    def requested(self, blocks: Ints, repeated: Ints) -> None:
+        """Count the blocks requested in each row, and how many of them were repeated."""
+        self._requested[0] += blocks - repeated
+        self._requested[1] += repeated
+
+    def hit_rates(self, capacities: Floats, sample: float, row: int | None = None) -> Floats:
+        """Return the hit rate of each capacity, in blocks; without ``row``, of all rows."""
+        which = slice(None) if row is None else slice(row, row + 1)
+        requested = self._requested[:, which].sum(axis=1)
+        sampled = self._sampled[:, which].sum(axis=1)
+        total = float(requested.sum())
+        if not total:
+            return np.zeros(len(capacities))
+        sums = np.cumsum(self._near[:, which].sum(axis=1), axis=1)
+        edges = _edges(self._bins + 1)
+        first, again = (np.interp(capacities, edges, np.append(0.0, one)) for one in sums)
+        share = first / sampled[0] if sampled[0] else np.zeros(len(capacities))
+        missed = np.minimum((sampled[1] - again) / sample, requested[1])
+        hits = requested[0] * share + requested[1] - missed
+        return np.where(capacities >= 1, np.clip(hits / total, 0.0, 1.0), 0.0)
+
+
+def _bin(distances: Floats) -> Ints:
+    """Return the bin of each distance; a very large number for infinite ones."""
+    capped = np.minimum(distances, 2.0**60)
+    fraction, octave = np.frexp(np.maximum(capped, _EXACT) / _EXACT)  # 0.5 ≤ fraction < 1
+    beyond = (octave - 1) * _STEPS + ((fraction * 2 - 1) * _STEPS).astype(np.int64)
+    exact = np.minimum(capped, _EXACT).astype(np.int64)
+    return np.where(capped < _EXACT, exact, _EXACT + beyond)
+
+
+def _edges(count: int) -> Floats:
+    """Return where the first ``count`` bins begin."""
+    beyond = np.maximum(np.arange(count) - _EXACT, 0)
+    edges = _EXACT * 2.0 ** (beyond // _STEPS) * (1 + beyond % _STEPS / _STEPS)
+    edges[:_EXACT] = np.arange(min(count, _EXACT))
+    return edges

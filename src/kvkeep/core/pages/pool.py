@@ -11,7 +11,7 @@ from kvkeep.core.errors import InvalidValue, OutOfPages, whole
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.pages.tables import PageArray
 
     PageIndex = npt.NDArray[np.intp]
 

@@ -13,7 +13,6 @@ from kvkeep.core.prefix.marks import Marks
 from kvkeep.core.prefix.node import Node, descend
 from kvkeep.core.prefix.results import (
     Inserted,
-    NodeDetails,
     PrefixMatch,
     PrefixRun,
     joined,
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
     from kvkeep.core.eviction import EvictionPolicy
     from kvkeep.core.keys import Namespace
-    from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.pages.tables import PageArray
     from kvkeep.core.prefix.owners import Owner, Owners
     from kvkeep.core.prefix.pinned import Pinned
     from kvkeep.core.prefix.walk import TreeWalk
@@ -350,10 +349,6 @@ class PrefixIndex(ABC):
             return TreeWalk([top], *columns)
         found = [*self._roots.values()] if top is None else tops(self._roots, top)
         return TreeWalk([*found], *columns)
-
-    def details(self, node: Node) -> NodeDetails:
-        """Describe a node that is in the tree."""
-        return NodeDetails.of(node, self.policy)
 
     @property
     def num_namespaces(self) -> int:

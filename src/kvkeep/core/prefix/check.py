@@ -11,7 +11,7 @@ from kvkeep.core.prefix.node import descend
 from kvkeep.core.prefix.results import joined
 
 if TYPE_CHECKING:
-    from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.pages.tables import PageArray
     from kvkeep.core.prefix.node import Node
     from kvkeep.core.prefix.tree import RunTree
 

@@ -13,7 +13,7 @@ from kvkeep.core.prefix.results import EMPTY_PAGES, joined
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.pages.tables import PageArray
     from kvkeep.core.prefix.heads import Heads
     from kvkeep.core.prefix.owners import Owner
     from kvkeep.core.prefix.pinned import Spot

@@ -13,7 +13,7 @@ each owned node once at most.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from kvkeep.core.prefix.node import descend
 
@@ -25,10 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Owner", "Owners"]
 
-_SLACK: Final = 1
-"""Pages at the end of a prompt that may differ in the next one."""
-_MOST_ENDS: Final = 32  # of an owner
-
 
 class Owner:
     """One user of runs, and the living runs that only this user has used.
@@ -37,13 +33,10 @@ class Owner:
     stores afterwards is dead at once.
     """
 
-    __slots__ = ("due", "ends", "left", "nodes")
+    __slots__ = ("due", "left", "nodes")
 
     def __init__(self) -> None:
         self.nodes: dict[Node, None] = {}
-        # Where its requests ended that were not continued, while all of that is stored; and how
-        # many pages a prompt must have in common with each to continue it.
-        self.ends: dict[Node, int] = {}
         self.due: float | None = None
         self.left = False
 
@@ -81,58 +74,15 @@ class Owners:
                 return
             node = node.parent
 
-    def kill(self, owner: Owner, path: Node | None = None) -> int:
-        """Mark the owner's nodes dead, except those on ``path``; return how many pages those are.
+    def kill(self, owner: Owner) -> int:
+        """Mark the owner's nodes dead; return how many pages those are.
 
         Held ones stay until they are released. Cost: the owner's living nodes.
         """
-        owner.ends.clear()
-        kept: set[Node] = set()
-        while path is not None and path.owner is owner:
-            kept.add(path)
-            path = path.parent
-        if len(kept) == len(owner.nodes):
-            return 0
         before = self.num_dead
-        for node in [node for node in owner.nodes if node not in kept]:
+        for node in list(owner.nodes):
             self._change(node, self._policy.death(), None)
         return self.num_dead - before
-
-    def ended(self, owner: Owner, end: Node, prompt_pages: int) -> None:
-        """Record that a request of ``owner`` with so many pages of prompt ended at ``end``."""
-        owner.ends.pop(end, None)
-        owner.ends[end] = max(1, prompt_pages - _SLACK)
-        if len(owner.ends) > _MOST_ENDS:
-            del owner.ends[next(iter(owner.ends))]
-
-    def drop(self, owner: Owner, hold: Node, *, kills: bool) -> None:
-        """Note what a prompt of ``owner`` that matches up to the end of ``hold`` goes on from.
-
-        It continues a request if it has its prompt in common with it. With ``kills``, what such
-        a request stored behind ``hold`` dies, unless others go on from there. Cost: the nodes
-        behind ``hold`` of 32 requests at most.
-        """
-        for end, least in list(owner.ends.items()):
-            node: Node | None = end
-            while node is not None and node.end > hold.end:
-                node = node.parent
-            if node is hold:
-                if end is hold:
-                    del owner.ends[end]
-                elif kills and least <= hold.end:
-                    del owner.ends[end]
-                    self._kill_tail(owner, end, hold)
-
-    def _kill_tail(self, owner: Owner, end: Node, hold: Node) -> None:
-        """Mark the owner's nodes from ``end`` up to ``hold`` dead, to where others go on."""
-        node = end
-        while node is not hold and node.owner is owner:
-            if not all(child.died for child in node.children.values()):
-                return
-            if not node.died:
-                self._change(node, self._policy.death(), None)
-            assert node.parent is not None
-            node = node.parent
 
     def suspend(self, owner: Owner, due: float) -> int:
         """Suspend an owner until ``due``; return the pages of its own that are kept for it."""
@@ -168,10 +118,8 @@ class Owners:
 
     def rejoined(self, upper: Node) -> None:
         """Record that ``upper`` ends: the run behind it, with the same hints, takes its pages."""
-        if upper.owner is not None:
-            upper.owner.ends.pop(upper, None)
-            if not upper.died:
-                del upper.owner.nodes[upper]
+        if upper.owner is not None and not upper.died:
+            del upper.owner.nodes[upper]
 
     def resized(self, node: Node, pages: int) -> None:
         """Record that ``node`` stores ``pages`` more than before, of its own or beside them."""
@@ -180,16 +128,8 @@ class Owners:
         if node.suspended:
             self.num_awaited += pages
 
-    def trimmed(self, leaf: Node, count: int) -> None:
-        """Record that ``leaf`` loses its last ``count`` pages."""
-        if leaf.owner is not None:
-            leaf.owner.ends.pop(leaf, None)
-        self.resized(leaf, -count)
-
     def gone(self, leaf: Node) -> None:
         """Record that ``leaf`` is evicted; it is in no queue and still has its parent."""
-        if leaf.owner is not None:
-            leaf.owner.ends.pop(leaf, None)
         if leaf.died:
             self.num_dead -= leaf.weight
         elif leaf.owner is not None:
@@ -204,7 +144,6 @@ class Owners:
         assert owner is not None
         self._change(node, 0, None)
         del owner.nodes[node]
-        owner.ends.pop(node, None)
         node.owner = None
 
     def _change(self, node: Node, died: int, due: float | None) -> None:
@@ -271,8 +210,5 @@ class Owners:
                 assert node.suspended == suspended + waits, f"wrong count of suspended: {node}"
                 dead += node.weight if node.died else 0
                 awaited += node.weight if node.suspended else 0
-                for end in () if node.owner is None else node.owner.ends:
-                    assert end.owner is node.owner
-                    assert end.in_tree
         assert dead == self.num_dead, (dead, self.num_dead)
         assert awaited == self.num_awaited, (awaited, self.num_awaited)

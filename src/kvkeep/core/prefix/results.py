@@ -12,13 +12,12 @@ from kvkeep.core.tokens import TOKEN_DTYPE
 if TYPE_CHECKING:
     from kvkeep.core.eviction import EvictionPolicy
     from kvkeep.core.extras import Extras
-    from kvkeep.core.keys import Namespace
-    from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.pages.tables import PageArray
     from kvkeep.core.prefix.marks import Marks
     from kvkeep.core.prefix.node import Node
     from kvkeep.core.tokens import TokenArray
 
-__all__ = ["EMPTY_PAGES", "Inserted", "NodeDetails", "PrefixMatch", "PrefixRun", "joined"]
+__all__ = ["EMPTY_PAGES", "Inserted", "PrefixMatch", "PrefixRun", "joined"]
 
 EMPTY_PAGES: PageArray = np.empty(0, np.int32)
 EMPTY_PAGES.flags.writeable = False
@@ -133,37 +132,4 @@ class PrefixRun(NamedTuple):
             state=policy.describe(node),
             extras=extras,
             points=node.points,
-        )
-
-
-class NodeDetails(NamedTuple):
-    """One run, or the root of a namespace, as `PrefixIndex.details` describes it."""
-
-    namespace: Namespace
-    path: tuple[int, ...]
-    """Ids from the root down to the parent."""
-    start: int
-    """Pages before it on its path."""
-    pages: PageArray
-    symbols: bytes
-    children: int
-    state: str
-    """How the eviction policy ranks it, in words."""
-
-    @classmethod
-    def of(cls, node: Node, policy: EvictionPolicy) -> NodeDetails:
-        """Describe a node that is in the tree."""
-        path: list[int] = []
-        above = node.parent
-        while above is not None:
-            path.append(above.id)
-            above = above.parent
-        return cls(
-            namespace=node.namespace,
-            path=tuple(reversed(path)),
-            start=node.depth,
-            pages=node.pages.copy(),
-            symbols=bytes(node.run),
-            children=len(node.children),
-            state=policy.describe(node) if node.end else "",
         )

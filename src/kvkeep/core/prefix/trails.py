@@ -27,7 +27,7 @@ from kvkeep.core.prefix.heads import common_bytes, stored_bytes
 from kvkeep.core.prefix.results import EMPTY_PAGES, PrefixMatch, joined
 
 if TYPE_CHECKING:
-    from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.pages.tables import PageArray
     from kvkeep.core.prefix.node import Node
 
 __all__ = ["RunTrail", "Trails"]

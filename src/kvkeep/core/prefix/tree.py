@@ -38,12 +38,34 @@ if TYPE_CHECKING:
 
     from kvkeep.core.eviction import EvictionPolicy
     from kvkeep.core.keys import Namespace
-    from kvkeep.core.pages.table import PageArray
-    from kvkeep.core.prefix.listener import TreeListener
+    from kvkeep.core.pages.tables import PageArray
     from kvkeep.core.prefix.owners import Owner
     from kvkeep.core.returns import Returns
 
-__all__ = ["RunTree", "tops"]
+__all__ = ["RunTree", "TreeListener", "tops"]
+
+
+class TreeListener:
+    """Base class of what keeps data beside the pages of nodes; every method does nothing.
+
+    Called in the middle of an operation and under the cache's lock: it must not change the tree.
+    """
+
+    def stored(self, leaf: Node) -> None:
+        """``leaf``, a new node, is in the tree."""
+
+    def grown(self, node: Node, pages: int) -> None:
+        """``node`` got ``pages`` more at its end."""
+
+    def split(self, upper: Node, lower: Node) -> None:
+        """``upper``, a new node, took the first pages of ``lower``."""
+
+    def rejoined(self, upper: Node, lower: Node) -> None:
+        """``lower`` took back the pages of ``upper``, which is gone."""
+
+    def trimming(self, leaf: Node, keep: int) -> None:
+        """``leaf`` is about to lose its pages behind the first ``keep``; at 0 it goes itself."""
+
 
 _GROW_PAGES = 128
 """A leaf shorter than this grows in place when its only holder publishes more. So a conversation or
@@ -364,7 +386,7 @@ class RunTree:
 
     def _trim(self, leaf: Node, count: int) -> PageArray:
         if self.owners is not None:
-            self.owners.trimmed(leaf, count)
+            self.owners.resized(leaf, -count)
         if leaf.covered:
             self.pins.trimmed(leaf, count)
         if self.listener is not None:

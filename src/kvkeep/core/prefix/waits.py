@@ -59,12 +59,11 @@ class EvictedWaits(dict[Any, "Wait"]):
 
 
 class RunningPrompt(NamedTuple):
-    """A request that runs: the wait that it ended, its tokens, and whose it is."""
+    """A request that runs: the wait that it ended, its tokens, and its tenant."""
 
     before: Wait | None
     tokens: int
     tenant: Hashable
-    session: str | None = None
 
 
 class Waits:
@@ -92,8 +91,6 @@ class Waits:
         prompt: int,
         tenant: Hashable,
         following: Callable[[], bytes],
-        *,
-        session: str | None = None,
     ) -> RunningPrompt:
         """End the wait of the conversation that a ``prompt`` of so many tokens continues.
 
@@ -110,7 +107,7 @@ class Waits:
                     kind = wait.answer_kind
                     self.returns.answers.returned(tenant, kind, wait.answer, again)
             self.end(wait, hold, self.clock())
-        return RunningPrompt(wait, prompt, tenant, session)
+        return RunningPrompt(wait, prompt, tenant)
 
     def closed(
         self,
@@ -132,8 +129,7 @@ class Waits:
             before=request.before,
             tenant=tenant,
         )
-        wait.prompt, wait.answer, wait.stop = request.tokens, answer, ended.stop
-        wait.namespace, wait.session = tenant, request.session
+        wait.prompt, wait.answer = request.tokens, answer
         first = first if ended.first is None else ended.first
         wait.answer_kind = self.returns.first_tokens.kind_of(tenant, ended.stop, first)
         kept = self.returns.answers.kept(tenant, wait.answer_kind, answer)

@@ -95,21 +95,6 @@ class TreeWalk:
         orphans = np.array([parent is None for parent in self.columns["parent"]], np.bool_)
         return orphans & (self.numbers("end") > 0)
 
-    def unknown(self) -> list[int]:
-        """Return the rows that are gone, or whose parent row no longer ends where they begin.
-
-        Descendants of such rows are included. Needs ``parent``, ``end`` and ``depth``.
-        """
-        ends, depths, parents = self.numbers("end"), self.numbers("depth"), self.parents()
-        inner = np.flatnonzero(parents >= 0)
-        unknown = self.gone()
-        unknown[inner] |= ends[parents[inner]] != depths[inner]
-        if unknown.any():
-            for row in inner.tolist():  # parents first
-                unknown[row] |= unknown[parents[row]]
-        rows: list[int] = np.flatnonzero(unknown).tolist()
-        return rows
-
 
 def _now(front: Node) -> Node:
     """Return the run that ``front`` was joined into, still its only child; else ``front``."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from kvkeep.core.returns.answers import AnswerShares
-from kvkeep.core.returns.first_tokens import FirstTokens
-from kvkeep.core.returns.learner import Ended, Returns, Wait
-from kvkeep.core.returns.stops import stop_after
+from kvkeep.core.returns.answers import AnswerShares, FirstTokens
+from kvkeep.core.returns.learner import Ended, Returns, Wait, stop_after
 from kvkeep.core.returns.times import AGES, BUCKETS, ReturnTimes, bucket_of
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""`AnswerShares`: how much of its answers a conversation's next prompt contains."""
+"""`AnswerShares`: how much of its answers a conversation's next prompt contains; their kinds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-__all__ = ["AnswerShares"]
+__all__ = ["AnswerShares", "FirstTokens"]
 
 _MOST_TENANTS: Final = 1024
 _MOST_CLASSES: Final = 64  # of a tenant
@@ -20,6 +20,11 @@ _WEIGHT: Final = 8.0
 _MOST_SEEN: Final = 64.0
 # Tokens are kept while the chance that they are read again is at least this.
 _LEAST: Final = 0.2
+# Of the first tokens of answers:
+_COUNTED: Final = 16  # tokens of a tenant
+_COMMON: Final = 1 / 8  # share of answers that begin with a common token
+_LEAST_COUNT: Final = 4.0
+_MOST_COUNTED: Final = 512.0  # answers after which all counts are halved
 
 
 class _Class:
@@ -131,3 +136,57 @@ def _bin(token: int) -> int:
 def _begin(place: int) -> int:
     """Return the first token of a bin."""
     return 0 if not place else 1 << 2 * (place - 1)
+
+
+class FirstTokens:
+    """Finds the tokens that answers begin with, to tell kinds of answers apart.
+
+    A model that reasons before some of its answers begins these with a token of its own; no format
+    is known here. The counts are those of Misra and Gries (Finding repeated elements, 1982): too
+    small by a seventeenth of all answers at most.
+
+    Memory: 16 counts for each of 1,024 tenants. Cost: about a microsecond a call. Thread safety:
+    none; under a lock of its owner.
+    """
+
+    def __init__(self) -> None:
+        self._tenants: OrderedDict[Hashable, dict[int, float]] = OrderedDict()
+        self._seen: dict[Hashable, float] = {}
+
+    def add(self, tenant: Hashable, token: int) -> None:
+        """Count an answer."""
+        counts = self._tenants.setdefault(tenant, {})
+        self._tenants.move_to_end(tenant)
+        if len(self._tenants) > _MOST_TENANTS:
+            del self._seen[self._tenants.popitem(last=False)[0]]
+        self._seen[tenant] = self._seen.get(tenant, 0.0) + 1
+        if token in counts or len(counts) < _COUNTED:
+            counts[token] = counts.get(token, 0.0) + 1
+        else:
+            self._shrink(counts, 1.0)
+        if self._seen[tenant] >= _MOST_COUNTED:
+            self._seen[tenant] /= 2
+            for one in counts:
+                counts[one] /= 2
+
+    def kind(self, tenant: Hashable, stop: str | None, token: int | None) -> str | None:
+        """Return ``stop``, with the first token of the answer if that is a common one."""
+        counts = self._tenants.get(tenant)
+        if counts is None or token is None:
+            return stop
+        least = max(_LEAST_COUNT, _COMMON * self._seen[tenant])
+        return f"{stop}, from {token}" if counts.get(token, 0.0) >= least else stop
+
+    def kind_of(self, tenant: Hashable, stop: str | None, token: int | None) -> str | None:
+        """Count an answer, and return its `kind`."""
+        if token is not None:
+            self.add(tenant, token)
+        return self.kind(tenant, stop, token)
+
+    @staticmethod
+    def _shrink(counts: dict[int, float], by: float) -> None:
+        for token, count in list(counts.items()):
+            if count > by:
+                counts[token] = count - by
+            else:
+                del counts[token]

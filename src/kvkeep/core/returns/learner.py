@@ -5,22 +5,78 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from kvkeep.core.errors import InvalidValue, told, whole
-from kvkeep.core.returns.answers import AnswerShares
-from kvkeep.core.returns.first_tokens import FirstTokens
-from kvkeep.core.returns.stops import CommonStops
-from kvkeep.core.returns.times import AGES, BUCKETS, ENDS, ReturnTimes, bucket_of
+from kvkeep.core.returns.answers import AnswerShares, FirstTokens
+from kvkeep.core.returns.times import AGES, BUCKETS, ReturnTimes, bucket_of
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Sequence
+    from collections.abc import Container, Hashable, Iterator, Sequence
 
     from kvkeep.core.returns.times import Table
 
-__all__ = ["Ended", "Returns", "Wait"]
+__all__ = ["CommonStops", "Ended", "Returns", "Wait", "stop_after"]
+
+_SEARCHED: Final = 8192  # last tokens of an answer
+_MOST: Final = 32
+_OTHERS: Final = "…"
+_MORE: Final = 8  # answers by which a new end must be ahead of the rarest one to take its place
+_MOST_SEEN: Final = 4096  # answers with one end after which all counts are halved
+
+
+def stop_after(answer: Sequence[int], named: Container[int]) -> str:
+    """Return `Ended.stop` of an answer that ended with an end token, its last one.
+
+    Many models end a tool call with another token than a final answer: "stop 128008". Others end
+    both alike, but mark the call inside of the answer, so the last of the ``named`` tokens, which
+    were added to the vocabulary by name, is part of it: "stop 151645 after 151658". No parser of
+    tool calls is needed. Cost: 30 ns a token behind that mark, of at most 8,192.
+    """
+    end = len(answer) - 1
+    for at in range(end - 1, max(-1, end - 1 - _SEARCHED), -1):
+        if answer[at] in named:
+            return f"stop {answer[end]} after {answer[at]}"
+    return f"stop {answer[end]}"
+
+
+class CommonStops:
+    """The 32 most common ends of answers; all others count as one.
+
+    The first 32 are told apart at once. A further one takes the place of the rarest as soon as it
+    is more common, so a client that makes up ends does not take the places of others' for good.
+
+    Memory: 64 counts. Cost: 0.1 µs for a common end, 3 µs for another. Thread safety: none.
+    """
+
+    __slots__ = ("_common", "_rare")
+
+    def __init__(self) -> None:
+        self._common: dict[str | None, int] = {}
+        self._rare: dict[str | None, int] = {}  # counted as by Misra and Gries: too small, if wrong
+
+    def count(self, stop: str | None) -> str | None:
+        """Count an answer that ended with ``stop``; return the end as which it counts."""
+        common, rare = self._common, self._rare
+        if stop in common or len(common) < _MOST:
+            common[stop] = common.get(stop, 0) + 1
+            if common[stop] >= _MOST_SEEN:
+                self._common = {one: count // 2 for one, count in common.items()}
+                self._rare = {one: count // 2 for one, count in rare.items() if count > 1}
+            return stop
+        if stop not in rare and len(rare) == _MOST:
+            self._rare = {one: count - 1 for one, count in rare.items() if count > 1}
+            return _OTHERS
+        rare[stop] = rare.get(stop, 0) + 1
+        rarest = min(common, key=common.__getitem__)
+        if rare[stop] < common[rarest] + _MORE:
+            return _OTHERS
+        del common[rarest]
+        common[stop] = rare.pop(stop)
+        return stop
+
 
 _LONGEST_STOP: Final = 64
 _MOST_CLASSES: Final = 4096  # beyond, what would be a new class counts as the more general one
@@ -96,8 +152,8 @@ class Wait:
     """
 
     __slots__ = (
-        "answer", "answer_kind", "blocks", "end", "evicted", "gaps", "kind", "namespace", "over",
-        "place", "prompt", "session", "since", "stop", "tenant", "turns", "unread", "unread_of",
+        "answer", "answer_kind", "blocks", "end", "evicted", "gaps", "kind", "over", "place",
+        "prompt", "since", "tenant", "turns", "unread", "unread_of",
     )  # fmt: skip
 
     def __init__(
@@ -116,12 +172,8 @@ class Wait:
         """Whether the run that it was attached to is gone."""
         self.prompt = self.answer = 0
         """Tokens of the request."""
-        self.stop: str | None = None
-        """Why its answer ended."""
         self.answer_kind: str | None = None
-        """That, and with which token the answer began, if many do."""
-        self.namespace: Any = None
-        self.session: str | None = None
+        """Why its answer ended, and with which token it began, if many do."""
         self.unread: bytes | None = None
         """Symbols of the first page of its answer that was not expected to be read, b"" while that
         is cached; None if all was."""
@@ -155,7 +207,6 @@ class Returns:
         """Grows with each `learn`."""
         self.worths: Table = self.times.worths(np.zeros((1, BUCKETS)))
         """Worth of a wait by class and bucket of age, as learned last."""
-        self._hazards: Table = self.times.hazards(np.zeros((1, BUCKETS)))
         # Rows as lists, since single values of arrays are slow: worths, and the returns expected
         # before each bucket ends.
         self._worths: list[list[float]] = self.worths.tolist()
@@ -177,10 +228,6 @@ class Returns:
     def __iter__(self) -> Iterator[Wait]:
         """Return the waits, the one that began first first."""
         return iter(self._waits)
-
-    def __reversed__(self) -> Iterator[Wait]:
-        """Return the waits, the one that began last first."""
-        return reversed(self._waits)
 
     def __contains__(self, wait: object) -> bool:
         return wait in self._waits
@@ -292,7 +339,7 @@ class Returns:
         buckets = np.maximum(0, np.searchsorted(AGES, now - since, "right") - 1)
         waiting = np.zeros((len(self.times), BUCKETS))
         np.add.at(waiting, (kinds, buckets), 1)
-        hazards = self._hazards = self.times.hazards(waiting)
+        hazards = self.times.hazards(waiting)
         passed = np.cumsum(hazards, axis=1)
         self._passed = passed.tolist()
         self.worths = self.times.worths_of(hazards)
@@ -307,36 +354,6 @@ class Returns:
     def worth(self, kind: int, bucket: int) -> float:
         """Return the worth of a wait of a class at an age: returns a second of keeping its KV."""
         return self._worths[self._known(kind)][bucket]
-
-    def outlook(self, wait: Wait, now: float) -> tuple[float, float]:
-        """Return the chance that a conversation returns, and the seconds until it probably has.
-
-        Half of those that return do so within these seconds. Cost: 10 µs.
-        """
-        age = max(0.0, now - wait.since)
-        first = bucket_of(age)
-        hazards = self._hazards[self._known(wait.kind), first:]
-        returned = 1 - np.cumprod(1 - hazards)  # by the end of each bucket
-        chance = float(returned[-1])
-        at = int(np.searchsorted(returned, chance / 2))
-        before = float(returned[at - 1]) if at else 0.0
-        step = float(returned[at]) - before
-        part = (chance / 2 - before) / step if step else 1.0
-        begin, end = max(age, AGES[first + at]), ENDS[first + at]
-        return chance, max(0.0, begin + part * (end - begin) - age)
-
-    def within(self, waits: Sequence[Wait], now: float, seconds: float) -> list[float]:
-        """Return for each wait the chance that its next request comes within ``seconds``.
-
-        As learned last; 0 for a wait that is over. Cost: about 0.5 µs a wait.
-        """
-        kinds = np.array([self._known(wait.kind) for wait in waits], np.intp)
-        ages = np.maximum(0.0, now - np.array([wait.since for wait in waits], np.float64))
-        often = np.array([2.0**wait.tenant.octaves for wait in waits])
-        over = np.array([wait.over for wait in waits], np.bool_)
-        chances = self.times.chances(self._hazards, kinds, ages, seconds, often)
-        found: list[float] = np.where(over, 0.0, chances).tolist()
-        return found
 
     def label(self, kind: int) -> tuple[Hashable, ...]:
         """Return the levels that define a class, from the first one on."""

@@ -103,26 +103,6 @@ class ReturnTimes:
         return self.worths_of(self.hazards(waiting))
 
     @staticmethod
-    def chances(hazards: Table, kinds: Kinds, ages: Ages, seconds: float, often: Ages) -> Ages:
-        """Return for waits of ``kinds`` and ``ages`` the chance of a return within ``seconds``.
-
-        ``often`` says how much more often than its class each wait returns. `hazards` are spread
-        evenly over a bucket; behind the last one no return is expected.
-        """
-        total = np.cumsum(-np.log1p(-np.minimum(hazards, 0.999)), axis=1)
-        total = np.pad(total, ((0, 0), (1, 0)))
-
-        def until(ages: Ages) -> Ages:
-            buckets = np.maximum(0, np.searchsorted(AGES, ages, "right") - 1)
-            within = np.clip((ages - np.array(AGES)[buckets]) / _WIDTHS[buckets], 0, 1)
-            before = total[kinds, buckets]
-            spread: Ages = before + within * (total[kinds, buckets + 1] - before)
-            return spread
-
-        found: Ages = -np.expm1(often * (until(ages) - until(ages + seconds)))
-        return found
-
-    @staticmethod
     def worths_of(hazards: Table) -> Table:
         """Return the `worths` that follow from `hazards`."""
         hazards = np.minimum(hazards, 0.999)

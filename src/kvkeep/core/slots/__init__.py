@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvkeep.core.errors import OutOfSlots
 from kvkeep.core.slots.cache import SlotCache, SlotStats
-from kvkeep.core.slots.guards import SlotCopy, SlotPin
 from kvkeep.core.slots.lease import SlotLease
+from kvkeep.core.slots.table import SlotCopy, SlotPin
 
 __all__ = ["OutOfSlots", "SlotCache", "SlotCopy", "SlotLease", "SlotPin", "SlotStats"]

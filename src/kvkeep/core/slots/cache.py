@@ -41,10 +41,8 @@ from kvkeep.core.errors import (
     whole,
 )
 from kvkeep.core.keys import as_namespace
-from kvkeep.core.slots.guards import SlotCopy, SlotPin
 from kvkeep.core.slots.lease import SlotLease
-from kvkeep.core.slots.rows import NOWHERE
-from kvkeep.core.slots.table import SlotTable
+from kvkeep.core.slots.table import NOWHERE, SlotCopy, SlotPin, SlotTable
 from kvkeep.core.tokens import as_tokens
 
 if TYPE_CHECKING:

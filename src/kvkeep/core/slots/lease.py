@@ -12,9 +12,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from kvkeep.core.keys import Namespace
-    from kvkeep.core.slots.guards import SlotCopy
-    from kvkeep.core.slots.rows import TokenRows
-    from kvkeep.core.slots.table import SlotTable
+    from kvkeep.core.slots.table import SlotCopy, SlotTable, TokenRows
     from kvkeep.core.tokens import TokenArray, TokensLike
 
 __all__ = ["SlotLease"]

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kvkeep.core.slots.guards import SlotCopy
+    from kvkeep.core.slots.table import SlotCopy
 
 __all__ = ["copy_slot"]
 

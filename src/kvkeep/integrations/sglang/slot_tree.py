@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvkeep.core.keys import Namespace
-    from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.pages.tables import PageArray
     from kvkeep.core.prefix.node import Node
     from kvkeep.integrations.sglang.symbols import SlotIndex
 

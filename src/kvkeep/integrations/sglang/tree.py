@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from kvkeep.core.events import Hook
     from kvkeep.core.eviction import EvictionPolicy
     from kvkeep.core.keys import Namespace
-    from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.pages.tables import PageArray
     from kvkeep.core.prefix.node import Node, Root
     from kvkeep.integrations.sglang.slot_tree import StoredPages
     from kvkeep.observe.explain import Explainer

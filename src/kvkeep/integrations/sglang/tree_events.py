@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
-    from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.pages.tables import PageArray
 
 __all__ = ["Placements", "Space"]
 

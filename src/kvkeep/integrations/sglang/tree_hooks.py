@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from kvkeep.core.events import Event, Hook
     from kvkeep.core.keys import Namespace
-    from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.pages.tables import PageArray
     from kvkeep.integrations.sglang.handles import PathHandle
     from kvkeep.observe.explain import Explainer
 

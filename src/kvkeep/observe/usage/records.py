@@ -95,14 +95,13 @@ class RequestBegun:
 class RequestAdmitted:
     """The request runs for the first time: ``cached_tokens`` of its prompt came from the pool.
 
-    ``sequence`` is the id of its sequence in the cache, ``turn`` the turn of its session. The
-    lookup and the allocation of pages took ``match_s`` seconds.
+    ``sequence`` is the id of its sequence in the cache. The lookup and the allocation of pages took
+    ``match_s`` seconds.
     """
 
     request: RequestRecord
     sequence: int
     cached_tokens: int
-    turn: int | None = None
     match_s: float = 0.0
 
 

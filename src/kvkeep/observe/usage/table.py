@@ -51,10 +51,7 @@ class SessionUsage(ReuseCounts):
 
     tenant: str = ""
     session: str = ""
-    turns: int = 0
     last_at: float = 0.0
-    latest: int = field(default=-1, repr=False)
-    """The number of the latest turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +170,7 @@ class UsageTable:
                 row = self._names[tenant] = NamespaceUsage(tenant=tenant)
             counts: tuple[ReuseCounts, ...] = (row, self._history.bucket(now))
             if request.session is not None:
-                counts = (*counts, self._session(tenant, request.session, event.turn, now))
+                counts = (*counts, self._session(tenant, request.session, now))
             for one in counts:
                 one.add(tokens, reused)
             # New tokens weigh more, instead of all earlier ones less: no other row is touched.
@@ -198,7 +195,7 @@ class UsageTable:
                 row.recent_reused += weight * tokens
                 self._all.recent_reused += weight * tokens
 
-    def _session(self, tenant: str, session: str, turn: int | None, now: float) -> SessionUsage:
+    def _session(self, tenant: str, session: str, now: float) -> SessionUsage:
         key = tenant, session
         known = self._sessions.get(key)
         if known is None:
@@ -207,9 +204,6 @@ class UsageTable:
                 self._sessions.popitem(last=False)
         self._sessions.move_to_end(key)
         known.last_at = now
-        if turn is None or turn > known.latest:  # requests of the same turn run side by side
-            known.turns += 1
-            known.latest = known.latest if turn is None else turn
         return known
 
     def _weight(self) -> float:

@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvkeep.core.cache.sessions import check_session
+from kvkeep.core.cache.sessions import check_name
 from kvkeep.core.cost import CostModel
 from kvkeep.core.errors import IllegalStep, InvalidValue, QueueFull
 from kvkeep.core.keys import Namespace, as_namespace
@@ -152,12 +152,11 @@ class Engine:
         store: bool = True,
         answers: bool = True,
         session: str | None = None,
-        turn: int | None = None,
         origin: RequestOrigin | None = None,
     ) -> Request:
         """Queue a request; later steps compute it.
 
-        ``session`` and ``turn`` name the conversation it belongs to (`PagedCache.session`).
+        ``session`` names the conversation it belongs to (`PagedCache.session`).
         ``store=False`` reuses cached tokens and publishes none. ``answers=False`` writes the KV of
         the prompt to the engine's store and keeps that of generated tokens in the pool alone.
 
@@ -174,7 +173,7 @@ class Engine:
         space = as_namespace(namespace)
         tokens = self._checks.tokens(prompt)
         self._checks.params(params)
-        session, turn = check_session(session, turn)
+        session = None if session is None else check_name(session)
         waiting = self.num_waiting
         if self.limits.max_waiting is not None and waiting >= self.limits.max_waiting:
             raise QueueFull(f"{waiting} requests wait already; max_waiting allows no more")
@@ -183,7 +182,7 @@ class Engine:
             self._stats.requests,
             tokens,
             params,
-            CacheUse(namespace=space, store=store, answers=answers, session=session, turn=turn),
+            CacheUse(namespace=space, store=store, answers=answers, session=session),
             tokenizer=self.tokenizer,
             origin=origin,
         )

@@ -34,15 +34,13 @@ class CacheUse:
     store: bool = True
     answers: bool = True
     session: str | None = None
-    turn: int | None = None
 
 
 class Request:
     """A prompt, its parameters, and its answers. Made by `Engine.add`; belongs to its engine.
 
     ``id`` counts up in order of arrival. ``store`` False publishes nothing; ``answers`` False
-    writes the KV of the prompt alone to a store. ``turn`` of ``session`` is None until the first
-    admission, unless it was given.
+    writes the KV of the prompt alone to a store.
     """
 
     def __init__(
@@ -65,7 +63,6 @@ class Request:
         self.store = use.store
         self.answers = use.answers
         self.session = use.session
-        self.turn = use.turn
         self.tokenizer = tokenizer
         self.cached_tokens: int | None = None
         """Prompt tokens reused from pool and store; None before the first admission."""

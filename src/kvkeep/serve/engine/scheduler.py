@@ -230,9 +230,7 @@ class Scheduler:
             request.namespace,
             reserve=reserve,
             session=request.session,
-            turn=request.turn,
         )
-        request.turn = answer.sequence.turn  # opened again, it is still the same turn
         answer.computed = answer.sequence.num_cached
         if request.cached_tokens is None:
             request.cached_tokens = answer.sequence.num_cached
@@ -246,7 +244,6 @@ class Scheduler:
                         request.record,
                         answer.sequence.id,
                         request.cached_tokens,
-                        request.turn,
                         perf_counter() - began,
                     )
                 )

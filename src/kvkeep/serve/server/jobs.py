@@ -84,7 +84,6 @@ def _job(
     space: Namespace,
 ) -> Job:
     extras = body.extras
-    session, turn = body.session
     seconds = body.retention_s
     return Job(
         prompt=prompt,
@@ -92,8 +91,7 @@ def _job(
         namespace=space,
         store=extras.store,
         answers=extras.answers and service.settings.answers,
-        session=session,
-        turn=turn,
+        session=body.session,
         retain=None if seconds is None else Keep([(len(prompt), seconds)]),
     )
 

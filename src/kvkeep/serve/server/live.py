@@ -10,12 +10,10 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from kvkeep.serve.server.schemas.see import (
-    LiveConversations,
     LiveLoads,
     LivePages,
     LivePoint,
     LiveResponse,
-    LiveReturn,
     LiveSession,
     LiveSource,
     LiveTenant,
@@ -45,7 +43,6 @@ __all__ = [
 _FRESH_S = 0.5
 MOST_SHOWN = 20
 """Tenants, and sessions, of an answer."""
-_SOON_S = 60.0  # within which returns are counted
 
 
 class Live:
@@ -141,35 +138,6 @@ class EngineState:
             or None,
             tenants=tenant_figures(usage.namespaces, service.watching.usage.pages.pages),
             sessions=[_session(one) for one in usage.sessions],
-            conversations=self._conversations(),
-            returns=self._returns(),
-        )
-
-    def _conversations(self) -> LiveConversations | None:
-        found = self._service.engine.cache.expected_returns(_SOON_S)
-        if found is None:
-            return None
-        return LiveConversations(waiting=found.waiting, expected=found.expected)
-
-    def _returns(self) -> list[LiveReturn] | None:
-        found = self._service.engine.cache.conversations(MOST_SHOWN)
-        return (
-            None
-            if found is None
-            else [
-                LiveReturn(
-                    session=None if one.session is None else showable(one.session),
-                    cache_salt=showable(one.namespace.tenant),
-                    stop=None if one.stop is None else showable(one.stop),
-                    turns=one.turns,
-                    paused_s=one.paused_s,
-                    chance=one.chance,
-                    expected_s=one.expected_s,
-                    tokens=one.tokens,
-                    cached=one.cached,
-                )
-                for one in found
-            ]
         )
 
 
@@ -177,7 +145,6 @@ def _session(one: SessionUsage) -> LiveSession:
     return LiveSession(
         session=showable(one.session),
         cache_salt=showable(one.tenant),
-        turns=one.turns,
         requests=one.requests,
         prompt_tokens=one.prompt_tokens,
         reused_tokens=one.reused_tokens,

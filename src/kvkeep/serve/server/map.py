@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import NotCached
 from kvkeep.serve.server.errors import ApiError
-from kvkeep.serve.server.node_tiers import NodeTiers
 from kvkeep.serve.server.schemas.map import (
     MapResponse,
     NodeResponse,
@@ -16,10 +15,8 @@ from kvkeep.serve.server.schemas.map import (
 from kvkeep.serve.server.text import showable
 
 if TYPE_CHECKING:
-    from kvkeep.core.cache import CacheMap, MapNode
-    from kvkeep.core.keys import Namespace
+    from kvkeep.core.cache import MapNode
     from kvkeep.core.tokens import TokenArray
-    from kvkeep.serve.server.node_tiers import TierTokens
     from kvkeep.serve.server.schemas.map import NodeChangeRequest
     from kvkeep.serve.server.service import Service
 
@@ -30,63 +27,39 @@ _PREVIEW = 80
 _LONGEST_TEXT, _LONGEST_TEXT_TOKENS = 2000, 4000
 _PAGE_IDS = 100
 _CHECKPOINTS = 100
-# Nodes behind one that are looked at for blocks which begin in it.
-_FOLLOWED = 100
 _KEPT_TEXTS = 20_000
-_KEPT_ANSWERS = 8
 
 
 class Maps:
     """Answers about the tree of one server's cache.
 
-    The cache returns the same map for a second or longer; its JSON is cached as long. Decoded texts
-    are cached, too.
-
-    Thread safety: all methods; two threads may make the same answer at once.
+    Decoded texts are cached. Thread safety: all methods.
     """
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._cache = service.engine.cache
-        self._tiers = NodeTiers(service.engine)
-        self._answers: dict[object, tuple[CacheMap, bytes]] = {}
         self._texts: dict[bytes, str] = {}  # by the tokens
 
     # --- maps --------------------------------------------------------------------------------
 
-    def map(self, salt: str | None, root: int | None, nodes: int, *, tiers: bool) -> bytes:
+    def map(self, salt: str | None, root: int | None, nodes: int) -> bytes:
         """Return the map as JSON; `ApiError` 404 for an unknown ``root``."""
         space = None if salt is None else self._service.namespace(salt)
         try:
-            made = self._map(space, root, nodes, tiers=tiers)
+            made = self._cache.map(space, root=root, nodes=nodes)
         except NotCached as error:
             raise _unknown(error) from error
-        arguments = salt, root, nodes, tiers
-        kept = self._answers.get(arguments)
-        if kept is not None and kept[0] is made:
-            return kept[1]
-        known = self._tiers.of(made.nodes) if tiers else {}
         answer = MapResponse(
             page_size=made.page_size,
             at=time.time(),
             total_nodes=made.runs,
             total_pages=made.pages + made.group_pages,
-            tiers=self._tiers.tiers if tiers else (),
-            nodes=[self._node(node, known.get(node.id)) for node in made.nodes],
+            nodes=[self._node(node) for node in made.nodes],
         )
-        data = answer.model_dump_json().encode()
-        if len(self._answers) >= _KEPT_ANSWERS:
-            self._answers.clear()
-        self._answers[arguments] = made, data
-        return data
+        return answer.model_dump_json().encode()
 
-    def _map(
-        self, space: Namespace | None, root: int | None, nodes: int, *, tiers: bool
-    ) -> CacheMap:
-        names = self._tiers.names if tiers else None
-        return self._cache.map(space, root=root, nodes=nodes, blocks=names)
-
-    def _node(self, node: MapNode, held: TierTokens | None) -> NodeSummary:
+    def _node(self, node: MapNode) -> NodeSummary:
         size = self._cache.page_size
         return NodeSummary(
             id=node.id,
@@ -101,8 +74,6 @@ class Maps:
             pins=node.pins,
             hits=node.hits,
             text=self._beginning(node),
-            tier=None if held is None else held.tier,
-            tier_tokens={} if held is None else held.tokens,
             hidden=node.hidden,
             count=node.count,
         )
@@ -132,12 +103,9 @@ class Maps:
         """Return everything known about one node; `ApiError` 404 if it is not cached."""
         try:
             view = self._cache.node(number)
-            nodes: tuple[MapNode, ...] = (view.node,)
-            if self._tiers.names is not None:  # blocks that begin in it end in nodes behind it
-                nodes = self._map(None, number, _FOLLOWED, tiers=True).nodes
         except NotCached as error:
             raise _unknown(error) from error
-        shown = self._node(view.node, self._tiers.of(nodes).get(number)).model_dump()
+        shown = self._node(view.node).model_dump()
         if shown["text"] is not None and view.tokens is not None and number > 0:
             tokens = view.tokens[:_LONGEST_TEXT_TOKENS].tolist()
             shown["text"] = showable(self._service.tokenizer.decode(tokens))[:_LONGEST_TEXT]

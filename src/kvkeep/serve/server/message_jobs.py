@@ -72,7 +72,6 @@ def message_jobs(service: Service, body: MessagesRequest, writer: MessageWriter)
             store=extras.store,
             answers=extras.answers and service.settings.answers,
             session=extras.session,
-            turn=extras.turn,
             keep=keep if keep.wanted else None,
             retain=writer.retain,
         )

@@ -60,7 +60,6 @@ class JobRecorder:
                 answer=answer,
                 store=job.store,
                 session=job.session,
-                turn=job.turn,
                 kind=self._kind,
                 served=served,
                 stop=stop,

@@ -43,7 +43,6 @@ class Job:
     store: bool
     answers: bool = True
     session: str | None = None
-    turn: int | None = None
     keep: Keep | None = None
     """Prefixes to pin in the pool."""
     retain: Keep | None = None
@@ -267,7 +266,6 @@ class Worker:
                         store=job.store,
                         answers=job.answers,
                         session=job.session,
-                        turn=job.turn,
                         origin=generation.call.origin(number),
                     )
                 )

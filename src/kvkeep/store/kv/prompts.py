@@ -117,23 +117,6 @@ class PromptStore(Store):
         prompt = self._requested(self._prompt(tokens, 0, tenant, extra))
         return self._kept.lookup(self._tiered, prompt, self.tiers)
 
-    def root(self, *, tenant: str | None = None) -> bytes:
-        """Return the block id before the first block of a tenant's prompts, for `keepers`."""
-        return self._names_of(tenant).root
-
-    def keepers(self, blocks: Sequence[bytes]) -> list[tuple[str, ...]]:
-        """Return, for each block id, the names of the tiers known to hold it, fastest first.
-
-        A block id is `root` without its last 32 bytes, followed by a key of the chain that
-        `kvkeep.core.keys.chain_keys` makes from these 32 bytes. Shared tiers are not queried, so
-        blocks of other writers that were never looked up here are missing. Cost: about 1 µs a
-        block and tier.
-        """
-        tiers, blocks = self.tiers, listed("blocks", blocks, "block ids")
-        for block in blocks:
-            check_type("a block id", block, bytes, "bytes")
-        return [tuple(tiers[level] for level in levels) for levels in self._tiered.holders(blocks)]
-
     def why(
         self,
         tokens: TokensLike,

@@ -6,15 +6,14 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, Final
 
-from kvkeep.core.eviction.lanes import ShareClaim
-from kvkeep.core.eviction.shares import Shares, check_weights
+from kvkeep.core.eviction.shares import ShareClaim, Shares, check_weights
 from kvkeep.core.keys import SPACE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 
     from kvkeep.core.eviction import Entry, EvictionPolicy
-    from kvkeep.core.eviction.lanes import Lane
+    from kvkeep.core.eviction.shares import Lane
     from kvkeep.store.tiers.eviction_order import OrderedBlock
     from kvkeep.store.tiers.packed import PackedRow
 

@@ -89,7 +89,7 @@ async def session(
     body: SessionRequest,
     service: ServiceOf,
 ) -> SessionResponse:
-    """Hint that a session pauses, is over, or begins anew; this changes the order of eviction."""
+    """Hint that a session pauses or is over; this changes the order of eviction."""
     hinted = service.engine.cache.session(session, service.namespace(body.cache_salt))
 
     def apply() -> SessionResponse:
@@ -97,8 +97,7 @@ async def session(
         if body.action == "suspend":
             assert body.eta_s is not None, "SessionRequest checks it"
             return SessionResponse(known=known, pages=hinted.suspend(body.eta_s))
-        pages = hinted.supersede() if body.action == "supersede" else hinted.close()
-        return SessionResponse(known=known, pages=pages)
+        return SessionResponse(known=known, pages=hinted.close())
 
     return await asyncio.to_thread(apply)
 

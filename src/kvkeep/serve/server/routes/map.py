@@ -73,22 +73,20 @@ async def show(
         Query(ge=-_LARGEST_ID, le=_LARGEST_ID, description="Only this node and what follows it."),
     ] = None,
     nodes: Annotated[int, Query(ge=1, le=_MOST_NODES, description="Shown one by one.")] = 400,
-    tiers: Annotated[bool, Query(description="Add which tiers have each node.")] = False,
     format: Annotated[Literal["json", "text"], Query(description="text: a drawing.")] = "json",
     depth: Annotated[int, Query(ge=1, le=32, description="Drawn: runs below each other.")] = 8,
     branches: Annotated[int, Query(ge=1, le=256, description="Drawn: branches per run.")] = 12,
 ) -> Response:
     """A map of the cached prefixes: which prompts share which pages, and how prompts begin.
 
-    As JSON it is made anew every second; less often if it is large. A drawing shows whole
-    namespaces, so ``root``, ``nodes`` and ``tiers`` do not apply to it.
+    A drawing shows whole namespaces, so ``root`` and ``nodes`` do not apply to it.
     """
     if format == "text":
         spaces = tree.spaces(service, namespace)
         return PlainTextResponse(
             await asyncio.to_thread(tree.drawn, service, spaces, depth, branches)
         )
-    data = await asyncio.to_thread(maps.map, namespace, root, nodes, tiers=tiers)
+    data = await asyncio.to_thread(maps.map, namespace, root, nodes)
     return Response(data, media_type="application/json")
 
 

@@ -144,21 +144,8 @@ class Extras(RequestModel):
         default=None,
         min_length=1,
         max_length=256,
-        description="The conversation of which this is a turn. What only its earlier turns used, "
-        "and this one does not continue, is evicted first.",
+        description="The conversation that this is a request of; see /kv/sessions.",
     )
-    turn: int | None = Field(
-        default=None,
-        ge=0,
-        le=_INT32,
-        description="Requests of one turn are siblings. Default: the next turn.",
-    )
-
-    @model_validator(mode="after")
-    def _turns_of_a_session(self) -> "Extras":
-        if self.turn is not None and self.session is None:
-            raise field_error("turn", "needs a session; set session as well")
-        return self
 
 
 def at_most(count: int) -> BeforeValidator:
@@ -253,7 +240,7 @@ class SamplingRequest(RequestModel):
     prompt_cache_key: str | None = Field(
         default=None,
         max_length=256,
-        description="The session, unless kvkeep.session names one; its requests are siblings.",
+        description="The session, unless kvkeep.session names one.",
     )
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = Field(
         default=None,
@@ -272,15 +259,9 @@ class SamplingRequest(RequestModel):
         return self.kvkeep or Extras()
 
     @property
-    def session(self) -> tuple[str | None, int | None]:
-        """The session and turn. Requests of one ``prompt_cache_key`` replace none of each other.
-
-        Several conversations may have one key, so all its requests are of one turn.
-        """
-        extras = self.extras
-        if extras.session is None and self.prompt_cache_key:
-            return self.prompt_cache_key, 0
-        return extras.session, extras.turn
+    def session(self) -> str | None:
+        """The session: of ``kvkeep``, else ``prompt_cache_key``."""
+        return self.extras.session or self.prompt_cache_key or None
 
     @property
     def retention_s(self) -> float | None:

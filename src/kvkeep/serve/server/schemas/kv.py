@@ -99,9 +99,8 @@ class SessionRequest(RequestModel):
         json_schema_extra={"examples": [{"action": "suspend", "eta_s": 30}, {"action": "close"}]}
     )
 
-    action: Literal["suspend", "supersede", "close"] = Field(
-        description="suspend: it pauses, and will go on; supersede: its next request begins anew; "
-        "close: it is over."
+    action: Literal["suspend", "close"] = Field(
+        description="suspend: it pauses, and will go on; close: it is over."
     )
     eta_s: Annotated[float, Field(gt=0)] | None = Field(
         default=None,

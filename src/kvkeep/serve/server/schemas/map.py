@@ -38,13 +38,6 @@ class NodeSummary(ResponseModel):
     text: str | None = Field(
         description="Its beginning; for a namespace, the cache_salt. Null with --no-text."
     )
-    tier: str | None = Field(
-        description="With `tiers`: the last tier of the store that has all its whole blocks; "
-        "`pool` if none has. Null without a whole block, such as at a prompt's end."
-    )
-    tier_tokens: dict[str, int] = Field(
-        description="With `tiers`: how many of its tokens each tier of the store has, in blocks."
-    )
     hidden: bool = Field(description="Whether it stands for several small siblings.")
     count: int = Field(description="How many siblings it stands for; 0 if not hidden.")
 
@@ -56,9 +49,6 @@ class MapResponse(ResponseModel):
     at: float = Field(description="When the map was made, in seconds since 1970.")
     total_nodes: int = Field(description="Runs, including those behind hidden nodes.")
     total_pages: int = Field(description="The sum of all nodes' pages.")
-    tiers: tuple[str, ...] = Field(
-        description="With `tiers`: the pool, then the store's tiers, fastest first."
-    )
     nodes: list[NodeSummary]
 
 

@@ -96,7 +96,6 @@ export class Details {
       ["pins", node.pins === undefined ? null : whole(node.pins)],
       ["hits", node.hits === undefined || node.hits === null ? null : whole(node.hits)],
       ["policy state", node.policy === undefined ? null : shown(node.policy) || "–"],
-      ["cached in", node.hidden || node.path_tokens === undefined ? null : keptIn(node)],
       ["children", node.hidden || node.path_tokens === undefined ? null : whole(childrenOf(node))],
     ].filter(([, value]) => value !== null);
     rows.forEach(([name, value], at) => {
@@ -155,9 +154,6 @@ export class Details {
   }
 }
 
-const keptIn = (node) => ["the pool", ...Object.entries(node.tier_tokens).map(([tier, count]) =>
-  (count < node.tokens ? `${shown(tier)} (${tokens(count)})` : shown(tier))),
-...(node.tier === null ? ["tiers unknown"] : [])].join(", ");
 const pagesOf = (node) => (node.group_pages
   ? `${whole(node.pages)}, ${whole(node.group_pages)} of them states and windows`
   : whole(node.pages));

@@ -39,11 +39,11 @@ export class List {
       this.focus = this.lines.length ? this.lines[0].id : null;
     }
     const top = what.tops.length ? what.tops[0].level : 0;
-    const colour = COLOURS[what.colour], tiers = what.tree.tiers;
+    const colour = COLOURS[what.colour];
     keyed(this.host, this.lines, (node) => node.id, () => el("div", {role: "treeitem"},
       el("span", {class: "turn", "aria-hidden": "true"}), el("span", {class: "swatch"}),
       el("span", {class: "what"}), el("span", {class: "many"})), (line, node) => {
-      this.fill(line, node, what, top, colour.of(node, tiers));
+      this.fill(line, node, what, top, colour.of(node));
     });
   }
 

@@ -87,14 +87,7 @@ export const COLOURS = {
     of: (node) => (node.pins ? "h5" : node.references ? "h3" : "h0"),
     legend: () => STATES,
   },
-  tier: {
-    of: (node, tiers) => tierColour(tiers.indexOf(node.tier)),
-    legend: (tiers) => [...tiers.map((tier, at) =>
-      [tierColour(at), at ? `also in ${tier}` : "in no tier completely"]), [tierColour(-1), "unknown"]],
-  },
 };
-// Slower tiers keep blocks longer, and are darker.
-const tierColour = (at) => (at < 0 ? "h0" : `h${Math.min(5, 2 + at)}`);
 
 // --- words -------------------------------------------------------------------------------------
 
@@ -108,7 +101,6 @@ export const titleOf = (node) => {
 export const figuresOf = (node) => [
   tokens(node.subtree_tokens),
   node.hits === null || node.hits === undefined ? "" : many(node.hits, "hit"),
-  node.tier ? (node.tier === "pool" ? "in no tier" : `${node.tier} has it`) : "",
   node.pins ? "pinned" : node.references ? many(node.references, "reference") : "",
 ].filter(Boolean);
 export const sizeOf = (node) => amount(node.subtree_tokens);

@@ -41,7 +41,7 @@ export class Picture {
     this.wide = this.host.clientWidth;
     if (!this.wide) return;
     const {boxes, rows} = icicle(what.tops, LEAST_PX / this.wide, ROWS);
-    const colour = COLOURS[what.colour], tiers = what.tree.tiers;
+    const colour = COLOURS[what.colour];
     this.boxes = boxes;
     if (!boxes.some((one) => one.node.id === this.focus)) {
       this.focus = boxes.some((one) => one.node.id === what.selected) ? what.selected
@@ -50,7 +50,7 @@ export class Picture {
     this.host.style.height = `${Math.max(rows, 1) * ROW_PX}px`;
     keyed(this.host, boxes, (one) => one.node.id, () => el("div", {role: "treeitem"},
       el("span", {class: "what"}), el("span", {class: "many"})), (node, one) => {
-      this.fill(node, one, what, colour.of(one.node, tiers));
+      this.fill(node, one, what, colour.of(one.node));
     });
   }
 

@@ -1,5 +1,5 @@
-// The tables of the answer that is polled each second: where reuse came from, losses, tiers, sessions,
-// conversations that wait.
+// The tables of the answer that is polled each second: where reuse came from, losses, tiers,
+// sessions.
 
 import {bar} from "./bars.js";
 import {now} from "./clock.js";
@@ -7,7 +7,7 @@ import {byId, el, hide, say, shown} from "./dom.js";
 import {health} from "./health.js";
 import {flow, speed} from "./live.js";
 import {Table, meter, name, rate} from "./table.js";
-import {ago, amount, bytes, running, seconds, share, sourceName, tokens, whole} from "./words.js";
+import {ago, amount, bytes, seconds, share, sourceName, tokens, whole} from "./words.js";
 
 let moved = new Map(), losses = [];
 
@@ -92,22 +92,11 @@ const tiers = new Table(byId("tiers-table"), "Tiers", [
 ]);
 const sessions = new Table(byId("sessions-table"), "Sessions", [
   {head: "session", ...name((one) => one.session, (one) => one.cache_salt || "")},
-  {head: "turns", number: true, text: (one) => whole(one.turns)},
+  {head: "requests", number: true, text: (one) => whole(one.requests)},
   {head: "tokens", number: true, text: (one) => amount(one.prompt_tokens)},
   meter("reused", (one) => [one.reused_tokens, one.prompt_tokens]),
   {head: "last", number: true, text: (one) => ago(Math.max(0, now() - one.last_at))},
 ]);
-const returns = new Table(byId("returns-table"), "Expected returns", [
-  {head: "conversation", ...name((one) => one.session || `ended by ${one.stop || "unknown"}`,
-    (one) => one.cache_salt || "")},
-  {head: "expected in", number: true, text: (one) => running(one.expected_s)},
-  {head: "chance", number: true, text: (one) => rate(one.chance, 1)},
-  {head: "last", number: true, text: (one) => ago(one.paused_s)},
-  {head: "turns", number: true, text: (one) => whole(one.turns)},
-  {head: "tokens", number: true, text: (one) => amount(one.tokens)},
-  {head: "kept", text: (one) => (one.cached ? "yes" : "evicted")},
-]);
-
 // How much of what is stored was loaded lately, because that is faster than computing it.
 const loaded = ({loaded_tokens: some, computed_stored_tokens: computed}) =>
   (some + computed ? ` Lately ${rate(some, some + computed)} of the stored tokens were loaded`
@@ -128,12 +117,5 @@ export const drawTables = (live) => {
     say(byId("sessions-said"), live.sessions.length
       ? "The latest conversations that were named in requests." : "No request has named a session yet.");
     sessions.draw(live.sessions, (one) => `${one.cache_salt} ${one.session}`);
-  }
-  hide(byId("returns"), !live.returns);
-  if (live.returns) {
-    say(byId("returns-said"), live.returns.length
-      ? "Conversations that wait for their next request, learned from how earlier ones went on."
-      : "No conversation waits.");
-    returns.draw(live.returns.map((one, at) => ({...one, at})), (one) => one.at);
   }
 };

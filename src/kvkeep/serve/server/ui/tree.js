@@ -38,11 +38,7 @@ export class Explorer {
   }
 
   controls() {
-    byId("colour").addEventListener("change", () => {
-      if (!this.byTier || !this.tree || this.tree.tiers.length) this.draw();
-      // A new selection is requested even while the page is paused.
-      else this.load().then((found) => this.show(found), (error) => this.failed(error));
-    });
+    byId("colour").addEventListener("change", () => this.draw());
     const look = (picture) => {
       byId("as-picture").setAttribute("aria-pressed", String(picture));
       byId("as-list").setAttribute("aria-pressed", String(!picture));
@@ -58,20 +54,15 @@ export class Explorer {
     return this.path.length ? this.path[this.path.length - 1].id : null;
   }
 
-  get byTier() {
-    return byId("colour").value === "tier";
-  }
-
   // --- the server's data ------------------------------------------------------------------
 
   async load() {
     const root = this.root;
-    return {root, answer: await ask("kv/map", {query: {root, nodes: NODES, tiers: this.byTier}})};
+    return {root, answer: await ask("kv/map", {query: {root, nodes: NODES}})};
   }
 
   show({root, answer}) {
     if (root !== this.root) return;  // the view has changed meanwhile
-    if (this.byTier && !answer.tiers.length) return;  // and the colour was changed meanwhile
     this.tree = grow(answer);
     this.top = null;
     const empty = !this.tree.tops.length;
@@ -150,7 +141,7 @@ export class Explorer {
     if (byId("picture").hidden) this.list.draw(what);
     else this.picture.draw(what);
     this.crumbs();
-    const legend = COLOURS[what.colour].legend(this.tree.tiers);
+    const legend = COLOURS[what.colour].legend();
     byId("legend").replaceChildren(...legend.map(([kind, text]) => keyItem(kind, shown(text))));
   }
 

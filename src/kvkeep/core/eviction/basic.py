@@ -1,15 +1,27 @@
-"""Priority: the entry with the lowest priority is evicted first."""
+"""`LRU` and `Priority`: by recency, alone or within a priority."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvkeep.core.eviction.queues import LevelPolicy
+from kvkeep.core.eviction.queues import LevelPolicy, QueuePolicy
 
 if TYPE_CHECKING:
     from kvkeep.core.eviction.base import Entry
 
-__all__ = ["Priority"]
+__all__ = ["LRU", "Priority"]
+
+
+class LRU(QueuePolicy):
+    """Evicts the entry that was used least recently. A use of a prompt uses all its prefixes."""
+
+    name = "lru"
+    sized = False
+    by_recency = True
+    advised = True
+
+    def age(self, entry: Entry) -> int:
+        return entry.last_used
 
 
 class Priority(LevelPolicy):

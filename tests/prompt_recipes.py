@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["FORMS", "Recipe", "prompts", "recipes", "related_prompts", "token_forms"]
+__all__ = ["FORMS", "Recipe", "recipes"]
 
 FORMS: dict[str, Callable[[list[int]], Any]] = {
     "list": list,
@@ -77,22 +77,3 @@ def recipes(*, alphabet: int = 3, new: bool = False) -> st.SearchStrategy[Recipe
         more=st.integers(-2, 2),
         end=st.lists(token, max_size=4).map(tuple),
     )
-
-
-def prompts(
-    page_size: int, *, alphabet: int = 3, max_pages: int = 4
-) -> st.SearchStrategy[list[int]]:
-    """Prompts of up to ``max_pages`` pages and one token that often share prefixes."""
-    return recipes(alphabet=alphabet, new=True).map(lambda r: r.build([], page_size, max_pages))
-
-
-def related_prompts(
-    earlier: Sequence[Sequence[int]], page_size: int, *, alphabet: int = 3, max_pages: int = 4
-) -> st.SearchStrategy[list[int]]:
-    """Prompts that repeat, shorten or extend one of the ``earlier`` prompts, or are new."""
-    return recipes(alphabet=alphabet).map(lambda r: r.build(earlier, page_size, max_pages))
-
-
-def token_forms(tokens: Sequence[int]) -> st.SearchStrategy[Any]:
-    """``tokens`` in every form that a cache accepts."""
-    return st.sampled_from(sorted(FORMS)).map(lambda form: FORMS[form](list(tokens)))
