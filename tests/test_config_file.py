@@ -120,7 +120,6 @@ def test_files_that_cannot_be_read(tmp_path):
 
 def test_what_is_secret():
     assert is_secret("api-key")
-    assert is_secret("status_key")
     assert not is_secret("api-key-file")
     assert not is_secret("port")
     assert masked("api-key", "hunter2") == "***"

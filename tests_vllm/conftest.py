@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 # A file is run by one worker; those that take longest come first, so that none is left for last.
 SLOW_FILES = [
-    "test_status_ends.py", "test_answers.py", "test_names_in_vllm.py", "test_public_prefixes.py",
+    "test_answers.py", "test_names_in_vllm.py", "test_public_prefixes.py",
     "test_costs.py", "test_both.py", "test_start.py", "test_tier_kill.py", "test_tier_models.py",
     "test_scheduling.py", "test_hybrids_apart.py", "test_ranks.py", "test_several_engines.py",
     "test_router_vllm.py",

@@ -236,7 +236,6 @@ def test_a_file_of_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ({"tiers": ["memory://1MiB", "file:///x?codec=int9"]}, "codec is 'int9'"),
         ({"cost": "/no/such/file"}, "cost: cannot read /no/such/file"),
         ({"public_prefixes": "/no/such/file"}, "cannot be read: No such file"),
-        ({"capture": "/no/such/folder/trace"}, "there is no folder /no/such/folder"),
     ],
     ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",
 )
@@ -653,40 +652,6 @@ def test_an_engine_that_is_not_here_is_told(capsys: pytest.CaptureFixture[str]) 
     assert told["state"] == "warn"
     assert "run the doctor with the Python of the engine" in told["todo"]
     assert all(one["about"] != "vllm" for one in doctor(capsys))
-
-
-# --- the status ------------------------------------------------------------------------------
-
-
-def of_status(tmp_path: Path, address: str, **more: str) -> str:
-    extra = {"tiers": [f"file://{tmp_path}/kv?size=1MiB"], "status": address, **more}
-    return json.dumps({**CONNECTOR, "kv_connector_extra_config": extra})
-
-
-def test_the_address_of_a_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        used = only(doctor(capsys, of_status(tmp_path, f":{port}")), "access", "status ")
-        assert used["state"] == "warn"
-        assert used["about"] == f"status 127.0.0.1:{port}"
-        assert "Address already in use" in used["found"]
-        assert "--port" not in used["found"] + used["todo"]
-    right = only(doctor(capsys, of_status(tmp_path, f":{port}")), "access", "status ")
-    assert right["state"] == "ok"
-    foreign = only(doctor(capsys, of_status(tmp_path, "192.0.2.1:8201")), "access", "status ")
-    assert foreign["state"] == "warn"
-    assert "cannot listen on 192.0.2.1" in foreign["found"]
-
-
-def test_a_status_for_other_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    open_to_all = only(doctor(capsys, of_status(tmp_path, "0.0.0.0:0")), "access", "status ")
-    assert open_to_all["state"] == "warn"
-    assert "status_key_file" in open_to_all["todo"]
-    (tmp_path / "key").write_text("a-long-secret\n")
-    asked = of_status(tmp_path, "0.0.0.0:0", status_key_file=str(tmp_path / "key"))
-    keyed = only(doctor(capsys, asked), "access", "status ")
-    assert keyed["state"] == "ok"
-    assert "a-long-secret" not in json.dumps(keyed)
 
 
 def test_a_misspelt_name_of_vllms_own(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,8 +22,6 @@
     mistakes.py    wrong options of requests
     logs.py        kvkeep's log inside vLLM's · started.py: the line at the start
     outer.py       options that vLLM reads from an outer connector, such as MultiConnector
-    record.py      a trace of the requests
-    watched.py     the scheduler's side with a status · sides.py: with one or without
     stats.py       counts for vLLM's log and its Prometheus page · tier_figures.py: those of tiers
 
 The connector is imported when it is asked for; options.py and transfer.py need no vLLM. The worker

@@ -81,9 +81,9 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerSide | None = None
         # Each side is imported only where it runs; vLLM's front end has neither.
         if role is KVConnectorRole.SCHEDULER:
-            from kvkeep.integrations.vllm.sides import scheduler_side  # noqa: PLC0415
+            from kvkeep.integrations.vllm.scheduler import SchedulerSide  # noqa: PLC0415
 
-            self._scheduler = scheduler_side(vllm_config, options, groups)
+            self._scheduler = SchedulerSide(vllm_config, options, groups)
         else:
             from kvkeep.integrations.vllm.worker import WorkerSide  # noqa: PLC0415
 

@@ -12,15 +12,13 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
-__all__ = ["SUCCEEDED", "AnswerEnds"]
+__all__ = ["AnswerEnds"]
 
 _LOG = logging.getLogger("kvkeep.vllm")
 
 # By name: vLLM renumbers statuses from release to release.
 _STOPPED = "FINISHED_STOPPED"
 _OTHERS = {"FINISHED_LENGTH_CAPPED": "length", "FINISHED_REPETITION": "repetition"}
-SUCCEEDED = frozenset({_STOPPED, *_OTHERS})
-"""Names of the statuses of requests whose answers are whole."""
 
 
 class AnswerEnds:

@@ -12,13 +12,11 @@ from kvkeep.integrations.lookup_patience import LookupPatience
 from kvkeep.integrations.vllm.groups import BlockReach
 from kvkeep.integrations.vllm.kept import log_fault
 from kvkeep.integrations.vllm.messages import RankLookup
-from kvkeep.store.tiers import Loss
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvkeep.integrations.load_costs import RunCost
-    from kvkeep.integrations.loss_runs import LossRun
     from kvkeep.integrations.vllm.groups import Groups
     from kvkeep.integrations.vllm.messages import WorkerNews
     from kvkeep.integrations.vllm.requests import FollowedRequest
@@ -35,8 +33,7 @@ class PendingLookup:
     """A lookup of the blocks ``first`` … ``limit - 1`` that takes longer than one step.
 
     ``result`` is how far a request is stored, once it is known, and ``runs`` what loading it takes,
-    if workers told; ``losses`` is why blocks behind are missing, as far as a worker told;
-    ``message`` is the last question to the workers. It is waited for until
+    if workers told; ``message`` is the last question to the workers. It is waited for until
     ``until`` (monotonic seconds).
     """
 
@@ -45,12 +42,11 @@ class PendingLookup:
     since: float
     until: float
     number: int = 0
-    future: Future[tuple[BlockReach, Loss | None]] | None = None
+    future: Future[BlockReach] | None = None
     message: RankLookup | None = None
     covered: int | None = None
     result: BlockReach | None = None
     runs: Sequence[RunCost] = ()
-    losses: Sequence[LossRun] = ()
 
     def drop(self) -> None:
         """Forget the thread's answer; if no thread has begun, none will."""
@@ -95,15 +91,13 @@ class BlockLookups:
     ) -> BlockReach | None:
         """Return how far the request is stored; None: not known yet.
 
-        Loading all of it would save ``saves_s``; None: that is unknown. After ``lookup_timeout``,
-        or when waiting takes longer than it brings, returns how far it is known to be stored, and
-        says so in ``followed.unanswered``.
+        Loading all of it would save ``saves_s``; None: that is unknown. After the timeout, or when
+        waiting takes longer than it brings, returns how far it is known to be stored.
         """
         while self._answers:
             self._patience.answered(*self._answers.popleft())
         lookup = followed.lookup
         if lookup is None or (lookup.first, lookup.limit) != (first, limit):
-            followed.unanswered = None
             hashes = followed.hashes(0, limit)
             if self._shared is not None:
                 self._shared.delete_expired()
@@ -113,7 +107,6 @@ class BlockLookups:
                 patience = self._patience.seconds(saves_s)
                 if not patience and not self._patience.due():
                     self._counts.add(skipped_lookups=1)
-                    followed.unanswered = _not_asked()
                     return known
             else:  # every lookup is one of workers, and most of its time is that of a step
                 patience = self._timeout
@@ -121,8 +114,7 @@ class BlockLookups:
             lookup.until = lookup.since + patience
         if lookup.future is not None and lookup.future.done():
             failed = lookup.future.exception() is not None
-            told = (BlockReach(first, first), None) if failed else lookup.future.result()
-            lookup.result, followed.unanswered = told
+            lookup.result = BlockReach(first, first) if failed else lookup.future.result()
         if lookup.result is not None:
             return lookup.result
         if time.monotonic() < lookup.until:
@@ -130,24 +122,14 @@ class BlockLookups:
         if lookup.until > lookup.since:
             self._counts.add(late_lookups=1)
             lookup.drop()
-            followed.unanswered = self._late(followed, lookup)
         else:  # it goes on, to see what lookups take now
             self._counts.add(skipped_lookups=1)
-            followed.unanswered = _not_asked()
             lookup.future = None
         lookup.result = BlockReach(first, first)
         if self._shared is not None:
             hashes = followed.hashes(0, limit)
             lookup.result = self._groups.reach(hashes, first, self._shared.knows)
         return lookup.result
-
-    def _late(self, followed: FollowedRequest, lookup: PendingLookup) -> Loss:
-        """Return the loss of what was not found, as no answer came in time."""
-        now, found = time.time(), None
-        if self._shared is not None:
-            hashes = followed.hashes(lookup.limit - 1, lookup.limit)
-            found = _failure(self._shared, hashes, now - (time.monotonic() - lookup.since))
-        return Loss("", "late", now, "no answer") if found is None else found
 
     def runs(self, followed: FollowedRequest, first: int, end: int) -> Sequence[RunCost]:
         """Return what loading the blocks ``first`` … ``end - 1`` of the request takes, in pieces.
@@ -180,11 +162,9 @@ class BlockLookups:
         lookup.message = message
         self._messages.append(message)
 
-    def _query(
-        self, shared: SharedStore, hashes: list[bytes], first: int
-    ) -> tuple[BlockReach, Loss | None]:
-        """In a thread: look the blocks up, in shared tiers too; a tier may not have answered."""
-        since, began, found = time.time(), time.monotonic(), first
+    def _query(self, shared: SharedStore, hashes: list[bytes], first: int) -> BlockReach:
+        """In a thread: look the blocks up, in shared tiers too."""
+        began, found = time.monotonic(), first
         until = began + self._timeout
 
         def count(keys: list[bytes]) -> int:
@@ -193,7 +173,7 @@ class BlockLookups:
         try:
             reach = self._groups.reach(hashes, first, count)
             found = reach.end
-            return reach, _failure(shared, hashes[found : found + 1], since)
+            return reach
         finally:
             share = (found - first) / max(1, len(hashes) - first)
             self._answers.append((time.monotonic() - began, share))
@@ -212,7 +192,6 @@ class BlockLookups:
                 continue
             all_found = self._found.setdefault(number, [])
             all_found += found
-            lookup.losses = lookup.losses or results.losses.get(number, ())
             lookup.runs = max([lookup.runs, *results.runs.get(number, ())], key=_total_s)
             if len(all_found) < self._ranks:
                 continue
@@ -241,18 +220,6 @@ class BlockLookups:
     def close(self) -> None:
         """Cancel the lookups that have not begun."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-def _failure(shared: SharedStore, hashes: Sequence[bytes], since: float) -> Loss | None:
-    """Return why a tier that may have these blocks did not tell since then; None: all told."""
-    for _, loss in shared.losses(hashes, since):
-        if loss is not None and loss.what in {"late", "unavailable"}:
-            return loss
-    return None
-
-
-def _not_asked() -> Loss:
-    return Loss("", "late", time.time(), "not asked")
 
 
 def _total_s(runs: Sequence[RunCost]) -> float:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvkeep.core.errors import InvalidValue, did_you_mean, told
 from kvkeep.integrations.options import (
+    EngineOptions,
     checked,
     count_of,
     option,
@@ -16,7 +17,6 @@ from kvkeep.integrations.options import (
     text_of,
     truth_of,
 )
-from kvkeep.integrations.status_options import StatusOptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +32,7 @@ def _least_tokens(name: str, value: object) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class ConnectorOptions(StatusOptions):
+class ConnectorOptions(EngineOptions):
     """Options in ``kv_connector_extra_config``.
 
     ``load_timeout`` is for the load of one request; tokens that have not arrived are computed.
@@ -45,8 +45,6 @@ class ConnectorOptions(StatusOptions):
         resets: whether vLLM's resets of connectors delete the namespace: a request to
             ``reset_prefix_cache(reset_connector=True)``, a pause that clears caches, and sleep.
             False where the weights are the same after each of them.
-        capture: path of a trace to write, one line for each request, for ``kvkeep replay``;
-            empty: none.
         public_prefixes: path of a file with prefixes whose blocks are stored once for all cache
             salts (`kvkeep.core.prefix_file`); empty: none.
     """
@@ -55,12 +53,11 @@ class ConnectorOptions(StatusOptions):
     answers: bool = option(True, truth_of)
     unread: bool = option(False, truth_of)
     resets: bool = option(True, truth_of)
-    capture: str = option("", text_of)
     public_prefixes: str = option("", text_of)
 
     @classmethod
     def parse(cls, given: Mapping[str, object]) -> ConnectorOptions:
-        """See `StatusOptions.from_json`."""
+        """See `EngineOptions.from_json`."""
         return cls.from_json(given, "kv_connector_extra_config")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, urlsplit
 
@@ -15,7 +14,6 @@ from kvkeep.integrations.vllm.keys import keys_of
 from kvkeep.integrations.vllm.lookups import BlockLookups
 from kvkeep.integrations.vllm.messages import BlockSpan, PageLoad, StepPlan, WorkerNews
 from kvkeep.integrations.vllm.mistakes import RequestMistakes
-from kvkeep.integrations.vllm.options import RequestOptions
 from kvkeep.integrations.vllm.public import PublicBlocks, prefixes_in
 from kvkeep.integrations.vllm.requests import FollowedRequest
 from kvkeep.integrations.vllm.resets import Resets
@@ -45,8 +43,6 @@ _LOG = logging.getLogger("kvkeep.vllm")
 class SchedulerSide:
     """Plans the loads and saves of every step.
 
-    ``loads`` and ``saves``: whether the connector's role includes them.
-
     Thread safety: none; it belongs to the scheduler's thread. Cost: about 0.1 µs a block of a
     lookup, 0.7 µs a block that is saved.
     """
@@ -56,22 +52,20 @@ class SchedulerSide:
         vllm_config: VllmConfig,
         options: ConnectorOptions,
         groups: Groups,
-        *,
-        loads: bool,
-        saves: bool,
     ) -> None:
+        transfer = vllm_config.kv_transfer_config
         self._options = options
         self._groups = groups
         self._stateful = bool(groups.states)
         self._anywhere = groups.resumes_anywhere
-        self._loads = loads
-        self._saves = saves
+        self._loads = transfer.is_kv_consumer
+        self._saves = transfer.is_kv_producer
         self._steps_in_flight = vllm_config.max_concurrent_batches
         self._step = 0
         self._shared = None
         ranks = vllm_config.parallel_config.world_size
         if ranks == 1:
-            self._shared = SharedStore.find(vllm_config.kv_transfer_config.engine_id)
+            self._shared = SharedStore.find(transfer.engine_id)
         self.counts = Counts()
         self._mistakes = RequestMistakes(self.counts)
         self._lookups = BlockLookups(
@@ -85,7 +79,7 @@ class SchedulerSide:
         shared = self._shared
         self._cost = engine_costs(options, vllm_config) if shared is None else shared.costs.cost
         self._choices = None
-        if loads and options.compare_costs:
+        if self._loads and options.compare_costs:
             self._choices = RequestChoices(
                 vllm_config, self._cost.prefill, groups, self._lookups, self.counts
             )
@@ -97,11 +91,6 @@ class SchedulerSide:
         self._followed: dict[str, FollowedRequest] = {}
         self._generation = 0
         self._plan = StepPlan()  # of the next step
-        self._recorder = None
-        if options.capture:
-            from kvkeep.integrations.vllm.record import Recorder  # noqa: PLC0415 - rarely needed
-
-            self._recorder = Recorder(options.capture, vllm_config, groups)
 
     def bind_pool(self, pool: BlockPool) -> None:
         """Take vLLM's pool of pages."""
@@ -128,8 +117,6 @@ class SchedulerSide:
         if followed is not None:
             followed.local = computed
             self._resets.begin(request, computed)
-            if followed.began is None:
-                followed.had = computed
         if (
             followed is None
             or not self._loads
@@ -153,7 +140,7 @@ class SchedulerSide:
         reach = self._lookups.reach(followed, first, limit, saves_s)
         if reach is None:
             return None
-        end = followed.reached = reach.end
+        end = reach.end
         if self._stateful and self._saves and followed.options.store:
             stop_at_branch(request, reach, size, first=first, public=len(followed.public))
         if self._gain(request, end, computed) < least:
@@ -183,8 +170,8 @@ class SchedulerSide:
         followed = self._followed.get(request.request_id)
         if followed is not None:
             followed.placed = self._step
-            if followed.began is None:
-                followed.began, followed.promised = time.time(), external
+            if not followed.began:
+                followed.began = True
                 self._answers.requested(followed)
             if self._choices is not None:
                 self._choices.placed(followed, external, self._plan)
@@ -311,20 +298,11 @@ class SchedulerSide:
         followed = self._followed.pop(request.request_id, None)
         if self._choices is not None:
             self._choices.finished(request.request_id)
-        if self._recorder is not None:
-            known = followed or FollowedRequest(request, RequestOptions())
-            self._recorder.ended(
-                request,
-                cached=known.had + known.promised,
-                loaded=known.promised,
-                first=known.began,
-                store=self._saves and known.options.store,
-            )
         if followed is None:
             return
         if followed.lookup is not None:
             self._lookups.forget(followed.lookup)
-        if followed.began is not None and not self._resets.is_stale(request.request_id):
+        if followed.began and not self._resets.is_stale(request.request_id):
             self._save_late(followed, tables)
         self._resets.end(request.request_id)
         if followed.options.pin is not None and followed.saved:
@@ -378,8 +356,6 @@ class SchedulerSide:
         """Release everything; also the store, in case vLLM does not close the worker's side."""
         self._lookups.close()
         write_costs(self._cost, self._options.cost)
-        if self._recorder is not None:
-            self._recorder.close()
         if self._shared is not None:
             self._shared.close()
 

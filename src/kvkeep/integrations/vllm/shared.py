@@ -9,7 +9,6 @@ from weakref import WeakValueDictionary
 from kvkeep.core.errors import IllegalStep, InvalidValue
 from kvkeep.integrations.cost_files import costs_in
 from kvkeep.integrations.load_costs import RunCost, TimedLoads
-from kvkeep.integrations.loss_runs import LossRun, loss_runs
 from kvkeep.integrations.vllm.kept import OpenStore
 from kvkeep.integrations.vllm.keys import keys_of
 
@@ -110,10 +109,6 @@ class SharedStore(OpenStore):
         except IllegalStep:
             return []
         return [run._replace(end=first + run.end) for run in runs]
-
-    def losses(self, hashes: Sequence[bytes], since: float | None = None) -> list[LossRun]:
-        """Return why blocks that were not found are missing; see `loss_runs`."""
-        return loss_runs(self.store, keys_of(hashes, self.groups.counted), since)
 
     def tell(self, notes: ReturnNotes) -> None:
         """Tell the tiers of conversations that a scheduler in another process follows.

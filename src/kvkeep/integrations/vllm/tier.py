@@ -40,7 +40,6 @@ from kvkeep.integrations.vllm.offload.options import OffloadOptions
 from kvkeep.integrations.vllm.offload.requests import TierRequest, TierRequests
 from kvkeep.integrations.vllm.offload.rows import ChunkRows
 from kvkeep.integrations.vllm.offload.spec import KVKeepSpec
-from kvkeep.integrations.vllm.offload.status import tier_status
 from kvkeep.integrations.vllm.options import RequestOptions
 from kvkeep.integrations.vllm.public import PublicBlocks, prefixes_in
 from kvkeep.integrations.vllm.shared import engine_costs
@@ -161,7 +160,6 @@ class KVKeepTier(SecondaryTierManager):
             counted={counted: chunk_tokens[counted]}, load_timeout=self._options.load_timeout,
             news=self._news,
         )  # fmt: skip
-        self._status = tier_status(self._options, self._engine, store)
         self._live: dict[str, TierRequest] = {}
         self._held = 0  # steps in which nothing may be loaded
         if self._options.resets:
@@ -298,8 +296,6 @@ class KVKeepTier(SecondaryTierManager):
         """End all jobs, and let the store write queued chunks, for at most ``flush_timeout``."""
         for request in self._live.values():
             request.over = True
-        if self._status is not None:
-            self._status.close()
         self._lookups.close()
         if self._choices is not None:
             self._choices.close()

@@ -167,12 +167,10 @@ def check_part(part: TransferPart) -> None:
             CostModel.read(Path(options.cost))
         except InvalidValue as error:
             raise InvalidValue(f"cost: {error}") from error
-    public, capture = (getattr(options, name, "") for name in ("public_prefixes", "capture"))
+    public = getattr(options, "public_prefixes", "")
     try:
         if public:
             with Path(public).open("rb"):
                 pass
     except OSError as error:
         raise InvalidValue(f"public_prefixes: {public} cannot be read: {error.strerror}") from error
-    if capture and not Path(capture).absolute().parent.is_dir():
-        raise InvalidValue(f"capture: there is no folder {Path(capture).absolute().parent}")

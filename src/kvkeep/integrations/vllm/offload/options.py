@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import InvalidValue, told
 from kvkeep.core.geometry.units import parse_bytes
-from kvkeep.integrations.options import option, text_of, tiers_of, truth_of
-from kvkeep.integrations.status_options import StatusOptions
+from kvkeep.integrations.options import EngineOptions, option, text_of, tiers_of, truth_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,7 +37,7 @@ def _bytes_of(name: str, value: object) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class OffloadOptions(StatusOptions):
+class OffloadOptions(EngineOptions):
     """Options of a `KVKeepTier`, in its entry in ``secondary_tiers``.
 
     ``tiers`` must be given, and have no ``memory://``. ``load_timeout`` is for the load of one
@@ -58,7 +57,7 @@ class OffloadOptions(StatusOptions):
 
     @classmethod
     def parse(cls, given: Mapping[str, object]) -> OffloadOptions:
-        """See `StatusOptions.from_json`.
+        """See `EngineOptions.from_json`.
 
         Raises:
             InvalidValue: also if there are no tiers.
