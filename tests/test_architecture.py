@@ -101,7 +101,6 @@ ROOMS: dict[str, set[str]] = {
     "integrations": {
         "core.cache", "core.cost", "core.prefix", "core.eviction", "core.pages", "core.returns",
         "store", "store.kv", "store.blocks", "store.identity", "store.tiers", "store.backends",
-        "observe.explain",  # why prompts missed a tree inside an engine
     },
     "testing": {
         "core.cache", "core.prefix", "core.eviction", "core.pages",

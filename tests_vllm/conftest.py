@@ -55,14 +55,10 @@ def pytest_configure() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     from engines import freeze
-    from versions import NO_TIERS
 
     freeze()
     by_name = {name: at for at, name in enumerate(SLOW_FILES)}
     items.sort(key=lambda item: by_name.get(item.path.name, len(by_name)))
-    for item in items:
-        if NO_TIERS and item.path.name.startswith(("test_tier", "test_rank")):
-            item.add_marker(pytest.mark.skip(reason=NO_TIERS))
 
 
 @pytest.fixture

@@ -27,8 +27,7 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
 from kvkeep.integrations.records import gather, scatter
 from kvkeep.integrations.vllm.offload.mover import CPUMover
-from kvkeep.integrations.vllm.offload.notes import WorkerNote
-from kvkeep.integrations.vllm.offload.rows import ChunkRows
+from kvkeep.integrations.vllm.offload.notes import ChunkRows, WorkerNote
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -25,12 +25,10 @@ from kvkeep.integrations.vllm.groups import BlockReach, Group, Groups
 from kvkeep.integrations.vllm.keys import keys_of
 from kvkeep.integrations.vllm.lookups import BlockLookups
 from kvkeep.integrations.vllm.messages import BlockSpan, PageLoad, StepPlan, WorkerNews
-from kvkeep.integrations.vllm.mistakes import RequestMistakes
-from kvkeep.integrations.vllm.options import ConnectorOptions, RequestOptions
+from kvkeep.integrations.vllm.options import ConnectorOptions, RequestMistakes, RequestOptions
 from kvkeep.integrations.vllm.pages import GroupPages
 from kvkeep.integrations.vllm.shared import SharedStore
-from kvkeep.integrations.vllm.stats import Counts, KVKeepStats
-from kvkeep.integrations.vllm.tier_figures import NOW
+from kvkeep.integrations.vllm.stats import NOW, Counts, KVKeepStats
 from kvkeep.store import BlockStore
 
 if TYPE_CHECKING:
@@ -43,21 +41,20 @@ if TYPE_CHECKING:
 
 def test_options() -> None:
     assert ConnectorOptions.parse({}) == ConnectorOptions()
-    given = {"tiers": ["memory://1MiB"], "load_timeout": 2, "min_tokens": 7, "tenant": "me"}
+    given = {"tiers": ["memory://1MiB"], "load_timeout": 2, "tenant": "me"}
     options = ConnectorOptions.parse(given)
-    assert (options.tiers, options.load_timeout, options.min_tokens) == (("memory://1MiB",), 2.0, 7)
-    assert ConnectorOptions.parse({"min_tokens": "4K"}).min_tokens == 4000
-    for wrong in ({"tiers": []}, {"tiers": [1]}, {"min_tokens": 0}, {"revision": 3},
-                  {"flush_timeout": -1}, {"lookup_timeout": True}, {"nothing": 1},
-                  {"flush_timeout": 1e300}, {"load_timeout": 10**400},
-                  {"answers": "false"}, {"answers": 0}, {"answers": None}):  # fmt: skip
+    assert (options.tiers, options.load_timeout, options.tenant) == (("memory://1MiB",), 2.0, "me")
+    for wrong in ({"tiers": []}, {"tiers": [1]}, {"revision": 3}, {"nothing": 1},
+                  {"load_timeout": -1}, {"load_timeout": True}, {"load_timeout": 1e300},
+                  {"load_timeout": 10**400}, {"resets": "false"}, {"resets": 0},
+                  {"resets": None}):  # fmt: skip
         with pytest.raises(InvalidValue, match=next(iter(wrong))):
             ConnectorOptions.parse(wrong)
 
 
 def test_near_misses_are_named() -> None:
-    with pytest.raises(InvalidValue, match=r"did you mean 'answers', 'load_timeout'\?$"):
-        ConnectorOptions.parse({"answer": True, "load_timout": 1, 7: 8})
+    with pytest.raises(InvalidValue, match=r"did you mean 'resets', 'load_timeout'\?$"):
+        ConnectorOptions.parse({"reset": True, "load_timout": 1, 7: 8})
     with pytest.raises(InvalidValue, match=r"public_prefixes, config$"):
         ConnectorOptions.parse({"colour": "blue"})
     with pytest.raises(InvalidValue, match=r"there are store, .*; did you mean 'answers'\?$"):
@@ -92,7 +89,6 @@ def test_no_ttl_that_a_client_sends_is_more_than_wrong(ttl: object) -> None:
         ({"do_remote_prefill": True}, RequestOptions()),
         ({"kvkeep": {}}, RequestOptions()),
         ({"kvkeep": {"store": False}}, RequestOptions(store=False)),
-        ({"kvkeep": {"answers": False}}, RequestOptions(answers=False)),
         ({"kvkeep": {"load": False, "ttl": 5}}, RequestOptions(load=False, ttl=5.0)),
         ({"kvkeep": {"pin": True}}, RequestOptions(pin=3600.0)),
         ({"kvkeep": {"pin": True, "ttl": 9}}, RequestOptions(pin=9.0)),
@@ -315,7 +311,7 @@ def test_counts_add_up() -> None:
 def test_a_reset_says_whether_every_tier_was_reset(server: Server) -> None:
     groups = Groups((Group(("l",), None),), 16, drops_last=False)
     with BlockStore("reset", tiers=["memory://1MiB", server.url(timeout="5s")]) as store:
-        shared = SharedStore("reset", store, groups, [8], ConnectorOptions(flush_timeout=0.5))
+        shared = SharedStore("reset", store, groups, [8])
         key = os.urandom(32)
         assert store.put([key], [b"12345678"], wait=10) == 1
         assert store.flush(10)

@@ -14,7 +14,7 @@ from tiered import TieredEngine, tiered
 from kvkeep.core.errors import UnsupportedModel
 from kvkeep.integrations.vllm.offload import spec as spec_module
 from kvkeep.integrations.vllm.offload.identity import namespace_of_rows
-from kvkeep.integrations.vllm.offload.layout import canonical_of
+from kvkeep.integrations.vllm.offload.spec import canonical_of
 
 if TYPE_CHECKING:
     from pathlib import Path

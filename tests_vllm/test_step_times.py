@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvkeep.core.cost import LearnedPrefill
-from kvkeep.integrations.vllm.offload.steps import ScheduleTimes
-from kvkeep.integrations.vllm.steps import StepTimes
+from kvkeep.integrations.vllm.choosing import StepTimes
+from kvkeep.integrations.vllm.offload.choosing import ScheduleTimes
 
 TOKEN_S, FIXED_S = 1e-3, 5e-3
 

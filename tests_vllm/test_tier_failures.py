@@ -73,7 +73,7 @@ def test_a_disk_that_hangs_while_it_is_read(
     llama: str, cold: list[Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twenty requests wait for the same hanging disk, and none longer than its deadline."""
-    limits = {"load_timeout": 0.5, "lookup_timeout": 0.2, "flush_timeout": 0.5, "buffer": "1MiB"}
+    limits = {"load_timeout": 0.5, "buffer": "1MiB"}
     go_on = threading.Event()
     get = DiskBackend.get
 

@@ -16,8 +16,7 @@ from kvkeep.cli.config import _parsers
 from kvkeep.cli.settings import ConfigParser
 from kvkeep.core.errors import InvalidValue
 from kvkeep.integrations.sglang.options import StorageOptions
-from kvkeep.integrations.vllm.offload.options import OffloadOptions
-from kvkeep.integrations.vllm.options import ConnectorOptions
+from kvkeep.integrations.vllm.options import ConnectorOptions, OffloadOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -220,7 +219,7 @@ def test_mistakes_of_the_command(words, said, capsys):
 def test_check_counts_and_finds_all_mistakes(file, capsys):
     assert main(["config", "check", file("[serve]\nport = 1\n[connector]\n")]) == 0
     assert "1 option in [serve], 0 options in [connector]; all are right" in capsys.readouterr().out
-    path = file("[serve]\nprot = 1\nport = 'x'\n[connector]\nteirs = []\ntiers = 1\nthreads = 0\n")
+    path = file("[serve]\nprot = 1\nport = 'x'\n[connector]\nteirs = []\ntiers = 1\nresets = 0\n")
     assert main(["config", "check", path]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(f"{path}:")[2].partition(":")[0] for line in lines] == list("23567")
@@ -277,16 +276,16 @@ def test_the_shipped_example_is_right(capsys, tmp_path):
     assert main(["config", "check", str(EXAMPLE)]) == 0, capsys.readouterr().err
     assert parsed("route", "--config", str(EXAMPLE)).tries == 3
     assert parsed("serve", "--config", str(EXAMPLE)).request_timeout == 600
-    assert ConnectorOptions.parse({"config": str(EXAMPLE)}).min_tokens == 1000
+    assert ConnectorOptions.parse({"config": str(EXAMPLE)}).load_timeout == 5
 
 
 # --- connectors --------------------------------------------------------------------------------
 
 
 def test_a_connector_reads_its_section(file):
-    path = file("[connector]\ntiers = ['memory://2GiB']\nload-timeout = '500ms'\ncost = '/c'\n")
-    found = ConnectorOptions.parse({"config": path, "cost": "/mine"})
-    assert found == ConnectorOptions(tiers=("memory://2GiB",), load_timeout=0.5, cost="/mine")
+    path = file("[connector]\ntiers = ['memory://2GiB']\nload-timeout = '500ms'\ntenant = 'a'\n")
+    found = ConnectorOptions.parse({"config": path, "tenant": "b"})
+    assert found == ConnectorOptions(tiers=("memory://2GiB",), load_timeout=0.5, tenant="b")
     assert StorageOptions.parse({"config": path, "backend_name": "kvkeep"}).load_timeout == 0.5
     with pytest.raises(InvalidValue, match=r"toml:2: tiers have memory://"):
         OffloadOptions.parse({"config": path})
@@ -298,7 +297,7 @@ def test_a_connector_reads_its_section(file):
     ("text", "said"),
     [
         ("teirs = ['x']", r"toml:2: \[connector\] has 'teirs'.*; did you mean 'tiers'\?"),
-        ("threads = 4", r"toml:2: \[connector\] has 'threads'"),
+        ("port = 4", r"toml:2: \[connector\] has 'port'"),
         ("load_timeout = -1", r"toml:2: load_timeout is -1; a number of seconds is needed"),
         ("load_timeout = 'soon'", r"toml:2: load_timeout: 'soon' is no time"),
     ],

@@ -32,6 +32,7 @@ from deployed import (
 )
 
 from kvkeep.core.geometry.units import parse_bytes
+from kvkeep.integrations.options import FLUSH_S
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -177,7 +178,7 @@ def test_a_pod_has_time_to_end(workload):
         needs = CONFIG["serve"]["drain-timeout"] + CONFIG["serve"]["flush-timeout"]
     else:
         (told,) = [one for one in container(workload)["args"] if "--shutdown-timeout" in one]
-        needs = float(told.split("=")[1]) + CONFIG["connector"]["flush-timeout"]
+        needs = float(told.split("=")[1]) + FLUSH_S
     assert pod(workload)["terminationGracePeriodSeconds"] >= waits + needs + ENDING_S
 
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvkeep.core.errors import InvalidValue
-from kvkeep.integrations.vllm.mistakes import MOST, RequestMistakes
-from kvkeep.integrations.vllm.options import RequestOptions
+from kvkeep.integrations.vllm.options import MOST_MISTAKES, RequestMistakes, RequestOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,9 +58,7 @@ def test_the_request_what_was_given_and_what_is_right_are_named(kept: Kept) -> N
     assert mistakes.options("cmpl-7", {"kvkeep": {"stor": True}}) == RequestOptions()
     (said,) = kept.said
     assert "request 'cmpl-7'" in said
-    assert "kvkeep has 'stor'; there are store, answers, load, ttl, pin; did you mean 'store'?" in (
-        said
-    )
+    assert "kvkeep has 'stor'; there are store, load, ttl, pin; did you mean 'store'?" in (said)
     assert tally.ignored == 1
 
 
@@ -96,7 +93,7 @@ class MistakesMachine(RuleBasedStateMachine):
         self.lines = 0
         self.made = 0
 
-    @rule(numbers=st.lists(st.integers(1, 3 * MOST), max_size=2 * MOST))
+    @rule(numbers=st.lists(st.integers(1, 3 * MOST_MISTAKES), max_size=2 * MOST_MISTAKES))
     def mistakes_are_made(self, numbers: list[int]) -> None:
         for number in numbers:
             if self.now >= self.began + HOUR:
@@ -104,7 +101,9 @@ class MistakesMachine(RuleBasedStateMachine):
             self.made += 1
             if number not in self.hour:
                 self.hour.append(number)
-                self.lines += len(self.hour) <= MOST + 1  # the last says that there are more
+                self.lines += (
+                    len(self.hour) <= MOST_MISTAKES + 1
+                )  # the last says that there are more
             assert self.mistakes.options(f"r{self.made}", wrong(number)) == RequestOptions()
 
     @rule(seconds=st.sampled_from([1.0, HOUR / 2, HOUR]))

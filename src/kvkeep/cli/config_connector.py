@@ -20,8 +20,10 @@ __all__ = ["connector_options"]
 def _engines() -> tuple[type[EngineOptions], ...]:
     """Return the options of vLLM, vLLM's offloading and SGLang, which need none of the engines."""
     from kvkeep.integrations.sglang.options import StorageOptions  # noqa: PLC0415
-    from kvkeep.integrations.vllm.offload.options import OffloadOptions  # noqa: PLC0415
-    from kvkeep.integrations.vllm.options import ConnectorOptions  # noqa: PLC0415
+    from kvkeep.integrations.vllm.options import (  # noqa: PLC0415
+        ConnectorOptions,
+        OffloadOptions,
+    )
 
     return ConnectorOptions, OffloadOptions, StorageOptions
 

@@ -11,11 +11,11 @@ import logging
 from dataclasses import dataclass, field, fields
 from itertools import islice
 from threading import TIMEOUT_MAX  # the longest time a thread can wait: some hundred years
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from kvkeep.core.config_file import ConfigFile
-from kvkeep.core.errors import InvalidValue, did_you_mean, told, whole
-from kvkeep.core.geometry.units import parse_count, parse_wait
+from kvkeep.core.errors import InvalidValue, did_you_mean, told
+from kvkeep.core.geometry.units import parse_wait
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -23,23 +23,24 @@ if TYPE_CHECKING:
     from kvkeep.core.config_file import FileValue
 
 __all__ = [
-    "EngineOptions", "checked", "count_of", "option", "refuse_unknown", "seconds_of", "text_of",
-    "tiers_of", "truth_of", "values_in",
+    "FLUSH_S", "LOOKUP_S", "EngineOptions", "checked", "option", "refuse_unknown", "seconds_of",
+    "text_of", "tiers_of", "truth_of", "values_in",
 ]  # fmt: skip
 
 T = TypeVar("T")
+LOOKUP_S: Final = 0.5
+"""For a query of tiers that other processes write to; then what is known counts."""
+FLUSH_S: Final = 10.0
+"""For writing queued blocks at shutdown."""
 _LOG = logging.getLogger("kvkeep")
 _SECTION = "connector"
 _THERE_ARE = "kvkeep's options are"
 _MOST_NAMED = 8  # unknown names in a message
 
 
-def option(default: T, check: Callable[[str, Any], object], *, shown: bool = True) -> T:
-    """Declare a field of an options dataclass; ``check(name, value)`` returns the value to use.
-
-    Not ``shown``: the value is a secret, and in no `repr`.
-    """
-    declared: T = field(default=default, metadata={"check": check}, repr=shown)
+def option(default: T, check: Callable[[str, Any], object]) -> T:
+    """Declare a field of an options dataclass; ``check(name, value)`` returns the value to use."""
+    declared: T = field(default=default, metadata={"check": check})
     return declared
 
 
@@ -126,16 +127,6 @@ def tiers_of(name: str, value: object) -> tuple[str, ...]:
     return tuple(value)
 
 
-def count_of(name: str, value: object, low: int, high: int | None = None) -> int:
-    """Return a whole number in ``low`` … ``high``, given as such or as text such as ``"4k"``."""
-    if isinstance(value, str):
-        try:
-            value = parse_count(value)
-        except InvalidValue as error:
-            raise InvalidValue(f"{name}: {error}") from error
-    return whole(name, value, low, high)
-
-
 def seconds_of(name: str, value: object) -> float:
     """Return a timeout in seconds, 0 included; as a number, or as text such as ``"500ms"``."""
     if isinstance(value, str):
@@ -162,22 +153,12 @@ class EngineOptions:
         revision: a name for the weights, if their files do not identify them.
         tenant: separates this engine's KV from that of engines with other tenants.
         load_timeout: seconds for one load; what has not arrived by then is a miss.
-        lookup_timeout: seconds for a query to shared tiers.
-        flush_timeout: seconds to write queued blocks at shutdown.
-        compare_costs: whether KV is loaded only where that is faster than computing it; False:
-            whatever is stored is loaded.
-        cost: path of a file with costs to begin with, as ``kvkeep serve`` writes it; empty:
-            all is learned. See `kvkeep.integrations.cost_files`.
     """
 
     tiers: tuple[str, ...] = option(("memory://1GiB",), tiers_of)
     revision: str = option("", text_of)
     tenant: str = option("", text_of)
     load_timeout: float = option(5.0, seconds_of)
-    lookup_timeout: float = option(0.5, seconds_of)
-    flush_timeout: float = option(10.0, seconds_of)
-    compare_costs: bool = option(True, truth_of)
-    cost: str = option("", text_of)
 
     @classmethod
     def from_json(cls, given: Mapping[str, object], where: str) -> Self:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from kvkeep.integrations.lookup_patience import LookupPatience
+from kvkeep.integrations.options import LOOKUP_S
 from kvkeep.integrations.vllm.groups import BlockReach
 from kvkeep.integrations.vllm.kept import log_fault
 from kvkeep.integrations.vllm.messages import RankLookup
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvkeep.integrations.load_costs import RunCost
     from kvkeep.integrations.vllm.groups import Groups
@@ -23,9 +24,66 @@ if TYPE_CHECKING:
     from kvkeep.integrations.vllm.shared import SharedStore
     from kvkeep.integrations.vllm.stats import Counts
 
-__all__ = ["BlockLookups", "PendingLookup"]
+__all__ = ["BlockLookups", "LookupPatience", "PendingLookup"]
 
 _THREADS = 4
+_RANKS_S = 5.0  # for the answer of workers, which comes with the end of a step
+
+
+_RECENT: Final = 9  # lookups that say what the next one takes …
+_SHARES: Final = 32  # … and those that say what it brings
+_FIRST: Final = 0.25  # of what could be saved, that the first lookup may take
+_LATER: Final = 4.0  # multiples of the usual seconds that a later one may take
+_PAUSE_S: Final = 5.0  # between two lookups that are not waited for
+
+
+class LookupPatience:
+    """Weighs what lookups take, lately, against what they bring.
+
+    A lookup is waited for if the seconds that it takes are fewer than those that it saves, on
+    average. If they are not, a lookup is made every five seconds, for which no request waits, to
+    see whether they are again.
+
+    Thread safety: none. Cost: some µs.
+
+    Arguments:
+        timeout: seconds that no lookup is waited for longer.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, timeout: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._timeout = timeout
+        self._clock = clock
+        self._took: deque[float] = deque(maxlen=_RECENT)
+        self._shares: deque[float] = deque(maxlen=_SHARES)
+        self._next = 0.0
+
+    def seconds(self, saves_s: float | None) -> float:
+        """Return how long to wait for a lookup that can save ``saves_s``; None: that is unknown.
+
+        0: not at all; see `due`.
+        """
+        if saves_s is None:
+            return self._timeout
+        if not self._took:
+            return min(self._timeout, _FIRST * saves_s)
+        usual, brings = statistics.median(self._took), statistics.mean(self._shares) * saves_s
+        if usual > brings:
+            return 0.0
+        return min(self._timeout, max(_LATER * usual, _FIRST * brings), saves_s)
+
+    def due(self) -> bool:
+        """Return whether to begin a lookup that is not waited for; if so, the next one is later."""
+        now = self._clock()
+        if now < self._next:
+            return False
+        self._next = now + _PAUSE_S
+        return True
+
+    def answered(self, seconds: float, share: float) -> None:
+        """Note that a lookup took ``seconds`` and found this share of what it was asked for."""
+        self._took.append(seconds)
+        self._shares.append(share)
 
 
 @dataclass(slots=True)
@@ -71,14 +129,12 @@ class BlockLookups:
         counts: Counts,
         *,
         ranks: int,
-        timeout: float,
     ) -> None:
         self._groups = groups
         self._shared = shared
         self._counts = counts
         self._ranks = ranks
-        self._timeout = timeout
-        self._patience = LookupPatience(timeout)
+        self._patience = LookupPatience(LOOKUP_S)
         self._answers: deque[tuple[float, float]] = deque()  # seconds and share of each, by threads
         self._threads = ThreadPoolExecutor(_THREADS, "kvkeep lookup")
         self._number = 0
@@ -91,8 +147,9 @@ class BlockLookups:
     ) -> BlockReach | None:
         """Return how far the request is stored; None: not known yet.
 
-        Loading all of it would save ``saves_s``; None: that is unknown. After the timeout, or when
-        waiting takes longer than it brings, returns how far it is known to be stored.
+        Loading all of it would save ``saves_s``; None: that is unknown. After
+        `LOOKUP_S`, or when waiting takes longer than it brings, returns how far it is known to be
+        stored.
         """
         while self._answers:
             self._patience.answered(*self._answers.popleft())
@@ -109,7 +166,7 @@ class BlockLookups:
                     self._counts.add(skipped_lookups=1)
                     return known
             else:  # every lookup is one of workers, and most of its time is that of a step
-                patience = self._timeout
+                patience = _RANKS_S
             lookup = followed.lookup = self._start(followed, hashes, first, limit)
             lookup.until = lookup.since + patience
         if lookup.future is not None and lookup.future.done():
@@ -145,7 +202,7 @@ class BlockLookups:
         self, followed: FollowedRequest, hashes: Sequence[bytes], first: int, limit: int
     ) -> PendingLookup:
         now = time.monotonic()
-        lookup = PendingLookup(first, limit, now, now + self._timeout)
+        lookup = PendingLookup(first, limit, now, now)
         if self._shared is not None:
             lookup.future = self._threads.submit(self._query, self._shared, list(hashes), first)
             lookup.future.add_done_callback(log_fault)
@@ -165,7 +222,7 @@ class BlockLookups:
     def _query(self, shared: SharedStore, hashes: list[bytes], first: int) -> BlockReach:
         """In a thread: look the blocks up, in shared tiers too."""
         began, found = time.monotonic(), first
-        until = began + self._timeout
+        until = began + LOOKUP_S
 
         def count(keys: list[bytes]) -> int:
             return shared.lookup(keys, max(0.0, until - time.monotonic()))

@@ -1,7 +1,9 @@
-"""Options of the connector, given when vLLM starts, and of a single request."""
+"""Options of the connector and of the tier, given when vLLM starts, and of a single request."""
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from itertools import islice
@@ -11,24 +13,32 @@ from kvkeep.core.errors import InvalidValue, did_you_mean, told
 from kvkeep.integrations.options import (
     EngineOptions,
     checked,
-    count_of,
     option,
     seconds_of,
     text_of,
+    tiers_of,
     truth_of,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-__all__ = ["ConnectorOptions", "RequestOptions"]
+    from kvkeep.integrations.vllm.stats import Counts
+
+__all__ = [
+    "MOST_MISTAKES",
+    "ConnectorOptions",
+    "OffloadOptions",
+    "RequestMistakes",
+    "RequestOptions",
+]
 
 _DEFAULT_PIN_S = 3600.0
 _MOST_NAMES: Final = 32  # of other connectors, which a request names
-
-
-def _least_tokens(name: str, value: object) -> int | None:
-    return None if value is None else count_of(name, value, 1)
+_LOG = logging.getLogger("kvkeep.vllm")
+_SPAN_S: Final = 3600.0
+MOST_MISTAKES: Final = 32
+"""Mistakes that are logged in an hour."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +48,8 @@ class ConnectorOptions(EngineOptions):
     ``load_timeout`` is for the load of one request; tokens that have not arrived are computed.
 
     Attributes:
-        min_tokens: the fewest tokens that a hit must save to be loaded; None: one block.
-        answers: whether the KV of generated tokens is stored, and not only that of prompts.
-        unread: whether that includes answers that are never read again, as chat templates leave
-            reasoning out of later prompts.
+        compare_costs: whether KV is loaded only where that is faster than computing it; False:
+            whatever is stored is loaded.
         resets: whether vLLM's resets of connectors delete the namespace: a request to
             ``reset_prefix_cache(reset_connector=True)``, a pause that clears caches, and sleep.
             False where the weights are the same after each of them.
@@ -49,9 +57,7 @@ class ConnectorOptions(EngineOptions):
             salts (`kvkeep.core.prefix_file`); empty: none.
     """
 
-    min_tokens: int | None = option(None, _least_tokens)
-    answers: bool = option(True, truth_of)
-    unread: bool = option(False, truth_of)
+    compare_costs: bool = option(True, truth_of)
     resets: bool = option(True, truth_of)
     public_prefixes: str = option("", text_of)
 
@@ -59,6 +65,41 @@ class ConnectorOptions(EngineOptions):
     def parse(cls, given: Mapping[str, object]) -> ConnectorOptions:
         """See `EngineOptions.from_json`."""
         return cls.from_json(given, "kv_connector_extra_config")
+
+
+def _tiers_below(name: str, value: object) -> tuple[str, ...]:
+    tiers = tiers_of(name, value)
+    if any(tier.startswith("memory:") for tier in tiers):
+        raise InvalidValue(
+            f"{name} have memory://, which would keep what vLLM keeps in memory (cpu_bytes_to_use) "
+            "a second time; leave it out, and give vLLM that memory"
+        )
+    return tiers
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadOptions(ConnectorOptions):
+    """Options of a `KVKeepTier`, in its entry in ``secondary_tiers``.
+
+    ``tiers`` must be given, and have no ``memory://``.
+    """
+
+    tiers: tuple[str, ...] = option((), _tiers_below)
+
+    @classmethod
+    def parse(cls, given: Mapping[str, object]) -> OffloadOptions:
+        """See `EngineOptions.from_json`.
+
+        Raises:
+            InvalidValue: also if there are no tiers.
+        """
+        options = cls.from_json(given, "KVKeepTier in secondary_tiers")
+        if not options.tiers:
+            raise InvalidValue(
+                "KVKeepTier in secondary_tiers has no tiers; give the places to keep KV in, "
+                'fastest first, as "tiers": ["file:///var/lib/kvkeep?size=500GiB"]'
+            )
+        return options
 
 
 def _refuse_misplaced(params: Mapping[object, object], options: Sequence[str]) -> None:
@@ -92,8 +133,6 @@ class RequestOptions:
 
     Attributes:
         store: whether its KV is stored.
-        answers: whether that includes generated tokens; only where `ConnectorOptions.answers` is
-            true.
         load: whether stored KV is used.
         ttl: seconds after which blocks that this request was the first to store are deleted;
             None: never.
@@ -102,7 +141,6 @@ class RequestOptions:
     """
 
     store: bool = option(True, truth_of)
-    answers: bool = option(True, truth_of)
     load: bool = option(True, truth_of)
     ttl: float | None = option(None, _ttl)
     pin: float | None = option(None, truth_of)
@@ -129,3 +167,56 @@ class RequestOptions:
         if options.pop("pin", False):
             options["pin"] = options.pop("ttl", None) or _DEFAULT_PIN_S
         return cls(**options)
+
+
+class RequestMistakes:
+    """Reads the options of requests, whose mistakes never fail a request.
+
+    Each mistake is counted as ``ignored_params``. It is logged if it is the first of its kind in
+    this hour, and at most `MOST_MISTAKES` are: a client may make up new ones with every request.
+
+    Thread safety: none; it belongs to the scheduler's thread. Memory: `MOST_MISTAKES` messages.
+
+    Arguments:
+        counts: where they are counted.
+        clock: returns seconds.
+    """
+
+    def __init__(self, counts: Counts, clock: Callable[[], float] = time.monotonic) -> None:
+        self._counts = counts
+        self._clock = clock
+        self._began = clock()
+        self._logged: set[str] = set()
+        self._full = False
+
+    def options(self, request: str, params: object) -> RequestOptions:
+        """Return the options in the ``kv_transfer_params`` of ``request``; the defaults if wrong.
+
+        Cost: a microsecond.
+        """
+        try:
+            return RequestOptions.parse(params)
+        except InvalidValue as error:
+            self._counts.add(ignored_params=1)
+            self._log(request, f"{error}"[:500])
+            return RequestOptions()
+
+    def _log(self, request: str, mistake: str) -> None:
+        if self._clock() >= self._began + _SPAN_S:
+            self._began, self._full = self._clock(), False
+            self._logged.clear()
+        if mistake in self._logged or self._full:
+            return
+        if len(self._logged) == MOST_MISTAKES:
+            self._full = True
+            _LOG.warning(
+                "%d different mistakes in kv_transfer_params were logged in this hour; more are "
+                "only counted (vllm:kvkeep_ignored_params)", MOST_MISTAKES,
+            )  # fmt: skip
+            return
+        self._logged.add(mistake)
+        _LOG.warning(
+            "kv_transfer_params of request %.100r: all of kvkeep's are ignored: %s (the same "
+            "mistake is not logged again for an hour, and counted as ignored_params)",
+            request, mistake,
+        )  # fmt: skip

@@ -26,26 +26,20 @@ from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.geometry.units import format_bytes
-from kvkeep.integrations.cost_files import write_costs
 from kvkeep.integrations.vllm.kept import OpenStore
-from kvkeep.integrations.vllm.logs import join_logs
-from kvkeep.integrations.vllm.mistakes import RequestMistakes
 from kvkeep.integrations.vllm.offload.choosing import ChunkChoices
 from kvkeep.integrations.vllm.offload.engine import KVKeepOffloadingConnector
 from kvkeep.integrations.vllm.offload.identity import namespace_of_rows
 from kvkeep.integrations.vllm.offload.jobs import TierJobs
 from kvkeep.integrations.vllm.offload.lookups import ChunkLookups
 from kvkeep.integrations.vllm.offload.metrics import definitions, taken
-from kvkeep.integrations.vllm.offload.options import OffloadOptions
+from kvkeep.integrations.vllm.offload.notes import ChunkRows
 from kvkeep.integrations.vllm.offload.requests import TierRequest, TierRequests
-from kvkeep.integrations.vllm.offload.rows import ChunkRows
 from kvkeep.integrations.vllm.offload.spec import KVKeepSpec
-from kvkeep.integrations.vllm.options import RequestOptions
+from kvkeep.integrations.vllm.options import OffloadOptions, RequestMistakes, RequestOptions
 from kvkeep.integrations.vllm.public import PublicBlocks, prefixes_in
-from kvkeep.integrations.vllm.shared import engine_costs
-from kvkeep.integrations.vllm.started import log_start
+from kvkeep.integrations.vllm.started import join_logs, log_start
 from kvkeep.integrations.vllm.transfer import NO_ENGINE
-from kvkeep.integrations.vllm.versions import require_tiers
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.blocks.store import BlockStore
 from kvkeep.store.tiers import PROMPT_TOKENS, PassThrough, buffer_bytes
@@ -83,13 +77,12 @@ class KVKeepTier(SecondaryTierManager):
     depend on. No request fails or waits longer than its timeouts because of a tier: chunks that do
     not arrive are computed.
 
-    Options are those of `kvkeep.integrations.vllm.offload.options.OffloadOptions`, in the tier's
+    Options are those of `kvkeep.integrations.vllm.options.OffloadOptions`, in the tier's
     entry in ``secondary_tiers``; a request's, in ``kv_transfer_params["kvkeep"]``, those of
     `kvkeep.integrations.vllm.options.RequestOptions`.
 
     Raises:
         InvalidValue: an option is wrong, or the spec is not `KVKeepSpec`.
-        UnsupportedModel: this vLLM is older than 0.31.
 
     Notes
     -----
@@ -109,7 +102,6 @@ class KVKeepTier(SecondaryTierManager):
         **options: Any,
     ) -> None:
         join_logs()
-        require_tiers()
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self._options = OffloadOptions.parse(options)
         self.locality = None if locality is None else Locality(locality)
@@ -134,14 +126,13 @@ class KVKeepTier(SecondaryTierManager):
         prompt_bytes = sum(
             PROMPT_TOKENS * rows.size(group) // tokens for group, tokens in chunk_tokens.items()
         )
-        buffer = MemoryBackend(self._options.buffer or buffer_bytes(prompt_bytes))
+        buffer = MemoryBackend(buffer_bytes(prompt_bytes))
         store = BlockStore(
             namespace,
             tiers=[buffer, *self._options.tiers],
             policy=PassThrough(),
-            cost=engine_costs(self._options, self._engine.config),
         )
-        self._store = OpenStore(store, self._options.flush_timeout)
+        self._store = OpenStore(store)
         for size in {rows.size(group) for group in chunk_tokens}:
             store.prepare_reads(size)
         self._choices = None
@@ -153,7 +144,7 @@ class KVKeepTier(SecondaryTierManager):
             )  # fmt: skip
         self._lookups = ChunkLookups(
             self._store, self._counts, whole=whole, chunk_tokens=chunk_tokens,
-            timeout=self._options.lookup_timeout, news=self._news, choices=self._choices,
+            news=self._news, choices=self._choices,
         )  # fmt: skip
         self._jobs = TierJobs(
             self._store, primary_kv_view, rows, self._counts,
@@ -293,14 +284,13 @@ class KVKeepTier(SecondaryTierManager):
         self._store.clear()
 
     def shutdown(self) -> None:
-        """End all jobs, and let the store write queued chunks, for at most ``flush_timeout``."""
+        """End all jobs, and let the store write queued chunks, for at most `FLUSH_S`."""
         for request in self._live.values():
             request.over = True
         self._lookups.close()
         if self._choices is not None:
             self._choices.close()
         self._jobs.close()
-        write_costs(self._store.store.cost, self._options.cost)
         self._primary_kv_view = memoryview(b"")
         self._store.close()
 

@@ -9,10 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from kvkeep.core.cost import CostModel
 from kvkeep.core.errors import InvalidValue, did_you_mean, told
-from kvkeep.integrations.vllm.offload.options import OffloadOptions
-from kvkeep.integrations.vllm.options import ConnectorOptions
+from kvkeep.integrations.vllm.options import ConnectorOptions, OffloadOptions
 from kvkeep.store.tiers import check_tiers
 
 if TYPE_CHECKING:
@@ -162,11 +160,6 @@ def check_part(part: TransferPart) -> None:
     """
     options = part.options
     check_tiers(options.tiers, in_front=part.name != TIER)
-    if options.cost:
-        try:
-            CostModel.read(Path(options.cost))
-        except InvalidValue as error:
-            raise InvalidValue(f"cost: {error}") from error
     public = getattr(options, "public_prefixes", "")
     try:
         if public:

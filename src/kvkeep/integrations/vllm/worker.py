@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from kvkeep.core.errors import KVKeepError
 from kvkeep.core.geometry.units import format_bytes
 from kvkeep.integrations.load_costs import LoadPace, ProbeEnd
+from kvkeep.integrations.options import LOOKUP_S
 from kvkeep.integrations.vllm.device import DeviceCopies
 from kvkeep.integrations.vllm.groups import BlockReach
 from kvkeep.integrations.vllm.kept import log_fault
@@ -23,7 +24,7 @@ from kvkeep.integrations.vllm.messages import BlockSpan, LoadEnd, Save, WorkerNe
 from kvkeep.integrations.vllm.naming import machine_of, namespace_of, warn_of_seeds
 from kvkeep.integrations.vllm.outer import require_own_engine
 from kvkeep.integrations.vllm.pages import pages_of
-from kvkeep.integrations.vllm.shared import SharedStore, engine_costs
+from kvkeep.integrations.vllm.shared import SharedStore
 from kvkeep.integrations.vllm.started import log_start
 from kvkeep.integrations.vllm.stats import Counts
 from kvkeep.store.blocks.store import BlockStore
@@ -121,15 +122,14 @@ class WorkerSide:
         warn_of_seeds(config)
         where = f"{machine_of(config, self._groups.layers, self._pages[0].device)} {described}"
         namespace = namespace_of(config, self._options, self._groups, where)
-        cost = engine_costs(self._options, config)
         sizes = [pages.record_bytes for pages in self._pages]
         states = sum(sizes[at] for at in self._groups.states)
         token_bytes = (sum(sizes) - states) // self._groups.block_tokens
         tiers = self._options.tiers
-        store = BlockStore(namespace, tiers=tiers, cost=cost, token_bytes=token_bytes)
+        store = BlockStore(namespace, tiers=tiers, token_bytes=token_bytes)
         engine = config.kv_transfer_config.engine_id
         rank = config.parallel_config.rank
-        shared = SharedStore(engine, store, self._groups, sizes, self._options, rank=rank)
+        shared = SharedStore(engine, store, self._groups, sizes, rank=rank)
         if rank == 0:  # once for each engine
             log_start(store, self._described(sum(sizes) - states, states))
         return shared
@@ -154,7 +154,7 @@ class WorkerSide:
         if plan.returns:  # in a thread: it takes 3 µs a block of each request that has ended
             self._teller.submit(shared.tell, plan.returns).add_done_callback(log_fault)
         shared.delete_expired()
-        for keys, seconds in plan.pins:  # not in `save`: vLLM 0.30 saves nothing in an idle step
+        for keys, seconds in plan.pins:
             shared.pin(keys, seconds)
         begun = None if self._device is None else self._device.mark()
         for load in plan.loads:
@@ -242,7 +242,7 @@ class WorkerSide:
         """In a thread: look up blocks in the store, in shared tiers too."""
         shared, there = self._open(), BlockReach(lookup.first, lookup.first)
         runs: list[RunCost] = []
-        until = time.monotonic() + self._options.lookup_timeout
+        until = time.monotonic() + LOOKUP_S
         try:
             there = self._groups.reach(
                 lookup.hashes,

@@ -3,7 +3,7 @@
 vLLM's key of a chunk is a block's hash and the number of a group: the same for other weights, other
 settings, another number of ranks. A row is opaque bytes besides, in the order in which this
 engine's workers put their pages. The namespace names all that; where rows are the same for every
-number of ranks (layout.py), it names vLLM's format of such rows instead of the ranks.
+number of ranks (spec.py), it names vLLM's format of such rows instead of the ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kvkeep.core.keys import Namespace
     from kvkeep.integrations.vllm.offload.engine import OffloadEngine
     from kvkeep.integrations.vllm.offload.notes import WorkerNote
-    from kvkeep.integrations.vllm.offload.options import OffloadOptions
+    from kvkeep.integrations.vllm.options import OffloadOptions
 
 __all__ = ["namespace_of_rows"]
 

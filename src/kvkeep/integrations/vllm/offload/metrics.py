@@ -9,8 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
 )
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
 
-from kvkeep.integrations.vllm.stats import METRICS, metric_of
-from kvkeep.integrations.vllm.tier_figures import NOW, TIER_COUNTERS, TIER_GAUGES
+from kvkeep.integrations.vllm.stats import METRICS, NOW, TIER_COUNTERS, TIER_GAUGES, metric_of
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingMetricMetadata

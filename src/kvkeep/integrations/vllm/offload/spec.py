@@ -2,26 +2,76 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 from typing import TYPE_CHECKING
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvkeep.core.errors import UnsupportedModel
-from kvkeep.integrations.vllm.logs import join_logs
 from kvkeep.integrations.vllm.naming import machine_of
 from kvkeep.integrations.vllm.offload.engine import KVKeepManager, OffloadEngine
-from kvkeep.integrations.vllm.offload.layout import canonical_of, is_portable
 from kvkeep.integrations.vllm.offload.mover import CPUMover
 from kvkeep.integrations.vllm.offload.notes import WorkerNote, leave_note, take_notes
-from kvkeep.integrations.vllm.versions import require_tiers
+from kvkeep.integrations.vllm.started import join_logs
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingWorker
     from vllm.v1.kv_offload.config import OffloadingConfig
 
-__all__ = ["KVKeepSpec"]
+
+__all__ = ["KVKeepSpec", "canonical_of", "is_portable"]
+
+
+_LOG = logging.getLogger("kvkeep.vllm")
+_OPTION = "canonical_layout"
+# Pages that would be copied in more pieces are copied whole. Where a page has all heads of a token
+# side by side (NHD), each of several ranks has a piece for each token of a block.
+_MOST_PIECES = 8
+
+
+def canonical_of(engine: OffloadEngine, config: OffloadingConfig) -> OffloadingConfig | None:
+    """Return ``config`` in the canonical layout; None: it is to stay as it is.
+
+    It stays if ``canonical_layout`` is given, if vLLM expects layers that are not portable, and if
+    weights or activations are quantised: ranks may choose the scales of their shares, so another
+    number of ranks computes other numbers, by more than rounding.
+    The size of a row is the same in both, because it is decided before there are pages.
+    """
+    if _OPTION in config.extra_config:
+        return None
+    if engine.config.model_config.quantization is not None:
+        return None
+    asked, transfer = copy.copy(engine.config), copy.copy(engine.config.kv_transfer_config)
+    assert transfer is not None, "a connector made the spec"
+    transfer.kv_connector_extra_config = {**config.extra_config, _OPTION: True}
+    asked.kv_transfer_config = transfer
+    canonical = build_offloading_config(asked, engine.caches)
+    one_size = canonical.replicated_layout == config.replicated_layout
+    if not canonical.parallel.is_parallelism_agnostic:
+        return None
+    return canonical if one_size or config.parallel.world_size == 1 else None
+
+
+def is_portable(caches: CanonicalKVCaches) -> bool:
+    """Return whether all pages are portable, and are copied in few pieces; log why not."""
+    refs = [ref for group in caches.group_data_refs for ref in group]
+    if any(ref.mapping is None or not ref.mapping.parallelism_agnostic for ref in refs):
+        _LOG.info("vLLM cannot place pages of this layout: stored KV names the number of ranks")
+        return False
+    pieces: int = max(sum(run.num_fragments for run in ref.mapping.runs) for ref in refs)
+    if pieces > _MOST_PIECES:
+        _LOG.info(
+            "A page would be copied in %d pieces to be of use to engines with another number of "
+            'ranks: stored KV names the number of ranks; "%s": true in kv_connector_extra_config '
+            "copies the pieces",
+            pieces,
+            _OPTION,
+        )
+    return pieces <= _MOST_PIECES
 
 
 class KVKeepSpec(TieringOffloadingSpec):
@@ -40,7 +90,6 @@ class KVKeepSpec(TieringOffloadingSpec):
     Raises:
         InvalidValue: chunks of several blocks, in a model with windows or states; or the connector
             is not `KVKeepOffloadingConnector`.
-        UnsupportedModel: this vLLM is older than 0.31.
 
     Attributes:
         engine: whose spec it is.
@@ -51,7 +100,6 @@ class KVKeepSpec(TieringOffloadingSpec):
 
     def __init__(self, config: OffloadingConfig) -> None:
         join_logs()
-        require_tiers()
         self.engine = OffloadEngine.of_start()
         self.engine.require_whole_chunks(config)
         canonical = canonical_of(self.engine, config)
