@@ -57,8 +57,8 @@ def test_near_misses_are_named() -> None:
         ConnectorOptions.parse({"reset": True, "load_timout": 1, 7: 8})
     with pytest.raises(InvalidValue, match=r"public_prefixes, config$"):
         ConnectorOptions.parse({"colour": "blue"})
-    with pytest.raises(InvalidValue, match=r"there are store, .*; did you mean 'answers'\?$"):
-        RequestOptions.parse({"kvkeep": {"answer": False}})
+    with pytest.raises(InvalidValue, match=r"there are store, .*; did you mean 'store'\?$"):
+        RequestOptions.parse({"kvkeep": {"stor": False}})
 
 
 def test_a_password_is_not_repeated() -> None:
@@ -197,7 +197,7 @@ def test_ranks_agree_on_one_end() -> None:
             return hashes[first:end]
 
     groups = Groups((Group(("s",), state=True), Group(("f",))), 16, drops_last=False)
-    lookups = BlockLookups(groups, None, Counts(), ranks=2, timeout=60)
+    lookups = BlockLookups(groups, None, Counts(), ranks=2)
     followed: Any = Followed()
     rounds = 0
     while (reach := lookups.reach(followed, 0, 9)) is None:
@@ -275,7 +275,7 @@ def test_adapters(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 def test_blocks_are_deleted_when_it_is_time(ten_minutes_later: Callable[[], None]) -> None:
     groups = Groups((Group(("l",), None),), 16, drops_last=False)
     with BlockStore("ttl", tiers=["memory://1MiB"]) as store:
-        shared = SharedStore("ttl", store, groups, [8], ConnectorOptions())
+        shared = SharedStore("ttl", store, groups, [8])
         keys = [os.urandom(32) for _ in range(3)]
         store.put(keys, [b"12345678"] * 3)
         shared.expire(keys[:2], 600)
@@ -346,11 +346,7 @@ class SlowToSay(BlockStore):
 def test_hits_are_counted_once_and_never_back() -> None:
     groups = Groups((Group(("l",), None),), 16, drops_last=False)
     with SlowToSay() as store:
-        shared, first, second = (
-            SharedStore("hits", store, groups, [1], ConnectorOptions()),
-            Counts(),
-            Counts(),
-        )
+        shared, first, second = SharedStore("hits", store, groups, [1]), Counts(), Counts()
         store.get([store.key], [memoryview(bytearray(1))])
         other = threading.Thread(target=shared.count_tiers, args=[first])
         other.start()
@@ -378,7 +374,7 @@ def test_messages_cross_processes() -> None:
 def test_a_request_with_many_unknown_options_names_a_few() -> None:
     """A client may send a million names, and they are read in the scheduler's thread."""
     given = {"kvkeep": {f"store{number}": True for number in range(200_000)}}
-    with pytest.raises(InvalidValue, match="and others; there are store, answers") as told:
+    with pytest.raises(InvalidValue, match="and others; there are store, load") as told:
         RequestOptions.parse(given)
     assert len(str(told.value)) < 500
 
