@@ -32,6 +32,7 @@ from kvkeep.core.errors import BackendFailed, OutOfRoom
 from kvkeep.core.keys import Namespace
 from kvkeep.integrations.vllm import tier as tier_module
 from kvkeep.integrations.vllm.offload.engine import OffloadEngine
+from kvkeep.integrations.vllm.offload.notes import WorkerNote, leave_note
 from kvkeep.integrations.vllm.tier import KVKeepSpec
 from kvkeep.store.backends.disk import DiskBackend
 
@@ -67,6 +68,8 @@ def spec_of(engine: str, *tiers: str, **options: Any) -> KVKeepSpec:
         lora_config=None,
         max_concurrent_batches=1,
     )
+    whole = [[(0, ROW)]] * len(config.groups)  # a worker's pages fill its rows
+    leave_note(config.engine_id, 0, WorkerNote("none", [ROW], whole))
     caches: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=None)] * 2)
     with OffloadEngine(described, caches).starting():
         return KVKeepSpec(config)

@@ -309,16 +309,13 @@ class KVKeepTier(SecondaryTierManager):
         return taken(self._counts)
 
 
-def _rows(spec: TieringOffloadingSpec, notes: list[WorkerNote] | None) -> ChunkRows:
-    """Return which bytes of a row are stored: all, if workers did not tell."""
-    row_bytes = int(spec.kv_bytes_per_chunk)
-    if notes is None:
-        return ChunkRows(row_bytes, {})
+def _rows(spec: TieringOffloadingSpec, notes: list[WorkerNote]) -> ChunkRows:
+    """Return which bytes of a row are stored."""
     whole = spec.replicated_layout or notes[0].canonical
     return ChunkRows.of_notes(
         notes[:1] if whole else notes,
         [group.group_id for group in spec.config.groups],
-        row_bytes=row_bytes,
+        row_bytes=int(spec.kv_bytes_per_chunk),
         rank_bytes=int(spec.cpu_page_size_per_worker),
         blocks=spec.config.cache.blocks_per_chunk,
     )

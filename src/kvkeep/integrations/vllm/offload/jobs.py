@@ -228,7 +228,7 @@ class TierJobs:
         return ended.cancelled
 
     def _load(self, part: _Part, ended: FinishedJob, went_on: Callable[[], None]) -> int:
-        runs, view = self._rows.of(part.group), self._view
+        runs, view = self._rows.runs[part.group], self._view
 
         def sink(at: int, raw: memoryview) -> None:
             row = view[part.rows[at]]
@@ -248,7 +248,7 @@ class TierJobs:
         return read.blocks
 
     def _save(self, part: _Part, ended: FinishedJob) -> int:
-        runs, view = self._rows.of(part.group), self._view
+        runs, view = self._rows.runs[part.group], self._view
         request = ended.request
         assert request is not None
 

@@ -93,7 +93,7 @@ class KVKeepSpec(TieringOffloadingSpec):
 
     Attributes:
         engine: whose spec it is.
-        notes: what all workers have told of their pages, in the scheduler; None: not known.
+        notes: what all workers have told of their pages, in the scheduler.
     """
 
     _manager: OffloadingManager | None
@@ -107,17 +107,18 @@ class KVKeepSpec(TieringOffloadingSpec):
         super().__init__(canonical or config)
         self.config: OffloadingConfig
         self._worker: OffloadingWorker | None = None
-        self.notes: list[WorkerNote] | None = None
+        self.notes: list[WorkerNote] = []
 
     def get_manager(self) -> OffloadingManager:
         """Return what decides about rows. The workers must have their pages by now.
 
         Raises:
             UnsupportedModel: workers would write their rows in different layouts.
+            InvalidValue: a worker did not tell of its pages.
         """
         if not self._manager:
             self.notes = take_notes(self.config.engine_id, self.config.parallel.world_size)
-            layouts = {note.canonical for note in self.notes or ()}
+            layouts = {note.canonical for note in self.notes}
             if len(layouts) > 1:
                 raise UnsupportedModel(
                     "the workers' pages are in different layouts, some canonical and some not; "
@@ -130,12 +131,7 @@ class KVKeepSpec(TieringOffloadingSpec):
         return self._manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """Return what copies pages, and leave a note for the tiers.
-
-        Raises:
-            UnsupportedModel: the layout is not the one that the scheduler expects, and the note
-                that would tell it could not be left.
-        """
+        """Return what copies pages, and leave a note for the tiers."""
         if not self._worker:
             if self._direct is not None and not is_portable(kv_caches):
                 self.config = self._direct
@@ -143,13 +139,7 @@ class KVKeepSpec(TieringOffloadingSpec):
                 self._worker = super().get_worker(kv_caches)
             else:
                 self._worker = self._cpu_mover(kv_caches)
-        if not self._leave_note(kv_caches) and self.config is self._direct:
-            self._worker.shutdown()
-            raise UnsupportedModel(
-                "pages of this layout cannot be placed for all numbers of ranks, and the worker "
-                "cannot tell the scheduler so (see the warning above); give "
-                '"canonical_layout": false in kv_connector_extra_config'
-            )
+        self._leave_note(kv_caches)
         return self._worker
 
     def _cpu_mover(self, kv_caches: CanonicalKVCaches) -> CPUMover:
@@ -171,11 +161,11 @@ class KVKeepSpec(TieringOffloadingSpec):
             region.cleanup()
             raise
 
-    def _leave_note(self, kv_caches: CanonicalKVCaches) -> bool:
-        """Tell the tiers of the pages; return whether that succeeded."""
+    def _leave_note(self, kv_caches: CanonicalKVCaches) -> None:
+        """Tell the tiers of the pages."""
         names = [name for group in self.config.groups for name in group.layer_names]
         device = kv_caches.tensors[0].tensor.device
         machine = machine_of(self.engine.config, names, device)
         canonical = self.config.canonical_layout
         note = WorkerNote.of(machine, kv_caches, canonical=canonical)
-        return leave_note(self.config.engine_id, self.config.parallel.rank, note)
+        leave_note(self.config.engine_id, self.config.parallel.rank, note)
