@@ -15,7 +15,7 @@
     groups.py      groups of layers, which kinds of KV can be stored, and how far a prompt is stored
     pages.py       the engine's memory, page by page · device.py: copies on a GPU
     naming.py      the namespace · keys.py: the keys of blocks
-    weights.py     which weights were loaded · numbers.py: settings that decide numbers
+    numbers.py     settings that decide numbers
     versions.py    what differs between versions of vLLM
     adapters.py    which LoRA weights a request uses
     options.py     options of the connector, the tier and a request, and wrong ones of requests

@@ -15,10 +15,15 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+)
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
     Medium,
+    OffloadingCounterMetadata,
+    OffloadingGaugeMetadata,
     OffloadingManager,
     RequestOffloadingContext,
 )
@@ -32,13 +37,13 @@ from kvkeep.integrations.vllm.offload.engine import KVKeepOffloadingConnector
 from kvkeep.integrations.vllm.offload.identity import namespace_of_rows
 from kvkeep.integrations.vllm.offload.jobs import TierJobs
 from kvkeep.integrations.vllm.offload.lookups import ChunkLookups
-from kvkeep.integrations.vllm.offload.metrics import definitions, taken
 from kvkeep.integrations.vllm.offload.notes import ChunkRows
 from kvkeep.integrations.vllm.offload.requests import TierRequest, TierRequests
 from kvkeep.integrations.vllm.offload.spec import KVKeepSpec
 from kvkeep.integrations.vllm.options import OffloadOptions, RequestMistakes, RequestOptions
 from kvkeep.integrations.vllm.public import PublicBlocks, prefixes_in
 from kvkeep.integrations.vllm.started import join_logs, log_start
+from kvkeep.integrations.vllm.stats import METRICS, NOW, TIER_COUNTERS, TIER_GAUGES, metric_of
 from kvkeep.integrations.vllm.transfer import NO_ENGINE
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.blocks.store import BlockStore
@@ -47,9 +52,6 @@ from kvkeep.store.tiers import PROMPT_TOKENS, PassThrough, buffer_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
-        OffloadingConnectorStats,
-    )
     from vllm.v1.kv_offload.base import (
         OffloadingMetricMetadata,
         OffloadKey,
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
     from kvkeep.integrations.vllm.offload.notes import WorkerNote
+    from kvkeep.integrations.vllm.stats import Counts
 
 __all__ = ["KVKeepOffloadingConnector", "KVKeepSpec", "KVKeepTier"]
 
@@ -68,6 +71,7 @@ __all__ = ["KVKeepOffloadingConnector", "KVKeepSpec", "KVKeepTier"]
 # from the threads that load. So an idle step waits this long for one of them; a new request is
 # delayed by as much at most.
 _PAUSE_S = 0.002
+_PREFIX = "vllm:kvkeep_tier_"
 
 
 class KVKeepTier(SecondaryTierManager):
@@ -301,12 +305,12 @@ class KVKeepTier(SecondaryTierManager):
         cls, extra_config: dict[str, Any]
     ) -> dict[str, OffloadingMetricMetadata]:
         """Return the tier's metrics, for vLLM's Prometheus page."""
-        return definitions()
+        return _definitions()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Return the counts since the last call, once a second with those of tiers."""
         self._store.count_tiers(self._counts, states=True)
-        return taken(self._counts)
+        return _taken(self._counts)
 
 
 def _rows(spec: TieringOffloadingSpec, notes: list[WorkerNote]) -> ChunkRows:
@@ -319,3 +323,43 @@ def _rows(spec: TieringOffloadingSpec, notes: list[WorkerNote]) -> ChunkRows:
         rank_bytes=int(spec.cpu_page_size_per_worker),
         blocks=spec.config.cache.blocks_per_chunk,
     )
+
+
+def _definitions() -> dict[str, OffloadingMetricMetadata]:
+    """Return the metrics by name, for vLLM to declare."""
+    found: dict[str, OffloadingMetricMetadata] = {
+        _PREFIX + name: OffloadingCounterMetadata(documentation=text)
+        for name, text in METRICS.items()
+    }
+    found |= {
+        _PREFIX + metric_of(name): OffloadingCounterMetadata(
+            documentation=text.replace("Blocks", "Chunks").replace("blocks", "chunks"),
+            labelnames=("tier",),
+        )
+        for name, text in TIER_COUNTERS.items()
+    }
+    found |= {
+        _PREFIX + name: OffloadingGaugeMetadata(
+            documentation=f"{text}, at the last step", labelnames=("tier",)
+        )
+        for name, text in TIER_GAUGES.items()
+    }
+    return found
+
+
+def _taken(counts: Counts) -> OffloadingConnectorStats | None:
+    """Return and reset the counts; None if all are zero."""
+    stats = counts.take()
+    if stats is None:
+        return None
+    told = OffloadingConnectorStats()
+    for name, amount in stats.data.items():
+        counter, _, tier = name.partition(" ")
+        if name.startswith(NOW):
+            gauge, _, tier = name.removeprefix(NOW).split(" ", 2)
+            told.set_gauge(_PREFIX + gauge, amount, (tier,))
+        elif counter in TIER_COUNTERS:
+            told.increase_counter(_PREFIX + metric_of(counter), amount, (tier,))
+        else:
+            told.increase_counter(_PREFIX + name, amount)
+    return told

@@ -7,7 +7,6 @@
     requests.py    what is known of a request
     lookups.py     which chunks of a request are stored · choosing.py: which of them are loaded
     jobs.py        copies between vLLM's memory and the store, in threads
-    metrics.py     counts for vLLM's Prometheus page
     spec.py        KVKeepSpec: vLLM's spec, one layout of rows for all numbers of ranks where vLLM
                    proves it, and a mover where there is no GPU
     mover.py       copies between pages and vLLM's memory, on a CPU
