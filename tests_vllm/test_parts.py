@@ -6,7 +6,6 @@ import dataclasses
 import json
 import logging
 import os
-import pickle
 import random
 import threading
 from types import SimpleNamespace
@@ -24,15 +23,13 @@ from kvkeep.integrations.vllm.adapters import Adapters
 from kvkeep.integrations.vllm.groups import BlockReach, Group, Groups
 from kvkeep.integrations.vllm.keys import keys_of
 from kvkeep.integrations.vllm.lookups import BlockLookups
-from kvkeep.integrations.vllm.messages import BlockSpan, PageLoad, StepPlan, WorkerNews
+from kvkeep.integrations.vllm.messages import WorkerNews
 from kvkeep.integrations.vllm.options import ConnectorOptions, RequestMistakes, RequestOptions
-from kvkeep.integrations.vllm.pages import GroupPages
 from kvkeep.integrations.vllm.shared import SharedStore
 from kvkeep.integrations.vllm.stats import NOW, Counts, KVKeepStats
 from kvkeep.store import BlockStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from conftest import Server
@@ -97,19 +94,6 @@ def test_no_ttl_that_a_client_sends_is_more_than_wrong(ttl: object) -> None:
 )
 def test_request_options(params: object, wanted: RequestOptions) -> None:
     assert RequestOptions.parse(params) == wanted
-
-
-def test_keys() -> None:
-    hashes = [os.urandom(32) for _ in range(5)]
-    assert keys_of(hashes, 0) == hashes
-    assert keys_of([], 1) == []
-    everything = [key for group in range(4) for key in keys_of(hashes, group)]
-    assert len(set(everything)) == 20
-    for size in (16, 64):
-        others = [os.urandom(size) for _ in range(5)]
-        keys = keys_of(others, 1)
-        assert {len(key) for key in keys} == {32}
-        assert len(set(keys)) == 5
 
 
 def slowly(groups: Groups, there: set[bytes], hashes: list[bytes], first: int) -> int:
@@ -233,22 +217,6 @@ def test_a_draft_layer_needs_the_next_block() -> None:
     assert groups.reach(hashes, 3, lambda _: 1).end == 3
 
 
-def test_pages_go_out_and_come_back() -> None:
-    runs = [torch.randint(0, 255, (8, size), dtype=torch.uint8) for size in (48, 16)]
-    before = [run.clone() for run in runs]
-    pages = GroupPages(runs)
-    assert pages.record_bytes == 64
-    with BlockStore("pages", tiers=["memory://1MiB"]) as store:
-        keys = [os.urandom(32) for _ in range(3)]
-        assert store.write(keys, [64] * 3, pages.filler([5, 0, 7])) == 3
-        for run in runs:
-            run.zero_()
-        assert store.read(keys, [64] * 3, pages.sinker([1, 2, 3])) == 3
-    for run, was in zip(runs, before, strict=True):
-        assert torch.equal(run[[1, 2, 3]], was[[5, 0, 7]])
-        assert not run[[0, 4, 5, 6, 7]].any()
-
-
 def test_adapters(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "kvkeep")  # an engine before may have given it vLLM's
     adapters = Adapters()
@@ -270,22 +238,6 @@ def test_adapters(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert Adapters().digest(LoRARequest("one", 4, one.lora_path, load_inplace=True)) is None
     mixed = Adapters.mixed([bytes(32), bytes(31) + b"1"], first)
     assert len({*mixed}) == 2
-
-
-def test_blocks_are_deleted_when_it_is_time(ten_minutes_later: Callable[[], None]) -> None:
-    groups = Groups((Group(("l",), None),), 16, drops_last=False)
-    with BlockStore("ttl", tiers=["memory://1MiB"]) as store:
-        shared = SharedStore("ttl", store, groups, [8])
-        keys = [os.urandom(32) for _ in range(3)]
-        store.put(keys, [b"12345678"] * 3)
-        shared.expire(keys[:2], 600)
-        shared.expire(keys[:1], 1200)  # the last word counts
-        assert shared.delete_expired() == 0
-        ten_minutes_later()
-        assert shared.delete_expired() == 1
-        assert store.unknown(keys) == [1]
-        assert SharedStore.find("ttl") is shared
-        shared.close()
 
 
 def test_counts_add_up() -> None:
@@ -358,17 +310,6 @@ def test_hits_are_counted_once_and_never_back() -> None:
         counted = [taken.data for counts in (first, second) if (taken := counts.take())]
         assert [one["hits memory"] for one in counted] == [1, 1]
         shared.close()
-
-
-def test_messages_cross_processes() -> None:
-    plan = StepPlan(
-        idle=True, loads=[PageLoad("r", [BlockSpan(0, [bytes(32)], [3])], 16)], generation=2
-    )
-    assert pickle.loads(pickle.dumps(plan)) == plan
-    assert WorkerNews({1: [4]}).aggregate(WorkerNews({1: [2], 2: [7]})).found == {
-        1: [4, 2],
-        2: [7],
-    }
 
 
 def test_a_request_with_many_unknown_options_names_a_few() -> None:

@@ -38,7 +38,7 @@ from kvkeep.integrations.vllm.offload.identity import namespace_of_rows
 from kvkeep.integrations.vllm.offload.jobs import TierJobs
 from kvkeep.integrations.vllm.offload.lookups import ChunkLookups
 from kvkeep.integrations.vllm.offload.notes import ChunkRows
-from kvkeep.integrations.vllm.offload.requests import TierRequest, TierRequests
+from kvkeep.integrations.vllm.offload.requests import TierRequest
 from kvkeep.integrations.vllm.offload.spec import KVKeepSpec
 from kvkeep.integrations.vllm.options import OffloadOptions, RequestMistakes, RequestOptions
 from kvkeep.integrations.vllm.public import PublicBlocks, prefixes_in
@@ -158,7 +158,7 @@ class KVKeepTier(SecondaryTierManager):
         self._live: dict[str, TierRequest] = {}
         self._held = 0  # steps in which nothing may be loaded
         if self._options.resets:
-            self._engine.clears.append(self._clear)
+            self._engine.clear = self._clear
         largest = format_bytes(offloading_spec.kv_bytes_per_chunk)
         log_start(store, f"chunks of up to {largest}", below=True)
 
@@ -188,7 +188,7 @@ class KVKeepTier(SecondaryTierManager):
                 for group, public in self._public.items()
             }
         self._live[req_context.req_id] = request
-        TierRequests.of(req_context)[self] = request
+        req_context.set_state(request)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -204,7 +204,7 @@ class KVKeepTier(SecondaryTierManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return whether a chunk is stored; RETRY while shared tiers are asked."""
-        request = TierRequests.of(req_context).get(self)
+        request = req_context.get_state(TierRequest)
         if request is None or not request.kept or not request.options.load:
             return LookupResult.MISS
         found = self._lookups.find(request, key, req_context)
@@ -212,8 +212,7 @@ class KVKeepTier(SecondaryTierManager):
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Begin to store rows."""
-        context = job_metadata.req_context
-        request = TierRequests.of(context).get(self)
+        request = job_metadata.req_context.get_state(TierRequest)
         if request is not None and request.kept and request.options.store:
             self._jobs.save(job_metadata, request)
         else:
@@ -225,7 +224,7 @@ class KVKeepTier(SecondaryTierManager):
         The request may have ended since its lookups: its load ends at once, then.
         """
         del expedited
-        request = TierRequests.of(job_metadata.req_context).get(self)
+        request = job_metadata.req_context.get_state(TierRequest)
         assert request is not None, "a lookup found the chunks for a request"
         self._jobs.load(job_metadata, request)
 

@@ -101,6 +101,10 @@ def offload_parts(extra: Mapping[str, Any]) -> list[TransferPart]:
             parts.append(TransferPart(TIER, OffloadOptions.parse(options)))
         elif tier.get("module_path") == _MODULE:
             raise InvalidValue(f'type is {told(tier.get("type"))}; that in {_MODULE} is "{TIER}"')
+    if len(parts) > 1:
+        raise InvalidValue(
+            f"there are two {TIER}s in secondary_tiers; leave one of them, with the tiers of both"
+        )
     spec = extra.get("spec_name")
     if parts and spec != SPEC:
         near = did_you_mean(spec, [SPEC]) if isinstance(spec, str) else ""

@@ -61,9 +61,9 @@ class OffloadEngine:
     Attributes:
         arrival: the request that arrives just now.
         resets: which requests have KV of before a reset.
-        counts: of all its tiers.
+        counts: of its tier.
         content: which requests are kept.
-        clears: what deletes the namespaces of its tiers, at a reset.
+        clear: deletes the namespace of its tier, at a reset.
     """
 
     config: VllmConfig
@@ -71,7 +71,7 @@ class OffloadEngine:
     arrival: ArrivedRequest | None = None
     resets: Resets = field(default_factory=Resets)
     counts: Counts = field(default_factory=Counts)
-    clears: list[Callable[[], object]] = field(default_factory=list)
+    clear: Callable[[], object] = bool
     content: RequestContent = field(init=False)
 
     def __post_init__(self) -> None:
@@ -222,8 +222,7 @@ class KVKeepManager(TieringOffloadingManager):
         """Give all rows away and clear tiers; KV of running requests is not stored any more."""
         self._engine.resets.reset()
         super().reset_cache()
-        for clear in self._engine.clears:
-            clear()
+        self._engine.clear()
 
 
 # MultiConnector looks up the class of statistics from another process by name.
