@@ -50,7 +50,7 @@ def test_options() -> None:
 
 
 def test_near_misses_are_named() -> None:
-    with pytest.raises(InvalidValue, match=r"did you mean 'resets', 'load_timeout'\?$"):
+    with pytest.raises(InvalidValue, match=r"did you mean 'load_timeout', 'resets'\?$"):
         ConnectorOptions.parse({"reset": True, "load_timout": 1, 7: 8})
     with pytest.raises(InvalidValue, match=r"public_prefixes, config$"):
         ConnectorOptions.parse({"colour": "blue"})

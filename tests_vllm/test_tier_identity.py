@@ -88,7 +88,7 @@ def test_what_a_request_says(llama: str, tmp_path: Path) -> None:
         assert one["ignored_params"] == 1
         one.forget_all()
         assert one.ask([long], kvkeep={"load": False})[0].cached == 0
-        (whole,) = one.ask([long], max_tokens=70)
+        (whole,) = one.ask([long], max_tokens=70, kvkeep={"store": False})
         turn = long + list(whole.tokens)
         one.forget_all()
         assert one.ask([turn], kvkeep={"ttl": 1.5, "pin": False})[0].cached == 96

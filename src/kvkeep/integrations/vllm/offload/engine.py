@@ -63,7 +63,7 @@ class OffloadEngine:
         resets: which requests have KV of before a reset.
         counts: of its tier.
         content: which requests are kept.
-        clear: deletes the namespace of its tier, at a reset.
+        clear: deletes the namespace of its tier, at a reset; None: nothing does.
     """
 
     config: VllmConfig
@@ -71,7 +71,7 @@ class OffloadEngine:
     arrival: ArrivedRequest | None = None
     resets: Resets = field(default_factory=Resets)
     counts: Counts = field(default_factory=Counts)
-    clear: Callable[[], object] = bool
+    clear: Callable[[], object] | None = None
     content: RequestContent = field(init=False)
 
     def __post_init__(self) -> None:
@@ -222,7 +222,8 @@ class KVKeepManager(TieringOffloadingManager):
         """Give all rows away and clear tiers; KV of running requests is not stored any more."""
         self._engine.resets.reset()
         super().reset_cache()
-        self._engine.clear()
+        if self._engine.clear is not None:
+            self._engine.clear()
 
 
 # MultiConnector looks up the class of statistics from another process by name.
