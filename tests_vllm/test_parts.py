@@ -52,7 +52,7 @@ def test_options() -> None:
 def test_near_misses_are_named() -> None:
     with pytest.raises(InvalidValue, match=r"did you mean 'load_timeout', 'resets'\?$"):
         ConnectorOptions.parse({"reset": True, "load_timout": 1, 7: 8})
-    with pytest.raises(InvalidValue, match=r"public_prefixes, config$"):
+    with pytest.raises(InvalidValue, match=r"resets, public_prefixes$"):
         ConnectorOptions.parse({"colour": "blue"})
     with pytest.raises(InvalidValue, match=r"there are store, .*; did you mean 'store'\?$"):
         RequestOptions.parse({"kvkeep": {"stor": False}})

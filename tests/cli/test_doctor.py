@@ -209,18 +209,16 @@ def test_a_file_of_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     path = tmp_path / "kvkeep.toml"
     path.write_text(
         f"[serve]\nport = 8000\ntier = ['memory://1MiB', 'file://{tmp_path}/served?size=1MiB']\n"
-        f"[connector]\ntiers = ['memory://2MiB', 'file://{tmp_path}/kept?size=1MiB']\n"
     )
     checks = doctor(capsys, str(path))
-    for name, place in (("KVKeepConnector", "kept"), ("kvkeep serve", "served")):
-        assert only(checks, "options", name)["state"] == "ok"
-        assert only(checks, "access", f"{tmp_path}/{place}")["state"] == "ok"
-    path.write_text("[connector]\ntiers = ['memory://2MiB']\nload-timout = 3\n")
+    assert only(checks, "options", "kvkeep serve")["state"] == "ok"
+    assert only(checks, "access", f"{tmp_path}/served")["state"] == "ok"
+    path.write_text("[serve]\ntier = 3\n")
     wrong = only(doctor(capsys, str(path), code=1), "options")
-    assert f"{path}:3" in wrong["found"]
+    assert f"{path}:2" in wrong["found"]
     path.write_text("[route]\nport = 1\n")
     assert main(["doctor", str(path)]) == 2
-    assert "neither a section [connector]" in capsys.readouterr().err
+    assert "has no tiers in [serve]" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

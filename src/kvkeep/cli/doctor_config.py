@@ -222,19 +222,13 @@ def _refuse_misspelt(config: Mapping[str, Any]) -> None:
 
 
 def _parts_in(path: str) -> list[TransferPart]:
-    """Return the uses of kvkeep in a file of settings: inside an engine, and in kvkeep serve."""
-    file = ConfigFile.read(path)
-    parts: list[TransferPart] = []
-    if "connector" in file.sections:
-        parts.append(TransferPart(CONNECTOR, ConnectorOptions.parse({"config": path})))
-    tiers = file.section("serve").get("tier")
-    if tiers is not None:
-        given = [tiers.value] if isinstance(tiers.value, str) else tiers.value
-        options = EngineOptions(tiers=tiers_of(f"{tiers.where}: tier", given))
-        parts.append(TransferPart("kvkeep serve", options))
-    if not parts:
-        raise _NotOurs(f"{path} has neither a section [connector], nor tiers in [serve]")
-    return parts
+    """Return the use of kvkeep in a file of settings."""
+    tiers = ConfigFile.read(path).section("serve").get("tier")
+    if tiers is None:
+        raise _NotOurs(f"{path} has no tiers in [serve]")
+    given = [tiers.value] if isinstance(tiers.value, str) else tiers.value
+    options = EngineOptions(tiers=tiers_of(f"{tiers.where}: tier", given))
+    return [TransferPart("kvkeep serve", options)]
 
 
 def _rows(config: Mapping[str, Any]) -> int:
