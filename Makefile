@@ -148,7 +148,7 @@ test: check servers .venv-vllm/.installed .venv-sglang/.installed ## check, then
 	fi; \
 	test -z "$$failed" || { lscpu 2>/dev/null; exit 1; }
 
-VLLM_VERSIONS := 0.30 0.31 0.32 0.33
+VLLM_VERSIONS := 0.31 0.32 0.33
 test-versions: setup $(patsubst %,.venv-vllm-%/.installed,$(filter-out 0.32,$(VLLM_VERSIONS))) ## the tests beside every version of vLLM, and the table in docs/vllm.md (40 minutes)
 	@$(BIN)/python scripts/vllm_versions.py $(VLLM_VERSIONS)
 

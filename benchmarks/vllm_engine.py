@@ -283,15 +283,17 @@ def bookkeeping(rounds: int) -> list[Figure]:
     hasher, blocks = get_request_block_hasher(16, sha256), 2048
     groups, options = Groups((Group(("layer",), None),), 16, False), ConnectorOptions()
     store = BlockStore("benchmark", tiers=["memory://64MiB"])
-    shared = SharedStore("benchmark", store, groups, [64], options)
+    shared = SharedStore("benchmark", store, groups, [64])
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(world_size=1),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
         max_concurrent_batches=1,
         model_config=None,
-        kv_transfer_config=SimpleNamespace(engine_id="benchmark"),
+        kv_transfer_config=SimpleNamespace(
+            engine_id="benchmark", is_kv_consumer=True, is_kv_producer=True
+        ),
     )
-    side = SchedulerSide(config, options, groups, loads=True, saves=True)
+    side = SchedulerSide(config, options, groups)
     tables = (list(range(1, blocks + 1)),)
     seconds: dict[str, list[float]] = {"lookup": [], "save": [], "load": []}
 

@@ -1,6 +1,6 @@
 """Run the tests beside every version of vLLM, and write the table of the page.
 
-    python scripts/vllm_versions.py 0.30 0.31 0.32 0.33 [--tests test_multi.py …]
+    python scripts/vllm_versions.py 0.31 0.32 0.33 [--tests test_multi.py …]
 
 runs ``tests_vllm`` in the environments ``.venv-vllm-VERSION`` (``make test-versions`` makes them),
 and writes ``tests_vllm/versions.json`` and the table in ``docs/vllm.md``. Beside all versions but
@@ -32,7 +32,7 @@ BEGIN, END = "<!-- versions: begin -->", "<!-- versions: end -->"
 NEWEST = "0.32"  # of the CPU builds: its environment is .venv-vllm
 # Run beside the newest alone: what places do when they fail, and kvkeep's own parts and servers.
 ONCE = {
-    "test_capture.py", "test_one_memory.py", "test_parts.py", "test_router_vllm.py",
+    "test_one_memory.py", "test_parts.py", "test_router_vllm.py",
     "test_tier_faults.py", "test_tier_faults_restart.py", "test_tier_faults_servers.py",
     "test_tier_kill.py", "test_tier_table.py",
 }  # fmt: skip

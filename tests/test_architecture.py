@@ -101,10 +101,6 @@ ROOMS: dict[str, set[str]] = {
     "integrations": {
         "core.cache", "core.cost", "core.prefix", "core.eviction", "core.pages", "core.returns",
         "store", "store.kv", "store.blocks", "store.identity", "store.tiers", "store.backends",
-        "bench.traces",  # to capture one
-        "observe.explain",  # why prompts missed a tree inside an engine, or a connector's store
-        "observe.usage",  # the events of an engine's requests
-        "serve.http", "serve.server",  # the status that a connector serves
     },
     "testing": {
         "core.cache", "core.prefix", "core.eviction", "core.pages",

@@ -39,7 +39,6 @@ def test_values_have_their_names_and_lines(tmp_path):
         "name": ("name", "port = 5\n", f"{path}:8"),
     }
     assert file.section("route")["port"].where == f"{path}:13"
-    assert file.section("connector") == {}
 
 
 @pytest.mark.parametrize(
@@ -63,7 +62,7 @@ def test_other_ways_to_write_it(text, line, tmp_path):
         st.sampled_from(["", "# port = 1", "x = '''\nport = 2\n'''", "y = [\n 1,\n]", 'z = "a"']),
         unique=True,
     ),
-    st.lists(st.sampled_from(["[route]\nport = 3", "[connector]", "# [serve]"]), unique=True),
+    st.lists(st.sampled_from(["[route]\nport = 3", "# [serve]"]), unique=True),
 )
 def test_the_line_is_found_behind_anything(tmp_path_factory, inside, before):
     text = "\n".join([*before, "[serve]", *inside, "port = 1"])
@@ -120,7 +119,6 @@ def test_files_that_cannot_be_read(tmp_path):
 
 def test_what_is_secret():
     assert is_secret("api-key")
-    assert is_secret("status_key")
     assert not is_secret("api-key-file")
     assert not is_secret("port")
     assert masked("api-key", "hunter2") == "***"
@@ -145,8 +143,8 @@ def test_no_part_of_a_password_is_shown(password):
         ("[serve]\napi-key = 'hunter2'", 0o644, "api-key"),
         ("[serve]\napi-key = 'hunter2'", 0o640, None),
         ("[serve]\napi-key-file = '/k'", 0o644, None),
-        ("[connector]\ntiers = ['valkey://me:hunter2@h:1']", 0o604, "tiers"),
-        ("[connector]\ntiers = ['valkey://h:1']", 0o644, None),
+        ("[serve]\ntier = ['valkey://me:hunter2@h:1']", 0o604, "tier"),
+        ("[serve]\ntier = ['valkey://h:1']", 0o644, None),
     ],
 )
 def test_a_secret_that_everyone_can_read(text, mode, warned, tmp_path):
@@ -160,4 +158,4 @@ def test_a_secret_that_everyone_can_read(text, mode, warned, tmp_path):
 
 
 def test_sections_are_those_that_are_documented():
-    assert SECTIONS == ("serve", "route", "connector")
+    assert SECTIONS == ("serve", "route")

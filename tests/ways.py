@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
-HOUSE = str(Path(__file__).parents[1] / "src" / "kvkeep")
+HOUSE = str(Path(__file__).resolve().parents[1] / "src" / "kvkeep")
 
 
 @dataclass

@@ -81,8 +81,7 @@ def test_a_server_that_hangs_costs_its_time_and_no_more() -> None:
         assert Pages(made, storage, v1=True).set(names[:20], spans(made.host, 0, 20))
         assert storage.flush()
         storage.close()
-        storage = storage_of(made.host, tiers, load_timeout=0.5, lookup_timeout=0.25,
-                             save_timeout=0.25, flush_timeout=0.5)  # fmt: skip
+        storage = storage_of(made.host, tiers, load_timeout=0.5)
         pages = Pages(made, storage, v1=True)
         until = time.monotonic() + 60  # a busy machine may be later than that
         while storage.batch_exists(names) < 20:
@@ -99,9 +98,9 @@ def test_a_server_that_hangs_costs_its_time_and_no_more() -> None:
         assert pages.set(names[20:], spans(made.host, 0, 20))  # in memory, behind what hangs
         assert storage.batch_exists(names[20:]) == 20
         storage.close()
-        # 0.5 s for the load, 0.25 s for each question, 0.5 s to close, and a busy machine: far
-        # from the 300 s that the tier itself would wait.
-        assert time.monotonic() - began < 30
+        # 0.5 s for the load and for each question, 2 s for the save, 10 s to close, and a busy
+        # machine: far from the 300 s that the tier itself would wait.
+        assert time.monotonic() - began < 60
 
 
 @needs_server
@@ -121,7 +120,7 @@ def test_a_server_that_is_gone_is_a_miss() -> None:
 
 def test_pages_that_do_not_fit_are_not_kept(caplog: pytest.LogCaptureFixture) -> None:
     made = pools("mha", "page_first", "fp32", heads=8, dim=64)  # 192 KiB a page
-    storage = storage_of(made.host, ["memory://100KiB"], save_timeout=0.1)
+    storage = storage_of(made.host, ["memory://100KiB"])
     assert storage.batch_set_v1(hashes(2), spans(made.host, 0, 2)) == [False, False]
     assert storage.batch_exists(hashes(2)) == 0
     storage.close()
@@ -132,9 +131,7 @@ def test_what_memory_cannot_hold_waits_for_the_disk(tmp_path: Path) -> None:
     made = pools("mha", "page_first", "fp32", heads=8, dim=64, tokens=640)
     host = made.host
     scribble(host)
-    storage = storage_of(
-        host, ["memory://2MiB", f"file://{tmp_path}/kv?size=64MiB"], save_timeout=60
-    )
+    storage = storage_of(host, ["memory://2MiB", f"file://{tmp_path}/kv?size=64MiB"])
     names = hashes(40)  # 7.5 MiB
     assert storage.batch_set_v1(names, spans(host, 0, 40)) == [True] * 40
     assert storage.flush()

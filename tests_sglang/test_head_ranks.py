@@ -165,7 +165,7 @@ def test_several_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     wanted = truth(4)
     with gpu_server(tmp_path, 4):
         for _ in range(2):
-            with engine(shared(tmp_path), 2, 4, threads=3) as ranks:
+            with engine(shared(tmp_path), 2, 4) as ranks:
                 for rank in ranks:
                     rank.fill(wanted)
                     assert rank.save()

@@ -18,10 +18,7 @@ def test_what_sglang_reads_itself_is_not_ours() -> None:
     rest = HybridCacheController.parse_storage_backend_extra_config(text)[0]
     assert StorageOptions.parse(rest) == StorageOptions(tiers=("memory://8GiB",), load_timeout=1.0)
     assert StorageOptions.parse(None) == StorageOptions.parse({}) == StorageOptions()
-    assert StorageOptions.parse({"threads": "8"}).threads == 8
-    assert StorageOptions.parse({"load_timeout": "500ms", "save_timeout": "3"}) == StorageOptions(
-        load_timeout=0.5, save_timeout=3.0
-    )
+    assert StorageOptions.parse({"load_timeout": "500ms"}) == StorageOptions(load_timeout=0.5)
 
 
 @pytest.mark.parametrize(
@@ -39,14 +36,10 @@ def test_what_sglang_reads_itself_is_not_ours() -> None:
             "load_timeout: 'soon' is no time; write seconds, as 30, or 500ms",
         ),
         ({"load_timeout": "-1"}, "load_timeout is -1.0; a number of seconds is needed"),
-        ({"threds": 4}, "did you mean 'threads'"),
-        ({"lookup_timeout": -1}, "lookup_timeout is -1"),
-        ({"save_timeout": True}, "save_timeout is True"),
-        ({"flush_timeout": float("nan")}, "flush_timeout is nan"),
-        ({"flush_timeout": 1e300}, "flush_timeout is 1e.300"),
-        ({"save_timeout": 10**400}, "save_timeout is a whole number of 1329 bits"),
-        ({"threads": 0}, "threads is 0"),
-        ({"threads": 2.5}, "threads is 2.5"),
+        ({"load_timeout": True}, "load_timeout is True"),
+        ({"load_timeout": float("nan")}, "load_timeout is nan"),
+        ({"load_timeout": 1e300}, "load_timeout is 1e.300"),
+        ({"load_timeout": 10**400}, "load_timeout is a whole number of 1329 bits"),
     ],
 )
 def test_what_is_wrong_is_named(given: dict[str, object], said: str) -> None:

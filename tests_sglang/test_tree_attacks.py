@@ -1,8 +1,8 @@
-"""kvkeep's tree inside SGLang under harsher schedules: batches, aborts, pins, unpublished requests.
+"""kvkeep's tree inside SGLang under harsher schedules: batches, aborts, unpublished requests.
 
 The same scheduler and model as in test_tree.py, with what a server adds: requests that lock before
 others of their batch publish, aborts in the middle of a prefill, published or not, stops before the
-last computed token, requests that are not stored, pins, and pages of 1 and 64.
+last computed token, requests that are not stored, and pages of 1 and 64.
 """
 
 from __future__ import annotations
@@ -13,52 +13,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
 from sglang.srt.mem_cache.common import release_kv_cache
-from test_tree import SPACES, Model, Walk, ours, space_of
+from test_tree import SPACES, Walk, ours, space_of
 
 if TYPE_CHECKING:
     from tree_scheduler import Scheduler
-
-Path = tuple[Any, ...]
-
-
-class PinnedModel(Model):
-    """And which pages hard pins protect: those of a request, until so many more have ended."""
-
-    def __init__(self, made: Scheduler) -> None:
-        super().__init__(made)
-        self.pins: list[tuple[int, bool, set[Path]]] = []
-        self.ended = 0
-
-    def hard(self) -> set[Path]:
-        return set().union(*(paths for _, hard, paths in self.pins if hard))
-
-    def soft(self) -> set[Path]:
-        return set().union(*(paths for _, hard, paths in self.pins if not hard))
-
-    def locked(self) -> set[Path]:
-        return super().locked() | self.hard()
-
-    def follow(self) -> int:
-        """An evicted page that is stored anew is not what the pin was set on."""
-        gone = super().follow()
-        for _, hard, paths in self.pins:
-            assert not hard or paths <= set(self.stored), "a page with a hard pin was evicted"
-            paths &= set(self.stored)
-        return gone
-
-    def end(self) -> None:
-        self.ended += 1
-        self.pins = [pin for pin in self.pins if pin[0] > self.ended]
-
-    def unprotected_leaves(self) -> set[Path]:
-        """Stored ends of prompts that nothing protects, and no pin names."""
-        inner = {self.parent(path) for path in self.stored}
-        return {path for path in self.stored if path not in inner} - self.locked() - self.soft()
-
-    def parent(self, path: Path) -> Path:
-        page, pairs = self.made.page, self.made.pairs
-        end = len(path) - 2 - pairs - page
-        return path[: 2 + end + pairs] if end > 0 else ()
 
 
 class Attack(Walk):
@@ -66,9 +24,7 @@ class Attack(Walk):
 
     def __init__(self, made: Scheduler, rng: random.Random) -> None:
         super().__init__(made, rng)
-        self.model: PinnedModel = PinnedModel(made)
         self.piece = max(1, made.page // 2)
-        self.gone_soft = 0
 
     def attack(self, steps: int) -> None:
         chances = {self.batch: 30, self.go_on: 30, self.stop: 12, self.abort: 6, self.retract: 6,
@@ -80,10 +36,6 @@ class Attack(Walk):
             self.model.check()
         for req in self.made.running[:]:
             self.made.finish(req)
-        for _ in range(60):  # pins end with requests
-            req = self.made.admit([9] * (self.made.page + 1))
-            if req is not None:
-                self.made.finish(req)
         self.made.evict(10**9)
         assert self.made.allocator.available_size() == self.made.total
 
@@ -115,15 +67,11 @@ class Attack(Walk):
             self.stores(req)
 
     def stop(self) -> None:
-        """End a request, sometimes before its last computed token, sometimes with a pin."""
+        """End a request, sometimes before its last computed token."""
         if not self.made.running:
             return
-        rng, made, model = self.rng, self.made, self.model
+        rng, made = self.rng, self.made
         req = rng.choice(made.running)
-        pin = rng.choice(["soft", "hard"]) if rng.random() < 0.4 else None
-        lasting = rng.randint(1, 20)
-        if pin:
-            req.sampling_params.custom_params = {"kvkeep": {"pin": pin, "requests": lasting}}
         # What was published when it resumed after a retraction was sampled before the stop.
         published = req.kv.cache_protected_len + made.pairs
         done = max(1, published - len(req.origin_input_ids))
@@ -131,27 +79,18 @@ class Attack(Walk):
             req.finished_len = rng.randint(done, len(req.output_ids))
         kept = list(req.full_untruncated_fill_ids)[: req.owned_kv_len()]
         self.release(req, kept, FINISH_LENGTH(length=0), checkpoint=True)
-        if req.skip_radix_cache_insert:
-            return
-        model.end()
-        if pin and made.cache.pins_refused == self.refused:
-            paths = set(model.paths(kept, space_of(req), self.stored_of(kept)))
-            model.pins.append((model.ended + lasting, pin == "hard", paths))
-        self.seen.append((kept, space_of(req)))
+        if not req.skip_radix_cache_insert:
+            self.seen.append((kept, space_of(req)))
 
     def abort(self) -> None:
         """Abort a request in the middle; SGLang publishes what it has, or not."""
         if self.made.running:
             req = self.rng.choice(self.made.running)
             kept = list(req.full_untruncated_fill_ids)[: req.kv.kv_committed_len]
-            checkpoint = self.rng.random() < 0.5
-            self.release(req, kept, FINISH_ABORT(), checkpoint=checkpoint)
-            if checkpoint and not req.skip_radix_cache_insert:
-                self.model.end()
+            self.release(req, kept, FINISH_ABORT(), checkpoint=self.rng.random() < 0.5)
 
     def release(self, req: Any, kept: list[int], reason: Any, *, checkpoint: bool) -> None:
         made = self.made
-        self.refused = made.cache.pins_refused
         made.running.remove(req)
         req.finished_reason = reason
         release_kv_cache(req, made.cache, checkpoint=checkpoint)
@@ -165,17 +104,9 @@ class Attack(Walk):
     def stored_of(self, kept: list[int]) -> int:
         return max(0, len(kept) - self.made.pairs) // self.made.page * self.made.page
 
-    def evict(self) -> None:
-        before = self.model.soft() & set(self.model.stored)
-        super().evict()
-        if before - set(self.model.stored):
-            self.gone_soft += 1
-            assert not self.model.unprotected_leaves(), "a pinned page went before another one"
-
     def flush(self) -> None:
         if not self.made.running:
             super().flush()
-            self.model.pins.clear()
 
 
 @pytest.mark.parametrize("seed", range(6))

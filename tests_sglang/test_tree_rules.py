@@ -1,8 +1,7 @@
-"""kvkeep's tree inside SGLang: locks, resets, pins, events, and what the scheduler is told."""
+"""kvkeep's tree inside SGLang: locks, resets, events, and what the scheduler is told."""
 
 from __future__ import annotations
 
-import logging
 import random
 from array import array
 from typing import Any
@@ -20,7 +19,6 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from tree_scheduler import Scheduler, memory, request
 
 from kvkeep.core.errors import IllegalStep
-from kvkeep.core.events import Closed, Evicted, Opened, Stored
 from kvkeep.core.eviction import policy as named
 from kvkeep.integrations.sglang.tree import KVKeepTree
 
@@ -217,57 +215,6 @@ def test_the_tree_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "#tokens: 16" in said
 
 
-# --- retention -----------------------------------------------------------------------------------
-
-
-def pinned(one: Scheduler, tokens: list[int], **asked: Any) -> None:
-    req = request(f"p{tokens[0]}", tokens, custom_params={"kvkeep": asked})
-    assert one.resume(req)
-    one.finish(req)
-
-
-@pytest.mark.parametrize("kind", ["soft", "hard"])
-def test_a_pinned_prompt_outlives_newer_ones(kind: str) -> None:
-    one = made(pages=20)
-    pinned(one, row(0, 16), pin=kind, requests=6)
-    for at in range(100, 900, 200):
-        keep(one, row(at, 40))
-    assert matched(one, row(0, 16)).device_prefix_len == 16
-    assert one.cache.protected_size() == (16 if kind == "hard" else 0)
-    one.evict(10**6)
-    assert matched(one, row(0, 16)).device_prefix_len == (16 if kind == "hard" else 0)
-    for at in range(1000, 1006):
-        keep(one, row(at * 100, 8))
-    assert one.cache.protected_size() == 0
-    one.cache.check_integrity()
-    one.check()
-
-
-def test_hard_pins_leave_half_of_the_memory(caplog: pytest.LogCaptureFixture) -> None:
-    one = made(pages=20)
-    with caplog.at_level(logging.WARNING, "kvkeep.sglang"):
-        pinned(one, row(0, 32), pin="hard")
-        pinned(one, row(100, 12), pin="hard")
-    assert one.cache.protected_size() == 32
-    assert one.cache.pins_refused == 1
-    assert "above the limit of 10" in caplog.text
-    one.flush()
-    one.check()
-
-
-@pytest.mark.parametrize(("asked", "said"), [
-    ({"pin": "forever"}, "\"soft\" or \"hard\""), ({"pins": "soft"}, "unknown options"),
-    ({"pin": "soft", "requests": 0}, "requests"), ("soft", "an object is needed"),
-])  # fmt: skip
-def test_a_wrong_wish_is_logged(asked: Any, said: str, caplog: pytest.LogCaptureFixture) -> None:
-    one = made()
-    req = request("w", row(0, 16), custom_params={"kvkeep": asked})
-    assert one.resume(req)
-    one.finish(req)
-    assert said in caplog.text
-    assert one.cache.pins_refused == 1
-
-
 # --- events --------------------------------------------------------------------------------------
 
 
@@ -350,41 +297,6 @@ def test_without_kv_events_none_are_kept() -> None:
     one = made()
     keep(one, row(0, 8))
     assert one.cache.take_events() == []
-
-
-def test_kvkeeps_own_events_tell_the_same_story() -> None:
-    one = made(pages=32)
-    seen: list[Any] = []
-    end = one.cache.subscribe(seen.append)
-    pages: dict[int, tuple[int, ...]] = {}
-    keep(one, row(0, 20), cache_salt="b")
-    keep(one, [*row(0, 12), *row(60, 9)], cache_salt="b")
-    one.evict(8)
-    for event in seen:
-        if isinstance(event, Stored):
-            before = pages[event.parent] if event.parent >= 0 else ()
-            for at, page in enumerate(event.pages.tolist()):
-                assert page not in pages
-                before = (*before, *event.tokens[at * PAGE : (at + 1) * PAGE].tolist())
-                pages[page] = before
-        elif isinstance(event, Evicted):
-            for page in event.pages.tolist():
-                del pages[page]
-    opened = [event for event in seen if isinstance(event, Opened)]
-    assert [(event.prompt_tokens, event.cached_tokens) for event in opened] == [(20, 0), (21, 12)]
-    assert [event.tokens for event in seen if isinstance(event, Closed)] == [20, 21]
-    assert all(event.namespace.tenant == "b" for event in opened)
-    assert max(pages.values(), key=len)[:12] == tuple(row(0, 12))
-    end()
-    keep(one, row(300, 8))
-    assert len([event for event in seen if isinstance(event, Opened)]) == 2
-
-
-def test_a_failing_hook_does_not_end_the_scheduler(caplog: pytest.LogCaptureFixture) -> None:
-    one = made()
-    one.cache.subscribe(lambda _: 1 / 0)
-    keep(one, row(0, 8))
-    assert "a hook failed" in caplog.text
 
 
 def test_metrics_count_evicted_tokens() -> None:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 # A file is run by one worker; those that take longest come first, so that none is left for last.
 SLOW_FILES = [
-    "test_status_ends.py", "test_answers.py", "test_names_in_vllm.py", "test_public_prefixes.py",
+    "test_answers.py", "test_names_in_vllm.py", "test_public_prefixes.py",
     "test_costs.py", "test_both.py", "test_start.py", "test_tier_kill.py", "test_tier_models.py",
     "test_scheduling.py", "test_hybrids_apart.py", "test_ranks.py", "test_several_engines.py",
     "test_router_vllm.py",
@@ -55,14 +55,10 @@ def pytest_configure() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     from engines import freeze
-    from versions import NO_TIERS
 
     freeze()
     by_name = {name: at for at, name in enumerate(SLOW_FILES)}
     items.sort(key=lambda item: by_name.get(item.path.name, len(by_name)))
-    for item in items:
-        if NO_TIERS and item.path.name.startswith(("test_tier", "test_rank")):
-            item.add_marker(pytest.mark.skip(reason=NO_TIERS))
 
 
 @pytest.fixture

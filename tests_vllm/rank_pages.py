@@ -27,8 +27,7 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
 from kvkeep.integrations.records import gather, scatter
 from kvkeep.integrations.vllm.offload.mover import CPUMover
-from kvkeep.integrations.vllm.offload.notes import WorkerNote
-from kvkeep.integrations.vllm.offload.rows import ChunkRows
+from kvkeep.integrations.vllm.offload.notes import ChunkRows, WorkerNote
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -188,7 +187,7 @@ class Workers:
 
         def fill(at: int, raw: memoryview) -> None:
             row = self.rows[rows[at]]
-            gather((row[start : start + size] for start, size in self.layout.of(0)), raw)
+            gather((row[start : start + size] for start, size in self.layout.runs[0]), raw)
 
         assert store.write(names, [self.record_bytes] * len(rows), fill) == len(rows)
 
@@ -197,6 +196,6 @@ class Workers:
 
         def sink(at: int, raw: memoryview) -> None:
             row = self.rows[rows[at]]
-            scatter(raw, (row[start : start + size] for start, size in self.layout.of(0)))
+            scatter(raw, (row[start : start + size] for start, size in self.layout.runs[0]))
 
         assert store.read(names, [self.record_bytes] * len(rows), sink) == len(rows)

@@ -189,7 +189,7 @@ def test_parameters_that_are_no_object_are_ignored(
 def test_a_server_that_hangs_or_is_dead(
     llama: str, cold: list[Answer], server: Server, kept: Kept
 ) -> None:
-    limits = {"load_timeout": 0.5, "lookup_timeout": 0.2, "flush_timeout": 0.5, "buffer": "1MiB"}
+    limits = {"load_timeout": 0.5, "buffer": "1MiB"}
     with kept(llama, server.url(timeout="60s"), options=limits) as one:
         began = time.monotonic()
         one.ask(PROMPTS)

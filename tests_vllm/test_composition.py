@@ -170,7 +170,7 @@ def test_a_reset_after_a_change_of_weights_while_requests_run(llama: str, restar
     with engine(llama, None, enable_prefix_caching=False) as vllm:
         other_weights(vllm)
         (other,) = vllm.ask([mine + prompt(9, seed=64)])
-    with engine(llama, ["memory://64MiB"], extra={"unread": True}) as one:
+    with engine(llama, ["memory://64MiB"]) as one:
         running, said = one.llm.llm_engine, list[int]()
 
         def begin(name: str, tokens: list[int], most: int) -> None:

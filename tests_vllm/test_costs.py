@@ -6,7 +6,6 @@ some tens of milliseconds to compute.
 
 from __future__ import annotations
 
-import json
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,6 @@ import pytest
 from engines import Answer, Engine, engine, prompt, same
 from throttle import Disk, throttled
 
-from kvkeep.core.cost import CostModel, PrefillCost
 from kvkeep.core.errors import InvalidValue
 from kvkeep.integrations.vllm.options import ConnectorOptions
 
@@ -124,22 +122,6 @@ def test_a_disk_that_hangs_within_a_load(world: World) -> None:
     world.until("loaded_tokens")
 
 
-def test_what_was_learned_is_saved(llama: str, tmp_path: Path) -> None:
-    given = tmp_path / "cost.json"
-    seed = PrefillCost(seconds_per_token=1e-3, name="measured")
-    seed.write(given)
-    extra = {"compare_costs": True, "cost": str(given)}
-    with engine(llama, ["memory://64MiB"], extra=extra) as one:
-        for seed_number in range(4):
-            one.ask([prompt(600, seed=seed_number)])
-    learned = CostModel.read(tmp_path / "cost.learned.json")
-    assert json.loads((tmp_path / "cost.learned.json").read_text())["model"] == llama
-    assert 0 < learned.prefill.prefill_s(0, 600) < 0.5  # the seed says 0.6
-    assert PrefillCost.read(given) == seed
-    with engine(llama, ["memory://64MiB"], extra=extra) as one:
-        assert one.core.scheduler.connector._scheduler._cost.prefill.known
-
-
 def test_without_comparing_all_is_loaded(
     llama_slow: str, cold_slow: list[Answer], tmp_path: Path
 ) -> None:
@@ -158,7 +140,7 @@ def test_without_comparing_all_is_loaded(
         assert one["slower_tokens"] == 0
 
 
-@pytest.mark.parametrize("wrong", [{"compare_costs": 1}, {"cost": None}, {"cost": 3}])
+@pytest.mark.parametrize("wrong", [{"compare_costs": 1}, {"compare_costs": None}])
 def test_wrong_options(wrong: dict[str, object]) -> None:
     with pytest.raises(InvalidValue, match=next(iter(wrong))):
         ConnectorOptions.parse(wrong)

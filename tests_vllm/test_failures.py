@@ -61,7 +61,7 @@ def test_a_server_that_hangs_while_blocks_are_on_their_way(
     llama: str, cold: list[Answer], server: Server
 ) -> None:
     tiers = ["memory://1MiB", server.url(timeout="60s")]
-    with engine(llama, tiers, extra={"load_timeout": 0.5, "flush_timeout": 0.5}) as one:
+    with engine(llama, tiers, extra={"load_timeout": 0.5}) as one:
         one.ask(PROMPTS)
         assert one.store.flush(60)
         others = [random.randbytes(32) for _ in range(40)]

@@ -18,7 +18,7 @@ from hybrids import (
     state_bytes,
     zeroed,
 )
-from versions import OLD, VERSION
+from versions import OLD
 from vllm import SamplingParams
 from vllm.distributed.parallel_state import destroy_model_parallel
 
@@ -50,8 +50,6 @@ def prompts(hybrid: Hybrid) -> list[list[int]]:
                5 * size + 20]  # fmt: skip
     if OLD:  # the first pass of a prompt that ends with a block leaves no state, the second does
         lengths = [length for length in lengths if length % size or length == size]
-    if VERSION < (0, 31):  # it says other things to one token each time, with Qwen3-Next, by itself
-        lengths.remove(1)
     return [prompt(length, seed=30) for length in lengths]
 
 

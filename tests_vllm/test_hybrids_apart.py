@@ -11,7 +11,6 @@ import pytest
 from engines import Answer, apart, engine, prompt, same
 from hybrids import STATES, Hybrid, described, each, exactly, make_hybrid, state_bytes
 from models import make_gpt_oss
-from versions import VERSION
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +122,6 @@ def test_preempted(hybrid: Hybrid) -> None:
         exactly(warm, local)
 
 
-@pytest.mark.skipif(VERSION < (0, 31), reason="vLLM 0.30 has sinks in bfloat16 alone on CPUs")
 def test_windows_and_sinks_as_before(tmp_path: Path) -> None:
     prompts = [prompt(length, seed=42) for length in (40, 97, 192)]
     with engine(make_gpt_oss(tmp_path / "gpt_oss"), ["memory://64MiB"]) as one:

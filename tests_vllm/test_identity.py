@@ -21,8 +21,8 @@ from vllm.lora.request import LoRARequest
 
 from kvkeep.integrations.vllm import naming, numbers
 from kvkeep.integrations.vllm.adapters import Adapters
+from kvkeep.integrations.vllm.naming import revision_of
 from kvkeep.integrations.vllm.numbers import numbers_of
-from kvkeep.integrations.vllm.weights import revision_of
 from kvkeep.integrations.vllm.worker import WorkerSide
 from kvkeep.store.identity import model_identity
 from kvkeep.store.identity.neutral import NEUTRAL_CONFIG

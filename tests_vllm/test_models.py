@@ -85,7 +85,7 @@ def two_ranks(llama: str, disk: str) -> None:
             "kv_connector": "KVKeepConnector", "kv_role": "kv_both",
             "kv_connector_module_path": "kvkeep.integrations.vllm",
             "kv_connector_extra_config": {
-                "tiers": ["memory://16MiB", f"file://{disk}?size=64MiB"], "lookup_timeout": 20.0,
+                "tiers": ["memory://16MiB", f"file://{disk}?size=64MiB"],
                 "load_timeout": 60.0, "compare_costs": False,
             },
         },

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import logging
 import os
-import pickle
 import random
 import threading
 from types import SimpleNamespace
@@ -24,17 +23,13 @@ from kvkeep.integrations.vllm.adapters import Adapters
 from kvkeep.integrations.vllm.groups import BlockReach, Group, Groups
 from kvkeep.integrations.vllm.keys import keys_of
 from kvkeep.integrations.vllm.lookups import BlockLookups
-from kvkeep.integrations.vllm.messages import BlockSpan, PageLoad, StepPlan, WorkerNews
-from kvkeep.integrations.vllm.mistakes import RequestMistakes
-from kvkeep.integrations.vllm.options import ConnectorOptions, RequestOptions
-from kvkeep.integrations.vllm.pages import GroupPages
+from kvkeep.integrations.vllm.messages import WorkerNews
+from kvkeep.integrations.vllm.options import ConnectorOptions, RequestMistakes, RequestOptions
 from kvkeep.integrations.vllm.shared import SharedStore
-from kvkeep.integrations.vllm.stats import Counts, KVKeepStats
-from kvkeep.integrations.vllm.tier_figures import NOW
+from kvkeep.integrations.vllm.stats import NOW, Counts, KVKeepStats
 from kvkeep.store import BlockStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from conftest import Server
@@ -43,25 +38,24 @@ if TYPE_CHECKING:
 
 def test_options() -> None:
     assert ConnectorOptions.parse({}) == ConnectorOptions()
-    given = {"tiers": ["memory://1MiB"], "load_timeout": 2, "min_tokens": 7, "tenant": "me"}
+    given = {"tiers": ["memory://1MiB"], "load_timeout": 2, "tenant": "me"}
     options = ConnectorOptions.parse(given)
-    assert (options.tiers, options.load_timeout, options.min_tokens) == (("memory://1MiB",), 2.0, 7)
-    assert ConnectorOptions.parse({"min_tokens": "4K"}).min_tokens == 4000
-    for wrong in ({"tiers": []}, {"tiers": [1]}, {"min_tokens": 0}, {"revision": 3},
-                  {"flush_timeout": -1}, {"lookup_timeout": True}, {"nothing": 1},
-                  {"flush_timeout": 1e300}, {"load_timeout": 10**400},
-                  {"answers": "false"}, {"answers": 0}, {"answers": None}):  # fmt: skip
+    assert (options.tiers, options.load_timeout, options.tenant) == (("memory://1MiB",), 2.0, "me")
+    for wrong in ({"tiers": []}, {"tiers": [1]}, {"revision": 3}, {"nothing": 1},
+                  {"load_timeout": -1}, {"load_timeout": True}, {"load_timeout": 1e300},
+                  {"load_timeout": 10**400}, {"resets": "false"}, {"resets": 0},
+                  {"resets": None}):  # fmt: skip
         with pytest.raises(InvalidValue, match=next(iter(wrong))):
             ConnectorOptions.parse(wrong)
 
 
 def test_near_misses_are_named() -> None:
-    with pytest.raises(InvalidValue, match=r"did you mean 'answers', 'load_timeout'\?$"):
-        ConnectorOptions.parse({"answer": True, "load_timout": 1, 7: 8})
-    with pytest.raises(InvalidValue, match=r"public_prefixes, config$"):
+    with pytest.raises(InvalidValue, match=r"did you mean 'load_timeout', 'resets'\?$"):
+        ConnectorOptions.parse({"reset": True, "load_timout": 1, 7: 8})
+    with pytest.raises(InvalidValue, match=r"resets, public_prefixes$"):
         ConnectorOptions.parse({"colour": "blue"})
-    with pytest.raises(InvalidValue, match=r"there are store, .*; did you mean 'answers'\?$"):
-        RequestOptions.parse({"kvkeep": {"answer": False}})
+    with pytest.raises(InvalidValue, match=r"there are store, .*; did you mean 'store'\?$"):
+        RequestOptions.parse({"kvkeep": {"stor": False}})
 
 
 def test_a_password_is_not_repeated() -> None:
@@ -92,7 +86,6 @@ def test_no_ttl_that_a_client_sends_is_more_than_wrong(ttl: object) -> None:
         ({"do_remote_prefill": True}, RequestOptions()),
         ({"kvkeep": {}}, RequestOptions()),
         ({"kvkeep": {"store": False}}, RequestOptions(store=False)),
-        ({"kvkeep": {"answers": False}}, RequestOptions(answers=False)),
         ({"kvkeep": {"load": False, "ttl": 5}}, RequestOptions(load=False, ttl=5.0)),
         ({"kvkeep": {"pin": True}}, RequestOptions(pin=3600.0)),
         ({"kvkeep": {"pin": True, "ttl": 9}}, RequestOptions(pin=9.0)),
@@ -101,19 +94,6 @@ def test_no_ttl_that_a_client_sends_is_more_than_wrong(ttl: object) -> None:
 )
 def test_request_options(params: object, wanted: RequestOptions) -> None:
     assert RequestOptions.parse(params) == wanted
-
-
-def test_keys() -> None:
-    hashes = [os.urandom(32) for _ in range(5)]
-    assert keys_of(hashes, 0) == hashes
-    assert keys_of([], 1) == []
-    everything = [key for group in range(4) for key in keys_of(hashes, group)]
-    assert len(set(everything)) == 20
-    for size in (16, 64):
-        others = [os.urandom(size) for _ in range(5)]
-        keys = keys_of(others, 1)
-        assert {len(key) for key in keys} == {32}
-        assert len(set(keys)) == 5
 
 
 def slowly(groups: Groups, there: set[bytes], hashes: list[bytes], first: int) -> int:
@@ -201,7 +181,7 @@ def test_ranks_agree_on_one_end() -> None:
             return hashes[first:end]
 
     groups = Groups((Group(("s",), state=True), Group(("f",))), 16, drops_last=False)
-    lookups = BlockLookups(groups, None, Counts(), ranks=2, timeout=60)
+    lookups = BlockLookups(groups, None, Counts(), ranks=2)
     followed: Any = Followed()
     rounds = 0
     while (reach := lookups.reach(followed, 0, 9)) is None:
@@ -237,22 +217,6 @@ def test_a_draft_layer_needs_the_next_block() -> None:
     assert groups.reach(hashes, 3, lambda _: 1).end == 3
 
 
-def test_pages_go_out_and_come_back() -> None:
-    runs = [torch.randint(0, 255, (8, size), dtype=torch.uint8) for size in (48, 16)]
-    before = [run.clone() for run in runs]
-    pages = GroupPages(runs)
-    assert pages.record_bytes == 64
-    with BlockStore("pages", tiers=["memory://1MiB"]) as store:
-        keys = [os.urandom(32) for _ in range(3)]
-        assert store.write(keys, [64] * 3, pages.filler([5, 0, 7])) == 3
-        for run in runs:
-            run.zero_()
-        assert store.read(keys, [64] * 3, pages.sinker([1, 2, 3])) == 3
-    for run, was in zip(runs, before, strict=True):
-        assert torch.equal(run[[1, 2, 3]], was[[5, 0, 7]])
-        assert not run[[0, 4, 5, 6, 7]].any()
-
-
 def test_adapters(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "kvkeep")  # an engine before may have given it vLLM's
     adapters = Adapters()
@@ -274,22 +238,6 @@ def test_adapters(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert Adapters().digest(LoRARequest("one", 4, one.lora_path, load_inplace=True)) is None
     mixed = Adapters.mixed([bytes(32), bytes(31) + b"1"], first)
     assert len({*mixed}) == 2
-
-
-def test_blocks_are_deleted_when_it_is_time(ten_minutes_later: Callable[[], None]) -> None:
-    groups = Groups((Group(("l",), None),), 16, drops_last=False)
-    with BlockStore("ttl", tiers=["memory://1MiB"]) as store:
-        shared = SharedStore("ttl", store, groups, [8], ConnectorOptions())
-        keys = [os.urandom(32) for _ in range(3)]
-        store.put(keys, [b"12345678"] * 3)
-        shared.expire(keys[:2], 600)
-        shared.expire(keys[:1], 1200)  # the last word counts
-        assert shared.delete_expired() == 0
-        ten_minutes_later()
-        assert shared.delete_expired() == 1
-        assert store.unknown(keys) == [1]
-        assert SharedStore.find("ttl") is shared
-        shared.close()
 
 
 def test_counts_add_up() -> None:
@@ -315,7 +263,7 @@ def test_counts_add_up() -> None:
 def test_a_reset_says_whether_every_tier_was_reset(server: Server) -> None:
     groups = Groups((Group(("l",), None),), 16, drops_last=False)
     with BlockStore("reset", tiers=["memory://1MiB", server.url(timeout="5s")]) as store:
-        shared = SharedStore("reset", store, groups, [8], ConnectorOptions(flush_timeout=0.5))
+        shared = SharedStore("reset", store, groups, [8])
         key = os.urandom(32)
         assert store.put([key], [b"12345678"], wait=10) == 1
         assert store.flush(10)
@@ -350,11 +298,7 @@ class SlowToSay(BlockStore):
 def test_hits_are_counted_once_and_never_back() -> None:
     groups = Groups((Group(("l",), None),), 16, drops_last=False)
     with SlowToSay() as store:
-        shared, first, second = (
-            SharedStore("hits", store, groups, [1], ConnectorOptions()),
-            Counts(),
-            Counts(),
-        )
+        shared, first, second = SharedStore("hits", store, groups, [1]), Counts(), Counts()
         store.get([store.key], [memoryview(bytearray(1))])
         other = threading.Thread(target=shared.count_tiers, args=[first])
         other.start()
@@ -368,21 +312,10 @@ def test_hits_are_counted_once_and_never_back() -> None:
         shared.close()
 
 
-def test_messages_cross_processes() -> None:
-    plan = StepPlan(
-        idle=True, loads=[PageLoad("r", [BlockSpan(0, [bytes(32)], [3])], 16)], generation=2
-    )
-    assert pickle.loads(pickle.dumps(plan)) == plan
-    assert WorkerNews({1: [4]}).aggregate(WorkerNews({1: [2], 2: [7]})).found == {
-        1: [4, 2],
-        2: [7],
-    }
-
-
 def test_a_request_with_many_unknown_options_names_a_few() -> None:
     """A client may send a million names, and they are read in the scheduler's thread."""
     given = {"kvkeep": {f"store{number}": True for number in range(200_000)}}
-    with pytest.raises(InvalidValue, match="and others; there are store, answers") as told:
+    with pytest.raises(InvalidValue, match="and others; there are store, load") as told:
         RequestOptions.parse(given)
     assert len(str(told.value)) < 500
 

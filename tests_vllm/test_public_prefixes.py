@@ -224,9 +224,7 @@ def test_two_ranks(llama: str, declared: str, tmp_path: Path) -> None:
 def two_ranks(llama: str, declared: str, disk: str) -> None:
     ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     questions = [[*SYSTEM, *prompt(70, seed=number)] for number in range(2)]
-    with connected(
-        llama, disk, options={"public_prefixes": declared, "lookup_timeout": 20.0}, **ranks
-    ) as one:
+    with connected(llama, disk, options={"public_prefixes": declared}, **ranks) as one:
         answers = [asked(one, each, f"salt {n}") for n, each in enumerate(questions)]
         assert [answer.cached for answer in answers] == [0, PUBLIC]
         assert asked(one, questions[0], "salt 1").cached == PUBLIC

@@ -11,10 +11,10 @@ from engines import BLOCK, PROMPTS, apart, prompt
 from models import make_qwen_next
 from tiered import TieredEngine, tiered
 
-from kvkeep.core.errors import UnsupportedModel
+from kvkeep.core.errors import InvalidValue, UnsupportedModel
 from kvkeep.integrations.vllm.offload import spec as spec_module
 from kvkeep.integrations.vllm.offload.identity import namespace_of_rows
-from kvkeep.integrations.vllm.offload.layout import canonical_of
+from kvkeep.integrations.vllm.offload.spec import canonical_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,7 +74,7 @@ def other_pages(llama: str, disk: str) -> None:
     take_notes = spec_module.take_notes
 
     def two_minds(engine: str, ranks: int) -> Any:
-        (note,) = take_notes(engine, ranks) or ()
+        (note,) = take_notes(engine, ranks)
         return [note, replace(note, canonical=not note.canonical)]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -85,8 +85,8 @@ def other_pages(llama: str, disk: str) -> None:
             one.forget_all()
             assert one.ask(PROMPTS[-1:])[0].cached == len(PROMPTS[-1]) // BLOCK * BLOCK
         with patch.context() as more:
-            more.setattr(spec_module, "leave_note", lambda *_: False)
-            with pytest.raises(UnsupportedModel, match="tell the scheduler"):
+            more.setattr(spec_module, "leave_note", lambda *_: None)
+            with pytest.raises(InvalidValue, match="worker 0 did not tell"):
                 tiered(llama, disk).__enter__()
         patch.setattr(spec_module, "take_notes", two_minds)
         with pytest.raises(UnsupportedModel, match="in different layouts"):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from rank_pages import Shape, Workers, pages_of, registered
 
-from kvkeep.integrations.vllm.offload.layout import is_portable
+from kvkeep.integrations.vllm.offload.spec import is_portable
 from kvkeep.store import BlockStore
 
 if TYPE_CHECKING:

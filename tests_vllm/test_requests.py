@@ -69,19 +69,9 @@ def test_not_to_be_stored(running: Engine) -> None:
     assert again(running, mine).cached == found(200)
 
 
-def test_prompts_alone_are_stored(running: Engine) -> None:
-    first = prompt(90, seed=20)
-    answer = running.ask([first], max_tokens=70, kvkeep={"answers": False})[0]
-    turn = first + list(answer.tokens) + prompt(20, seed=21)
-    assert again(running, turn).cached == 64  # blocks that hold no token of the answer
-    # It was the prompt this time, so all of it is there now, the former answer included.
-    assert again(running, turn).cached == found(180)
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"answers": "no"},
         {"stores": True},
         {"store": "no"},
         {"ttl": -1},

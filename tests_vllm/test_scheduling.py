@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-import pytest
 import torch
 from engines import PROMPTS, Answer, apart, engine, found, prompt, same
-from versions import VERSION
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,7 +37,6 @@ def test_preemption(llama: str) -> None:
         assert one["failed_tokens"] == 0
 
 
-@pytest.mark.skipif(VERSION < (0, 31), reason="vLLM 0.30 cannot speculate on CPUs")
 def test_guessing_ahead(llama: str) -> None:
     """In a process of its own: what vLLM imports for it keeps it from making a second engine."""
     apart("test_scheduling:guess_ahead", llama)

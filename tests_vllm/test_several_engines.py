@@ -63,18 +63,6 @@ def test_a_prompt_longer_than_the_tiers(llama: str, cold: list[Answer]) -> None:
         same(cold, one.ask(PROMPTS))
 
 
-def test_answers_that_the_engine_does_not_store_no_request_has_stored(llama: str) -> None:
-    with engine(llama, ["memory://16MiB"], extra={"answers": False}) as one:
-        for seed, wish in enumerate((None, {"answers": True}, {"pin": True})):
-            first = prompt(100, seed=22 + seed)
-            saved = one["saved_tokens"]
-            answer = one.ask([first], max_tokens=70, kvkeep=wish)[0]
-            assert one["saved_tokens"] - saved == 96
-            one.forget()
-            turn = first + list(answer.tokens)
-            assert one.ask([turn], kvkeep={"store": False})[0].cached == 96
-
-
 def test_a_second_engine_in_the_process_is_not_taken_for_the_first(
     llama: str, tmp_path: Path
 ) -> None:

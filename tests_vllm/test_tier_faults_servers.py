@@ -31,7 +31,7 @@ nixl = pytest.mark.skipif(
 
 ASKED = [prompt(length, seed=98) for length in (97, 193, 300)]
 FULL = sum(len(one) // 32 * 32 for one in ASKED)
-LIMITS = {"load_timeout": 0.5, "lookup_timeout": 0.2, "flush_timeout": 0.5, "buffer": "2MiB"}
+LIMITS = {"load_timeout": 0.5, "buffer": "2MiB"}
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -88,7 +88,7 @@ def test_what_a_request_says(llama: str, tmp_path: Path) -> None:
         assert one["ignored_params"] == 1
         one.forget_all()
         assert one.ask([long], kvkeep={"load": False})[0].cached == 0
-        (whole,) = one.ask([long], max_tokens=70, kvkeep={"answers": False})
+        (whole,) = one.ask([long], max_tokens=70, kvkeep={"store": False})
         turn = long + list(whole.tokens)
         one.forget_all()
         assert one.ask([turn], kvkeep={"ttl": 1.5, "pin": False})[0].cached == 96
@@ -115,7 +115,6 @@ def test_what_a_request_says(llama: str, tmp_path: Path) -> None:
         (kvkeep_tier("memory://1GiB"), "give vLLM that memory"),
         ({**kvkeep_tier(), "tiers": None}, "tiers are a list of URLs"),
         ({key: one for key, one in kvkeep_tier().items() if key != "tiers"}, "has no tiers"),
-        (kvkeep_tier("file:///tmp/x", buffer="1KiB"), "at least 1MiB"),
     ],
 )
 def test_what_is_wrong_is_told_at_the_start(llama: str, tier: dict[str, Any], said: str) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,84 +11,13 @@ from hybrids import each
 from tiered import tiered
 from vllm import SamplingParams
 
-from kvkeep.integrations.vllm.loaders import Loaders
 from kvkeep.store.backends.disk import DiskBackend
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
     from pathlib import Path
 
 LONG_S = 60.0
-
-
-@pytest.fixture
-def loaders() -> Iterator[Loaders]:
-    one = Loaders()
-    yield one
-    one.close(wait=True)
-
-
-def never() -> bool:
-    return False
-
-
-def test_loads_that_wait_delay_no_others(loaders: Loaders) -> None:
-    go_on, until = threading.Event(), time.monotonic() + LONG_S
-    waiting = [
-        loaders.submit(lambda _: bool(go_on.wait(LONG_S)) or None, until=until, cancelled=never)
-        for _ in range(16)
-    ]
-    loaders.submit(lambda _: None, until=until, cancelled=never).result(LONG_S)
-    assert not any(one.done() for one in waiting)
-    go_on.set()
-
-
-def test_four_go_on_at_a_time_in_order(loaders: Loaders) -> None:
-    lock, going, most = threading.Lock(), 0, 0
-    begun: list[int] = []
-
-    def load(number: int, went_on: Callable[[], None]) -> None:
-        nonlocal going, most
-        with lock:
-            begun.append(number)
-            going += 1
-            most = max(most, going)
-        for _ in range(20):
-            time.sleep(0.002)
-            went_on()
-        with lock:
-            going -= 1
-
-    until = time.monotonic() + LONG_S
-    loads = [
-        loaders.submit(partial(load, number), until=until, cancelled=never) for number in range(40)
-    ]
-    for one in loads:
-        one.result(LONG_S)
-    assert all(abs(number - at) < 8 for at, number in enumerate(begun))
-    assert most < 12, "a thread that got no processor for a moment looks as if it waits"
-
-
-def test_a_deadline_and_a_cancellation_end_the_wait(loaders: Loaders) -> None:
-    stop, ended = threading.Event(), threading.Event()
-
-    def busy(went_on: Callable[[], None]) -> None:
-        while not ended.wait(0.001):
-            went_on()
-
-    until = time.monotonic() + LONG_S
-    for _ in range(4):
-        loaders.submit(busy, until=until, cancelled=never)
-    soon = time.monotonic() + 0.2
-    loaders.submit(lambda _: None, until=soon, cancelled=never).result(LONG_S)
-    assert time.monotonic() >= soon
-    told = loaders.submit(lambda _: None, until=until, cancelled=stop.is_set)
-    stop.set()
-    loaders.wake()
-    told.result(LONG_S)
-    assert time.monotonic() < until
-    ended.set()
 
 
 @pytest.mark.parametrize("adapter", ["tier", "connector"])

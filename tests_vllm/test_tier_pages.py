@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tiered import kvkeep_tier
+from tiered import buffered, kvkeep_tier
 from versions import VERSION
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
 from vllm.v1.kv_offload.config import (
@@ -32,6 +32,7 @@ from kvkeep.core.errors import BackendFailed, OutOfRoom
 from kvkeep.core.keys import Namespace
 from kvkeep.integrations.vllm import tier as tier_module
 from kvkeep.integrations.vllm.offload.engine import OffloadEngine
+from kvkeep.integrations.vllm.offload.notes import WorkerNote, leave_note
 from kvkeep.integrations.vllm.tier import KVKeepSpec
 from kvkeep.store.backends.disk import DiskBackend
 
@@ -67,6 +68,8 @@ def spec_of(engine: str, *tiers: str, **options: Any) -> KVKeepSpec:
         lora_config=None,
         max_concurrent_batches=1,
     )
+    whole = [[(0, ROW)]] * len(config.groups)  # a worker's pages fill its rows
+    leave_note(config.engine_id, 0, WorkerNote("none", [ROW], whole))
     caches: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=None)] * 2)
     with OffloadEngine(described, caches).starting():
         return KVKeepSpec(config)
@@ -178,9 +181,8 @@ def same_space(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def driver(tmp_path: Path, same_space: None) -> Iterator[Driver]:
-    one = Driver(
-        spec_of("pages", f"file://{tmp_path}/kv?size=64MiB", load_timeout=0.3, buffer="1MiB")
-    )
+    with buffered("1MiB"):
+        one = Driver(spec_of("pages", f"file://{tmp_path}/kv?size=64MiB", load_timeout=0.3))
     yield one
     one.close()
 
@@ -251,7 +253,7 @@ def test_failed_chunks_are_misses_at_once(
 ) -> None:
     """Else vLLM would ask for them again in each step, for ever."""
     disk = f"file://{tmp_path}/kv?size=64MiB&timeout=60s"
-    driver = Driver(spec_of("failing", disk, load_timeout=0.3, flush_timeout=0.2))
+    driver = Driver(spec_of("failing", disk, load_timeout=0.3))
     driver.finish(driver.begin(0, 3))
     driver.settle()
     store = driver.tier._store.store

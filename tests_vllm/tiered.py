@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from engines import Engine, engine
-from versions import NO_TIERS
 
+import kvkeep.integrations.vllm.tier as tier_module
+from kvkeep.core.geometry.units import parse_bytes
 from kvkeep.integrations.vllm.stats import Counts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from kvkeep.integrations.vllm.tier import KVKeepTier
     from kvkeep.store import BlockStore
 
 MODULE = "kvkeep.integrations.vllm.tier"
@@ -46,7 +46,7 @@ class TieredEngine(Engine):
     """An engine with one `KVKeepTier`, and a look at what it does."""
 
     @property
-    def tier(self) -> KVKeepTier:
+    def tier(self) -> tier_module.KVKeepTier:
         (tier,) = self.core.scheduler.connector.connector_scheduler.manager.secondary_tiers
         return tier  # type: ignore[no-any-return]
 
@@ -60,11 +60,22 @@ class TieredEngine(Engine):
 
 
 @contextmanager
+def buffered(size: str | int | None) -> Iterator[None]:
+    """Tiers that are made now have so small a buffer, or the one that they choose."""
+    with pytest.MonkeyPatch.context() as patch:
+        if size is not None:
+            patch.setattr(tier_module, "buffer_bytes", lambda _: parse_bytes(size))
+        yield
+
+
+@contextmanager
 def tiered(model: str, *tiers: str, **more: Any) -> Iterator[TieredEngine]:
-    """An engine with kvkeep's ``tiers`` below vLLM's 64 MiB of memory."""
-    if NO_TIERS:
-        pytest.skip(NO_TIERS)
-    options, extra = more.pop("options", {}), more.pop("extra", {})
+    """An engine with kvkeep's ``tiers`` below vLLM's 64 MiB of memory.
+
+    ``buffer`` among its options is how large the memory is from which chunks are written.
+    """
+    options, extra = dict(more.pop("options", {})), more.pop("extra", {})
+    buffer = options.pop("buffer", None)
     transfer = offloading([kvkeep_tier(*tiers, **options)], **extra)
     kept: list[dict[str, float]] = []
     take = Counts.take
@@ -78,7 +89,7 @@ def tiered(model: str, *tiers: str, **more: Any) -> Iterator[TieredEngine]:
 
     Counts.take = told  # type: ignore[method-assign]
     try:
-        with engine(model, kv_transfer_config=transfer, **more) as plain:
+        with buffered(buffer), engine(model, kv_transfer_config=transfer, **more) as plain:
             plain.__class__ = TieredEngine
             assert isinstance(plain, TieredEngine)
             plain._take = plain._kept = told

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engines import apart, engine
-from tiered import TieredEngine, kvkeep_tier, offloading
+from tiered import TieredEngine, buffered, kvkeep_tier, offloading
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -170,10 +170,12 @@ def side_by_side(
 
     Rows have the layout that vLLM's own spec gives them.
     """
-    options, extra = more.pop("options", {}), {"canonical_layout": False} | more.pop("extra", {})
+    options, extra = dict(more.pop("options", {})), {"canonical_layout": False}
+    extra |= more.pop("extra", {})
+    buffer = options.pop("buffer", None)
     mine = kvkeep_tier(*ours, locality="REMOTE", **options)
     transfer = offloading([*theirs, mine], **extra)
-    with engine(model, kv_transfer_config=transfer, **more) as plain:
+    with buffered(buffer), engine(model, kv_transfer_config=transfer, **more) as plain:
         plain.__class__ = SideBySide
         assert isinstance(plain, SideBySide)
         yield plain

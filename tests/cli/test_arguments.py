@@ -8,7 +8,6 @@ import pytest
 
 from kvkeep.cli import _parser, main
 from kvkeep.core.errors import InvalidValue
-from kvkeep.integrations.options import count_of
 from kvkeep.store.backends.urls import TierURL
 
 
@@ -61,10 +60,3 @@ def test_options_of_urls() -> None:
         TierURL("file:///x?size=many").number("size", 1, 1, 5)
     with pytest.raises(InvalidValue, match="n in file:///x is 6; a whole number in 1 … 5"):
         TierURL("file:///x?n=6").number("n", 1, 1, 5)
-
-
-def test_counts_of_integrations() -> None:
-    assert count_of("min_tokens", "4K", 1) == count_of("min_tokens", 4000, 1) == 4000
-    for wrong in ("many", "0", -1, 1.5, True, None, 10**5000):
-        with pytest.raises(InvalidValue, match="threads"):
-            count_of("threads", wrong, 1, 64)

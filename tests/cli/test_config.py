@@ -1,4 +1,4 @@
-"""One file for `kvkeep serve`, `kvkeep route` and connectors, and `kvkeep config`."""
+"""One file for `kvkeep serve` and `kvkeep route`, and `kvkeep config`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,6 @@ from kvkeep.cli import _parser, main
 from kvkeep.cli.config import _parsers
 from kvkeep.cli.settings import ConfigParser
 from kvkeep.core.errors import InvalidValue
-from kvkeep.integrations.sglang.options import StorageOptions
-from kvkeep.integrations.vllm.offload.options import OffloadOptions
-from kvkeep.integrations.vllm.options import ConnectorOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -218,13 +215,13 @@ def test_mistakes_of_the_command(words, said, capsys):
 
 
 def test_check_counts_and_finds_all_mistakes(file, capsys):
-    assert main(["config", "check", file("[serve]\nport = 1\n[connector]\n")]) == 0
-    assert "1 option in [serve], 0 options in [connector]; all are right" in capsys.readouterr().out
-    path = file("[serve]\nprot = 1\nport = 'x'\n[connector]\nteirs = []\ntiers = 1\nthreads = 0\n")
+    assert main(["config", "check", file("[serve]\nport = 1\n[route]\n")]) == 0
+    assert "1 option in [serve], 0 options in [route]; all are right" in capsys.readouterr().out
+    path = file("[serve]\nprot = 1\nport = 'x'\n[route]\nprot = 1\nport = 'x'\ntries = 'x'\n")
     assert main(["config", "check", path]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(f"{path}:")[2].partition(":")[0] for line in lines] == list("23567")
-    assert "did you mean 'tiers'?" in lines[2]
+    assert "did you mean 'port'?" in lines[2]
     assert main(["config", "check", path, "--json"]) == 2
     assert len(json.loads(capsys.readouterr().out)["mistakes"]) == 5
 
@@ -277,41 +274,3 @@ def test_the_shipped_example_is_right(capsys, tmp_path):
     assert main(["config", "check", str(EXAMPLE)]) == 0, capsys.readouterr().err
     assert parsed("route", "--config", str(EXAMPLE)).tries == 3
     assert parsed("serve", "--config", str(EXAMPLE)).request_timeout == 600
-    assert ConnectorOptions.parse({"config": str(EXAMPLE)}).min_tokens == 1000
-
-
-# --- connectors --------------------------------------------------------------------------------
-
-
-def test_a_connector_reads_its_section(file):
-    path = file("[connector]\ntiers = ['memory://2GiB']\nload-timeout = '500ms'\ncost = '/c'\n")
-    found = ConnectorOptions.parse({"config": path, "cost": "/mine"})
-    assert found == ConnectorOptions(tiers=("memory://2GiB",), load_timeout=0.5, cost="/mine")
-    assert StorageOptions.parse({"config": path, "backend_name": "kvkeep"}).load_timeout == 0.5
-    with pytest.raises(InvalidValue, match=r"toml:2: tiers have memory://"):
-        OffloadOptions.parse({"config": path})
-    below = OffloadOptions.parse({"config": path, "load_timeout": 1, "tiers": ["file:///x"]})
-    assert (below.tiers, below.load_timeout) == (("file:///x",), 1)
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("teirs = ['x']", r"toml:2: \[connector\] has 'teirs'.*; did you mean 'tiers'\?"),
-        ("threads = 4", r"toml:2: \[connector\] has 'threads'"),
-        ("load_timeout = -1", r"toml:2: load_timeout is -1; a number of seconds is needed"),
-        ("load_timeout = 'soon'", r"toml:2: load_timeout: 'soon' is no time"),
-    ],
-)
-def test_mistakes_in_the_section_of_a_connector(text, said, file):
-    with pytest.raises(InvalidValue, match=said):
-        ConnectorOptions.parse({"config": file(f"[connector]\n{text}\n")})
-
-
-def test_mistakes_in_the_json_of_a_connector():
-    with pytest.raises(InvalidValue, match="config is 5; text is needed"):
-        ConnectorOptions.parse({"config": 5})
-    with pytest.raises(InvalidValue, match="did you mean 'config'"):
-        ConnectorOptions.parse({"cofnig": "x"})
-    with pytest.raises(InvalidValue, match="cannot read settings from /no/file"):
-        ConnectorOptions.parse({"config": "/no/file"})

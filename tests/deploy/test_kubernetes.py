@@ -32,6 +32,7 @@ from deployed import (
 )
 
 from kvkeep.core.geometry.units import parse_bytes
+from kvkeep.integrations.options import FLUSH_S
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -177,7 +178,7 @@ def test_a_pod_has_time_to_end(workload):
         needs = CONFIG["serve"]["drain-timeout"] + CONFIG["serve"]["flush-timeout"]
     else:
         (told,) = [one for one in container(workload)["args"] if "--shutdown-timeout" in one]
-        needs = float(told.split("=")[1]) + CONFIG["connector"]["flush-timeout"]
+        needs = float(told.split("=")[1]) + FLUSH_S
     assert pod(workload)["terminationGracePeriodSeconds"] >= waits + needs + ENDING_S
 
 
@@ -211,12 +212,10 @@ def test_a_server_has_the_memory_and_the_disk_that_its_configuration_takes():
     assert taken + parse_bytes(CONFIG["serve"]["memory"]) + (2 << 30) <= limit
     (claim,) = server["spec"]["volumeClaimTemplates"]
     volume = _bytes(claim["spec"]["resources"]["requests"]["storage"])
-    for tiers in (CONFIG["serve"]["tier"], CONFIG["connector"]["tiers"]):
-        (disk,) = [url for url in tiers if url.startswith("file://")]
-        size = parse_bytes(disk.split("size=")[1])
-        assert size <= 0.9 * volume
-        mounts = {one["name"]: one["mountPath"] for one in container(server)["volumeMounts"]}
-        assert disk.startswith(f"file://{mounts['kv']}/")
+    (disk,) = [url for url in CONFIG["serve"]["tier"] if url.startswith("file://")]
+    assert parse_bytes(disk.split("size=")[1]) <= 0.9 * volume
+    mounts = {one["name"]: one["mountPath"] for one in container(server)["volumeMounts"]}
+    assert disk.startswith(f"file://{mounts['kv']}/")
 
 
 def _bytes(quantity: str) -> int:

@@ -314,8 +314,7 @@ def settings(folder: Path) -> None:
     (folder / "settings.toml").write_text(
         '[serve]\nport = 8000\nmemory = "8GiB"\n'
         'tier = ["memory://4GiB", "file:///var/lib/kvkeep?size=200GiB"]\n\n'
-        '[route]\nport = 8080\ninstances = ["http://127.0.0.1:8001"]\n\n'
-        '[connector]\ntiers = ["memory://8GiB"]\nload_timeout = 5\n'
+        '[route]\nport = 8080\ninstances = ["http://127.0.0.1:8001"]\n'
     )
     lines = ["[5, 6, 7]", "", "[1]"]
     (folder / "prefixes.jsonl").write_text("\n".join(lines) + "\n")
@@ -323,7 +322,6 @@ def settings(folder: Path) -> None:
         "serve": {"port": 8000, "memory": "8GiB",
                   "tier": ["memory://4GiB", "file:///var/lib/kvkeep?size=200GiB"]},
         "route": {"port": 8080, "instances": ["http://127.0.0.1:8001"]},
-        "connector": {"tiers": ["memory://8GiB"], "load_timeout": 5},
         "prefixes": [[5, 6, 7], [1]],
     })  # fmt: skip
 

@@ -9,9 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvkeep.core.cost import PrefillCost
-from kvkeep.core.errors import InvalidValue
-from kvkeep.integrations.cost_files import costs_in, write_costs
 from kvkeep.integrations.load_costs import LoadPace, TimedLoads
 from kvkeep.store import BlockStore
 from kvkeep.store.backends.disk import DiskBackend
@@ -147,44 +144,3 @@ def test_probes(tmp_path: Path, keys: list[bytes], disk: Disk) -> None:
         assert not costs.probe("memory", keys[-1:], [SIZE]).came or store.sources(keys[-1:]) == [
             (1, "memory")
         ]
-
-
-def test_files_of_costs(tmp_path: Path) -> None:
-    assert not costs_in("", "m").prefill.known
-    given = tmp_path / "cost.json"
-    with pytest.raises(InvalidValue, match="cannot read"):
-        costs_in(str(given), "m")
-    PrefillCost(seconds_per_token=1e-3).write(given)
-    cost = costs_in(str(given), "m")
-    assert cost.prefill.prefill_s(0, 1000) == pytest.approx(1.0)
-    for _ in range(20):
-        cost.prefill.observe([(0, 1000)], 0.5)
-    write_costs(cost, str(given))
-    write_costs(cost, "")
-    assert costs_in(str(given), "m").prefill.prefill_s(0, 1000) == pytest.approx(0.5, rel=0.05)
-    assert not costs_in(str(given), "another model").prefill.known
-    (tmp_path / "cost.learned.json").write_text("{")
-    assert costs_in(str(given), "m").prefill.prefill_s(0, 1000) == pytest.approx(1.0)
-    os.utime(given, (time.time() + 60,) * 2)  # measured anew
-    write_costs(cost, str(given))
-    os.utime(given, (time.time() + 120,) * 2)
-    assert costs_in(str(given), "m").prefill.prefill_s(0, 1000) == pytest.approx(1.0)
-
-
-def test_learned_costs_of_another_version_stay(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    given, learned = tmp_path / "cost.json", tmp_path / "cost.learned.json"
-    PrefillCost(seconds_per_token=1e-3).write(given)
-    newer = '{"kvkeep_cost": 2, "model": "m"}'
-    learned.write_text(newer)
-    cost = costs_in(str(given), "m")
-    assert cost.prefill.prefill_s(0, 1000) == pytest.approx(1.0)
-    write_costs(cost, str(given))
-    assert learned.read_text() == newer
-    assert "costs were not saved" in caplog.text
-    assert "kvkeep_cost is 2; 1 is needed" in caplog.text
-    learned.write_text("{")
-    write_costs(cost, str(given))
-    assert costs_in(str(given), "m").prefill.known
-    assert "kvkeep_cost" in learned.read_text(), "a damaged one is written anew"

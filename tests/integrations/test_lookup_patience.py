@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.integrations.lookup_patience import LookupPatience
+from kvkeep.integrations.vllm.lookups import LookupPatience
 
 
 class Clock:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvkeep import InvalidValue
-from kvkeep.integrations.prefix_texts import PrefixTexts
+from kvkeep.integrations.vllm.public import PrefixTexts
 from kvkeep.serve.engine import Tokenizer
 from kvkeep.serve.models import bundled_model
 

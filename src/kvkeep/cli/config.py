@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvkeep.cli.arguments import add_json
-from kvkeep.cli.config_connector import connector_options
 from kvkeep.cli.drawing import visible
 from kvkeep.cli.settings import ConfigParser, file_values
 from kvkeep.core.config_file import ConfigFile
@@ -31,8 +30,8 @@ def add_parser(commands: Commands) -> None:
     config = commands.add_parser(
         "config",
         help="check a file of settings",
-        description="One TOML file has the settings of kvkeep serve, kvkeep route and engines with "
-        "kvkeep inside. See docs/config.md.",
+        description="One TOML file has the settings of kvkeep serve and kvkeep route. See "
+        "docs/config.md.",
     )
     actions = config.add_subparsers(title="actions", metavar="ACTION", required=True)
     check = actions.add_parser(
@@ -65,17 +64,13 @@ def run(args: argparse.Namespace) -> int:
         right: dict[str, FileValue] = {}
         for key, one in values.items():
             try:
-                if name == "connector":
-                    connector_options({key: one})
-                else:
-                    file_values(parsers[name], {key: one})
+                file_values(parsers[name], {key: one})
             except InvalidValue as error:
                 mistakes.append(visible(" ".join(str(error).split())))
             else:
                 right[key] = one
-        if name != "connector":
-            found = _refused(parsers[name], right)
-            mistakes += (visible(" ".join(line.split())) for line in found)
+        found = _refused(parsers[name], right)
+        mistakes += (visible(" ".join(line.split())) for line in found)
     warning = file.warning()
     if args.json:
         print(json.dumps({"file": str(args.file), "options": checked, "mistakes": mistakes,

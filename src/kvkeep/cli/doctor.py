@@ -77,7 +77,6 @@ def run(args: argparse.Namespace) -> int:
 def _results(args: argparse.Namespace) -> Iterator[CheckResult]:
     from kvkeep.cli.doctor_config import asked_for  # noqa: PLC0415 - imports backends
     from kvkeep.cli.doctor_machine import machine_results  # noqa: PLC0415
-    from kvkeep.cli.doctor_status import status_results  # noqa: PLC0415
     from kvkeep.cli.doctor_tiers import KVSize, tier_results  # noqa: PLC0415
 
     size = KVSize.of(args.model, args.dtype, tp=args.tp, block_tokens=args.block_tokens)
@@ -85,5 +84,4 @@ def _results(args: argparse.Namespace) -> Iterator[CheckResult]:
     yield from found
     for one in asked:
         yield from tier_results(one, size, args.seconds)
-        yield from status_results(one.status, key=one.status_key)
     yield from machine_results(asked, ranks=args.tp)

@@ -12,7 +12,6 @@ from kvkeep.core.config_file import ConfigFile
 from kvkeep.core.errors import InvalidValue, KVKeepError, did_you_mean, reason, told
 from kvkeep.integrations.options import EngineOptions, tiers_of
 from kvkeep.integrations.sglang.options import StorageOptions
-from kvkeep.integrations.status_options import StatusOptions
 from kvkeep.integrations.vllm.options import ConnectorOptions
 from kvkeep.integrations.vllm.transfer import (
     CONNECTOR,
@@ -65,25 +64,17 @@ class AskedTiers:
         tiers: their URLs.
         load_timeout: seconds for one load.
         rows: bytes of shared memory that vLLM's own offloading takes beside them.
-        status: address at which the engine is to tell of them; empty: none.
-        status_key: whether readers need a key for that.
     """
 
     name: str
     tiers: tuple[str, ...]
     load_timeout: float
     rows: int = 0
-    status: str = ""
-    status_key: bool = False
 
     @classmethod
     def of_part(cls, part: TransferPart, rows: int = 0) -> AskedTiers:
         """Return the tiers of a part whose options are right."""
-        options = part.options
-        status, key = "", False
-        if isinstance(options, StatusOptions):
-            status, key = options.status, options.key is not None
-        return cls(part.name, options.tiers, options.load_timeout, rows, status, key)
+        return cls(part.name, part.options.tiers, part.options.load_timeout, rows)
 
     @property
     def engine(self) -> str:
@@ -231,19 +222,13 @@ def _refuse_misspelt(config: Mapping[str, Any]) -> None:
 
 
 def _parts_in(path: str) -> list[TransferPart]:
-    """Return the uses of kvkeep in a file of settings: inside an engine, and in kvkeep serve."""
-    file = ConfigFile.read(path)
-    parts: list[TransferPart] = []
-    if "connector" in file.sections:
-        parts.append(TransferPart(CONNECTOR, ConnectorOptions.parse({"config": path})))
-    tiers = file.section("serve").get("tier")
-    if tiers is not None:
-        given = [tiers.value] if isinstance(tiers.value, str) else tiers.value
-        options = EngineOptions(tiers=tiers_of(f"{tiers.where}: tier", given))
-        parts.append(TransferPart("kvkeep serve", options))
-    if not parts:
-        raise _NotOurs(f"{path} has neither a section [connector], nor tiers in [serve]")
-    return parts
+    """Return the use of kvkeep in a file of settings."""
+    tiers = ConfigFile.read(path).section("serve").get("tier")
+    if tiers is None:
+        raise _NotOurs(f"{path} has no tiers in [serve]")
+    given = [tiers.value] if isinstance(tiers.value, str) else tiers.value
+    options = EngineOptions(tiers=tiers_of(f"{tiers.where}: tier", given))
+    return [TransferPart("kvkeep serve", options)]
 
 
 def _rows(config: Mapping[str, Any]) -> int:

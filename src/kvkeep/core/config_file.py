@@ -1,8 +1,7 @@
-"""`ConfigFile`: settings of servers, routers and engines in one TOML file, with their lines.
+"""`ConfigFile`: settings of servers and routers in one TOML file, with their lines.
 
 [serve]        # options of kvkeep serve, without their dashes
 [route]        # options of kvkeep route
-[connector]    # options inside an engine: vLLM, SGLang
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HIDDEN", "SECTIONS", "ConfigFile", "FileValue", "is_secret", "key_in", "masked"]
 
-SECTIONS: Final = ("serve", "route", "connector")
+SECTIONS: Final = ("serve", "route")
 """The tables that a file may have."""
 
 _MOST_BYTES: Final = 1 << 20

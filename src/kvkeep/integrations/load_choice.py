@@ -196,11 +196,6 @@ class LoadChooser:
         """Note that a load from ``tier`` ended late: others wait for a probe."""
         self._doubt(tier).late = True
 
-    def came(self, tier: str) -> None:
-        """Note that a load from ``tier`` came in time."""
-        if tier in self._doubts:
-            self._doubts[tier].late = False
-
     def take_probe(self, tier: str) -> bool:
         """Return whether to probe ``tier`` now, from which something was not loaded.
 

@@ -43,14 +43,12 @@ class Read(NamedTuple):
     """What a read has brought: leading blocks.
 
     ``late``: more would have come too slowly. ``failed``: the tier that then was slower than what
-    is known of it, or from which nothing came; "": none. ``tiers``: where all of them lay, in runs,
-    each with its end.
+    is known of it, or from which nothing came; "": none.
     """
 
     blocks: int
     late: bool
     failed: str
-    tiers: list[tuple[int, str]]
 
 
 class ProbeEnd(NamedTuple):
@@ -121,7 +119,7 @@ class TimedLoads:
                     failed = "" if tier in unknown and count > start else tier
                     break
                 start = end
-        return Read(count, late, failed, runs)
+        return Read(count, late, failed)
 
     def probe(self, tier: str, keys: Sequence[bytes], sizes: Sequence[int]) -> ProbeEnd:
         """Read a few of ``keys`` from ``tier`` for no request. Takes two seconds at most."""

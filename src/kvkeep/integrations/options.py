@@ -7,58 +7,50 @@ value that may hold a password.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field, fields
 from itertools import islice
 from threading import TIMEOUT_MAX  # the longest time a thread can wait: some hundred years
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
-from kvkeep.core.config_file import ConfigFile
-from kvkeep.core.errors import InvalidValue, did_you_mean, told, whole
-from kvkeep.core.geometry.units import parse_count, parse_wait
+from kvkeep.core.errors import InvalidValue, did_you_mean, told
+from kvkeep.core.geometry.units import parse_wait
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-
-    from kvkeep.core.config_file import FileValue
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 __all__ = [
-    "EngineOptions", "checked", "count_of", "option", "refuse_unknown", "seconds_of", "text_of",
-    "tiers_of", "truth_of", "values_in",
+    "FLUSH_S", "LOOKUP_S", "EngineOptions", "checked", "option", "seconds_of",
+    "text_of", "tiers_of", "truth_of",
 ]  # fmt: skip
 
 T = TypeVar("T")
-_LOG = logging.getLogger("kvkeep")
-_SECTION = "connector"
-_THERE_ARE = "kvkeep's options are"
+LOOKUP_S: Final = 0.5
+"""For a query of tiers that other processes write to; then what is known counts."""
+FLUSH_S: Final = 10.0
+"""For writing queued blocks at shutdown."""
 _MOST_NAMED = 8  # unknown names in a message
 
 
-def option(default: T, check: Callable[[str, Any], object], *, shown: bool = True) -> T:
-    """Declare a field of an options dataclass; ``check(name, value)`` returns the value to use.
-
-    Not ``shown``: the value is a secret, and in no `repr`.
-    """
-    declared: T = field(default=default, metadata={"check": check}, repr=shown)
+def option(default: T, check: Callable[[str, Any], object]) -> T:
+    """Declare a field of an options dataclass; ``check(name, value)`` returns the value to use."""
+    declared: T = field(default=default, metadata={"check": check})
     return declared
 
 
-def checked(
-    cls: type, given: Mapping[str, object], has: str, there_are: str, *, more: Sequence[str] = ()
-) -> dict[str, Any]:
+def checked(cls: type, given: Mapping[str, object], has: str, there_are: str) -> dict[str, Any]:
     """Check ``given`` against the fields of ``cls`` and return its keyword arguments.
 
-    ``more`` are names that the caller knows besides, and has taken out of ``given``.
-
     Raises:
-        InvalidValue: an unknown name (see `refuse_unknown`), or a wrong value.
+        InvalidValue: an unknown name (see `_refuse_unknown`), or a wrong value.
     """
     checks = {one.name: one.metadata["check"] for one in fields(cls)}
-    refuse_unknown(given, [*checks, *more], has, there_are)
+    _refuse_unknown(given, [*checks], has, there_are)
     return {name: checks[name](name, value) for name, value in given.items()}
 
 
-def refuse_unknown(given: Iterable[object], known: Sequence[str], has: str, there_are: str) -> None:
+def _refuse_unknown(
+    given: Iterable[object], known: Sequence[str], has: str, there_are: str
+) -> None:
     """Raise `InvalidValue` if ``given`` has a name that is not in ``known``, with the nearest ones.
 
     The message is "``has`` 'nme'; ``there_are`` name, size; did you mean 'name'?". Names are quoted
@@ -75,27 +67,6 @@ def refuse_unknown(given: Iterable[object], known: Sequence[str], has: str, ther
         + f"; {there_are} {', '.join(known)}"
         + did_you_mean(map(str, unknown), known)
     )
-
-
-def values_in(cls: type, values: Mapping[str, FileValue]) -> dict[str, Any]:
-    """Check values of a file's section as `checked` does; a message begins with file and line."""
-    found: dict[str, Any] = {}
-    for name, one in values.items():
-        try:
-            found |= checked(cls, {name: one.value}, f"[{_SECTION}] has", _THERE_ARE)
-        except InvalidValue as error:
-            raise InvalidValue(f"{one.where}: {error}") from error
-    return found
-
-
-def _of_file(cls: type, path: str, but: Collection[str]) -> dict[str, Any]:
-    """Return the values of a file's section, ``but`` some; logs that others can read a secret."""
-    file = ConfigFile.read(path)
-    warning = file.warning()
-    if warning is not None:
-        _LOG.warning("%s", warning)
-    section = file.section(_SECTION)
-    return values_in(cls, {name: one for name, one in section.items() if name not in but})
 
 
 def truth_of(name: str, value: object) -> bool:
@@ -126,16 +97,6 @@ def tiers_of(name: str, value: object) -> tuple[str, ...]:
     return tuple(value)
 
 
-def count_of(name: str, value: object, low: int, high: int | None = None) -> int:
-    """Return a whole number in ``low`` … ``high``, given as such or as text such as ``"4k"``."""
-    if isinstance(value, str):
-        try:
-            value = parse_count(value)
-        except InvalidValue as error:
-            raise InvalidValue(f"{name}: {error}") from error
-    return whole(name, value, low, high)
-
-
 def seconds_of(name: str, value: object) -> float:
     """Return a timeout in seconds, 0 included; as a number, or as text such as ``"500ms"``."""
     if isinstance(value, str):
@@ -162,37 +123,18 @@ class EngineOptions:
         revision: a name for the weights, if their files do not identify them.
         tenant: separates this engine's KV from that of engines with other tenants.
         load_timeout: seconds for one load; what has not arrived by then is a miss.
-        lookup_timeout: seconds for a query to shared tiers.
-        flush_timeout: seconds to write queued blocks at shutdown.
-        compare_costs: whether KV is loaded only where that is faster than computing it; False:
-            whatever is stored is loaded.
-        cost: path of a file with costs to begin with, as ``kvkeep serve`` writes it; empty:
-            all is learned. See `kvkeep.integrations.cost_files`.
     """
 
     tiers: tuple[str, ...] = option(("memory://1GiB",), tiers_of)
     revision: str = option("", text_of)
     tenant: str = option("", text_of)
     load_timeout: float = option(5.0, seconds_of)
-    lookup_timeout: float = option(0.5, seconds_of)
-    flush_timeout: float = option(10.0, seconds_of)
-    compare_costs: bool = option(True, truth_of)
-    cost: str = option("", text_of)
 
     @classmethod
     def from_json(cls, given: Mapping[str, object], where: str) -> Self:
         """Check options given in ``where``, the name of an engine's setting.
 
-        ``config`` among them names a file of settings: what its section ``[connector]`` has holds
-        where ``given`` has no value.
-
         Raises:
-            InvalidValue: an unknown option, or a value that an option cannot have; the file cannot
-                be read.
+            InvalidValue: an unknown option, or a value that an option cannot have.
         """
-        own = dict(given)
-        path = own.pop("config", None)
-        values = checked(cls, own, f"{where} has", _THERE_ARE, more=("config",))
-        if path is None:
-            return cls(**values)
-        return cls(**_of_file(cls, text_of("config", path), values), **values)
+        return cls(**checked(cls, given, f"{where} has", "kvkeep's options are"))

@@ -11,7 +11,6 @@ Below HiCache, pages that leave its host memory are stored, also across restarts
     storage.py      KVKeepStorage: the three interfaces that SGLang calls
     stored_pool.py  one host pool in the store: hashes and indices to records, and back
     transport.py    loads and saves of many pages, by several threads, and their statistics
-    sidecars.py     pools beside that of KV: which prefixes they let SGLang restore
     pages.py        pages of a host pool as bytes
     heads.py        pages by heads, for servers with other numbers of ranks
     naming.py       the namespace, and the keys of pages
@@ -23,12 +22,10 @@ In place of its tree, ``--radix-cache-backend kvkeep`` or ``kvkeep:returns``:
     plugin.py       registers the names
     building.py     for which servers there is a tree, and with which policy
     tree.py         KVKeepTree: the interface that the scheduler calls
-    handles.py      what the scheduler keeps of a match
+    slot_tree.py    which slots have the KV of which tokens, and what SGLang keeps of a match
     symbols.py      the index, over SGLang's tokens and pairs of tokens
-    tree_events.py  SGLang's events of blocks · tree_hooks.py: kvkeep's own
-    tree_explain.py why prompts missed
-    tree_pins.py    prefixes that requests ask to keep
-    tree_returns.py when conversations return · ends.py: why answers ended
+    tree_events.py  SGLang's events of blocks
+    tree_returns.py when conversations return, and why answers ended
 
 Import it only where SGLang is installed. The store is opened when SGLang registers its host pool.
 """

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from kvkeep.integrations.options import EngineOptions, count_of, option, seconds_of
+from kvkeep.integrations.options import EngineOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,15 +25,7 @@ class StorageOptions(EngineOptions):
     """Options of `KVKeepStorage`. Each rank opens the tiers for itself.
 
     ``load_timeout`` is for one call of SGLang, of up to 128 pages; later pages are misses.
-
-    Attributes:
-        save_timeout: seconds that a call which saves may wait while all memory is queued to be
-            written to slower tiers; pages that do not fit by then are dropped.
-        threads: threads that copy the pages of one call.
     """
-
-    save_timeout: float = option(2.0, seconds_of)
-    threads: int = option(4, partial(count_of, low=1, high=64))
 
     @classmethod
     def parse(cls, given: Mapping[str, object] | None) -> StorageOptions:

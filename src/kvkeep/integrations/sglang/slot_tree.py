@@ -9,7 +9,6 @@ from kvkeep.core.prefix import PrefixMatch
 from kvkeep.core.prefix.node import descend
 from kvkeep.core.prefix.results import EMPTY_PAGES, joined
 from kvkeep.integrations.page_slots import PageSlots
-from kvkeep.integrations.sglang.handles import PathHandle
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -21,7 +20,62 @@ if TYPE_CHECKING:
     from kvkeep.core.prefix.node import Node
     from kvkeep.integrations.sglang.symbols import SlotIndex
 
-__all__ = ["GivenPages", "SlotTree", "StoredPages"]
+__all__ = ["GivenPages", "PathHandle", "SlotTree", "StoredPages"]
+
+
+class PathHandle:
+    """A stored prefix: the first ``pages`` pages of a path in ``tree``.
+
+    Attributes:
+        tree: the tree that has stored it.
+        namespace: its namespace.
+        tokens: tokens that begin with those of the prefix, to match them again.
+        pages: its pages.
+        node: the node in which it ended when it was made; None if nothing was stored there.
+        evictions: how often the tree had evicted by then.
+        hold: its protection from eviction while ``locks`` is not zero.
+        counted: whether its request is counted.
+    """
+
+    __slots__ = (
+        "counted", "evictions", "hold", "locks", "namespace", "node", "pages", "tokens",
+        "tree",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        tree: SlotTree,
+        namespace: Namespace,
+        tokens: Sequence[int],
+        pages: int = 0,
+        node: Node | None = None,
+    ) -> None:
+        self.tree = tree
+        self.namespace = namespace
+        self.tokens = tokens
+        self.pages = pages
+        self.node = node
+        self.evictions = tree.evictions
+        self.hold: Node | None = None
+        self.locks = 0
+        self.counted = False
+
+    def end(self) -> Node | None:
+        """Return the node in which the prefix ends now; None if it has to be matched again.
+
+        Cost: the splits since it was made.
+        """
+        node = self.hold
+        if node is None:
+            node = self.node if self.evictions == self.tree.evictions else None
+        if node is None or not node.in_tree:  # in no tree: evicted, or joined with another
+            return None
+        while node.depth >= self.pages and node.parent is not None:
+            node = node.parent
+        return node if node.end >= self.pages else None
+
+    def __repr__(self) -> str:
+        return f"<PathHandle of {self.pages} pages, {self.locks} locks>"
 
 
 class GivenPages(NamedTuple):
@@ -194,9 +248,9 @@ class SlotTree:
         """Return the numbers of all stored pages. Cost: all nodes."""
         return joined([node.pages for node, _ in self.nodes() if node.end])
 
-    def check(self, holds: list[Node]) -> None:
-        """Recount everything, given the holds that are no locks. Asserts."""
+    def check(self) -> None:
+        """Recount everything. Asserts."""
         locks = [handle.hold for handle in self._locked for _ in range(handle.locks)]
         held = [hold for hold in locks if hold is not None]
         assert len(held) == len(locks), "a lock without a hold"
-        self.slots.check(self.index.check(held + holds))
+        self.slots.check(self.index.check(held))

@@ -8,17 +8,15 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolTransferResult
 
 from kvkeep.core.errors import KVKeepError
-from kvkeep.integrations.cost_files import costs_in, write_costs
-from kvkeep.integrations.sglang.choosing import PageChoices
+from kvkeep.integrations.options import FLUSH_S, LOOKUP_S
 from kvkeep.integrations.sglang.heads import head_parts
 from kvkeep.integrations.sglang.naming import is_replicated, namespace_of, pool_digests
 from kvkeep.integrations.sglang.options import StorageOptions
 from kvkeep.integrations.sglang.pages import pages_of
 from kvkeep.integrations.sglang.settings import one_node
-from kvkeep.integrations.sglang.sidecars import restorable_prefixes
 from kvkeep.integrations.sglang.stored_pool import StoredPool
 from kvkeep.integrations.sglang.transport import Transport
 from kvkeep.store import BlockStore
@@ -38,12 +36,36 @@ if TYPE_CHECKING:
     from kvkeep.integrations.sglang.pages import HostPages
     from kvkeep.store.tiers import TierStats
 
-__all__ = ["KVKeepStorage"]
+__all__ = ["KVKeepStorage", "restorable_prefixes"]
 
 _LOG = logging.getLogger("kvkeep.sglang")
 _KV = "kv"
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def restorable_prefixes(
+    transport: Transport, transfer: PoolTransfer, keys: Sequence[bytes], until: float
+) -> set[int] | None:
+    """Return the lengths of the prefixes of ``keys`` for which one pool has all it needs, in pages.
+
+    Returns None if the pool sets no condition. Shared tiers are queried until ``until``. Pages that
+    only the end of a prefix needs are queried from the last one on, because SGLang wants the
+    longest prefix.
+    """
+    if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
+        return set(range(1, transport.lookup(keys, until) + 1))
+    if transfer.hit_policy != PoolHitPolicy.TRAILING_PAGES:
+        return None
+    window = max(1, len(transfer.keys or []))
+    found: set[int] = set()
+    run = 0  # consecutive stored pages from ``at`` on
+    for at in reversed(range(len(keys))):
+        run = run + 1 if transport.lookup(keys[at : at + 1], until) else 0
+        if run >= window:
+            found.add(at + window)
+    # A prefix that is shorter than the window needs all of itself.
+    return found | set(range(1, min(run, window - 1) + 1))
 
 
 def _at_worst(answer: Callable[..., R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -105,14 +127,9 @@ class KVKeepStorage(HiCacheStorage):  # type: ignore[misc]  # Any where SGLang i
         heads = head_parts(self._config, mem_pool_host)
         pages = pages_of(mem_pool_host, heads)
         namespace = namespace_of(self._config, self._options, mem_pool_host, pages.size, heads)
-        cost = costs_in(self._options.cost, str(self._config.model_name or ""))
-        page_tokens = int(mem_pool_host.page_size)
-        token_bytes = pages.size * pages.records // page_tokens
-        store = BlockStore(namespace, tiers=self._options.tiers, cost=cost, token_bytes=token_bytes)
-        choices = None
-        if self._options.compare_costs:
-            choices = PageChoices(store, page_tokens)
-        self._transport = Transport(store, self._options, choices)
+        token_bytes = pages.size * pages.records // int(mem_pool_host.page_size)
+        store = BlockStore(namespace, tiers=self._options.tiers, token_bytes=token_bytes)
+        self._transport = Transport(store, self._options.load_timeout)
         self._transport.counting = bool(self._config.enable_storage_metrics)
         self._pools = {_KV: self._pool(_KV, pages, heads)}
         atexit.register(self.close)
@@ -203,11 +220,10 @@ class KVKeepStorage(HiCacheStorage):  # type: ignore[misc]  # Any where SGLang i
     def batch_exists(
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> int:
-        """Return how many leading ``keys`` are stored, and worth loading."""
+        """Return how many leading ``keys`` are stored."""
         if self._transport is None:
             return 0
-        pool = self._pools[_KV]
-        return pool.worth(keys[: pool.lookup(keys)], first=_before(extra_info))
+        return self._pools[_KV].lookup(keys)
 
     # --- pages of KV, between the store and the pool ---------------------------------------------
 
@@ -278,15 +294,12 @@ class KVKeepStorage(HiCacheStorage):  # type: ignore[misc]  # Any where SGLang i
 
         A pool with `ALL_PAGES` needs every page of a prefix, one with `TRAILING_PAGES` as many
         pages at its end as the transfer has keys. The search for shorter prefixes ends after
-        ``lookup_timeout``.
+        `LOOKUP_S`.
         """
         if self._transport is None:
             return PoolTransferResult.empty()
-        until = time.monotonic() + self._options.lookup_timeout
-        kv = self._pools[_KV]
-        pages = kv.worth(
-            keys[: kv.lookup(keys, until)], first=_before(extra_info), divisible=not pool_transfers
-        )
+        until = time.monotonic() + LOOKUP_S
+        pages = self._pools[_KV].lookup(keys, until)
         hits: dict[str, int] = {_KV: pages} if pages else {}
         restorable = set(range(1, pages + 1))
         for transfer in pool_transfers or []:
@@ -310,17 +323,15 @@ class KVKeepStorage(HiCacheStorage):  # type: ignore[misc]  # Any where SGLang i
             self._transport.store.clear()
 
     def close(self) -> None:
-        """Write queued blocks, for at most ``flush_timeout``, and release all resources."""
+        """Write queued blocks, for at most `FLUSH_S`, and release all resources."""
         transport, self._transport = self._transport, None
         if transport is None:
             return
         atexit.unregister(self.close)
-        write_costs(transport.store.cost, self._options.cost)
         if not transport.close():
             _LOG.warning(
-                "Some saved pages are not in the slower tiers: %s s were not enough to write them "
-                '("flush_timeout")',
-                self._options.flush_timeout,
+                "Some saved pages are not in the slower tiers: %g s were not enough to write them",
+                FLUSH_S,
             )
 
     def flush(self, timeout: float | None = None) -> bool:
@@ -346,8 +357,3 @@ class KVKeepStorage(HiCacheStorage):  # type: ignore[misc]  # Any where SGLang i
             prefetch_bandwidth=[batch.bandwidth for batch in loaded],
             backup_bandwidth=[batch.bandwidth for batch in saved],
         )
-
-
-def _before(extra_info: HiCacheStorageExtraInfo | None) -> int:
-    """Return the pages of the prompt before those asked for, as far as SGLang tells."""
-    return len(getattr(extra_info, "prefix_keys", None) or ())

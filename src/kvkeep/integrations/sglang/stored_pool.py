@@ -50,15 +50,6 @@ class StoredPool:
         """Return how many leading pages are stored; shared tiers are queried until ``until``."""
         return self._transport.lookup(self.keys(hashes), until, self.pages.records)
 
-    def worth(self, hashes: list[str], *, first: int = 0, divisible: bool = True) -> int:
-        """Return how many of these stored pages are worth loading; see `PageChoices.worth`."""
-        choices, pages = self._transport.choices, self.pages
-        if choices is None or not hashes:
-            return len(hashes)
-        return choices.worth(
-            self.keys(hashes), pages.size, pages.records, first=first, divisible=divisible
-        )
-
     def load(self, hashes: list[str], host_indices: torch.Tensor | None) -> list[bool]:
         """Load pages into the pool; return which of them were loaded.
 

@@ -11,7 +11,6 @@ import numpy as np
 from kvkeep.core.errors import IllegalStep
 from kvkeep.core.keys import Namespace
 from kvkeep.core.prefix import PrefixIndex
-from kvkeep.core.tokens import TOKEN_DTYPE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,11 +19,9 @@ if TYPE_CHECKING:
 
     from kvkeep.core.eviction import EvictionPolicy
     from kvkeep.core.prefix.base import Encoder
-    from kvkeep.core.tokens import TokenArray
 
-__all__ = ["SlotIndex", "namespace_of", "reported", "row_of"]
+__all__ = ["SlotIndex", "namespace_of"]
 
-_IDS = 2**31 - 1
 _WIDTH = 8  # bytes of a token: SGLang's are int64, and those of images exceed int32
 
 
@@ -66,7 +63,7 @@ class SlotIndex(PrefixIndex):
         Cost: one copy for an ``array`` of int64. ``tokens`` may change afterwards.
         """
         size = self.page_size
-        row = row_of(tokens)[start * size : stop * size + self.overlap]
+        row = _row_of(tokens)[start * size : stop * size + self.overlap]
         if not self.overlap:
             return row.tobytes()
         if stop <= start:
@@ -78,21 +75,11 @@ class SlotIndex(PrefixIndex):
         """Return the symbols of the first pages, to match at once: maybe in the tokens' memory."""
         if self.overlap:
             return self.symbols(tokens, 0, pages)
-        return row_of(tokens)[: pages * self.page_size].view(np.uint8).data
-
-    def tokens_of(self, symbols: bytes | memoryview) -> npt.NDArray[np.int64]:
-        """Return the tokens of pages; of pairs, their first tokens."""
-        rows = np.frombuffer(symbols, np.int64).reshape(-1, self.page_size + self.overlap)
-        return rows[:, : self.page_size].reshape(-1)
+        return _row_of(tokens)[: pages * self.page_size].view(np.uint8).data
 
 
-def row_of(tokens: Sequence[int]) -> npt.NDArray[np.int64]:
+def _row_of(tokens: Sequence[int]) -> npt.NDArray[np.int64]:
     """Return SGLang's tokens as an array; a view of an ``array`` of int64."""
     if isinstance(tokens, array) and tokens.typecode == "q":
         return np.frombuffer(cast("bytes", tokens), np.int64)
     return np.asarray(tokens, np.int64)
-
-
-def reported(tokens: npt.NDArray[np.int64]) -> TokenArray:
-    """Return token ids as kvkeep's events have them: those of images modulo 2³¹."""
-    return (tokens & _IDS).astype(TOKEN_DTYPE)

@@ -9,19 +9,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import IllegalStep
+from kvkeep.integrations.options import FLUSH_S, LOOKUP_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
-    from kvkeep.integrations.sglang.choosing import PageChoices
-    from kvkeep.integrations.sglang.options import StorageOptions
     from kvkeep.store import BlockStore
 
     Copy = Callable[[int, memoryview], None]
 
 __all__ = ["Transfer", "Transport"]
 
+_SAVE_S = 2.0  # that a save waits while memory is queued to be written; then pages are dropped
+_THREADS = 4  # that copy the pages of one call
 _SLICE_BYTES = 1 << 20  # smaller slices are not worth another thread
 _SLICE_MEMORY = 64  # pages of memory for each slice being read: twice the read-ahead
 
@@ -49,19 +50,15 @@ class Transport:
     Thread safety: all methods. After `close` everything is a miss and nothing is stored.
 
     Attributes:
-        choices: compares loading with computing; None: what is stored is loaded.
         counting: whether `batches` collects transfers.
     """
 
-    def __init__(
-        self, store: BlockStore, options: StorageOptions, choices: PageChoices | None = None
-    ) -> None:
+    def __init__(self, store: BlockStore, load_timeout: float) -> None:
         self.store = store
-        self.choices = choices
-        self._options = options
+        self._load_timeout = load_timeout
         # One for each direction, so that a slow tier delays only one of them.
-        self._loading = ThreadPoolExecutor(options.threads, "kvkeep load")
-        self._saving = ThreadPoolExecutor(options.threads, "kvkeep save")
+        self._loading = ThreadPoolExecutor(_THREADS, "kvkeep load")
+        self._saving = ThreadPoolExecutor(_THREADS, "kvkeep save")
         self._lock = threading.Lock()
         self._loaded: list[Transfer] = []
         self._saved: list[Transfer] = []
@@ -70,7 +67,7 @@ class Transport:
 
     def lookup(self, keys: Sequence[bytes], until: float | None = None, records: int = 1) -> int:
         """Return how many leading pages are stored; shared tiers are queried until ``until``."""
-        left = self._options.lookup_timeout
+        left = LOOKUP_S
         if until is not None:
             left = min(left, max(0.0, until - time.monotonic()))
         try:
@@ -81,25 +78,18 @@ class Transport:
     def load(self, keys: Sequence[bytes], size: int, sink: Copy, records: int = 1) -> list[bool]:
         """Hand each record, of ``size`` bytes, to ``sink(i, raw)``.
 
-        Returns which pages came within ``load_timeout``, and before computing them was faster.
-        Parts of other pages may have come.
+        Returns which pages came within ``load_timeout``. Parts of other pages may have come.
         """
         began = time.monotonic()
-        patience = self._options.load_timeout
-        if self.choices is not None:
-            patience = min(patience, self.choices.patience(keys, size, records))
-        until = began + patience
+        until = began + self._load_timeout
 
         def move(start: int, stop: int) -> list[bool]:
             def take(at: int, raw: memoryview) -> None:
                 sink(start * records + at, raw)
 
             part = keys[start * records : stop * records]
-            if self.choices is not None:
-                got = self.choices.read(part, size, take, until)
-            else:
-                left = max(0.0, until - time.monotonic())
-                got = self.store.read(part, [size] * len(part), take, deadline=left)
+            left = max(0.0, until - time.monotonic())
+            got = self.store.read(part, [size] * len(part), take, deadline=left)
             return [at < got // records for at in range(stop - start)]
 
         pages, page_bytes = len(keys) // records, size * records
@@ -111,10 +101,10 @@ class Transport:
         """Store records, of ``size`` bytes, that ``fill(i, raw)`` writes; return which pages are.
 
         Returns when memory has them. If memory is nearly full of pages that still have to be
-        written, returns when the slower tiers have them, or after ``save_timeout``.
+        written, returns when the slower tiers have them, or after two seconds.
         """
         began = time.monotonic()
-        wait_s = self._options.save_timeout if self._crowded(len(keys) * size) else None
+        wait_s = _SAVE_S if self._crowded(len(keys) * size) else None
 
         def move(start: int, stop: int) -> list[bool]:
             def give(at: int, raw: memoryview) -> None:
@@ -125,7 +115,7 @@ class Transport:
             return [at < kept // records for at in range(stop - start)]
 
         pages, page_bytes = len(keys) // records, size * records
-        kept = self._sliced(self._saving, move, pages, page_bytes, self._options.threads)
+        kept = self._sliced(self._saving, move, pages, page_bytes, _THREADS)
         self._count(self._saved, kept, page_bytes, began)
         return kept
 
@@ -137,11 +127,9 @@ class Transport:
         return both
 
     def close(self) -> bool:
-        """Write queued blocks, for at most ``flush_timeout``; return whether all were written."""
+        """Write queued blocks, for at most `FLUSH_S`; return whether all were written."""
         self._closed = True
-        if self.choices is not None:
-            self.choices.close()
-        good = self.store.close(self._options.flush_timeout)
+        good = self.store.close(FLUSH_S)
         self._loading.shutdown(wait=False)
         self._saving.shutdown(wait=False)
         return good
@@ -185,7 +173,7 @@ class Transport:
     def _readable(self, size: int) -> int:
         """Return how many slices may read at once, so that their read-ahead fits into memory."""
         capacity = self.store.stats()[0].capacity or 0
-        return max(1, min(self._options.threads, capacity // (_SLICE_MEMORY * size)))
+        return max(1, min(_THREADS, capacity // (_SLICE_MEMORY * size)))
 
     def _count(self, batches: list[Transfer], moved: list[bool], size: int, began: float) -> None:
         if self.counting and (pages := sum(moved)):

@@ -18,14 +18,10 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     TreeLock,
 )
 
-from kvkeep.core.errors import IllegalStep, UnsupportedModel
-from kvkeep.integrations.sglang.handles import PathHandle
-from kvkeep.integrations.sglang.slot_tree import GivenPages, SlotTree
+from kvkeep.core.errors import IllegalStep
+from kvkeep.integrations.sglang.slot_tree import GivenPages, PathHandle, SlotTree
 from kvkeep.integrations.sglang.symbols import SlotIndex, namespace_of
 from kvkeep.integrations.sglang.tree_events import Placements, Space
-from kvkeep.integrations.sglang.tree_explain import EXPLAIN_LOG
-from kvkeep.integrations.sglang.tree_hooks import TreeHooks
-from kvkeep.integrations.sglang.tree_pins import TreePins
 from kvkeep.integrations.sglang.tree_returns import TreeReturns
 
 if TYPE_CHECKING:
@@ -36,13 +32,10 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
-    from kvkeep.core.events import Hook
     from kvkeep.core.eviction import EvictionPolicy
     from kvkeep.core.keys import Namespace
     from kvkeep.core.pages.tables import PageArray
     from kvkeep.core.prefix.node import Node, Root
-    from kvkeep.integrations.sglang.slot_tree import StoredPages
-    from kvkeep.observe.explain import Explainer
 
 __all__ = ["KVKeepTree"]
 
@@ -96,7 +89,6 @@ class KVKeepTree(BasePrefixCache):  # type: ignore[misc]  # Any where SGLang is 
         self.device = torch.device(self.token_to_kv_pool_allocator.device)
         self._make_policy, self._clock = make_policy, clock
         self._capacity: int = self.token_to_kv_pool_allocator.size // self.page_size
-        self._hooks = TreeHooks()
         self.checkpoints_refused = 0
         self._begin()
         self._placements = Placements(params)
@@ -104,22 +96,17 @@ class KVKeepTree(BasePrefixCache):  # type: ignore[misc]  # Any where SGLang is 
         self.kv_events.record_all_cleared()
         if params.enable_metrics:
             self.init_metrics_collector()
-        if EXPLAIN_LOG.isEnabledFor(logging.DEBUG) and not self.is_eagle:
-            self.explain()
 
     def _begin(self) -> None:
         """Start with an empty tree."""
         policy = self._make_policy()
         index = SlotIndex(self.page_size, policy, bigrams=self.is_eagle)
         self._tree = SlotTree(index, self.device, torch.int64, self._capacity)
-        self._pins = TreePins(index, self._capacity)
         self._returns = TreeReturns(index, self._clock) if policy.awaits else None
         self.root_node = _Top(index.tree.roots)
 
     def reset(self) -> None:
-        """Forget everything, also what is locked and pinned; SGLang clears its memory itself."""
-        self._hooks.evicted(self._tree.pages(), "cleared")
-        self._hooks.reset()
+        """Forget everything, also what is locked; SGLang clears its memory itself."""
         self._begin()
         self.kv_events.record_all_cleared()
 
@@ -169,9 +156,7 @@ class KVKeepTree(BasePrefixCache):  # type: ignore[misc]  # Any where SGLang is 
         Raises:
             IllegalStep: it was evicted before this first lock.
         """
-        delta = -self._tree.lock(node) * self.page_size
-        self._hooks.locked(node, self.page_size)
-        return IncLockRefResult(delta=delta)
+        return IncLockRefResult(delta=-self._tree.lock(node) * self.page_size)
 
     def dec_lock_ref(
         self, node: PathHandle, params: DecLockRefParams | None = None
@@ -183,9 +168,7 @@ class KVKeepTree(BasePrefixCache):  # type: ignore[misc]  # Any where SGLang is 
         """
         if node.tree is not self._tree:
             return DecLockRefResult(delta=0)
-        delta = self._tree.unlock(node) * self.page_size
-        self._hooks.unlocked(node)
-        return DecLockRefResult(delta=delta)
+        return DecLockRefResult(delta=self._tree.unlock(node) * self.page_size)
 
     # --- storing ---------------------------------------------------------------------------------
 
@@ -203,7 +186,9 @@ class KVKeepTree(BasePrefixCache):  # type: ignore[misc]  # Any where SGLang is 
         stored = self._tree.store(
             hold, GivenPages(key.token_ids, 0, pages, slots, params.priority or 0)
         )
-        self._report(stored, Space(key.extra_key, key.cache_salt))
+        self._placements.stored(
+            stored.symbols, stored.new, stored.parent, Space(key.extra_key, key.cache_salt)
+        )
         index.release(stored.hold)
         return InsertResult(
             prefix_len=len(stored.existing) * self.page_size,
@@ -239,23 +224,19 @@ class KVKeepTree(BasePrefixCache):  # type: ignore[misc]  # Any where SGLang is 
         row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
         slots = row[start * size : stop * size]
         stored = tree.store(hold, GivenPages(tokens, start, stop, slots, req.priority or 0))
-        self._report(stored, space, req.rid)
+        self._placements.stored(stored.symbols, stored.new, stored.parent, space)
         self._adopt(req, row, start * size, stored.existing)
         if old is None:
             self.unlock(req.lock)
         handle = PathHandle(tree, namespace, tokens, stop)
         handle.counted = True
-        handle.number = self._hooks.number_of(req.rid)
         tree.attach(handle, stored.hold)
         req.kv.cache_protected_len = stop * size
         req.kv.cache_inserted_len = max(req.kv.cache_inserted_len, stop * size)
         req.last_node = handle
         req.lock = TreeLock(handle, DecLockRefParams())
-        if req.finished():
-            if self._returns is not None:
-                self._returns.closed(req, stored.hold, min(up_to, len(tokens)))
-            self._pins.ended(req, stored.hold)
-            self._hooks.closed(req.rid, up_to, stop, len(req.output_ids))
+        if req.finished() and self._returns is not None:
+            self._returns.closed(req, stored.hold, min(up_to, len(tokens)))
 
     def _own(self, req: Req, namespace: Namespace) -> PathHandle | None:
         """Return the handle that a request has locked in this tree and namespace."""
@@ -267,15 +248,10 @@ class KVKeepTree(BasePrefixCache):  # type: ignore[misc]  # Any where SGLang is 
 
     def _count(self, req: Req, old: PathHandle | None, namespace: Namespace) -> None:
         """Count a request that was not counted yet."""
-        found = 0 if old is None else old.pages
         if self._returns is not None:
             self._returns.opened(req, namespace, None if old is None else old.hold)
-        self._hooks.opened(
-            req.rid, namespace, req.full_untruncated_fill_ids, found * self.page_size, old
-        )
-        index = self._tree.index
-        if old is not None and old.hold is not None and found:
-            index.policy.hit(old.hold)
+        if old is not None and old.hold is not None and old.pages:
+            self._tree.index.policy.hit(old.hold)
             old.hold.uses += 1
 
     def _adopt(self, req: Req, row: torch.Tensor, start: int, existing: PageArray) -> None:
@@ -288,12 +264,6 @@ class KVKeepTree(BasePrefixCache):  # type: ignore[misc]  # Any where SGLang is 
         slots = self._tree.slots.of(existing)[own - start :]
         self.req_to_token_pool.write((req.kv.req_pool_idx, slice(own, end)), slots.to(row.dtype))
 
-    def _report(self, stored: StoredPages, space: Space, rid: str | None = None) -> None:
-        self._placements.stored(stored.symbols, stored.new, stored.parent, space)
-        if self._hooks.listening:
-            tokens = self._tree.index.tokens_of(stored.symbols)
-            self._hooks.stored(rid, namespace_of(*space), stored.parent, stored.new, tokens)
-
     # --- evicting --------------------------------------------------------------------------------
 
     def evict(self, params: EvictParams) -> EvictResult:
@@ -302,10 +272,8 @@ class KVKeepTree(BasePrefixCache):  # type: ignore[misc]  # Any where SGLang is 
         gone, slots = self._tree.evict(-(-params.num_tokens // self.page_size))
         if not len(gone):
             return EvictResult()
-        self._pins.forget_broken()
         self.token_to_kv_pool_allocator.free_segment(slots, start_pos=0)
         self._placements.removed(gone)
-        self._hooks.evicted(gone, "pressure")
         evicted = len(gone) * self.page_size
         self.update_eviction_metrics(evicted, began)
         return EvictResult(num_tokens_evicted=evicted)
@@ -319,7 +287,7 @@ class KVKeepTree(BasePrefixCache):  # type: ignore[misc]  # Any where SGLang is 
         return self.evictable_size()
 
     def protected_size(self) -> int:
-        """Return the stored tokens that are locked, or have a hard pin."""
+        """Return the stored tokens that are locked."""
         return self.total_size() - self.evictable_size()
 
     def full_protected_size(self) -> int:
@@ -336,27 +304,6 @@ class KVKeepTree(BasePrefixCache):  # type: ignore[misc]  # Any where SGLang is 
     def policy(self) -> EvictionPolicy:
         """The eviction policy; another object after each `reset`."""
         return self._tree.index.policy
-
-    @property
-    def pins_refused(self) -> int:
-        """Pins that requests asked for since the start or the last `reset`, and did not get."""
-        return self._pins.refused
-
-    def subscribe(self, hook: Hook) -> Callable[[], None]:
-        """Call ``hook`` with kvkeep's events (`kvkeep.core.events`); return what ends that."""
-        return self._hooks.subscribe(hook)
-
-    def explain(self) -> Explainer:
-        """Explain requests from now on: why their tokens were computed and not reused.
-
-        The tree calls this itself if the log ``kvkeep.sglang.explain`` is enabled for DEBUG.
-
-        Raises:
-            UnsupportedModel: the tree compares pairs of tokens.
-        """
-        if self.is_eagle:
-            raise UnsupportedModel("requests with pairs of tokens (EAGLE) are not explained")
-        return self._hooks.explain(self.page_size, self.policy.name)
 
     def root_node_handle(self, extra_key: str | None = None) -> PathHandle:
         """Return a handle of the empty prefix."""
@@ -385,4 +332,4 @@ class KVKeepTree(BasePrefixCache):  # type: ignore[misc]  # Any where SGLang is 
 
     def check_integrity(self) -> None:
         """Recount everything that is stored; an ``AssertionError`` is a bug of kvkeep."""
-        self._tree.check(self._pins.holds())
+        self._tree.check()

@@ -6,25 +6,23 @@
 
     connector.py   KVKeepConnector: vLLM's interface, which forwards to one of two sides
     scheduler.py   the scheduler's side: which blocks are stored, loaded and saved
-    lookups.py     lookups that the scheduler's side waits for
-    states.py      states at the ends of blocks: which are saved, and where prompts leave one
+    lookups.py     lookups that the scheduler's side waits for, and how long
+    choosing.py    what is loaded of what is stored, and what computing costs
+    answers.py     conversations, and which tokens of answers are kept
     worker.py      the worker's side: has the pages, loads and saves them
     messages.py    messages between the two sides, with every step
     shared.py      the store of a worker, and how a scheduler in the same process finds it
     groups.py      groups of layers, which kinds of KV can be stored, and how far a prompt is stored
     pages.py       the engine's memory, page by page · device.py: copies on a GPU
     naming.py      the namespace · keys.py: the keys of blocks
-    weights.py     which weights were loaded · numbers.py: settings that decide numbers
+    numbers.py     settings that decide numbers
     versions.py    what differs between versions of vLLM
     adapters.py    which LoRA weights a request uses
-    options.py     options of the connector and of a request
+    options.py     options of the connector, the tier and a request, and wrong ones of requests
     transfer.py    those, and the tiers', in vLLM's configuration
-    mistakes.py    wrong options of requests
-    logs.py        kvkeep's log inside vLLM's · started.py: the line at the start
+    started.py     kvkeep's log inside vLLM's, and the line at the start
     outer.py       options that vLLM reads from an outer connector, such as MultiConnector
-    record.py      a trace of the requests
-    watched.py     the scheduler's side with a status · sides.py: with one or without
-    stats.py       counts for vLLM's log and its Prometheus page · tier_figures.py: those of tiers
+    stats.py       counts for vLLM's log and its Prometheus page
 
 The connector is imported when it is asked for; options.py and transfer.py need no vLLM. The worker
 opens the store.

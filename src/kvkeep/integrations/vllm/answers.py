@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvkeep.integrations.vllm.ends import AnswerEnds
+from kvkeep.core.returns import Ended, stop_after
 from kvkeep.integrations.vllm.keys import keys_of
 from kvkeep.store.blocks import BlockReturns, ReturnRecorder
 
@@ -14,14 +16,59 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
-    from kvkeep.core.returns import Ended
     from kvkeep.core.tokens import TokenArray
     from kvkeep.integrations.vllm.groups import Groups
     from kvkeep.integrations.vllm.requests import FollowedRequest
     from kvkeep.integrations.vllm.shared import SharedStore
     from kvkeep.store.blocks import ReturnNotes
 
-__all__ = ["AnswerWatch"]
+__all__ = ["AnswerEnds", "AnswerWatch"]
+
+
+_LOG = logging.getLogger("kvkeep.vllm")
+
+# By name: vLLM renumbers statuses from release to release.
+_STOPPED = "FINISHED_STOPPED"
+_OTHERS = {"FINISHED_LENGTH_CAPPED": "length", "FINISHED_REPETITION": "repetition"}
+
+
+class AnswerEnds:
+    """Tells how requests ended, as the classes of `kvkeep.core.returns` need it.
+
+    An answer that ended by itself says with which token, and which mark came before (`stop_after`):
+    "stop 151645 after 151658" is a tool call of some models, "stop 151645" is not. Stop texts are
+    found in vLLM's front end, which then aborts the request, as it does for a client that leaves:
+    both are "unfinished" here.
+
+    Thread safety: the scheduler's thread. Cost: at the first end vLLM's tokenizer is loaded, unless
+    the scheduler has it already; then `stop_after`'s.
+    """
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self._model = vllm_config.model_config
+
+    def of(self, request: Request) -> Ended:
+        """Return how a request ended, and the length of its answer."""
+        answer = request.output_token_ids
+        status = request.status.name
+        stop = _OTHERS.get(status, "unfinished")
+        if status == _STOPPED:
+            stop = stop_after(answer, self._named) if len(answer) else "stop"
+        return Ended(stop, len(answer))
+
+    @cached_property
+    def _named(self) -> frozenset[int]:
+        """Tokens that were added to the vocabulary by name; none if the tokenizer cannot tell."""
+        if self._model.skip_tokenizer_init:
+            return frozenset()
+        try:  # the import, too: vLLM moves its tokenizers from release to release
+            from vllm.tokenizers import cached_tokenizer_from_config  # noqa: PLC0415
+
+            tokenizer = cached_tokenizer_from_config(self._model)
+            return frozenset(map(int, tokenizer.get_added_vocab().values()))
+        except (OSError, ValueError, NotImplementedError, AttributeError, ImportError) as error:
+            _LOG.warning("the tokenizer does not tell its added tokens: %.300s", str(error))
+            return frozenset()
 
 
 class AnswerWatch:
@@ -37,7 +84,6 @@ class AnswerWatch:
     twice, and what `BlockReturns` costs.
 
     Arguments:
-        unread: whether answers are stored that are never read again.
         waits: whether tiers order by waits.
 
     Attributes:
@@ -50,12 +96,11 @@ class AnswerWatch:
         groups: Groups,
         shared: SharedStore | None,
         *,
-        unread: bool,
         waits: bool = False,
     ) -> None:
         self._size = groups.block_tokens
         self._ends = AnswerEnds(vllm_config)
-        self.holds_back = not unread and len(groups.groups) == 1 and not groups.states
+        self.holds_back = len(groups.groups) == 1 and not groups.states
         self._recorder = ReturnRecorder(self._size) if shared is None and waits else None
         self._returns = self._recorder or (
             BlockReturns(self._size) if shared is None else shared.store.returns(self._size)

@@ -15,10 +15,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvkeep.integrations.vllm.groups import Groups
-from kvkeep.integrations.vllm.logs import join_logs
 from kvkeep.integrations.vllm.messages import StepPlan
 from kvkeep.integrations.vllm.options import ConnectorOptions
 from kvkeep.integrations.vllm.outer import require_outer
+from kvkeep.integrations.vllm.started import join_logs
 from kvkeep.integrations.vllm.stats import KVKeepPromMetrics, KVKeepStats
 from kvkeep.integrations.vllm.versions import HIT_SOURCE
 
@@ -81,9 +81,9 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerSide | None = None
         # Each side is imported only where it runs; vLLM's front end has neither.
         if role is KVConnectorRole.SCHEDULER:
-            from kvkeep.integrations.vllm.sides import scheduler_side  # noqa: PLC0415
+            from kvkeep.integrations.vllm.scheduler import SchedulerSide  # noqa: PLC0415
 
-            self._scheduler = scheduler_side(vllm_config, options, groups)
+            self._scheduler = SchedulerSide(vllm_config, options, groups)
         else:
             from kvkeep.integrations.vllm.worker import WorkerSide  # noqa: PLC0415
 
@@ -239,7 +239,7 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
         return KVKeepPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        """Write queued blocks, for at most ``flush_timeout`` seconds; release all resources."""
+        """Write queued blocks, for at most ten seconds; release all resources."""
         if self._worker is not None:
             self._worker.close()
         if self._scheduler is not None:

@@ -11,7 +11,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvkeep.core.errors import IllegalStep
-from kvkeep.integrations.vllm.tier_figures import TierFigures
+from kvkeep.integrations.options import FLUSH_S
+from kvkeep.integrations.vllm.stats import TierFigures
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,9 +38,8 @@ class OpenStore:
         closed: whether `close` was called.
     """
 
-    def __init__(self, store: BlockStore, flush_timeout: float, *, rank: int = 0) -> None:
+    def __init__(self, store: BlockStore, *, rank: int = 0) -> None:
         self.store = store
-        self._flush_timeout = flush_timeout
         self._lock = threading.Lock()
         self._ends: list[tuple[float, int, bytes]] = []  # a heap: when a block is to be deleted
         self._due: dict[bytes, float] = {}
@@ -151,17 +151,14 @@ class OpenStore:
         return removed.complete
 
     def close(self) -> None:
-        """Write queued blocks, for at most ``flush_timeout``; a second call does nothing."""
+        """Write queued blocks, for at most `FLUSH_S`; a second call does nothing."""
         with self._lock:
             if self.closed:
                 return
             self.closed = True
         atexit.unregister(self.close)
-        if not self.store.close(self._flush_timeout):
-            _LOG.warning(
-                "kvkeep did not write all queued blocks within %g s (flush_timeout)",
-                self._flush_timeout,
-            )
+        if not self.store.close(FLUSH_S):
+            _LOG.warning("kvkeep did not write all queued blocks within %g s", FLUSH_S)
 
 
 def _unless_closed(call: Callable[[], T], closed: T) -> T:

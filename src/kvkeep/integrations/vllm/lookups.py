@@ -2,32 +2,88 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from kvkeep.integrations.lookup_patience import LookupPatience
+from kvkeep.integrations.options import LOOKUP_S
 from kvkeep.integrations.vllm.groups import BlockReach
 from kvkeep.integrations.vllm.kept import log_fault
 from kvkeep.integrations.vllm.messages import RankLookup
-from kvkeep.store.tiers import Loss
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvkeep.integrations.load_costs import RunCost
-    from kvkeep.integrations.loss_runs import LossRun
     from kvkeep.integrations.vllm.groups import Groups
     from kvkeep.integrations.vllm.messages import WorkerNews
     from kvkeep.integrations.vllm.requests import FollowedRequest
     from kvkeep.integrations.vllm.shared import SharedStore
     from kvkeep.integrations.vllm.stats import Counts
 
-__all__ = ["BlockLookups", "PendingLookup"]
+__all__ = ["BlockLookups", "LookupPatience", "PendingLookup"]
 
 _THREADS = 4
+_RANKS_S = 5.0  # for the answer of workers, which comes with the end of a step
+
+
+_RECENT: Final = 9  # lookups that say what the next one takes …
+_SHARES: Final = 32  # … and those that say what it brings
+_FIRST: Final = 0.25  # of what could be saved, that the first lookup may take
+_LATER: Final = 4.0  # multiples of the usual seconds that a later one may take
+_PAUSE_S: Final = 5.0  # between two lookups that are not waited for
+
+
+class LookupPatience:
+    """Weighs what lookups take, lately, against what they bring.
+
+    A lookup is waited for if the seconds that it takes are fewer than those that it saves, on
+    average. If they are not, a lookup is made every five seconds, for which no request waits, to
+    see whether they are again.
+
+    Thread safety: none. Cost: some µs.
+
+    Arguments:
+        timeout: seconds that no lookup is waited for longer.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, timeout: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._timeout = timeout
+        self._clock = clock
+        self._took: deque[float] = deque(maxlen=_RECENT)
+        self._shares: deque[float] = deque(maxlen=_SHARES)
+        self._next = 0.0
+
+    def seconds(self, saves_s: float | None) -> float:
+        """Return how long to wait for a lookup that can save ``saves_s``; None: that is unknown.
+
+        0: not at all; see `due`.
+        """
+        if saves_s is None:
+            return self._timeout
+        if not self._took:
+            return min(self._timeout, _FIRST * saves_s)
+        usual, brings = statistics.median(self._took), statistics.mean(self._shares) * saves_s
+        if usual > brings:
+            return 0.0
+        return min(self._timeout, max(_LATER * usual, _FIRST * brings), saves_s)
+
+    def due(self) -> bool:
+        """Return whether to begin a lookup that is not waited for; if so, the next one is later."""
+        now = self._clock()
+        if now < self._next:
+            return False
+        self._next = now + _PAUSE_S
+        return True
+
+    def answered(self, seconds: float, share: float) -> None:
+        """Note that a lookup took ``seconds`` and found this share of what it was asked for."""
+        self._took.append(seconds)
+        self._shares.append(share)
 
 
 @dataclass(slots=True)
@@ -35,8 +91,7 @@ class PendingLookup:
     """A lookup of the blocks ``first`` … ``limit - 1`` that takes longer than one step.
 
     ``result`` is how far a request is stored, once it is known, and ``runs`` what loading it takes,
-    if workers told; ``losses`` is why blocks behind are missing, as far as a worker told;
-    ``message`` is the last question to the workers. It is waited for until
+    if workers told; ``message`` is the last question to the workers. It is waited for until
     ``until`` (monotonic seconds).
     """
 
@@ -45,12 +100,11 @@ class PendingLookup:
     since: float
     until: float
     number: int = 0
-    future: Future[tuple[BlockReach, Loss | None]] | None = None
+    future: Future[BlockReach] | None = None
     message: RankLookup | None = None
     covered: int | None = None
     result: BlockReach | None = None
     runs: Sequence[RunCost] = ()
-    losses: Sequence[LossRun] = ()
 
     def drop(self) -> None:
         """Forget the thread's answer; if no thread has begun, none will."""
@@ -75,14 +129,12 @@ class BlockLookups:
         counts: Counts,
         *,
         ranks: int,
-        timeout: float,
     ) -> None:
         self._groups = groups
         self._shared = shared
         self._counts = counts
         self._ranks = ranks
-        self._timeout = timeout
-        self._patience = LookupPatience(timeout)
+        self._patience = LookupPatience(LOOKUP_S)
         self._answers: deque[tuple[float, float]] = deque()  # seconds and share of each, by threads
         self._threads = ThreadPoolExecutor(_THREADS, "kvkeep lookup")
         self._number = 0
@@ -95,15 +147,14 @@ class BlockLookups:
     ) -> BlockReach | None:
         """Return how far the request is stored; None: not known yet.
 
-        Loading all of it would save ``saves_s``; None: that is unknown. After ``lookup_timeout``,
-        or when waiting takes longer than it brings, returns how far it is known to be stored, and
-        says so in ``followed.unanswered``.
+        Loading all of it would save ``saves_s``; None: that is unknown. After
+        `LOOKUP_S`, or when waiting takes longer than it brings, returns how far it is known to be
+        stored.
         """
         while self._answers:
             self._patience.answered(*self._answers.popleft())
         lookup = followed.lookup
         if lookup is None or (lookup.first, lookup.limit) != (first, limit):
-            followed.unanswered = None
             hashes = followed.hashes(0, limit)
             if self._shared is not None:
                 self._shared.delete_expired()
@@ -113,16 +164,14 @@ class BlockLookups:
                 patience = self._patience.seconds(saves_s)
                 if not patience and not self._patience.due():
                     self._counts.add(skipped_lookups=1)
-                    followed.unanswered = _not_asked()
                     return known
             else:  # every lookup is one of workers, and most of its time is that of a step
-                patience = self._timeout
+                patience = _RANKS_S
             lookup = followed.lookup = self._start(followed, hashes, first, limit)
             lookup.until = lookup.since + patience
         if lookup.future is not None and lookup.future.done():
             failed = lookup.future.exception() is not None
-            told = (BlockReach(first, first), None) if failed else lookup.future.result()
-            lookup.result, followed.unanswered = told
+            lookup.result = BlockReach(first, first) if failed else lookup.future.result()
         if lookup.result is not None:
             return lookup.result
         if time.monotonic() < lookup.until:
@@ -130,24 +179,14 @@ class BlockLookups:
         if lookup.until > lookup.since:
             self._counts.add(late_lookups=1)
             lookup.drop()
-            followed.unanswered = self._late(followed, lookup)
         else:  # it goes on, to see what lookups take now
             self._counts.add(skipped_lookups=1)
-            followed.unanswered = _not_asked()
             lookup.future = None
         lookup.result = BlockReach(first, first)
         if self._shared is not None:
             hashes = followed.hashes(0, limit)
             lookup.result = self._groups.reach(hashes, first, self._shared.knows)
         return lookup.result
-
-    def _late(self, followed: FollowedRequest, lookup: PendingLookup) -> Loss:
-        """Return the loss of what was not found, as no answer came in time."""
-        now, found = time.time(), None
-        if self._shared is not None:
-            hashes = followed.hashes(lookup.limit - 1, lookup.limit)
-            found = _failure(self._shared, hashes, now - (time.monotonic() - lookup.since))
-        return Loss("", "late", now, "no answer") if found is None else found
 
     def runs(self, followed: FollowedRequest, first: int, end: int) -> Sequence[RunCost]:
         """Return what loading the blocks ``first`` … ``end - 1`` of the request takes, in pieces.
@@ -163,7 +202,7 @@ class BlockLookups:
         self, followed: FollowedRequest, hashes: Sequence[bytes], first: int, limit: int
     ) -> PendingLookup:
         now = time.monotonic()
-        lookup = PendingLookup(first, limit, now, now + self._timeout)
+        lookup = PendingLookup(first, limit, now, now)
         if self._shared is not None:
             lookup.future = self._threads.submit(self._query, self._shared, list(hashes), first)
             lookup.future.add_done_callback(log_fault)
@@ -180,12 +219,10 @@ class BlockLookups:
         lookup.message = message
         self._messages.append(message)
 
-    def _query(
-        self, shared: SharedStore, hashes: list[bytes], first: int
-    ) -> tuple[BlockReach, Loss | None]:
-        """In a thread: look the blocks up, in shared tiers too; a tier may not have answered."""
-        since, began, found = time.time(), time.monotonic(), first
-        until = began + self._timeout
+    def _query(self, shared: SharedStore, hashes: list[bytes], first: int) -> BlockReach:
+        """In a thread: look the blocks up, in shared tiers too."""
+        began, found = time.monotonic(), first
+        until = began + LOOKUP_S
 
         def count(keys: list[bytes]) -> int:
             return shared.lookup(keys, max(0.0, until - time.monotonic()))
@@ -193,7 +230,7 @@ class BlockLookups:
         try:
             reach = self._groups.reach(hashes, first, count)
             found = reach.end
-            return reach, _failure(shared, hashes[found : found + 1], since)
+            return reach
         finally:
             share = (found - first) / max(1, len(hashes) - first)
             self._answers.append((time.monotonic() - began, share))
@@ -212,7 +249,6 @@ class BlockLookups:
                 continue
             all_found = self._found.setdefault(number, [])
             all_found += found
-            lookup.losses = lookup.losses or results.losses.get(number, ())
             lookup.runs = max([lookup.runs, *results.runs.get(number, ())], key=_total_s)
             if len(all_found) < self._ranks:
                 continue
@@ -241,18 +277,6 @@ class BlockLookups:
     def close(self) -> None:
         """Cancel the lookups that have not begun."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-def _failure(shared: SharedStore, hashes: Sequence[bytes], since: float) -> Loss | None:
-    """Return why a tier that may have these blocks did not tell since then; None: all told."""
-    for _, loss in shared.losses(hashes, since):
-        if loss is not None and loss.what in {"late", "unavailable"}:
-            return loss
-    return None
-
-
-def _not_asked() -> Loss:
-    return Loss("", "late", time.time(), "not asked")
 
 
 def _total_s(runs: Sequence[RunCost]) -> float:

@@ -13,10 +13,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 if TYPE_CHECKING:
     from kvkeep.integrations.load_costs import ProbeEnd, RunCost
-    from kvkeep.integrations.loss_runs import LossRun
     from kvkeep.integrations.vllm.groups import BlockReach
     from kvkeep.store.blocks import ReturnNotes
-    from kvkeep.store.tiers import Loss, TierStats
 
 __all__ = [
     "BlockSpan", "LoadEnd", "PageLoad", "Probe", "RankLookup", "Save", "StepPlan", "WorkerNews",
@@ -62,18 +60,10 @@ class LoadEnd(NamedTuple):
     Attributes:
         seconds: that it took.
         failed: a tier that was too slow, or "".
-        tokens: that need not be computed.
-        late: whether more would have come too slowly.
-        tiers: where the blocks of counted layers lay, in runs, each with its end.
-        loss: why the first block that is missing did not come; None: it is not known, or all came.
     """
 
     seconds: float
     failed: str
-    tokens: int = 0
-    late: bool = False
-    tiers: tuple[tuple[int, str], ...] = ()
-    loss: Loss | None = None
 
 
 @dataclass(slots=True)
@@ -147,8 +137,6 @@ class WorkerNews(KVConnectorWorkerMetadata):
         step: the step that has ended; -1: none that had to be reported.
         loads: the loads that have ended, by request.
         probes: the probes that have ended.
-        losses: by lookup, why blocks behind the found ones are missing; with a status.
-        tiers: by rank, the state of its tiers; with a status, once a second and at rest.
     """
 
     found: dict[int, list[BlockReach]] = field(default_factory=dict)
@@ -156,8 +144,6 @@ class WorkerNews(KVConnectorWorkerMetadata):
     step: int = -1
     loads: dict[str, LoadEnd] = field(default_factory=dict)
     probes: list[ProbeEnd] = field(default_factory=list)
-    losses: dict[int, list[LossRun]] = field(default_factory=dict)
-    tiers: dict[int, list[TierStats]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Return this news together with that of another rank."""
@@ -165,16 +151,10 @@ class WorkerNews(KVConnectorWorkerMetadata):
         loads = dict(self.loads)
         for request, end in other.loads.items():
             mine = loads.get(request, end)
-            less = min(mine, end, key=lambda one: one.tokens)
-            loads[request] = less._replace(
-                seconds=max(mine.seconds, end.seconds),
-                failed=mine.failed or end.failed,
-                late=mine.late or end.late,
-            )
+            loads[request] = LoadEnd(max(mine.seconds, end.seconds), mine.failed or end.failed)
         return WorkerNews(
             _joined(self.found, other.found), _joined(self.runs, other.runs),
             max(self.step, other.step), loads, self.probes + other.probes,
-            other.losses | self.losses, self.tiers | other.tiers,
         )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """The namespace of an engine's KV.
 
 A page is opaque bytes, so only an engine that writes the same bytes may read it. The namespace
-names everything they depend on: the loaded weights (weights.py), the configuration (numbers.py),
+names everything they depend on: the loaded weights, the configuration (numbers.py),
 and here the minor version of vLLM and the version of torch, dtypes, the layout of pages, the
 attention backend and the hardware it packs for, block size, groups of layers, and ranks.
 
@@ -16,15 +16,18 @@ import json
 import logging
 import os
 import platform
+import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 import vllm
+from vllm import envs
 
+from kvkeep.core.errors import InvalidValue
 from kvkeep.core.keys import Namespace
+from kvkeep.integrations.loaded import SAFETENSORS_FORMATS, loaded_identity
 from kvkeep.integrations.vllm.numbers import numbers_of, plain
-from kvkeep.integrations.vllm.weights import revision_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -36,18 +39,15 @@ if TYPE_CHECKING:
     from kvkeep.integrations.vllm.options import ConnectorOptions
 
 __all__ = [
-    "computed_by",
-    "dtype_of",
-    "engine_namespace",
-    "machine_of",
-    "namespace_of",
-    "ranks_of",
-    "warn_of_seeds",
-]
+    "computed_by", "dtype_of", "engine_namespace", "machine_of", "namespace_of", "ranks_of",
+    "revision_of", "warn_of_seeds",
+]  # fmt: skip
 
 _LOG = logging.getLogger("kvkeep.vllm")
 _CONFIGURATION = ("hf", "hf_text", "longest")  # of the model, in `numbers_of`
 _FORMAT = 1  # version of our records: the pages of a group's layers, one after another
+_SAFETENSORS: Final = SAFETENSORS_FORMATS | {"hf", "instanttensor"}
+_ADVICE: Final = 'kv_connector_extra_config: {"revision": "…"}'
 
 
 def warn_of_seeds(vllm_config: VllmConfig) -> None:
@@ -178,3 +178,42 @@ def _speculative(vllm_config: VllmConfig) -> list[object] | None:
 def _digest(parts: object) -> str:
     text = json.dumps(plain(parts), sort_keys=True)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def revision_of(vllm_config: VllmConfig, given: str) -> str:
+    """Return the revision of the weights; the option ``revision``, ``given``, is trusted.
+
+    vLLM loads and packs the weights before it makes a connector, so they are named by their files:
+    a directory by its identity, if nothing in it changed since the process began; a name on the hub
+    in the same way, or by the commit, if the branch did not move; anything else by a name that no
+    other process has, and a warning with the reason.
+    """
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        return _own("the scales of its KV are computed anew by every process", "")
+    if vllm_config.weight_transfer_config is not None:
+        return _own("its weights are replaced while it runs (weight_transfer_config)", "")
+    if given:
+        return given
+    model, load = vllm_config.model_config, vllm_config.load_config
+    load_format = str(load.load_format)
+    if load_format == "dummy":
+        return _own("its weights are dummies")
+    if load_format not in _SAFETENSORS or (model.model_weights or model.model) != model.model:
+        return _own(f"--load-format {load_format} may read files that kvkeep does not check")
+    if envs.VLLM_USE_MODELSCOPE and not Path(model.model).is_dir():
+        return _own("ModelScope gives no commit")
+    try:
+        return loaded_identity(str(model.model), model.revision, load.download_dir)
+    except InvalidValue as error:
+        return _own(str(error))
+
+
+def _own(reason: str, advice: str = _ADVICE) -> str:
+    """Return a name that no other process has, and warn."""
+    _LOG.warning(
+        "kvkeep cannot identify the weights of the model: %s. Only this process will find what it "
+        "stores%s",
+        reason,
+        f"; to reuse it later, name the weights: {advice}" if advice else "",
+    )
+    return f"process {secrets.token_hex(16)}"

@@ -1,7 +1,8 @@
-"""Options of the connector, given when vLLM starts, and of a single request."""
+"""Options of the connector and of the tier, given when vLLM starts, and of a single request."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from itertools import islice
@@ -9,59 +10,94 @@ from typing import TYPE_CHECKING, Final
 
 from kvkeep.core.errors import InvalidValue, did_you_mean, told
 from kvkeep.integrations.options import (
+    EngineOptions,
     checked,
-    count_of,
     option,
     seconds_of,
     text_of,
+    tiers_of,
     truth_of,
 )
-from kvkeep.integrations.status_options import StatusOptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["ConnectorOptions", "RequestOptions"]
+    from kvkeep.integrations.vllm.stats import Counts
+
+__all__ = [
+    "MOST_MISTAKES",
+    "ConnectorOptions",
+    "OffloadOptions",
+    "RequestMistakes",
+    "RequestOptions",
+]
 
 _DEFAULT_PIN_S = 3600.0
 _MOST_NAMES: Final = 32  # of other connectors, which a request names
-
-
-def _least_tokens(name: str, value: object) -> int | None:
-    return None if value is None else count_of(name, value, 1)
+_LOG = logging.getLogger("kvkeep.vllm")
+MOST_MISTAKES: Final = 32
+"""Different mistakes of requests that are logged."""
 
 
 @dataclass(frozen=True, slots=True)
-class ConnectorOptions(StatusOptions):
+class ConnectorOptions(EngineOptions):
     """Options in ``kv_connector_extra_config``.
 
     ``load_timeout`` is for the load of one request; tokens that have not arrived are computed.
 
     Attributes:
-        min_tokens: the fewest tokens that a hit must save to be loaded; None: one block.
-        answers: whether the KV of generated tokens is stored, and not only that of prompts.
-        unread: whether that includes answers that are never read again, as chat templates leave
-            reasoning out of later prompts.
+        compare_costs: whether KV is loaded only where that is faster than computing it; False:
+            whatever is stored is loaded.
         resets: whether vLLM's resets of connectors delete the namespace: a request to
             ``reset_prefix_cache(reset_connector=True)``, a pause that clears caches, and sleep.
             False where the weights are the same after each of them.
-        capture: path of a trace to write, one line for each request, for ``kvkeep replay``;
-            empty: none.
         public_prefixes: path of a file with prefixes whose blocks are stored once for all cache
             salts (`kvkeep.core.prefix_file`); empty: none.
     """
 
-    min_tokens: int | None = option(None, _least_tokens)
-    answers: bool = option(True, truth_of)
-    unread: bool = option(False, truth_of)
+    compare_costs: bool = option(True, truth_of)
     resets: bool = option(True, truth_of)
-    capture: str = option("", text_of)
     public_prefixes: str = option("", text_of)
 
     @classmethod
     def parse(cls, given: Mapping[str, object]) -> ConnectorOptions:
-        """See `StatusOptions.from_json`."""
+        """See `EngineOptions.from_json`."""
         return cls.from_json(given, "kv_connector_extra_config")
+
+
+def _tiers_below(name: str, value: object) -> tuple[str, ...]:
+    tiers = tiers_of(name, value)
+    if any(tier.startswith("memory:") for tier in tiers):
+        raise InvalidValue(
+            f"{name} have memory://, which would keep what vLLM keeps in memory (cpu_bytes_to_use) "
+            "a second time; leave it out, and give vLLM that memory"
+        )
+    return tiers
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadOptions(ConnectorOptions):
+    """Options of a `KVKeepTier`, in its entry in ``secondary_tiers``.
+
+    ``tiers`` must be given, and have no ``memory://``.
+    """
+
+    tiers: tuple[str, ...] = option((), _tiers_below)
+
+    @classmethod
+    def parse(cls, given: Mapping[str, object]) -> OffloadOptions:
+        """See `EngineOptions.from_json`.
+
+        Raises:
+            InvalidValue: also if there are no tiers.
+        """
+        options = cls.from_json(given, "KVKeepTier in secondary_tiers")
+        if not options.tiers:
+            raise InvalidValue(
+                "KVKeepTier in secondary_tiers has no tiers; give the places to keep KV in, "
+                'fastest first, as "tiers": ["file:///var/lib/kvkeep?size=500GiB"]'
+            )
+        return options
 
 
 def _refuse_misplaced(params: Mapping[object, object], options: Sequence[str]) -> None:
@@ -95,8 +131,6 @@ class RequestOptions:
 
     Attributes:
         store: whether its KV is stored.
-        answers: whether that includes generated tokens; only where `ConnectorOptions.answers` is
-            true.
         load: whether stored KV is used.
         ttl: seconds after which blocks that this request was the first to store are deleted;
             None: never.
@@ -105,7 +139,6 @@ class RequestOptions:
     """
 
     store: bool = option(True, truth_of)
-    answers: bool = option(True, truth_of)
     load: bool = option(True, truth_of)
     ttl: float | None = option(None, _ttl)
     pin: float | None = option(None, truth_of)
@@ -132,3 +165,36 @@ class RequestOptions:
         if options.pop("pin", False):
             options["pin"] = options.pop("ttl", None) or _DEFAULT_PIN_S
         return cls(**options)
+
+
+class RequestMistakes:
+    """Reads the options of requests, whose mistakes never fail a request.
+
+    Each mistake is counted as ``ignored_params``. It is logged if it is the first of its kind, and
+    at most `MOST_MISTAKES` are: a client may make up new ones with every request.
+
+    Thread safety: none; it belongs to the scheduler's thread. Memory: `MOST_MISTAKES` messages.
+    """
+
+    def __init__(self, counts: Counts) -> None:
+        self._counts = counts
+        self._logged: set[str] = set()
+
+    def options(self, request: str, params: object) -> RequestOptions:
+        """Return the options in the ``kv_transfer_params`` of ``request``; the defaults if wrong.
+
+        Cost: a microsecond.
+        """
+        try:
+            return RequestOptions.parse(params)
+        except InvalidValue as error:
+            self._counts.add(ignored_params=1)
+            mistake = f"{error}"[:500]
+        if mistake not in self._logged and len(self._logged) < MOST_MISTAKES:
+            self._logged.add(mistake)
+            _LOG.warning(
+                "kv_transfer_params of request %.100r: all of kvkeep's are ignored: %s (the same "
+                "mistake is not logged again, and counted as ignored_params)",
+                request, mistake,
+            )  # fmt: skip
+        return RequestOptions()

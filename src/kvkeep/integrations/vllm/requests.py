@@ -15,10 +15,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvkeep.integrations.load_choice import LoadDecision
-    from kvkeep.integrations.request_watch import Misses
     from kvkeep.integrations.vllm.lookups import PendingLookup
     from kvkeep.integrations.vllm.options import RequestOptions
-    from kvkeep.store.tiers import Loss
 
 __all__ = ["FollowedRequest"]
 
@@ -42,12 +40,7 @@ class FollowedRequest:
         lookup: the pending lookup, if any.
         choice: what to load of what was last found, if that was compared with computing.
         found: the block up to which it was last found.
-        reached: the block up to which it was stored at the last lookup.
-        unanswered: why a shared tier did not tell how far it is stored; None: all told.
-        misses: for the status, what returns why its blocks are not loaded.
-        had: for the trace, tokens in vLLM's own prefix cache when the request first ran.
-        promised: for the trace, tokens to be loaded at that time.
-        began: for the trace, that time, by `time.time`.
+        began: whether it ever had pages.
     """
 
     request: Request
@@ -66,17 +59,12 @@ class FollowedRequest:
     lookup: PendingLookup | None = None
     choice: LoadDecision | None = None
     found: int = 0
-    reached: int = 0
-    unanswered: Loss | None = None
-    misses: Misses | None = None
-    had: int = 0
-    promised: int = 0
-    began: float | None = None
+    began: bool = False
 
     def forget_store(self) -> None:
         """Forget what of the request is stored: everything was deleted."""
         self.lookup = None
-        self.saved = self.judged = self.reached = 0
+        self.saved = self.judged = 0
         self.states.clear()
 
     def hashes(self, first: int, end: int) -> Sequence[bytes]:

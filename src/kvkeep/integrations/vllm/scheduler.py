@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import logging
-import time
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, urlsplit
 
-from kvkeep.integrations.cost_files import write_costs
+from kvkeep.core.cost import CostModel
 from kvkeep.integrations.vllm.answers import AnswerWatch
 from kvkeep.integrations.vllm.choosing import RequestChoices
 from kvkeep.integrations.vllm.content import RequestContent
 from kvkeep.integrations.vllm.keys import keys_of
 from kvkeep.integrations.vllm.lookups import BlockLookups
 from kvkeep.integrations.vllm.messages import BlockSpan, PageLoad, StepPlan, WorkerNews
-from kvkeep.integrations.vllm.mistakes import RequestMistakes
-from kvkeep.integrations.vllm.options import RequestOptions
+from kvkeep.integrations.vllm.options import RequestMistakes
 from kvkeep.integrations.vllm.public import PublicBlocks, prefixes_in
 from kvkeep.integrations.vllm.requests import FollowedRequest
 from kvkeep.integrations.vllm.resets import Resets
-from kvkeep.integrations.vllm.shared import SharedStore, engine_costs
-from kvkeep.integrations.vllm.states import pinned_states, states_of_step, stop_at_branch
+from kvkeep.integrations.vllm.shared import SharedStore
 from kvkeep.integrations.vllm.stats import Counts
 
 if TYPE_CHECKING:
@@ -29,11 +26,11 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from kvkeep.integrations.vllm.groups import Groups
+    from kvkeep.integrations.vllm.groups import BlockReach, Groups
     from kvkeep.integrations.vllm.messages import Save
     from kvkeep.integrations.vllm.options import ConnectorOptions
 
@@ -45,8 +42,6 @@ _LOG = logging.getLogger("kvkeep.vllm")
 class SchedulerSide:
     """Plans the loads and saves of every step.
 
-    ``loads`` and ``saves``: whether the connector's role includes them.
-
     Thread safety: none; it belongs to the scheduler's thread. Cost: about 0.1 µs a block of a
     lookup, 0.7 µs a block that is saved.
     """
@@ -56,38 +51,33 @@ class SchedulerSide:
         vllm_config: VllmConfig,
         options: ConnectorOptions,
         groups: Groups,
-        *,
-        loads: bool,
-        saves: bool,
     ) -> None:
+        transfer = vllm_config.kv_transfer_config
         self._options = options
         self._groups = groups
         self._stateful = bool(groups.states)
         self._anywhere = groups.resumes_anywhere
-        self._loads = loads
-        self._saves = saves
+        self._loads = transfer.is_kv_consumer
+        self._saves = transfer.is_kv_producer
         self._steps_in_flight = vllm_config.max_concurrent_batches
         self._step = 0
         self._shared = None
         ranks = vllm_config.parallel_config.world_size
         if ranks == 1:
-            self._shared = SharedStore.find(vllm_config.kv_transfer_config.engine_id)
+            self._shared = SharedStore.find(transfer.engine_id)
         self.counts = Counts()
         self._mistakes = RequestMistakes(self.counts)
-        self._lookups = BlockLookups(
-            groups, self._shared, self.counts, ranks=ranks, timeout=options.lookup_timeout
-        )
+        self._lookups = BlockLookups(groups, self._shared, self.counts, ranks=ranks)
         self._answers = AnswerWatch(
-            vllm_config, groups, self._shared, unread=options.unread,
+            vllm_config, groups, self._shared,
             waits=any(parse_qs(urlsplit(tier).query).get("policy") == ["returns"]
                       for tier in options.tiers),
         )  # fmt: skip
-        shared = self._shared
-        self._cost = engine_costs(options, vllm_config) if shared is None else shared.costs.cost
         self._choices = None
-        if loads and options.compare_costs:
+        if self._loads and options.compare_costs:
+            cost = CostModel() if self._shared is None else self._shared.costs.cost
             self._choices = RequestChoices(
-                vllm_config, self._cost.prefill, groups, self._lookups, self.counts
+                vllm_config, cost.prefill, groups, self._lookups, self.counts
             )
         self._content = RequestContent(vllm_config, self.counts)
         self._resets = Resets()
@@ -97,11 +87,6 @@ class SchedulerSide:
         self._followed: dict[str, FollowedRequest] = {}
         self._generation = 0
         self._plan = StepPlan()  # of the next step
-        self._recorder = None
-        if options.capture:
-            from kvkeep.integrations.vllm.record import Recorder  # noqa: PLC0415 - rarely needed
-
-            self._recorder = Recorder(options.capture, vllm_config, groups)
 
     def bind_pool(self, pool: BlockPool) -> None:
         """Take vLLM's pool of pages."""
@@ -128,8 +113,6 @@ class SchedulerSide:
         if followed is not None:
             followed.local = computed
             self._resets.begin(request, computed)
-            if followed.began is None:
-                followed.had = computed
         if (
             followed is None
             or not self._loads
@@ -144,8 +127,7 @@ class SchedulerSide:
         if not self._anywhere:
             # vLLM computes the last token again: its window begins earlier, and so does its state.
             limit = min(limit, (request.num_tokens - 1) // size)
-        least = self._options.min_tokens or size
-        if self._gain(request, limit, computed) < least:
+        if self._gain(request, limit, computed) < size:
             return 0
         saves_s = None
         if self._choices is not None:
@@ -153,14 +135,14 @@ class SchedulerSide:
         reach = self._lookups.reach(followed, first, limit, saves_s)
         if reach is None:
             return None
-        end = followed.reached = reach.end
+        end = reach.end
         if self._stateful and self._saves and followed.options.store:
-            stop_at_branch(request, reach, size, first=first, public=len(followed.public))
-        if self._gain(request, end, computed) < least:
+            _stop_at_branch(request, reach, size, first=first, public=len(followed.public))
+        if self._gain(request, end, computed) < size:
             return 0
         if self._choices is not None:
             end = self._choices.best_end(followed, computed, first, end, self._followed)
-            if self._gain(request, end, computed) < least:
+            if self._gain(request, end, computed) < size:
                 return 0
         followed.hit = (first, end)
         return end * size - computed
@@ -183,8 +165,8 @@ class SchedulerSide:
         followed = self._followed.get(request.request_id)
         if followed is not None:
             followed.placed = self._step
-            if followed.began is None:
-                followed.began, followed.promised = time.time(), external
+            if not followed.began:
+                followed.began = True
                 self._answers.requested(followed)
             if self._choices is not None:
                 self._choices.placed(followed, external, self._plan)
@@ -251,7 +233,7 @@ class SchedulerSide:
                         spans = self._blocks(followed, end, tables)
                 if self._stateful:
                     new = followed.placed == step
-                    spans += states_of_step(self._groups, followed, end, state, new=new)
+                    spans += _states_of_step(self._groups, followed, end, state, new=new)
                 if spans:
                     self._save(followed, spans, plan.saves)
         return plan
@@ -261,17 +243,12 @@ class SchedulerSide:
         request, size = followed.request, self._groups.block_tokens
         end: int = (request.num_computed_tokens + scheduled) // size
         end = min(end, len(request.block_hashes))  # only final tokens have hashes
-        if not self._keeps_answer(followed):
-            end = min(end, request.num_prompt_tokens // size)
-        elif self._answers.holds_back and end > followed.saved:
+        if self._answers.holds_back and end > followed.saved:
             if end <= followed.judged:
                 return followed.saved
             followed.judged = end
             end = self._answers.blocks(followed, end)
         return end
-
-    def _keeps_answer(self, followed: FollowedRequest) -> bool:
-        return self._options.answers and followed.options.answers
 
     @staticmethod
     def _is_foreign(followed: FollowedRequest) -> bool:
@@ -311,20 +288,11 @@ class SchedulerSide:
         followed = self._followed.pop(request.request_id, None)
         if self._choices is not None:
             self._choices.finished(request.request_id)
-        if self._recorder is not None:
-            known = followed or FollowedRequest(request, RequestOptions())
-            self._recorder.ended(
-                request,
-                cached=known.had + known.promised,
-                loaded=known.promised,
-                first=known.began,
-                store=self._saves and known.options.store,
-            )
         if followed is None:
             return
         if followed.lookup is not None:
             self._lookups.forget(followed.lookup)
-        if followed.began is not None and not self._resets.is_stale(request.request_id):
+        if followed.began and not self._resets.is_stale(request.request_id):
             self._save_late(followed, tables)
         self._resets.end(request.request_id)
         if followed.options.pin is not None and followed.saved:
@@ -334,7 +302,7 @@ class SchedulerSide:
                 for at, group in enumerate(self._groups.groups)
                 if not group.state
             ]
-            kept += pinned_states(self._groups, followed)
+            kept += _pinned_states(self._groups, followed)
             self._plan.pins += [(keys, followed.options.pin) for keys in kept]
 
     def _save_late(self, followed: FollowedRequest, tables: tuple[list[int], ...]) -> None:
@@ -343,7 +311,6 @@ class SchedulerSide:
         if not (
             self._saves
             and followed.options.store
-            and self._keeps_answer(followed)
             and self._answers.holds_back
             and followed.ran == followed.request.num_preemptions  # else its pages are not filled
             and self._step >= followed.held
@@ -377,9 +344,6 @@ class SchedulerSide:
     def close(self) -> None:
         """Release everything; also the store, in case vLLM does not close the worker's side."""
         self._lookups.close()
-        write_costs(self._cost, self._options.cost)
-        if self._recorder is not None:
-            self._recorder.close()
         if self._shared is not None:
             self._shared.close()
 
@@ -388,3 +352,69 @@ def _span(group: int, hashes: Sequence[bytes], pages: Sequence[int]) -> BlockSpa
     """Return the blocks that have a page; blocks behind a window have vLLM's null block, 0."""
     span = BlockSpan(group, keys_of(hashes, group), list(pages))
     return span.only([at for at, page in enumerate(pages) if page]) if 0 in pages else span
+
+
+# --- states --------------------------------------------------------------------------------------
+#
+# vLLM moves the running state of a request from page to page, and keeps it at few ends of blocks:
+# at the last one in a prompt, and where prompts branch. In the step that computes such an end it
+# says in which page the state is (``boundary_state_offloads``); later that page may hold another
+# state. So a state is saved in that step or not at all.
+
+
+def _states_of_step(
+    groups: Groups,
+    followed: FollowedRequest,
+    end: int,
+    offered: KVConnectorBlockState,
+    *,
+    new: bool,
+) -> list[BlockSpan]:
+    """Return the states of a request that can be saved in this step, up to block ``end``.
+
+    These are the states that vLLM offers and, if the request is ``new`` in this step, the one that
+    it found in its own prefix cache. Notes their positions in ``followed.states``.
+    """
+    size, request = groups.block_tokens, followed.request
+    found: dict[tuple[int, int], int] = {}  # (group, end of a block) → page
+    for group, page, tokens in offered.boundary_state_offloads.get(request.request_id, ()):
+        if tokens % size == 0:
+            found[group, tokens // size] = page
+    if new and followed.local and request.num_computed_tokens == followed.local:
+        tables = offered.get_block_ids(request.request_id)
+        local = followed.local // size
+        if tables is not None:
+            found |= {(group, local): tables[group][local - 1] for group in groups.states}
+    spans = []
+    for (group, at), page in found.items():
+        if page and at <= end:  # 0 is vLLM's null block
+            followed.states.add(at)
+            spans.append(BlockSpan(group, keys_of(followed.hashes(at - 1, at), group), [page]))
+    return spans
+
+
+def _pinned_states(groups: Groups, followed: FollowedRequest) -> list[list[bytes]]:
+    """Return the keys of the request's states, those of one group and position in each list."""
+    return [
+        keys_of(followed.hashes(at - 1, at), group)
+        for at in sorted(followed.states)
+        for group in groups.states
+    ]
+
+
+def _stop_at_branch(
+    request: Request, reach: BlockReach, block_tokens: int, *, first: int, public: int
+) -> None:
+    """Let vLLM keep a state where the stored KV of other prompts ends: prompts branch there.
+
+    vLLM does so by itself where a prompt branches from one in its own prefix cache. It knows no
+    prompts in the store, and without a state at the branch none of them is ever of use.
+
+    All prompts with a public prefix branch at its end. So the first of them leaves a state behind
+    its ``public`` blocks, unless one is stored there, or vLLM goes on behind ``first`` later ones.
+    """
+    branch = reach.covered * block_tokens
+    if max(first, reach.end) < public:
+        request.shared_prefix_boundary = public * block_tokens
+    elif reach.covered > reach.end and branch > request.shared_prefix_boundary:
+        request.shared_prefix_boundary = branch

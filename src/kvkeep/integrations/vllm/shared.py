@@ -7,25 +7,18 @@ from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from kvkeep.core.errors import IllegalStep, InvalidValue
-from kvkeep.integrations.cost_files import costs_in
 from kvkeep.integrations.load_costs import RunCost, TimedLoads
-from kvkeep.integrations.loss_runs import LossRun, loss_runs
 from kvkeep.integrations.vllm.kept import OpenStore
 from kvkeep.integrations.vllm.keys import keys_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from vllm.config import VllmConfig
-
-    from kvkeep.core.cost import CostModel
-    from kvkeep.integrations.options import EngineOptions
     from kvkeep.integrations.vllm.groups import Groups
-    from kvkeep.integrations.vllm.options import ConnectorOptions
     from kvkeep.store import BlockStore
     from kvkeep.store.blocks import ReturnNotes
 
-__all__ = ["SharedStore", "engine_costs"]
+__all__ = ["SharedStore"]
 
 # By vLLM's engine id. vLLM makes both sides and gives neither a reference to the other, so they
 # meet here. Weak: it keeps no store alive.
@@ -54,7 +47,6 @@ class SharedStore(OpenStore):
         store: BlockStore,
         groups: Groups,
         sizes: list[int],
-        options: ConnectorOptions,
         *,
         rank: int = 0,
     ) -> None:
@@ -65,7 +57,7 @@ class SharedStore(OpenStore):
                 "there are two KVKeepConnectors in one engine, which would find each other's "
                 "blocks; leave one of them, with the tiers of both"
             )
-        super().__init__(store, options.flush_timeout, rank=rank)
+        super().__init__(store, rank=rank)
         self.groups = groups
         self.sizes = sizes
         self.costs = TimedLoads(store)
@@ -111,10 +103,6 @@ class SharedStore(OpenStore):
             return []
         return [run._replace(end=first + run.end) for run in runs]
 
-    def losses(self, hashes: Sequence[bytes], since: float | None = None) -> list[LossRun]:
-        """Return why blocks that were not found are missing; see `loss_runs`."""
-        return loss_runs(self.store, keys_of(hashes, self.groups.counted), since)
-
     def tell(self, notes: ReturnNotes) -> None:
         """Tell the tiers of conversations that a scheduler in another process follows.
 
@@ -127,9 +115,3 @@ class SharedStore(OpenStore):
     def find(engine: str) -> SharedStore | None:
         """Return the store of a worker in this process, by vLLM's engine id."""
         return _ENGINES.get(engine)
-
-
-def engine_costs(options: EngineOptions, vllm_config: VllmConfig | None) -> CostModel:
-    """Return the costs of an engine to begin with. Raises `InvalidValue` for a wrong file."""
-    model = None if vllm_config is None else vllm_config.model_config
-    return costs_in(options.cost, "" if model is None else str(model.model))

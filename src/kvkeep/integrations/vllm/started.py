@@ -16,11 +16,24 @@ if TYPE_CHECKING:
     from kvkeep.store import BlockStore
     from kvkeep.store.tiers import TierStats
 
-__all__ = ["log_start", "start_line"]
+__all__ = ["join_logs", "log_start", "start_line"]
 
 _LOG = logging.getLogger("kvkeep.vllm")
 _DISK: Final = "file://"
 _DIGITS: Final = 12  # of a namespace
+
+
+def join_logs() -> None:
+    """Make kvkeep's loggers children of vLLM's, so that they have its handlers and its level.
+
+    Does nothing where ``kvkeep`` has handlers of its own, as by ``VLLM_LOGGING_CONFIG_PATH``, and
+    at a second call. Thread safety: as `logging`.
+    """
+    ours, theirs = logging.getLogger("kvkeep"), logging.getLogger("vllm")
+    if ours.handlers or not ours.propagate or ours.parent is theirs:
+        return
+    ours.parent = theirs
+    ours.setLevel(ours.level)  # forgets which levels were found to be enabled by the former parent
 
 
 def log_start(store: BlockStore, records: str, *, below: bool = False) -> None:

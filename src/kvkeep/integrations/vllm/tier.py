@@ -15,10 +15,15 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+)
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
     Medium,
+    OffloadingCounterMetadata,
+    OffloadingGaugeMetadata,
     OffloadingManager,
     RequestOffloadingContext,
 )
@@ -26,27 +31,20 @@ from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.geometry.units import format_bytes
-from kvkeep.integrations.cost_files import write_costs
 from kvkeep.integrations.vllm.kept import OpenStore
-from kvkeep.integrations.vllm.logs import join_logs
-from kvkeep.integrations.vllm.mistakes import RequestMistakes
 from kvkeep.integrations.vllm.offload.choosing import ChunkChoices
 from kvkeep.integrations.vllm.offload.engine import KVKeepOffloadingConnector
 from kvkeep.integrations.vllm.offload.identity import namespace_of_rows
 from kvkeep.integrations.vllm.offload.jobs import TierJobs
 from kvkeep.integrations.vllm.offload.lookups import ChunkLookups
-from kvkeep.integrations.vllm.offload.metrics import definitions, taken
-from kvkeep.integrations.vllm.offload.options import OffloadOptions
-from kvkeep.integrations.vllm.offload.requests import TierRequest, TierRequests
-from kvkeep.integrations.vllm.offload.rows import ChunkRows
+from kvkeep.integrations.vllm.offload.notes import ChunkRows
+from kvkeep.integrations.vllm.offload.requests import TierRequest
 from kvkeep.integrations.vllm.offload.spec import KVKeepSpec
-from kvkeep.integrations.vllm.offload.status import tier_status
-from kvkeep.integrations.vllm.options import RequestOptions
+from kvkeep.integrations.vllm.options import OffloadOptions, RequestMistakes, RequestOptions
 from kvkeep.integrations.vllm.public import PublicBlocks, prefixes_in
-from kvkeep.integrations.vllm.shared import engine_costs
-from kvkeep.integrations.vllm.started import log_start
+from kvkeep.integrations.vllm.started import join_logs, log_start
+from kvkeep.integrations.vllm.stats import METRICS, NOW, TIER_COUNTERS, TIER_GAUGES, metric_of
 from kvkeep.integrations.vllm.transfer import NO_ENGINE
-from kvkeep.integrations.vllm.versions import require_tiers
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.blocks.store import BlockStore
 from kvkeep.store.tiers import PROMPT_TOKENS, PassThrough, buffer_bytes
@@ -54,9 +52,6 @@ from kvkeep.store.tiers import PROMPT_TOKENS, PassThrough, buffer_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
-        OffloadingConnectorStats,
-    )
     from vllm.v1.kv_offload.base import (
         OffloadingMetricMetadata,
         OffloadKey,
@@ -68,6 +63,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
     from kvkeep.integrations.vllm.offload.notes import WorkerNote
+    from kvkeep.integrations.vllm.stats import Counts
 
 __all__ = ["KVKeepOffloadingConnector", "KVKeepSpec", "KVKeepTier"]
 
@@ -75,6 +71,7 @@ __all__ = ["KVKeepOffloadingConnector", "KVKeepSpec", "KVKeepTier"]
 # from the threads that load. So an idle step waits this long for one of them; a new request is
 # delayed by as much at most.
 _PAUSE_S = 0.002
+_PREFIX = "vllm:kvkeep_tier_"
 
 
 class KVKeepTier(SecondaryTierManager):
@@ -84,13 +81,12 @@ class KVKeepTier(SecondaryTierManager):
     depend on. No request fails or waits longer than its timeouts because of a tier: chunks that do
     not arrive are computed.
 
-    Options are those of `kvkeep.integrations.vllm.offload.options.OffloadOptions`, in the tier's
+    Options are those of `kvkeep.integrations.vllm.options.OffloadOptions`, in the tier's
     entry in ``secondary_tiers``; a request's, in ``kv_transfer_params["kvkeep"]``, those of
     `kvkeep.integrations.vllm.options.RequestOptions`.
 
     Raises:
         InvalidValue: an option is wrong, or the spec is not `KVKeepSpec`.
-        UnsupportedModel: this vLLM is older than 0.31.
 
     Notes
     -----
@@ -110,7 +106,6 @@ class KVKeepTier(SecondaryTierManager):
         **options: Any,
     ) -> None:
         join_logs()
-        require_tiers()
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self._options = OffloadOptions.parse(options)
         self.locality = None if locality is None else Locality(locality)
@@ -135,14 +130,13 @@ class KVKeepTier(SecondaryTierManager):
         prompt_bytes = sum(
             PROMPT_TOKENS * rows.size(group) // tokens for group, tokens in chunk_tokens.items()
         )
-        buffer = MemoryBackend(self._options.buffer or buffer_bytes(prompt_bytes))
+        buffer = MemoryBackend(buffer_bytes(prompt_bytes))
         store = BlockStore(
             namespace,
             tiers=[buffer, *self._options.tiers],
             policy=PassThrough(),
-            cost=engine_costs(self._options, self._engine.config),
         )
-        self._store = OpenStore(store, self._options.flush_timeout)
+        self._store = OpenStore(store)
         for size in {rows.size(group) for group in chunk_tokens}:
             store.prepare_reads(size)
         self._choices = None
@@ -154,18 +148,17 @@ class KVKeepTier(SecondaryTierManager):
             )  # fmt: skip
         self._lookups = ChunkLookups(
             self._store, self._counts, whole=whole, chunk_tokens=chunk_tokens,
-            timeout=self._options.lookup_timeout, news=self._news, choices=self._choices,
+            news=self._news, choices=self._choices,
         )  # fmt: skip
         self._jobs = TierJobs(
             self._store, primary_kv_view, rows, self._counts,
             counted={counted: chunk_tokens[counted]}, load_timeout=self._options.load_timeout,
             news=self._news,
         )  # fmt: skip
-        self._status = tier_status(self._options, self._engine, store)
         self._live: dict[str, TierRequest] = {}
         self._held = 0  # steps in which nothing may be loaded
         if self._options.resets:
-            self._engine.clears.append(self._clear)
+            self._engine.clear = self._clear
         largest = format_bytes(offloading_spec.kv_bytes_per_chunk)
         log_start(store, f"chunks of up to {largest}", below=True)
 
@@ -195,7 +188,7 @@ class KVKeepTier(SecondaryTierManager):
                 for group, public in self._public.items()
             }
         self._live[req_context.req_id] = request
-        TierRequests.of(req_context)[self] = request
+        req_context.set_state(request)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -211,7 +204,7 @@ class KVKeepTier(SecondaryTierManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return whether a chunk is stored; RETRY while shared tiers are asked."""
-        request = TierRequests.of(req_context).get(self)
+        request = req_context.get_state(TierRequest)
         if request is None or not request.kept or not request.options.load:
             return LookupResult.MISS
         found = self._lookups.find(request, key, req_context)
@@ -219,8 +212,7 @@ class KVKeepTier(SecondaryTierManager):
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Begin to store rows."""
-        context = job_metadata.req_context
-        request = TierRequests.of(context).get(self)
+        request = job_metadata.req_context.get_state(TierRequest)
         if request is not None and request.kept and request.options.store:
             self._jobs.save(job_metadata, request)
         else:
@@ -232,7 +224,7 @@ class KVKeepTier(SecondaryTierManager):
         The request may have ended since its lookups: its load ends at once, then.
         """
         del expedited
-        request = TierRequests.of(job_metadata.req_context).get(self)
+        request = job_metadata.req_context.get_state(TierRequest)
         assert request is not None, "a lookup found the chunks for a request"
         self._jobs.load(job_metadata, request)
 
@@ -295,16 +287,13 @@ class KVKeepTier(SecondaryTierManager):
         self._store.clear()
 
     def shutdown(self) -> None:
-        """End all jobs, and let the store write queued chunks, for at most ``flush_timeout``."""
+        """End all jobs, and let the store write queued chunks, for at most `FLUSH_S`."""
         for request in self._live.values():
             request.over = True
-        if self._status is not None:
-            self._status.close()
         self._lookups.close()
         if self._choices is not None:
             self._choices.close()
         self._jobs.close()
-        write_costs(self._store.store.cost, self._options.cost)
         self._primary_kv_view = memoryview(b"")
         self._store.close()
 
@@ -315,24 +304,61 @@ class KVKeepTier(SecondaryTierManager):
         cls, extra_config: dict[str, Any]
     ) -> dict[str, OffloadingMetricMetadata]:
         """Return the tier's metrics, for vLLM's Prometheus page."""
-        return definitions()
+        return _definitions()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Return the counts since the last call, once a second with those of tiers."""
         self._store.count_tiers(self._counts, states=True)
-        return taken(self._counts)
+        return _taken(self._counts)
 
 
-def _rows(spec: TieringOffloadingSpec, notes: list[WorkerNote] | None) -> ChunkRows:
-    """Return which bytes of a row are stored: all, if workers did not tell."""
-    row_bytes = int(spec.kv_bytes_per_chunk)
-    if notes is None:
-        return ChunkRows(row_bytes, {})
+def _rows(spec: TieringOffloadingSpec, notes: list[WorkerNote]) -> ChunkRows:
+    """Return which bytes of a row are stored."""
     whole = spec.replicated_layout or notes[0].canonical
     return ChunkRows.of_notes(
         notes[:1] if whole else notes,
         [group.group_id for group in spec.config.groups],
-        row_bytes=row_bytes,
+        row_bytes=int(spec.kv_bytes_per_chunk),
         rank_bytes=int(spec.cpu_page_size_per_worker),
         blocks=spec.config.cache.blocks_per_chunk,
     )
+
+
+def _definitions() -> dict[str, OffloadingMetricMetadata]:
+    """Return the metrics by name, for vLLM to declare."""
+    found: dict[str, OffloadingMetricMetadata] = {
+        _PREFIX + name: OffloadingCounterMetadata(documentation=text)
+        for name, text in METRICS.items()
+    }
+    found |= {
+        _PREFIX + metric_of(name): OffloadingCounterMetadata(
+            documentation=text.replace("Blocks", "Chunks").replace("blocks", "chunks"),
+            labelnames=("tier",),
+        )
+        for name, text in TIER_COUNTERS.items()
+    }
+    found |= {
+        _PREFIX + name: OffloadingGaugeMetadata(
+            documentation=f"{text}, at the last step", labelnames=("tier",)
+        )
+        for name, text in TIER_GAUGES.items()
+    }
+    return found
+
+
+def _taken(counts: Counts) -> OffloadingConnectorStats | None:
+    """Return and reset the counts; None if all are zero."""
+    stats = counts.take()
+    if stats is None:
+        return None
+    told = OffloadingConnectorStats()
+    for name, amount in stats.data.items():
+        counter, _, tier = name.partition(" ")
+        if name.startswith(NOW):
+            gauge, _, tier = name.removeprefix(NOW).split(" ", 2)
+            told.set_gauge(_PREFIX + gauge, amount, (tier,))
+        elif counter in TIER_COUNTERS:
+            told.increase_counter(_PREFIX + metric_of(counter), amount, (tier,))
+        else:
+            told.increase_counter(_PREFIX + name, amount)
+    return told

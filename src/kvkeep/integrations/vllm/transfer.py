@@ -9,10 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from kvkeep.core.cost import CostModel
 from kvkeep.core.errors import InvalidValue, did_you_mean, told
-from kvkeep.integrations.vllm.offload.options import OffloadOptions
-from kvkeep.integrations.vllm.options import ConnectorOptions
+from kvkeep.integrations.vllm.options import ConnectorOptions, OffloadOptions
 from kvkeep.store.tiers import check_tiers
 
 if TYPE_CHECKING:
@@ -103,6 +101,10 @@ def offload_parts(extra: Mapping[str, Any]) -> list[TransferPart]:
             parts.append(TransferPart(TIER, OffloadOptions.parse(options)))
         elif tier.get("module_path") == _MODULE:
             raise InvalidValue(f'type is {told(tier.get("type"))}; that in {_MODULE} is "{TIER}"')
+    if len(parts) > 1:
+        raise InvalidValue(
+            f"there are two {TIER}s in secondary_tiers; leave one of them, with the tiers of both"
+        )
     spec = extra.get("spec_name")
     if parts and spec != SPEC:
         near = did_you_mean(spec, [SPEC]) if isinstance(spec, str) else ""
@@ -162,17 +164,10 @@ def check_part(part: TransferPart) -> None:
     """
     options = part.options
     check_tiers(options.tiers, in_front=part.name != TIER)
-    if options.cost:
-        try:
-            CostModel.read(Path(options.cost))
-        except InvalidValue as error:
-            raise InvalidValue(f"cost: {error}") from error
-    public, capture = (getattr(options, name, "") for name in ("public_prefixes", "capture"))
+    public = getattr(options, "public_prefixes", "")
     try:
         if public:
             with Path(public).open("rb"):
                 pass
     except OSError as error:
         raise InvalidValue(f"public_prefixes: {public} cannot be read: {error.strerror}") from error
-    if capture and not Path(capture).absolute().parent.is_dir():
-        raise InvalidValue(f"capture: there is no folder {Path(capture).absolute().parent}")

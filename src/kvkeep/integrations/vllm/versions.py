@@ -1,4 +1,4 @@
-"""What differs between the versions of vLLM beside which kvkeep runs: 0.30 to 0.33.
+"""What differs between the versions of vLLM beside which kvkeep runs: 0.31 to 0.33.
 
 Every guard is here, so that the last version that needs one shows what can go.
 """
@@ -7,11 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import vllm
 from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size, resolve_kv_cache_block_sizes
-from vllm.v1.kv_offload.base import ReqContext
-
-from kvkeep.core.errors import UnsupportedModel
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -24,7 +20,7 @@ try:
 except ImportError:  # before 0.32 vLLM does not count hits by their source
     HIT_SOURCE = None
 
-__all__ = ["HIT_SOURCE", "block_tokens", "hashed_tokens", "require_tiers"]
+__all__ = ["HIT_SOURCE", "block_tokens", "hashed_tokens"]
 
 
 def block_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> set[int]:
@@ -43,17 +39,3 @@ def hashed_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> in
         return hashed
     # Before 0.32 vLLM resolves them beside the configuration, with this function.
     return int(resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
-
-
-def require_tiers() -> None:
-    """Check that this vLLM tells its tiers all that `KVKeepTier` needs.
-
-    Raises:
-        UnsupportedModel: vLLM 0.30, which does not tell where a chunk is in a prompt: the order of
-            chunks, and which of them belong to an answer, would not be known.
-    """
-    if not hasattr(ReqContext, "get_offload_key_position"):
-        raise UnsupportedModel(
-            f"KVKeepTier and KVKeepSpec need vLLM 0.31 or newer; vLLM {vllm.__version__} does not "
-            "tell tiers where chunks are in a prompt. Upgrade vLLM, or take KVKeepConnector"
-        )

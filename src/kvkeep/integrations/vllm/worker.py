@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from kvkeep.core.errors import KVKeepError
 from kvkeep.core.geometry.units import format_bytes
 from kvkeep.integrations.load_costs import LoadPace, ProbeEnd
+from kvkeep.integrations.options import LOOKUP_S
 from kvkeep.integrations.vllm.device import DeviceCopies
 from kvkeep.integrations.vllm.groups import BlockReach
 from kvkeep.integrations.vllm.kept import log_fault
@@ -23,7 +24,7 @@ from kvkeep.integrations.vllm.messages import BlockSpan, LoadEnd, Save, WorkerNe
 from kvkeep.integrations.vllm.naming import machine_of, namespace_of, warn_of_seeds
 from kvkeep.integrations.vllm.outer import require_own_engine
 from kvkeep.integrations.vllm.pages import pages_of
-from kvkeep.integrations.vllm.shared import SharedStore, engine_costs
+from kvkeep.integrations.vllm.shared import SharedStore
 from kvkeep.integrations.vllm.started import log_start
 from kvkeep.integrations.vllm.stats import Counts
 from kvkeep.store.blocks.store import BlockStore
@@ -37,13 +38,11 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from kvkeep.integrations.load_costs import RunCost
-    from kvkeep.integrations.loss_runs import LossRun
     from kvkeep.integrations.vllm.groups import Groups
     from kvkeep.integrations.vllm.messages import PageLoad, Probe, RankLookup, StepPlan
     from kvkeep.integrations.vllm.options import ConnectorOptions
     from kvkeep.integrations.vllm.pages import GroupPages
     from kvkeep.integrations.vllm.stats import KVKeepStats
-    from kvkeep.store.tiers import Loss
 
 __all__ = ["WorkerSide"]
 
@@ -53,7 +52,6 @@ _LOOKUPS = 4  # at a time
 # from the loading threads. So an idle step waits this long for a load or a lookup to end; a new
 # request is delayed by as much at most.
 _PAUSE_S = 0.002
-_TIERS_EVERY_S = 1.0
 
 
 @dataclass(slots=True)
@@ -91,12 +89,10 @@ class WorkerSide:
         self._loading: dict[str, _Loading] = {}
         self._running: set[Future[None]] = set()  # the threads of loads
         self._done: deque[_Loading] = deque()
-        self._lookup_results: deque[tuple[int, BlockReach, list[RunCost], list[LossRun]]] = deque()
+        self._lookup_results: deque[tuple[int, BlockReach, list[RunCost]]] = deque()
         self._load_ends: deque[tuple[str, LoadEnd]] = deque()
         self._probe_ends: deque[ProbeEnd] = deque()
         self._errors: set[int] = set()
-        self._tells_tiers = bool(options.status)
-        self._tiers_due = 0.0
         self._rests = False
         self._pages: list[GroupPages] = []
         self._device: DeviceCopies | None = None
@@ -126,15 +122,14 @@ class WorkerSide:
         warn_of_seeds(config)
         where = f"{machine_of(config, self._groups.layers, self._pages[0].device)} {described}"
         namespace = namespace_of(config, self._options, self._groups, where)
-        cost = engine_costs(self._options, config)
         sizes = [pages.record_bytes for pages in self._pages]
         states = sum(sizes[at] for at in self._groups.states)
         token_bytes = (sum(sizes) - states) // self._groups.block_tokens
         tiers = self._options.tiers
-        store = BlockStore(namespace, tiers=tiers, cost=cost, token_bytes=token_bytes)
+        store = BlockStore(namespace, tiers=tiers, token_bytes=token_bytes)
         engine = config.kv_transfer_config.engine_id
         rank = config.parallel_config.rank
-        shared = SharedStore(engine, store, self._groups, sizes, self._options, rank=rank)
+        shared = SharedStore(engine, store, self._groups, sizes, rank=rank)
         if rank == 0:  # once for each engine
             log_start(store, self._described(sum(sizes) - states, states))
         return shared
@@ -159,7 +154,7 @@ class WorkerSide:
         if plan.returns:  # in a thread: it takes 3 µs a block of each request that has ended
             self._teller.submit(shared.tell, plan.returns).add_done_callback(log_fault)
         shared.delete_expired()
-        for keys, seconds in plan.pins:  # not in `save`: vLLM 0.30 saves nothing in an idle step
+        for keys, seconds in plan.pins:
             shared.pin(keys, seconds)
         begun = None if self._device is None else self._device.mark()
         for load in plan.loads:
@@ -199,8 +194,6 @@ class WorkerSide:
         loading.missing = [page for span in spans for page in span.pages]
         nbytes = sum(len(span.keys) * shared.sizes[span.group] for span in spans)
         filled, late, failed = 0, False, ""
-        tiers: tuple[tuple[int, str], ...] = ()
-        loss: Loss | None = None
         try:
             for span in spans:
                 if loading.cancelled:
@@ -220,27 +213,22 @@ class WorkerSide:
                 )
                 filled += read.blocks
                 late, failed = read.late, read.failed
-                if span.group == self._groups.counted:
-                    tiers = tuple(read.tiers)
                 if read.blocks < len(span.keys):
-                    (loss,) = shared.store.losses(span.keys[read.blocks : read.blocks + 1])
                     break
         except KVKeepError as error:
             _LOG.warning("a load ended early: %s", error)
         finally:
             loading.missing = loading.missing[filled:]
             seconds = time.monotonic() - started
-            tokens = self._count(loading, seconds, late=late)
-            end = LoadEnd(seconds, failed, tokens, late, tiers, loss)
-            self._load_ends.append((loading.load.request, end))
+            self._count(loading, seconds, late=late)
+            self._load_ends.append((loading.load.request, LoadEnd(seconds, failed)))
             self._done.append(loading)
             shared.news.set()
 
-    def _count(self, loading: _Loading, seconds: float, *, late: bool) -> int:
-        """Count a load that has ended; return the tokens that need not be computed."""
-        shared = self._open()
+    def _count(self, loading: _Loading, seconds: float, *, late: bool) -> None:
+        """Count a load that has ended."""
         if loading.cancelled:
-            return 0
+            return
         load, missing = loading.load, len(loading.missing)
         whole = missing and (len(load.spans) > 1 or self._groups.states)
         failed = load.tokens if whole else min(load.tokens, missing * self._groups.block_tokens)
@@ -248,15 +236,13 @@ class WorkerSide:
             loaded_tokens=load.tokens - failed, failed_tokens=failed,
             late_tokens=failed if late else 0, load_seconds=seconds,
         )  # fmt: skip
-        shared.count_tiers(self.counts)
-        return load.tokens - failed
+        self._open().count_tiers(self.counts)
 
     def _look_up(self, lookup: RankLookup) -> None:
         """In a thread: look up blocks in the store, in shared tiers too."""
         shared, there = self._open(), BlockReach(lookup.first, lookup.first)
         runs: list[RunCost] = []
-        losses: list[LossRun] = []
-        since, until = time.time(), time.monotonic() + self._options.lookup_timeout
+        until = time.monotonic() + LOOKUP_S
         try:
             there = self._groups.reach(
                 lookup.hashes,
@@ -264,12 +250,10 @@ class WorkerSide:
                 lambda keys: shared.lookup(keys, max(0.0, until - time.monotonic())),
             )
             runs = shared.runs(lookup.hashes, lookup.first, there.end)
-            if self._options.status:
-                losses = shared.losses(lookup.hashes[there.end :], since)
         except KVKeepError as error:
             _LOG.warning("a lookup failed: %s", error)
         finally:
-            self._lookup_results.append((lookup.number, there, runs, losses))
+            self._lookup_results.append((lookup.number, there, runs))
             shared.news.set()
 
     def finished(self, ended: set[str], plan: StepPlan) -> KVConnectorTransferResults:
@@ -307,17 +291,14 @@ class WorkerSide:
         """Return what has ended since the last call, for the scheduler; None: nothing."""
         news = WorkerNews(step=plan.step if plan.reports else -1)
         while self._lookup_results:
-            number, there, runs, news.losses[number] = self._lookup_results.popleft()
+            number, there, runs = self._lookup_results.popleft()
             news.found[number], news.runs[number] = [there], [runs]
         while self._load_ends:
             request, end = self._load_ends.popleft()
             news.loads[request] = end
         while self._probe_ends:
             news.probes.append(self._probe_ends.popleft())
-        if self._tells_tiers and (self._rests or time.monotonic() >= self._tiers_due):
-            self._tiers_due = time.monotonic() + _TIERS_EVERY_S
-            news.tiers[self._vllm_config.parallel_config.rank] = self._open().store.stats()
-        told = news.step >= 0 or news.found or news.loads or news.probes or news.tiers
+        told = news.step >= 0 or news.found or news.loads or news.probes
         return news if told else None
 
     def figures(self) -> KVKeepStats | None:

@@ -49,16 +49,12 @@ class Live:
     """Makes the answer of ``/kv/live`` and keeps it for half a second, for all clients.
 
     A separate thread calls ``state``, so that an answer waits neither for tokenizers nor for tiers.
-    Fields ``without`` which the answer is are those that a server cannot tell.
 
     Thread safety: none; it belongs to the event loop.
     """
 
-    def __init__(
-        self, state: Callable[[], LiveResponse], without: frozenset[str] = frozenset()
-    ) -> None:
+    def __init__(self, state: Callable[[], LiveResponse]) -> None:
         self._state = state
-        self._without = set(without)
         self._thread = ThreadPoolExecutor(1, "kvkeep live")
         self._answer = b""
         self._until = float("-inf")
@@ -86,7 +82,7 @@ class Live:
 
     def _make(self) -> bytes:
         """In the thread."""
-        return self._state().model_dump_json(exclude=self._without or None).encode()
+        return self._state().model_dump_json().encode()
 
 
 class EngineState:

@@ -1,17 +1,14 @@
 """kvkeep below vLLM's own offloading: a secondary tier, and a spec that works without a GPU.
 
     ../tier.py     KVKeepTier: vLLM's interface of a secondary tier; the names that users give
-    options.py     options of the tier
     engine.py      vLLM's connector of offloading, which tells tiers of their engine; its manager
     identity.py    the namespace of the tier's records
-    notes.py       what workers tell the tier of their pages
-    layout.py      one layout of rows for all numbers of ranks, where vLLM proves it
-    rows.py        which bytes of a row in vLLM's memory belong to a chunk
+    notes.py       what workers tell the tier of their pages, and which bytes of a row are a chunk
     requests.py    what is known of a request
-    lookups.py     which chunks of a request are stored
+    lookups.py     which chunks of a request are stored · choosing.py: which of them are loaded
     jobs.py        copies between vLLM's memory and the store, in threads
-    metrics.py     counts for vLLM's Prometheus page
-    spec.py        KVKeepSpec: vLLM's spec, with a mover where there is no GPU
+    spec.py        KVKeepSpec: vLLM's spec, one layout of rows for all numbers of ranks where vLLM
+                   proves it, and a mover where there is no GPU
     mover.py       copies between pages and vLLM's memory, on a CPU
 
 vLLM keeps KV in its primary tier, which is rows of host memory, one for each *chunk*: some blocks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final
@@ -11,21 +12,66 @@ from kvkeep.core.errors import KVKeepError
 from kvkeep.integrations.load_choice import LoadChooser, StoredRun
 from kvkeep.integrations.load_costs import ProbeEnd, TimedLoads
 from kvkeep.integrations.vllm.kept import log_fault
-from kvkeep.integrations.vllm.offload.steps import ScheduleTimes
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from vllm.config import VllmConfig
 
+    from kvkeep.core.cost import LearnedPrefill
     from kvkeep.integrations.vllm.kept import OpenStore
     from kvkeep.integrations.vllm.offload.requests import TierRequest
     from kvkeep.integrations.vllm.stats import Counts
 
-__all__ = ["ChunkChoices"]
+__all__ = ["ChunkChoices", "ScheduleTimes"]
 
 _LOG = logging.getLogger("kvkeep.vllm")
 _PROBED: Final = 16  # chunks that a probe may read
+
+
+class ScheduleTimes:
+    """Observes steps of which only the plans are seen.
+
+    vLLM plans a step as soon as the one that is ``ahead`` steps before it has ended. So what passed
+    between the last two plans is what that step took, as long as there was always something to do:
+    some request of it goes on. What a step computed is what its requests have more in the next one.
+
+    Thread safety: none; it belongs to the scheduler's thread.
+    """
+
+    def __init__(
+        self,
+        prefill: LearnedPrefill,
+        ahead: int,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._prefill = prefill
+        self._clock = clock
+        self._plans: deque[Mapping[str, tuple[int, int]]] = deque(maxlen=ahead + 1)
+        self._ahead = ahead
+        self._last = 0.0
+
+    def planned(self, places: Mapping[str, tuple[int, int]]) -> None:
+        """Note that a step is planned.
+
+        ``places`` are the tokens that each request at work has before it, and those of its prompt.
+        """
+        now = self._clock()
+        took, self._last = now - self._last, now
+        self._plans.append(places)
+        if len(self._plans) <= self._ahead:
+            return
+        before, after = self._plans[0], self._plans[1]
+        pieces = [
+            (start, after[request][0])
+            for request, (start, _) in before.items()
+            if request in after and after[request][0] > start
+        ]
+        prompts = any(start < before[one][1] for one, (start, _) in before.items())
+        # One that is not there any more may have been computed as well: then too little is known.
+        if pieces and prompts and len(pieces) == len(before) and places:
+            self._prefill.observe(pieces, took)
 
 
 class ChunkChoices:

@@ -21,8 +21,8 @@ from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 
 from kvkeep.core.errors import InvalidValue
 from kvkeep.integrations.vllm.content import RequestContent
-from kvkeep.integrations.vllm.logs import join_logs
 from kvkeep.integrations.vllm.resets import Resets
+from kvkeep.integrations.vllm.started import join_logs
 from kvkeep.integrations.vllm.stats import Counts
 from kvkeep.integrations.vllm.transfer import NO_ENGINE, OFFLOADING, offload_parts
 
@@ -61,9 +61,9 @@ class OffloadEngine:
     Attributes:
         arrival: the request that arrives just now.
         resets: which requests have KV of before a reset.
-        counts: of all its tiers.
+        counts: of its tier.
         content: which requests are kept.
-        clears: what deletes the namespaces of its tiers, at a reset.
+        clear: deletes the namespace of its tier, at a reset; None: nothing does.
     """
 
     config: VllmConfig
@@ -71,7 +71,7 @@ class OffloadEngine:
     arrival: ArrivedRequest | None = None
     resets: Resets = field(default_factory=Resets)
     counts: Counts = field(default_factory=Counts)
-    clears: list[Callable[[], object]] = field(default_factory=list)
+    clear: Callable[[], object] | None = None
     content: RequestContent = field(init=False)
 
     def __post_init__(self) -> None:
@@ -222,8 +222,8 @@ class KVKeepManager(TieringOffloadingManager):
         """Give all rows away and clear tiers; KV of running requests is not stored any more."""
         self._engine.resets.reset()
         super().reset_cache()
-        for clear in self._engine.clears:
-            clear()
+        if self._engine.clear is not None:
+            self._engine.clear()
 
 
 # MultiConnector looks up the class of statistics from another process by name.

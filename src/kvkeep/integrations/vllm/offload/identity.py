@@ -3,20 +3,16 @@
 vLLM's key of a chunk is a block's hash and the number of a group: the same for other weights, other
 settings, another number of ranks. A row is opaque bytes besides, in the order in which this
 engine's workers put their pages. The namespace names all that; where rows are the same for every
-number of ranks (layout.py), it names vLLM's format of such rows instead of the ranks.
+number of ranks (spec.py), it names vLLM's format of such rows instead of the ranks.
 """
 
 from __future__ import annotations
 
-import platform
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
-import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import (
     canonical_format_id,
 )
-from vllm.platforms import current_platform
 
 from kvkeep.integrations.vllm.naming import (
     computed_by,
@@ -35,7 +31,7 @@ if TYPE_CHECKING:
     from kvkeep.core.keys import Namespace
     from kvkeep.integrations.vllm.offload.engine import OffloadEngine
     from kvkeep.integrations.vllm.offload.notes import WorkerNote
-    from kvkeep.integrations.vllm.offload.options import OffloadOptions
+    from kvkeep.integrations.vllm.options import OffloadOptions
 
 __all__ = ["namespace_of_rows"]
 
@@ -43,24 +39,18 @@ _FORMAT = "row 1"  # version of our records: the used bytes of a row, in order
 # Fields of specs that tell of one rank. The workers' notes tell the bytes of a page of all ranks,
 # and the model's configuration tells all heads.
 _SHARES = frozenset({"num_kv_heads", "page_size_padded"})
-# Packages that bring attention backends, beside torch and vLLM.
-_KERNELS = ("flashinfer-python", "flash-attn", "triton", "vllm-flash-attn", "flash-mla")
 
 
 def namespace_of_rows(
     engine: OffloadEngine,
     options: OffloadOptions,
     spec: TieringOffloadingSpec,
-    notes: Sequence[WorkerNote] | None,
+    notes: Sequence[WorkerNote],
 ) -> Namespace:
-    """Return the namespace of an engine's rows.
-
-    ``notes`` are those of all its workers; without them, all that selects a backend is named
-    instead of the backend.
-    """
+    """Return the namespace of an engine's rows; ``notes`` are those of all its workers."""
     warn_of_seeds(engine.config)
     config = spec.config
-    any_ranks = notes is not None and all(note.portable for note in notes)
+    any_ranks = all(note.portable for note in notes)
     groups = plain(
         [
             [
@@ -80,7 +70,6 @@ def namespace_of_rows(
         "groups": groups,
     }
     if any_ranks:
-        assert notes is not None
         assert all(note == notes[0] for note in notes), "rows are the same for all ranks"
         assert config.kv_cache_layout is not None, "vLLM has placed the pages"
         layout |= {
@@ -92,7 +81,7 @@ def namespace_of_rows(
     layout |= {
         "row": [spec.kv_bytes_per_chunk, spec.cpu_page_size_per_worker],
         "layout": [config.kv_cache_layout, config.canonical_layout, spec.replicated_layout],
-        "workers": _selecting(engine) if notes is None else plain(list(notes)),
+        "workers": plain(list(notes)),
     }
     ranks = ranks_of(engine.config, "all")
     return engine_namespace(engine.config, options, layout, computed=computed, rank=ranks)
@@ -112,21 +101,3 @@ def _shared(caches: KVCacheConfig) -> list[list[str]]:
         for at, name in enumerate(tensor.layers):
             places.setdefault(tensor.offset + at * tensor.layer_stride, []).append(name)
     return list(places.values())
-
-
-def _selecting(engine: OffloadEngine) -> list[object]:
-    """Return all that vLLM selects attention backends by, besides what is named already."""
-    attention = engine.config.attention_config
-    found: list[object] = [
-        plain(attention.backend),
-        plain(getattr(attention, "backend_per_kind", None)),
-        str(current_platform.get_device_name()),
-        platform.machine(),
-        torch.backends.cpu.get_cpu_capability(),
-    ]
-    for name in _KERNELS:
-        try:
-            found.append([name, version(name)])
-        except PackageNotFoundError:
-            continue
-    return found

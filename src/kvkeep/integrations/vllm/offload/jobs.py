@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
     from kvkeep.integrations.records import Bytes
     from kvkeep.integrations.vllm.kept import OpenStore
+    from kvkeep.integrations.vllm.offload.notes import ChunkRows
     from kvkeep.integrations.vllm.offload.requests import TierRequest
-    from kvkeep.integrations.vllm.offload.rows import ChunkRows
     from kvkeep.integrations.vllm.stats import Counts
 
 __all__ = ["FinishedJob", "TierJobs"]
@@ -186,10 +186,8 @@ class TierJobs:
     def _move(self, ended: FinishedJob, went_on: Callable[[], None] | None = None) -> None:
         """Move the chunks of a job; ``went_on`` is called after each that is loaded."""
         job, began = ended.job, time.monotonic()
-        parts: list[_Part] = []
         try:
-            parts = self._parts(ended)
-            for part in parts:
+            for part in self._parts(ended):
                 if went_on is not None:
                     count = self._load(part, ended, went_on)
                 else:
@@ -200,8 +198,7 @@ class TierJobs:
             _LOG.warning("chunks were not %s: %s", "loaded" if job.is_promotion else "saved", error)
         finally:
             moved = set(ended.moved)
-            wanted = job.keys if job.is_promotion else [key for part in parts for key in part.keys]
-            ended.failed = [key for key in wanted if key not in moved]
+            ended.failed = [key for key in job.keys if key not in moved]
             ended.seconds = time.monotonic() - began
             self._count(ended)
             self._done.append(ended)
@@ -212,14 +209,10 @@ class TierJobs:
         job, request = ended.job, ended.request
         assert request is not None
         position = job.req_context.get_offload_key_position
-        last = None
-        if not (job.is_promotion or request.options.answers):
-            last = 0 if request.request is None else request.request.num_prompt_tokens
         places: dict[int, list[tuple[int, OffloadKey, int]]] = {}
         for key, row in zip(job.keys, job.chunk_ids, strict=True):
             end = position(key) or 0
-            if last is None or end <= last:
-                places.setdefault(group_of(key), []).append((end, key, int(row)))
+            places.setdefault(group_of(key), []).append((end, key, int(row)))
         parts = []
         for group, found in places.items():
             found.sort()
@@ -235,7 +228,7 @@ class TierJobs:
         return ended.cancelled
 
     def _load(self, part: _Part, ended: FinishedJob, went_on: Callable[[], None]) -> int:
-        runs, view = self._rows.of(part.group), self._view
+        runs, view = self._rows.runs[part.group], self._view
 
         def sink(at: int, raw: memoryview) -> None:
             row = view[part.rows[at]]
@@ -255,7 +248,7 @@ class TierJobs:
         return read.blocks
 
     def _save(self, part: _Part, ended: FinishedJob) -> int:
-        runs, view = self._rows.of(part.group), self._view
+        runs, view = self._rows.runs[part.group], self._view
         request = ended.request
         assert request is not None
 

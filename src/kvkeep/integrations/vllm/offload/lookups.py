@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from vllm.v1.kv_offload.base import LookupResult
 
 from kvkeep.core.errors import KVKeepError
+from kvkeep.integrations.options import LOOKUP_S
 from kvkeep.integrations.vllm.kept import log_fault
 from kvkeep.integrations.vllm.offload.requests import PendingQuery, QueryAnswer, group_of
 
@@ -49,7 +50,6 @@ class ChunkLookups:
         *,
         whole: frozenset[int],
         chunk_tokens: Mapping[int, int],
-        timeout: float,
         news: threading.Event,
         choices: ChunkChoices | None = None,
     ) -> None:
@@ -58,7 +58,6 @@ class ChunkLookups:
         self._counts = counts
         self._whole = whole
         self._chunk_tokens = chunk_tokens
-        self._timeout = timeout
         self._news = news
         self._threads = ThreadPoolExecutor(_THREADS, "kvkeep lookup")
         self._step = 0
@@ -156,18 +155,18 @@ class ChunkLookups:
         began, found = time.monotonic(), blocks[:0]
         try:
             if first_missing_ends:
-                found = blocks[: self._store.lookup(blocks, self._timeout)]
+                found = blocks[: self._store.lookup(blocks, LOOKUP_S)]
             else:
-                there = self._store.lookup_each(blocks, self._timeout)
+                there = self._store.lookup_each(blocks, LOOKUP_S)
                 found = [block for block, stored in zip(blocks, there, strict=True) if stored]
         except KVKeepError:
             pass
         finally:
             self._news.set()
-        return QueryAnswer(found, time.monotonic() - began >= self._timeout)
+        return QueryAnswer(found, time.monotonic() - began >= LOOKUP_S)
 
     def _take_answers(self, request: TierRequest) -> None:
-        """Take the answers that came; give up queries that take longer than the timeout."""
+        """Take the answers that came; give up queries that take longer than `LOOKUP_S`."""
         waiting = []
         for query in request.queries:
             if query.future.done():
@@ -175,7 +174,7 @@ class ChunkLookups:
                     answer = query.future.result()
                     request.answered.update(answer.found)
                     self._counts.add(late_lookups=int(answer.late))
-            elif time.monotonic() - query.since < self._timeout:
+            elif time.monotonic() - query.since < LOOKUP_S:
                 waiting.append(query)
             else:
                 query.future.cancel()  # if no thread has begun it

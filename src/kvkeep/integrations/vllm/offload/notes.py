@@ -9,23 +9,97 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvkeep.core.errors import InvalidValue, reason
 from kvkeep.store.backends.disk.files import closing_fd, open_known
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from vllm.v1.kv_offload.base import CanonicalKVCaches
 
-__all__ = ["WorkerNote", "leave_note", "take_notes"]
+__all__ = ["ChunkRows", "Run", "WorkerNote", "leave_note", "take_notes"]
 
-_LOG = logging.getLogger("kvkeep.vllm")
 _PLACE = Path("/dev/shm")  # noqa: S108 - as vLLM's rows; the files are of this user alone
 _MOST_BYTES = 64 << 20
+
+
+Run = tuple[int, int]
+"""Offset in a row, and bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRows:
+    """The used bytes of a row, by vLLM's number of the group, in order.
+
+    Groups of layers share rows, as they share pages: a row is as large as the largest needs. What a
+    chunk does not fill is left over from chunks before it, so it is not stored.
+    """
+
+    runs: Mapping[int, tuple[Run, ...]]
+
+    def size(self, group: int) -> int:
+        """Return the bytes of a chunk of ``group``."""
+        return sum(size for _, size in self.runs[group])
+
+    @classmethod
+    def of_notes(
+        cls,
+        notes: Sequence[WorkerNote],
+        numbers: Sequence[int],
+        *,
+        row_bytes: int,
+        rank_bytes: int,
+        blocks: int,
+    ) -> ChunkRows:
+        """Return the rows that workers fill.
+
+        Args:
+            notes: one for each part of a row, in order: all ranks, or one for all of them.
+            numbers: vLLM's numbers of the groups.
+            row_bytes: of a row.
+            rank_bytes: of a rank's part of a row.
+            blocks: in a chunk.
+        """
+        runs: dict[int, tuple[Run, ...]] = {}
+        for at, number in enumerate(numbers):
+            found: list[Run] = []
+            for rank, note in enumerate(notes):
+                found += _runs(note, at, rank * rank_bytes, blocks)
+            runs[number] = tuple(_joined(sorted(set(found)))) or ((0, row_bytes),)
+            end = sum(runs[number][-1])
+            assert end <= row_bytes, f"group {number} ends at {end} in a row of {row_bytes} bytes"
+        return cls(runs)
+
+
+def _runs(note: WorkerNote, group: int, start: int, blocks: int) -> list[Run]:
+    """Return the pages of a group in one worker's part of a row, which begins at ``start``."""
+    begins: list[int] = []
+    for size in note.tensors:
+        begins.append(start)
+        start += size * blocks
+    return [
+        (begins[tensor] + block * note.tensors[tensor], size)
+        for tensor, size in note.groups[group]
+        for block in range(blocks)
+    ]
+
+
+def _joined(runs: Sequence[Run]) -> list[Run]:
+    """Join runs that touch or overlap; ``runs`` are sorted."""
+    joined: list[Run] = []
+    for offset, size in runs:
+        if joined and offset <= sum(joined[-1]):
+            begin, before = joined[-1]
+            joined[-1] = (begin, max(before, offset + size - begin))
+        else:
+            joined.append((offset, size))
+    return joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +146,11 @@ class WorkerNote:
         return cls(machine, tensors, groups, canonical, portable)
 
 
-def leave_note(engine: str, rank: int, note: WorkerNote) -> bool:
-    """Write the note of worker ``rank``, and return whether that succeeded.
+def leave_note(engine: str, rank: int, note: WorkerNote) -> None:
+    """Write the note of worker ``rank``.
 
-    A failure is logged: the tier then stores whole rows.
+    Raises:
+        InvalidValue: it cannot be written.
     """
     path = _path(engine, rank)
     try:
@@ -85,16 +160,18 @@ def leave_note(engine: str, rank: int, note: WorkerNote) -> bool:
         with os.fdopen(fd, "w") as file:
             json.dump(asdict(note), file)
     except OSError as error:
-        _LOG.warning("kvkeep's worker could not tell the tier of its pages: %s", error)
-        return False
-    return True
+        raise InvalidValue(
+            f"a worker of kvkeep cannot tell the tier of its pages in {_PLACE}: {reason(error)}"
+        ) from error
 
 
-def take_notes(engine: str, ranks: int) -> list[WorkerNote] | None:
-    """Return the notes of all workers, and remove them; None if one is missing or damaged."""
-    found = [_take(_path(engine, rank)) for rank in range(ranks)]
-    notes = [note for note in found if note is not None]
-    return notes if len(notes) == ranks else None
+def take_notes(engine: str, ranks: int) -> list[WorkerNote]:
+    """Return the notes of all workers, and remove them.
+
+    Raises:
+        InvalidValue: one is missing or damaged.
+    """
+    return [_take(_path(engine, rank), rank) for rank in range(ranks)]
 
 
 def _path(engine: str, rank: int) -> Path:
@@ -102,21 +179,19 @@ def _path(engine: str, rank: int) -> Path:
     return _PLACE / f"kvkeep_{name}_{rank}.json"
 
 
-def _take(path: Path) -> WorkerNote | None:
+def _take(path: Path, rank: int) -> WorkerNote:
     try:
         fd, found = open_known(str(path), os.O_RDONLY)
         with closing_fd(fd):
-            if found.st_size > _MOST_BYTES:
-                return None
-            given: dict[str, Any] = json.loads(os.read(fd, found.st_size))
+            given: dict[str, Any] = json.loads(os.read(fd, min(found.st_size, _MOST_BYTES)))
         path.unlink()
         groups = [[(int(at), int(size)) for at, size in group] for group in given["groups"]]
         return WorkerNote(
             str(given["machine"]), [int(each) for each in given["tensors"]], groups,
             bool(given["canonical"]), bool(given["portable"]),
         )  # fmt: skip
-    except FileNotFoundError:
-        return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        _LOG.warning("kvkeep cannot read what a worker tells of its pages: %s", error)
-        return None
+        raise InvalidValue(
+            f"worker {rank} did not tell the tier of its pages in {_PLACE} ({reason(error)}): a "
+            "KVKeepTier needs all workers on the scheduler's machine"
+        ) from error

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from kvkeep.integrations.vllm.options import RequestOptions
 
-__all__ = ["PendingQuery", "QueryAnswer", "TierRequest", "TierRequests", "group_of"]
+__all__ = ["PendingQuery", "QueryAnswer", "TierRequest", "group_of"]
 
 _GROUP_BYTES = 4
 
@@ -133,19 +133,3 @@ class TierRequest:
     def all_names(self) -> dict[int, list[bytes]]:
         """Return the keys in the store of all its chunks, by group."""
         return {group: self.names(keys, group) for group, keys in self._keys.items()}
-
-
-class TierRequests(dict[object, TierRequest]):
-    """What each tier of an engine knows of one request, in vLLM's context of the request.
-
-    A context has one state for each class, and an engine may have several tiers of kvkeep.
-    """
-
-    @classmethod
-    def of(cls, ctx: ReqContext) -> TierRequests:
-        """Return those of the request of ``ctx``; empty at first."""
-        found: TierRequests | None = ctx.get_state(cls)
-        if found is None:
-            found = cls()
-            ctx.set_state(found)
-        return found

@@ -2,26 +2,76 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 from typing import TYPE_CHECKING
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvkeep.core.errors import UnsupportedModel
-from kvkeep.integrations.vllm.logs import join_logs
 from kvkeep.integrations.vllm.naming import machine_of
 from kvkeep.integrations.vllm.offload.engine import KVKeepManager, OffloadEngine
-from kvkeep.integrations.vllm.offload.layout import canonical_of, is_portable
 from kvkeep.integrations.vllm.offload.mover import CPUMover
 from kvkeep.integrations.vllm.offload.notes import WorkerNote, leave_note, take_notes
-from kvkeep.integrations.vllm.versions import require_tiers
+from kvkeep.integrations.vllm.started import join_logs
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingWorker
     from vllm.v1.kv_offload.config import OffloadingConfig
 
-__all__ = ["KVKeepSpec"]
+
+__all__ = ["KVKeepSpec", "canonical_of", "is_portable"]
+
+
+_LOG = logging.getLogger("kvkeep.vllm")
+_OPTION = "canonical_layout"
+# Pages that would be copied in more pieces are copied whole. Where a page has all heads of a token
+# side by side (NHD), each of several ranks has a piece for each token of a block.
+_MOST_PIECES = 8
+
+
+def canonical_of(engine: OffloadEngine, config: OffloadingConfig) -> OffloadingConfig | None:
+    """Return ``config`` in the canonical layout; None: it is to stay as it is.
+
+    It stays if ``canonical_layout`` is given, if vLLM expects layers that are not portable, and if
+    weights or activations are quantised: ranks may choose the scales of their shares, so another
+    number of ranks computes other numbers, by more than rounding.
+    The size of a row is the same in both, because it is decided before there are pages.
+    """
+    if _OPTION in config.extra_config:
+        return None
+    if engine.config.model_config.quantization is not None:
+        return None
+    asked, transfer = copy.copy(engine.config), copy.copy(engine.config.kv_transfer_config)
+    assert transfer is not None, "a connector made the spec"
+    transfer.kv_connector_extra_config = {**config.extra_config, _OPTION: True}
+    asked.kv_transfer_config = transfer
+    canonical = build_offloading_config(asked, engine.caches)
+    one_size = canonical.replicated_layout == config.replicated_layout
+    if not canonical.parallel.is_parallelism_agnostic:
+        return None
+    return canonical if one_size or config.parallel.world_size == 1 else None
+
+
+def is_portable(caches: CanonicalKVCaches) -> bool:
+    """Return whether all pages are portable, and are copied in few pieces; log why not."""
+    refs = [ref for group in caches.group_data_refs for ref in group]
+    if any(ref.mapping is None or not ref.mapping.parallelism_agnostic for ref in refs):
+        _LOG.info("vLLM cannot place pages of this layout: stored KV names the number of ranks")
+        return False
+    pieces: int = max(sum(run.num_fragments for run in ref.mapping.runs) for ref in refs)
+    if pieces > _MOST_PIECES:
+        _LOG.info(
+            "A page would be copied in %d pieces to be of use to engines with another number of "
+            'ranks: stored KV names the number of ranks; "%s": true in kv_connector_extra_config '
+            "copies the pieces",
+            pieces,
+            _OPTION,
+        )
+    return pieces <= _MOST_PIECES
 
 
 class KVKeepSpec(TieringOffloadingSpec):
@@ -40,18 +90,16 @@ class KVKeepSpec(TieringOffloadingSpec):
     Raises:
         InvalidValue: chunks of several blocks, in a model with windows or states; or the connector
             is not `KVKeepOffloadingConnector`.
-        UnsupportedModel: this vLLM is older than 0.31.
 
     Attributes:
         engine: whose spec it is.
-        notes: what all workers have told of their pages, in the scheduler; None: not known.
+        notes: what all workers have told of their pages, in the scheduler.
     """
 
     _manager: OffloadingManager | None
 
     def __init__(self, config: OffloadingConfig) -> None:
         join_logs()
-        require_tiers()
         self.engine = OffloadEngine.of_start()
         self.engine.require_whole_chunks(config)
         canonical = canonical_of(self.engine, config)
@@ -59,17 +107,18 @@ class KVKeepSpec(TieringOffloadingSpec):
         super().__init__(canonical or config)
         self.config: OffloadingConfig
         self._worker: OffloadingWorker | None = None
-        self.notes: list[WorkerNote] | None = None
+        self.notes: list[WorkerNote] = []
 
     def get_manager(self) -> OffloadingManager:
         """Return what decides about rows. The workers must have their pages by now.
 
         Raises:
             UnsupportedModel: workers would write their rows in different layouts.
+            InvalidValue: a worker did not tell of its pages.
         """
         if not self._manager:
             self.notes = take_notes(self.config.engine_id, self.config.parallel.world_size)
-            layouts = {note.canonical for note in self.notes or ()}
+            layouts = {note.canonical for note in self.notes}
             if len(layouts) > 1:
                 raise UnsupportedModel(
                     "the workers' pages are in different layouts, some canonical and some not; "
@@ -82,12 +131,7 @@ class KVKeepSpec(TieringOffloadingSpec):
         return self._manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """Return what copies pages, and leave a note for the tiers.
-
-        Raises:
-            UnsupportedModel: the layout is not the one that the scheduler expects, and the note
-                that would tell it could not be left.
-        """
+        """Return what copies pages, and leave a note for the tiers."""
         if not self._worker:
             if self._direct is not None and not is_portable(kv_caches):
                 self.config = self._direct
@@ -95,13 +139,7 @@ class KVKeepSpec(TieringOffloadingSpec):
                 self._worker = super().get_worker(kv_caches)
             else:
                 self._worker = self._cpu_mover(kv_caches)
-        if not self._leave_note(kv_caches) and self.config is self._direct:
-            self._worker.shutdown()
-            raise UnsupportedModel(
-                "pages of this layout cannot be placed for all numbers of ranks, and the worker "
-                "cannot tell the scheduler so (see the warning above); give "
-                '"canonical_layout": false in kv_connector_extra_config'
-            )
+        self._leave_note(kv_caches)
         return self._worker
 
     def _cpu_mover(self, kv_caches: CanonicalKVCaches) -> CPUMover:
@@ -123,11 +161,11 @@ class KVKeepSpec(TieringOffloadingSpec):
             region.cleanup()
             raise
 
-    def _leave_note(self, kv_caches: CanonicalKVCaches) -> bool:
-        """Tell the tiers of the pages; return whether that succeeded."""
+    def _leave_note(self, kv_caches: CanonicalKVCaches) -> None:
+        """Tell the tiers of the pages."""
         names = [name for group in self.config.groups for name in group.layer_names]
         device = kv_caches.tensors[0].tensor.device
         machine = machine_of(self.engine.config, names, device)
         canonical = self.config.canonical_layout
         note = WorkerNote.of(machine, kv_caches, canonical=canonical)
-        return leave_note(self.config.engine_id, self.config.parallel.rank, note)
+        leave_note(self.config.engine_id, self.config.parallel.rank, note)

@@ -19,7 +19,6 @@ from kvkeep.serve.server.schemas.base import RequestModel
 from kvkeep.serve.server.schemas.prompt import PromptRequest
 from kvkeep.serve.server.schemas.responses import ErrorResponse
 from kvkeep.serve.server.service import Service
-from kvkeep.serve.server.status import StatusSource
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ERRORS", "EVENTS", "READ_ERRORS", "TEXT_ERRORS", "Errors", "JSONRoute", "SaltQuery",
-    "ServiceOf", "StatusOf", "check_model", "errors", "read_prompt", "require_key", "route_with",
+    "ServiceOf", "check_model", "errors", "read_prompt", "require_key", "route_with",
 ]  # fmt: skip
 
 Errors = dict[int | str, dict[str, Any]]
@@ -139,12 +138,6 @@ def _service(request: Request) -> Service:
 ServiceOf = Annotated[Service, Depends(_service)]
 
 
-def _status(request: Request) -> StatusSource:
-    source: StatusSource = request.app.state.service
-    return source
-
-
-StatusOf = Annotated[StatusSource, Depends(_status)]
 SaltQuery = Annotated[
     str | None, Query(max_length=256, description="A cache_salt; default: all namespaces.")
 ]

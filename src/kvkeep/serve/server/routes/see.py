@@ -14,7 +14,6 @@ from kvkeep.serve.server.routes.base import (
     READ_ERRORS,
     JSONRoute,
     ServiceOf,
-    StatusOf,
     errors,
     read_prompt,
 )
@@ -25,7 +24,7 @@ from kvkeep.serve.server.schemas.see import (
     RequestsResponse,
     SummaryResponse,
 )
-from kvkeep.serve.server.status import StatusSource
+from kvkeep.serve.server.service import Service
 from kvkeep.serve.server.stored import stored
 
 __all__ = ["prompts", "router"]
@@ -41,7 +40,7 @@ _MOST = 1000
 @router.get("/explain/{id:path}", responses={**READ_ERRORS, **_NOT_HERE}, operation_id="kv_explain")
 async def explain(
     id: Annotated[str, Path(min_length=1, max_length=256, description="A response's: cmpl-….")],
-    service: StatusOf,
+    service: ServiceOf,
 ) -> ExplainResponse:
     """Why each token of a request's prompt was reused or computed; also while it runs."""
     explainer = _explainer(service)
@@ -84,7 +83,7 @@ async def explain_prompt(body: ExplainRequest, service: ServiceOf) -> ExplainRes
 
 @router.get("/requests", responses={**READ_ERRORS, **_NOT_HERE}, operation_id="kv_requests")
 async def requests(
-    service: StatusOf, last: Annotated[int, Query(ge=1, le=_MOST)] = 50
+    service: ServiceOf, last: Annotated[int, Query(ge=1, le=_MOST)] = 50
 ) -> RequestsResponse:
     """The last requests, newest first."""
     explainer = _explainer(service)
@@ -98,7 +97,7 @@ async def requests(
 
 @router.get("/summary", responses={**READ_ERRORS, **_NOT_HERE}, operation_id="kv_summary")
 async def summary(
-    service: StatusOf, last: Annotated[int, Query(ge=1, le=_MOST)] = _MOST
+    service: ServiceOf, last: Annotated[int, Query(ge=1, le=_MOST)] = _MOST
 ) -> SummaryResponse:
     """The tokens that the last requests reused and computed, and the costliest causes."""
     explainer = _explainer(service)
@@ -108,13 +107,13 @@ async def summary(
 
 
 @router.get("/live", response_model=LiveResponse, responses=READ_ERRORS, operation_id="kv_live")
-async def live(service: StatusOf) -> Response:
+async def live(service: ServiceOf) -> Response:
     """The server's state, half a second old at most, for clients that poll every second."""
     return Response(await service.live.answer(), media_type="application/json")
 
 
-def _explainer(source: StatusSource) -> Explainer:
-    explainer = source.explainer
+def _explainer(service: Service) -> Explainer:
+    explainer = service.explainer
     if explainer is None:
-        raise ApiError(404, source.unexplained, code="explain_off")
+        raise ApiError(404, service.unexplained, code="explain_off")
     return explainer

@@ -6,7 +6,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from kvkeep.observe.usage.shortened import TenantOrder
-from kvkeep.serve.server.routes.base import READ_ERRORS, JSONRoute, StatusOf
+from kvkeep.serve.server.routes.base import READ_ERRORS, JSONRoute, ServiceOf
 from kvkeep.serve.server.schemas.usage import UsageResponse
 from kvkeep.serve.server.usage_report import UsagePart
 
@@ -17,7 +17,7 @@ router = APIRouter(prefix="/kv", tags=["cache"], route_class=JSONRoute)
 
 @router.get("/usage", responses=READ_ERRORS, operation_id="kv_usage")
 async def usage(
-    service: StatusOf,
+    service: ServiceOf,
     *,
     order: Annotated[TenantOrder, Query(description="Those with the most first.")] = (
         "prompt_tokens"
