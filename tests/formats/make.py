@@ -122,7 +122,7 @@ def store(folder: Path) -> None:
     prompts, public = [], list(range(900, 908))
     with KVStore(
         KVGeometry(**shape),
-        tiers=["memory://1MiB", f"file://{folder / 'store'}?size=16MiB&writes=1GB/day"],
+        tiers=["memory://1MiB", f"file://{folder / 'store'}?size=16MiB"],
         **options,
     ) as opened:
         opened.public.declare(public)
@@ -145,7 +145,7 @@ def store(folder: Path) -> None:
         notes = {space.hex(): note.decode() for space, note in backend.noted_spaces().items()}
     note(folder, "store.json", {
         "geometry": shape, "options": options, "prompts": prompts, "blocks": blocks,
-        "public": public, "budget": 16 << 20, "written": 4096 * len(blocks), "spaces": notes,
+        "public": public, "budget": 16 << 20, "spaces": notes,
     })  # fmt: skip
 
 

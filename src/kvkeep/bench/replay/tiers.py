@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import InvalidValue, whole
-from kvkeep.store.backends.budget import MemoryBucket, OverBudget
+from kvkeep.store.backends.budget import WriteBucket
 from kvkeep.store.tiers.catalogue import Catalogue
 from kvkeep.store.tiers.planner import Copy, Drop, Planner
 from kvkeep.store.tiers.prompt_moves import Placement, ReadMoves, StoreMoves
@@ -19,7 +18,7 @@ from kvkeep.store.tiers.two_queues import tier_policies
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Sequence
 
-    from kvkeep.store.backends.budget import WriteBucket, WriteBudget
+    from kvkeep.store.backends.budget import WriteBudget
     from kvkeep.store.tiers import TenantWeights, TieringPolicy
     from kvkeep.store.tiers.planner import Refuse
 
@@ -301,23 +300,16 @@ class _SimulatedLevel:
         )
         self.hits = self.writes = self.evictions = self.demotions = 0
         self.over_budget = 0
-        self.bucket: WriteBucket | None = None
-        if level.writes is not None:
-            nanoseconds = partial(_nanoseconds, clock)
-            self.bucket = MemoryBucket(level.writes, level.name, nanoseconds)
+        self.bucket = None if level.writes is None else WriteBucket(level.writes, clock)
         self._held: list[bytes] = []
 
     def affordable(self, blocks: Sequence[bytes]) -> Sequence[bytes]:
         """Charge the write budget; return the blocks that it allows to be written."""
         if self.bucket is None:
             return blocks
-        for count in range(len(blocks)):
-            try:
-                self.bucket.charge(1)
-            except OverBudget:
-                self.over_budget += len(blocks) - count
-                return blocks[:count]
-        return blocks
+        count = next((at for at in range(len(blocks)) if not self.bucket.spend(1)), len(blocks))
+        self.over_budget += len(blocks) - count
+        return blocks[:count]
 
     def hold(self, blocks: Sequence[bytes]) -> None:
         """Protect those of ``blocks`` that are in this level from eviction until `free`."""
@@ -327,7 +319,3 @@ class _SimulatedLevel:
         """Allow all held blocks to be evicted again."""
         self.catalogue.holds.free_all(self._held)
         self._held = []
-
-
-def _nanoseconds(clock: Callable[[], float]) -> int:
-    return int(clock() * 1e9)

@@ -79,9 +79,8 @@ class TierStats:
     (calls are allowed), "trying" or "open". ``breakers`` has the state of each kind of call (see
     `kvkeep.store.tiers.breaker`), ``parts`` the state of each part of the backend (a node of a
     cluster) whose breakers are not all closed. ``budget`` is None without a
-    write budget, else its ``bytes`` in ``seconds``, those ``left`` at this moment, and those
-    ``written`` by all who share it, as far as this process knows. ``counters`` has the fields of
-    `TierCounters`.
+    write budget, else its ``bytes`` in ``seconds``, and those ``left`` at this moment. ``counters``
+    has the fields of `TierCounters`.
     """
 
     name: str

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from kvkeep.core.cost import CostModel
 from kvkeep.core.eviction import LRU, EvictionPolicy
 from kvkeep.core.keys import SPACE_BYTES
+from kvkeep.store.backends.budget import WriteBucket
 from kvkeep.store.tiers.breaker import Breakers
 from kvkeep.store.tiers.calls import BackendCalls
 from kvkeep.store.tiers.catalogue import Catalogue
@@ -81,10 +82,6 @@ class TierSpec:
     codec_of: Callable[[int], Codec | None]
     options: TierOptions = field(default_factory=TierOptions)
 
-    def __post_init__(self) -> None:
-        if self.options.writes is not None:
-            self.backend.limit_writes(self.options.writes)
-
 
 class Tier:
     """Blocks in one backend below memory.
@@ -146,9 +143,11 @@ class Tier:
             self._calls, self._known, self.losses, notes, self._reader.quarantine
         )
         self.order = WriteOrder(self.name, self._known, lambda: self.timeout)
+        self._bucket = None if options.writes is None else WriteBucket(options.writes)
         self._space = TierSpace(
             self._calls, self._known, self.losses, options.writers, evicting=evicting,
             take_room=self.order.take_room, relist=self.relist, listed_at=lambda: self._listing.at,
+            bucket=self._bucket,
         )  # fmt: skip
         self._expired_at = float("-inf")
 
@@ -458,7 +457,7 @@ class Tier:
             counters=self.counters.as_dict(),
             breakers=self.breaker.calls(),
             parts=self.breaker.parts(),
-            budget=None if (budget := self.backend.budget) is None else budget.state(),
+            budget=None if self._bucket is None else self._bucket.state(),
         )
 
     def __repr__(self) -> str:

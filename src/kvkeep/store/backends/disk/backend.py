@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Final, Literal, cast
 from kvkeep.core.errors import BackendFailed, InvalidValue, whole
 from kvkeep.core.keys import SPACE_BYTES
 from kvkeep.store.backends.base import ALIGNMENT, Backend, Listed
-from kvkeep.store.backends.budget import FileBucket
 from kvkeep.store.backends.disk.files import (
     ABSENT,
     CANNOT_WRITE,
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from kvkeep.store.backends.base import Room
-    from kvkeep.store.backends.budget import WriteBudget
     from kvkeep.store.backends.urls import TierURL
 
 __all__ = ["DiskBackend", "Io"]
@@ -110,7 +108,6 @@ class DiskBackend(Backend):
     scheme = "file"
     shared = True
     unit = ALIGNMENT
-    charges = True
 
     def __init__(
         self,
@@ -188,7 +185,6 @@ class DiskBackend(Backend):
         Raises:
             OutOfRoom: capacity would be exceeded; ``needed`` says by how many bytes. Or the
                 filesystem is full. Nothing changed.
-            OverBudget: the write budget is spent.
             BackendFailed: the filesystem failed, or the ledger's lock was not free in time.
         """
         assert len(record), "a record of no bytes"
@@ -369,15 +365,6 @@ class DiskBackend(Backend):
 
     def _limit(self, capacity: int | None) -> None:
         self.capacity = self._usage.capacity = capacity
-
-    def limit_writes(self, budget: WriteBudget) -> None:
-        """Write no more than ``budget`` from now on, with all processes that limit writes here.
-
-        Each file counts in whole units of 4096 bytes. The state is the file ``writes``.
-        """
-        self._writer.budget = self.budget = FileBucket(
-            budget, self.describe(), self._directory.writes, timeout=lambda: self.timeout
-        )
 
     def note_space(self, space: bytes, note: bytes) -> None:
         """Append a line to the file ``spaces``."""

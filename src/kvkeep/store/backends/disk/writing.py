@@ -11,7 +11,6 @@ from kvkeep.store.backends.disk.files import create_locked, padded, preallocate,
 from kvkeep.store.backends.disk.opening import restore
 
 if TYPE_CHECKING:
-    from kvkeep.store.backends.budget import WriteBucket
     from kvkeep.store.backends.disk.directory import RecordDirectory
     from kvkeep.store.backends.disk.usage import DiskUsage
 
@@ -32,16 +31,12 @@ class RecordWriter:
         self._usage = usage
         self._direct_from = direct_from
         self._sync = sync
-        self.budget: WriteBucket | None = None
-        """Charged before the data of each file are written."""
 
     def write(self, block: bytes, record: memoryview, timeout: float) -> str:
         """Write ``record``; return its path. ``timeout`` limits each wait for the ledger's lock."""
         path = self._directory.path(block)
         fd, tmp = self._reserve(padded(len(record)), timeout)
         try:
-            if self.budget is not None:
-                self.budget.charge(padded(len(record)))
             self._fill(fd, record)
             self._rename(tmp, path, block, timeout)
         except BaseException:
