@@ -41,7 +41,6 @@ from kvkeep.store.codecs import BlockShape, codec_name, make_codec
 from kvkeep.store.codecs.keyfile import load_key
 from kvkeep.store.codecs.named import codec_of
 from kvkeep.store.identity.weights import weights_digest
-from kvkeep.store.identity.weights_cache import WeightsCache
 from kvkeep.store.tiers.record import HEADER_BYTES
 from kvkeep.store.tiers.record_codec import NotForUs, RecordCodec
 
@@ -245,11 +244,7 @@ def read_costs(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def read_weights(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     want = expected(folder, "weights.json")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        assert weights_digest(folder / "weights" / "model.safetensors") == want["digest"]
-        patch.setenv("XDG_CACHE_HOME", str(private(folder / "cache", tmp_path / "cache")))
-        assert WeightsCache().find(want["key"]) == want["digest"]
+    assert weights_digest(folder / "weights" / "model.safetensors") == want["digest"]
 
 
 def read_events(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -318,7 +313,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SAME = (
     "keys.json", "store/FORMAT", "store/*/*", "store.json", "snapshots/FORMAT", "snapshots.json",
     "codecs/raw.record", "trace.jsonl", "prefill.json", "weights.json",
-    "cache/kvkeep/weights.json", "events.bin",
+    "events.bin",
 )  # fmt: skip
 """Files whose every byte the format decides: no compressor, no clock, no sum, no random number."""
 
