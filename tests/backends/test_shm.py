@@ -24,7 +24,6 @@ from kvkeep.store.backends import ALIGNMENT, TierURL
 from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.backends.shm import ShmBackend, clock, opening
 from kvkeep.store.backends.shm import layout as at
-from kvkeep.store.backends.shm.extents import bin_of
 from kvkeep.store.backends.shm.layout import Layout
 from kvkeep.store.tiers import open_backend
 from kvkeep.testing.backend_hooks import block_id, content
@@ -225,19 +224,6 @@ def test_a_creator_that_died_is_replaced(tmp_path: Path) -> None:
         assert file_of(tmp_path).stat().st_size == Layout.of(8 * UNIT).total
 
 
-def test_holes_are_filled(tmp_path: Path) -> None:
-    """A file copied with holes has its memory reserved again, so that no access fails."""
-    _edited(file_of(tmp_path), 0, b"")
-    path, size = file_of(tmp_path), file_of(tmp_path).stat().st_size
-    head = path.read_bytes()[: Layout.of(8 * UNIT).columns_at]
-    path.unlink()
-    _sized(path, head)
-    os.truncate(path, size)
-    with ShmBackend(8 * UNIT, directory=str(tmp_path)) as backend:
-        assert path.stat().st_blocks * 512 >= size
-        store(backend, A, b"a")
-
-
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("attached", [False, True], ids=["reopened", "in use"])
 def test_a_scribbled_index_serves_no_wrong_byte(tmp_path: Path, seed: int, attached: bool) -> None:
@@ -383,29 +369,6 @@ def test_an_entry_that_does_not_prove_itself_is_dropped(tmp_path: Path) -> None:
             assert other.get(B, aligned) == b"b" * UNIT
             assert other.lost == 1
             other.check()
-
-
-def test_bins_are_in_the_order_of_sizes() -> None:
-    lengths = [UNIT * units for units in range(1, 5000)] + [1 << power for power in range(25, 50)]
-    bins = [bin_of(length) for length in lengths]
-    assert bins == sorted(bins)
-    assert bins[-1] < at.BINS
-    assert len(set(bins[:255])) == 255
-
-
-def test_many_lookups_agree_with_single_ones(tmp_path: Path) -> None:
-    with (
-        ShmBackend(8 << 20, directory=str(tmp_path)) as writer,
-        ShmBackend(8 << 20, directory=str(tmp_path)) as reader,
-    ):
-        blocks = [block_id(number, space=number % 3) for number in range(600)]
-        for block in blocks[::3]:
-            store(writer, block, b"x")
-        expected = [None if number % 3 else 1 for number in range(600)]
-        assert reader.sizes(blocks) == expected
-        assert reader.sizes(blocks) == expected, "from what it remembers"
-        writer.delete(blocks[::6])
-        assert reader.sizes(blocks) == [None if n % 3 or n % 6 == 0 else 1 for n in range(600)]
 
 
 # --- threads and a state machine -------------------------------------------------------------
