@@ -58,8 +58,6 @@ class Backend(ABC):
             rather than exceed it. Fixed once `settle_capacity` has returned.
         unit: bytes; the size of a record counts against ``capacity`` rounded up to this unit.
         timeout: seconds, see above. The tier sets it from the option ``timeout=``.
-        stale_listings: how often the backend noticed that its last listing no longer holds, as when
-            another process emptied or replaced the place. The tier then lists it again.
         last_progress: when a `flush` last made progress, in seconds of the monotonic clock. A flush
             that makes progress does not count as hanging, however long it takes.
     """
@@ -69,7 +67,6 @@ class Backend(ABC):
     capacity: int | None = None
     unit: int = 1
     timeout: float = 5.0
-    stale_listings: int = 0
     last_progress: float = float("-inf")
 
     @classmethod

@@ -26,7 +26,6 @@ class TierCounters:
         drops: blocks not written: the queue was full, there was no room, or the write failed.
         over_budget: blocks not written, because the tier's write budget is short; those that were
             to be written when it was spent count in ``drops``, too.
-        relists: times that the backend was listed again because it had lost records.
         evictions: blocks deleted to make room.
         demotions: blocks moved to a lower tier when they were evicted.
         demotions_dropped: blocks that should have been demoted and were not, for lack of time.
@@ -45,7 +44,6 @@ class TierCounters:
     already: int = 0
     drops: int = 0
     over_budget: int = 0
-    relists: int = 0
     evictions: int = 0
     demotions: int = 0
     demotions_dropped: int = 0

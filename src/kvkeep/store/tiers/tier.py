@@ -131,9 +131,7 @@ class Tier:
             f"{self.name} writer", options.writers, options.queue_bytes or sys.maxsize
         )
         self._known = KnownBlocks(self.catalogue, indexed=self.indexed)
-        self._calls = BackendCalls(
-            self.name, self.backend, self.breaker, self.counters, self._list_again
-        )
+        self._calls = BackendCalls(self.name, self.backend, self.breaker, self.counters)
         self.health = TierHealth(self._calls, self.reading, self.writing)
         cost = CostModel() if cost is None else cost
         self.reads, self.writes = cost.reading(self.name), cost.writing(self.name)
@@ -185,13 +183,6 @@ class Tier:
         self._listing.expect(space)
         if self._listing.complete:
             self.reading.submit(self._listing.compare)
-
-    def _list_again(self) -> None:
-        """List the backend again, because it noticed that its last listing no longer holds."""
-        if self.indexed:
-            self._listing.forget_notes()
-            self.counters.count(relists=1)
-            self.reading.submit(self.relist)
 
     def knows(self, block: bytes) -> bool:
         """Whether ``block`` is known to be here; no I/O."""
@@ -320,7 +311,6 @@ class Tier:
             with self._calls.to("sizes", "write", part) as call:
                 there = self.backend.sizes([block])
                 call.decisive = False  # its success does not show that writing works
-                call.continues = there[0] is None
             if call.failed:
                 return "write failed"
             self._calls.breaker("lookup", part).succeeded()

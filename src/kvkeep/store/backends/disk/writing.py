@@ -6,7 +6,6 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from kvkeep.core.keys import SPACE_BYTES
 from kvkeep.store.backends.disk.files import create_locked, padded, preallocate, write_whole
 from kvkeep.store.backends.disk.opening import restore
 
@@ -80,15 +79,10 @@ class RecordWriter:
 
     def _rename(self, tmp: str, path: str, block: bytes, timeout: float) -> None:
         """Give the finished file the name of its record."""
-        space, losses = block[:SPACE_BYTES], self._usage.losses
         with self._usage.ledger.held(timeout) as count:
             if not self._directory.has_space(block):
-                if losses.of({space}):
-                    self._usage.ledger.recount(count)  # the lost records may be counted
-                    losses.report()
                 os.mkdir(self._directory.space(block), 0o700)
             count.rename(tmp, path, block)
-        losses.stored(space)
 
     def _discard(self, tmp: str, timeout: float) -> None:
         try:
