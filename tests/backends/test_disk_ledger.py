@@ -82,7 +82,7 @@ def break_in_the_middle(count: Count) -> None:
 def test_a_mark_stays_when_a_change_fails_in_the_middle(tmp_path: Path) -> None:
     path, counted = tmp_path / "ledger", [100, 300, 500]
     path.touch()
-    ledger = DiskLedger(str(path), lambda _count: counted.pop(0), no_op, no_op)
+    ledger = DiskLedger(str(path), lambda _count: counted.pop(0), no_op)
     with ledger.held(1.0) as count:
         assert count.used == 100
         count.mark()
@@ -118,7 +118,7 @@ def test_waiting_for_a_stopped_lock_holder_times_out(tmp_path: Path) -> None:
 def test_threads_exclude_each_other(tmp_path: Path) -> None:
     path = tmp_path / "ledger"
     path.touch()
-    ledger = DiskLedger(str(path), lambda _count: 0, no_op, no_op)
+    ledger = DiskLedger(str(path), lambda _count: 0, no_op)
 
     def add() -> None:
         for _ in range(100):

@@ -6,15 +6,12 @@ import errno
 import os
 import shutil
 import subprocess
-import time
-from itertools import count
 from typing import TYPE_CHECKING
 
 import pytest
 
 from kvkeep.core.errors import BackendFailed, OutOfRoom
-from kvkeep.store import BlockStore
-from kvkeep.store.backends.disk import DiskBackend, usage
+from kvkeep.store.backends.disk import DiskBackend
 from kvkeep.testing.backend_hooks import block_id, content, get, put, sizes_listed
 
 if TYPE_CHECKING:
@@ -100,98 +97,12 @@ def test_the_next_put_restores_it(
     assert listed.items() >= {C: 300_000}.items() | kept.items()
     expected = sum(-(-size // UNIT) * UNIT for size in listed.values())
     assert backend.used() == expected
-    if not listed.keys() & {A, B}:
-        assert backend.stale_listings, "it says that all it held is gone"
     backend.quarantine(C, "bad")
     assert get(backend, C) is None
     assert len(os.listdir(root / "quarantine")) == 1
     with DiskBackend(root) as again:
         list(again.list())
         assert again.used() == backend.used()
-
-
-@pytest.mark.parametrize("way", [empty, shutil.rmtree, replaced, without("00" * 16)])
-def test_a_lookup_notices_it(tmp_path: Path, way: Callable[[Path], None]) -> None:
-    backend = DiskBackend(tmp_path / "store")
-    put(backend, A, b"record")
-    assert backend.sizes([A, B]) == [6, None]
-    assert backend.stale_listings == 0
-    way(tmp_path / "store")
-    assert backend.sizes([A]) == [None]
-    assert get(backend, A) is None
-    assert backend.stale_listings == 1
-    assert list(backend.list()) == []
-
-
-def others_count(backend: DiskBackend) -> None:
-    """Another process opens the directory."""
-    DiskBackend(backend._directory.root, backend.capacity).used()
-
-
-def it_counts(backend: DiskBackend) -> None:
-    """As a full store does every few minutes."""
-    with backend._usage.ledger.held(1.0) as count:
-        backend._usage.ledger.recount(count)
-
-
-@pytest.mark.parametrize("sweep", [others_count, it_counts])
-@pytest.mark.parametrize("again", ["look", "read", "put"])
-def test_a_swept_empty_namespace_is_no_loss(
-    tmp_path: Path, sweep: Callable[[DiskBackend], None], again: str
-) -> None:
-    """Tenants come and go; the removal of an evicted tenant's directory is no loss."""
-    backend = DiskBackend(tmp_path / "store", 1 << 20)
-    for block in (OTHER, A, B):
-        put(backend, block, b"record")
-    backend.delete([A, B])
-    sweep(backend)
-    assert not os.path.isdir(backend._directory.space(A))
-    assert os.path.isdir(backend._directory.space(OTHER))
-    if again == "look":
-        assert backend.sizes([A, B, OTHER]) == [None, None, 6]
-    elif again == "read":
-        assert get(backend, A) is None
-    else:
-        put(backend, A, b"again")
-    assert backend.stale_listings == 0
-    put(backend, A, b"record")
-    assert backend.used() == 2 * UNIT
-    # The removal of a directory with records is still noticed.
-    shutil.rmtree(backend._directory.space(A))
-    assert get(backend, A) is None
-    assert backend.stale_listings == 1
-    assert get(backend, OTHER) == b"record"
-
-
-def test_a_loss_right_after_a_sweep_is_noticed(tmp_path: Path) -> None:
-    backend = DiskBackend(tmp_path / "store", 1 << 20)
-    put(backend, OTHER, b"record")
-    put(backend, A, b"record")
-    backend.delete([A])
-    it_counts(backend)
-    shutil.rmtree(backend._directory.space(OTHER))
-    assert backend.sizes([A, OTHER]) == [None, None]
-    assert backend.stale_listings == 1
-
-
-def test_puts_of_other_threads_during_the_check_of_a_sweep(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend = DiskBackend(tmp_path / "store", 1 << 20)
-    put(backend, OTHER, b"record")
-    put(backend, A, b"record")
-    backend.delete([A])
-    others_count(backend)
-    losses, spaces = backend._usage.losses, count(1)
-    is_there = losses._is_there
-
-    def meanwhile(space: bytes) -> bool:
-        losses._known.add(next(spaces).to_bytes(16, "big"))
-        return is_there(space)
-
-    monkeypatch.setattr(losses, "_is_there", meanwhile)
-    assert backend.sizes([A]) == [None]
-    assert backend.stale_listings == 0
 
 
 def test_a_directory_that_comes_back_is_used_again(tmp_path: Path) -> None:
@@ -204,7 +115,6 @@ def test_a_directory_that_comes_back_is_used_again(tmp_path: Path) -> None:
     put(backend, C, b"later")
     assert sizes_listed(backend) == {A: 6, C: 5}
     assert backend.used() == 2 * UNIT
-    assert backend.stale_listings == 2
 
 
 def test_foreign_files_in_its_place_are_left_alone(tmp_path: Path) -> None:
@@ -260,7 +170,6 @@ def test_a_disk_becomes_writable_again(tmp_path: Path) -> None:
         (disk / "filler").unlink()
         put(backend, C, b"record")
         assert backend.used() == 3 * UNIT
-        assert backend.stale_listings == 0
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
@@ -288,7 +197,6 @@ for change in (lambda: put(backend, C, b"new"), lambda: get(backend, B)):
 os.chmod(sys.argv[1], 0o700)
 put(backend, C, b"new")
 assert get(backend, B) == b"record"
-assert backend.stale_listings == 0
 """
 
 
@@ -306,37 +214,3 @@ def test_permission_revoked_and_granted_again(tmp_path: Path) -> None:
         [sys.executable, "-c", AS_NOBODY, str(root)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-
-
-# --- in a store ------------------------------------------------------------------------------
-
-
-def until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
-
-@pytest.mark.parametrize("way", [empty, shutil.rmtree, replaced, moved])
-def test_statistics_of_a_store_become_true(tmp_path: Path, way: Callable[[Path], None]) -> None:
-    root = tmp_path / "store"
-    keys = [block_id(number)[16:] for number in range(20)]
-    with BlockStore("m", tiers=["memory://1MiB", f"file://{root}?size=100MiB"]) as store:
-        assert store.put(keys, [b"z" * 1000] * 20, wait=10) == 20
-        assert store.stats()[1].blocks == 20
-        way(root)
-        new = block_id(100)[16:]
-        assert store.put([new], [b"z" * 1000], wait=10) == 1
-        until(lambda: store.stats()[1].blocks == 1)
-        tier = store.stats()[1]
-        assert tier.counters["drops"] == tier.breaker_opened == 0
-        assert tier.counters["relists"] == 1
-        assert [path.name for path in root.glob("*/" + new.hex())] == [new.hex()]
-        assert store.put(keys, [b"z" * 1000] * 20, wait=10) == 20, "what was lost is written again"
-    with BlockStore("m", tiers=["memory://1MiB", f"file://{root}?size=100MiB"]) as store:
-        assert store.stats()[1].blocks >= 1
-
-
-def test_counting_inline_is_bounded() -> None:
-    assert usage.SMALL <= 10_000, "so many files are looked at with the lock held"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import struct
@@ -14,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvkeep.core.errors import OutOfRoom
-from kvkeep.store.backends.disk import DiskBackend, directory, recount, usage
+from kvkeep.store.backends.disk import DiskBackend, directory, usage
 from kvkeep.store.backends.disk.recount import Recount
 from kvkeep.testing.backend_hooks import block_id, put
 
@@ -309,20 +308,6 @@ def test_two_processes_that_count_and_change_a_directory(
     check(root, last)
 
 
-def test_of_two_concurrent_recounts_the_later_writes_the_count(root: Path) -> None:
-    first, second = DiskBackend(root), DiskBackend(root)
-    one, two = iter(first.list()), iter(second.list())
-    next(one)
-    put(first, NEW, bytes(7 * UNIT))
-    next(two)
-    put(first, A, bytes(3 * UNIT))
-    assert len(list(one)) >= 2
-    assert first._usage.ledger.wants_count
-    put(first, B, bytes(5 * UNIT))
-    assert len(list(two)) >= 2
-    check(root, second)
-
-
 # --- processes that are killed, journals that are damaged ------------------------------------
 
 
@@ -363,139 +348,3 @@ def test_a_writer_killed_at_any_call_never_counts_too_low(
         backend.delete([NEW, FAR])
         at += 1
     assert at > 10
-
-
-def test_a_directory_that_became_small_keeps_no_journal(root: Path) -> None:
-    backend = DiskBackend(root)
-    listing = iter(backend.list())
-    next(listing)
-    backend.delete([A, B, C])
-    del listing
-    assert (root / "ledger").stat().st_size > HEAD
-    list(backend.list())
-    check(root, DiskBackend(root))
-
-
-def counting(root: Path) -> tuple[DiskBackend, Iterator[Listed]]:
-    """A recount that has seen a record, before another object changes two records."""
-    backend = DiskBackend(root)
-    listing = iter(backend.list())
-    next(listing)
-    change(DiskBackend(root), "A9 C9")
-    assert (root / "ledger").stat().st_size > HEAD
-    return backend, listing
-
-
-def test_an_entry_cut_off_by_a_kill_is_not_trusted(root: Path) -> None:
-    """A write that crosses a page ends in its middle when the writer gets SIGKILL."""
-    backend, listing = counting(root)
-    write = os.pwrite
-
-    def torn(fd: int, data: bytes, at: int) -> int:
-        if at >= HEAD:
-            write(fd, data[: len(data) // 2], at)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return write(fd, data, at)
-
-    def work() -> None:
-        os.pwrite = torn
-        change(DiskBackend(root), "B7")
-
-    assert in_child(work) == signal.SIGKILL
-    change(DiskBackend(root), "B5 N6")
-    list(listing)
-    assert backend._usage.ledger.wants_count, "that journal is given up"
-    list(backend.list())
-    check(root, backend)
-
-
-def cut(text: bytes) -> bytes:
-    return text[:-1]
-
-
-def without_the_last(text: bytes) -> bytes:
-    return text[: HEAD + (len(text) - HEAD) // 2]
-
-
-def without_any(text: bytes) -> bytes:
-    return text[:HEAD]
-
-
-def longer(text: bytes) -> bytes:
-    return text + bytes(52)
-
-
-def flipped(text: bytes) -> bytes:
-    return text[: HEAD + 3] + bytes([text[HEAD + 3] ^ 1]) + text[HEAD + 4 :]
-
-
-def zeroed(text: bytes) -> bytes:
-    return text[:HEAD] + bytes(len(text) - HEAD)
-
-
-def of_another(text: bytes) -> bytes:
-    return text[:40] + bytes([text[40] ^ 4]) + text[41:]
-
-
-def shorter_by_its_end(text: bytes) -> bytes:
-    (end,) = struct.unpack_from("<Q", text, 48)
-    return text[:48] + struct.pack("<Q", end - 30) + text[56:-30]
-
-
-DAMAGE = [cut, without_the_last, without_any, longer, flipped, zeroed, of_another,
-          shorter_by_its_end]  # fmt: skip
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize("more", ["", "B5"])
-def test_a_damaged_journal_counts_nothing(
-    root: Path, damage: Callable[[bytes], bytes], more: str
-) -> None:
-    """Whether entries follow the damage or not; the next listing counts."""
-    backend, listing = counting(root)
-    ledger = root / "ledger"
-    ledger.write_bytes(damage(ledger.read_bytes()))
-    change(DiskBackend(root), more)
-    before = backend.used()
-    list(listing)
-    assert backend._usage.ledger.wants_count
-    assert backend.used() == before
-    list(backend.list())
-    check(root, backend)
-
-
-def test_a_journal_that_grows_too_long_ends(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recount, "JOURNAL_AT_MOST", 500)
-    backend, listing = counting(root)
-    for _ in range(20):
-        change(backend, "A2 A3")
-        assert (root / "ledger").stat().st_size < 600
-    list(listing)
-    assert backend._usage.ledger.wants_count
-    list(backend.list())
-    check(root, backend)
-
-
-@pytest.mark.parametrize("part", [None, 0, 20])
-def test_on_a_full_disk_records_are_deleted_without_a_journal(
-    root: Path, monkeypatch: pytest.MonkeyPatch, part: int | None
-) -> None:
-    """The journal would need new blocks, so the recount is left to the next listing."""
-    backend, listing = counting(root)
-    write = os.pwrite
-
-    def full(fd: int, data: bytes, at: int) -> int:
-        if at < HEAD:
-            return write(fd, data, at)
-        if part is None:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(fd, data[:part], at)
-
-    monkeypatch.setattr(os, "pwrite", full)
-    assert backend.delete([B]) == 2 * UNIT
-    monkeypatch.undo()
-    monkeypatch.setattr(usage, "SMALL", 0)
-    list(listing)
-    assert backend._usage.ledger.wants_count
-    list(backend.list())
-    check(root, backend)

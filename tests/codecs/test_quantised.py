@@ -25,7 +25,6 @@ from hypothesis import strategies as st
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.geometry import DTYPES
 from kvkeep.store.codecs import BlockShape, Damaged, make_codec
-from kvkeep.store.codecs.tiles import Tile, per_channel, per_token, pieces, regions
 
 NAMES = ("int8", "fp8")
 # Half a unit in the last place, relative to a number, and the least such half.
@@ -229,40 +228,6 @@ def test_invalid_scales_are_damage(codec):
     encoded[1] = 3
     with pytest.raises(Damaged, match="kinds"):
         decode(coded, bytes(encoded), len(raw))
-
-
-@pytest.mark.parametrize(
-    ("dim", "tile"),
-    [
-        (1, Tile(64, 1)), (13, Tile(5, 13)), (32, Tile(2, 32)), (48, Tile(2, 48)),
-        (64, Tile(1, 64)), (67, Tile(1, 67)), (80, Tile(2, 40)), (96, Tile(2, 48)),
-        (128, Tile(1, 64)), (134, Tile(1, 134)), (192, Tile(1, 64)), (576, Tile(1, 64)),
-    ],
-)  # fmt: skip
-def test_tiles_of_tokens(dim, tile):
-    assert per_token(dim) == tile
-
-
-@given(
-    rows=st.integers(1, 9),
-    tokens=st.integers(1, 300),
-    heads=st.integers(1, 9),
-    dim=st.sampled_from([1, 32, 64, 80, 128, 576]),
-    kind=st.sampled_from([per_channel, per_token]),
-)
-@settings(max_examples=80, deadline=None)
-def test_pieces_cover_each_number_once_and_stay_small(rows, tokens, heads, dim, kind):
-    tile = kind(dim)
-    part = torch.zeros(rows, tokens, heads * dim, dtype=torch.int8)
-    share = torch.zeros(rows, tile.runs(tokens), heads * dim // tile.width, dtype=torch.int8)
-    for region, ones in regions(part, share, tile):
-        assert region.shape[2] >= min(tile.run, tokens)
-        for piece in pieces(region):
-            region[piece] += 1
-            ones[piece] += 1
-            assert region[piece].numel() <= max(1 << 15, region.shape[2] * tile.width)
-    assert (part == 1).all()
-    assert (share == 1).all()
 
 
 @pytest.fixture(scope="module")

@@ -92,11 +92,6 @@ class CountingBackend(Backend):
         return self.inner.part(block)
 
     @property
-    def stale_listings(self) -> int:  # type: ignore[override] # the contract only reads it
-        """As ``inner`` has it."""
-        return self.inner.stale_listings
-
-    @property
     def last_progress(self) -> float:  # type: ignore[override] # the contract only reads it
         """As ``inner`` has it."""
         return self.inner.last_progress

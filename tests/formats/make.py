@@ -13,7 +13,6 @@ import base64
 import gzip
 import hashlib
 import json
-import os
 import sys
 import tempfile
 from dataclasses import asdict
@@ -49,7 +48,6 @@ from kvkeep.store.backends.shm import ShmBackend
 from kvkeep.store.codecs import BlockShape, make_codec
 from kvkeep.store.codecs.encrypted import EncryptedCodec
 from kvkeep.store.identity.weights import weights_digest
-from kvkeep.store.identity.weights_cache import WeightsCache
 from kvkeep.store.tiers.record import HEADER_BYTES
 from kvkeep.store.tiers.record_codec import RecordCodec
 
@@ -122,7 +120,7 @@ def store(folder: Path) -> None:
     prompts, public = [], list(range(900, 908))
     with KVStore(
         KVGeometry(**shape),
-        tiers=["memory://1MiB", f"file://{folder / 'store'}?size=16MiB&writes=1GB/day"],
+        tiers=["memory://1MiB", f"file://{folder / 'store'}?size=16MiB"],
         **options,
     ) as opened:
         opened.public.declare(public)
@@ -145,7 +143,7 @@ def store(folder: Path) -> None:
         notes = {space.hex(): note.decode() for space, note in backend.noted_spaces().items()}
     note(folder, "store.json", {
         "geometry": shape, "options": options, "prompts": prompts, "blocks": blocks,
-        "public": public, "budget": 16 << 20, "written": 4096 * len(blocks), "spaces": notes,
+        "public": public, "budget": 16 << 20, "spaces": notes,
     })  # fmt: skip
 
 
@@ -278,16 +276,7 @@ def weights(folder: Path) -> None:
     place = folder / "weights"
     place.mkdir()
     save_file({"embed": numbers(1, 64, 32), "norm": numbers(2, 32)}, place / "model.safetensors")
-    before = os.environ.get("XDG_CACHE_HOME")
-    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
-    try:
-        digest = weights_digest(place / "model.safetensors")
-        WeightsCache().remember("00" * 16, digest.rpartition("-")[2], [])
-    finally:
-        os.environ.pop("XDG_CACHE_HOME")
-        if before is not None:
-            os.environ["XDG_CACHE_HOME"] = before
-    note(folder, "weights.json", {"digest": digest, "key": "00" * 16})
+    note(folder, "weights.json", {"digest": weights_digest(place / "model.safetensors")})
 
 
 def events(folder: Path) -> None:

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_every_format import NEWEST, expected, private
+from test_every_format import NEWEST
 
 from kvkeep import InvalidValue
 from kvkeep.bench.traces import open_trace
@@ -21,7 +21,6 @@ from kvkeep.core.config_file import ConfigFile
 from kvkeep.core.cost import CostModel, PrefillCost
 from kvkeep.core.prefix_file import read_prefixes
 from kvkeep.serve.kv_events.wire import decode
-from kvkeep.store.identity.weights_cache import WeightsCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -106,24 +105,6 @@ def test_costs_of_another_version_or_cut_short(tmp_path: Path) -> None:
             path.write_text(text[:size])
             with pytest.raises(InvalidValue, match=name):
                 CostModel.read(path)
-
-
-def test_a_cache_of_weights_of_another_version_or_cut_short(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(private(NEWEST / "cache", tmp_path / "cache")))
-    path = tmp_path / "cache" / "kvkeep" / "weights.json"
-    key, text = expected(NEWEST, "weights.json")["key"], path.read_text()
-    other = text.replace('"version": 1', '"version": 2')
-    path.write_text(other)
-    assert WeightsCache().find(key) is None
-    WeightsCache().remember("11" * 16, "22" * 16, [])
-    assert path.read_text() == other
-    for size in range(len(text)):
-        path.write_text(text[:size])
-        assert WeightsCache().find(key) is None
-    WeightsCache().remember(key, "22" * 16, [])
-    assert WeightsCache().find(key) == "22" * 16
 
 
 def test_events_that_are_not_known_are_counted() -> None:

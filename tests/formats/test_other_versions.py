@@ -19,8 +19,6 @@ from kvkeep.core.geometry import KVGeometry
 from kvkeep.core.keys import SPACE_BYTES, chain_keys
 from kvkeep.core.tokens import as_tokens
 from kvkeep.store import KVStore
-from kvkeep.store.backends import WriteBudget
-from kvkeep.store.backends.budget import OverBudget
 from kvkeep.store.backends.disk import DiskBackend
 from kvkeep.store.backends.shm import ShmBackend
 
@@ -193,16 +191,6 @@ def test_a_budget_that_is_not_understood_is_none_and_evicts_nothing(
     with opened(place, "") as store:
         assert got(store) == 12
     assert len(list(place.glob("?" * 32 + "/*"))) == len(WANT["blocks"])
-
-
-@pytest.mark.parametrize("content", [b"kvwrite2" + b"\0" * 44, b"kvwrites" + b"\0" * 20, b"kv"])
-def test_a_write_budget_that_is_not_understood_is_spent(place: Path, content: bytes) -> None:
-    """Rather no writes for a while than more than the disk shall bear."""
-    (place / "writes").write_bytes(content)
-    with DiskBackend(place) as backend:
-        backend.limit_writes(WriteBudget.parse("1GB/day"))
-        with pytest.raises(OverBudget):
-            backend.put(bytes(48), memoryview(bytes(100 << 20)))
 
 
 def test_notes_of_another_version_are_skipped_and_stay(place: Path) -> None:

@@ -52,28 +52,3 @@ def test_a_put_holds_nothing_when_it_is_over(make_store):
         other = [token + 1 for token in TOKENS]
         assert store.put(other, KV).tokens
         assert store.get(other)[1] > 0
-
-
-def test_nor_when_it_ends_by_an_exception(make_store):
-    class BrokenForm(Exception):
-        pass
-
-    with make_store(f"memory://{12 * BYTES}B") as store:
-        write, calls = store._form.write, 0
-
-        def fails_late(*arguments):
-            nonlocal calls
-            calls += 1
-            if calls == 6:
-                raise BrokenForm
-            write(*arguments)
-
-        store._form.write = fails_late
-        with pytest.raises(BrokenForm):
-            store.put(TOKENS, KV)
-        store._form.write = write
-        assert store.get(TOKENS)[1] == 5 * BLOCK
-        other = [token + 1 for token in TOKENS]
-        kept = store.put(other, KV).tokens
-        assert store.get(other)[1] == kept > 5 * BLOCK
-        store.check()

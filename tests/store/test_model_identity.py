@@ -487,8 +487,7 @@ def test_adapters_with_scaling_state_and_weights_are_part_of_it():
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def folder(tmp_path):
     shutil.copytree(bundled_model(), tmp_path / "tiny")
     return tmp_path / "tiny"
 

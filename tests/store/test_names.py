@@ -184,14 +184,15 @@ def test_a_quota_of_nothing_keeps_nothing_and_harms_nobody() -> None:
 
 def test_quotas_hold_on_disk_too(tmp_path: Path) -> None:
     record = 128 + 4 * GQA.bytes_per_token
-    # One writer: several at once may pass it, by a record each, until the next write.
-    urls = ("memory://64KiB", disk(tmp_path / "d", writers="1"))
+    urls = ("memory://64KiB", disk(tmp_path / "d"))
     with open_store(*urls, quotas={"small": 5 * record}) as store:
         put(store, range(80), tenant="large", wait=True)
         for first in range(0, 80, 20):
             put(store, range(first, first + 20), tenant="small", wait=True)
         space = store._names_of("small").space.hex()
-        assert len(list((tmp_path / "d" / space).iterdir())) <= 5
+        assert len(list((tmp_path / "d" / space).iterdir())) <= 6, (
+            "two writers may pass it, by a record"
+        )
         assert get(store, range(80), tenant="large") == 80
         assert counter(store, "evictions") >= 15
         store.check()

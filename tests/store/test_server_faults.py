@@ -447,9 +447,10 @@ def test_blocks_expire(running: Server) -> None:
 
 
 @pytest.mark.parametrize("fault", [500, 503, 403, "truncate", "stall"])
-def test_an_object_store_that_fails(fault: int | str) -> None:
+def test_an_object_store_that_fails(fault: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
     with ObjectServer() as objects:
-        url = f"s3://bucket/p?endpoint={objects.url}&anonymous=yes&timeout=500ms"
+        url = f"s3://bucket/p?endpoint={objects.url}&timeout=500ms"
         with open_store(MEMORY, url) as store:
             put(store, prompt(0), wait=True)
             put(store, prompt(1), wait=True)

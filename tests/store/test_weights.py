@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import stat
 import struct
 
 import pytest
@@ -14,19 +12,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from kvkeep import InvalidValue
-from kvkeep.store.identity import weights_cache
 from kvkeep.store.identity.weights import SPAN_BYTES, SPANS, weights_digest
 
 WHOLE = SPANS * SPAN_BYTES
-
-
-@pytest.fixture(autouse=True)
-def cache_folder(tmp_path_factory, monkeypatch):
-    """A user's cache directory of the test's own, and files that count as settled at once."""
-    folder = tmp_path_factory.mktemp("cache")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    monkeypatch.setattr(weights_cache, "_SETTLED_NS", -1)
-    return folder / "kvkeep"
 
 
 def tensors(seed=1, **changes):
@@ -285,105 +273,6 @@ def test_a_tied_head_that_is_stored_all_the_same_does_not_count(tmp_path):
     assert weights_digest(tmp_path) == before
     save_file({**tied, "lm_head.weight": torch.zeros(9, 4)}, tmp_path / "model.safetensors")
     assert weights_digest(tmp_path) != before  # one of its own does
-
-
-# --- what is remembered ----------------------------------------------------------------------
-
-
-def planted(cache_folder):
-    """Put another digest in place of each that is remembered."""
-    file = cache_folder / "weights.json"
-    content = json.loads(file.read_text())
-    content["digests"] = dict.fromkeys(content["digests"], "f" * 32)
-    file.write_text(json.dumps(content))
-    return "f" * 32
-
-
-def test_the_second_time_is_remembered_with_mode_0600(tmp_path, cache_folder):
-    save_file(tensors(), tmp_path / "model.safetensors")
-    weights_digest(tmp_path)
-    assert stat.S_IMODE((cache_folder / "weights.json").stat().st_mode) == 0o600
-    assert str(tmp_path) not in (cache_folder / "weights.json").read_text()
-    assert planted(cache_folder) == weights_digest(tmp_path)
-    assert weights_digest(tmp_path, full=True) != "f" * 32
-
-
-def test_a_file_that_was_written_to_is_read_again(tmp_path, cache_folder):
-    file = tmp_path / "model.safetensors"
-    save_file(tensors(), file)
-    before, times = weights_digest(file), file.stat()
-    planted(cache_folder)
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    with file.open("r+b") as opened:  # in place: the same inode and size
-        opened.write(content)
-    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))  # and the time set back
-    assert weights_digest(file) not in {before, "f" * 32}
-
-
-def test_what_was_changed_just_now_is_not_remembered(tmp_path, cache_folder, monkeypatch):
-    monkeypatch.setattr(weights_cache, "_SETTLED_NS", 3_600_000_000_000)
-    save_file(tensors(), tmp_path / "model.safetensors")
-    weights_digest(tmp_path)
-    assert not cache_folder.exists()
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"", b"{", b"[]", b"7", b"\xff\xfe", b"[" * 100_000, b"{" + b" " * (1 << 20) + b"}",
-        b'{"version": "2", "digests": {}}', b'{"version": 1, "digests": []}',
-    ],
-)  # fmt: skip
-def test_a_broken_memory_costs_time_only(tmp_path, cache_folder, content):
-    save_file(tensors(), tmp_path / "model.safetensors")
-    digest = weights_digest(tmp_path)
-    (cache_folder / "weights.json").write_bytes(content)
-    assert weights_digest(tmp_path) == digest
-    assert planted(cache_folder) == weights_digest(tmp_path)  # and it was made anew
-
-
-def test_the_memory_of_another_version_stays(tmp_path, cache_folder):
-    save_file(tensors(), tmp_path / "model.safetensors")
-    digest = weights_digest(tmp_path)
-    other = (cache_folder / "weights.json").read_text().replace('"version": 1', '"version": 2')
-    (cache_folder / "weights.json").write_text(other)
-    planted(cache_folder)
-    other = (cache_folder / "weights.json").read_text()
-    assert weights_digest(tmp_path) == digest
-    assert (cache_folder / "weights.json").read_text() == other
-
-
-@pytest.mark.parametrize("wrong", [7, "", "xyz", "g" * 32, "a" * 33, None])
-def test_what_is_no_digest_is_not_believed(tmp_path, cache_folder, wrong):
-    save_file(tensors(), tmp_path / "model.safetensors")
-    digest = weights_digest(tmp_path)
-    file = cache_folder / "weights.json"
-    content = json.loads(file.read_text())
-    content["digests"] = dict.fromkeys(content["digests"], wrong)
-    file.write_text(json.dumps(content))
-    assert weights_digest(tmp_path) == digest
-
-
-def test_it_is_bounded_and_keeps_the_latest(tmp_path, cache_folder):
-    cache_folder.mkdir()
-    many = {f"{number:032x}": "a" * 32 for number in range(2000)}
-    (cache_folder / "weights.json").write_text(json.dumps({"version": 1, "digests": many}))
-    save_file(tensors(), tmp_path / "model.safetensors")
-    digest = weights_digest(tmp_path)
-    kept = json.loads((cache_folder / "weights.json").read_text())["digests"]
-    assert len(kept) == 512
-    assert list(kept.values())[-1] == digest
-    assert f"{1999:032x}" in kept
-
-
-def test_without_a_place_to_remember_it_works(tmp_path, monkeypatch):
-    save_file(tensors(), tmp_path / "model.safetensors")
-    digest = weights_digest(tmp_path)
-    (tmp_path / "file").write_text("")
-    for folder in (tmp_path / "file", tmp_path / "file" / "below", "/proc/none"):
-        monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-        assert weights_digest(tmp_path) == digest
 
 
 # --- files that mean harm --------------------------------------------------------------------

@@ -10,10 +10,8 @@ import pytest
 from faults import FaultyBackend
 from kvkeep.core.geometry import KVGeometry
 from kvkeep.store import BlockStore, KVStore
-from kvkeep.store.backends import free_memory
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.tiers import PROMPT_TOKENS, buffer, buffer_bytes
-from kvkeep.store.tiers.buffer import LEAST_BUFFER
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,19 +38,6 @@ def test_it_has_room_for_four_prompts(free):
     assert buffer_bytes(PROMPT_TOKENS * TOKEN_BYTES) == 2048 * MIB
     free()  # not known
     assert buffer_bytes(PROMPT_TOKENS * TOKEN_BYTES) == 2048 * MIB
-
-
-def test_it_takes_a_tenth_of_what_is_free_at_most(free):
-    free(100 << 30, 8 << 30)
-    assert buffer_bytes(PROMPT_TOKENS * TOKEN_BYTES) == (8 << 30) // 10
-
-
-def test_it_has_256_MiB_at_least(free):
-    for amount in (1 << 50, 1 << 20, 0):
-        free(amount)
-        assert buffer_bytes(0) == buffer_bytes(PROMPT_TOKENS * 100) == LEAST_BUFFER == 256 * MIB
-    free(1 << 20)
-    assert buffer_bytes(PROMPT_TOKENS * TOKEN_BYTES) == LEAST_BUFFER
 
 
 def test_a_store_has_it_by_what_a_token_takes(free, tmp_path: Path):
@@ -133,20 +118,3 @@ def test_other_drops_are_not_its_business(slow, caplog):
 
 
 # --- free memory -----------------------------------------------------------------------------
-
-
-def test_the_machine_has_some():
-    found = {where: free for free, where in free_memory.free_memory()}
-    assert found["the machine's memory"] > 0
-
-
-def test_limits_of_the_groups_around_a_process_count(tmp_path: Path, monkeypatch):
-    for folder, most, used in (("", "max", 5), ("pod", 1000, 300), ("pod/one", "max", 200)):
-        (tmp_path / folder).mkdir(exist_ok=True)
-        (tmp_path / folder / "memory.max").write_text(f"{most}\n")
-        (tmp_path / folder / "memory.current").write_text(f"{used}\n")
-    files = ((tmp_path, "memory.max", "memory.current"),)
-    monkeypatch.setattr(free_memory, "_FILES", files)
-    monkeypatch.setattr(free_memory, "_own_groups", lambda: {"", "pod", "pod/one"})
-    limits = [free for free, where in free_memory.free_memory() if "container" in where]
-    assert limits == [700]

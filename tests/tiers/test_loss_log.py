@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tier_bench import PAGE, SHORT, Bench, get, name, put, settle, until
 
 from kvkeep.store.backends.memory import MemoryBackend
-from kvkeep.store.tiers import Exclusive, Inclusive, LossLog, MemorySpec, Miss
+from kvkeep.store.tiers import Exclusive, Inclusive, MemorySpec, Miss
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,52 +46,7 @@ def test_a_load_that_does_not_pay_tells_both_times() -> None:
 # --- the map ---------------------------------------------------------------------------------
 
 
-def test_the_last_thing_counts() -> None:
-    now = [5.0]
-    losses = LossLog(["memory", "file"], clock=lambda: now[0])
-    assert losses.of(b"a") is None
-    losses.note([b"a", b"b"], "memory", "evicted", "lru")
-    now[0] = 6.0
-    losses.note([b"a"], "file", "damaged", "checksum")
-    assert losses.of(b"a") == ("file", "damaged", 6.0, "checksum")
-    assert losses.of(b"b") == ("memory", "evicted", 5.0, "lru")
-
-
-@pytest.mark.parametrize("what", ["refused", "dropped"])
-def test_an_eviction_does_not_hide_that_a_tier_below_never_got_it(what) -> None:
-    losses = LossLog(["memory", "file", "s3"])
-    losses.note([b"a"], "file", what, "x")
-    losses.note([b"a"], "memory", "evicted", "lru")
-    assert losses.of(b"a")[:2] == ("file", what)
-    losses.note([b"a"], "file", "evicted", "lru")  # in another life of it
-    assert losses.of(b"a")[:2] == ("file", "evicted")
-    losses.note([b"b"], "memory", what, "x")
-    losses.note([b"b"], "file", "evicted", "lru")
-    assert losses.of(b"b")[:2] == ("file", "evicted")
-
-
-@given(st.lists(st.integers(0, 9)), st.integers(1, 6))
-def test_the_oldest_is_forgotten(blocks: list[int], most: int) -> None:
-    losses = LossLog(["memory"], most)
-    for at, block in enumerate(blocks):
-        losses.note([bytes([block])], "memory", "evicted", str(at))
-    last = {block: at for at, block in enumerate(blocks)}
-    kept = sorted(last, key=lambda block: -last[block])[:most]
-    assert len(losses) == len(kept)
-    for block in range(10):
-        event = losses.of(bytes([block]))
-        assert (event is not None) == (block in kept)
-        assert event is None or event.detail == str(last[block])
-
-
 # --- one tier of memory ----------------------------------------------------------------------
-
-
-def test_never_seen(bench: Bench) -> None:
-    store = bench.store(4)
-    assert told(store, 1) == ("", "never", "")
-    put(store, [1])
-    assert loss(store, 1) is None
 
 
 def test_evicted_from_memory(bench: Bench) -> None:
@@ -380,36 +335,6 @@ def test_who_hangs_is_named_before_its_time_is_over(bench: Bench) -> None:
 
 
 # --- where it was read -----------------------------------------------------------------------
-
-
-def test_sources_of_a_read(bench: Bench) -> None:
-    one, two = bench.spec(bench.disk(at="one")), bench.spec(bench.disk(at="two"))
-    store = bench.store(8, one, two)
-    two = store.tiers[1]
-    one = store.tiers[0]
-    put(store, range(4))
-    settle(store)
-    one.remove([name(2), name(3)])
-    store.memory.remove([name(1), name(2)])
-    sources: list[str] = []
-    assert get(store, range(4), sources=sources) == 4
-    assert sources == ["memory", one.name, two.name, "memory"]
-
-
-def test_the_source_is_the_tier_that_gave_it(bench: Bench) -> None:
-    """The first fails, and the next one has it as well."""
-    place = bench.disk(at="one")
-    one, two = bench.spec(place), bench.spec(bench.disk(at="two"))
-    store = bench.store(8, one, two)
-    two = store.tiers[1]
-    one = store.tiers[0]
-    put(store, range(2))
-    settle(store)
-    store.memory.remove([name(0), name(1)])
-    place.fail("get", times=1)
-    sources: list[str] = []
-    assert get(store, range(2), sources=sources) == 2
-    assert sorted(sources) == sorted([one.name, two.name])
 
 
 @pytest.fixture(scope="module")

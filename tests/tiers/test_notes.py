@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from tier_bench import until
 
 from kvkeep.core.geometry import KVGeometry
@@ -48,37 +46,6 @@ def changed(**fields: str) -> Namespace:
     return Namespace(
         **{name: getattr(OURS, name) for name in ("model", "revision", "dtype", "tenant")} | fields
     )
-
-
-def test_a_note_tells_all_but_the_tenant() -> None:
-    note = note_of(OURS)
-    assert b"private" not in note
-    assert len(note) < NOTE_BYTES
-    assert note == note_of(OURS)
-    assert b"\n" not in note_of(changed(model="a\nb"))
-    assert len(note_of(changed(**dict.fromkeys(("model", "lora", "rank"), "\U0001f600" * 10_000))))\
-        < NOTE_BYTES  # fmt: skip
-
-
-def test_the_nearest_differs_in_the_fewest_fields() -> None:
-    far, near = note_of(changed(model="x", revision="2")), note_of(changed(revision="2"))
-    assert difference(note_of(OURS), [far, near]) == (["revision is '2' there and '1' here"], True)
-    assert difference(note_of(OURS), [far]) == (
-        ["model is 'x' there and 'm' here", "revision is '2' there and '1' here"], False
-    )  # fmt: skip
-    assert difference(note_of(OURS), [note_of(changed(tenant="b"))]) == (
-        ["tenant is different"], False
-    )  # fmt: skip
-    assert difference(note_of(OURS), [note_of(Namespace(model="m", revision="1", dtype="bfloat16",
-                                                        tenant=OURS.tenant, lora="l"))]) == (
-        ["lora is 'l' there and empty here"], True
-    )  # fmt: skip
-    assert difference(note_of(OURS), [note_of(OURS), *FALSE]) is None
-
-
-@given(st.lists(st.one_of(st.sampled_from(FALSE), st.binary(max_size=200))))
-def test_whatever_else_lies_there_says_nothing(others: list[bytes]) -> None:
-    assert difference(note_of(OURS), others) is None
 
 
 def test_no_note_writes_a_line_of_its_own_into_the_log() -> None:

@@ -63,9 +63,6 @@ OPTIONS: dict[str, tuple[str, Any]] = {
     "policy=2q": ("options.policy", tier_policies()["2q"]),
     "ttl=10m": ("options.ttl", 600.0),
     "timeout=250ms": ("backend.timeout", 0.25),
-    "queue=128KiB": ("options.queue_bytes", 128 << 10),
-    "readers=7": ("options.readers", 7),
-    "writers=64": ("options.writers", 64),
     "writes=2TB/day": ("options.writes", WriteBudget(2 * 10**12)),
 }
 
@@ -99,11 +96,10 @@ def test_every_policy_has_a_name(policy: str, place: str) -> None:
 
 
 def test_a_queue_is_as_long_as_memory_allows_and_no_longer(place: str) -> None:
-    for option, limit in {"": 48 << 10, "&queue=8KiB": 8 << 10, "&queue=1GiB": 48 << 10}.items():
-        memory, below = open_tiers(["memory://64KiB", place + option])
-        store = TieredStore(memory, below)
-        assert store.tiers[0].writing.limit == limit
-        store.close()
+    memory, below = open_tiers(["memory://64KiB", place])
+    store = TieredStore(memory, below)
+    assert store.tiers[0].writing.limit == 48 << 10
+    store.close()
 
 
 MISTAKES = {
@@ -113,10 +109,6 @@ MISTAKES = {
     "ttl=soon": ("ttl=soon",),
     "timeout=-1s": ("timeout=-1s",),
     "timeout=200000d": ("timeout=200000d", "100 years"),
-    "queue=much": ("much",),
-    "readers=0": ("readers", "1 … 64"),
-    "readers=65": ("readers", "65", "1 … 64"),
-    "writers=two": ("writers", "'two'", "whole number"),
     "writes=2TB": ("writes", "'2TB'", "2TB/day"),
     "encrypt=/no/such/file": ("/no/such/file",),
     "size=2MiB": ("size twice",),
@@ -150,7 +142,7 @@ def test_a_wrong_option_is_named_and_nothing_stays_open(
         (["1GiB"], ("'1GiB'", "memory://4GiB")),
         (["tape://1"], ("tape", "memory", "s3", "valkey")),
         (["memory://1MiB?timeout=5s"], ("no option timeout", "policy", "ttl", "touch")),
-        (["memory://1MiB?queue=5MiB"], ("no option queue",)),
+        (["memory://1MiB?writes=5MiB/day"], ("no option writes",)),
         (["memory://a lot"], ("a lot",)),
         (["memory://1MiB?ttl=1s&ttl=2s"], ("ttl twice",)),
         (["memory://1MiB#1"], ("#1", "%23")),
@@ -299,9 +291,9 @@ def test_what_is_wrong_is_the_same_whether_checked_or_opened(
 
 def test_memory_is_in_front_of_others_or_is_not() -> None:
     check_tiers(["memory://64KiB?policy=returns"])
-    check_tiers(["memory://64KiB?policy=returns&readers=1"], in_front=False)
-    with pytest.raises(InvalidValue, match="no option readers"):
-        check_tiers(["memory://64KiB?policy=returns&readers=1"])
+    check_tiers(["memory://64KiB?policy=returns&writes=1GiB/day"], in_front=False)
+    with pytest.raises(InvalidValue, match="no option writes"):
+        check_tiers(["memory://64KiB?policy=returns&writes=1GiB/day"])
 
 
 # --- schemes of other packages ---------------------------------------------------------------

@@ -3,40 +3,31 @@
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from typing import TYPE_CHECKING
 
 import pytest
 from tier_bench import (
     PAGE,
     RAW,
-    SHORT,
     Bench,
-    checked,
     content,
     get,
     name,
     put,
     settle,
     there,
-    until,
 )
 
-from kvkeep.core.errors import BackendFailed, OutOfRoom
-from kvkeep.core.eviction import LRU
+from kvkeep.core.errors import BackendFailed
 from kvkeep.store.backends.memory import MemoryBackend
-from kvkeep.store.tiers import Exclusive, MemorySpec, Tier, TieredStore
-from kvkeep.store.tiers.block_table import BlockTable
+from kvkeep.store.tiers import Exclusive
 from kvkeep.store.tiers.catalogue import Catalogue
-from kvkeep.store.tiers.holds import Holds
-from kvkeep.store.tiers.known import _DELETED_KEPT, KnownBlocks
+from kvkeep.store.tiers.known import KnownBlocks
 from kvkeep.store.tiers.listing import Listing
-from kvkeep.store.tiers.record import HEADER_BYTES
 from kvkeep.store.tiers.record_codec import RecordCodec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from kvkeep.store.backends import Room
 
@@ -165,23 +156,6 @@ def test_a_fault_of_ours_while_listing(
     assert tier._listing.complete
 
 
-def test_a_fault_of_ours_between_listed_records(bench: Bench) -> None:
-    """The backend's own iterator is under way when it is raised."""
-    place = bench.disk()
-    tier = bench.tier(place, breaker_limit=1, pause=60.0)
-    record = memoryview(bytearray(PAGE))
-    for number in range(3):
-        assert tier.save(name(number), record)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BlockTable, "list", broken)
-        with pytest.raises(TypeError, match="planted"):
-            tier.relist()
-    assert tier.breaker.opened == tier.counters.errors == 0
-    assert not tier._calls.running
-    tier.relist()
-    assert len(tier.catalogue) == 3
-
-
 @pytest.mark.parametrize(
     ("error", "level"), [(OSError("broken"), logging.INFO), (KeyError("a bug"), logging.ERROR)]
 )
@@ -235,181 +209,4 @@ def test_a_fault_of_ours_while_demoting(
     assert upper.breaker.opened == lower.breaker.opened == 0
 
 
-def test_a_block_that_moves_up_while_memory_evicts_it(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The tier deletes it just when memory asks whether the tier has it: one of them keeps it."""
-    store = bench.store(20, bench.disk(), policy=Exclusive())
-    tier = store.tiers[0]
-    put(store, [0])
-    assert store.flush(10)
-    begun, go_on = threading.Event(), threading.Event()
-    remove, knows = Tier.remove, Tier.knows
-
-    def slowly(self: Tier, blocks: Sequence[bytes]) -> tuple[int, list[bytes]]:
-        begun.set()
-        assert go_on.wait(10)
-        return remove(self, blocks)
-
-    mover = threading.Thread(target=store._queue.move_out, args=(tier, name(0)))
-
-    def at_the_wrong_moment(self: Tier, block: bytes) -> bool:
-        answer = knows(self, block)
-        if threading.current_thread() is not mover:
-            go_on.set()
-            mover.join(10)
-        return answer
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Tier, "remove", slowly)
-        mover.start()
-        assert begun.wait(10)
-        patch.setattr(Tier, "knows", at_the_wrong_moment)
-        for block in store.memory.leave(PAGE):
-            store._demoter._from_memory(block)
-        go_on.set()
-        mover.join(10)
-    settle(store)
-    assert get(store, [0]) == 1
-
-
-def test_no_room_is_a_failure_where_nothing_is_put(bench: Bench) -> None:
-    """A backend that has no room for a note failed; the block before it was written."""
-    place = bench.disk()
-
-    def no_room(space: bytes, note: bytes) -> None:
-        raise OutOfRoom(100, "the directory")
-
-    place.note_space = no_room  # type: ignore[method-assign]
-    notes = {name(0)[:16]: b"{}"}
-    store = TieredStore(MemorySpec(MemoryBackend(16 * PAGE)), [bench.spec(place)], notes=notes)
-    tier = store.tiers[0]
-    put(store, [0], wait=20)
-    settle(store)
-    assert there(tier) == [0]
-    assert (tier.counters.drops, tier.counters.errors) == (0, 1)
-    checked(store)
-    store.close(20)
-
-
-def test_a_record_of_another_shape_is_not_demoted_and_stays_known(bench: Bench) -> None:
-    place = bench.memory(16)
-    assert bench.tier(place, "int8").save(name(0), memoryview(bytearray(HEADER_BYTES + 32)))
-    tier = bench.tier(place)
-    tier.open()
-    assert tier.knows(name(0))
-    assert tier.fetch(name(0)) is None
-    assert not tier.is_hidden(name(0))
-    assert tier.counters.refused == 0
-
-
-def test_an_empty_prompt_waits_for_writes_before_it(bench: Bench) -> None:
-    place = bench.disk()
-    store = bench.store(16, place)
-    place.hang("put")
-    put(store, [0])
-    assert there(store.tiers[0]) == []
-    place.go_on_slowly(0.2, "put")
-    put(store, [], wait=20)
-    assert there(store.tiers[0]) == [0]
-
-
 # --- deletions beside writes and reads -------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["disk", "memory"])
-def test_a_block_that_is_evicted_and_written_again_stays(bench: Bench, kind: str) -> None:
-    """A slow deletion must not take the record that was written meanwhile."""
-    place = bench.disk(8) if kind == "disk" else bench.memory(8)
-    store = bench.store(32, bench.spec(place, writers=2))
-    tier = store.tiers[0]
-    put(store, range(8), wait=20)
-    store.memory.remove([name(number) for number in range(8)])
-    place.hang("delete", times=1)
-    put(store, [20])  # evicts block 7
-    place.wait_inside("delete")
-    put(store, [7])
-    until(lambda: len(tier.writing._running) == 2)  # both writes have begun
-    time.sleep(0.2)
-    place.heal()
-    settle(store)
-    assert there(tier) == sorted(block[-1] for block in tier.catalogue.blocks())
-    assert 7 in there(tier)
-
-
-def test_a_block_that_is_read_while_it_is_evicted_is_not_known_afterwards(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = bench.store(32, bench.spec(bench.memory(8), writers=2))
-    tier = store.tiers[0]
-    put(store, range(8), wait=20)
-    settle(store)
-    store.memory.remove([name(number) for number in range(8)])
-    inside, go_on = threading.Event(), threading.Event()
-    verify = RecordCodec.verify
-
-    def slowly(self: RecordCodec, block: bytes, record: memoryview) -> object:
-        if block == name(7):
-            inside.set()
-            assert go_on.wait(10)
-        return verify(self, block, record)
-
-    monkeypatch.setattr(RecordCodec, "verify", slowly)
-    reader = threading.Thread(target=get, args=(store, [7]))
-    reader.start()
-    assert inside.wait(10)
-    put(store, range(50, 54), wait=20)
-    assert not tier.knows(name(7))
-    go_on.set()
-    reader.join(10)
-    settle(store)
-    assert sorted(block[-1] for block in tier.catalogue.blocks()) == there(tier)
-
-
-def test_many_deletions_later_old_answers_are_not_believed() -> None:
-    """Deletions are remembered one by one up to a bound, and beyond it by their number."""
-    known = KnownBlocks(Catalogue(LRU, budget=1 << 20), indexed=True)
-    old = known.before_query()
-    for number in range(_DELETED_KEPT + 10):
-        with known.removal([name(number)]):
-            pass
-    new = known.before_query()
-    for number in (0, _DELETED_KEPT + 9, _DELETED_KEPT + 100):
-        known.learn(name(number), 10, old)
-        assert name(number) not in known
-        known.learn(name(number), 10, new)
-        assert name(number) in known
-    assert len(known._deleted) == _DELETED_KEPT
-    assert not known._deleting
-
-
-def test_a_write_waits_for_no_deletion_that_hangs(bench: Bench) -> None:
-    place = bench.disk(8)
-    tier = bench.tier(place, timeout=SHORT)
-    record = memoryview(bytearray(PAGE))
-    with tier._known.removal([name(0)]):
-        assert not tier.save(name(0), record)
-    assert tier.counters.drops == 1
-    assert tier.save(name(0), record)
-
-
-def test_ctrl_c_while_a_prompt_begins_leaves_nothing_held(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = bench.store(32, bench.disk(), bench.disk(at="e"))
-    put(store, range(4), wait=20)
-    settle(store)
-    hold_all = Holds.hold_all
-
-    def interrupted(self: Holds, blocks: Sequence[bytes], held: list[bytes]) -> None:
-        hold_all(self, blocks, held)
-        if self is store.tiers[1].catalogue.holds:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Holds, "hold_all", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            put(store, range(8))
-    settle(store)
-    assert not any(tier.order.prompts for tier in store.tiers)
-    checked(store)

@@ -9,12 +9,9 @@ from tier_bench import PAGE, RAW, Bench, content, get, name, put, settle, there,
 
 from kvkeep.bench.replay.tiers import Level, TierSimulator
 from kvkeep.store.tiers import Exclusive, Inclusive, Tier, TieredStore
-from kvkeep.store.tiers.writing import StoreRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    from kvkeep.store.tiers.planner import Copy
 
 
 def written_one_by_one(store: TieredStore, tier: Tier, numbers: range) -> None:
@@ -108,26 +105,6 @@ def test_a_later_block_that_others_need_stays(bench: Bench) -> None:
     catalogue.check()
 
 
-def test_the_last_demotions_of_a_put_may_evict_blocks_of_any_prompt(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Memory makes room ahead of need when the prompt that was put holds nothing any more."""
-    store = bench.store(20, bench.disk(8), policy=Exclusive())
-    put(store, range(8), wait=20)
-    held: list[bool] = []
-
-    def looked(self: StoreRequest) -> None:
-        blocks = store.tiers[0].catalogue._table.blocks.values()
-        held.append(any(block.held for block in blocks))
-
-    written_one_by_one(store, store.tiers[0], range(8))
-    store.memory.remove([name(number) for number in range(4)])
-    monkeypatch.setattr(StoreRequest, "demote_ahead", looked)
-    put(store, range(12))
-    assert held[-1] is False
-    assert len(held) > 1
-
-
 def test_what_a_read_writes_pushes_out_nothing_of_it(bench: Bench) -> None:
     """A tier that takes blocks at their second use gets the rest of a prompt."""
     small, large = bench.disk(8), bench.disk(64, at="large")
@@ -218,11 +195,11 @@ def test_it_lets_go_when_a_read_fails(bench: Bench, monkeypatch: pytest.MonkeyPa
     put(store, range(4), wait=20)
     read = store._levels.planner.read
 
-    def interrupted(blocks: Sequence[bytes]) -> Iterator[Copy]:
-        for move in read(blocks):
-            if move.block == name(2):
+    def interrupted(blocks: Sequence[bytes]) -> Iterator[bytes]:
+        for block in read(blocks):
+            if block == name(2):
                 raise KeyboardInterrupt
-            yield move
+            yield block
 
     monkeypatch.setattr(store._levels.planner, "read", interrupted)
     with pytest.raises(KeyboardInterrupt):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain, pairwise
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,15 +10,6 @@ from tier_bench import PAGE, Bench, above, get, name, put, settle, there, until
 
 from kvkeep.core.errors import InvalidValue
 from kvkeep.store.tiers import TIERINGS, Exclusive, Inclusive, tiering
-from kvkeep.store.tiers.planner import (
-    Copy,
-    Demote,
-    Drop,
-    Planner,
-    Promote,
-    Refuse,
-    Touches,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -49,29 +40,6 @@ def each_is_found(store: TieredStore, numbers: Iterable[int]) -> bool:
 # --- by themselves ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("after", [1, 2, 5])
-def test_inclusive_decides(after: int) -> None:
-    policy = Inclusive(admit_after=after)
-    for level in (1, 2, 7):
-        assert [policy.admits(level, n) for n in range(1, 8)] == [n >= after for n in range(1, 8)]
-        assert policy.promotes(level, 1)
-        assert not policy.leaves(level)
-        assert policy.demotes(level, 9) is None
-    assert repr(policy) == f"Inclusive(admit_after={after})"
-
-
-@pytest.mark.parametrize("after", [1, 2, 5])
-def test_exclusive_decides(after: int) -> None:
-    policy = Exclusive(admit_after=after)
-    for level in (1, 2, 7):
-        assert not policy.admits(level, 9)
-        assert policy.promotes(level, 1)
-        assert policy.leaves(level)
-        for touches in range(1, 8):
-            assert policy.demotes(level, touches) == (level + 1 if touches >= after else None)
-    assert repr(policy) == f"Exclusive(admit_after={after})"
-
-
 @pytest.mark.parametrize("policy", [Inclusive, Exclusive])
 @pytest.mark.parametrize("after", [0, -1, 1.5, "2", True, None])
 def test_a_wrong_admit_after_is_refused(policy: Any, after: Any) -> None:
@@ -93,88 +61,6 @@ def test_tierings_have_names() -> None:
 def test_other_names_are_refused(wrong: str) -> None:
     with pytest.raises(InvalidValue, match=r"no tiering .*there are inclusive, .*exclusive:2"):
         tiering(wrong)
-
-
-def test_touches_are_counted_for_those_touched_last() -> None:
-    touches = Touches(3)
-    assert [touches.touch(block) for block in (b"a", b"b", b"a", b"c", b"a")] == [1, 1, 2, 1, 3]
-    assert touches.touch(b"d") == 1
-    assert [touches.count(block) for block in (b"a", b"b", b"c", b"d", b"x")] == [3, 0, 1, 1, 0]
-    with pytest.raises(InvalidValue, match="limit of 0"):
-        Touches(0)
-
-
-def test_touches_are_forgotten_when_fewer_are_to_be_counted() -> None:
-    touches = Touches(10)
-    for block in (b"a", b"b", b"c", b"d"):
-        touches.touch(block)
-    touches.limit = 2
-    assert touches.touch(b"e") == 1
-    assert [touches.count(block) for block in (b"a", b"b", b"c", b"d", b"e")] == [0, 0, 0, 1, 1]
-
-
-# --- the planner -----------------------------------------------------------------------------
-
-
-def test_a_read_admits_where_this_touch_is_what_was_missing() -> None:
-    planner = Planner(Inclusive(3), tiers=2)
-    assert planner.read([b"x"]) == [], "touched once: not put here lately"
-    assert planner.store([b"a"]) == [Refuse(b"a", 1), Refuse(b"a", 2)]
-    assert planner.read([b"a"]) == []
-    assert planner.read([b"a"]) == [Copy(b"a", 1), Copy(b"a", 2)]
-    assert planner.read([b"a"]) == [], "they had it offered"
-
-
-def test_nothing_moves_below_the_last_tier() -> None:
-    planner = Planner(Exclusive(), tiers=2)
-    assert planner.store([b"a"]) == []
-    assert [planner.evict(b"a", level) for level in (0, 1, 2)] == [
-        Demote(b"a", 0, 1),
-        Demote(b"a", 1, 2),
-        Drop(b"a", 2, None),
-    ]
-    assert Planner(Exclusive(), tiers=0).evict(b"a", 0) == Drop(b"a", 0, None)
-
-
-def test_moves_say_who_would_have_taken_a_block_and_what_a_promotion_leaves() -> None:
-    planner = Planner(Exclusive(2), tiers=2)
-    planner.store([b"a"])
-    assert planner.evict(b"a", 0) == Drop(b"a", 0, refused=1)
-    assert planner.promote(b"a", 2) == Promote(b"a", 2, stays=True, leaves=True)
-    assert Planner(Inclusive(), tiers=2).promote(b"a", 1) == Promote(b"a", 1, True, False)
-    assert Planner(Inclusive(), tiers=1).evict(b"a", 0) == Drop(b"a", 0, None)
-
-
-def test_room_is_made_ahead_only_for_who_moves_down() -> None:
-    moves, goes = Planner(Exclusive(2), tiers=1), Planner(Inclusive(), tiers=1)
-    assert [moves.excess(1000, used) for used in (0, 900, 901, 1000)] == [0, 0, 1, 100]
-    assert goes.excess(1000, 1000) == 0
-    assert Planner(Exclusive(), tiers=0).excess(1000, 1000) == 0
-
-
-def test_how_much_has_room_is_told_again_ever_more_rarely() -> None:
-    planner = Planner(Inclusive(), tiers=1)
-    told = []
-    for count in range(10_000):
-        if planner.fit_due:
-            planner.fit([100, 400])
-            told.append(count)
-        planner.requested([b"a"])
-    assert told[0] == 0
-    gaps = [after - before for before, after in pairwise(told)]
-    assert gaps == sorted(gaps)
-    assert len(gaps) <= 10
-    assert gaps[-1] == 8 * 500, "as many as have their touches counted"
-
-
-def test_touches_are_counted_of_as_many_blocks_as_matter() -> None:
-    planner = Planner(Inclusive(2), tiers=1)
-    planner.fit([1, 4])
-    for number in range(41):
-        planner.store([bytes([number])])
-    first = Refuse(b"\0", 1)
-    assert planner.store([b"\0"]) == [first], "eight times as many blocks as have room came since"
-    assert planner.store([bytes([30])]) == [Copy(bytes([30]), 1)], "its second touch"
 
 
 # --- inclusive -------------------------------------------------------------------------------

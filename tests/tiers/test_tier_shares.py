@@ -6,20 +6,14 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
-from catalogue_machine import BLOCKS, BUDGET, SPACES, Clock, Machine, machine_of
+from catalogue_machine import BLOCKS, BUDGET, SPACES, Machine, machine_of
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 from kvkeep import InvalidValue
-from kvkeep.core.eviction import LRU
 from kvkeep.core.keys import SPACE_BYTES
-from kvkeep.core.returns import Wait
-from kvkeep.store.tiers import tier_shares
-from kvkeep.store.tiers.block_waits import BlockWaits, SharedReturns
-from kvkeep.store.tiers.catalogue import Catalogue
 from kvkeep.store.tiers.tier_shares import TenantWeights
 from kvkeep.store.tiers.two_queues import tier_policies
-from kvkeep.testing.backend_hooks import block_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -164,194 +158,6 @@ def walk(machine: SharesMachine, chance: random.Random) -> None:
 
 
 # --- one by one ------------------------------------------------------------------------------
-
-
-def blocks_of(space: int, count: int, first: int = 0) -> list[bytes]:
-    return [block_id(number, space) for number in range(first, first + count)]
-
-
-def space_of(number: int) -> bytes:
-    return block_id(0, number)[:SPACE_BYTES]
-
-
-def shared(
-    weights: dict[str, float] | None = None,
-    spaces: dict[bytes, str | None] | None = None,
-    *,
-    name: str = "lru",
-    budget: int = 1000,
-    ordered: int | None = None,
-    clock: Clock | None = None,
-) -> Catalogue:
-    shares = TenantWeights(weights or {}, spaces or {})
-    clock = clock or Clock()
-    return Catalogue(
-        tier_policies()[name], budget=budget, ordered=ordered, clock=clock, shares=shares
-    )
-
-
-def store(catalogue: Catalogue, blocks: Sequence[bytes], budget: int = 1000, size: int = 10) -> int:
-    """A prompt: what is there is used, the rest is added; return how many were there."""
-    catalogue._clock.now += 1  # type: ignore[attr-defined]
-    found = catalogue.leading(blocks)
-    for block in blocks[found:]:
-        short = catalogue.total_bytes + size - budget
-        if short > 0:
-            catalogue.victims(short)
-        catalogue.add(block, size)
-    catalogue.used(blocks, new=set(blocks[found:]))
-    return found
-
-
-def flood(catalogue: Catalogue, space: int, prompts: int, first: int = 1000) -> None:
-    for number in range(prompts):
-        store(catalogue, blocks_of(space, 5, first + 5 * number))
-
-
-def held(catalogue: Catalogue, space: int) -> int:
-    return catalogue.spaces().get(space_of(space), 0)
-
-
-@pytest.mark.parametrize("ordered", [None, 20])
-@pytest.mark.parametrize("name", sorted(tier_policies()))
-def test_a_flooder_evicts_its_own(name: str, ordered: int | None) -> None:
-    catalogue = shared(name=name, ordered=ordered)
-    for space in range(1, 5):
-        store(catalogue, blocks_of(space, 15))
-    flood(catalogue, 9, 60)
-    catalogue.check()
-    assert [catalogue.leading(blocks_of(space, 15)) for space in range(1, 5)] == [15] * 4
-    assert held(catalogue, 9) == 400
-
-
-def test_others_use_what_a_tenant_leaves_and_give_it_back() -> None:
-    catalogue = shared({"a": 3.0}, {space_of(1): "a"})
-    store(catalogue, blocks_of(1, 2))
-    flood(catalogue, 9, 60)
-    assert held(catalogue, 9) == 980
-    flood(catalogue, 1, 60)
-    assert 675 <= held(catalogue, 1) <= 780
-    assert held(catalogue, 1) + held(catalogue, 9) == 1000
-    catalogue.check()
-
-
-def test_a_share_counts_all_spaces_of_a_tenant() -> None:
-    catalogue = shared({}, {space_of(1): "a", space_of(2): "a", space_of(3): "b"})
-    for _ in range(2):
-        for space in (1, 2, 3):
-            flood(catalogue, space, 30)
-    assert 440 <= held(catalogue, 3) <= 560
-    apart = shared({}, {})
-    for _ in range(2):
-        for space in (1, 2, 3):
-            flood(apart, space, 30)
-    assert held(apart, 3) <= 410, "three tenants of weight 1, until they are announced"
-    for space, name in ((1, "a"), (2, "a"), (3, "b")):
-        apart.announce(space_of(space), name)
-        apart.check()
-    for space in (1, 2, 3):
-        flood(apart, space, 30, first=5000)
-    assert 440 <= held(apart, 3) <= 560
-
-
-@pytest.mark.parametrize("ordered", [None, 7])
-def test_who_is_announced_late_keeps_the_order_of_uses(ordered: int | None) -> None:
-    clock = Clock()
-    catalogue = shared({}, {space_of(1): "a"}, ordered=ordered, clock=clock)
-    blocks = [
-        block for pair in zip(blocks_of(1, 20), blocks_of(2, 20), strict=True) for block in pair
-    ]
-    for block in blocks:
-        clock.now += 1
-        catalogue.add(block, 10)
-    random.Random(1).shuffle(blocks)
-    for block in blocks:
-        clock.now += 1
-        catalogue.used([block])
-    catalogue.announce(space_of(2), "a")
-    catalogue.check()
-    assert [catalogue.victims(1)[0] for _ in blocks] == blocks
-
-
-def test_the_order_is_the_same_with_a_bound() -> None:
-    """Whoever's blocks are rows: of tenants above their shares, the oldest block goes."""
-    chance, clock = random.Random(3), Clock()
-    names: dict[bytes, str | None] = {space_of(space): str(space) for space in range(5)}
-    plain, bounded = (
-        shared({"1": 3.0, "2": 0.3}, names, budget=3000, ordered=ordered, clock=clock)
-        for ordered in (None, 30)
-    )
-    for _ in range(1500):
-        clock.now += 1
-        some = blocks_of(min(4, int(chance.expovariate(1))), 3, chance.randrange(60))
-        for catalogue in (plain, bounded):
-            catalogue.add(some[0], 10)
-            catalogue.used(some)
-        short = max(0, plain.total_bytes - 1500)
-        assert plain.victims(short) == bounded.victims(short)
-    bounded.check()
-    assert len(bounded._table.blocks) <= 31
-    assert len(bounded) == len(plain) > 100
-
-
-def test_a_space_with_a_quota_has_a_share_of_its_own() -> None:
-    catalogue = shared({"a": 3.0}, {space_of(1): "a", space_of(2): "a"})
-    catalogue.set_quota(space_of(1), 200)
-    for space in (1, 2, 9):
-        store(catalogue, blocks_of(space, 15))
-    flood(catalogue, 9, 60)
-    assert [catalogue.leading(blocks_of(space, 15)) for space in (1, 2)] == [15, 15]
-    assert catalogue.over_quota(space_of(1), 100) == 50
-    assert all(block.startswith(space_of(1)) for block in catalogue.victims(50, space_of(1)))
-    assert held(catalogue, 1) == 100
-    catalogue.check()
-
-
-def test_spaces_that_come_and_go_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_shares, "_MOST_SPACES", 1 << 10)
-    catalogue = shared({"named": 2.0}, {space_of(0): "named"}, name="2q", ordered=10)
-    tenants = catalogue._table.order.tenants
-    assert tenants is not None
-    for number in range(1, 3_000):
-        store(catalogue, [block_id(0, number)])
-        if number % 7 == 0:
-            catalogue.announce(space_of(number), f"tenant {number}")
-    catalogue.check()
-    assert len(tenants._spaces) <= 1 << 10
-    assert len(tenants._named) <= (1 << 10) // 7 + 100
-    assert tenants.tenant(space_of(0)).name == "named"
-    assert len(catalogue._table.packed._queues) <= 100
-
-
-def test_waits_order_the_blocks_of_each_tenant() -> None:
-    """A tenant above its share gives what its conversations have left behind."""
-    clock = Clock()
-    catalogue = shared(name="returns", clock=clock)
-    waits = BlockWaits(SharedReturns(), clock)
-    catalogue.waiting.attend(waits)
-    for space in (1, 2):
-        for first in (0, 10):
-            blocks = blocks_of(space, 10, first)
-            clock.now += 1
-            for block in blocks:
-                catalogue.add(block, 10)
-            waits.used(blocks)
-            wait = Wait(0, clock.now, 1, (), waits.returns.tenant(None))
-            waits.begin(blocks, wait)
-            catalogue.used(blocks)
-            if first == 10:
-                wait.over = True
-            catalogue.waiting.changed(blocks)
-    gone = catalogue.victims(200)
-    assert set(gone) == {*blocks_of(1, 10, 10), *blocks_of(2, 10, 10)}
-    catalogue.check()
-
-
-def test_without_shares_an_announcement_does_nothing() -> None:
-    catalogue = Catalogue(LRU, budget=100)
-    catalogue.announce(space_of(1), "a")
-    assert catalogue._table.order.tenants is None
-    assert catalogue.policy == "lru"
 
 
 def test_wrong_weights_are_refused() -> None:

@@ -429,7 +429,6 @@ def test_what_a_budget_does_not_allow_is_counted_and_explained(bench: Bench) -> 
     tier = store.stats()[1]
     assert tier.budget is not None
     assert tier.budget["bytes"] == budget.amount
-    assert tier.budget["written"] == 5 * PAGE
     assert tier.budget["left"] < PAGE
     counters = tier.counters
     assert (counters["writes"], counters["over_budget"], counters["drops"]) == (5, 3, 3)
@@ -447,4 +446,4 @@ def test_a_block_is_charged_once_however_often_room_is_made_for_it(bench: Bench)
     tier = store.stats()[1]
     assert tier.budget is not None
     assert tier.counters["evictions"] >= 12
-    assert tier.budget["written"] == tier.counters["written_bytes"]
+    assert tier.budget["left"] >= budget.burst - tier.counters["written_bytes"]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from kvkeep.core.errors import BackendFailed, OutOfRoom
 from kvkeep.core.keys import BLOCK_ID_BYTES, SPACE_BYTES
 from kvkeep.store.backends.buffers import aligned
+from kvkeep.store.tiers import TierOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["TierProbe", "TierSpeed"]
 
 _MOST_HELD: Final = 64 << 20  # bytes of records that are there at once
+_READERS, _WRITERS = TierOptions().readers, TierOptions().writers  # threads of a tier
 _MOST_WRITTEN: Final = 512 << 20  # bytes that are written in all: flash wears
 _MOST_RECORDS: Final = 64
 
@@ -70,7 +72,7 @@ class TierProbe:
             return "a record that was deleted is still there"
         return ""
 
-    def speed(self, seconds: float, *, writers: int, readers: int) -> TierSpeed:
+    def speed(self, seconds: float) -> TierSpeed:
         """Write and read for half of ``seconds`` each, with as many threads as a tier has."""
         record, most = _filled(self._size), _MOST_WRITTEN // self._size
         turns = itertools.cycle(self._blocks)
@@ -86,7 +88,7 @@ class TierProbe:
             return True
 
         began = time.monotonic()
-        count = _repeated([write] * writers, until=began + seconds / 2)
+        count = _repeated([write] * _WRITERS, until=began + seconds / 2)
         self._backend.flush()
         written = count * self._size / (time.monotonic() - began)
         there = itertools.cycle(sorted(self._written))
@@ -104,7 +106,7 @@ class TierProbe:
             return read
 
         began = time.monotonic()
-        count = _repeated([reader() for _ in range(readers)], until=began + seconds / 2)
+        count = _repeated([reader() for _ in range(_READERS)], until=began + seconds / 2)
         read = count * self._size / (time.monotonic() - began)
         return TierSpeed(written, read, self._size)
 

@@ -117,7 +117,7 @@ def _results(
                     yield from _access(probe, opened)
                     yield from space_results(opened, size.record, claimed)
                     if seconds:
-                        speed = probe.speed(seconds, **_threads(place))
+                        speed = probe.speed(seconds)
                         yield _speed(name, speed, size, asked.load_timeout)
                 finally:
                     with suppress(KVKeepError, OSError):
@@ -137,12 +137,6 @@ def _access(probe: TierProbe, opened: OpenPlace) -> Iterator[CheckResult]:
                    "find out what")  # fmt: skip
     else:
         yield ok("access", opened.name, f"a record was written, read and deleted{opened.note}")
-
-
-def _threads(place: str) -> dict[str, int]:
-    url = TierURL(place)
-    readers, writers = url.number("readers", 4, 1, 64), url.number("writers", 2, 1, 64)
-    return {"readers": readers, "writers": writers}
 
 
 def _speed(name: str, speed: TierSpeed, size: KVSize, load_timeout: float) -> CheckResult:

@@ -13,8 +13,6 @@ from kvkeep.cli.store_place import CommandResult, age, columns, spaces_of
 from kvkeep.core.errors import BackendFailed, whole
 from kvkeep.core.geometry.units import format_bytes
 from kvkeep.core.keys import SPACE_BYTES
-from kvkeep.store.backends import WriteBudget
-from kvkeep.store.backends.budget import FileBucket
 from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.codecs import codec_name
 from kvkeep.store.tiers.record import BadRecord, OtherVersion, RecordHeader, read_header
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
 
     from kvkeep.cli.store_place import NamespaceRecords, OpenTier
     from kvkeep.store.backends import Listed
-    from kvkeep.store.backends.budget import WriteBucket
 
 __all__ = ["ls", "stat"]
 
@@ -123,7 +120,6 @@ def stat(place: OpenTier, args: argparse.Namespace) -> CommandResult:
         "used": backend.used(),
         "capacity": backend.capacity,
         "last_budget": _last_budget(place),
-        "write_budget": _write_budget(backend.budget),
         "quarantined": place.quarantined,
         "odd": place.odd,
         "sample": {
@@ -148,24 +144,6 @@ def _last_budget(place: OpenTier) -> dict[str, object] | None:
     if last is None:
         return None
     return {"bytes": last.bytes, "given": last.given, "opened": last.opened}
-
-
-def _write_budget(bucket: WriteBucket | None) -> dict[str, int] | None:
-    """Return what the option ``writes=`` of the URL allows; None where processes share nothing."""
-    if not isinstance(bucket, FileBucket):
-        return None
-    bucket.refresh()
-    return bucket.state()
-
-
-def _budget_rows(found: dict[str, int]) -> list[tuple[str, str]]:
-    budget = WriteBudget(found["bytes"], found["seconds"])
-    left, written = format_bytes(found["left"]), format_bytes(found["written"])
-    return [
-        ("write budget", str(budget)),
-        ("may be written now", left),
-        ("written under a budget", written),
-    ]
 
 
 def _last_budget_row(found: dict[str, Any]) -> tuple[str, str]:
@@ -219,8 +197,6 @@ def _totals(answer: dict[str, object], sample: _Sample) -> list[str]:
     rows.append(("budget", "none" if answer["capacity"] is None else amount("capacity")))
     if answer["last_budget"] is not None:
         rows.append(_last_budget_row(answer["last_budget"]))  # type: ignore[arg-type]
-    if answer["write_budget"] is not None:
-        rows += _budget_rows(answer["write_budget"])  # type: ignore[arg-type]
     if answer["quarantined"] is not None:
         rows.append(("quarantined", f"{answer['quarantined']:,}"))
     if answer["odd"]:

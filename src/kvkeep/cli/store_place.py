@@ -118,7 +118,6 @@ def opened(text: str) -> Iterator[OpenTier]:
     timeout = url.seconds("timeout")
     if url.scheme == "shm":  # its size is not needed, and must not make an arena
         url = _existing(url, text)
-    writes = url.write_budget("writes")
     for option in TIER_OPTIONS:
         url.text(option)  # read and ignored, so that the URL of a store can be used as it is
     with open_backend(url) as backend:
@@ -126,8 +125,6 @@ def opened(text: str) -> Iterator[OpenTier]:
         backend.timeout = timeout or backend.timeout
         if isinstance(backend, DiskBackend):
             backend.inspecting = True  # only `verify --repair` moves a record
-        if writes is not None:
-            backend.limit_writes(writes)
         yield OpenTier(url.safe, backend)
 
 

@@ -5,23 +5,20 @@ from __future__ import annotations
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import InvalidValue, whole
-from kvkeep.store.backends.budget import MemoryBucket, OverBudget
+from kvkeep.store.backends.budget import WriteBucket
 from kvkeep.store.tiers.catalogue import Catalogue
-from kvkeep.store.tiers.planner import Copy, Drop, Planner
-from kvkeep.store.tiers.prompt_moves import Placement, ReadMoves, StoreMoves
 from kvkeep.store.tiers.tier_returns import TierReturns
+from kvkeep.store.tiers.tiering import Planner
 from kvkeep.store.tiers.two_queues import tier_policies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Sequence
 
-    from kvkeep.store.backends.budget import WriteBucket, WriteBudget
+    from kvkeep.store.backends.budget import WriteBudget
     from kvkeep.store.tiers import TenantWeights, TieringPolicy
-    from kvkeep.store.tiers.planner import Refuse
 
 __all__ = ["Level", "LevelStats", "TierSimulator"]
 
@@ -65,12 +62,12 @@ class LevelStats:
     over_budget: int
 
 
-class TierSimulator(ReadMoves, StoreMoves):
+class TierSimulator:
     """The tiers of a store without bytes, threads and time.
 
-    The moves and their order are those of a store (`Planner`, `ReadMoves`, `StoreMoves`), and so
-    are the catalogues. No tier fails or lags behind, so memory is used to the last block; with
-    ``ahead`` a tenth of it is kept free where evicted blocks move down, as a store does.
+    The moves and their order are those of a store (`Planner`), and so are the catalogues. No tier
+    fails or lags behind, so memory is used to the last block; with ``ahead`` a tenth of it is kept
+    free where evicted blocks move down, as a store does.
 
     Block ids are as in a store: 16 bytes of a namespace, then a chained key.
 
@@ -106,7 +103,8 @@ class TierSimulator(ReadMoves, StoreMoves):
         self._levels = [_SimulatedLevel(level, clock, shares) for level in levels]
         self.returns = TierReturns([one.catalogue for one in self._levels], clock)
         self._below = range(1, len(levels))
-        super().__init__(Planner(policy, len(levels) - 1), self._levels[0].catalogue)
+        self.planner = Planner(policy, len(levels) - 1)
+        self.memory = self._levels[0].catalogue
 
     def request(self, blocks: Sequence[bytes]) -> list[int]:
         """Read the stored beginning of a prompt, and store the rest; returns as `find`."""
@@ -122,8 +120,7 @@ class TierSimulator(ReadMoves, StoreMoves):
             if level is None:
                 break
             levels.append(level)
-        self._requested(blocks[: len(levels)])
-        count = self.read(blocks, levels)
+        count = self._read(blocks, levels)
         found = [0] * len(self._levels)
         for level in levels[:count]:
             found[level] += 1
@@ -133,10 +130,8 @@ class TierSimulator(ReadMoves, StoreMoves):
 
     def put(self, blocks: Sequence[bytes]) -> None:
         """Store ``blocks``, in order; for those already stored, note a use."""
-        if not blocks:
-            return
-        self._requested(blocks)
-        self.store(blocks)
+        if blocks:
+            self._store(blocks)
 
     def level_of(self, block: bytes) -> int | None:
         """Return the fastest level that has ``block``, None for none."""
@@ -145,16 +140,26 @@ class TierSimulator(ReadMoves, StoreMoves):
                 return level
         return None
 
-    def _requested(self, blocks: Sequence[bytes]) -> None:
-        if not blocks:
-            return
-        if self.planner.fit_due:
-            self.planner.fit([one.level.blocks for one in self._levels])
-        self.planner.requested(blocks)
+    # --- a read ----------------------------------------------------------------------------------
 
-    # --- the steps of a read ---------------------------------------------------------------------
+    def _read(self, blocks: Sequence[bytes], levels: Sequence[int]) -> int:
+        """Read ``blocks``, which are at ``levels``; return how many leading ones were read."""
+        mixed = any(levels) and not all(levels)
+        above = [block for block, level in zip(blocks, levels, strict=False) if mixed and not level]
+        held: list[bytes] = []
+        self.memory.holds.hold_all(above, held)
+        try:
+            count = self._fetch(blocks, levels)
+        finally:
+            self.memory.holds.free_all(held)
+        self._use(blocks[:count], ())
+        for block in self.planner.read(blocks[:count]):
+            for level in self._below:
+                if block in self.memory:
+                    self._add(level, [block])
+        return count
 
-    def fetch(self, blocks: Sequence[bytes], levels: Sequence[int]) -> int:
+    def _fetch(self, blocks: Sequence[bytes], levels: Sequence[int]) -> int:
         for count, (block, level) in enumerate(zip(blocks, levels, strict=False)):
             if level and not self.promote(block, level):
                 return count  # evicted to make room for the blocks before it
@@ -165,22 +170,40 @@ class TierSimulator(ReadMoves, StoreMoves):
         source = self._levels[level].catalogue
         if block not in source:
             return False
-        move = self.planner.promote(block, level)
-        if move.stays:
+        policy = self.planner.policy
+        if policy.keeps_reads:
             self._add(0, [block])
-            if move.leaves:
+            if policy.exclusive:
                 source.forget(block)
-            self.demote_ahead()
+            self._demote_ahead()
         return True
 
-    def copy(self, move: Copy) -> None:
-        if move.block in self.memory:
-            self._add(move.target, [move.block])
+    # --- a put -----------------------------------------------------------------------------------
 
-    # --- the steps of a put ----------------------------------------------------------------------
+    def _store(self, blocks: Sequence[bytes]) -> None:
+        """Place ``blocks`` in memory and in the tiers that admit them, as a store does."""
+        held: list[bytes] = []
+        used: list[bytes] = []
+        new: set[bytes] = set()
+        with self._holding(blocks):
+            try:
+                while len(used) < len(blocks):
+                    if used:
+                        self._demote_ahead()
+                    level, run = self._place(blocks, len(used))
+                    admitted = self.planner.store(run)
+                    used += run
+                    if level is None:
+                        new.update(run)
+                    if not level:
+                        self.memory.holds.hold_all(self._copy_down(run, admitted), held)
+                self._use(used, new)
+            finally:
+                self.memory.holds.free_all(held)
+        self._demote_ahead()
 
     @contextmanager
-    def holding(self, blocks: Sequence[bytes]) -> Iterator[None]:
+    def _holding(self, blocks: Sequence[bytes]) -> Iterator[None]:
         self._new = all(self.level_of(block) is None for block in blocks)
         below = [] if self._new else self._levels[1:]
         for one in below:
@@ -191,20 +214,20 @@ class TierSimulator(ReadMoves, StoreMoves):
             for one in self._levels[1:]:
                 one.free()
 
-    def place(self, blocks: Sequence[bytes], at: int) -> tuple[Placement, int]:
+    def _place(self, blocks: Sequence[bytes], at: int) -> tuple[int | None, Sequence[bytes]]:
+        """Place blocks from position ``at`` on; return where they were, None: nowhere, and them."""
         # Without any stored block, one run gives the same result as one run per block.
         run = blocks if self._new else blocks[at : at + 1]
         level = None if self._new else self.level_of(run[0])
         if level is None:
             self._add(0, run)
-            return Placement.NEW, len(run)
-        return Placement.BELOW if level else Placement.IN_MEMORY, 1
+        return level, run
 
-    def copy_down(self, run: Sequence[bytes], moves: Sequence[Copy | Refuse]) -> Sequence[bytes]:
+    def _copy_down(self, run: Sequence[bytes], admitted: Sequence[bool]) -> Sequence[bytes]:
+        """Write the admitted blocks of a run to tiers; return those that memory alone has."""
         alone = len(run) == 1
-        copies = [move for move in moves if isinstance(move, Copy)]
+        blocks = [block for block, now in zip(run, admitted, strict=True) if now]
         for level in self._below:
-            blocks = [move.block for move in copies if move.target == level]
             self._add(level, blocks)
             if alone:
                 self._levels[level].hold(blocks)
@@ -213,14 +236,14 @@ class TierSimulator(ReadMoves, StoreMoves):
         below = any(run[0] in self._levels[level].catalogue for level in self._below)
         return () if below else run
 
-    def demote_ahead(self) -> None:
+    def _demote_ahead(self) -> None:
         if self.ahead:
             memory = self._levels[0]
             excess = self.planner.excess(memory.level.blocks, memory.catalogue.total_bytes)
             if excess:
                 self._evict(0, excess)
 
-    def use(self, blocks: Sequence[bytes], new: Container[bytes]) -> None:
+    def _use(self, blocks: Sequence[bytes], new: Container[bytes]) -> None:
         self.returns.used(blocks, new)
         for one in self._levels:
             one.catalogue.used(blocks, new=new)
@@ -246,11 +269,11 @@ class TierSimulator(ReadMoves, StoreMoves):
         down: dict[int, list[bytes]] = {}
         dropped: list[bytes] = []
         for block in victims:
-            move = self.planner.evict(block, level)
-            if isinstance(move, Drop):
+            target, _ = self.planner.below(block, level)
+            if target is None:
                 dropped.append(block)
-            elif block not in self._levels[move.target].catalogue:
-                down.setdefault(move.target, []).append(block)
+            elif block not in self._levels[target].catalogue:
+                down.setdefault(target, []).append(block)
         for target, blocks in down.items():
             before = self._levels[target].writes
             self._add(target, blocks)
@@ -301,23 +324,16 @@ class _SimulatedLevel:
         )
         self.hits = self.writes = self.evictions = self.demotions = 0
         self.over_budget = 0
-        self.bucket: WriteBucket | None = None
-        if level.writes is not None:
-            nanoseconds = partial(_nanoseconds, clock)
-            self.bucket = MemoryBucket(level.writes, level.name, nanoseconds)
+        self.bucket = None if level.writes is None else WriteBucket(level.writes, clock)
         self._held: list[bytes] = []
 
     def affordable(self, blocks: Sequence[bytes]) -> Sequence[bytes]:
         """Charge the write budget; return the blocks that it allows to be written."""
         if self.bucket is None:
             return blocks
-        for count in range(len(blocks)):
-            try:
-                self.bucket.charge(1)
-            except OverBudget:
-                self.over_budget += len(blocks) - count
-                return blocks[:count]
-        return blocks
+        count = next((at for at in range(len(blocks)) if not self.bucket.spend(1)), len(blocks))
+        self.over_budget += len(blocks) - count
+        return blocks[:count]
 
     def hold(self, blocks: Sequence[bytes]) -> None:
         """Protect those of ``blocks`` that are in this level from eviction until `free`."""
@@ -327,7 +343,3 @@ class _SimulatedLevel:
         """Allow all held blocks to be evicted again."""
         self.catalogue.holds.free_all(self._held)
         self._held = []
-
-
-def _nanoseconds(clock: Callable[[], float]) -> int:
-    return int(clock() * 1e9)

@@ -21,7 +21,7 @@ _NOT_ADMITTED: Final = {
     "answer": "Store answers as well, if later prompts contain them.",
     "admission": "The tier takes blocks used more often; --tiering inclusive writes all at once.",
     "lossy": "The tier takes exact KV only: use one kind of codec in all tiers.",
-    "queue_full": "Writes were dropped: use a faster tier, or give memory and queue= more bytes.",
+    "queue_full": "Writes were dropped: use a faster tier, or give memory more bytes.",
     "no_room": "Give the tier more room (size=).",
     "write_failed": "Look at the tier's errors: writes failed.",
     "given_up": "Requests ended before they published it; give clients more time.",

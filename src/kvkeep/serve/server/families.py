@@ -164,7 +164,6 @@ _TIER_COUNTERS = {
     "already": "Blocks not written because the tier had them",
     "over_budget": "Blocks not written, because the tier's write budget is short",
     "drops": "Blocks not written: full queue, no room, or a failed write",
-    "relists": "Times the tier was listed again because its content was lost",
     "evictions": "Blocks evicted to make room",
     "demotions": "Evicted blocks that moved one tier down",
     "demotions_dropped": "Evicted blocks that were to move one tier down, dropped for lack of time",

@@ -8,7 +8,7 @@ urls.py     the URL of a tier, taken apart
 from __future__ import annotations
 
 from kvkeep.store.backends.base import ALIGNMENT, Backend, Listed, Room
-from kvkeep.store.backends.budget import OverBudget, WriteBudget
+from kvkeep.store.backends.budget import WriteBudget
 from kvkeep.store.backends.urls import TierURL
 
-__all__ = ["ALIGNMENT", "Backend", "Listed", "OverBudget", "Room", "TierURL", "WriteBudget"]
+__all__ = ["ALIGNMENT", "Backend", "Listed", "Room", "TierURL", "WriteBudget"]

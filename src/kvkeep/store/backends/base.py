@@ -12,10 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from kvkeep.store.backends.budget import MemoryBucket
-
 if TYPE_CHECKING:
-    from kvkeep.store.backends.budget import WriteBucket, WriteBudget
     from kvkeep.store.backends.urls import TierURL
 
 __all__ = ["ALIGNMENT", "Backend", "Listed", "Room"]
@@ -60,12 +57,7 @@ class Backend(ABC):
         capacity: maximum bytes held, None without a limit of its own. `put` raises `OutOfRoom`
             rather than exceed it. Fixed once `settle_capacity` has returned.
         unit: bytes; the size of a record counts against ``capacity`` rounded up to this unit.
-        budget: the bucket of the option ``writes=``; None: writes are not limited.
-        charges: whether `put` charges ``budget`` itself, as it writes, which `limit_writes` then
-            shares among processes. Else the tier does before each `put`.
         timeout: seconds, see above. The tier sets it from the option ``timeout=``.
-        stale_listings: how often the backend noticed that its last listing no longer holds, as when
-            another process emptied or replaced the place. The tier then lists it again.
         last_progress: when a `flush` last made progress, in seconds of the monotonic clock. A flush
             that makes progress does not count as hanging, however long it takes.
     """
@@ -74,10 +66,7 @@ class Backend(ABC):
     shared: bool = False
     capacity: int | None = None
     unit: int = 1
-    budget: WriteBucket | None = None
-    charges: bool = False
     timeout: float = 5.0
-    stale_listings: int = 0
     last_progress: float = float("-inf")
 
     @classmethod
@@ -151,10 +140,6 @@ class Backend(ABC):
         """Return the first ``size`` bytes of a record; None if missing or not readable in part."""
         del block, size
         return None
-
-    def limit_writes(self, budget: WriteBudget) -> None:
-        """Write no more than ``budget`` from now on; the default limits this process alone."""
-        self.budget = MemoryBucket(budget, self.describe())
 
     def note_space(self, space: bytes, note: bytes) -> None:  # noqa: B027
         """Store one line of text about a namespace, where that is cheap; bounded in number.

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvkeep.store.tiers.front import Region
+    from kvkeep.store.backends.memory import MemoryBackend
+    from kvkeep.store.backends.shm import ShmBackend
 
 __all__ = ["pin_memory"]
 
 _LOG = logging.getLogger("kvkeep.store")
 
 
-def pin_memory(backend: Region) -> Callable[[], None]:
+def pin_memory(backend: MemoryBackend | ShmBackend) -> Callable[[], None]:
     """Page-lock the memory of ``backend`` if CUDA is available; return a call that undoes it.
 
     This allocates all of that memory. If CUDA refuses, copies are slower but right. torch is not

@@ -7,7 +7,7 @@ values.py    attributes, functions and classes as text
 tensors.py   digests of tensors: every byte is read
 files.py     the identity of a model directory that another process loads
 watch.py     `ModelWatch`: notices that a loaded model changed
-weights.py   a digest of weights in files, cached by weights_cache.py
+weights.py   a digest of weights in files
 """
 
 from __future__ import annotations

@@ -14,8 +14,7 @@ import hashlib
 from typing import TYPE_CHECKING, Final
 
 from kvkeep.core.errors import InvalidValue
-from kvkeep.store.identity.weights import weights_digest
-from kvkeep.store.identity.weights_files import find_files
+from kvkeep.store.identity.weights import find_files, weights_digest
 
 if TYPE_CHECKING:
     from pathlib import Path

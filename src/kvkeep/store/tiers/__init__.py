@@ -4,9 +4,7 @@ A `Planner` decides the moves of blocks; readers, writers and the `Demoter` perf
 
 tiered.py        `TieredStore`, which connects all of these
 levels.py        lookups over all levels: where a block is, or why it is missing
-tiering.py       policies that decide which tiers hold a block
-planner.py       decides the moves of blocks by a policy
-prompt_moves.py  order of moves to read or store a prompt, shared with the replay of traces
+tiering.py       decides which tiers hold a block, and its moves
 tiered_reads.py  its lookups and reads
 reading.py       reads prompts; shared_read.py: one read of a block for several requests;
                  tail_reading.py: the same from the end, until computing meets it;

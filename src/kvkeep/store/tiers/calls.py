@@ -41,8 +41,6 @@ class BackendCalls:
     nothing else in the block. Exceptions of the backend are swallowed and counted: set a default
     result before, and check ``call.failed`` after. `OutOfRoom` is a result and passes.
 
-    ``stale`` is called when the backend noticed that its last listing no longer holds.
-
     Thread safety: all methods.
 
     Attributes:
@@ -55,15 +53,12 @@ class BackendCalls:
         backend: Backend,
         breakers: Breakers,
         counters: TierCounters,
-        stale: Callable[[], object],
     ) -> None:
         self.name = name
         self.backend = backend
         self.breakers = breakers
         self.counters = counters
         self.last_failure: Loss | None = None
-        self._stale = stale
-        self._stale_listings = 0
         self.running: dict[BackendCall, None] = {}
         """Calls that have not returned yet."""
 
@@ -103,16 +98,6 @@ class BackendCalls:
             why = f"{call.method} takes longer than {timeout:g} s"
             self.breaker(call.kind, call.part).failed(why)
 
-    def listed(self, stale_listings: int) -> None:
-        """Record a listing, begun when `Backend.stale_listings` had this value."""
-        self._stale_listings = stale_listings
-
-    def check_listing(self) -> None:
-        """Trigger a new listing if the backend noticed that the last one no longer holds."""
-        if self._stale_listings != self.backend.stale_listings:
-            self._stale_listings = self.backend.stale_listings
-            self._stale()
-
     @property
     def quiet(self) -> bool:
         """Whether no call is running and no breaker ever opened: the fast path of checks."""
@@ -137,14 +122,12 @@ class BackendCall:
         failed: whether the backend raised.
         decisive: whether success of the call shows that its kind of call works. A call that proves
             nothing, such as a read of a missing record, does not close an open breaker.
-        continues: whether another call of the same operation follows. A stale listing is then acted
-            on after the last call only, so that it counts once.
         due: when the call counts as hung, in seconds of the monotonic clock.
     """
 
     __slots__ = (
         "_calls", "_ours", "_started",
-        "continues", "decisive", "due", "failed", "kind", "method", "part",
+        "decisive", "due", "failed", "kind", "method", "part",
     )  # fmt: skip
 
     def __init__(self, calls: BackendCalls, method: str, kind: Kind | None, part: str) -> None:
@@ -154,7 +137,6 @@ class BackendCall:
         self.part = part
         self.failed = False
         self.decisive = True
-        self.continues = False
         self.due = self._started = 0.0
         self._ours: BaseException | None = None
 
@@ -182,8 +164,6 @@ class BackendCall:
         calls = self._calls
         del calls.running[self]
         breaker = None if self.kind is None else calls.breaker(self.kind, self.part)
-        if error is None and not self.continues:
-            calls.check_listing()
         full = isinstance(error, OutOfRoom) and self.method == "put"
         if error is None or full or self._ours is not None:
             self._returned(breaker, worked=error is None and self.decisive)

@@ -26,7 +26,6 @@ class TierCounters:
         drops: blocks not written: the queue was full, there was no room, or the write failed.
         over_budget: blocks not written, because the tier's write budget is short; those that were
             to be written when it was spent count in ``drops``, too.
-        relists: times that the backend was listed again because it had lost records.
         evictions: blocks deleted to make room.
         demotions: blocks moved to a lower tier when they were evicted.
         demotions_dropped: blocks that should have been demoted and were not, for lack of time.
@@ -45,7 +44,6 @@ class TierCounters:
     already: int = 0
     drops: int = 0
     over_budget: int = 0
-    relists: int = 0
     evictions: int = 0
     demotions: int = 0
     demotions_dropped: int = 0
@@ -79,9 +77,8 @@ class TierStats:
     (calls are allowed), "trying" or "open". ``breakers`` has the state of each kind of call (see
     `kvkeep.store.tiers.breaker`), ``parts`` the state of each part of the backend (a node of a
     cluster) whose breakers are not all closed. ``budget`` is None without a
-    write budget, else its ``bytes`` in ``seconds``, those ``left`` at this moment, and those
-    ``written`` by all who share it, as far as this process knows. ``counters`` has the fields of
-    `TierCounters`.
+    write budget, else its ``bytes`` in ``seconds``, and those ``left`` at this moment. ``counters``
+    has the fields of `TierCounters`.
     """
 
     name: str

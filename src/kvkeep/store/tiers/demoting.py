@@ -7,11 +7,8 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from kvkeep.store.tiers.planner import Drop
-
 if TYPE_CHECKING:
     from kvkeep.store.tiers.levels import Levels
-    from kvkeep.store.tiers.planner import Demote
     from kvkeep.store.tiers.tier import Tier
     from kvkeep.store.tiers.write_queue import WriteQueue
 
@@ -22,7 +19,7 @@ _PATIENCE = 0.2  # share of a tier's timeout that the tier above waits for it to
 
 
 class Demoter:
-    """Performs `Demote` and `Drop` moves.
+    """Moves blocks that leave a level to the level below it, or drops them, as `Planner` says.
 
     Thread safety: all methods.
     """
@@ -44,15 +41,11 @@ class Demoter:
     def _from_memory(self, block: bytes) -> None:
         """Move ``block``, which `MemoryTier.leave` returned."""
         memory, losses = self._levels.memory, self._levels.losses
-        move = self._planner.evict(block, 0)
-        if isinstance(move, Drop):
-            losses.note([block], memory.name, "evicted", memory.catalogue.policy)
-            self._note_refused(move)
-            memory.left(block)
-            return
-        tier = self.target(block, move)
+        target, refused = self._planner.below(block, 0)
+        tier = None if target is None else self._target(block, target)
         if tier is None:
             losses.note([block], memory.name, "evicted", memory.catalogue.policy)
+            self._note_refused(block, refused)
             memory.left(block)
             return
         # Ask in this order: a deletion that ends in between is seen by the second question.
@@ -75,22 +68,25 @@ class Demoter:
         for item in levels.memory.backend.list():
             if item.block not in levels.memory:  # it expired
                 continue
-            move = self._planner.evict(item.block, 0)
-            tier = None if isinstance(move, Drop) else self.target(item.block, move)
+            target, _ = self._planner.below(item.block, 0)
+            tier = None if target is None else self._target(item.block, target)
             if tier is not None:
                 self._queue.write(tier, item.block, left_until(until), saved.append)
         written = [tier.health.settled(left_until(until)) for tier in levels.tiers]
         return all(written) and all(saved)
 
-    def target(self, block: bytes, move: Demote) -> Tier | None:
-        """Return the tier that memory demotes ``block`` to: exact ones do not take lossy KV."""
-        first = self._levels.tier(move.target)
+    def _target(self, block: bytes, level: int) -> Tier | None:
+        """Return the tier, at ``level`` or below, that memory demotes ``block`` to.
+
+        Exact ones do not take lossy KV.
+        """
+        first = self._levels.tier(level)
         if not self._levels.mixed:
             return first
         lease = self._levels.memory.lease(block)
         if lease is None:
             return first
-        below = self._levels.tiers[move.target - 1 :]
+        below = self._levels.tiers[level - 1 :]
         try:
             return next((tier for tier in below if not tier.records.refuses(lease.record)), None)
         finally:
@@ -101,11 +97,11 @@ class Demoter:
 
     def note_evicted(self, block: bytes) -> None:
         """Record that memory deleted ``block`` at once: lost, unless a tier has it."""
-        move = self._planner.evict(block, 0)
-        if isinstance(move, Drop):
-            self._note_refused(move)
+        target, refused = self._planner.below(block, 0)
+        if target is None:
+            self._note_refused(block, refused)
             return
-        tier = self._levels.tier(move.target)
+        tier = self._levels.tier(target)
         deleting = self._queue.is_deleting(tier, block)
         if not deleting and self._queue.is_pending(tier, block):
             self._queue.write(tier, block, 0.0, self._count)  # waits for the pending one
@@ -113,12 +109,11 @@ class Demoter:
             self._count(saved=False)
             self._levels.losses.note([block], tier.name, "dropped", "no time")
 
-    def _note_refused(self, move: Drop) -> None:
-        """Record that a tier refused the dropped block, which it admits after more touches."""
-        if move.refused is not None:
-            tier = self._levels.tier(move.refused)
-            if not tier.knows(move.block):
-                self._levels.losses.note([move.block], tier.name, "refused", "admission")
+    def _note_refused(self, block: bytes, level: int | None) -> None:
+        """Record that a tier refused ``block``, which it admits after more touches."""
+        if level is not None and not self._levels.tier(level).knows(block):
+            name = self._levels.tier(level).name
+            self._levels.losses.note([block], name, "refused", "admission")
 
     def from_tier(self, source: Tier, block: bytes) -> None:
         """Copy ``block``, which tier ``source`` is about to delete, to a lower tier.
@@ -127,11 +122,11 @@ class Demoter:
         a lower tier that hangs must not stop the one above it.
         """
         tiers = self._levels.tiers
-        move = self._planner.evict(block, tiers.index(source) + 1)
-        if isinstance(move, Drop):
-            self._note_refused(move)
+        level, refused = self._planner.below(block, tiers.index(source) + 1)
+        if level is None:
+            self._note_refused(block, refused)
             return
-        below = tiers[move.target - 1 :]
+        below = tiers[level - 1 :]
         if not source.codec.exact:  # what it has is not for exact tiers
             below = tuple(tier for tier in below if not tier.codec.exact)
         if not below:

@@ -7,15 +7,14 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from kvkeep.store.tiers.loss_log import Loss
-from kvkeep.store.tiers.record import HEADER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Sequence
 
-    from kvkeep.store.tiers.front import FrontMemory, FrontOrder
+    from kvkeep.store.tiers.front import FrontMemory
     from kvkeep.store.tiers.loss_log import LossLog
-    from kvkeep.store.tiers.planner import Planner
     from kvkeep.store.tiers.tier import Tier
+    from kvkeep.store.tiers.tiering import Planner
 
 __all__ = ["Levels"]
 
@@ -170,28 +169,6 @@ class Levels:
             if ended is not None:
                 return Loss(place.name, "removed", ended, "ttl")
         return last or _NEVER
-
-    def requested(self, blocks: Sequence[bytes], raw_bytes: int) -> None:
-        """Report a prompt to the planner: its blocks that were found or are stored now."""
-        if self.planner.fit_due:
-            self.planner.fit(self._room(raw_bytes + HEADER_BYTES))
-        self.planner.requested(blocks)
-
-    def _room(self, record_bytes: int) -> list[int | None]:
-        """Return how many blocks fit into each level; None where there is no budget.
-
-        The size of a block is the average in that level, or ``record_bytes`` if it holds none.
-        """
-        room: list[int | None] = []
-        capacities = [self.memory.capacity, *(tier.backend.capacity for tier in self.tiers)]
-        catalogues: list[FrontOrder] = [
-            self.memory.catalogue, *(tier.catalogue for tier in self.tiers)
-        ]  # fmt: skip
-        for capacity, catalogue in zip(capacities, catalogues, strict=True):
-            held = len(catalogue)
-            size = catalogue.total_bytes // held if held else record_bytes
-            room.append(None if capacity is None else capacity // max(1, size))
-        return room
 
     def used(self, blocks: Sequence[bytes], new: Container[bytes] = ()) -> None:
         """Record in every level that a prompt used ``blocks``; it stored those in ``new``."""

@@ -88,7 +88,7 @@ class Listing:
             self.compare()
 
     def _fill(self, space: TierSpace) -> None:
-        stale_listings, started = self._backend.stale_listings, time.monotonic()
+        started = time.monotonic()
         catalogue = self._known.catalogue
         try:
             gone = catalogue.fill(self._records(space))
@@ -98,7 +98,6 @@ class Listing:
             self._losses.note(gone, self._calls.name, "removed", "gone")
             self.complete = True
             self._excess = self._over()
-        self._calls.listed(stale_listings)
         self.seconds = time.monotonic() - started
 
     def _listed(self) -> Iterator[Listed]:
@@ -238,7 +237,3 @@ class Listing:
         if note is not None:
             with self._calls.to("note_space"):
                 self._backend.note_space(space, note)
-
-    def forget_notes(self) -> None:
-        """Write notes again, because the backend lost records and perhaps its notes."""
-        self._noted.clear()

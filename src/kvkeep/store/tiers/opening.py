@@ -30,10 +30,7 @@ __all__ = [
     "TIERINGS", "TIER_OPTIONS", "check_tiers", "open_backend", "open_tiers", "tiering",
 ]  # fmt: skip
 
-TIER_OPTIONS = (
-    "codec", "encrypt", "decrypt", "policy", "ttl", "timeout", "queue", "readers", "writers",
-    "writes",
-)  # fmt: skip
+TIER_OPTIONS = ("codec", "encrypt", "decrypt", "policy", "ttl", "timeout", "writes")
 """Options that every tier has; the others are its backend's."""
 
 TIERINGS = ("inclusive", "inclusive:2", "exclusive", "exclusive:2")
@@ -51,6 +48,7 @@ _HOMES = {
     "gs": "objects.ObjectBackend",
     "az": "objects.ObjectBackend",
 }
+_READERS = dict.fromkeys(("s3", "gs", "az"), 16)  # a request takes tens of milliseconds
 _FRONT = ("memory", "shm")  # schemes that can be in front of all tiers
 _GROUP = "kvkeep.backends"  # entry points by which other packages register scheme = class
 
@@ -279,9 +277,7 @@ def _read(url: TierURL, shape: BlockShape, *, first: bool) -> _AskedTier:
         policy=tier_policies()[policy],
         ttl=ttl,
         writes=url.write_budget("writes"),
-        queue_bytes=url.size("queue"),
-        readers=url.number("readers", 4, 1, 64),
-        writers=url.number("writers", 2, 1, 64),
+        readers=_READERS.get(url.scheme, 4),
     )
     return _AskedTier(url, False, policy, codec, others, options, url.seconds("timeout"))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,6 @@ from kvkeep.store.codecs import codec_name
 from kvkeep.store.tiers.block_prefetch import BlockPrefetch, PrefetchProgress
 from kvkeep.store.tiers.inexact import BEHIND, EXACT, origin
 from kvkeep.store.tiers.prompt_holds import PromptHolds
-from kvkeep.store.tiers.prompt_moves import ReadMoves
 from kvkeep.store.tiers.record import HEADER_BYTES
 from kvkeep.store.tiers.record_codec import another_length
 from kvkeep.store.tiers.shared_read import SharedRead
@@ -21,14 +20,13 @@ from kvkeep.store.tiers.spare_buffers import SpareBuffers
 from kvkeep.store.tiers.workers import Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Sequence
+    from collections.abc import Callable, Container, Iterator, Sequence
 
     from kvkeep.core.cost import LearnedTransfer
     from kvkeep.store.tiers.demoting import Demoter
     from kvkeep.store.tiers.inexact import InexactBlocks
     from kvkeep.store.tiers.levels import Levels
     from kvkeep.store.tiers.memory import MemoryLease
-    from kvkeep.store.tiers.planner import Copy
     from kvkeep.store.tiers.write_queue import WriteQueue
 
 __all__ = ["ReadRequest", "Reader", "end_read"]
@@ -97,7 +95,7 @@ class Reader:
             if tier.may_have(block) and not self.queue.is_deleting(tier, block)
         ]
         tiers.sort(key=lambda item: item[0] != level)  # level 0 matches none: fastest first
-        stays = bool(tiers) and self.levels.planner.promote(block, tiers[0][0]).stays
+        stays = bool(tiers) and self.levels.planner.policy.keeps_reads
         return SharedRead(
             self._memory, block, raw_bytes, [tier for _, tier in tiers], self._ended,
             buffers=self._buffers, stays=stays,
@@ -112,10 +110,9 @@ class Reader:
         tier, block = read.source, read.block
         with suppress(BackendFailed):  # the memory was closed meanwhile
             if tier is not None and read.stays and block in self._memory:
-                level = self.levels.tiers.index(tier) + 1
                 # A lossy tier keeps its copy: an exact one would not take it back from memory, and
                 # to encode it again would add to its error.
-                if self.levels.planner.leaves(level) and tier.codec.exact:
+                if self.levels.planner.policy.exclusive and tier.codec.exact:
                     tier.writing.submit(partial(self.queue.move_out, tier, block))
                 self._demoter.demote_ahead()
 
@@ -215,7 +212,7 @@ class Reader:
         return self._prefetching.join(timeout)
 
 
-class ReadRequest(ReadMoves):
+class ReadRequest:
     """One request that reads a prompt, or a prefetch.
 
     ``sink(i, raw)`` is called for each block in order, in the calling thread; later blocks are read
@@ -235,7 +232,7 @@ class ReadRequest(ReadMoves):
         sources: list[str] | None = None,
         inexact: InexactBlocks | None = None,
     ) -> None:
-        super().__init__(reader.levels.planner, reader.levels.memory.catalogue)
+        self.planner = reader.levels.planner
         self._reader = reader
         self._levels = reader.levels
         self._raw_bytes = raw_bytes
@@ -248,10 +245,41 @@ class ReadRequest(ReadMoves):
         self._mark = 0  # the reader's `replacements` at the begin
 
     def read(self, blocks: Sequence[bytes], levels: Sequence[int]) -> int:
+        """Read ``blocks``, which are at ``levels``; return how many leading ones were read.
+
+        Tiers that admit a block from this request on get a copy.
+        """
         with PromptHolds(self._levels, blocks) as self._holds:
-            return super().read(blocks, levels)
+            count = self.bring(blocks, levels)
+            for block in self.planner.read(blocks[:count]):
+                self.copy(block)
+            return count
+
+    def bring(self, blocks: Sequence[bytes], levels: Sequence[int]) -> int:
+        """Read ``blocks``, without copies to other tiers; return how many leading ones were read.
+
+        Blocks read into memory do not evict others of the same prompt.
+        """
+        with self.keeping_above(blocks, levels):
+            count = self.fetch(blocks, levels)
+        self.use(blocks[:count], ())
+        return count
+
+    @contextmanager
+    def keeping_above(self, blocks: Sequence[bytes], levels: Sequence[int]) -> Iterator[None]:
+        """Hold those of ``blocks`` that are in memory, if others are read into it."""
+        mixed = any(levels) and not all(levels)
+        above = [block for block, level in zip(blocks, levels, strict=False) if mixed and not level]
+        held: list[bytes] = []
+        holds = self._levels.memory.catalogue.holds
+        try:
+            holds.hold_all(above, held)
+            yield
+        finally:
+            holds.free_all(held)
 
     def fetch(self, blocks: Sequence[bytes], levels: Sequence[int]) -> int:
+        """Deliver ``blocks`` in order, promoting those from lower tiers; return how many."""
         ahead: deque[SharedRead | MemoryLease] = deque()
         run: Sequence[MemoryLease] = ()
         count = 0
@@ -377,13 +405,15 @@ class ReadRequest(ReadMoves):
             self._inexact.add([block])
         return f"{name}, {'inexact' if made == BEHIND else codec_name(made)}"
 
-    def copy(self, move: Copy) -> None:
-        tier = self._levels.tier(move.target)
-        if not tier.knows(move.block) and move.block in self._levels.memory:
-            assert self._holds is not None
-            self._reader.queue.write(tier, move.block, 0.0, self._holds.add(tier, move.block))
+    def copy(self, block: bytes) -> None:
+        """Queue the writes of a block to tiers that lack it, if memory has it."""
+        assert self._holds is not None
+        for tier in self._levels.tiers:
+            if not tier.knows(block) and block in self._levels.memory:
+                self._reader.queue.write(tier, block, 0.0, self._holds.add(tier, block))
 
     def use(self, blocks: Sequence[bytes], new: Container[bytes]) -> None:
+        """Record in every level that the prompt used ``blocks``; it stored those in ``new``."""
         self._levels.used(blocks, new)
 
 

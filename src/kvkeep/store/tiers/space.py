@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import OutOfRoom
 from kvkeep.core.keys import SPACE_BYTES
-from kvkeep.store.backends import OverBudget
 from kvkeep.store.tiers.turns import AGAIN, Again, Turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from kvkeep.store.backends.budget import WriteBucket
     from kvkeep.store.tiers.calls import BackendCalls
     from kvkeep.store.tiers.known import KnownBlocks
     from kvkeep.store.tiers.loss_log import LossLog
@@ -32,7 +32,8 @@ class TierSpace:
 
     ``evicting`` is called with each block before it is evicted. ``take_room(block, needed)``
     forgets and returns later blocks of the prompt of ``block`` (`WriteOrder.take_room`). ``relist``
-    lists the backend; ``listed_at`` returns when that was done last (monotonic seconds).
+    lists the backend; ``listed_at`` returns when that was done last (monotonic seconds). ``bucket``
+    limits what is written.
 
     Thread safety: all methods.
     """
@@ -48,6 +49,7 @@ class TierSpace:
         take_room: Callable[[bytes, int], list[bytes]],
         relist: Callable[[], None],
         listed_at: Callable[[], float],
+        bucket: WriteBucket | None = None,
     ) -> None:
         self._calls = calls
         self._backend = calls.backend
@@ -58,6 +60,7 @@ class TierSpace:
         self._take_room = take_room
         self._relist = relist
         self._listed_at = listed_at
+        self._bucket = bucket
         self._turns = Turns(_TRIES, writers)
         self._quota_lock = threading.Lock()
         self._coming: dict[bytes, int] = {}  # bytes being written, by namespace
@@ -71,19 +74,15 @@ class TierSpace:
         """
 
         short_by = 0
-        budget = None if self._backend.charges else self._backend.budget
+        if self._bucket is not None and not self._bucket.spend(len(record)):
+            raise PutFailed(_BUDGET)
 
         def attempt() -> bool | Again:
-            nonlocal short_by, budget
+            nonlocal short_by
             started = time.monotonic()
             try:
-                if budget is not None:
-                    budget.charge(len(record))
-                    budget = None  # another attempt follows one that wrote nothing
                 with self._calls.to("put", "write", self._backend.part(block)) as call:
                     self._backend.put(block, record)
-            except OverBudget:
-                raise PutFailed(_BUDGET) from None
             except OutOfRoom as short:
                 short_by = short.needed
                 return AGAIN if self.make_room(short.needed) else False
@@ -109,8 +108,8 @@ class TierSpace:
         Raises:
             PutFailed: the write budget is known to be spent.
         """
-        space, budget = block[:SPACE_BYTES], self._backend.budget
-        if budget is not None and budget.left() < size:  # before anything is evicted for it
+        space, bucket = block[:SPACE_BYTES], self._bucket
+        if bucket is not None and bucket.left() < size:  # before anything is evicted for it
             raise PutFailed(_BUDGET)
         fits = self._reserve(block, size)
         try:

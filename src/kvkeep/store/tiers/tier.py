@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from kvkeep.core.cost import CostModel
 from kvkeep.core.eviction import LRU, EvictionPolicy
 from kvkeep.core.keys import SPACE_BYTES
+from kvkeep.store.backends.budget import WriteBucket
 from kvkeep.store.tiers.breaker import Breakers
 from kvkeep.store.tiers.calls import BackendCalls
 from kvkeep.store.tiers.catalogue import Catalogue
@@ -81,10 +82,6 @@ class TierSpec:
     codec_of: Callable[[int], Codec | None]
     options: TierOptions = field(default_factory=TierOptions)
 
-    def __post_init__(self) -> None:
-        if self.options.writes is not None:
-            self.backend.limit_writes(self.options.writes)
-
 
 class Tier:
     """Blocks in one backend below memory.
@@ -134,9 +131,7 @@ class Tier:
             f"{self.name} writer", options.writers, options.queue_bytes or sys.maxsize
         )
         self._known = KnownBlocks(self.catalogue, indexed=self.indexed)
-        self._calls = BackendCalls(
-            self.name, self.backend, self.breaker, self.counters, self._list_again
-        )
+        self._calls = BackendCalls(self.name, self.backend, self.breaker, self.counters)
         self.health = TierHealth(self._calls, self.reading, self.writing)
         cost = CostModel() if cost is None else cost
         self.reads, self.writes = cost.reading(self.name), cost.writing(self.name)
@@ -146,9 +141,11 @@ class Tier:
             self._calls, self._known, self.losses, notes, self._reader.quarantine
         )
         self.order = WriteOrder(self.name, self._known, lambda: self.timeout)
+        self._bucket = None if options.writes is None else WriteBucket(options.writes)
         self._space = TierSpace(
             self._calls, self._known, self.losses, options.writers, evicting=evicting,
             take_room=self.order.take_room, relist=self.relist, listed_at=lambda: self._listing.at,
+            bucket=self._bucket,
         )  # fmt: skip
         self._expired_at = float("-inf")
 
@@ -186,13 +183,6 @@ class Tier:
         self._listing.expect(space)
         if self._listing.complete:
             self.reading.submit(self._listing.compare)
-
-    def _list_again(self) -> None:
-        """List the backend again, because it noticed that its last listing no longer holds."""
-        if self.indexed:
-            self._listing.forget_notes()
-            self.counters.count(relists=1)
-            self.reading.submit(self.relist)
 
     def knows(self, block: bytes) -> bool:
         """Whether ``block`` is known to be here; no I/O."""
@@ -321,7 +311,6 @@ class Tier:
             with self._calls.to("sizes", "write", part) as call:
                 there = self.backend.sizes([block])
                 call.decisive = False  # its success does not show that writing works
-                call.continues = there[0] is None
             if call.failed:
                 return "write failed"
             self._calls.breaker("lookup", part).succeeded()
@@ -458,7 +447,7 @@ class Tier:
             counters=self.counters.as_dict(),
             breakers=self.breaker.calls(),
             parts=self.breaker.parts(),
-            budget=None if (budget := self.backend.budget) is None else budget.state(),
+            budget=None if self._bucket is None else self._bucket.state(),
         )
 
     def __repr__(self) -> str:

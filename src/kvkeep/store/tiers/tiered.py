@@ -14,13 +14,12 @@ from kvkeep.store.tiers.front import open_front
 from kvkeep.store.tiers.level_pins import LevelPins
 from kvkeep.store.tiers.levels import Levels
 from kvkeep.store.tiers.loss_log import LossLog
-from kvkeep.store.tiers.planner import Planner
 from kvkeep.store.tiers.reading import Reader
 from kvkeep.store.tiers.removing import Removed, Remover
 from kvkeep.store.tiers.tier import Tier
 from kvkeep.store.tiers.tier_returns import TierReturns
 from kvkeep.store.tiers.tiered_reads import TieredReads
-from kvkeep.store.tiers.tiering import Inclusive, TieringPolicy
+from kvkeep.store.tiers.tiering import Inclusive, Planner, TieringPolicy
 from kvkeep.store.tiers.write_queue import WriteQueue
 from kvkeep.store.tiers.writing import StoreRequest, Written
 
@@ -137,8 +136,6 @@ class TieredStore(TieredReads):
         """
         self.check_open()
         until = 0.0 if wait is None else time.monotonic() + wait
-        if blocks:
-            self._levels.requested(blocks, raw_bytes[0])
         if exact is None:
             exact = self.inexact.exact(before, blocks)
         request = StoreRequest(

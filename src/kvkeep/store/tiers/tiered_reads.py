@@ -145,8 +145,6 @@ class TieredReads:
         until = None if deadline is None else time.monotonic() + deadline
         if levels is None:
             levels = self.locate(blocks, until)
-        if levels:
-            self._levels.requested(blocks[: len(levels)], raw_bytes[0])
         with self._closed_is_illegal():
             request = ReadRequest(
                 self._reader, raw_bytes, sink,
@@ -176,8 +174,6 @@ class TieredReads:
         """
         self.check_open()
         until = None if deadline is None else time.monotonic() + deadline
-        if blocks:
-            self._levels.requested(blocks, raw_bytes[0])
         with self._closed_is_illegal():
             request = TailRequest(
                 self._reader, raw_bytes, sink,

@@ -1,38 +1,41 @@
-"""Tiering policies: which tier admits, promotes and demotes which block."""
+"""Tiering: which tiers hold a block, and when it moves between them."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import threading
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Final
 
-from kvkeep.core.errors import whole
+from kvkeep.core.errors import InvalidValue, whole
 
-__all__ = ["Exclusive", "Inclusive", "PassThrough", "TieringPolicy"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["Exclusive", "Inclusive", "PassThrough", "Planner", "TieringPolicy", "Touches"]
+
+_HEADROOM: Final = 0.1
+"""Share of memory kept free where evicted blocks have to be written to a tier first."""
+_MOST_COUNTED: Final = 1 << 17  # blocks whose touches are counted, at about 220 bytes each
 
 
-class TieringPolicy(ABC):
-    """Decides which tiers hold a block. Level 0 is memory, 1 the fastest tier below it, and so on.
+class TieringPolicy:
+    """Which tiers hold a block: one of `Inclusive`, `Exclusive` and `PassThrough`.
 
-    ``touches`` counts how often a block was stored or requested lately, this time included; the
-    counts are bounded and the oldest are forgotten.
-
-    Thread safety: none needed; it is called under a lock and must not block.
+    Attributes:
+        admit_after: touches of a block from which on tiers below memory take it. A touch is a put
+            or a request, the present one included; the counts of 131,072 blocks are remembered.
+        exclusive: whether a block is in one level at a time.
+        keeps_reads: whether memory keeps a block that is read from a tier.
     """
 
-    @abstractmethod
-    def admits(self, level: int, touches: int) -> bool:
-        """Whether tier ``level`` (1 or lower) writes a block that is stored or requested now."""
+    exclusive = False
+    keeps_reads = True
 
-    @abstractmethod
-    def promotes(self, level: int, touches: int) -> bool:
-        """Whether memory keeps a block that is read from tier ``level``."""
+    def __init__(self, admit_after: int = 1) -> None:
+        self.admit_after = whole("admit_after", admit_after, 1)
 
-    @abstractmethod
-    def leaves(self, level: int) -> bool:
-        """Whether tier ``level`` deletes a block that memory took from it."""
-
-    @abstractmethod
-    def demotes(self, level: int, touches: int) -> int | None:
-        """Return the level that a block evicted from ``level`` moves to, None for no level."""
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(admit_after={self.admit_after})"
 
 
 class Inclusive(TieringPolicy):
@@ -42,28 +45,6 @@ class Inclusive(TieringPolicy):
     most blocks are never requested again, and writes wear out flash.
     """
 
-    def __init__(self, admit_after: int = 1) -> None:
-        self.admit_after = whole("admit_after", admit_after, 1)
-
-    def admits(self, level: int, touches: int) -> bool:
-        del level
-        return touches >= self.admit_after
-
-    def promotes(self, level: int, touches: int) -> bool:
-        del level, touches
-        return True
-
-    def leaves(self, level: int) -> bool:
-        del level
-        return False
-
-    def demotes(self, level: int, touches: int) -> int | None:
-        del level, touches
-        return None
-
-    def __repr__(self) -> str:
-        return f"Inclusive(admit_after={self.admit_after})"
-
 
 class Exclusive(TieringPolicy):
     """A block is in one level at a time: a read moves it up to memory, an eviction one level down.
@@ -72,26 +53,7 @@ class Exclusive(TieringPolicy):
     Blocks with fewer than ``admit_after`` touches are deleted instead.
     """
 
-    def __init__(self, admit_after: int = 1) -> None:
-        self.admit_after = whole("admit_after", admit_after, 1)
-
-    def admits(self, level: int, touches: int) -> bool:
-        del level, touches
-        return False
-
-    def promotes(self, level: int, touches: int) -> bool:
-        del level, touches
-        return True
-
-    def leaves(self, level: int) -> bool:
-        del level
-        return True
-
-    def demotes(self, level: int, touches: int) -> int | None:
-        return level + 1 if touches >= self.admit_after else None
-
-    def __repr__(self) -> str:
-        return f"Exclusive(admit_after={self.admit_after})"
+    exclusive = True
 
 
 class PassThrough(Inclusive):
@@ -101,9 +63,85 @@ class PassThrough(Inclusive):
     use a few buffers again and again instead of touching all of memory.
     """
 
-    def promotes(self, level: int, touches: int) -> bool:
-        del level, touches
-        return False
+    keeps_reads = False
 
-    def __repr__(self) -> str:
-        return f"PassThrough(admit_after={self.admit_after})"
+
+class Planner:
+    """Decides the moves of blocks by a policy, for which it counts touches. It moves nothing.
+
+    A store (`kvkeep.store.tiers.tiered`) performs the moves with bytes and threads, a replay
+    (`kvkeep.bench.replay.tiers`) on numbers.
+
+    Thread safety: all methods. Cost: below a microsecond a block.
+    """
+
+    def __init__(self, policy: TieringPolicy, tiers: int) -> None:
+        self.policy = policy
+        self.tiers = tiers
+        """Tiers below memory."""
+        self._lock = threading.Lock()
+        self._touches = Touches()
+
+    def store(self, blocks: Sequence[bytes]) -> list[bool]:
+        """Count a touch of ``blocks``; return whether tiers write each of them now."""
+        needed = self.policy.admit_after
+        if needed == 1:
+            return [not self.policy.exclusive] * len(blocks)
+        with self._lock:
+            counts = [self._touches.touch(block) for block in blocks]
+        return [count >= needed and not self.policy.exclusive for count in counts]
+
+    def read(self, blocks: Sequence[bytes]) -> list[bytes]:
+        """Count a touch of ``blocks``; return those that tiers admit from this request on."""
+        needed = self.policy.admit_after
+        if needed == 1:
+            return []
+        with self._lock:
+            counts = [self._touches.touch(block) for block in blocks]
+        if self.policy.exclusive:
+            return []
+        return [block for block, count in zip(blocks, counts, strict=True) if count == needed]
+
+    def below(self, block: bytes, source: int) -> tuple[int | None, int | None]:
+        """Return the level that ``block`` moves to when it leaves level ``source``.
+
+        None: it is deleted; then the second value is the level that would have taken it after more
+        touches, if there is one.
+        """
+        target = source + 1
+        if not self.policy.exclusive or target > self.tiers:
+            return None, None
+        with self._lock:
+            # A block found after a restart has no touches, but it was stored, which is one.
+            admitted = max(1, self._touches.count(block)) >= self.policy.admit_after
+        return (target, None) if admitted else (None, target)
+
+    def excess(self, capacity: int, used: int) -> int:
+        """Return how much of memory to demote ahead of need, in the unit of both arguments."""
+        demotes = self.policy.exclusive and self.tiers > 0
+        return max(0, used - int(capacity * (1 - _HEADROOM))) if demotes else 0
+
+
+class Touches:
+    """Counts of touches, of the ``limit`` blocks touched last."""
+
+    def __init__(self, limit: int = _MOST_COUNTED) -> None:
+        if limit < 1:
+            raise InvalidValue(f"a limit of {limit} touches; at least one is needed")
+        self._limit = limit
+        self._counts: OrderedDict[bytes, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def touch(self, block: bytes) -> int:
+        """Count one more touch of ``block`` and return its count."""
+        count = self._counts.pop(block, 0) + 1
+        self._counts[block] = count
+        while len(self._counts) > self._limit:
+            self._counts.popitem(last=False)
+        return count
+
+    def count(self, block: bytes) -> int:
+        """Return the touches of ``block``."""
+        return self._counts.get(block, 0)

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from kvkeep.core.keys import SPACE_BYTES
 from kvkeep.store.tiers.inexact import BEHIND, EXACT, mark, origin
-from kvkeep.store.tiers.planner import Refuse
 from kvkeep.store.tiers.prompt_holds import PromptHolds
-from kvkeep.store.tiers.prompt_moves import Placement, StoreMoves
 from kvkeep.store.tiers.record import HEADER_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from kvkeep.store.tiers.demoting import Demoter
     from kvkeep.store.tiers.levels import Levels
     from kvkeep.store.tiers.memory import MemoryLease
-    from kvkeep.store.tiers.planner import Copy
     from kvkeep.store.tiers.tier import Tier
     from kvkeep.store.tiers.write_queue import WriteQueue
 
@@ -43,7 +40,18 @@ class Written:
     already: list[int] = field(default_factory=list)
 
 
-class StoreRequest(StoreMoves):
+class _Placement(Enum):
+    """The result of placing a block in memory."""
+
+    NEW = auto()
+    IN_MEMORY = auto()
+    BELOW = auto()
+    """It is in a lower tier only, and is not copied up."""
+    NOWHERE = auto()
+    """There is no room for it."""
+
+
+class StoreRequest:
     """One request that stores a prompt.
 
     ``fill(i, raw)`` writes the KV of block ``i``; it is called for blocks that no level has. The
@@ -68,7 +76,6 @@ class StoreRequest(StoreMoves):
         supersede: Callable[[Sequence[bytes]], object],
         exact: int = sys.maxsize,
     ) -> None:
-        super().__init__(levels.planner, levels.memory.catalogue)
         self.written = Written()
         self._levels = levels
         self._queue = queue
@@ -86,9 +93,10 @@ class StoreRequest(StoreMoves):
         self._holds = PromptHolds(levels, ())
 
     def store(self, blocks: Sequence[bytes]) -> None:
+        """Place ``blocks`` in memory and in the tiers that admit them, as far as there is room."""
         losses, memory = self._levels.losses, self._levels.memory
         try:
-            super().store(blocks)
+            self._store(blocks)
         finally:  # also of what was stored before ``fill`` raised
             for name, refused in self._refused.items():
                 losses.note(refused, name, "refused", "admission")
@@ -98,12 +106,46 @@ class StoreRequest(StoreMoves):
         losses.note(dropped, memory.name, "dropped", "no room")
         memory.counters.count(drops=len(dropped))
 
-    @contextmanager
-    def holding(self, blocks: Sequence[bytes]) -> Iterator[None]:
-        with PromptHolds(self._levels, blocks) as self._holds:
-            yield
+    def _store(self, blocks: Sequence[bytes]) -> None:
+        """Place ``blocks``; those that only memory has are held until the end.
 
-    def place(self, blocks: Sequence[bytes], at: int) -> tuple[Placement, int]:
+        Later blocks of a prompt must not evict its beginning, because a prompt is found by its
+        leading blocks only.
+        """
+        holds = self._levels.memory.catalogue.holds
+        held: list[bytes] = []
+        used: list[bytes] = []
+        new: set[bytes] = set()
+        with PromptHolds(self._levels, blocks) as self._holds:
+            try:
+                while len(used) < len(blocks):
+                    if used:
+                        self._demoter.demote_ahead()
+                    placed, count = self._place(blocks, len(used))
+                    run = blocks[len(used) : len(used) + count]
+                    admitted = self._levels.planner.store(run)
+                    if placed is _Placement.NOWHERE:
+                        break
+                    used += run
+                    if placed is _Placement.NEW:
+                        new.update(run)
+                    if placed is not _Placement.BELOW:
+                        try:
+                            holds.hold_all(self._copy_down(run, admitted), held)
+                        finally:  # every write that needs the run in memory is queued
+                            leases, self._leases = self._leases, ()
+                            self._levels.memory.release_all(leases)
+                self._levels.used(used, new)
+            finally:
+                holds.free_all(held)
+        self._demoter.demote_ahead()  # after all holds: any block may be moved to make room below
+
+    def _place(self, blocks: Sequence[bytes], at: int) -> tuple[_Placement, int]:
+        """Place a run of ``blocks`` in memory that begins at position ``at``.
+
+        Return how, and how many blocks it has: at least one. They stay there until their leases
+        are released.
+        """
         if self._error is not None:
             raise self._error
         memory = self._levels.memory
@@ -113,7 +155,7 @@ class StoreRequest(StoreMoves):
         self._leases = () if absent else self._usable(memory.lease_all(run), at)
         if self._leases:
             self.written.already += range(at, at + len(self._leases))
-            return Placement.IN_MEMORY, len(self._leases)
+            return _Placement.IN_MEMORY, len(self._leases)
         if self._levels.has_another_length(run[0], self._raw_bytes[at]):
             self._supersede(
                 [
@@ -124,16 +166,16 @@ class StoreRequest(StoreMoves):
             )
         if self._is_below(run[0]):
             self.written.already.append(at)
-            return Placement.BELOW, 1
+            return _Placement.BELOW, 1
         self._holds.begin()
         new = max(absent, 1)  # 0: its record went meanwhile
         if self._levels.tiers:
             new = next((more for more in range(1, new) if self._is_below(run[more])), new)
         self._leases = self._keep(run[:new], at)
         if not self._leases:
-            return Placement.NOWHERE, 1
+            return _Placement.NOWHERE, 1
         self.written.kept += range(at, at + len(self._leases))
-        return Placement.NEW, len(self._leases)
+        return _Placement.NEW, len(self._leases)
 
     def _run(self, blocks: Sequence[bytes], at: int) -> Sequence[bytes]:
         """Return the different blocks from ``at`` on that may be placed together, one at least.
@@ -198,37 +240,32 @@ class StoreRequest(StoreMoves):
             raise self._error
         return leases
 
-    def placed(self) -> None:
-        leases, self._leases = self._leases, ()
-        self._levels.memory.release_all(leases)
-
-    def copy_down(self, run: Sequence[bytes], moves: Sequence[Copy | Refuse]) -> Sequence[bytes]:
+    def _copy_down(self, run: Sequence[bytes], admitted: Sequence[bool]) -> Sequence[bytes]:
+        """Queue writes of a run to tiers; return the blocks that no tier has or will write."""
         tiers = self._levels.tiers
         if not tiers:
             return run
         below = {block for block in run if any(tier.knows(block) for tier in tiers)}
-        for move in moves:
-            tier, block = self._levels.tier(move.target), move.block
-            if tier.knows(block):
-                continue
-            if tier.codec.exact and not self._run_exact:
-                self._levels.losses.note([block], tier.name, "refused", "lossy")
-                continue
-            if isinstance(move, Refuse):
-                self._refused.setdefault(tier.name, []).append(block)
-            elif tier.name in self._full:  # useless there without the earlier block it dropped
-                self._queue.note_refused(tier, block)
-            elif self._queue.write(tier, block, self._left(), self._holds.add(tier, block)):
-                below.add(block)
-            else:
-                self._full.add(tier.name)
+        if not self._levels.planner.policy.exclusive:
+            for block, now in zip(run, admitted, strict=True):
+                for tier in tiers:
+                    if not tier.knows(block) and self._write(tier, block, now):
+                        below.add(block)
         return [block for block in run if block not in below]
 
-    def demote_ahead(self) -> None:
-        self._demoter.demote_ahead()
-
-    def use(self, blocks: Sequence[bytes], new: Container[bytes]) -> None:
-        self._levels.used(blocks, new)
+    def _write(self, tier: Tier, block: bytes, admitted: bool) -> bool:
+        """Queue the write of ``block`` to ``tier``, which lacks it; return whether it is queued."""
+        if tier.codec.exact and not self._run_exact:
+            self._levels.losses.note([block], tier.name, "refused", "lossy")
+        elif not admitted:
+            self._refused.setdefault(tier.name, []).append(block)
+        elif tier.name in self._full:  # useless there without the earlier block it dropped
+            self._queue.note_refused(tier, block)
+        elif self._queue.write(tier, block, self._left(), self._holds.add(tier, block)):
+            return True
+        else:
+            self._full.add(tier.name)
+        return False
 
     def _left(self) -> float:
         return max(0.0, self._until - time.monotonic())

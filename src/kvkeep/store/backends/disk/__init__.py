@@ -3,7 +3,6 @@
 backend.py     DiskBackend, the public class
 writing.py     how one record is written: reserve, fill, rename
 usage.py       bytes used by all processes, and space for a record
-losses.py      notices that other processes removed or replaced directories
 ledger.py      the file that holds the count of bytes, and its lock
 recount.py     counts a large directory while other processes write to it, with a journal of changes
 sync.py        files that still need an fsync

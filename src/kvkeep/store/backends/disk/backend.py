@@ -12,9 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, Literal, cast
 
 from kvkeep.core.errors import BackendFailed, InvalidValue, whole
-from kvkeep.core.keys import SPACE_BYTES
 from kvkeep.store.backends.base import ALIGNMENT, Backend, Listed
-from kvkeep.store.backends.budget import FileBucket
 from kvkeep.store.backends.disk.files import (
     ABSENT,
     CANNOT_WRITE,
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from kvkeep.store.backends.base import Room
-    from kvkeep.store.backends.budget import WriteBudget
     from kvkeep.store.backends.urls import TierURL
 
 __all__ = ["DiskBackend", "Io"]
@@ -91,7 +88,7 @@ class DiskBackend(Backend):
     once.
 
     A directory that is emptied, removed, replaced or moved while open is created again by the next
-    put or delete, on the same filesystem only; `stale_listings` counts such events.
+    put or delete, on the same filesystem only.
 
     Attributes:
         quarantined: records that this object put into quarantine.
@@ -110,7 +107,6 @@ class DiskBackend(Backend):
     scheme = "file"
     shared = True
     unit = ALIGNMENT
-    charges = True
 
     def __init__(
         self,
@@ -175,11 +171,6 @@ class DiskBackend(Backend):
         """Time of the last sync of a file, in seconds of the monotonic clock."""
         return self._sync.last_progress
 
-    @property
-    def stale_listings(self) -> int:  # type: ignore[override] # the contract only reads it
-        """How often the directory was found emptied or replaced."""
-        return self._usage.losses.count
-
     # -- records --------------------------------------------------------------------------------
 
     def put(self, block: bytes, record: memoryview) -> None:
@@ -188,7 +179,6 @@ class DiskBackend(Backend):
         Raises:
             OutOfRoom: capacity would be exceeded; ``needed`` says by how many bytes. Or the
                 filesystem is full. Nothing changed.
-            OverBudget: the write budget is spent.
             BackendFailed: the filesystem failed, or the ledger's lock was not free in time.
         """
         assert len(record), "a record of no bytes"
@@ -214,7 +204,6 @@ class DiskBackend(Backend):
                 self.quarantine(block, "unreadable")
                 return None
         if held is None:
-            self._usage.losses.check([block])
             return None
         with closing_fd(held[0]) as fd:
             if size := held[1]:
@@ -229,10 +218,7 @@ class DiskBackend(Backend):
     def sizes(self, blocks: Sequence[bytes]) -> list[int | None]:
         """Return sizes, by one `os.stat` each (2 µs)."""
         with self._translated("looked up"):
-            found = [size_of(self._directory.path(block)) for block in blocks]
-        if None in found:
-            self._usage.losses.check(blocks)
-        return found
+            return [size_of(self._directory.path(block)) for block in blocks]
 
     def peek(self, block: bytes, size: int) -> bytes | None:
         """Return the first ``size`` bytes of a record; None if it is missing."""
@@ -264,7 +250,6 @@ class DiskBackend(Backend):
         being listed; while it counts, 16 more for every record.
         """
         now, odd, odd_bytes = time.time(), 0, 0
-        spaces: set[bytes] = set()
         with self._translated("listed"):
             recount = self._usage.begin_recount(self.timeout)
             for block, size, used in self._directory.scan():
@@ -274,14 +259,12 @@ class DiskBackend(Backend):
                     continue
                 if recount is not None:
                     recount.saw(block, size)
-                spaces.add(block[:SPACE_BYTES])
                 if used > now + _AHEAD:
                     # The clock was ahead when it was used. With the time of now it ages as others.
                     self.touch([block])
                 yield Listed(block, size, min(used, now))
             if recount is not None:
                 recount.finish(self.timeout)
-        self._usage.losses.listed(spaces)
         if odd_bytes and not self.odd_bytes:
             _LOG.warning(
                 "%s holds %d bytes in files that are no records; kvkeep neither touches nor counts "
@@ -369,15 +352,6 @@ class DiskBackend(Backend):
 
     def _limit(self, capacity: int | None) -> None:
         self.capacity = self._usage.capacity = capacity
-
-    def limit_writes(self, budget: WriteBudget) -> None:
-        """Write no more than ``budget`` from now on, with all processes that limit writes here.
-
-        Each file counts in whole units of 4096 bytes. The state is the file ``writes``.
-        """
-        self._writer.budget = self.budget = FileBucket(
-            budget, self.describe(), self._directory.writes, timeout=lambda: self.timeout
-        )
 
     def note_space(self, space: bytes, note: bytes) -> None:
         """Append a line to the file ``spaces``."""

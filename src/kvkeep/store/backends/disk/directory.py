@@ -4,7 +4,6 @@
     ledger                 bytes used, see ledger.py
     spaces                 notes on namespaces, see notes.py
     budget                 the budget it was last opened with, see last_budget.py
-    writes                 bytes written lately, if there is a write budget, see ../budget.py
     tmp/                   records being written, each locked by its writer
     quarantine/            records that failed verification, with the reason in the name
     <space, 32 hex>/       the records of one namespace
@@ -65,7 +64,6 @@ class RecordDirectory:
         self.url = f"file://{root}"
         self.ledger = os.path.join(root, "ledger")
         self.format = os.path.join(root, "FORMAT")
-        self.writes = os.path.join(root, "writes")
         self.tmp = os.path.join(root, "tmp")
         self.quarantine = os.path.join(root, "quarantine")
         self.device = -1

@@ -17,9 +17,9 @@ outdated after a loss of power, and 0 after the ledger was removed.
 The file, little-endian:
 
      0  magic, 1 if unmarked, bytes used
-    24  id of this ledger
+    24  zeros
     40  state of the journal, see recount.py
-    56  number of sweeps of empty namespaces
+    56  zeros
     64  the journal
 """
 
@@ -33,7 +33,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from kvkeep.core.errors import BackendFailed
-from kvkeep.store.backends.disk.files import closing_fd, open_known, open_plain, padded, pin
+from kvkeep.store.backends.disk.files import open_known, padded, pin
 from kvkeep.store.backends.disk.recount import HEAD, ChangeJournal
 
 if TYPE_CHECKING:
@@ -46,9 +46,6 @@ __all__ = ["LEDGER_MAGIC", "Count", "DiskLedger"]
 
 LEDGER_MAGIC: Final = b"kvledger"
 _LAYOUT: Final = struct.Struct("<8sQQ")  # magic, 1 if unmarked, bytes used
-_ID: Final = struct.Struct("<16s")
-_SWEEPS_AT: Final = 56
-_NO_ID: Final = bytes(_ID.size)
 _FIRST_PAUSE: Final = 0.0001  # seconds
 
 
@@ -128,11 +125,6 @@ class Count:
             self.settle()
             raise
 
-    def note_sweep(self) -> None:
-        """Announce the removal of empty namespaces' directories: see `DiskLedger.sweeps`."""
-        data = ((_sweeps(self._fd) + 1) % (1 << 64)).to_bytes(8, "little")
-        os.pwrite(self._fd, data, _SWEEPS_AT)
-
     def _write(self, more: int) -> None:
         # One call within one page: a killed process has written all of it or nothing.
         data = _LAYOUT.pack(LEDGER_MAGIC, not self._marked, max(self.used + more, 0))
@@ -148,8 +140,6 @@ class DiskLedger:
             scanned under the lock. Called with the lock held, before the first use and whenever
             the count cannot be trusted. After None, `wants_count` is set until a `Recount` ends.
         restore: creates the file when it is missing.
-        replaced: called if the file is not that of the last use, so the directory was emptied or
-            replaced.
 
     Attributes:
         counted_at: when this process last counted, in seconds of the monotonic clock.
@@ -164,16 +154,12 @@ class DiskLedger:
         path: str,
         recount: Callable[[Count], int | None],
         restore: Callable[[], None],
-        replaced: Callable[[], None],
     ) -> None:
         self.path = path
         self.counted_at: float | None = None
         self.wants_count = False
         self._recount = recount
         self._restore = restore
-        self._replaced = replaced
-        self._id = _NO_ID
-        self._file: tuple[int, int] | None = None  # device and inode at the last use
 
     @contextmanager
     def held(self, timeout: float) -> Iterator[Count]:
@@ -213,27 +199,6 @@ class DiskLedger:
         self.wants_count = False
         self.counted_at = time.monotonic()
 
-    def is_same_file(self) -> bool:
-        """Whether the file is the one of the last use. Cost: one `os.stat`."""
-        return self._file is None or self._file == _file_at(self.path)
-
-    def forget_file(self) -> None:
-        """Make `is_same_file` true until the next use: the replacement was noticed."""
-        self._file = None
-
-    def sweeps(self) -> int:
-        """Return how often directories of empty namespaces were removed; needs no lock.
-
-        A process that misses such a directory and finds this number changed need not conclude that
-        records were lost with it.
-        """
-        try:
-            fd = open_plain(self.path, os.O_RDONLY)
-        except OSError:
-            return 0
-        with closing_fd(fd):
-            return _sweeps(fd)
-
     def _open_locked(self, timeout: float) -> int:
         while True:
             try:
@@ -243,8 +208,7 @@ class DiskLedger:
                 fd, found = open_known(self.path, os.O_RDWR)
             try:
                 waited = self._lock(fd, timeout)
-                self._file = found.st_dev, found.st_ino
-                if not waited or _file_at(self.path) == self._file:
+                if not waited or _file_at(self.path) == (found.st_dev, found.st_ino):
                     return fd
             except BaseException:
                 os.close(fd)
@@ -255,19 +219,10 @@ class DiskLedger:
         """Return the count in the locked file, recounted if it cannot be trusted."""
         head = os.pread(fd, HEAD, 0).ljust(HEAD, b"\0")
         magic, unmarked, used = _LAYOUT.unpack_from(head)
-        (own,) = _ID.unpack_from(head, _LAYOUT.size)
         valid = magic == LEDGER_MAGIC
         count = Count(fd, used if valid else 0, ChangeJournal(fd, head))
-        replaced = self.counted_at is not None and own != self._id
-        if valid and unmarked == 1 and self.counted_at is not None and not replaced:
-            return count
-        if own == _NO_ID:
-            own = os.urandom(_ID.size)
-            os.pwrite(fd, own, _LAYOUT.size)
-        self._id = own
-        self.recount(count)
-        if replaced:
-            self._replaced()
+        if not (valid and unmarked == 1 and self.counted_at is not None):
+            self.recount(count)
         return count
 
     def _lock(self, fd: int, timeout: float) -> bool:
@@ -287,10 +242,6 @@ class DiskLedger:
                 return pause > _FIRST_PAUSE
             time.sleep(pause)
             pause = min(pause * 1.5, 0.005)
-
-
-def _sweeps(fd: int) -> int:
-    return int.from_bytes(os.pread(fd, 8, _SWEEPS_AT), "little")
 
 
 def _file_at(path: str) -> tuple[int, int] | None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Final
 from kvkeep.core.errors import OutOfRoom
 from kvkeep.store.backends.disk.files import CANNOT_WRITE
 from kvkeep.store.backends.disk.ledger import DiskLedger
-from kvkeep.store.backends.disk.losses import Losses
 from kvkeep.store.backends.disk.opening import restore
 from kvkeep.store.backends.disk.recount import Recount
 
@@ -32,19 +31,12 @@ class DiskUsage:
     Attributes:
         capacity: maximum bytes; None: as much as the filesystem has.
         ledger: the count and its lock.
-        losses: notices that other processes removed directories.
     """
 
     def __init__(self, directory: RecordDirectory, capacity: int | None) -> None:
         self._directory = directory
         self.capacity = capacity
-        self.ledger = DiskLedger(
-            directory.ledger,
-            self._recount,
-            partial(restore, directory),
-            self._replaced,
-        )
-        self.losses = Losses(directory, self.ledger)
+        self.ledger = DiskLedger(directory.ledger, self._recount, partial(restore, directory))
 
     def used(self, timeout: float) -> int:
         """Return the bytes used, waiting for the lock for ``timeout`` seconds at most."""
@@ -83,12 +75,9 @@ class DiskUsage:
                 raise
         return None
 
-    def _replaced(self) -> None:
-        self.losses.replaced()
-
     def _recount(self, count: Count) -> int | None:
         self._remove_abandoned(count)
-        self.losses.sweep(count)
+        self._directory.remove_spaces(self._directory.empty_spaces())
         return self._directory.used(SMALL)
 
     def _remove_abandoned(self, count: Count) -> None:

@@ -6,12 +6,10 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from kvkeep.core.keys import SPACE_BYTES
 from kvkeep.store.backends.disk.files import create_locked, padded, preallocate, write_whole
 from kvkeep.store.backends.disk.opening import restore
 
 if TYPE_CHECKING:
-    from kvkeep.store.backends.budget import WriteBucket
     from kvkeep.store.backends.disk.directory import RecordDirectory
     from kvkeep.store.backends.disk.usage import DiskUsage
 
@@ -32,16 +30,12 @@ class RecordWriter:
         self._usage = usage
         self._direct_from = direct_from
         self._sync = sync
-        self.budget: WriteBucket | None = None
-        """Charged before the data of each file are written."""
 
     def write(self, block: bytes, record: memoryview, timeout: float) -> str:
         """Write ``record``; return its path. ``timeout`` limits each wait for the ledger's lock."""
         path = self._directory.path(block)
         fd, tmp = self._reserve(padded(len(record)), timeout)
         try:
-            if self.budget is not None:
-                self.budget.charge(padded(len(record)))
             self._fill(fd, record)
             self._rename(tmp, path, block, timeout)
         except BaseException:
@@ -85,15 +79,10 @@ class RecordWriter:
 
     def _rename(self, tmp: str, path: str, block: bytes, timeout: float) -> None:
         """Give the finished file the name of its record."""
-        space, losses = block[:SPACE_BYTES], self._usage.losses
         with self._usage.ledger.held(timeout) as count:
             if not self._directory.has_space(block):
-                if losses.of({space}):
-                    self._usage.ledger.recount(count)  # the lost records may be counted
-                    losses.report()
                 os.mkdir(self._directory.space(block), 0o700)
             count.rename(tmp, path, block)
-        losses.stored(space)
 
     def _discard(self, tmp: str, timeout: float) -> None:
         try:

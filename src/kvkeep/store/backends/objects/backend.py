@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Final
 
@@ -13,7 +13,7 @@ from kvkeep.core.errors import BackendFailed, InvalidValue, require
 from kvkeep.core.keys import BLOCK_ID_BYTES, SPACE_BYTES
 from kvkeep.store.backends.base import Backend, Listed, Room
 from kvkeep.store.backends.objects.clouds import opener_of
-from kvkeep.store.backends.objects.usage import UsageLedger
+from kvkeep.store.backends.objects.usage import UsageCount
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
     from kvkeep.store.backends.objects.clouds import Opener
-    from kvkeep.store.backends.objects.usage import PendingChange
     from kvkeep.store.backends.urls import TierURL
 
 __all__ = ["ObjectBackend"]
@@ -92,7 +91,7 @@ class ObjectBackend(Backend):
         self._prefix = f"{prefix}/" if prefix else ""
         self._name = name or f"{scheme}://{prefix}"
         self.capacity = capacity
-        self._ledger = None if capacity is None else UsageLedger(capacity, self._name, self.list)
+        self._count = None if capacity is None else UsageCount(capacity, self._name, self.list)
         # obstore's own MemoryStore keeps the buffer it is given, which the caller reuses.
         memory = require("obstore.store", "objects").MemoryStore
         self._copies = isinstance(store, memory)
@@ -118,8 +117,8 @@ class ObjectBackend(Backend):
 
     def put(self, block: bytes, record: memoryview) -> None:
         """Send ``record`` in one request; it is stored when all of it has arrived."""
-        change = None if self._ledger is None else self._ledger.putting(block, len(record))
-        with self._counted(change), self._translated("put"):
+        counted = nullcontext() if self._count is None else self._count.putting(block, len(record))
+        with counted, self._translated("put"):
             self._obstore.put(
                 self._store(),
                 self._path(block),
@@ -172,8 +171,8 @@ class ObjectBackend(Backend):
         sizes = self.sizes(blocks)
         there = {block: size for block, size in zip(blocks, sizes, strict=True) if size is not None}
         names = [self._path(block) for block in there]
-        change = None if self._ledger is None else self._ledger.deleting(blocks)
-        with self._counted(change), self._translated("delete"):
+        counted = nullcontext() if self._count is None else self._count.deleting(blocks)
+        with counted, self._translated("delete"):
             for at in range(0, len(names), _PAGE):
                 self._delete(names[at : at + _PAGE])
         return sum(there.values())
@@ -217,7 +216,7 @@ class ObjectBackend(Backend):
 
     def used(self) -> int | None:
         """Return the bytes held if there is a capacity, else None: then nothing counts them."""
-        return None if self._ledger is None else self._ledger.used()
+        return None if self._count is None else self._count.used()
 
     def close(self) -> None:
         """Release connections and threads; requests under way finish or time out."""
@@ -269,19 +268,6 @@ class ObjectBackend(Backend):
             for name in names:
                 with suppress(FileNotFoundError):
                     self._obstore.delete(self._store(), name)
-
-    @contextmanager
-    def _counted(self, change: PendingChange | None) -> Iterator[None]:
-        """Report to the ledger whether ``change`` succeeded."""
-        if self._ledger is None or change is None:
-            yield
-            return
-        try:
-            yield
-        except BaseException:
-            self._ledger.failed(change)
-            raise
-        self._ledger.done(change)
 
     @contextmanager
     def _translated(self, doing: str, missing: type[Exception] | None = None) -> Iterator[None]:

@@ -48,7 +48,7 @@ CLOUDS: Final = {
 
 
 def opener_of(url: TierURL) -> Opener:
-    """Return what opens the bucket of ``url``; takes ``endpoint``, ``region`` and ``anonymous``.
+    """Return what opens the bucket of ``url``; takes ``endpoint`` and ``region``.
 
     Raises:
         InvalidValue: a wrong scheme or option, no bucket, or credentials in the URL.
@@ -73,8 +73,6 @@ def opener_of(url: TierURL) -> Opener:
     endpoint = settings.get(cloud.options["endpoint"], "")
     if endpoint and not re.fullmatch(r"https?://[^@/?#]+/?[^@?#]*", endpoint):
         raise InvalidValue(f"endpoint= in {url.safe}; one is http://host:port or https://host")
-    if url.choice("anonymous", ("yes", "no"), "no") == "yes":
-        settings["skip_signature"] = True
     bucket, plain = url.place, endpoint.startswith("http://")
     kind = getattr(require("obstore.store", "objects"), cloud.store)
 

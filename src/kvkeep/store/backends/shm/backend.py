@@ -99,7 +99,7 @@ class ShmBackend(InPlaceBackend):
 
     @classmethod
     def from_url(cls, url: TierURL) -> ShmBackend:
-        """``shm://64GiB``; takes ``name``, ``dir``, ``records`` and ``touch``."""
+        """``shm://64GiB``; takes ``name`` and ``dir``."""
         return cls(**cls._options(url))
 
     @classmethod
@@ -108,7 +108,7 @@ class ShmBackend(InPlaceBackend):
         asked = cls._options(url)
         check_name(asked["name"])
         if asked["size"] is not None:
-            Layout.of(asked["size"], asked["records"])
+            Layout.of(asked["size"], None)
         return True
 
     @staticmethod
@@ -123,8 +123,6 @@ class ShmBackend(InPlaceBackend):
             "size": size,
             "name": url.text("name", "kvkeep"),
             "directory": url.text("dir", "/dev/shm"),  # noqa: S108 - see `__init__`
-            "records": url.number("records", 0, 0, 1 << 27) or None,
-            "touch": url.choice("touch", ("yes", "no"), "no") == "yes",
         }
 
     # -- access in place --------------------------------------------------------------------------
