@@ -130,8 +130,6 @@ def test_live_and_requests(outside):
     assert by_id["cmpl-differs"]["outcome"] == "done"
     assert outside.get("/kv/explain/cmpl-loaded")["cache_salt"] == "a tenant"
     assert outside.get("/kv/stats")["engine"]["loaded_tokens"] == 192
-    rows = {one["cache_salt"]: one for one in outside.get("/kv/usage")["tenants"]}
-    assert rows["a tenant"]["loaded_tokens"] == 192
     assert outside.get("/kv/cost")["loads"]["total"]["loaded_tokens"] == 192
 
 
@@ -201,7 +199,7 @@ def test_the_page_shows_it(outside, opened, look, tmp_path):
 
 TOLD = (
     "/kv/live", "/kv/requests", "/kv/explain/x", "/kv/summary", "/kv/stats", "/kv/cost",
-    "/kv/usage", "/metrics", "/kv/map", "/openapi.json",
+    "/metrics", "/kv/map", "/openapi.json",
 )  # fmt: skip
 
 

@@ -27,14 +27,11 @@ from kvkeep.serve.server.schemas.see import LivePages, LiveResponse, LiveTotals,
 from kvkeep.serve.server.status_metrics import StatusMetrics
 from kvkeep.serve.server.text import showable
 from kvkeep.serve.server.thread_pools import ThreadPools
-from kvkeep.serve.server.usage_report import usage_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvkeep.core.cost import CostModel
-    from kvkeep.serve.server.schemas.usage import UsageResponse
-    from kvkeep.serve.server.usage_report import UsagePart
     from kvkeep.store.tiers import TierStats
 
 __all__ = ["EngineFacts", "EngineStatus"]
@@ -101,8 +98,7 @@ class EngineStatus:
         self._version = version("kvkeep")
         self._explainer = Explainer(facts.page_tokens, facts.policy)
         self._usage = UsageTable(facts.num_pages)
-        self._ledger = TenantLedger(facts.page_tokens)
-        self._usage.pages.changed = self._ledger.pages_changed
+        self._ledger = TenantLedger()
         self.costs = EngineCosts(cost)
         self._sink = WatchSink(
             self._explainer, self._usage, (self._ledger.see, self.costs.see),
@@ -229,11 +225,6 @@ class EngineStatus:
         reasons = self._explainer.computed()
         tiers = [tier.as_dict() for tier in self._tiers]
         return self._metrics.exposition(self._requests(), reasons, tiers)
-
-    def usage(self, part: UsagePart) -> UsageResponse:
-        """Return what tenants used; what tiers keep of whom is not known."""
-        self.watch.settle()
-        return usage_of(self._ledger, part, ({}, {}), model=self._facts.model, since=self._since)
 
     def close(self) -> None:
         """End all threads. A second call does nothing."""

@@ -16,18 +16,15 @@ if TYPE_CHECKING:
     from kvkeep.serve.server.engine_costs import EngineCosts
     from kvkeep.serve.server.live import Live
     from kvkeep.serve.server.schemas.kv import KVStats
-    from kvkeep.serve.server.schemas.usage import UsageResponse
     from kvkeep.serve.server.thread_pools import ThreadPools
-    from kvkeep.serve.server.usage_report import UsagePart
 
 __all__ = ["OutsideSource", "StatusSource"]
 
 
 class StatusSource(Protocol):
-    """Answers ``/kv/live``, ``/kv/requests``, ``/kv/explain/ID``, ``/kv/summary``, ``/kv/cost`` and
-    ``/kv/usage``.
+    """Answers ``/kv/live``, ``/kv/requests``, ``/kv/explain/ID``, ``/kv/summary`` and ``/kv/cost``.
 
-    Thread safety: for the event loop; `usage` and the explainer's methods for any thread.
+    Thread safety: for the event loop; the explainer's methods for any thread.
     """
 
     live: Live
@@ -45,9 +42,6 @@ class StatusSource(Protocol):
     @property
     def decode(self) -> Callable[[Sequence[int]], str] | None:
         """What makes text of tokens; None: answers have no text and no tokens of prompts."""
-
-    def usage(self, part: UsagePart) -> UsageResponse:
-        """Return what tenants used. Cost: a pass over namespaces and tenants."""
 
 
 class OutsideSource(StatusSource, Protocol):
