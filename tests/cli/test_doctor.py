@@ -389,15 +389,6 @@ def test_a_disk_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFix
             assert wrong["todo"] == "mount it writable"
 
 
-def test_a_disk_with_too_few_inodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with mounted(tmp_path / "few", "size=64M,nr_inodes=64") as few:
-        checks = doctor(capsys, f"file://{few}/kv?size=32MiB", "--tp", "8", "--block-tokens", "1",
-                        code=1)  # fmt: skip
-        wrong = next(one for one in checks if "inodes" in one["found"])
-        assert wrong["state"] == "fail"
-        assert "2,048 more records" in wrong["found"]
-
-
 def test_a_ledger_that_another_process_holds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -626,20 +617,6 @@ def test_what_a_prompt_takes_from_a_slow_tier(
     assert "longer than load_timeout (0 s)" in slow["found"]
 
 
-def test_a_model_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2,
-              "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64,
-              "torch_dtype": "bfloat16"}  # fmt: skip
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text(json.dumps(config))
-    words = (f"file://{tmp_path}/kv?size=64MiB", "--model", str(tmp_path / "model"),
-             "--block-tokens", "128", "--seconds", "0.2")  # fmt: skip
-    speed = only(doctor(capsys, *words), "speed")
-    assert "in records of 32 KiB" in speed["found"]
-    assert "8,192 tokens of model is 2 MiB" in speed["found"]
-    assert main(["doctor", "--model", str(tmp_path / "none")]) == 2
-
-
 def test_the_versions_that_are_tested_are_those_of_the_makefile() -> None:
     makefile = (Path(__file__).parents[2] / "Makefile").read_text()
     assert f"VLLM_VERSIONS := {' '.join(TESTED['vllm'])}\n" in makefile
@@ -653,40 +630,6 @@ def test_an_engine_that_is_not_here_is_told(capsys: pytest.CaptureFixture[str]) 
     assert told["state"] == "warn"
     assert "run the doctor with the Python of the engine" in told["todo"]
     assert all(one["about"] != "vllm" for one in doctor(capsys))
-
-
-# --- the status ------------------------------------------------------------------------------
-
-
-def of_status(tmp_path: Path, address: str, **more: str) -> str:
-    extra = {"tiers": [f"file://{tmp_path}/kv?size=1MiB"], "status": address, **more}
-    return json.dumps({**CONNECTOR, "kv_connector_extra_config": extra})
-
-
-def test_the_address_of_a_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        used = only(doctor(capsys, of_status(tmp_path, f":{port}")), "access", "status ")
-        assert used["state"] == "warn"
-        assert used["about"] == f"status 127.0.0.1:{port}"
-        assert "Address already in use" in used["found"]
-        assert "--port" not in used["found"] + used["todo"]
-    right = only(doctor(capsys, of_status(tmp_path, f":{port}")), "access", "status ")
-    assert right["state"] == "ok"
-    foreign = only(doctor(capsys, of_status(tmp_path, "192.0.2.1:8201")), "access", "status ")
-    assert foreign["state"] == "warn"
-    assert "cannot listen on 192.0.2.1" in foreign["found"]
-
-
-def test_a_status_for_other_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    open_to_all = only(doctor(capsys, of_status(tmp_path, "0.0.0.0:0")), "access", "status ")
-    assert open_to_all["state"] == "warn"
-    assert "status_key_file" in open_to_all["todo"]
-    (tmp_path / "key").write_text("a-long-secret\n")
-    asked = of_status(tmp_path, "0.0.0.0:0", status_key_file=str(tmp_path / "key"))
-    keyed = only(doctor(capsys, asked), "access", "status ")
-    assert keyed["state"] == "ok"
-    assert "a-long-secret" not in json.dumps(keyed)
 
 
 def test_a_misspelt_name_of_vllms_own(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from kvkeep.cli.doctor_results import fail, ok
+from kvkeep.cli.doctor_checks import fail, ok
 from kvkeep.core.config_file import ConfigFile
 from kvkeep.core.errors import InvalidValue, KVKeepError, did_you_mean, reason, told
 from kvkeep.integrations.options import EngineOptions, tiers_of
 from kvkeep.integrations.sglang.options import StorageOptions
-from kvkeep.integrations.status_options import StatusOptions
 from kvkeep.integrations.vllm.options import ConnectorOptions
 from kvkeep.integrations.vllm.transfer import (
     CONNECTOR,
@@ -29,7 +28,7 @@ from kvkeep.store.backends import TierURL
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvkeep.cli.doctor_results import CheckResult
+    from kvkeep.cli.doctor_checks import CheckResult
 
 __all__ = ["AskedTiers", "asked_for"]
 
@@ -65,25 +64,17 @@ class AskedTiers:
         tiers: their URLs.
         load_timeout: seconds for one load.
         rows: bytes of shared memory that vLLM's own offloading takes beside them.
-        status: address at which the engine is to tell of them; empty: none.
-        status_key: whether readers need a key for that.
     """
 
     name: str
     tiers: tuple[str, ...]
     load_timeout: float
     rows: int = 0
-    status: str = ""
-    status_key: bool = False
 
     @classmethod
     def of_part(cls, part: TransferPart, rows: int = 0) -> AskedTiers:
         """Return the tiers of a part whose options are right."""
-        options = part.options
-        status, key = "", False
-        if isinstance(options, StatusOptions):
-            status, key = options.status, options.key is not None
-        return cls(part.name, options.tiers, options.load_timeout, rows, status, key)
+        return cls(part.name, part.options.tiers, part.options.load_timeout, rows)
 
     @property
     def engine(self) -> str:
