@@ -1,4 +1,4 @@
-"""What budgets of pins and the ledger of tenants cost: time and memory, without a model.
+"""What budgets of pins cost: time and memory, without a model.
 
     python benchmarks/tenant_costs.py
 
@@ -15,16 +15,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvkeep.core.keys import Namespace
-from kvkeep.observe.usage import (
-    PromptComputed,
-    PromptStored,
-    RequestAdmitted,
-    RequestEnded,
-    RequestEvent,
-    RequestOrigin,
-    RequestRecord,
-    TenantLedger,
-)
 from kvkeep.serve.server.pin_budget import PinBudget
 
 if TYPE_CHECKING:
@@ -102,27 +92,6 @@ def main() -> None:
         keep(crowd, str(number), number, PAGE)
     in_vain = timed(lambda number: keep(crowd, f"new {number}", FAR, PROMPT))
     print(f"the same beside 50,000 tenants with a page each: {in_vain:.2f} ms")
-
-    ledger = TenantLedger(PAGE)
-    tokens = np.zeros(PROMPT, np.int32)
-    record = RequestRecord(RequestOrigin("id"), tokens, Namespace(tenant="a"))
-    events: list[RequestEvent] = [
-        RequestAdmitted(record, 0, 5),
-        PromptComputed(record, 5, 0.1),
-        PromptStored(record, 5, 0.1),
-        RequestEnded(record, "done", 1, 0.1, 0.1),
-    ]
-
-    def thousand(number: int) -> None:
-        for _ in range(1000):
-            for event in events:
-                ledger.see(event)
-            ledger.pages_changed("a", 1)
-
-    print(f"the ledger, for a request: {timed(thousand):.1f} µs")
-    for number in range(1000):
-        ledger.pages_changed(str(number), 1)
-    print(f"a report of 1,000 tenants: {timed(lambda number: ledger.report()):.2f} ms")
 
 
 if __name__ == "__main__":

@@ -217,7 +217,6 @@ def remember_little() -> None:
         "kvkeep.observe.explain.ledger._SLACK",
         "kvkeep.observe.usage.table._MOST_SESSIONS",
         "kvkeep.observe.usage.history._MOST_TIMES",
-        "kvkeep.observe.telemetry.evictions._MOST_OPEN",
         "kvkeep.store.tiers.planner._MOST_COUNTED",
     ):
         where, name = bound.rsplit(".", 1)

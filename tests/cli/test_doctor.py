@@ -385,15 +385,6 @@ def test_a_disk_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFix
             assert wrong["todo"] == "mount it writable"
 
 
-def test_a_disk_with_too_few_inodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with mounted(tmp_path / "few", "size=64M,nr_inodes=64") as few:
-        checks = doctor(capsys, f"file://{few}/kv?size=32MiB", "--tp", "8", "--block-tokens", "1",
-                        code=1)  # fmt: skip
-        wrong = next(one for one in checks if "inodes" in one["found"])
-        assert wrong["state"] == "fail"
-        assert "2,048 more records" in wrong["found"]
-
-
 def test_a_ledger_that_another_process_holds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -620,20 +611,6 @@ def test_what_a_prompt_takes_from_a_slow_tier(
     assert slow["state"] == "warn"
     assert "a prompt of 8,192 tokens of Llama 3.1 8B is 1 GiB" in slow["found"]
     assert "longer than load_timeout (0 s)" in slow["found"]
-
-
-def test_a_model_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2,
-              "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64,
-              "torch_dtype": "bfloat16"}  # fmt: skip
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text(json.dumps(config))
-    words = (f"file://{tmp_path}/kv?size=64MiB", "--model", str(tmp_path / "model"),
-             "--block-tokens", "128", "--seconds", "0.2")  # fmt: skip
-    speed = only(doctor(capsys, *words), "speed")
-    assert "in records of 32 KiB" in speed["found"]
-    assert "8,192 tokens of model is 2 MiB" in speed["found"]
-    assert main(["doctor", "--model", str(tmp_path / "none")]) == 2
 
 
 def test_the_versions_that_are_tested_are_those_of_the_makefile() -> None:

@@ -70,7 +70,6 @@ def test_numbers_for_people(shown, expected):
 
 
 def test_a_trend_has_its_newest_right_and_blanks_where_nothing_was():
-    assert trend([(0, 10), (5, 10), (10, 10), (0, 0)], 1) == ["▁▄█ "]
-    assert trend([(9, 9), (0, 10), (10, 10)], 2) == ["█▄"]
-    assert trend([(1, 2), (2, 2)], 1, rows=2) == [" █", "██"]
-    assert trend([], 1, rows=3) == ["", "", ""]
+    assert trend([(0, 10), (5, 10), (10, 10), (0, 0)], 1) == "▁▄█ "
+    assert trend([(9, 9), (0, 10), (10, 10)], 2) == "█▄"
+    assert trend([], 1) == ""

@@ -29,17 +29,17 @@ def test_draws_what_prompts_share(prompts: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_json_has_the_same(prompts: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tree", str(prompts), "--json", "--prefix", "chain"]) == 0
+    assert main(["tree", str(prompts), "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert answer["stats"]["hit_tokens"] == 8
-    assert [run["pages"] for run in answer["runs"]] == [[0], [3], [1]]
-    assert answer["runs"][0]["tokens"] is None
+    assert answer["stats"]["hit_tokens"] == 11
+    assert answer["runs"][0]["tokens"] == [1, 2, 3, 4]
+    assert answer["runs"][0]["pages"] == [0]
 
 
 @pytest.mark.model
 def test_text_goes_through_a_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tree", "--prompt", "The same beginning.", "--prompt", "The same ending."]) == 0
-    assert "The same" in capsys.readouterr().out
+    assert main(["tree"]) == 0
+    assert ".wrap do?" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,3 @@ def test_wrong_lines_are_one_line(
 def test_missing_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tree", "nowhere.txt"]) == 2
     assert "nowhere.txt" in capsys.readouterr().err
-
-
-def test_prompts_that_do_not_fit(prompts: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tree", str(prompts), "--pages", "2"]) == 2
-    assert "3 pages are needed" in capsys.readouterr().err

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from served import SIZE, Served, check, evidence, tokens, told
+from served import Served, evidence, tokens, told
 
 from kvkeep.core.keys import Namespace
-from kvkeep.core.public import PublicPrefixes, public_namespace
-from kvkeep.core.tokens import common_length
-from kvkeep.observe.explain.alike import Anchors
-from kvkeep.observe.explain.declared import DeclaredRows
+from kvkeep.core.public import public_namespace
 
 SYSTEM = list(range(100, 200))  # 25 pages
 SECRET = list(range(300, 320))
@@ -73,73 +66,11 @@ def test_an_evicted_public_part() -> None:
         assert "they are of a public prefix, and were evicted" in found.sentence
 
 
-@pytest.mark.parametrize("position", [1, 7, 50, 97])
-def test_a_prompt_that_differs_from_it_somewhere(position: int) -> None:
-    """As a date in a system prompt does."""
-    with served() as one:
-        one.run("right", [*SYSTEM, 1], "a")
-        wrong = [*SYSTEM[:position], 5, *SYSTEM[position + 1 :], 1]
-        found = one.run("wrong", wrong, "b")
-        assert found.sentence.endswith(
-            f"the prompt differs from the public prefix at token {position}"
-        )
-        said = evidence(found, "diverged")
-        assert (said["position"], said["public"], said["nearest"]) == (position, True, None)
-        assert said["cached"] == SYSTEM[max(0, position - 8) : position + 16]
-        assert said["would_reuse"] == found.computed["diverged"] >= 97
-        asked = one.explainer.prompt(wrong, Namespace(tenant="c"), 0)
-        assert asked.sentence == found.sentence.replace("wrong", "")
-        assert "differ from the public prefix" in "".join(
-            cause.sentence for cause in one.explainer.summary().causes
-        )
-
-
-def test_another_tenants_mistake_is_not_shown() -> None:
-    """Two tenants send the same wrong prompt: each is told of the declared one alone."""
-    wrong = [*SYSTEM[:40], 5, *SYSTEM[41:], *SECRET]
-    with served() as one:
-        one.run("a's", wrong, "a")
-        found = one.run("b's", wrong, "b")
-        assert all("a's" not in str(span.evidence) for span in found.spans)
-        said = evidence(found, "diverged")
-        assert not set(said["cached"]) & set(SECRET)
-        assert said["would_reuse"] == 0  # nobody sent the right one
-        check(found)
-
-
-def test_short_and_unlike_prompts_are_not_called_wrong() -> None:
-    with served() as one:
-        for number, prompt in enumerate(
-            (SYSTEM[:30], [*SYSTEM[:3], *range(500, 560)], list(range(600, 680)), [1])
-        ):
-            found = one.run(f"r{number}", prompt, "a")
-            assert "diverged" not in found.computed
-
-
 def test_a_tenant_that_sends_nothing_else_is_not_remembered() -> None:
     with served() as one:
         for number in range(50):
             one.run(f"r{number}", SYSTEM, f"tenant {number}")
         assert set(one.explainer._mirror.ledger.spaces) == {public_namespace(Namespace())}
-
-
-@given(
-    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=30), max_size=6),
-    st.lists(st.integers(0, 2), min_size=1, max_size=40),
-)
-def test_the_prefix_with_the_longest_common_beginning_is_found(
-    rows: list[list[int]], prompt: list[int]
-) -> None:
-    row = np.array(prompt, np.int32)
-    found = DeclaredRows(PublicPrefixes(rows), SIZE).nearest(row, Anchors.of(row))
-    whole = [one[: len(one) // SIZE * SIZE] for one in rows]
-    common = [common_length(np.array(one, np.int32), row) for one in whole]
-    differing = [
-        at for one, at in zip(whole, common, strict=True) if SIZE <= at < min(len(one), len(prompt))
-    ]
-    if max(common, default=0) in differing:
-        assert found is not None
-        assert found.tokens >= max(differing)
 
 
 def test_text_is_shown_by_tokens_alone() -> None:

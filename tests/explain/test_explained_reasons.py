@@ -55,21 +55,6 @@ def test_the_same_again_needs_its_last_token(radix: Served) -> None:
     assert "all others came from the pool" in found.sentence
 
 
-def test_what_was_kept_for_a_return_says_so() -> None:
-    with Served(eviction="returns") as served:
-        first = served.run("a", A, answer=range(500, 512))
-        assert "return" not in first.sentence
-        served.now += 8
-        found = served.run("b", tokens(A, range(500, 512), range(600, 609)))
-        assert found.sentence == (
-            "9 of 61 tokens computed: they were never seen before; "
-            "52 were kept for the return of this conversation, which took 8 s"
-        )
-        assert found.spans[0].evidence == {"after_s": 8.0, "turns": 1}
-        other = served.run("c", A)
-        assert all("turns" not in span.evidence for span in other.spans)
-
-
 def test_one_token_alone_is_the_last(served: Served) -> None:
     assert told(served.run("a", A[:1])) == [(0, 1, "last_token")]
 

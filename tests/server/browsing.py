@@ -118,12 +118,6 @@ def boxes(page):
     return page.locator("#picture [role=treeitem]")
 
 
-def pinned(server):
-    headers = {"authorization": f"Bearer {KEY}"}
-    nodes = server.http.get("/kv/map", headers=headers).json()["nodes"]
-    return sum(one["pins"] for one in nodes)
-
-
 def chosen_run(page):
     """Click on the first run below a namespace, and see its details."""
     boxes(page)

@@ -182,13 +182,13 @@ def test_a_length_that_is_a_lie_is_no_reason_to_read(locked):
 def test_the_log_has_one_short_line_a_request(server, caplog):
     with caplog.at_level(logging.INFO, "kvkeep.access"):
         server.http.post(COMPLETIONS, json={**SHORT, "prompt": "a private matter", "user": "Ann"})
-        server.http.get("/kv/usage?search=private")
+        server.http.get("/v1/models?search=private")
         spoken(server, "GET /x%0aPOST%20/forged%1b[31m HTTP/1.1", "Host: localhost")
         eventually(lambda: "/forged" in caplog.text)  # each line follows its answer
     lines = [r.getMessage() for r in caplog.records if r.name == "kvkeep.access"]
     assert [line.rsplit(" ", 2)[0] for line in lines] == [
         f"POST {COMPLETIONS} 200",
-        "GET /kv/usage 200",
+        "GET /v1/models 200",
         "GET /x%0APOST%20/forged%1B%5B31m 404",
     ]
     assert "private" not in caplog.text

@@ -26,25 +26,6 @@ def ask(server, *prompts, salt=None):
         server.http.post("/v1/completions", json=asked).raise_for_status()
 
 
-def test_who_scrapes_is_told_why_pages_go_and_when(start_server):
-    with start_server(num_pages=16, what_if=1.0) as server:
-        scraped(server)
-        ask(server, *([number] * 100 for number in range(5)))
-        server.http.post("/kv/clear", json={}).raise_for_status()
-        found = scraped(server)
-        stats = server.engine.cache.stats()
-        by_reason = {
-            key[1]: value for key, value in found.items() if key[0] == "kvkeep_evicted_pages_total"
-        }
-        assert by_reason["pressure"] > 0
-        assert by_reason["cleared"] > 0
-        assert sum(by_reason.values()) == stats.evicted_pages
-        for reason in ("pressure", "cleared"):
-            count = found["kvkeep_page_residency_seconds_count", reason]
-            assert count == by_reason[reason]
-        assert any(key[0] == "kvkeep_what_if_hit_rate" for key in found)
-
-
 def test_hostile_salts_are_labels_that_prometheus_reads(start_server):
     with start_server() as server:
         ask(server, [7] * 40, salt=HOSTILE)

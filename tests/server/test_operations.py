@@ -174,7 +174,7 @@ def test_the_document_describes_what_there_is(server):
         "/tokenize", "/detokenize", "/health", "/livez", "/ready", "/metrics",
         "/kv/stats", "/kv/clear", "/kv/remove",
         "/kv/sessions/{session}", "/kv/explain", "/kv/explain/{id}", "/kv/requests", "/kv/summary",
-        "/kv/live", "/kv/map", "/kv/map/{id}", "/kv/usage", "/kv/cost",
+        "/kv/live", "/kv/map", "/kv/map/{id}", "/kv/cost",
     }  # fmt: skip
     names = set(document["components"]["schemas"])
     assert "ErrorResponse" in names

@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,9 +24,7 @@ from kvkeep.observe.usage import (
     RequestOrigin,
     RequestRecord,
 )
-from kvkeep.serve.server import ServerSettings
 from kvkeep.serve.server.metrics import ServerMetrics
-from kvkeep.serve.server.tenant_usage import TenantUsage
 from kvkeep.serve.server.watching import Watching
 
 LONG = os.environ.get("KVKEEP_GROWTH") == "long"
@@ -41,7 +38,6 @@ def _small_bounds(monkeypatch):
     if LONG:
         return
     for where, most in (
-        ("kvkeep.observe.telemetry.evictions._MOST_OPEN", 100),
         ("kvkeep.observe.usage.table._MOST_SESSIONS", 100),
         ("kvkeep.observe.usage.history._MOST_TIMES", 100),
         ("kvkeep.observe.explain.ledger._SLACK", 100),
@@ -55,13 +51,10 @@ class Served:
 
     def __init__(self) -> None:
         self.cache = PagedCache(64, 16, what_if=0.1)
-        engine = SimpleNamespace(cache=self.cache, store=None)
-        tenants = TenantUsage(engine, ServerSettings(name="m"), lambda salt: Namespace(tenant=salt))
-        self.watching = Watching(self.cache, tenants, explain=True)
+        self.watching = Watching(self.cache, explain=True)
         self.metrics = ServerMetrics(self.watching.usage)
-        self.metrics.watch(self.cache)
         if not LONG:
-            self.watching.usage._most = tenants.ledger._most = 100
+            self.watching.usage._most = self.watching.tenants._most = 100
         self.notifier = Notifier(*self.watching.start())
         explainer = self.watching.explainer
         assert explainer is not None
@@ -101,8 +94,6 @@ class Served:
         """Work off what waits, as /metrics and the explainer's thread do; blocks in use."""
         self.explainer.recent(0)
         self.cache.stats()
-        assert self.metrics._times is not None
-        self.metrics._times.snapshot()
         gc.collect()
         return sys.getallocatedblocks()
 

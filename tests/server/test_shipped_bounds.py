@@ -30,10 +30,9 @@ from kvkeep.observe.explain import Explainer
 from kvkeep.observe.explain.alike import Anchors
 from kvkeep.observe.explain.answer import Span
 from kvkeep.observe.explain.inbox import Inbox
+from kvkeep.observe.explain.ledger import Requester
 from kvkeep.observe.explain.nearest import SeenPrompt
 from kvkeep.observe.explain.reasons import Reasons
-from kvkeep.observe.explain.units import Requester
-from kvkeep.observe.telemetry.evictions import PageTimes
 from kvkeep.observe.usage import (
     Notifier,
     PromptComputed,
@@ -45,9 +44,7 @@ from kvkeep.observe.usage import (
 )
 from kvkeep.serve.engine.offload.offload import Offload
 from kvkeep.serve.engine.offload.writes import Known
-from kvkeep.serve.server import ServerSettings
 from kvkeep.serve.server.metrics import ServerMetrics
-from kvkeep.serve.server.tenant_usage import TenantUsage
 from kvkeep.serve.server.watching import Watching
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.kv.removal import Followers
@@ -75,11 +72,8 @@ class Observed:
 
     def __init__(self) -> None:
         self._cache = PagedCache(PAGES, PAGE)
-        engine = SimpleNamespace(cache=self._cache, store=None)
-        tenants = TenantUsage(engine, ServerSettings(name="m"), lambda salt: Namespace(tenant=salt))
-        self.watching = Watching(self._cache, tenants, explain=True)
+        self.watching = Watching(self._cache, explain=True)
         self.metrics = ServerMetrics(self.watching.usage)
-        self.metrics.watch(self._cache)
         self._notifier = Notifier(*self.watching.start())
         self.what_if = PromptWatch.of(0.1, PAGE, PAGES)
         self._core = self._cache._core
@@ -131,8 +125,6 @@ class Observed:
         assert explainer is not None
         explainer.recent(0)
         assert (explainer.failed, explainer.lost) == (0, 0)
-        assert self.metrics._times is not None
-        self.metrics._times.snapshot()
         self.what_if.points()
 
     def sizes(self) -> dict[str, int]:
@@ -144,7 +136,7 @@ class Observed:
         ]  # fmt: skip
         while waiting:
             path, one = waiting.pop()
-            if id(one) in seen or isinstance(one, (PagedCache, PageTimes)):
+            if id(one) in seen or isinstance(one, PagedCache):
                 continue
             seen.add(id(one))
             if isinstance(one, (dict, list, set, deque, bytearray)):
@@ -242,20 +234,6 @@ def test_requests_that_nobody_ends():
     assert [len(explainer._running), len(mirror._open), len(mirror._opened)] == [10_000] * 3
     assert (explainer.failed, explainer.lost) == (0, 0)
     explainer.close()
-
-
-def test_times_of_pages_forget_the_oldest_of_200_000_sequences():
-    """Each stores one page, in the place of the one before it by `PAGES`."""
-    times = PageTimes(PAGES)
-    tokens, space = np.zeros(PAGE, np.int32), Namespace()
-    everything = np.arange(PAGES, dtype=np.int32)
-    for number in range(200_000):
-        page = number % PAGES
-        if not page:
-            times.see(Evicted(everything, "pressure"))
-        times.see(Stored(number, space, -1, everything[page : page + 1], tokens))
-    times.snapshot()
-    assert (len(times._own), len(times._waiting)) == (65_536, 0)
 
 
 class Remembers(NamedTuple):

@@ -180,28 +180,6 @@ def test_the_focus_stays_while_the_tree_changes(server, opened):
         assert page.evaluate(at) == before
 
 
-def test_the_list_says_the_same(server, opened):
-    complete(server, WORDS * 6)
-    with opened(server) as page:
-        picture = boxes(page)
-        named = {one.partition(":")[0] for one in picture.evaluate_all(
-            "(all) => all.map((one) => one.getAttribute('aria-label'))")}  # fmt: skip
-        page.get_by_role("button", name="List").click()
-        lines = page.locator("#list [role=treeitem]")
-        lines.first.focus()
-        assert lines.first.get_attribute("aria-expanded") == "true"
-        page.keyboard.press("ArrowLeft")
-        assert lines.first.get_attribute("aria-expanded") == "false"
-        page.keyboard.press("ArrowRight")
-        page.keyboard.press("ArrowRight")
-        second = page.evaluate("document.activeElement.querySelector('.what').textContent")
-        assert second in named
-        page.keyboard.press("Enter")
-        page.locator("#details dl").wait_for()
-        page.keyboard.press("Escape")
-        assert page.evaluate("document.activeElement.closest('#list') !== null")
-
-
 # --- why -------------------------------------------------------------------------------------
 
 
@@ -263,14 +241,11 @@ def test_axe_finds_nothing_serious(server, opened, look):
     complete(server, WORDS * 3 + HOSTILE, session="chat-7")
     with opened(server, **LOOKS[look]) as page:
         live(page)
-        for place in ("#causes", "#requests", "#sessions", "#tenants"):
+        for place in ("#causes", "#requests", "#tenants"):
             see(page, place)
             page.locator(f"{place} li, {place}-table tbody tr").first.wait_for()
         chosen_run(page)
         check("page")
-        if look == "light":
-            page.get_by_role("button", name="List").click()
-            check("list")
         see(page, "#requests")
         see(page, ".request").click()
         page.locator("dialog .spans").wait_for()

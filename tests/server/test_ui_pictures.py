@@ -2,8 +2,7 @@
 
     KVKEEP_PICTURES=docs/images pytest tests/server/test_ui_pictures.py
 
-writes them anew. Without it, the same pictures are taken and compared: a stored one must have the
-same size and look alike when both are made very small, so figures may differ, and parts may not.
+writes them anew; without it, nothing is done. Look at them before they are kept.
 """
 
 from __future__ import annotations
@@ -18,16 +17,14 @@ import pytest
 from browsing import PHONE, boxes, live
 from see_help import storing
 
-pytestmark = pytest.mark.model
-
-IMAGES = Path(__file__).parents[2] / "docs/images"
 WRITE = os.environ.get("KVKEEP_PICTURES")
+pytestmark = [
+    pytest.mark.model,
+    pytest.mark.skipif(not WRITE, reason="takes pictures only when asked to"),
+]
 LARGEST = 200_000  # bytes of one picture
-SMALL = (20, 24)
-ALIKE = 6.0  # mean difference of the small ones, of 255; taken again it is below 3
 ROUNDS = 8
-# Lines grow with each answer: for the pictures to look at, long ones. The small ones hardly differ.
-MORE, MEANWHILE_MS = (3, 5000) if WRITE else (1, 1500)
+MORE, MEANWHILE_MS = 3, 5000
 LOOKS = {
     "dashboard": {"viewport": {"width": 1280, "height": 1760}, "color_scheme": "light"},
     "dashboard-dark": {"viewport": {"width": 1280, "height": 1760}, "color_scheme": "dark"},
@@ -66,7 +63,7 @@ def play(server, first, last):
     with ThreadPoolExecutor(3) as pool:
         for number in range(first, last):
             list(pool.map(partial(talk, server), range(number * 3, number * 3 + 3)))
-            time.sleep(0.5 if WRITE else 0.1)
+            time.sleep(0.5)
 
 
 @pytest.fixture(scope="module")
@@ -76,13 +73,6 @@ def busy(tmp_path_factory):
     with storing(*tiers, num_pages=320, what_if=1.0) as server:
         play(server, 0, ROUNDS)
         yield server
-
-
-def small(path):
-    """The picture in shades of grey, so small that no text is left."""
-    image = pytest.importorskip("PIL.Image")
-    with image.open(path) as one:
-        return one.convert("L").resize(SMALL, image.Resampling.BOX).tobytes(), one.size
 
 
 def shrink(path):
@@ -99,7 +89,7 @@ def shrink(path):
 
 
 @pytest.mark.parametrize("name", LOOKS)
-def test_the_picture_is_of_the_dashboard_as_it_is(busy, opened, tmp_path, name):
+def test_a_picture_is_taken(busy, opened, tmp_path, name):
     taken = tmp_path / f"{name}.png"
     with opened(busy, **LOOKS[name]) as page, ThreadPoolExecutor(1) as meanwhile:
         live(page)
@@ -110,14 +100,6 @@ def test_the_picture_is_of_the_dashboard_as_it_is(busy, opened, tmp_path, name):
         page.evaluate("scrollTo(0, 0)")
         taken.write_bytes(page.screenshot())
         talking.result()
-    if WRITE:
-        shrink(taken)
-        (Path(WRITE) / taken.name).write_bytes(taken.read_bytes())
-    stored = IMAGES / taken.name
-    assert stored.stat().st_size <= LARGEST
-    (now, size), (then, was) = small(taken), small(stored)
-    assert was == size
-    difference = sum(abs(one - other) for one, other in zip(now, then, strict=True)) / len(now)
-    assert difference < ALIKE, (
-        f"it looks otherwise; take it anew: see the head of {Path(__file__).name}"
-    )
+    shrink(taken)
+    assert taken.stat().st_size <= LARGEST
+    (Path(WRITE) / taken.name).write_bytes(taken.read_bytes())

@@ -11,9 +11,7 @@ from real_server import eventually
 from see_help import ask, forget_pool, storing, tokens_of
 
 from faults import FaultyBackend
-from kvkeep.observe.usage import PromptComputed
 from kvkeep.store.backends.memory import MemoryBackend
-from request_events import Requests
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("load_first")]
 
@@ -249,87 +247,17 @@ def test_what_a_server_does_not_tell_has_no_part(server, opened):
 
     with opened(server, expected=["404"]) as page:
         page.route("**/kv/live", fewer)
-        for path in ("map", "usage", "search"):
-            page.route(f"**/kv/{path}*", absent)
+        page.route("**/kv/map*", absent)
         page.reload()
         live(page)
         for hidden in ("#kept", "#pool", "#ask", "#history-card", "#whatif-card", "#saved",
-                       "#losses", "#sessions"):  # fmt: skip
+                       "#losses", "#tenants"):  # fmt: skip
             assert page.locator(hidden).is_hidden(), hidden
         assert page.locator("#saved-tile .note").inner_text() == "Not told by this server."
         assert page.locator("#warm .note").inner_text() == "Not told by this server."
         see(page, "#causes")
         page.locator(".causes > li").first.wait_for()
-        see(page, "#tenants")
-        page.get_by_text("Not told by this server.").last.wait_for()
         page.unroute_all()
-
-
-# --- tenants ---------------------------------------------------------------------------------
-
-MANY = 1000
-
-
-@pytest.fixture(scope="module")
-def crowded(start_server):
-    """A server with a thousand tenants, of whom the later ones computed more."""
-    with start_server() as server:
-        watching = server.service.watching
-        for number in range(MANY):
-            name = f"tenant-{number:04}"
-            for observer in (watching.usage.see, watching.tenants.ledger.see):
-                events = Requests(observer)
-                events.admitted(
-                    name, namespace=name, prompt_tokens=2000, cached_tokens=2000 - number
-                )
-                observer(PromptComputed(events.record(name, namespace=name), number, 0.001))
-        yield server
-
-
-def test_a_thousand_tenants_are_ten_rows_that_open(crowded, opened):
-    with opened(crowded, viewport={"width": 1280, "height": 2400}) as page:
-        live(page)
-        see(page, "#tenants")
-        rows = page.locator("#tenants-table tbody tr")
-        until(page, "document.querySelectorAll('#tenants-table tbody tr').length === 11")
-        assert "other tenants" in rows.last.inner_text()
-        assert "1,000 tenants" in plain(page.locator("#tenants-said").inner_text())
-        values = page.locator("#tenants-table tbody tr:not(:last-child) [data-label=computed]")
-        shown = [number(plain(one)) for one in values.all_inner_texts()]
-        assert shown == sorted(shown, reverse=True)
-        # A poll is as small as what it shows.
-        usage = [one for one in page.asked if "/kv/usage" in one]
-        assert all("most=10" in one for one in usage)
-        size = len(crowded.http.get("/kv/usage?most=10&order=computed_tokens").content)
-        assert size < 8192 < len(crowded.http.get("/kv/usage").content)
-        page.get_by_role("button", name="Show 100 more").click()
-        until(page, "document.querySelectorAll('#tenants-table tbody tr').length === 111")
-        for _ in range(9):
-            count = rows.count()
-            rows.last.get_by_role("button").click()
-            more = "(was) => document.querySelectorAll('#tenants-table tbody tr').length > was"
-            until(page, more, arg=count)
-        assert rows.count() == MANY
-        page.get_by_role("button", name="Show the largest alone").click()
-        until(page, "document.querySelectorAll('#tenants-table tbody tr').length === 11")
-
-
-def test_tenants_are_found_by_name(crowded, opened):
-    with opened(crowded) as page:
-        live(page)
-        see(page, "#tenants")
-        field = page.get_by_label("Tenants whose name contains")
-        field.fill("TENANT-007")
-        until(page, "document.querySelectorAll('#tenants-table tbody tr').length === 10")
-        assert plain(page.locator("#tenants-said").inner_text()).startswith("10 tenants have this")
-        field.fill("0777")
-        until(page, "document.querySelectorAll('#tenants-table tbody tr').length === 1")
-        assert "tenant-0777" in page.locator("#tenants-table tbody").inner_text()
-        field.fill("nobody")
-        page.get_by_text("0 tenants have this in their name").wait_for()
-        assert page.locator("#tenants-table table").is_hidden()
-        field.fill("")
-        until(page, "document.querySelectorAll('#tenants-table tbody tr').length === 11")
 
 
 # --- causes ----------------------------------------------------------------------------------
@@ -380,7 +308,6 @@ def test_on_a_phone_no_label_is_cut_and_none_overlaps(opened, faulty):
                 "#requests",
                 "#tiers",
                 "#tenants",
-                "#sessions",
                 "#losses",
             ):
                 see(page, place)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["main", "section_parsers"]
 
 COMMANDS = (
-    "serve", "route", "top", "explain", "usage", "tree", "demo", "size", "store",
+    "serve", "route", "top", "explain", "tree", "demo", "size", "store",
     "trace", "replay", "plan", "config", "doctor",
 )  # fmt: skip
 NO_OUTPUT = 1

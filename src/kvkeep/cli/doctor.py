@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Final
 
-from kvkeep.cli.arguments import add_count, add_json, add_option, add_path, add_seconds, count
+from kvkeep.cli.arguments import add_count, add_json, add_option, add_seconds, count
 from kvkeep.cli.drawing import visible
 from kvkeep.core.errors import InvalidValue, whole
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvkeep.cli.arguments import Commands
-    from kvkeep.cli.doctor_results import CheckResult
+    from kvkeep.cli.doctor_checks import CheckResult
 
 __all__ = ["add_parser", "run"]
 
@@ -41,12 +41,8 @@ def add_parser(commands: Commands) -> None:
         help="vLLM's --kv-transfer-config or kvkeep's options as JSON, a file with either, or URLs "
         "of tiers, fastest first (default: the machine and versions alone)",
     )
-    model = parser.add_argument_group("the model, whose KV speeds are told for")
-    add_path(model, "--model", "local Hugging Face model directory or its config.json (default: "
-             "128 KiB a token, as Llama 3.1 8B)", metavar="PATH")  # fmt: skip
-    model.add_argument("--dtype", help="type of the KV cache, such as fp8 (default: as configured)")
-    add_option(model, "--tp RANKS", "tensor-parallel ranks", type=count, default=1)
-    add_count(model, "--block-tokens", 16, "tokens per stored block: vLLM's --block-size")
+    add_option(parser, "--tp RANKS", "tensor-parallel ranks", type=count, default=1)
+    add_count(parser, "--block-tokens", 16, "tokens per stored block: vLLM's --block-size")
     add_seconds(parser, "--seconds", 1.0, "time for the speed of each tier; 0: it is not measured")
     add_json(parser)
     parser.set_defaults(run=run)
@@ -75,13 +71,25 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _results(args: argparse.Namespace) -> Iterator[CheckResult]:
+    from kvkeep.cli.doctor_checks import TOKEN_BYTES, machine_results, tier_results  # noqa: PLC0415
     from kvkeep.cli.doctor_config import asked_for  # noqa: PLC0415 - imports backends
-    from kvkeep.cli.doctor_machine import machine_results  # noqa: PLC0415
-    from kvkeep.cli.doctor_tiers import KVSize, tier_results  # noqa: PLC0415
 
-    size = KVSize.of(args.model, args.dtype, tp=args.tp, block_tokens=args.block_tokens)
-    asked, found = asked_for(args.what)
-    yield from found
-    for one in asked:
-        yield from tier_results(one, size, args.seconds)
-    yield from machine_results(asked, ranks=args.tp)
+    record = max(4096, TOKEN_BYTES * args.block_tokens // args.tp)
+    asked, results = asked_for(args.what)
+    yield from results
+    for part in asked:
+        claimed: dict[int, int] = {}
+        for place in part.tiers:
+            yield from tier_results(
+                place,
+                record,
+                seconds=args.seconds,
+                load_timeout=part.load_timeout,
+                claimed=claimed,
+            )
+    yield from machine_results(
+        [place for part in asked for place in part.tiers],
+        ranks=args.tp,
+        rows=max((part.rows for part in asked), default=0),
+        engines={part.engine for part in asked},
+    )

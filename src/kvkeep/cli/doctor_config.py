@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from kvkeep.cli.doctor_results import fail, ok
+from kvkeep.cli.doctor_checks import fail, ok
 from kvkeep.core.config_file import ConfigFile
 from kvkeep.core.errors import InvalidValue, KVKeepError, did_you_mean, reason, told
 from kvkeep.integrations.options import EngineOptions, tiers_of
@@ -28,7 +28,7 @@ from kvkeep.store.backends import TierURL
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvkeep.cli.doctor_results import CheckResult
+    from kvkeep.cli.doctor_checks import CheckResult
 
 __all__ = ["AskedTiers", "asked_for"]
 

@@ -132,19 +132,17 @@ def stacked(parts: Sequence[float], width: int) -> list[int]:
     return cells
 
 
-def trend(shares: Sequence[tuple[float, float]], each: int, rows: int = 1) -> list[str]:
-    """Return shares over time as columns of blocks, ``rows`` high, the newest on the right.
+def trend(shares: Sequence[tuple[float, float]], each: int) -> str:
+    """Return shares over time as a line of blocks, the newest on the right.
 
-    A share is (part, whole); a column stands for the sum of ``each`` shares. A column is blank only
-    if its whole is 0.
+    A share is (part, whole); a block stands for the sum of ``each`` shares. It is blank only if its
+    whole is 0.
     """
     first = len(shares) % each
     starts = range(first, len(shares), each)
     columns = [shares[:first]] * (first > 0) + [shares[at : at + each] for at in starts]
-    lines = [""] * rows
+    line = ""
     for column in columns:
         part, whole = (sum(numbers) for numbers in zip(*column, strict=True))
-        height = max(1, round(min(part / whole, 1.0) * rows * _EIGHTHS)) if whole > 0 else 0
-        for row in range(rows):
-            lines[row] += _BARS[min(max(height - (rows - 1 - row) * _EIGHTHS, 0), _EIGHTHS)]
-    return lines
+        line += _BARS[max(1, round(min(part / whole, 1.0) * _EIGHTHS)) if whole > 0 else 0]
+    return line

@@ -22,38 +22,11 @@ _WIDEST: Final = 120  # columns; a longer bar shows no more
 _SHOWN_CAUSES: Final = 12
 _SHOWN_IDS: Final = 16
 _WORDS: Final = {
-    "new": "never seen before",
-    "diverged": "cached, but after a difference",
-    "evicted": "were cached, and evicted",
-    "not_admitted": "seen before, but not stored",
-    "other_namespace": "cached in another namespace",
-    "page_remainder": "the rest of a page that is not shared",
-    "not_resumable": "cached, but a request cannot go on behind them",
-    "computing": "being computed by another request",
-    "not_loaded": "stored, but faster to compute",
-    "tier_unavailable": "in a tier that was unavailable",
-    "damaged": "the stored blocks were damaged",
-    "last_token": "the last token, whose logits are needed",
-}
-_WHY: Final = {
-    "reuse_off": "reuse is off (--no-reuse)",
-    "store_false": "the request had store: false",
-    "answer": "answers are not stored",
-    "unread": "answers like it are never read again",
-    "admission": "the policy did not admit it",
-    "queue_full": "the queue to the tier was full",
-    "given_up": "the request was aborted before it was stored",
-    "overtaken": "others were loaded meanwhile",
-    "breaker": "its circuit breaker is open",
-    "late": "it was too slow",
-    "not_asked": "it was not asked, as its answers take too long",
-    "error": "it failed",
-}
-_CAUSE: Final = {
-    "pressure": "for lack of pages",
-    "asked": "by request of a user",
-    "cleared": "when the cache was cleared",
-    "dropped": "when it was dropped",
+    "diverged": "differs",
+    "not_admitted": "not stored",
+    "not_loaded": "faster to compute",
+    "page_remainder": "rest of a page",
+    "not_resumable": "no state there",
 }
 
 
@@ -167,97 +140,9 @@ def _span(span: Object, digits: int, width: int) -> list[Text]:
         line.append(f"reused {_source(text(span, 'source'))}")
         public = below(span, "evidence").get("public") is True
         return [line.append(", public prefix: shared by all tenants") if public else line]
-    reason = text(span, "reason", "?")
-    words = _WORDS.get(reason, reason.replace("_", " "))
-    evidence = _evidence(reason, below(span, "evidence"), stop - start)
-    return hanging(line, f"{words}: {evidence}" if evidence else words, width)
-
-
-def _evidence(reason: str, of: Object, tokens: int) -> str:
-    """Return the evidence for a span's reason in words; unknown fields are shown as given."""
-    if reason == "new":
-        return "public prefix, not cached yet" if of.get("public") is True else ""
-    if reason == "diverged":
-        nearest, differs = text(of, "nearest"), whole(of, "differs")
-        said = f"at token {whole(of, 'position'):,}"
-        said += f", {plural(differs, 'token')} long" if differs else ""
-        said += f", from {nearest}" if nearest else ""
-        said += ", from the public prefix" if of.get("public") is True else ""
-        would = whole(of, "would_reuse")  # without the difference, in this and later spans
-        return said + (f"; without it {would:,} more would be reused" if would > tokens else "")
-    if reason == "evicted":
-        return _evicted(of)
-    if reason == "not_admitted":
-        tier = text(of, "tier")
-        why = _WHY.get(text(of, "why"), "the reason is not known")
-        return why + (f" ({tier})" if tier else "")
-    if reason == "other_namespace":
-        return "; ".join(
-            f"{visible(name)} is {_one(pair, 0)} here and {_one(pair, 1)} there"
-            for name, pair in below(of, "fields").items()
-        )
-    if reason == "computing":
-        return text(of, "by")
-    if reason == "not_loaded":
-        return _not_loaded(of)
-    if reason == "tier_unavailable":
-        waited = number(of, "waited_s")
-        why = _WHY.get(text(of, "why"), text(of, "why"))
-        return f"{text(of, 'tier')}, {why}" + (f" (waited {seconds(waited)})" if waited else "")
-    if reason == "damaged":
-        return f"in {text(of, 'tier')}"
-    if reason == "not_resumable":
-        return _unresumed(of)
-    if reason == "page_remainder":
-        return f"pages have {plural(whole(of, 'page_size'), 'token')}"
-    return ", ".join(f"{visible(name)} {visible(str(value))[:80]}" for name, value in of.items())
-
-
-def _not_loaded(of: Object) -> str:
-    load_s, compute_s, tier = number(of, "load_s"), number(of, "compute_s"), text(of, "tier")
-    why = _WHY["overtaken"] if text(of, "why") == "overtaken" else ""
-    if load_s and compute_s and not why:
-        why = f"loading would have taken {seconds(load_s)}, computing {seconds(compute_s)}"
-    return ", ".join(part for part in (f"in {tier}" if tier else "", why) if part)
-
-
-def _unresumed(of: Object) -> str:
-    window = text(of, "group") == "window"
-    said = "the window before is no longer kept" if window else "no state is stored there"
-    nearest = whole(of, "nearest")
-    said += f", the nearest is at {nearest:,}" if nearest else ", nor before"
-    at, why = whole(of, "checkpoint"), text(of, "why")
-    if why == "evicted":
-        past = number(of, "ago_s")
-        said += f"; the one at {at:,} was evicted" + (
-            "" if past is None else f" {ago(past)} earlier"
-        )
-        cause = text(of, "cause")
-        return said + (f", {_CAUSE[cause]}" if cause in _CAUSE else "")
-    if why == "grid":
-        return said + f"; states are kept at multiples of {plural(whole(of, 'grid'), 'token')}"
-    if why == "no_room":
-        return said + f"; there was no room beside the one at {at:,}"
-    return said
-
-
-def _evicted(of: Object) -> str:
-    tier, policy = text(of, "tier", "pool"), text(of, "policy")
-    said = "public prefix, " if of.get("public") is True else ""
-    said += f"from {'the pool' if tier == 'pool' else tier}"
-    if (past := number(of, "ago_s")) is not None:
-        said += f" {ago(past)} earlier"
-    said += f" by {policy}" if policy else ""
-    said += f", {_CAUSE[text(of, 'cause')]}" if text(of, "cause") in _CAUSE else ""
-    by, needed = text(of, "by"), whole(of, "needed_pages")
-    if by:
-        said += f": {by} needed {plural(needed, 'page')}" if needed else f": for {by}"
-    return said
-
-
-def _one(pair: object, at: int) -> str:
-    found = pair[at] if isinstance(pair, list) and len(pair) == 2 else "?"
-    return visible(repr(found) if isinstance(found, str) else str(found))[:80]
+    words = text(span, "reason", "?").replace("_", " ")
+    words = _WORDS.get(text(span, "reason"), words)
+    return hanging(line, f"{words}: {why}" if (why := text(span, "why")) else words, width)
 
 
 # --- the first difference ------------------------------------------------------------------------

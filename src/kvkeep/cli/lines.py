@@ -16,7 +16,7 @@ from kvkeep.cli.drawing import stacked
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["REUSE", "bar", "beside", "cell", "fit", "hanging", "heading", "reuse_bar", "row"]
+__all__ = ["REUSE", "bar", "cell", "fit", "hanging", "heading", "reuse_bar", "row"]
 
 # Sources of tokens: glyph and style. The glyphs differ, so that colours are not needed.
 REUSE: Final[dict[str, tuple[str, str]]] = {
@@ -79,15 +79,3 @@ def reuse_bar(reused: Mapping[str, int], computed: int, width: int) -> Text:
     pool = reused.get("pool", 0)
     much = {"reused": pool, "loaded": sum(reused.values()) - pool, "computed": computed}
     return bar([(much[name], *REUSE[name]) for name in REUSE], width)
-
-
-def beside(left: Sequence[Text], right: Sequence[Text], left_width: int, width: int) -> list[Text]:
-    """Set two columns of lines side by side."""
-    lines = []
-    for at in range(max(len(left), len(right))):
-        line = Text(no_wrap=True, overflow="crop", end="")
-        line.append_text(fit(left[at].copy() if at < len(left) else Text(), left_width))
-        line.append("  ")
-        line.append_text(right[at] if at < len(right) else Text())
-        lines.append(fit(line, width))
-    return lines

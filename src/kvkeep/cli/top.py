@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-import threading
+import signal
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from kvkeep.cli.arguments import add_count, add_json, add_seconds, add_switch
 from kvkeep.cli.server import add_server_arguments, add_server_url, connect
 from kvkeep.cli.tables import console, print_lines
-from kvkeep.cli.terminal import SUSPEND, keys, suspend, terminated
 from kvkeep.cli.watch import Watcher
 from kvkeep.core.errors import InvalidValue, require, whole
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Iterator
 
     from rich.console import Console
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "run"]
 
-_LOOK_S: Final = 0.1  # between two looks at the keyboard and the size of the terminal
+_LOOK_S: Final = 0.1  # between two looks at the size of the terminal
 _ONCE_ROWS: Final = 40  # rows of a picture that is printed once
 
 
@@ -33,10 +34,10 @@ def add_parser(commands: Commands) -> None:
     """Add the command and its options."""
     parser = commands.add_parser(
         "top",
-        help="watch a running server: hit rate, tiers, tenants, requests, causes of misses",
+        help="watch a running server: hit rate, tiers, requests, causes of misses",
         description="Show the state of a running kvkeep server, updated every second: hit rate, "
-        "time to the first token, pages, tiers, tenants, and the latest requests with the reasons "
-        "why tokens were computed. q or Ctrl-C ends it. If stdout is no terminal, the state is "
+        "time to the first token, pages, tiers, and the latest requests with the reasons "
+        "why tokens were computed. Ctrl-C ends it. If stdout is no terminal, the state is "
         "printed once.",
     )
     add_server_url(parser)
@@ -83,71 +84,36 @@ def _print(screen: Console, picture: Picture, client: Client) -> int:
     return 0
 
 
-# --- live -----------------------------------------------------------------------------------------
-
-
-class _Polling(threading.Thread):
-    """Polls in a thread, so that a server that hangs does not block the keyboard."""
-
-    def __init__(self, watcher: Watcher, first: Picture, interval: float) -> None:
-        super().__init__(name="kvkeep top", daemon=True)
-        self.picture = first
-        self.error: Exception | None = None
-        self._watcher = watcher
-        self._interval = interval
-        self._ended = threading.Event()
-
-    def run(self) -> None:
-        """Poll until `end` is called or an error occurs."""
-        due = time.monotonic() + self._interval
-        while not self._ended.wait(max(0.0, due - time.monotonic())):
-            try:
-                self.picture = self._watcher.poll()
-            except Exception as error:  # noqa: BLE001 - raised by the drawing thread
-                self.error = error
-                return
-            due = max(due + self._interval, time.monotonic())
-
-    def end(self) -> None:
-        """Stop polling; wait a moment for the thread."""
-        self._ended.set()
-        self.join(_LOOK_S)
-
-
 def _live(
     screen: Console, watcher: Watcher, first: Picture, client: Client, interval: float
 ) -> int:
-    polling = _Polling(watcher, first, interval)
-    polling.start()
-    try:
-        with terminated():
-            while _shown(screen, polling, str(client.address)) == SUSPEND:
-                suspend()  # redrawn when the process continues
-    finally:
-        polling.end()
-    if polling.error is not None:
-        raise polling.error
-    return 0
-
-
-def _shown(screen: Console, polling: _Polling, address: str) -> str:
-    """Draw until an error (return "") or a key that ends the drawing; return the key."""
+    """Redraw for each picture until Ctrl-C or SIGTERM; the terminal is restored in any case."""
     from rich.live import Live  # noqa: PLC0415 - rich is optional
     from rich.text import Text  # noqa: PLC0415
 
     from kvkeep.cli.top_view import draw  # noqa: PLC0415
 
-    drawn: tuple[object, ...] | None = None
-    with keys() as pressed, Live(console=screen, screen=True, auto_refresh=False) as live:
-        while polling.error is None:
-            picture, size = polling.picture, screen.size
-            # Redraw for a new picture or size; each second while the server is unreachable.
-            now = picture, size, int(time.time()) if picture.trouble is not None else 0
-            if now != drawn:
-                lines = draw(picture, address, size.width, size.height, ends="q ends")
-                live.update(Text("\n", no_wrap=True).join(lines), refresh=True)
-                drawn = now
-            for key in pressed(_LOOK_S):
-                if key in {"q", "Q", SUSPEND}:
-                    return key
-    return ""
+    picture = first
+    with _terminated(), Live(console=screen, screen=True, auto_refresh=False) as live:
+        while True:
+            size, due = screen.size, time.monotonic() + interval
+            lines = draw(picture, str(client.address), size.width, size.height, ends="Ctrl-C ends")
+            live.update(Text("\n", no_wrap=True).join(lines), refresh=True)
+            while screen.size == size and (left := due - time.monotonic()) > 0:
+                time.sleep(min(left, _LOOK_S))
+            if time.monotonic() >= due:
+                picture = watcher.poll()
+
+
+@contextmanager
+def _terminated() -> Iterator[None]:
+    """Raise SystemExit on SIGTERM inside the block, so that the terminal is restored."""
+
+    def end(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

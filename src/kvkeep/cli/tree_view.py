@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import textwrap
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
 from kvkeep.cli.drawing import amount, plural
-from kvkeep.cli.lines import cell, fit
+from kvkeep.cli.lines import fit
 from kvkeep.cli.replies import entries, text, whole
 
 if TYPE_CHECKING:
@@ -16,11 +15,7 @@ if TYPE_CHECKING:
 
     Object = Mapping[str, Any]
 
-__all__ = ["detail", "tree"]
-
-_TEXT_LINES: Final = 12
-_IDS: Final = 12
-_POINTS: Final = 4
+__all__ = ["tree"]
 
 
 def tree(said: Object, width: int, depth: int) -> list[Text]:
@@ -90,8 +85,6 @@ def _node(node: Object, guide: str, width: int, left_out: int) -> Text:
         marks.append((f" · {plural(references, 'ref')}", "green"))
     if whole(node, "pins"):
         marks.append((" · pinned", "magenta"))
-    if resumes := _resumes(node):
-        marks.append((f" · {resumes}", "blue"))
     if left_out:
         marks.append((f" · … {left_out:,} below", "dim italic"))
     tail = Text(end="")
@@ -105,34 +98,3 @@ def _node(node: Object, guide: str, width: int, left_out: int) -> Text:
     label = Text(text(node, "text") or nameless, "cyan", no_wrap=True, end="")
     label.truncate(max(room, 8), overflow="ellipsis")
     return fit(line.append_text(label).append_text(tail), width)
-
-
-def _resumes(node: Object) -> str:
-    """Return the last positions at which requests resume; nothing if that is not restricted."""
-    found = node.get("checkpoints")
-    points = [at for at in found if type(at) is int] if isinstance(found, list) else []
-    if not points:
-        return ""
-    more = "…, " if len(points) > _POINTS else ""
-    return f"resumes at {more}{', '.join(f'{at:,}' for at in points[-_POINTS:])}"
-
-
-def detail(said: Object, width: int) -> list[Text]:
-    """Return the details of one node, to be shown above its subtree."""
-    line = Text(f"node {whole(said, 'id')}", "bold")
-    if namespace := text(said, "namespace"):
-        line.append(f" of {namespace}")
-    before = whole(said, "path_tokens")
-    place = f"after {plural(before, 'other')}" if before else "at the beginning"
-    tokens, pages = plural(whole(said, "tokens"), "token"), plural(whole(said, "pages"), "page")
-    line.append(f": {tokens} {place}, {pages}")
-    ids = said.get("page_ids")
-    if isinstance(ids, list) and ids:
-        shown = ",".join(str(one) for one in ids[:_IDS] if type(one) is int)
-        line.append(f" [{shown}{'…' if whole(said, 'pages') > _IDS else ''}]", "dim")
-    if policy := text(said, "policy"):
-        line.append(f" · {policy}", "dim")
-    if resumes := _resumes(said):
-        line.append(f" · {resumes}", "blue")
-    wrapped = textwrap.wrap(text(said, "text"), max(width - 2, 20))[:_TEXT_LINES]
-    return [line, *(cell(f"  {part}", width, "cyan") for part in wrapped), Text()]

@@ -2,5 +2,5 @@
 
 usage/      the events of each request, emitted once, and the usage table made from them
 explain/    why each token of a prompt was computed
-telemetry/  residency and eviction of pages for metrics; spans; logs
+telemetry/  spans, labels of metrics, logs
 """

@@ -12,6 +12,7 @@ from kvkeep.observe.explain.answer import (
     around,
 )
 from kvkeep.observe.explain.explainer import Explainer
+from kvkeep.observe.explain.sentences import why_of
 from kvkeep.observe.explain.store_reasons import missing
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "Span",
     "around",
     "missing",
+    "why_of",
 ]

@@ -45,8 +45,6 @@ def advice(reason: str, evidence: Mapping[str, Any]) -> str | None:
     """
     why = evidence.get("why") or ""
     match reason:
-        case "diverged" if evidence.get("public"):
-            return "Send exactly the declared tokens of the public prefix, or declare what is sent."
         case "diverged":
             return "Move what changes (a time, names, ids, the order of tools) behind what stays."
         case "evicted":

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvkeep.core.errors import InvalidValue
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
     from kvkeep.core.keys import Namespace
 
@@ -23,6 +23,10 @@ __all__ = [
     "Missing",
     "Span",
     "around",
+    "covering",
+    "of_public",
+    "painted",
+    "with_last_token",
 ]
 
 REASONS = (
@@ -65,15 +69,81 @@ class Span:
         """The number of tokens."""
         return self.stop - self.start
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON has them."""
-        return {
-            "start": self.start,
-            "stop": self.stop,
-            "source": self.source,
-            "reason": self.reason,
-            "evidence": dict(self.evidence),
-        }
+
+def painted(spans: list[Span], new: Span, over: Container[str | None]) -> list[Span]:
+    """Return ``spans`` with ``new`` painted over those whose reason is in ``over``."""
+    found: list[Span] = []
+    for span in spans:
+        first, last = max(span.start, new.start), min(span.stop, new.stop)
+        if first >= last or span.reason not in over:
+            found.append(span)
+            continue
+        if span.start < first:
+            found.append(_cut(span, span.start, first))
+        found.append(_cut(new, first, last))
+        if last < span.stop:
+            found.append(_cut(span, last, span.stop))
+    return found
+
+
+def _cut(span: Span, start: int, stop: int) -> Span:
+    return Span(start, stop, span.source, span.reason, span.evidence)
+
+
+def with_last_token(spans: list[Span], tokens: int) -> list[Span]:
+    """Give the last token its own reason if no other token had to be computed.
+
+    Tokens with the reason "page_remainder" do not count as such.
+    """
+    reasons = {span.reason for span in spans if span.start < tokens - 1 and span.reason}
+    if reasons <= {"page_remainder"}:
+        return painted(spans, Span(tokens - 1, tokens, None, "last_token"), _Anything())
+    return spans
+
+
+def of_public(spans: Iterable[Span], tokens: int) -> list[Span]:
+    """Say of the spans within the first ``tokens`` tokens that these are of a public prefix."""
+    found: list[Span] = []
+    for span in spans:
+        middle = max(span.start, min(tokens, span.stop))
+        if span.start < middle:
+            evidence = {**span.evidence, "public": True}
+            found.append(Span(span.start, middle, span.source, span.reason, evidence))
+        if middle < span.stop:
+            found.append(_cut(span, middle, span.stop))
+    return found
+
+
+class _Anything:
+    """A container that contains everything."""
+
+    def __contains__(self, item: object) -> bool:
+        return True
+
+
+def covering(spans: Iterable[Span], tokens: int) -> tuple[Span, ...]:
+    """Join equal neighbours, and assert that the spans cover all tokens, each once.
+
+    Cost: one pass.
+    """
+    found: list[Span] = []
+    at = 0
+    for span in spans:
+        assert span.start == at, f"spans have a gap or overlap at token {at}"
+        assert span.stop > span.start, f"an empty span at token {at}"
+        assert (span.source is None) != (span.reason is None), f"two minds about token {at}"
+        at = span.stop
+        last = found[-1] if found else None
+        if (
+            last is not None
+            and (last.source, last.reason) == (span.source, span.reason)
+            and (last.evidence is span.evidence or last.evidence == span.evidence)
+        ):
+            found[-1] = _cut(last, last.start, span.stop)
+        else:
+            found.append(span)
+    assert at == tokens, f"spans cover {at} of {tokens} tokens"
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,25 +206,6 @@ class Explanation:
             if span.reason is not None:
                 found[span.reason] = found.get(span.reason, 0) + span.tokens
         return found
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON has them."""
-        return {
-            "id": self.id,
-            "at": self.at,
-            "cache_salt": self.namespace.tenant,
-            "endpoint": self.kind,
-            "session": self.session,
-            "prompt_tokens": self.prompt_tokens,
-            "generated_tokens": self.generated_tokens,
-            "ttft_s": self.ttft_s,
-            "seconds": self.seconds,
-            "outcome": self.outcome,
-            "reused": self.reused,
-            "computed": self.computed,
-            "spans": [span.as_dict() for span in self.spans],
-            "sentence": self.sentence,
-        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,16 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.observe.explain.answer import Explanation, Missing, Span
+from kvkeep.observe.explain.answer import (
+    Explanation,
+    Missing,
+    Span,
+    covering,
+    of_public,
+    painted,
+    with_last_token,
+)
 from kvkeep.observe.explain.reasons import evicted
 from kvkeep.observe.explain.sentences import sentence_of
-from kvkeep.observe.explain.spans import covering, of_public, painted, with_last_token
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvkeep.core.keys import Namespace
-    from kvkeep.observe.explain.units import Requester
+    from kvkeep.observe.explain.ledger import Requester
 
 __all__ = ["ExplainedRequest"]
 

@@ -14,10 +14,10 @@ from kvkeep.core.extras import as_extras
 from kvkeep.core.tokens import as_row, as_tokens
 from kvkeep.observe.explain.explained import ExplainedRequest
 from kvkeep.observe.explain.inbox import Inbox
+from kvkeep.observe.explain.ledger import Requester
 from kvkeep.observe.explain.mirror import Mirror
 from kvkeep.observe.explain.store_reasons import missing as store_reasons
 from kvkeep.observe.explain.summary import add_up, summarise
-from kvkeep.observe.explain.units import Requester
 from kvkeep.observe.usage import RequestAdmitted, RequestEnded, RequestLoaded
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvkeep.core.tokens import TOKEN_BYTES
-from kvkeep.observe.explain.units import UNKNOWN, Eviction
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,11 +17,53 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kvkeep.core.keys import Namespace
-    from kvkeep.observe.explain.units import UnitState
 
     Rows = npt.NDArray[np.int64]
 
-__all__ = ["NamespaceUnits", "UnitLedger"]
+__all__ = ["UNKNOWN", "Eviction", "NamespaceUnits", "Requester", "UnitLedger", "UnitState"]
+
+UNKNOWN = "unknown"
+"""Cause of an eviction without an event: events were lost, or came before the first one seen."""
+
+
+@dataclass(slots=True, eq=False)
+class Requester:
+    """A request that computes units, and publishes them or not; shared by all of its units.
+
+    ``reuse`` is False if the cache keeps nothing. ``tail`` is the name of the full unit into which
+    generated tokens turned the prompt's last, short one; None if they did not.
+    """
+
+    id: str
+    store: bool
+    reuse: bool = True
+    running: bool = True
+    outcome: str | None = None
+    tail: bytes | None = None
+
+    @property
+    def why_not(self) -> str:
+        """The reason why no page of the request was kept."""
+        if not self.reuse:
+            return "reuse_off"
+        if not self.store:
+            return "store_false"
+        return UNKNOWN if self.outcome in {None, "done"} else "given_up"
+
+
+@dataclass(slots=True, eq=False)
+class Eviction:
+    """An eviction at ``at`` (unix seconds), for the ``needed_pages`` of request ``by``."""
+
+    at: float
+    cause: str
+    by: str | None = None
+    needed_pages: int | None = None
+
+
+UnitState = Requester | Eviction | int | None
+"""The latest event of a unit; a number is the sequence that published it."""
+
 
 _SPACE_UNITS = 8
 """Units that a namespace counts as, by the memory that it needs."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -13,14 +12,12 @@ from kvkeep.core.extras import signed
 from kvkeep.core.keys import chain_keys
 from kvkeep.core.public import PublicPrefixes, public_namespace
 from kvkeep.observe.explain.alike import Anchors
-from kvkeep.observe.explain.declared import DeclaredRows
-from kvkeep.observe.explain.ledger import UnitLedger
+from kvkeep.observe.explain.ledger import UNKNOWN, Eviction, Requester, UnitLedger
 from kvkeep.observe.explain.nearest import PromptHistory, SeenPrompt
 from kvkeep.observe.explain.reasons import QueriedPrompt, Reasons
-from kvkeep.observe.explain.units import UNKNOWN, Eviction, Requester
 
 if TYPE_CHECKING:
-    from kvkeep.core.events import Event, Returned
+    from kvkeep.core.events import Event
     from kvkeep.core.extras import Extras
     from kvkeep.core.keys import Namespace
     from kvkeep.core.pages.layout import GroupLayout
@@ -34,13 +31,11 @@ _MOST_OPEN = 10_000
 
 
 class _Opening(NamedTuple):
-    """An `Opened` event: its number, the eviction that made room, the tokens that matched, and the
-    conversation that went on."""
+    """An `Opened` event: its number, the eviction that made room, and the tokens that matched."""
 
     number: int | None = None
     made_room: Eviction | None = None
     stored: int | None = None
-    returned: Returned | None = None
 
 
 class Mirror:
@@ -70,7 +65,6 @@ class Mirror:
     def share(self, public: PublicPrefixes) -> None:
         """Judge prompts with these public prefixes."""
         self._public = public
-        self._reasons.declared = DeclaredRows(public, self.ledger.unit_tokens)
 
     # --- events ------------------------------------------------------------------------------
 
@@ -92,7 +86,7 @@ class Mirror:
                     self._settle()
             case Opened():
                 self._opened[event.sequence] = _Opening(
-                    self._number, made_room, event.stored_tokens, event.returned
+                    self._number, made_room, event.stored_tokens
                 )
                 if len(self._opened) > _MOST_OPEN:
                     self._opened.popitem(last=False)
@@ -211,8 +205,6 @@ class Mirror:
         if len(wrong):
             self.ledger.gone(self.ledger.page[wrong], Eviction(at, UNKNOWN))
         spans = self._reasons.spans(query)
-        if opening.returned is not None:
-            spans = [_kept(span, opening.returned) for span in spans]
         forgotten = self.ledger.forgotten
         self._settle()
         found = rows if forgotten == self.ledger.forgotten else None
@@ -264,10 +256,3 @@ class Mirror:
         shared = ledger.enter(public_namespace(prompt.namespace))
         first = ledger.note(shared, prompt.names[:public], 0, rows[:public])
         return np.concatenate((first, private))
-
-
-def _kept(span: Span, returned: Returned) -> Span:
-    """Say of tokens from the pool which return they were kept for."""
-    if span.source != "pool":
-        return span
-    return replace(span, evidence=dict(zip(("after_s", "turns"), returned, strict=True)))

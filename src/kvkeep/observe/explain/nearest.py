@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from kvkeep.core.keys import Namespace
     from kvkeep.core.tokens import TokenArray
     from kvkeep.observe.explain.alike import Anchors
-    from kvkeep.observe.explain.ledger import UnitLedger
-    from kvkeep.observe.explain.units import Requester
+    from kvkeep.observe.explain.ledger import Requester, UnitLedger
 
 __all__ = ["Nearest", "PromptHistory", "SeenPrompt"]
 

@@ -10,9 +10,8 @@ import numpy as np
 
 from kvkeep.core.tokens import common_length
 from kvkeep.observe.explain.alike import GRAM
-from kvkeep.observe.explain.answer import BEFORE, BEHIND, Span
-from kvkeep.observe.explain.spans import painted
-from kvkeep.observe.explain.units import Eviction, Requester
+from kvkeep.observe.explain.answer import BEFORE, BEHIND, Span, painted
+from kvkeep.observe.explain.ledger import Eviction, Requester
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -20,10 +19,8 @@ if TYPE_CHECKING:
     from kvkeep.core.keys import Namespace
     from kvkeep.core.pages.layout import GroupLayout
     from kvkeep.core.tokens import TokenArray
-    from kvkeep.observe.explain.declared import DeclaredRows
-    from kvkeep.observe.explain.ledger import NamespaceUnits, Rows, UnitLedger
+    from kvkeep.observe.explain.ledger import NamespaceUnits, Rows, UnitLedger, UnitState
     from kvkeep.observe.explain.nearest import Nearest, PromptHistory, SeenPrompt
-    from kvkeep.observe.explain.units import UnitState
 
 __all__ = ["QueriedPrompt", "Reasons", "evicted"]
 
@@ -81,11 +78,7 @@ Verdict = Requester | Eviction | _Late | str
 
 
 class Reasons:
-    """Finds the reasons in a `UnitLedger` and a `PromptHistory`; changes neither.
-
-    Attributes:
-        declared: the public prefixes, if there may be any.
-    """
+    """Finds the reasons in a `UnitLedger` and a `PromptHistory`; changes neither."""
 
     def __init__(
         self,
@@ -94,7 +87,6 @@ class Reasons:
         policy: str,
         groups: GroupLayout | None = None,
     ) -> None:
-        self.declared: DeclaredRows | None = None
         self._groups = groups
         self._ledger = ledger
         self._prompts = prompts
@@ -113,8 +105,6 @@ class Reasons:
         known = query.cached // self._size + sum(units for _, units in before)
         spans += self._of_units(query, verdicts)
         spans += self._of_tail(query, query.space, _NEW)
-        if self.declared is not None:
-            spans = self.declared.marked(query.prompt, spans, self._ledger)
         if spans[-1].reason == _NEW:
             spans = self._elsewhere(query, spans, known)
             spans = self._alike(query, spans, rows[:known], known)

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from kvkeep.observe.explain.answer import Span
 
-__all__ = ["cause_sentence", "sentence_of", "shown"]
+__all__ = ["cause_sentence", "sentence_of", "shown", "why_of"]
 
 _MOST = 64
 _PERCENT = 0.01
@@ -68,36 +68,20 @@ def _name(identity: str) -> str:
 def sentence_of(spans: Sequence[Span], tokens: int) -> str:
     """Return one sentence for the main reason why tokens of a prompt were computed.
 
-    It also says which tokens are a public prefix's, and which the pool had kept for the return of
-    the conversation.
+    It also says which tokens are a public prefix's.
     """
-    said = _computed(spans, tokens)
-    return said + _missed(spans, said) + _shared(spans) + _kept(spans)
+    return _computed(spans, tokens) + _shared(spans)
 
 
-def _missed(spans: Sequence[Span], said: str) -> str:
-    """Return where a prompt differs from a public prefix, unless that is the main reason."""
-    for span in spans:
-        if span.reason == "diverged" and span.evidence.get("public"):
-            missed = _of_public(span.reason, span.evidence)
-            return "" if missed in said else f"; {missed}"
-    return ""
+def why_of(span: Span) -> str | None:
+    """Return why the tokens of a span were computed, as a clause; None for those reused."""
+    return None if span.reason is None else _because(span.reason, span.evidence)
 
 
 def _shared(spans: Sequence[Span]) -> str:
     """Return what to add about tokens that were read from the one copy of a public prefix."""
     count = sum(span.tokens for span in spans if span.source and span.evidence.get("public"))
     return f"; {count:,} were read from the public prefix, shared by all tenants" if count else ""
-
-
-def _kept(spans: Sequence[Span]) -> str:
-    """Return what to add about tokens that were kept for the return of a conversation."""
-    kept = [span for span in spans if span.source == "pool" and "after_s" in span.evidence]
-    if not kept:
-        return ""
-    after = duration(kept[0].evidence["after_s"])
-    count = sum(span.tokens for span in kept)
-    return f"; {count:,} were kept for the return of this conversation, which took {after}"
 
 
 def _computed(spans: Sequence[Span], tokens: int) -> str:
@@ -136,8 +120,8 @@ def _listed(words: Iterable[str]) -> str:
 
 def _because(reason: str, evidence: Mapping[str, Any]) -> str:
     """Return the reason as a clause that follows a colon."""
-    if evidence.get("public") and reason in {"diverged", "new"}:
-        return _of_public(reason, evidence)
+    if evidence.get("public") and reason == "new":
+        return "they are of a public prefix, which was not cached yet"
     tier = evidence.get("tier")
     where = "a tier" if tier is None else f"tier {shown(tier)}"
     match reason:
@@ -173,13 +157,6 @@ def _because(reason: str, evidence: Mapping[str, Any]) -> str:
             return f"{where} had them, and their checksum was wrong"
         case _:
             return _SIMPLE.get(reason, "they were never seen before")
-
-
-def _of_public(reason: str, evidence: Mapping[str, Any]) -> str:
-    """Return why tokens of a public prefix were computed, or those of a prompt that misses it."""
-    if reason == "new":
-        return "they are of a public prefix, which was not cached yet"
-    return f"the prompt differs from the public prefix at token {evidence['position']:,}"
 
 
 def _request(identity: str) -> str:
@@ -271,8 +248,7 @@ def _of_prompts(reason: str, evidence: Mapping[str, Any]) -> str:
         case "diverged":
             many = evidence["differs"]
             how = f"a difference of {many:,} token{'s' * (many != 1)}" if many else "something less"
-            what = " from the public prefix" if evidence.get("public") else ""
-            return f"differ{what} at token {evidence['position']:,} ({how})"
+            return f"differ at token {evidence['position']:,} ({how})"
         case "evicted":
             tier = evidence.get("tier")
             place = "the pool" if tier in {None, "", "pool"} else f"tier {shown(tier)}"

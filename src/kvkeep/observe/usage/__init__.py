@@ -20,10 +20,10 @@ from kvkeep.observe.usage.records import (
     RequestRecord,
 )  # fmt: skip
 from kvkeep.observe.usage.table import UsageTable
-from kvkeep.observe.usage.tenants import TenantCounts, TenantLedger, TenantReport
+from kvkeep.observe.usage.tenants import TenantCounts, TenantLedger
 
 __all__ = [
     "LoadReport", "Notifier", "Outcome", "PromptComputed", "PromptStored", "RequestAdmitted",
     "RequestBegun", "RequestEnded", "RequestEvent", "RequestLoaded", "RequestObserver",
-    "RequestOrigin", "RequestRecord", "TenantCounts", "TenantLedger", "TenantReport", "UsageTable",
+    "RequestOrigin", "RequestRecord", "TenantCounts", "TenantLedger", "UsageTable",
 ]  # fmt: skip

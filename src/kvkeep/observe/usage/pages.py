@@ -10,8 +10,6 @@ import numpy as np
 from kvkeep.core.events import Evicted, Stored
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import numpy.typing as npt
 
     from kvkeep.core.events import Event
@@ -36,8 +34,6 @@ class PageOwners:
         self._tenants: dict[int, str] = {}
         self._numbers: dict[str, int] = {}
         self._last = _NOBODY
-        self.changed: Callable[[str, int], None] | None = None
-        """Called with a tenant and how many pages more it has, below 0 if they were evicted."""
 
     def see(self, event: Event) -> None:
         """Count an event of the cache."""
@@ -55,8 +51,6 @@ class PageOwners:
             self._tenants[number] = tenant
         self._owners[pages] = number
         self.pages[tenant] += len(pages)
-        if self.changed is not None:
-            self.changed(tenant, len(pages))
 
     def _evicted(self, pages: PageArray) -> None:
         numbers, counts = np.unique(self._owners[pages], return_counts=True)
@@ -66,7 +60,5 @@ class PageOwners:
             if tenant is None:
                 continue
             self.pages[tenant] -= count
-            if self.changed is not None:
-                self.changed(tenant, -count)
             if self.pages[tenant] <= 0:
                 del self.pages[tenant], self._numbers[tenant], self._tenants[number]

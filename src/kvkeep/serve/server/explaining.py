@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.observe.explain import around
+from kvkeep.observe.explain import around, why_of
 from kvkeep.serve.server.schemas.see import (
     DivergedText,
     ExplainResponse,
@@ -77,11 +77,13 @@ def _span(span: Span, *, text: bool) -> PromptSpan:
     evidence = {
         name: _shown(value) for name, value in span.evidence.items() if text or name not in _TOKENS
     }
+    why = why_of(span)
     return PromptSpan(
         start=span.start,
         stop=span.stop,
         source=None if span.source is None else showable(span.source),
         reason=span.reason,
+        why=None if why is None else showable(why),
         evidence=evidence,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from heapq import nlargest
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from kvkeep.observe.telemetry.labels import OTHER, label
 
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from kvkeep.core.cache import CacheStats
-    from kvkeep.observe.telemetry import Buckets, TimesOfPages
     from kvkeep.observe.usage.table import ReuseSnapshot
 
 __all__ = [
@@ -25,7 +24,6 @@ __all__ = [
     "of_engine",
     "of_events",
     "of_namespaces",
-    "of_pages",
     "of_reuse",
     "of_store",
     "of_tiers",
@@ -70,6 +68,7 @@ _CACHE_COUNTERS: _Table = {
         "duplicate_pages",
         "Pages computed twice at once, one of which was freed",
     ),
+    "kvkeep_evicted_pages": ("evicted_pages", "Pages evicted"),
     "kvkeep_evictions": ("evictions", "Evictions, of any number of pages"),
     "kvkeep_out_of_pages": ("out_of_pages", "Operations refused because pages were short"),
     "kvkeep_hook_errors": ("hook_errors", "Hooks of the cache that raised"),
@@ -275,38 +274,6 @@ def of_tiers(found: Iterable[Mapping[str, Any]]) -> Iterator[Metric]:
         yield counter
 
 
-def of_pages(evicted: int, times: TimesOfPages | None) -> Iterator[Metric]:
-    """Evicted pages by reason, their residency, and the gaps between uses of a prefix.
-
-    ``evicted`` counts all evicted pages; those without an event get the reason "unknown".
-    """
-    known = {} if times is None else times.evicted
-    counter = CounterMetricFamily("kvkeep_evicted_pages", "Pages evicted", labels=["reason"])
-    for reason, pages in known.items():
-        counter.add_metric([reason], pages)
-    unknown = max(0, evicted - sum(known.values()))
-    if unknown or not known:
-        counter.add_metric(["unknown"], unknown)
-    yield counter
-    if times is None:
-        return
-    residency = HistogramMetricFamily(
-        "kvkeep_page_residency_seconds",
-        "Seconds from storing a page to its eviction, for each page",
-        labels=["reason"],
-    )
-    for reason, buckets in times.residency.items():
-        residency.add_metric([reason], _buckets(buckets), buckets.total)
-    yield residency
-    gap = times.reuse_gap
-    yield HistogramMetricFamily(
-        "kvkeep_reuse_gap_seconds",
-        "Seconds from one use of a cached prefix to the next, for each sequence that continued one",
-        buckets=_buckets(gap),
-        sum_value=gap.total,
-    )
-
-
 def of_reuse(reuse: ReuseSnapshot) -> Iterator[Metric]:
     """Reused tokens by tier, the time that reuse saved, and the shares of namespaces."""
     hits = CounterMetricFamily(
@@ -396,10 +363,3 @@ def of_events(publisher: Mapping[str, int]) -> Iterator[Metric]:
 def _tier(name: str) -> str:
     """Return the label of a tier: the name that an operator gave it."""
     return label(name, reserved=())
-
-
-def _buckets(buckets: Buckets) -> list[tuple[str, float]]:
-    return [
-        ("+Inf" if bound == float("inf") else str(bound), count)
-        for bound, count in buckets.cumulative
-    ]

@@ -9,7 +9,6 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_1_0_0
 from prometheus_client.registry import Collector
 
-from kvkeep.observe.telemetry import PageTimes
 from kvkeep.observe.usage import UsageTable
 from kvkeep.observe.usage.history import WARM
 from kvkeep.serve.http import metrics as http_metrics
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
-    from kvkeep.core.cache import CacheStats, PagedCache
+    from kvkeep.core.cache import CacheStats
     from kvkeep.observe.usage import TenantLedger
     from kvkeep.serve.http import BodyBudget, Connections
     from kvkeep.serve.server.engine_costs import EngineCosts
@@ -52,7 +51,6 @@ class ServerMetrics:
         self._state = _State()
         registry.register(self._state)
         self._exposing = threading.Lock()
-        self._times: PageTimes | None = None
         self.usage = UsageTable() if usage is None else usage
         self.events: Callable[[], Mapping[str, int]] | None = None
         self.reasons: Callable[[], Mapping[str, int]] | None = None
@@ -113,17 +111,6 @@ class ServerMetrics:
             registry=registry,
         )
 
-    def watch(self, cache: PagedCache) -> None:
-        """Count evictions and residency of pages of ``cache``, from the first call on.
-
-        The server calls this at the first read of /metrics, since it costs time in the cache's
-        operations: see `docs/observability.md`.
-        """
-        with self._exposing:
-            if self._times is None:
-                self._times = PageTimes(cache.num_pages)
-                cache.subscribe(self._times.see)
-
     def note_first_token(self, seconds: float, *, prompt_tokens: int, reused_tokens: int) -> None:
         """Count a request's time to its first token, here and in the usage table."""
         self.usage.note_first_token(
@@ -141,13 +128,10 @@ class ServerMetrics:
     ) -> bytes:
         """Return the text that Prometheus reads, with the figures given.
 
-        Cost: below two milliseconds, and a few microseconds for each event of the cache since the
-        last call.
+        Cost: below two milliseconds.
         """
         with self._exposing:
-            times = None if self._times is None else self._times.snapshot()
             found: list[Metric] = [*families.of_cache(cache), *families.of_engine(engine)]
-            found += families.of_pages(cache.evicted_pages, times)
             found += families.of_reuse(self.usage.reuse(families.MOST_NAMES))
             found += families.of_namespaces(dict(self.usage.pages.pages))
             if self.reasons is not None:

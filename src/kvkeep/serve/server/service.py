@@ -18,10 +18,8 @@ from kvkeep.serve.server.losses import ServerLosses, loss_counts
 from kvkeep.serve.server.metrics import ServerMetrics
 from kvkeep.serve.server.record import JobRecorder
 from kvkeep.serve.server.retention import Retention
-from kvkeep.serve.server.tenant_usage import TenantUsage
 from kvkeep.serve.server.thread_pools import ThreadPools
 from kvkeep.serve.server.tier_retention import TierRetention
-from kvkeep.serve.server.usage_report import UsagePart, usage_report
 from kvkeep.serve.server.watching import Watching
 from kvkeep.serve.server.worker import EngineStopped, Generation, Worker
 
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
     from kvkeep.observe.usage import RequestObserver
     from kvkeep.observe.usage.lately import Counts
     from kvkeep.serve.engine import Delta, Engine, Tokenizer
-    from kvkeep.serve.server.schemas.usage import UsageResponse
     from kvkeep.serve.server.settings import ServerSettings
     from kvkeep.serve.server.worker import Call, Job
     from kvkeep.store.tiers import TierStats
@@ -66,13 +63,12 @@ class Service:
             budget=settings.body_budget_bytes,
             seconds=min(settings.body_timeout_s, settings.request_timeout_s),
         )
-        tenants = TenantUsage(engine, settings, self.namespace)
-        self.watching = Watching(engine.cache, tenants, explain=settings.explain)
+        self.watching = Watching(engine.cache, explain=settings.explain, named=settings.weights)
         self.metrics = ServerMetrics(self.watching.usage)
         self.costs = EngineCosts(engine.cost)
         self.metrics.costs = self.costs
         self.metrics.bodies = self.bodies
-        self.metrics.tenants = tenants.ledger
+        self.metrics.tenants = self.watching.tenants
         self._observers = observers
         if settings.explain:
             self.metrics.reasons = self.watching.computed_tokens
@@ -130,13 +126,6 @@ class Service:
     def decode(self) -> Callable[[Sequence[int]], str] | None:
         """What makes text of tokens for explanations; None if they are to have none."""
         return self.tokenizer.decode if self.settings.text else None
-
-    def usage(self, part: UsagePart) -> UsageResponse:
-        """Return what tenants used. Cost: a pass over namespaces and tenants."""
-        name = self.settings.name
-        return usage_report(
-            self.watching.tenants, self.retention, self.tier_retention, part, model=name
-        )
 
     @property
     def longest_prompt(self) -> int:

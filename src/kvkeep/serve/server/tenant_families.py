@@ -25,7 +25,6 @@ _TOKENS = {
     "loaded": "loaded_tokens",
     "computed": "computed_tokens",
     "generated": "generated_tokens",
-    "written": "written_tokens",
     "stored": "stored_tokens",
 }
 
@@ -73,8 +72,7 @@ def of_tenants(series: Sequence[tuple[str | None, TenantCounts]]) -> Iterator[Me
     """What tenants used, from `TenantLedger.series`."""
     tokens = CounterMetricFamily(
         "kvkeep_namespace_tokens",
-        "Tokens by namespace and kind, as in /kv/usage; a namespace's counters begin when it gets "
-        "its label",
+        "Tokens by namespace and kind; a namespace's counters begin when it gets its label",
         labels=["namespace", "kind"],
     )
     for tenant, counts in series:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvkeep.observe.explain import Explainer
-from kvkeep.observe.usage import UsageTable
+from kvkeep.observe.usage import TenantLedger, UsageTable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from kvkeep.core.cache import PagedCache
     from kvkeep.observe.usage import RequestObserver
-    from kvkeep.serve.server.tenant_usage import TenantUsage
 
 __all__ = ["Watching"]
 
@@ -20,13 +19,13 @@ __all__ = ["Watching"]
 class Watching:
     """Makes the observers of one server's cache and requests, and ends them.
 
-    ``usage`` and ``tenants`` are always kept; ``explainer`` is None before `start`, and without
-    ``explain``.
+    ``usage`` and ``tenants`` are always there, with a series in metrics
+    for tenants ``named``; ``explainer`` is None before `start`, and without ``explain``.
     """
 
-    def __init__(self, cache: PagedCache, tenants: TenantUsage, *, explain: bool) -> None:
+    def __init__(self, cache: PagedCache, *, explain: bool, named: Collection[str] = ()) -> None:
         self.usage = UsageTable(cache.num_pages)
-        self.tenants = tenants
+        self.tenants = TenantLedger(named=named)
         self.explainer: Explainer | None = None
         self._cache = cache
         self._explain = explain
@@ -37,17 +36,15 @@ class Watching:
 
     def start(self) -> tuple[RequestObserver, ...]:
         """Start the explainer's thread; return the observers of requests."""
-        self.tenants.start(self.usage.pages)
-        self._ends.append(self.tenants.close)
         if not self._explain:
-            return self.usage.see, self.tenants.ledger.see
+            return self.usage.see, self.tenants.see
         cache = self._cache
         self.explainer = explainer = Explainer(
             cache.page_size, cache.policy, reuse=cache.reuse, groups=cache.groups
         )
         explainer.share(cache.public)
         self._ends += [cache.subscribe(explainer.see), explainer.close]
-        return self.usage.see, self.tenants.ledger.see, explainer.see_request
+        return self.usage.see, self.tenants.see, explainer.see_request
 
     def computed_tokens(self) -> dict[str, int]:
         """Return computed tokens by reason since the start; empty without an explainer."""

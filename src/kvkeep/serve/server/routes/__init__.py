@@ -13,7 +13,6 @@ from kvkeep.serve.server.routes import (
     see,
     tokens,
     ui,
-    usage,
 )
 
 __all__ = ["ROUTERS"]
@@ -25,7 +24,6 @@ ROUTERS = (
     kv.router,
     see.router,
     see.prompts,
-    usage.router,
     cost.router,
     map.router,
     operations.router,

@@ -51,8 +51,6 @@ async def ready(service: ServiceOf) -> HealthResponse:
 async def metrics(service: ServiceOf) -> Response:
     """Metrics in Prometheus' text format."""
     cache, engine = await service.stats()
-    # Counting page times costs time, so it begins with the first read of the metrics.
-    await asyncio.to_thread(service.metrics.watch, service.engine.cache)
     store = await service.store_stats()
     # In a thread: the explainer first handles the events in its queue.
     tell = partial(service.metrics.exposition, cache, engine, store)

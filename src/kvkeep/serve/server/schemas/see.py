@@ -39,6 +39,7 @@ class PromptSpan(ResponseModel):
     stop: int
     source: str | None = Field(description="pool, or the name of a tier; null: computed.")
     reason: str | None = Field(description="Why it was computed; docs/explain.md lists all.")
+    why: str | None = Field(description="The same as a clause, with its evidence; null: reused.")
     evidence: dict[str, Any] = Field(description="The facts from which the reason follows.")
 
 

@@ -12,7 +12,6 @@ import {Poll, isStopped, stop, wake} from "./poll.js";
 import {drawRequests} from "./requests.js";
 import {breakAll} from "./series.js";
 import {drawTables} from "./tables.js";
-import {Tenants} from "./tenants.js";
 import {drawTiles} from "./tiles.js";
 import {Explorer} from "./tree.js";
 import {ago, seconds} from "./words.js";
@@ -139,8 +138,7 @@ const section = (id, every, load, show) => new Poll({
 });
 section("requests", REQUESTS_MS, () => ask("kv/requests", {query: {last: 50}}), drawRequests);
 section("causes", SUMMARY_MS, () => ask("kv/summary", {query: {last: 1000}}), drawCauses);
-new Explorer(known, () => Boolean(live && live.changes));
-new Tenants(known, () => live);
+new Explorer(known);
 
 byId("ask").addEventListener("click", askPrompt);
 

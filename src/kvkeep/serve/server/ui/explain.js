@@ -4,7 +4,7 @@ import {ask} from "./api.js";
 import {bar, swatch} from "./bars.js";
 import * as dialogs from "./dialogs.js";
 import {el, say, shown, theirs} from "./dom.js";
-import {REASONS, ago, many, seconds, sourceName, tenantName, tokens, whole} from "./words.js";
+import {REASONS, many, seconds, sourceName, tenantName, tokens, whole} from "./words.js";
 
 const MOST_SPANS = 60;
 
@@ -12,87 +12,15 @@ export const kindOf = (span) => (span.source ? (span.source === "pool" ? "pool" 
   : `r-${span.reason in REASONS ? span.reason : "new"}`);
 export const reasonName = (reason) => REASONS[reason] || reason;
 
-// A link to the explanation of another request, if its id is known.
-const to = (id, text) => (id ? el("button", {type: "button", class: "link",
-  on: {click: () => explain(id)}}, theirs(text)) : "another request");
-
-const WORDS = {
-  __proto__: null,  // a reason may have the name of a method
-  diverged: (said) => [
-    `The prompt differs from `,
-    said.public ? "the public prefix" : to(said.nearest, said.nearest ? `request ${said.nearest}` : ""),
-    ` at token ${whole(said.position)}`, said.differs ? `, for ${tokens(said.differs)}` : "",
-    said.public ? ". Without that, all tenants would share it."
-      : `. Without that, ${tokens(said.would_reuse)} would have been reused.`,
-  ],
-  evicted: (said) => [
-    said.public ? "It is a public prefix. " : "",
-    said.ago_s === undefined || said.ago_s === null ? "" : `Evicted ${ago(said.ago_s)}`,
-    said.tier ? ` from the ${sourceName(said.tier)}` : "", {
-      pressure: `, since pages were needed (${said.policy || "policy"} chose these)`,
-      asked: ", because a user requested it", cleared: ", when the cache was cleared",
-      dropped: ", with what it belonged to",
-    }[said.cause] || "", said.by ? ": " : ".",
-    ...(said.by ? [to(said.by, `request ${said.by}`),
-      said.needed_pages ? ` needed ${many(said.needed_pages, "page")}.` : " needed them."] : []),
-  ],
-  not_admitted: (said) => [{
-    reuse_off: "The server was started with --no-reuse: it computes every prompt.",
-    store_false: "Its request had store: false, so it was not cached.",
-    answer: "It is part of an answer, and only prompts were to be stored.",
-    unread: "It is part of an answer, and answers like it were never read again.",
-    lossy: "It was not exact, and the tier stores exact KV only.",
-    admission: "The tier admits only prompts that recur, and this came for the first time.",
-    queue_full: "The tier's write queue was full, so it was dropped.",
-    given_up: "Its request was aborted before it was published.",
-  }[said.why] || "It was seen, but not cached.", said.tier ? ` (${sourceName(said.tier)})` : ""],
-  other_namespace: (said) => ["It is cached in another namespace: ", ...Object.entries(said.fields || {})
-    .flatMap(([field, [ours, other]], at) => [at ? "; " : "",
-      field === "tenant" ? "cache_salt" : field, " is ", theirs(ours || "(none)"), " here and ",
-      theirs(other || "(none)"), " there"]), "."],
-  computing: (said) => [to(said.by, `Request ${said.by}`), " was computing it at the time."],
-  not_loaded: (said) => [said.tier ? `The ${sourceName(said.tier)} has it, and computing it is faster`
-    : "It is stored, and computing it is faster", said.why === "overtaken"
-    ? ": the rest was loaded meanwhile."
-    : said.load_s && said.compute_s
-      ? `: loading would have taken ${seconds(said.load_s)}, computing ${seconds(said.compute_s)}.`
-      : "."],
-  tier_unavailable: (said) => [`The ${sourceName(said.tier)} `, {
-    breaker: "was not read, because it had failed", late: "answered too late", error: "failed",
-  }[said.why] || "was unavailable", said.waited_s ? `, after ${seconds(said.waited_s)}` : "", "."],
-  damaged: (said) => [`The block in the ${sourceName(said.tier)} failed its checksum.`],
-  page_remainder: (said) => [`Pages of ${tokens(said.page_size)} are shared as a whole; `
-    + "the rest of the last one is computed again."],
-  not_resumable: (said) => [
-    `Its KV is cached up to token ${whole(said.stored)}, but `,
-    said.group === "window" ? "the window before that is no longer kept; "
-      : "no state is stored there; ",
-    said.nearest ? `the nearest is at ${whole(said.nearest)}.` : "nor is one before.", {
-      evicted: ` The one at ${whole(said.checkpoint)} was evicted`
-        + `${said.ago_s === null ? "" : ` ${ago(said.ago_s)}`}.`,
-      grid: ` States are kept at multiples of ${tokens(said.grid)}.`,
-      no_room: ` There was no room beside the one at ${whole(said.checkpoint)}.`,
-    }[said.why] || "",
-  ],
-  new: (said) => [said.public ? "It is a public prefix, and was not cached yet."
-    : "No earlier prompt had it."],
-  last_token: () => ["The last token is always computed: the next one is sampled from its output."],
-};
-
-const evidence = (span) => {
-  if (span.source) return ["Public prefix: shared by all tenants."];
-  try {
-    return (WORDS[span.reason] || (() => []))(span.evidence || {});
-  } catch {
-    return [shown(JSON.stringify(span.evidence))];
-  }
-};
+// A link to the explanation of the request that the evidence names.
+const other = ({nearest, by} = {}) => (nearest || by ? el("button", {type: "button", class: "link",
+  on: {click: () => explain(nearest || by)}}, "Open that request") : null);
 
 const line = (span) => el("li", {}, swatch(kindOf(span)),
   el("div", {}, el("b", {}, span.source ? `from the ${sourceName(span.source)}`
     : reasonName(span.reason)), ` · ${tokens(span.stop - span.start)} `,
   el("span", {class: "quiet"}, `(${whole(span.start)}–${whole(span.stop)})`),
-  span.source && !(span.evidence || {}).public ? null : el("p", {}, ...evidence(span))));
+  span.why ? el("p", {}, theirs(span.why), " ", other(span.evidence)) : null));
 
 // The text around the first difference, which is at `place`. Letters are whole characters, as the
 // server counts them, not what JavaScript calls one.

@@ -72,16 +72,6 @@ export class Poll {
   }
 }
 
-// One poll; a response that is outdated is not shown.
-export const latest = () => {
-  let number = 0;
-  return async (load, show) => {
-    const own = ++number;
-    const answer = await load();
-    if (own === number) show(answer);
-  };
-};
-
 export const wake = () => all.forEach((one) => one.now());
 export const stop = (value) => {
   stopped = value;

@@ -1,13 +1,11 @@
-// The tables of the answer that is polled each second: where reuse came from, losses, tiers,
-// sessions.
+// The tables of the answer that is polled each second: where reuse came from, losses, tiers, tenants.
 
 import {bar} from "./bars.js";
-import {now} from "./clock.js";
 import {byId, el, hide, say, shown} from "./dom.js";
 import {health} from "./health.js";
 import {flow, speed} from "./live.js";
 import {Table, meter, name, rate} from "./table.js";
-import {ago, amount, bytes, seconds, share, sourceName, tokens, whole} from "./words.js";
+import {amount, bytes, seconds, share, sourceName, tenantName} from "./words.js";
 
 let moved = new Map(), losses = [];
 
@@ -90,13 +88,15 @@ const tiers = new Table(byId("tiers-table"), "Tiers", [
       .join(", ") || "–",
   },
 ]);
-const sessions = new Table(byId("sessions-table"), "Sessions", [
-  {head: "session", ...name((one) => one.session, (one) => one.cache_salt || "")},
-  {head: "requests", number: true, text: (one) => whole(one.requests)},
-  {head: "tokens", number: true, text: (one) => amount(one.prompt_tokens)},
+const tenants = new Table(byId("tenants-table"), "Tenants", [
+  {head: "tenant", ...name((one) => tenantName(one.cache_salt))},
+  {head: "requests", number: true, text: (one) => amount(one.requests)},
+  {head: "prompt tokens", number: true, text: (one) => amount(one.prompt_tokens)},
+  {head: "computed", number: true, text: (one) => amount(one.prompt_tokens - one.reused_tokens)},
   meter("reused", (one) => [one.reused_tokens, one.prompt_tokens]),
-  {head: "last", number: true, text: (one) => ago(Math.max(0, now() - one.last_at))},
+  {head: "pages", number: true, text: (one) => (one.pages === null ? "–" : amount(one.pages))},
 ]);
+
 // How much of what is stored was loaded lately, because that is faster than computing it.
 const loaded = ({loaded_tokens: some, computed_stored_tokens: computed}) =>
   (some + computed ? ` Lately ${rate(some, some + computed)} of the stored tokens were loaded`
@@ -112,10 +112,9 @@ export const drawTables = (live) => {
     ? `Where KV goes that the pool has no room for.${live.loads ? loaded(live.loads) : ""}`
     : "This server keeps KV in its pool alone: it was started without a store.");
   tiers.draw(places, (one) => one.name);
-  hide(byId("sessions"), !live.sessions);
-  if (live.sessions) {
-    say(byId("sessions-said"), live.sessions.length
-      ? "The latest conversations that were named in requests." : "No request has named a session yet.");
-    sessions.draw(live.sessions, (one) => `${one.cache_salt} ${one.session}`);
-  }
+  hide(byId("tenants"), !live.tenants);
+  say(byId("tenants-said"), live.tenants?.length
+    ? "Prompts of one cache_salt share nothing with those of others. The largest since the start."
+    : "Nobody has asked anything yet.");
+  tenants.draw(live.tenants || [], (one) => one.cache_salt);
 };

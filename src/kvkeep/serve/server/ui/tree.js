@@ -4,7 +4,6 @@ import {Refused, ask} from "./api.js";
 import {keyItem} from "./bars.js";
 import {Details} from "./details.js";
 import {byId, el, hide, say, shown, theirs} from "./dom.js";
-import {List} from "./list.js";
 import {COLOURS, grow, titleOf} from "./model.js";
 import {Picture} from "./picture.js";
 import {Poll} from "./poll.js";
@@ -16,53 +15,45 @@ const NOTHING = "Nothing is kept yet. A prompt appears here once its first page 
 
 export class Explorer {
   // `known`: a promise of the server's first response.
-  constructor(known, allowed) {
+  constructor(known) {
     this.path = [];  // nodes from the top down to the one in view
     this.tree = null;
     this.selected = null;
-    this.details = new Details({
-      closed: () => this.choose(null),
-      changed: () => this.poll.now(),
-    }, allowed);
-    const both = {
+    this.details = new Details(() => this.choose(null));
+    this.picture = new Picture(byId("picture"), {
       up: () => this.go(this.path.slice(0, -1)),
       close: () => this.details.close(),
       select: (node) => this.choose(node),
-    };
-    this.picture = new Picture(byId("picture"), {...both, open: (node) => this.open(node),
-      over: (node) => this.over(node)});
-    this.list = new List(byId("list"), both);
-    this.controls();
+      open: (node) => this.open(node),
+      over: (node) => this.over(node),
+    });
+    byId("colour").addEventListener("change", () => {
+      if (!this.byTier || !this.tree || this.tree.tiers.length) this.draw();
+      // A new selection is requested even while the page is paused.
+      else this.load().then((found) => this.show(found), (error) => this.failed(error));
+    });
     this.poll = new Poll({every: EVERY_MS, element: byId("kept"), ready: known, load: () => this.load(),
       show: (answer) => this.show(answer), failed: (error) => this.failed(error)});
-  }
-
-  controls() {
-    byId("colour").addEventListener("change", () => this.draw());
-    const look = (picture) => {
-      byId("as-picture").setAttribute("aria-pressed", String(picture));
-      byId("as-list").setAttribute("aria-pressed", String(!picture));
-      hide(byId("picture"), !picture);
-      hide(byId("list"), picture);
-      this.draw();
-    };
-    byId("as-picture").addEventListener("click", () => look(true));
-    byId("as-list").addEventListener("click", () => look(false));
   }
 
   get root() {
     return this.path.length ? this.path[this.path.length - 1].id : null;
   }
 
+  get byTier() {
+    return byId("colour").value === "tier";
+  }
+
   // --- the server's data ------------------------------------------------------------------
 
   async load() {
     const root = this.root;
-    return {root, answer: await ask("kv/map", {query: {root, nodes: NODES}})};
+    return {root, answer: await ask("kv/map", {query: {root, nodes: NODES, tiers: this.byTier}})};
   }
 
   show({root, answer}) {
     if (root !== this.root) return;  // the view has changed meanwhile
+    if (this.byTier && !answer.tiers.length) return;  // and the colour was changed meanwhile
     this.tree = grow(answer);
     this.top = null;
     const empty = !this.tree.tops.length;
@@ -128,8 +119,7 @@ export class Explorer {
 
   // Closing the details returns the focus.
   back() {
-    if (!byId("picture").hidden) this.picture.reach(this.picture.focus, true);
-    else this.list.reach(this.list.focus, true);
+    this.picture.reach(this.picture.focus, true);
   }
 
   // --- drawing ------------------------------------------------------------------------------
@@ -138,10 +128,9 @@ export class Explorer {
     if (!this.tree) return;
     const what = {tree: this.tree, tops: this.top ? [this.top] : this.tree.tops,
       selected: this.selected, colour: byId("colour").value};
-    if (byId("picture").hidden) this.list.draw(what);
-    else this.picture.draw(what);
+    this.picture.draw(what);
     this.crumbs();
-    const legend = COLOURS[what.colour].legend();
+    const legend = COLOURS[what.colour].legend(this.tree.tiers);
     byId("legend").replaceChildren(...legend.map(([kind, text]) => keyItem(kind, shown(text))));
   }
 
