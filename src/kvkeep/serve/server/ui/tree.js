@@ -27,11 +27,7 @@ export class Explorer {
       open: (node) => this.open(node),
       over: (node) => this.over(node),
     });
-    byId("colour").addEventListener("change", () => {
-      if (!this.byTier || !this.tree || this.tree.tiers.length) this.draw();
-      // A new selection is requested even while the page is paused.
-      else this.load().then((found) => this.show(found), (error) => this.failed(error));
-    });
+    byId("colour").addEventListener("change", () => this.draw());
     this.poll = new Poll({every: EVERY_MS, element: byId("kept"), ready: known, load: () => this.load(),
       show: (answer) => this.show(answer), failed: (error) => this.failed(error)});
   }
@@ -40,20 +36,15 @@ export class Explorer {
     return this.path.length ? this.path[this.path.length - 1].id : null;
   }
 
-  get byTier() {
-    return byId("colour").value === "tier";
-  }
-
   // --- the server's data ------------------------------------------------------------------
 
   async load() {
     const root = this.root;
-    return {root, answer: await ask("kv/map", {query: {root, nodes: NODES, tiers: this.byTier}})};
+    return {root, answer: await ask("kv/map", {query: {root, nodes: NODES}})};
   }
 
   show({root, answer}) {
     if (root !== this.root) return;  // the view has changed meanwhile
-    if (this.byTier && !answer.tiers.length) return;  // and the colour was changed meanwhile
     this.tree = grow(answer);
     this.top = null;
     const empty = !this.tree.tops.length;
@@ -130,7 +121,7 @@ export class Explorer {
       selected: this.selected, colour: byId("colour").value};
     this.picture.draw(what);
     this.crumbs();
-    const legend = COLOURS[what.colour].legend(this.tree.tiers);
+    const legend = COLOURS[what.colour].legend();
     byId("legend").replaceChildren(...legend.map(([kind, text]) => keyItem(kind, shown(text))));
   }
 
