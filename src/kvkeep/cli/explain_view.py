@@ -46,6 +46,7 @@ _WHY: Final = {
     "overtaken": "others were loaded meanwhile",
     "breaker": "its circuit breaker is open",
     "late": "it was too slow",
+    "not_asked": "it was not asked, as its answers take too long",
     "error": "it failed",
 }
 _CAUSE: Final = {
