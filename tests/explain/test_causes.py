@@ -22,7 +22,7 @@ WHY = {  # what evidence says of each reason, as docs/explain.md lists it
         for one in ("reuse_off", "store_false", "answer", "admission", "lossy", "queue_full",
                     "no_room", "write_failed", "given_up")
     ],
-    "tier_unavailable": [{"why": one} for one in ("breaker", "late", "not_asked", "error")],
+    "tier_unavailable": [{"why": one} for one in ("breaker", "late", "error")],
     "not_resumable": [{"why": one} for one in ("evicted", "no_room")],
     "diverged": [{"public": True}],
 }  # fmt: skip

@@ -28,7 +28,6 @@ _NOT_ADMITTED: Final = {
 }
 _UNAVAILABLE: Final = {
     "breaker": "Look at the tier: it failed, and is left alone until it answers again.",
-    "not_asked": "Use a tier that answers faster: asking takes longer than it saves.",
     "late": "Use a faster tier, or give loads more time (--load-timeout).",
     "error": "Look at the tier's errors: reads failed.",
 }

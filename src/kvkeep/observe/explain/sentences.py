@@ -40,7 +40,6 @@ _SIMPLE = {"last_token": "the last token always is computed"}
 _UNAVAILABLE = {
     "breaker": "was given a rest after failures",
     "late": "did not answer in time",
-    "not_asked": "was not asked, because its answers take longer than they save",
     "error": "failed",
 }
 

@@ -51,8 +51,7 @@ def _converted(miss: Miss, word: str, waited_s: float | None) -> tuple[str, dict
         case "damaged":
             return "damaged", {}
         case "late":
-            why = "not_asked" if word == "not asked" else "late"
-            return "tier_unavailable", {"why": why, "waited_s": waited_s}
+            return "tier_unavailable", {"why": "late", "waited_s": waited_s}
         case _:
             why = "breaker" if word == "breaker" else "error"
             return "tier_unavailable", {"why": why, "waited_s": waited_s}

@@ -38,8 +38,7 @@ class Miss:
     - "removed": "cleared" or "removed" by request, "ttl" (expired), "gone" (deleted by others).
     - "damaged": the record did not verify.
     - "unavailable": "breaker" (the circuit breaker is open), or the error.
-    - "late": the tier did not answer in time; "not asked" if it was not asked, since its answers
-      take longer than they save.
+    - "late": the tier did not answer in time.
     - "slower": the tier has the tokens, and computing them is faster (`Miss.slower`): "expected"
       (they were not read) or "overtaken" (they were computed while they were read). Both times.
     - "never": no loss is recorded; "part" if less is stored than is worth loading, "state" if the
