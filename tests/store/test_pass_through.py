@@ -10,7 +10,7 @@ import pytest
 from kvkeep.core.errors import IllegalStep, InvalidValue
 from kvkeep.store import BlockStore
 from kvkeep.store.tiers import PassThrough
-from kvkeep.store.tiers.spare_buffers import SpareBuffers
+from kvkeep.store.tiers.shared_read import SpareBuffers
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,7 +12,7 @@ import pytest
 
 from kvkeep.core.keys import Namespace, chain_keys, root_key
 from kvkeep.core.returns import Ended
-from kvkeep.store.blocks import BlockReturns, BlockStore, ReturnRecorder, return_notes
+from kvkeep.store.blocks import BlockReturns, BlockStore, ReturnRecorder, returns
 
 SIZE = 4
 TIERS = ["memory://1MiB?policy=returns"]
@@ -111,7 +111,7 @@ def test_a_pause_is_as_long_though_it_was_noted_late() -> None:
 
 
 def test_a_message_is_bounded_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(return_notes, "_MOST_BLOCKS", 12)
+    monkeypatch.setattr(returns, "_MOST_BLOCKS", 12)
     recorder = ReturnRecorder(SIZE)
     for talk in range(5):
         row = np.arange(100 * talk, 100 * talk + 20, dtype=np.int32)
@@ -131,7 +131,7 @@ def test_a_store_that_does_not_order_by_waits_follows_nothing() -> None:
 
 
 def test_waits_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(return_notes, "_MOST", 5)
+    monkeypatch.setattr(returns, "_MOST", 5)
     talks = Talks(1)
     for _ in range(60):
         talks.turn(asked=True)

@@ -14,8 +14,7 @@ from kvkeep.core.geometry import KVGeometry
 from kvkeep.store import KVStore
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.tiers import Exclusive, MemorySpec, TieredStore
-from kvkeep.store.tiers.shared_read import SharedRead
-from kvkeep.store.tiers.spare_buffers import SpareBuffers
+from kvkeep.store.tiers.shared_read import SharedRead, SpareBuffers
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -27,10 +27,9 @@ from kvkeep.store.tiers import (
     TierOptions,
     TierSpec,
 )
-from kvkeep.store.tiers.block_waits import BlockWaits
 from kvkeep.store.tiers.catalogue import Catalogue
 from kvkeep.store.tiers.record import HEADER_BYTES
-from kvkeep.store.tiers.tier_returns import TierReturns
+from kvkeep.store.tiers.tier_returns import BlockWaits, TierReturns
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

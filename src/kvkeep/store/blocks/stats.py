@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from kvkeep.core.errors import BackendFailed, IllegalStep, number
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
-    from kvkeep.store.tiers import TierStats
+    from kvkeep.store.tiers import Loss, TieredStore, TierStats
 
 __all__ = [
     "Lookup",
@@ -20,8 +20,10 @@ __all__ = [
     "StoreCounters",
     "StoreStats",
     "closed_is_illegal",
+    "last_losses",
     "runs_of",
     "seconds_of",
+    "tier_runs",
 ]
 
 
@@ -154,3 +156,42 @@ class StoreCounters:
         """Return all counts at one moment, with these tiers."""
         with self._lock:
             return StoreStats(tiers=tiers, **self._counts)
+
+
+def tier_runs(tiered: TieredStore, blocks: Sequence[bytes]) -> list[tuple[int, str]]:
+    """Return the tiers that ``blocks`` would be read from, in runs: the end of each, and a name."""
+    memory, tiers = tiered.memory, tiered.tiers
+    runs: list[tuple[int, str]] = []
+    at = 0
+    while at < len(blocks):
+        name, end = memory.name, at + 1
+        if blocks[at] in memory:
+            end = at + max(1, memory.catalogue.leading(blocks[at:]))
+        elif tiers:
+            (held,) = tiered.holders(blocks[at : at + 1])
+            tier = tiers[min(held[0], len(tiers)) - 1] if held and held[0] else tiers[-1]
+            name, there = tier.name, 1
+            if held and tier.serves_all:
+                there = tier.catalogue.leading(blocks[at:])
+            while end < at + there and blocks[end] not in memory:
+                end += 1
+        if runs and runs[-1][1] == name:
+            runs.pop()
+        runs.append((end, name))
+        at = end
+    return runs
+
+
+def last_losses(
+    tiered: TieredStore, blocks: Sequence[bytes], since: float | None
+) -> list[Loss | None]:
+    """Return why each block was lost last, or cannot be read now; None: nothing is known.
+
+    ``since``: see `BlockStore.losses`.
+    """
+    found: list[Loss | None] = []
+    for block, loss in zip(blocks, tiered.losses_of(blocks, since), strict=True):
+        # A block that was stored again since then has an entry still.
+        last = tiered.losses.of(block) if loss is None else loss
+        found.append(None if last is None or last.what == "never" else last)
+    return found

@@ -11,11 +11,9 @@ from kvkeep.core.cost import CostModel
 from kvkeep.core.errors import InvalidValue, check_type, listed, number, told, whole
 from kvkeep.core.keys import KEY_BYTES, as_namespace, space_of
 from kvkeep.store.blocks.base import Store
-from kvkeep.store.blocks.placing import last_losses, tier_runs
-from kvkeep.store.blocks.return_notes import ReturnReplay
-from kvkeep.store.blocks.returns import BlockReturns
+from kvkeep.store.blocks.returns import BlockReturns, ReturnReplay
 from kvkeep.store.blocks.shared import places_of
-from kvkeep.store.blocks.stats import closed_is_illegal, runs_of, seconds_of
+from kvkeep.store.blocks.stats import closed_is_illegal, last_losses, runs_of, seconds_of, tier_runs
 from kvkeep.store.tiers import (
     PROMPT_TOKENS,
     Inclusive,

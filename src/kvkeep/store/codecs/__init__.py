@@ -5,7 +5,6 @@ named.py       codecs by name and by number
 raw.py         unchanged bytes
 lossless.py    byte planes and zstd, exact (numcodecs)
 quantised.py   shared by int8.py and fp8.py: one byte a number, one scale a tile (torch)
-tiles.py       which numbers share a scale
 int4.py        2 to 8 bits a number, a scale and a zero point a group (torch): grids.py, which
                numbers share them · planes.py, codes in bytes · rotation.py, of keys
 frames.py      bytes compressed by zstd: for lossless

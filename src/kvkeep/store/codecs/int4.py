@@ -38,8 +38,8 @@ from kvkeep.store.codecs.grids import (
     PartRows,
     range_error,
 )
-from kvkeep.store.codecs.layout import ALIGNED, aligned, bytes_of
 from kvkeep.store.codecs.planes import BITS, pack, padded, unpack
+from kvkeep.store.codecs.quantised import ALIGNED, aligned, bytes_of
 from kvkeep.store.codecs.rotation import BASES, find_base, turn, turns
 
 if TYPE_CHECKING:

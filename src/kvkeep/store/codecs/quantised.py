@@ -26,16 +26,16 @@ Rows are heads in HND; NHD has one row, with the channels of all heads. Scales a
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import dataclass
+from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.geometry import DTYPES
 from kvkeep.store.codecs.base import Codec, Damaged
-from kvkeep.store.codecs.layout import ALIGNED, aligned, bytes_of
-from kvkeep.store.codecs.tiles import per_channel, per_token, pieces, regions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,18 +43,107 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvkeep.store.codecs.base import BlockShape
-    from kvkeep.store.codecs.tiles import Tile
 
-__all__ = ["QuantisedCodec"]
+__all__ = [
+    "ALIGNED",
+    "QuantisedCodec",
+    "Tile",
+    "aligned",
+    "bytes_of",
+    "per_channel",
+    "per_token",
+    "pieces",
+    "regions",
+]
 
 _AS_IS, _PER_CHANNEL, _PER_TOKEN = 0, 1, 2
-_TILES = {_PER_CHANNEL: per_channel, _PER_TOKEN: per_token}
 _FEW_TOKENS = 32
 _SAMPLE_TOKENS = 64
 _SAMPLE_CHANNELS = 256
 _SCALE_BYTES = 2
 _LEAST_SCALE = 2.0**-126  # the smallest with a finite, exact reciprocal
 _NEAR_MAXIMUM = 0.98  # of the type's maximum: half a step more must not overflow
+
+
+ALIGNED: Final = 8
+
+
+def aligned(size: int) -> int:
+    """Return ``size`` rounded up to a multiple of `ALIGNED`."""
+    return -(-size // ALIGNED) * ALIGNED
+
+
+def bytes_of(buffer: memoryview) -> Tensor:
+    """Return a buffer as a tensor of uint8; a read-only one is copied, as torch needs to write."""
+    writable = bytearray(buffer) if buffer.readonly else buffer
+    return torch.frombuffer(writable, dtype=torch.uint8)
+
+
+_GROUP = 64  # numbers that share a scale: 64 + 2 bytes instead of 128 of bfloat16, 1.94 times less
+_PIECE = 1 << 15  # numbers processed at once; for more, torch would use its thread pool
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """``run`` consecutive tokens times ``width`` adjacent channels of one head."""
+
+    run: int
+    width: int
+
+    def runs(self, tokens: int) -> int:
+        """Return the number of runs in ``tokens``; the last one is longer by the remainder."""
+        return max(1, tokens // self.run)
+
+
+def per_channel(_: int) -> Tile:
+    """Return tiles of one channel: for keys, in which some channels are always large."""
+    return Tile(_GROUP, 1)
+
+
+def per_token(dim: int) -> Tile:
+    """Return tiles of one token (of a few, in small heads): for values, and for few tokens."""
+    width = next((n for n in range(min(dim, _GROUP), _GROUP // 2 - 1, -1) if dim % n == 0), dim)
+    return Tile(-(-_GROUP // width), width)
+
+
+def regions(part: Tensor, share: Tensor, tile: Tile) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield views of ``part`` [rows, tokens, channels] and ``share`` [rows, runs, groups].
+
+    The first view is [rows, runs, tokens of a run, groups, channels of a group]; the second has
+    size 1 in the axes whose numbers share a scale, so the two broadcast. One pair has all runs; if
+    the last run is longer, it is a second pair.
+    """
+    runs = tile.runs(part.shape[1])
+    whole = runs if part.shape[1] == runs * tile.run else runs - 1
+    cut = whole * tile.run
+    rows, _, groups = share.shape
+    share = share[:, :, None, :, None]
+    if whole:
+        yield part[:, :cut].view(rows, whole, tile.run, groups, tile.width), share[:, :whole]
+    if whole < runs:
+        yield part[:, cut:].view(rows, 1, -1, groups, tile.width), share[:, whole:]
+
+
+def pieces(region: Tensor) -> Iterator[tuple[slice, slice, slice, slice]]:
+    """Yield slices that cut a region into pieces of at most `_PIECE` numbers, in whole groups."""
+    rows, runs, run, groups, width = region.shape
+    left = _PIECE // (run * width)
+    steps = []
+    for length in (groups, runs, rows):
+        steps.append(max(1, min(length, left)))
+        left //= length
+    for row, first, group in product(
+        range(0, rows, steps[2]), range(0, runs, steps[1]), range(0, groups, steps[0])
+    ):
+        yield (
+            slice(row, row + steps[2]),
+            slice(first, first + steps[1]),
+            slice(None),
+            slice(group, group + steps[0]),
+        )
+
+
+_TILES = {_PER_CHANNEL: per_channel, _PER_TOKEN: per_token}
 
 
 class _Part(NamedTuple):

@@ -14,22 +14,21 @@ demoting.py      moves evicted blocks to a lower tier
 removing.py      deletes blocks by request
 loss_log.py      records why blocks were lost
 tier_returns.py  follows conversations, for policies that order by their returns:
-                 conversations.py: which prompts are returns; chains.py: prompts by their blocks;
-                 block_waits.py: which conversations wait at a block
+                 conversations.py: which prompts are returns
 
 One tier:
 
 memory.py        the memory tier, level 0; shared_memory.py: the same for all processes of a node
-front.py         what both have in common; reserving.py: room for records; spare_buffers.py
+front.py         what both have in common; reserving.py: room for records
 tier.py          a lower tier: one backend, with threads and statistics (counters.py)
 calls.py         guards backend calls, turns failures into misses; breaker.py, workers.py
-health.py        whether the tier can be read and written now
+health.py        whether the tier can be read and written now; its queries
 known.py         which blocks the tier holds and may serve
-catalogue.py     known blocks: block_table.py, eviction_order.py, tier_pins.py, packed.py;
+catalogue.py     known blocks: block_table.py, eviction_order.py, packed.py;
                  tier_waits.py: tells the policy of conversations that wait;
                  tier_shares.py: fair shares for tenants; two_queues.py: the policy 2q
-listing.py       keeps the catalogue in step with the backend; lookups.py, notes.py
-space.py         evicts and deletes within budget and quotas; turns.py: fairness among writers
+listing.py       keeps the catalogue in step with the backend; notes.py
+space.py         evicts and deletes within budget and quotas
 record.py        format of a stored block; record_codec.py: encodes, verifies and decodes it
 opening.py       opens tiers from URLs
 """
@@ -37,9 +36,8 @@ opening.py       opens tiers from URLs
 from __future__ import annotations
 
 from kvkeep.store.tiers.block_prefetch import BlockPrefetch
-from kvkeep.store.tiers.block_waits import SharedReturns
 from kvkeep.store.tiers.buffer import PROMPT_TOKENS, buffer_bytes
-from kvkeep.store.tiers.chains import Chain
+from kvkeep.store.tiers.conversations import Chain
 from kvkeep.store.tiers.counters import TierCounters, TierStats
 from kvkeep.store.tiers.loss_log import Loss, LossKind, LossLog, Miss
 from kvkeep.store.tiers.memory import MemorySpec, MemoryTier
@@ -55,7 +53,7 @@ from kvkeep.store.tiers.opening import (
 from kvkeep.store.tiers.removing import Removed
 from kvkeep.store.tiers.tail_reading import TailLimit
 from kvkeep.store.tiers.tier import Tier, TierOptions, TierSpec
-from kvkeep.store.tiers.tier_returns import TierReturns
+from kvkeep.store.tiers.tier_returns import SharedReturns, TierReturns
 from kvkeep.store.tiers.tier_shares import TenantWeights
 from kvkeep.store.tiers.tiered import TieredStore
 from kvkeep.store.tiers.tiering import Exclusive, Inclusive, PassThrough, TieringPolicy

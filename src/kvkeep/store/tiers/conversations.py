@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvkeep.core.returns import FirstTokens
 from kvkeep.core.tokens import TOKEN_BYTES, common_length
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable, Hashable, Sequence
 
     from kvkeep.core.returns import Ended, Wait
     from kvkeep.core.tokens import TokenArray
-    from kvkeep.store.tiers.block_waits import SharedReturns
-    from kvkeep.store.tiers.chains import Chain
+    from kvkeep.store.tiers.tier_returns import SharedReturns
 
-__all__ = ["Conversations"]
+__all__ = ["Chain", "Conversations"]
 
 _SLACK: Final = 5
 """Tokens at the end of a prompt that may differ in the conversation's next one.
@@ -306,3 +305,35 @@ def _place(chain: Chain, blocks: int, length: int) -> Place:
         return chain.at(blocks), b""
     start = blocks * chain.size
     return chain.at(blocks), chain.row[start : start + length].tobytes()
+
+
+class Chain(NamedTuple):
+    """A prompt, or a prompt with its answer.
+
+    Attributes:
+        root: stands for the place before the first block.
+        blocks: ids of the whole blocks, each of which stands for all tokens up to its end.
+        size: tokens of a block.
+        tokens: length of the prompt.
+        row: its tokens, None if blocks are all that is known.
+        public: number of leading blocks that other tenants share; ``root`` is this tenant's.
+    """
+
+    root: bytes
+    blocks: Sequence[bytes]
+    size: int
+    tokens: int
+    row: TokenArray | None = None
+    public: int = 0
+
+    def at(self, blocks: int) -> bytes:
+        """Return the id of the place behind so many blocks: no other tenant has the same one."""
+        if not blocks:
+            return self.root
+        last = self.blocks[blocks - 1]
+        return self.root + last if blocks <= self.public else last
+
+    def beginning(self, tokens: int) -> Chain:
+        """Return the first ``tokens`` tokens."""
+        row = None if self.row is None else self.row[:tokens]
+        return self._replace(blocks=self.blocks[: tokens // self.size], tokens=tokens, row=row)

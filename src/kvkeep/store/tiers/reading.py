@@ -15,8 +15,7 @@ from kvkeep.store.tiers.inexact import BEHIND, EXACT, origin
 from kvkeep.store.tiers.prompt_holds import PromptHolds
 from kvkeep.store.tiers.record import HEADER_BYTES
 from kvkeep.store.tiers.record_codec import another_length
-from kvkeep.store.tiers.shared_read import SharedRead
-from kvkeep.store.tiers.spare_buffers import SpareBuffers
+from kvkeep.store.tiers.shared_read import SharedRead, SpareBuffers
 from kvkeep.store.tiers.workers import Workers
 
 if TYPE_CHECKING:

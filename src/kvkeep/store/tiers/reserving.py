@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Protocol
+import threading
+from enum import Enum
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from kvkeep.core.errors import OutOfRoom
 from kvkeep.core.keys import SPACE_BYTES
 from kvkeep.store.tiers.record import HEADER_BYTES
-from kvkeep.store.tiers.turns import AGAIN, Again, Turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvkeep.store.backends.memory import Draft, InPlaceBackend
 
-__all__ = ["Reserving"]
+__all__ = ["AGAIN", "Again", "Reserving", "Turns"]
 
 _TRIES: Final = 8  # attempts before a thread gets priority
 _RUNS: Final = 8  # that threads may reserve before any of them counts to its namespace's quota
@@ -83,3 +84,51 @@ class Reserving:
                 return AGAIN if possible else []
 
         return self._turns.take(attempt) or []
+
+
+Result = TypeVar("Result")
+
+
+class Again(Enum):
+    """The result of a failed attempt that may succeed if it is repeated."""
+
+    AGAIN = "again"
+
+
+AGAIN: Final = Again.AGAIN
+
+
+class Turns:
+    """Repeats attempts that compete for the same room; a thread that loses often gets priority.
+
+    Another thread may use the room that one thread made. After ``tries`` failed attempts a thread
+    takes a lock, and the others wait for it before their next attempt: each of them can win at most
+    once more.
+
+    Arguments:
+        tries: attempts without the lock. With the lock, ``tries + threads`` attempts follow.
+        threads: threads that make attempts at a time.
+
+    Thread safety: every method. Cost: nothing unless a thread takes the lock.
+    """
+
+    def __init__(self, tries: int, threads: int) -> None:
+        self._tries = tries
+        self._alone_tries = tries + threads
+        self._alone = threading.Lock()
+
+    def take(self, attempt: Callable[[], Result | Again]) -> Result | None:
+        """Repeat ``attempt`` until its result is not `AGAIN`; return that, None after all tries."""
+        for _ in range(self._tries):
+            if self._alone.locked():
+                with self._alone:
+                    pass
+            result = attempt()
+            if result is not AGAIN:
+                return result
+        with self._alone:
+            for _ in range(self._alone_tries):
+                result = attempt()
+                if result is not AGAIN:
+                    return result
+        return None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import OutOfRoom
 from kvkeep.core.keys import SPACE_BYTES
-from kvkeep.store.tiers.turns import AGAIN, Again, Turns
+from kvkeep.store.tiers.reserving import AGAIN, Again, Turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -16,10 +16,9 @@ from kvkeep.store.tiers.breaker import Breakers
 from kvkeep.store.tiers.calls import BackendCalls
 from kvkeep.store.tiers.catalogue import Catalogue
 from kvkeep.store.tiers.counters import TierCounters, TierStats
-from kvkeep.store.tiers.health import TierHealth
+from kvkeep.store.tiers.health import TierHealth, query_sizes
 from kvkeep.store.tiers.known import KnownBlocks
 from kvkeep.store.tiers.listing import Listing
-from kvkeep.store.tiers.lookups import query_sizes
 from kvkeep.store.tiers.loss_log import LossLog
 from kvkeep.store.tiers.record import HEADER_BYTES
 from kvkeep.store.tiers.record_codec import RecordCodec

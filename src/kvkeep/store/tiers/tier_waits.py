@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvkeep.store.tiers.block_table import BlockTable
-    from kvkeep.store.tiers.block_waits import BlockWaits
+    from kvkeep.store.tiers.tier_returns import BlockWaits
 
 __all__ = ["TierWaits"]
 

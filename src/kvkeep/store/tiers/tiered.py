@@ -11,8 +11,7 @@ from kvkeep.core.cost import CostModel
 from kvkeep.store.tiers.buffer import SmallBuffer
 from kvkeep.store.tiers.demoting import Demoter, left_until
 from kvkeep.store.tiers.front import open_front
-from kvkeep.store.tiers.level_pins import LevelPins
-from kvkeep.store.tiers.levels import Levels
+from kvkeep.store.tiers.levels import LevelPins, Levels
 from kvkeep.store.tiers.loss_log import LossLog
 from kvkeep.store.tiers.reading import Reader
 from kvkeep.store.tiers.removing import Removed, Remover
