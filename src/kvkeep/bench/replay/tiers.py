@@ -5,11 +5,9 @@ from __future__ import annotations
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import InvalidValue, whole
-from kvkeep.store.backends.budget import MemoryBucket, OverBudget
 from kvkeep.store.tiers.catalogue import Catalogue
 from kvkeep.store.tiers.planner import Copy, Drop, Planner
 from kvkeep.store.tiers.prompt_moves import Placement, ReadMoves, StoreMoves
@@ -19,7 +17,6 @@ from kvkeep.store.tiers.two_queues import tier_policies
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Sequence
 
-    from kvkeep.store.backends.budget import WriteBucket, WriteBudget
     from kvkeep.store.tiers import TenantWeights, TieringPolicy
     from kvkeep.store.tiers.planner import Refuse
 
@@ -28,15 +25,11 @@ __all__ = ["Level", "LevelStats", "TierSimulator"]
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A simulated tier: its name, its capacity in blocks, and the name of its eviction policy.
-
-    ``writes`` is a write budget in blocks; None: there is none.
-    """
+    """A simulated tier: its name, its capacity in blocks, and the name of its eviction policy."""
 
     name: str
     blocks: int
     eviction: str = "lru"
-    writes: WriteBudget | None = None
 
     def __post_init__(self) -> None:
         whole(f"blocks of {self.name}", self.blocks, 1)
@@ -52,7 +45,6 @@ class LevelStats:
 
     ``hits`` were found in this level, ``writes`` were added to it (to memory also by reads),
     ``evictions`` were deleted to make room, ``demotions`` of these moved one level down.
-    ``over_budget`` were not written, because the level's write budget was short.
     """
 
     name: str
@@ -62,7 +54,6 @@ class LevelStats:
     writes: int
     evictions: int
     demotions: int
-    over_budget: int
 
 
 class TierSimulator(ReadMoves, StoreMoves):
@@ -231,7 +222,7 @@ class TierSimulator(ReadMoves, StoreMoves):
         """Add ``blocks`` to ``level``, as many as it has room for."""
         one = self._levels[level]
         catalogue, room = one.catalogue, one.level.blocks
-        blocks = one.affordable([block for block in blocks if block not in catalogue][:room])
+        blocks = [block for block in blocks if block not in catalogue][:room]
         short = len(blocks) + catalogue.total_bytes - room
         if short > 0:
             self._evict(level, short)
@@ -273,7 +264,6 @@ class TierSimulator(ReadMoves, StoreMoves):
                 one.writes,
                 one.evictions,
                 one.demotions,
-                one.over_budget,
             )
             for one in self._levels
         ]
@@ -300,24 +290,7 @@ class _SimulatedLevel:
             tier_policies()[level.eviction], clock=clock, budget=level.blocks, shares=shares
         )
         self.hits = self.writes = self.evictions = self.demotions = 0
-        self.over_budget = 0
-        self.bucket: WriteBucket | None = None
-        if level.writes is not None:
-            nanoseconds = partial(_nanoseconds, clock)
-            self.bucket = MemoryBucket(level.writes, level.name, nanoseconds)
         self._held: list[bytes] = []
-
-    def affordable(self, blocks: Sequence[bytes]) -> Sequence[bytes]:
-        """Charge the write budget; return the blocks that it allows to be written."""
-        if self.bucket is None:
-            return blocks
-        for count in range(len(blocks)):
-            try:
-                self.bucket.charge(1)
-            except OverBudget:
-                self.over_budget += len(blocks) - count
-                return blocks[:count]
-        return blocks
 
     def hold(self, blocks: Sequence[bytes]) -> None:
         """Protect those of ``blocks`` that are in this level from eviction until `free`."""
@@ -327,7 +300,3 @@ class _SimulatedLevel:
         """Allow all held blocks to be evicted again."""
         self.catalogue.holds.free_all(self._held)
         self._held = []
-
-
-def _nanoseconds(clock: Callable[[], float]) -> int:
-    return int(clock() * 1e9)
