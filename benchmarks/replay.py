@@ -1,4 +1,4 @@
-"""Hit rates of policies, tiers and hints on a trace; the sampled curve's error; replay speed.
+"""Hit rates of policies, tiers and hints on a trace; replay speed.
 
     python benchmarks/replay.py TRACE            # some ten minutes on two cores
     python benchmarks/replay.py TRACE --quick    # two capacities, fewer tiers
@@ -128,23 +128,6 @@ def conversations(work: Workload) -> list[int]:
     return names
 
 
-def curve(work: Workload, size: int) -> tuple[float, float]:
-    """Return the largest error of the sampled curve in points, and its share of the time."""
-    unit = work.unit_tokens
-    plain: list[float] = []
-    watched: list[float] = []
-    for _ in range(3):
-        for seconds, share in ((plain, None), (watched, 0.1)):
-            begun = time.process_time()
-            outcome = simulate(work, size * unit, what_if=share)
-            seconds.append(time.process_time() - begun)
-    errors = []
-    for tokens, rate in outcome.what_if:
-        if tokens >= 500 * unit:
-            errors.append(abs(simulate(work, int(tokens)).token_hit_rate - rate))
-    return 100 * max(errors), min(watched) / min(plain) - 1
-
-
 def speed(work: Workload, size: int) -> dict[str, float]:
     """Time one replay by units, one by tokens, and four alone and in pairs."""
     unit = work.unit_tokens
@@ -181,11 +164,9 @@ def main() -> int:
     sizes = CAPACITIES[:2] if args.quick else CAPACITIES
     rates = [*pools(work, POLICIES, sizes), *tiers(work, TIERS[:1] if args.quick else TIERS)]
     rates += hints(work)
-    error, cost = curve(work, HINTED)
     seconds = speed(work, HINTED)
     if args.json:
-        print(json.dumps({"rates": [asdict(rate) for rate in rates], "curve_error_points": error,
-                          "curve_cost": cost, "speed": seconds}, indent=2))  # fmt: skip
+        print(json.dumps({"rates": [asdict(rate) for rate in rates], "speed": seconds}, indent=2))
         return 0
     print(f"{work.name}: {len(work):,} requests, ids of {work.unit_tokens} tokens")
     for rate in rates:
@@ -193,7 +174,6 @@ def main() -> int:
         print(
             f"  {rate.what:16}{rate.blocks:>16}{rate.percent:8.2f} %{rate.seconds:8.1f} s  {beside}"
         )
-    print(f"  sampled curve: within {error:.2f} points, for {100 * cost:.1f} % more time")
     for what, value in seconds.items():
         print(f"  {what:36}{value:8.2f}" + ("" if "GiB" in what else " s"))
     return 0

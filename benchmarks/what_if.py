@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 CAPACITIES = (500, 700, 1000, 1500, 2000, 3000, 4000, 6000, 8000, 10_000, 15_000, 20_000, 30_000,
               50_000, 100_000)  # fmt: skip
-MADE = {"chat": 64, "tenants": 64, "rag": 64, "agent": 256, "api": 64}
+MADE = {"chat": 64}
 PAGE = 16
 
 

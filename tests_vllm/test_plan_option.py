@@ -8,7 +8,7 @@ import shlex
 import pytest
 from vllm.config import KVTransferConfig
 
-from kvkeep.bench.replay.candidates import PlanCandidate
+from kvkeep.bench.replay import PlanCandidate
 from kvkeep.cli.plan_flags import vllm_option
 from kvkeep.integrations.vllm.options import ConnectorOptions
 

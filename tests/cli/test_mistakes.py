@@ -174,7 +174,7 @@ def test_typical_mistakes(words, says, places, capsys):
         "size --memory 1GiB --model",
         "route --instances http://127.0.0.1:9 --port 0 --model",
         "plan {trace} --memory 1GiB --model", "replay {trace} --capacity 1GiB --model",
-        "tree {prompts} --model", "trace info {trace} --text",
+        "tree {prompts} --model",
     ],
 )  # fmt: skip
 def test_a_hub_id_says_how_to_get_the_files(words, places, capsys):
@@ -204,7 +204,7 @@ def test_a_file_that_may_not_be_read(places, capsys, tmp_path):
 def test_fields_of_a_trace(places, capsys, tmp_path):
     lines = (tmp_path / "trace").read_text().splitlines()
     (tmp_path / "trace").write_text(lines[0] + "\n" + lines[1].replace("units", "untis") + "\n")
-    line = refused(capsys, ["trace", "info", "--strict", places["trace"]])
+    line = refused(capsys, ["trace", "info", places["trace"]])
     assert "line 2: units is missing; 'untis' is no field" in line
 
 
@@ -219,9 +219,5 @@ def test_times_and_counts_take_units():
     )
     assert (args.request_timeout, args.drain_timeout, args.head_timeout) == (600, 0.5, 2)
     assert (args.max_waiting, args.body_budget, args.memory) == (1000, 64 << 20, 2 * 10**9)
-    args = parsed("replay t --capacity 1 --gpu-hour 2.5 --prefill-speed 12k")
-    assert (args.gpu_hour, args.prefill_speed) == (2.5, 12_000)
-    args = parsed("trace info t --spread 5m --longest-gap 1h")
-    assert (args.spread, args.longest_gap) == (300, 3600)
     args = parsed("store gc file:///x --older 7d --size 2gib")
     assert (args.older, args.size) == (7 * 86_400, 2 << 30)

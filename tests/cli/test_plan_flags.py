@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.bench.replay.candidates import PlanCandidate
+from kvkeep.bench.replay import PlanCandidate
 from kvkeep.cli import _parser
 from kvkeep.cli.plan_flags import moves_between_tiers, serve_command, vllm_option
 from kvkeep.core.eviction import POLICIES
@@ -75,7 +76,8 @@ def test_the_connector_takes_its_options(chosen: PlanCandidate, size: float) -> 
 def test_its_tiers_open(policy: str, tmp_path: Path) -> None:
     chosen = PlanCandidate(policy, 100, 300, "inclusive")
     folder = str(tmp_path / "a folder & more?")
-    (_, text) = shlex.split(vllm_option(chosen, 1 << 20, folder))
+    (_, text) = shlex.split(vllm_option(chosen, 1 << 20))
+    text = text.replace("/var/lib/kvkeep", quote(folder))
     memory, below = open_tiers(json.loads(text)["kv_connector_extra_config"]["tiers"])
     for tier, size in ((memory, 100), *((tier, 300) for tier in below)):
         assert tier.backend.capacity == size << 20

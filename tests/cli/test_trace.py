@@ -40,33 +40,6 @@ def test_info(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (found["skipped"], found["format"], found["reusable_share"]) == (1, "mooncake", 0.25)
 
 
-def test_pauses_by_how_answers_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "m.jsonl"
-    asked = [(0, "a", "tool_use", 2), (9000, "a", "[/x]\x1b", 1), (12_000, "b", "", 0)]
-    path.write_text(
-        "".join(
-            json.dumps(
-                {"timestamp": at, "input_length": 1, "output_length": 1, "hash_ids": [number],
-                 "session_id": session, "stop_reason": stop, "api_time": took}
-            ) + "\n"
-            for number, (at, session, stop, took) in enumerate(asked)
-        )
-    )  # fmt: skip
-    assert main(["trace", "info", str(path)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    rows = [line.split() for line in lines if line.startswith((" tool_use", " [/x]", " unknown"))]
-    assert rows == [
-        ["tool_use", "1", "7.0", "s", "7.0", "s", "0.0%"],
-        ["[/x]␛", "1", "100.0%"],
-        ["unknown", "1", "100.0%"],
-    ]
-    assert main(["trace", "info", str(path), "--json"]) == 0
-    stops = json.loads(capsys.readouterr().out)["stops"]
-    assert stops["tool_use"] == {
-        "requests": 1, "pause_p50_s": 7.0, "pause_p90_s": 7.0, "never": 0.0
-    }  # fmt: skip
-
-
 def test_a_directory_of_sessions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = tmp_path / "traces"
     place.mkdir()
@@ -79,13 +52,12 @@ def test_a_directory_of_sessions(tmp_path: Path, capsys: pytest.CaptureFixture[s
         called = {"t": 20, "type": "subagent", "agent_id": "x", "requests": [asked[0] | {"t": 21}]}
         found = {"id": name, "block_size": 64, "requests": [*asked[:3], called, *asked[3:]]}
         (place / f"{name}.json").write_text(json.dumps(found, indent=1))
-    words = ["--spread", "60", "--unit", "128"]
+    words = ["--unit", "128"]
     assert main(["trace", "info", str(place), *words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["requests"], found["sessions"], found["unit_tokens"]) == (18, 6, 128)
     assert found["format"] == "kv-cache-tester"
     assert found["span_s"] > 36
-    assert found["stops"]["end_turn"]["requests"] == 3
     out = tmp_path / "native.jsonl.gz"
     assert main(["trace", "convert", str(place), str(out), *words]) == 0
     cost = tmp_path / "cost.json"
@@ -95,7 +67,7 @@ def test_a_directory_of_sessions(tmp_path: Path, capsys: pytest.CaptureFixture[s
     for trace in ([str(place), *words], [str(out)]):
         for capacity in ("2560", "1280+2560"):
             replay = ["replay", *trace, "--capacity", capacity, "--policy", "lru", "--jobs", "1"]
-            more = ["--tiering", "exclusive", "--cost", str(cost), "--closed-loop", "--json"]
+            more = ["--tiering", "exclusive", "--cost", str(cost), "--users", "2", "--json"]
             assert main([*replay, *more]) == 0
             latency = json.loads(capsys.readouterr().out)["latency"]
             assert latency["jobs"] == 3
@@ -103,32 +75,22 @@ def test_a_directory_of_sessions(tmp_path: Path, capsys: pytest.CaptureFixture[s
     # The converted trace says the same, sub-agents and times included.
     for one, other in zip(shown[:2], shown[2:], strict=True):
         assert one["job_s"] == pytest.approx(other["job_s"])
-        assert one["job_served_s"] == pytest.approx(other["job_served_s"])
     assert main(["trace", "info", str(tmp_path)]) == 2
     assert "Is a directory without sessions" in capsys.readouterr().err
-    assert main(["trace", "info", str(out), "--spread", "5"]) == 2
-    assert "spread_s is for kv-cache-tester" in capsys.readouterr().err
 
 
 def test_generate_and_convert(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "made.jsonl.gz"
-    made = ["trace", "generate", "tenants", "--seed", "3", "--requests", "50", "--out", str(out)]
+    made = ["trace", "generate", "chat", "--seed", "3", "--requests", "50", "--out", str(out)]
     assert main(made) == 0
     assert "50 requests" in capsys.readouterr().out
     assert main(["trace", "info", str(out)]) == 0
     shown = capsys.readouterr().out
-    assert "namespaces" in shown
     assert "sessions" in shown
     assert main(made) == 2
     assert "exists already" in capsys.readouterr().err
-    flooded = ["trace", "generate", "tenants", "--requests", "50", "--set", "flood=9", "--set"]
-    assert main([*flooded, "tenants=2", "--out", str(tmp_path / "f.gz")]) == 0
-    assert main([*flooded, "tenants", "--out", str(tmp_path / "g.gz")]) == 2
-    assert "--set needs NAME=NUMBER, such as flood=4; got 'tenants'" in capsys.readouterr().err
-    assert main(["trace", "info", str(tmp_path / "f.gz"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["namespaces"] <= 3
     converted = tmp_path / "c.jsonl"
     assert main(["trace", "convert", str(trace), str(converted)]) == 0
     assert "2 requests" in capsys.readouterr().out
@@ -139,10 +101,8 @@ def test_generate_and_convert(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--strict"], "line 2: not JSON"),
         (["--format", "bailian"], "none of 3 lines"),
         (["--unit", "16"], "none of 3 lines"),
-        (["--text", "letters"], "words, bytes or a model's directory"),
     ],
 )
 def test_what_is_wrong_is_one_line(
@@ -161,8 +121,6 @@ def test_ids_that_are_not_chained_are_said(
     path.write_text(LINE % (0, 1, 2) + LINE % (1, 5, 2))
     assert main(["trace", "info", str(path)]) == 0
     assert "Warning: 1 ids follow another id" in capsys.readouterr().out
-    assert main(["trace", "info", str(path), "--unchained"]) == 0
-    assert "Warning" not in capsys.readouterr().out
 
 
 # Files that people have.
@@ -174,8 +132,8 @@ DELAY = (
         for session in range(4) for turn in (1, 2, 3, 4)
     ]
 )  # fmt: skip
-LENGTHS = ["TIMESTAMP,ContextTokens,GeneratedTokens"] + [
-    f"2024-05-10 00:{second // 60:02}:{second % 60:02}.000000,1000,50" for second in range(400)
+LENGTHS = [{"kvkeep_trace": 1, "name": "lengths", "unit_tokens": 512}] + [
+    {"time": second, "tokens": 1000, "output_tokens": 50, "units": None} for second in range(400)
 ]
 SYSTEM = [
     {"max_tokens": 9, "system": f"{agent} is an agent with long rules from the start",
@@ -246,26 +204,11 @@ def test_what_a_file_leaves_out_is_said_by_all_who_read_it(
 def test_lengths_alone_stay_that_when_converted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, converted = tmp_path / "a.csv", tmp_path / "c.jsonl"
-    path.write_text("\n".join(LENGTHS[:5]))
+    path, converted = tmp_path / "a.jsonl", tmp_path / "c.jsonl"
+    path.write_text("".join(f"{json.dumps(one)}\n" for one in LENGTHS[:5]))
     assert main(["trace", "convert", str(path), str(converted)]) == 0
     assert main(["plan", str(converted), "--memory", "1M"]) == 2
     assert "has lengths only" in capsys.readouterr().err
-
-
-@pytest.mark.model
-def test_text_goes_through_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from kvkeep.serve.models import bundled_model
-
-    path = tmp_path / "p.jsonl"
-    path.write_text('{"prompt": "textwrap.dedent"}\n{"prompt": "textwrap.wrap"}\n')
-    shares = []
-    for how in (str(bundled_model()), "words", "bytes"):
-        assert main(["trace", "info", str(path), "--text", how, "--unit", "16", "--json"]) == 0
-        shares.append(json.loads(capsys.readouterr().out)["tokens"])
-    assert shares[2] == len("textwrap.dedent" + "textwrap.wrap")
-    assert shares[1] == 6
-    assert shares[1] < shares[0] < shares[2]
 
 
 def test_what_a_trace_says_of_itself_is_text_alone(
@@ -287,4 +230,4 @@ def test_what_a_trace_says_of_itself_is_text_alone(
         out = capsys.readouterr().out
         assert "\x1b" not in out
         assert "\x07" not in out
-        assert ("[/red]" if words[0] == "trace" else "␛[31mred\\ud800␊[/b]: 2 requests") in out
+        assert words[0] == "trace" or "␛[31mred\\ud800␊[/b]: 2 requests" in out

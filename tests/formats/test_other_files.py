@@ -58,8 +58,6 @@ def test_nothing_is_read_behind_a_header_of_another_version(tmp_path: Path) -> N
         trace = open_trace(path)
         assert len(list(trace)) == 2 * count
         assert trace.skipped == 1 + count
-        with pytest.raises(InvalidValue, match=rf"line {count + 2}: "):
-            list(open_trace(path, strict=True))
 
 
 def test_unknown_fields_of_a_trace_are_left_out(tmp_path: Path) -> None:
@@ -67,7 +65,7 @@ def test_unknown_fields_of_a_trace_are_left_out(tmp_path: Path) -> None:
     lines = (NEWEST / "trace.jsonl").read_text().replace("}\n", ',"a_new_field":[1]}\n')
     path.write_text(lines)
     whole = list(open_trace(NEWEST / "trace.jsonl"))
-    assert [request.units.tolist() for request in open_trace(path, strict=True)] == [
+    assert [request.units.tolist() for request in open_trace(path)] == [
         request.units.tolist() for request in whole
     ]
 

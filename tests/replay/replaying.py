@@ -8,10 +8,48 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvkeep.bench.replay import Workload
-from kvkeep.bench.traces import TraceRequest
+from kvkeep.bench.traces import GeneratedTrace, TraceRequest
+from kvkeep.bench.traces.generators import Chance, Chat, CodingAgents, SessionScript
+from kvkeep.bench.traces.generators.chance import zipf
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+
+SHORT = CodingAgents(
+    sessions_per_second=0.1,
+    tools=((0, 1000), (1, 3000)),
+    instructions=((0, 500), (1, 2000)),
+    tasks=((0, 0.51), (1, 2)),
+    steps=((0, 1), (1, 20)),
+    result=((0, 15), (0.9, 1500), (1, 4000)),
+    tool_s=((0, 0.1), (1, 8)),
+)
+"""Agents with prompts of some thousand tokens."""
+
+
+class Tenants:
+    """Conversations of eight tenants, the first with most of them."""
+
+    kind = "tenants"
+    sessions_per_second = 2.0
+
+    def session(self, name: str, chance: Chance, unit_tokens: int) -> SessionScript:
+        tenant = chance.pick(range(8), zipf(8, 1.0))
+        made = Chat().session(name, chance, unit_tokens)
+        return SessionScript(name, made.kind, made.turns, f"tenant-{tenant}")
+
+
+def agents(*, seed: int, requests: int, unit_tokens: int) -> Workload:
+    """A workload of agents."""
+    trace = GeneratedTrace(SHORT, seed=seed, requests=requests, unit_tokens=unit_tokens)
+    return Workload.read(trace)
+
+
+def tenants(*, seed: int, requests: int, unit_tokens: int = 16) -> Workload:
+    """A workload of several tenants."""
+    trace = GeneratedTrace(Tenants(), seed=seed, requests=requests, unit_tokens=unit_tokens)
+    return Workload.read(trace)
 
 
 @dataclass

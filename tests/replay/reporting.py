@@ -6,18 +6,11 @@ import json
 from dataclasses import replace
 from html.parser import HTMLParser
 
-from kvkeep.bench.replay import Outcome, Workload, belady, infinite, simulate
-from kvkeep.bench.replay.report import Prices
-from kvkeep.bench.traces import generate
+from replaying import tenants
+
+from kvkeep.bench.replay import Outcome, belady, infinite, simulate
 
 CAPACITIES = (20_000, 60_000, 200_000)
-PRICES = Prices(
-    gpu_hour=2.5,
-    memory_gib_month=3.0,
-    disk_gib_month=0.1,
-    kv_bytes_per_token=131_072,
-    prefill_tokens_per_s=20_000,
-)
 HOSTILE = (
     "</script><script>window.taken=1</script><img src=x onerror=alert(1)>\x1b[31m\u202e&\ud800"
 )
@@ -26,7 +19,7 @@ VOID = {"meta", "br", "img", "link", "rect"}
 
 def sample() -> tuple[dict[str, object], list[Outcome]]:
     """Facts of a small workload with tenants, and two policies with three capacities."""
-    work = Workload.read(generate("tenants", seed=3, requests=150))
+    work = tenants(seed=3, requests=150)
     facts = {
         "name": work.name, "digest": work.digest, "requests": len(work),
         "tokens": int(work.tokens.sum()), "unit_tokens": work.unit_tokens, "span_s": work.span_s,
@@ -40,26 +33,14 @@ def sample() -> tuple[dict[str, object], list[Outcome]]:
 
 
 def with_more(found: list[Outcome]) -> list[Outcome]:
-    """The same with times, tiers and what-if curves, as later stages fill them in."""
+    """The same with times and tiers."""
     return [
         one
         if one.policy in {"belady", "infinite"}
         else replace(
             one,
-            latency={
-                "ttft_s": {"p50": 0.5 - one.hit_rate / 4, "p90": 1.5, "p99": 4.0, "mean": 0.7},
-                "utilisation": 0.61,
-                "queue_s": {"p50": 0.01, "p99": 2.0},
-                "total_s": {"p50": 12.0},
-                "jobs": 40,
-                "job_s": {"p50": 900.0, "p90": 1800.0, "p99": 7200.0, "mean": 1000.0},
-                "job_served_s": {"p50": 100 - 50 * one.hit_rate, "p90": 300.0, "mean": 120.0},
-                "prefill_s": 30.0,
-                "saved_s": 40.0,
-                "rows": [[0.25, 90], [0.29730, 40], [0.35355, 20]],
-            },
+            latency={"ttft_s": {"p50": 0.5 - one.hit_rate / 4, "p90": 1.5, "p99": 4.0}},
             tiers=[{"name": "disk", "capacity": 4000, "blocks": 3999, "hits": 1234, "writes": 777}],
-            what_if=[[10_000, 0.1], [100_000, 0.3], [400_000, 0.4]],
         )
         for one in found
     ]

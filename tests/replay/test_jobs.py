@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from replaying import Listed
 
 from kvkeep.bench.replay import ReplayRun, Workload
-from kvkeep.bench.replay.calls import calls_of
-from kvkeep.bench.replay.jobs import Jobs
+from kvkeep.bench.replay.jobs import Jobs, calls_of
 from kvkeep.bench.replay.loop import simulate_loop
 from kvkeep.bench.replay.tiered import simulate_tiers
 from kvkeep.bench.traces import TraceRequest
@@ -42,9 +41,9 @@ def workload(*requests) -> Workload:
     return Workload.read(Listed(sorted(requests, key=lambda one: one.time), UNIT))
 
 
-def arrivals(work, serve, speed=1.0, **how):
+def arrivals(work, serve, users=99):
     """When each request arrives, if the answer to number n takes ``serve(n)`` seconds."""
-    calls = calls_of(work, how.pop("users", None), speed, **how)
+    calls = calls_of(work, users)
     came, events = {}, list(calls.first())
     while events:
         now, number = min(events)
@@ -56,41 +55,23 @@ def arrivals(work, serve, speed=1.0, **how):
     return [came[number] for number in range(len(work))]
 
 
-def closed(work, serve, **more):
-    return arrivals(work, serve, closed_loop=True, **more)
-
-
 # --- sessions -------------------------------------------------------------------------------------
-
-
-def test_what_is_served_as_it_was_arrives_as_it_did() -> None:
-    work = workload(
-        asked(0, "a", took=2), asked(1, "b", took=3), asked(5, "a", took=1), asked(9, "a"),
-        asked(20, "b", took=4),
-    )  # fmt: skip
-    took = np.nan_to_num(work.took_s)
-    assert closed(work, lambda number: took[number]) == [0, 1, 5, 9, 20]
 
 
 def test_a_slow_answer_delays_all_that_follows_in_its_session() -> None:
     work = workload(asked(0, "a", took=2), asked(1, "b"), asked(5, "a", took=1), asked(9, "a"))
-    assert closed(work, lambda number: 10) == [0, 1, 10 + 3, 23 + 3]
-    assert closed(work, lambda number: 0) == [0, 1, 3, 6]
+    assert arrivals(work, lambda number: 10) == [0, 0, 10 + 3, 23 + 3]
+    assert arrivals(work, lambda number: 0) == [0, 0, 3, 6]
 
 
 def test_a_pause_is_never_negative() -> None:
     work = workload(asked(0, "a", took=7), asked(5, "a"))
-    assert closed(work, lambda number: 1) == [0, 1]
+    assert arrivals(work, lambda number: 1) == [0, 1]
 
 
-def test_speed_shortens_pauses_and_brings_sessions_closer() -> None:
-    work = workload(asked(10, "a", took=2), asked(14, "a"), asked(30, "b"))
-    assert closed(work, lambda number: 1, speed=2) == [10, 10 + 1 + 1, 20]
-
-
-def test_requests_without_a_session_arrive_at_their_times() -> None:
+def test_a_request_without_a_session_is_a_job() -> None:
     work = workload(asked(0, "a", took=1), asked(2), asked(3, "a"), asked(4))
-    assert closed(work, lambda number: 50) == [0, 2, 52, 4]
+    assert arrivals(work, lambda number: 50) == [0, 0, 52, 0]
     assert Jobs(work).of.tolist() == [0, 1, 0, 2]
 
 
@@ -115,12 +96,12 @@ def test_a_caller_waits_for_its_sub_agents() -> None:
     work = called()
     order = ["main", "x", "y", "slow", "z", "y2", "main2", "main3"]
     took = dict(zip(order, np.nan_to_num(work.took_s), strict=True))
-    recorded = closed(work, lambda number: took[order[number]])
+    recorded = arrivals(work, lambda number: took[order[number]])
     assert recorded == work.times.tolist()
 
     def came(**slower: float) -> dict[str, float]:
         times = {**took, **slower}
-        found = closed(work, lambda number: times[order[number]])
+        found = arrivals(work, lambda number: times[order[number]])
         return dict(zip(order, found, strict=True))
 
     # Main's second request came 2 s after the end of y, the last of what it waited for.
@@ -140,10 +121,8 @@ def test_a_job_has_all_its_sub_agents() -> None:
     jobs = Jobs(work)
     assert jobs.of.tolist() == [0] * len(work)
     assert jobs.first == [0]
-    whole, served = jobs.spans(work.times, work.times + np.nan_to_num(work.took_s))
-    assert whole.tolist() == [200]
-    # 0 … 2, 3 … 106 (x, y, slow, main2) and nothing at 200.
-    assert served.tolist() == [2 + 103]
+    ends = work.times + np.nan_to_num(work.took_s)
+    assert jobs.seconds(work.times, ends).tolist() == [200]
 
 
 def test_users_go_on_when_the_whole_job_is_over() -> None:
@@ -167,7 +146,7 @@ def test_users_go_on_when_the_whole_job_is_over() -> None:
 )
 def test_callers_that_cannot_be_do_no_harm(requests) -> None:
     work = workload(*requests)
-    assert len(closed(work, lambda number: 1)) == len(work)
+    assert len(arrivals(work, lambda number: 1)) == len(work)
     assert len(arrivals(work, lambda number: 1, users=1)) == len(work)
 
 
@@ -193,9 +172,7 @@ def test_each_request_arrives_once_and_no_sooner_than_it_may(rows, serve) -> Non
         by = None if caller is None else f"s{caller}"
         requests.append(asked(now, name, took=took, caller=by))
     work = workload(*requests)
-    if not (work.session >= 0).any():
-        return
-    came = closed(work, lambda number: serve[number])
+    came = arrivals(work, lambda number: serve[number])
     jobs = Jobs(work)
     for before, others in jobs.followers.items():
         for other in others:
@@ -206,51 +183,22 @@ def test_each_request_arrives_once_and_no_sooner_than_it_may(rows, serve) -> Non
         earlier = [at for at in range(number) if rows[at][1] == session]
         if session is not None and earlier:
             assert earlier[-1] in [b for b, others in jobs.followers.items() if number in others]
-        if not jobs.waits[number]:
-            assert came[number] == work.times[number]
-    # What takes no longer than it did arrives no later than it did.
-    fast = closed(work, lambda number: 0)
+    fast = arrivals(work, lambda number: 0)
     assert all(one <= two for one, two in zip(fast, came, strict=True))
-    took = np.nan_to_num(work.took_s)
-    again = closed(work, lambda number: min(took[number], serve[number]))
-    late = np.array(again) - work.times
-    overlapping = any(p == 0 for n, p in enumerate(jobs.pauses) if jobs.waits[n])
-    assert overlapping or late.max() <= 1e-9
-
-
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 2), st.integers(0, 20), st.integers(0, 6)), min_size=1, max_size=9
-    )
-)
-def test_served_is_the_time_in_which_anything_is_under_way(rows) -> None:
-    rows.sort(key=lambda row: row[1])
-    work = workload(*(asked(at, f"s{session}") for session, at, _ in rows))
-    came = np.array([float(at) for _, at, _ in rows])
-    last = came + np.array([float(seconds) for _, _, seconds in rows])
-    whole, served = Jobs(work).spans(came, last)
-    expected = []
-    for session in dict.fromkeys(session for session, _, _ in rows):
-        own = [(at, at + seconds) for s, at, seconds in rows if s == session]
-        ticks = {tick for begin, end in own for tick in range(begin, end)}
-        expected.append((max(e for _, e in own) - min(b for b, _ in own), len(ticks)))
-    assert list(zip(whole.tolist(), served.tolist(), strict=True)) == expected
 
 
 # --- through the engine, and through tiers --------------------------------------------------------
 
 
-def test_a_closed_loop_never_has_two_requests_of_a_session_at_once() -> None:
+def test_users_never_have_two_requests_of_a_session_at_once() -> None:
     """Open, the second request comes while the first is answered; closed, after it."""
     work = workload(asked(0, "a", took=1, output=11), asked(2, "a", took=1), asked(3, "b"))
     open_, shut = (
-        simulate_loop(work, 4000, cost=DECODING, closed_loop=one).latency for one in (False, True)
+        simulate_loop(work, 4000, cost=DECODING, users=users).latency for users in (None, 2)
     )
     assert open_["jobs"] == shut["jobs"] == 2
     assert open_["job_s"]["mean"] == pytest.approx(10 / 2)
-    assert open_["job_served_s"]["mean"] == pytest.approx(10 / 2)
     assert shut["job_s"]["mean"] == pytest.approx((10 + 1) / 2)
-    assert shut["job_served_s"]["mean"] == pytest.approx(10 / 2)
 
 
 def test_hits_end_jobs_sooner() -> None:
@@ -262,40 +210,29 @@ def test_hits_end_jobs_sooner() -> None:
         for session in range(8)
     ]
     work = workload(*requests)
-    tight, ample = (
-        simulate_loop(work, tokens, cost=cost, closed_loop=True, max_running=1)
-        for tokens in (400, 4000)
-    )
+    tight, ample = (simulate_loop(work, tokens, cost=cost, users=8) for tokens in (400, 4000))
     assert ample.hit_rate > tight.hit_rate
     assert ample.latency["job_s"]["p50"] < tight.latency["job_s"]["p50"]
-    assert ample.latency["job_served_s"]["p90"] < tight.latency["job_served_s"]["p90"]
 
 
-def test_tiers_are_replayed_in_a_closed_loop() -> None:
+def test_tiers_are_replayed_with_users() -> None:
     work = workload(*(asked(at, f"s{at % 2}", took=0, prompt=[at % 2, 7]) for at in range(10)))
     sizes = [400, 4000]
-    late = simulate_tiers(work, sizes, cost=SECOND, closed_loop=True).latency
+    late = simulate_tiers(work, sizes, cost=SECOND, users=1).latency
     plain = simulate_tiers(work, sizes, cost=SECOND).latency
     assert (late["jobs"], plain["jobs"]) == (2, 2)
     # Each of five requests takes its second, and four pauses of two are between them.
     assert late["job_s"]["p50"] == pytest.approx(5 * 1 + 4 * 2)
     assert plain["job_s"]["p50"] < late["job_s"]["p50"]
     with pytest.raises(InvalidValue, match="prompts cost something"):
-        simulate_tiers(work, sizes, closed_loop=True)
+        simulate_tiers(work, sizes, users=1)
 
 
 def test_traces_without_sessions_have_no_jobs() -> None:
     work = workload(asked(0), asked(1))
     assert "jobs" not in simulate_loop(work, 400, cost=SECOND).latency
-    run = ReplayRun("lru", 400, cost=SECOND, closed_loop=True)
-    with pytest.raises(InvalidValue, match="a closed loop needs sessions"):
-        run.check(work)
-    with pytest.raises(InvalidValue, match="a closed loop needs sessions"):
-        run.on(work)
 
 
-def test_what_makes_no_sense_is_refused() -> None:
-    with pytest.raises(InvalidValue, match="that needs their cost"):
-        ReplayRun("lru", 400, closed_loop=True)
-    with pytest.raises(InvalidValue, match="not both"):
-        ReplayRun("lru", 400, closed_loop=True, users=2, cost=SECOND)
+def test_users_need_a_cost() -> None:
+    with pytest.raises(InvalidValue, match="that needs the cost of prompts"):
+        ReplayRun("lru", 400, users=2)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from replaying import Listed
 
 from kvkeep.bench.replay import ReplayRun, Workload
-from kvkeep.bench.replay.calls import calls_of
+from kvkeep.bench.replay.jobs import calls_of
 from kvkeep.bench.replay.outcome import Outcome
-from kvkeep.bench.replay.pace import LOADINGS, Pace
+from kvkeep.bench.replay.pace import Pace
 from kvkeep.bench.replay.tiered import simulate_tiers
 from kvkeep.bench.traces import TraceRequest
 from kvkeep.cli import main
@@ -29,13 +29,7 @@ COST = PrefillCost(
     decode_seconds_per_token=0.13,
     kv_bytes_per_token=10.0,
 )
-SPEEDS = (None, 90.0, 25.0)
-
-
-def at(speeds):
-    return tuple(None if one is None else TransferCost(seconds_per_byte=1 / one) for one in speeds)
-
-
+SLOW = (TransferCost(seconds_per_byte=1.0),)
 ROWS = st.lists(
     st.tuples(
         st.integers(0, 3),  # since the one before
@@ -57,67 +51,17 @@ def workload(rows):
     return Workload.read(Listed(requests, unit_tokens=UNIT))
 
 
-@settings(max_examples=50, deadline=None)
-@given(ROWS, st.sampled_from(["inclusive", "exclusive"]))
-def test_times_against_worked_out_ones(rows, tiering):
-    """Levels are read from as the same replay without a clock found; times follow from that."""
-    work = workload(rows)
-    sizes = [4 * UNIT, 6 * UNIT, 20 * UNIT]
-    found = []
-
-    def simulate(**more):
-        return simulate_tiers(work, sizes, tiering, **more)
-
-    plain = simulate()
-    timed = simulate(cost=COST, reads=at(SPEEDS), loading="all")
-    assert timed.hit_tokens == plain.hit_tokens
-    assert timed.misses == plain.misses
-    assert [tier["hits"] for tier in timed.tiers] == [tier["hits"] for tier in plain.tiers]
-    # What each request found at each level: the difference of all up to it, and all before it.
-    before = [0, 0, 0]
-    hits = 0
-    for count in range(1, len(work) + 1):
-        part = simulate_tiers(workload(rows[:count]), sizes, tiering)
-        now = [tier["hits"] for tier in part.tiers]
-        found.append(([a - b for a, b in zip(now, before, strict=True)], part.hit_tokens - hits))
-        before, hits = now, part.hit_tokens
-    reads, computed = [0.0, 0.0, 0.0], 0.0
-    waits, ends, loaded = [], [], 0.0
-    for number, (levels, hit_tokens) in enumerate(found):
-        came, tokens = float(work.times[number]), int(work.tokens[number])
-        ready = came
-        for level, units in enumerate(levels):
-            if SPEEDS[level] is not None and units:
-                takes = units * UNIT * 10.0 / SPEEDS[level]
-                reads[level] = max(came, reads[level]) + takes
-                ready = max(ready, reads[level])
-                loaded += takes
-        begin = max(ready, computed)
-        computed = begin + COST.prefill_s(min(hit_tokens, tokens - 1), tokens)
-        waits.append(computed - came)
-        ends.append(computed + COST.decode_s(int(work.output_tokens[number])))
-    told = timed.latency
-    assert told["ttft_s"]["mean"] == pytest.approx(np.mean(waits))
-    assert told["ttft_s"]["p99"] == pytest.approx(np.quantile(waits, 0.99))
-    assert told["loaded_s"] == pytest.approx(loaded)
-    assert told["span_s"] == pytest.approx(max(ends) - float(work.times[0]))
-
-
-def test_a_slow_tier_costs_time_and_a_fast_one_saves_it():
+def test_a_slow_tier_costs_no_time_and_a_fast_one_saves_it():
     work = workload([(3, number % 3, 12, 2) for number in range(60)])
     sizes = [6 * UNIT, 60 * UNIT]
 
-    def ttft(bandwidth, loading):
-        reads = at((None, bandwidth))
-        found = simulate_tiers(work, sizes, cost=COST, reads=reads, loading=loading)
-        return found.latency["ttft_s"]["p50"]
+    def ttft(bandwidth):
+        reads = (None, TransferCost(seconds_per_byte=1 / bandwidth))
+        return simulate_tiers(work, sizes, cost=COST, reads=reads).latency["ttft_s"]["p50"]
 
     alone = simulate_tiers(work, sizes[:1], cost=COST).latency["ttft_s"]["p50"]
-    assert ttft(1e9, "all") < ttft(500.0, "all") < alone < ttft(20.0, "all")
-    for bandwidth in (500.0, 20.0):
-        both, prefix = (ttft(bandwidth, loading) for loading in ("both", "prefix"))
-        assert both <= prefix <= min(alone, ttft(bandwidth, "all"))
-    assert ttft(90.0, "both") < min(alone, ttft(90.0, "prefix"))
+    assert ttft(1e9) < ttft(500.0) < alone
+    assert ttft(0.1) <= alone
 
 
 BANDWIDTHS = st.floats(0.0, 6.0).map(lambda exponent: 10.0**exponent)
@@ -138,27 +82,23 @@ def test_tiers_of_any_speed_slow_no_request_down(rows, found, one, other, latenc
         TransferCost(seconds_fixed=latency, seconds_per_byte=1 / speed) for speed in (one, other)
     ]
 
-    def seconds(loading, levels):
-        pace = Pace(work, calls_of(work, None, 1.0, closed_loop=False), COST, reads, loading)
+    def seconds(levels):
+        pace = Pace(work, calls_of(work, None), COST, reads)
         waits, outcome = [], Outcome("", 0, UNIT, "", "")
         for number in pace:
             left, some = int(work.prompt_units[number]), []
             for units in found[number][:levels] + (0,) * (3 - levels):
                 some.append(min(left, units))
                 left -= some[-1]
-            pace.served(number, some, min(sum(some) * UNIT, int(work.tokens[number])), outcome)
+            pace.served(number, some, min(sum(some) * UNIT, int(work.tokens[number])))
             waits.append(pace.now - float(work.times[number]))
         pace.finish(outcome)
         assert outcome.latency["loaded_tokens"] >= 0
         assert outcome.latency["computed_stored_tokens"] >= 0
         return waits
 
-    for loading in ("both", "prefix"):
-        for waited, alone in zip(seconds(loading, 3), seconds(loading, 1), strict=True):
-            assert waited <= alone + 1e-9
-    # Of one prompt alone, no other way of loading is faster than both at once.
-    first = [seconds(loading, 3)[0] for loading in LOADINGS]
-    assert first[0] <= min(first) + 1e-9
+    for waited, alone in zip(seconds(3), seconds(1), strict=True):
+        assert waited <= alone + 1e-9
 
 
 def test_users_wait_for_answers():
@@ -175,54 +115,19 @@ def test_users_wait_for_answers():
     ("wrong", "message"),
     [
         (lambda work: simulate_tiers(work, [99], users=3), "prompts cost something"),
-        (lambda work: simulate_tiers(work, [99], reads=at((1.0,))), "prompts cost something"),
+        (lambda work: simulate_tiers(work, [99], reads=SLOW), "prompts cost something"),
         (
             lambda work: simulate_tiers(
-                work, [99], cost=PrefillCost(seconds_per_token=1), reads=at((1.0,))
+                work, [99], cost=PrefillCost(seconds_per_token=1), reads=SLOW
             ),
             "kv_bytes_per_token",
         ),
-        (lambda work: ReplayRun("lru", 99, reads=at((1.0,))), "needs tiers"),
-        (
-            lambda work: ReplayRun("lru", 9, below=(9,), cost=COST, loading="most"),
-            "loading is one of",
-        ),
+        (lambda work: ReplayRun("lru", 99, reads=SLOW), "needs tiers"),
     ],
 )
 def test_wrong_paces(wrong, message):
     with pytest.raises(InvalidValue, match=message):
         wrong(workload([(1, 0, 3, 1)]))
-
-
-def test_from_the_command_line(tmp_path, capsys):
-    trace, cost = tmp_path / "trace.jsonl", tmp_path / "cost.json"
-    COST.write(cost)
-    lines = [
-        {"timestamp": 900 * number, "input_length": 3072, "output_length": 3,
-         "hash_ids": [10 * (number % 4) + at for at in range(6)]}
-        for number in range(40)
-    ]  # fmt: skip
-    trace.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    arguments = ["replay", str(trace), "--capacity", "3072+51200", "--policy", "lru", "--json",
-                 "--tiering", "inclusive", "--jobs", "1"]  # fmt: skip
-    timed = ["--cost", str(cost), "--bandwidth", "1MB"]
-    assert main([*arguments, *timed]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert shown["latency"]["loaded_s"] > 0
-    found = {}
-    for loading in LOADINGS:
-        slow = [*timed[:-1], "10B", "--loading", loading]
-        assert main([*arguments, *slow]) == 0
-        found[loading] = json.loads(capsys.readouterr().out)["latency"]
-    assert found["all"]["computed_stored_tokens"] == 0 < found["both"]["computed_stored_tokens"]
-    p99 = [found[loading]["ttft_s"]["p99"] for loading in LOADINGS]
-    assert p99 == sorted(p99)
-    assert main([*arguments, "--cost", str(cost), "--bandwidth", "fast"]) == 2
-    assert "fast" in capsys.readouterr().err
-    assert main([*arguments, "--cost", str(cost), "--bandwidth", "0"]) == 2
-    assert "above 0" in capsys.readouterr().err
-    assert main(["replay", str(trace), "--capacity", "3072", *timed]) == 2
-    assert "--bandwidth needs tiers" in capsys.readouterr().err
 
 
 def test_tiers_of_the_cost_file(tmp_path, capsys):
@@ -247,13 +152,12 @@ def test_tiers_of_the_cost_file(tmp_path, capsys):
         shown = capsys.readouterr()
         return json.loads(shown.out)["latency"], shown.err
 
-    found, said = latency("--capacity", "3072+51200", "--loading", "all")
+    found, said = latency("--capacity", "3072+51200")
+    assert found["loaded_s"] > 0
     assert "file (9.5 MiB/s)" in said
+    assert "s3" not in said
     assert main([one for one in words if one != "--json"] + ["--capacity", "3072+51200"]) == 0
     assert " loaded" in capsys.readouterr().out
-    assert "s3" not in said
-    same, _ = latency("--capacity", "3072+51200", "--loading", "all", "--bandwidth", "10MB")
-    assert found["loaded_s"] == pytest.approx(same["loaded_s"])
     _, said = latency("--capacity", "3072+3072+51200")
     assert said.index("file") < said.index("s3")
     assert latency("--capacity", "3072")[1] == ""

@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from replaying import Listed
 
 from kvkeep.bench.replay import Workload, simulate
 from kvkeep.bench.traces import Capture, Seen, Served, open_trace
@@ -50,14 +52,12 @@ class Asked:
     cached: int = -1
 
 
-def asked(runner: Runner, seed: int, *, answers: bool, wild: bool) -> Iterator[Asked]:
+def asked(runner: Runner, seed: int, *, answers: bool) -> Iterator[Asked]:
     """Conversations that take turns, whose beginnings are alike and fork within pages.
 
     Each goes on from its own answer, as the engine gave it; so what is yielded has to be answered
-    before the next one is asked for. ``wild``: many fork within the same page. The radix index
-    copies the beginning of one of those pages, and which one of several that are alike so far is
-    decided by what follows in them, which ids do not keep; it may live longer for it. Else each
-    conversation has one fork at most.
+    before the next one is asked for. Each conversation has one fork at most: of several pages that
+    begin alike the index copies one, and which one is decided by tokens that ids do not keep.
     """
     rng = np.random.default_rng(seed)
     some = partial(rng.integers, 5, runner.vocabulary)
@@ -66,10 +66,10 @@ def asked(runner: Runner, seed: int, *, answers: bool, wild: bool) -> Iterator[A
     forked: set[int] = set()
     for _ in range(REQUESTS):
         if len(talks) < 6 or rng.random() < 0.2:
-            new = system[: int(rng.choice([7, 21, 32, 40] if wild else [0, 16, 32]))]
+            new = system[: int(rng.choice([0, 16, 32]))]
             if talks and rng.random() < 0.5:
                 other = int(rng.integers(len(talks)))
-                if wild or other not in forked:
+                if other not in forked:
                     forked |= {other, len(talks)}
                     new = talks[other][: int(rng.integers(1, len(talks[other]) + 1))]
             talks.append([*new, *some(size=9).tolist()])
@@ -100,15 +100,15 @@ def serve(runner: Runner, cache: PagedCache, seed: int, **how: bool) -> list[Ask
     return served
 
 
-def hits(trace: Trace, policy: str, prefix: str) -> list[int]:
-    """Of each request, in units, by replay.
-
-    They are a second apart and no more than an outcome has windows: each has one of its own.
-    """
-    work = Workload.read(trace)
-    outcome = simulate(work, CAPACITY, policy, page_tokens=PAGE, prefix=prefix)
+def hits(trace: Trace, policy: str) -> list[int]:
+    """Of each request, by replays that end with it."""
+    requests, totals = list(trace), [0]
+    for count in range(1, 1 + len(requests)):
+        work = Workload.read(Listed(requests[:count], trace.unit_tokens))
+        outcome = simulate(work, CAPACITY, policy, page_tokens=PAGE)
+        totals.append(outcome.hit_tokens)
     assert outcome.evicted_pages > 2 * PAGES, "it is not about eviction if nothing is evicted"
-    return [int(row[2]) for row in outcome.timeline]
+    return [after - before for before, after in pairwise(totals)]
 
 
 def captured(path: Path, served: list[Asked], unit_tokens: int) -> Trace:
@@ -132,31 +132,25 @@ def captured(path: Path, served: list[Asked], unit_tokens: int) -> Trace:
 
 
 @pytest.mark.parametrize("policy", ["lru", "priority"])
-@pytest.mark.parametrize("prefix", ["radix", "chain"])
-def test_a_captured_trace_is_served_again_as_it_was(runner, policy, prefix, tmp_path):
-    cache = PagedCache(PAGES, PAGE, prefix=prefix, eviction=policy)
-    served = serve(runner, cache, seed=1, answers=True, wild=prefix == "chain")
+def test_a_captured_trace_is_served_again_as_it_was(runner, policy, tmp_path):
+    cache = PagedCache(PAGES, PAGE, eviction=policy)
+    served = serve(runner, cache, seed=1, answers=True)
     trace = captured(tmp_path / "served.jsonl", served, 1)
     cached = [one.cached for one in served]
-    assert hits(trace, policy, prefix) == cached
-    if prefix == "chain":  # which reuses full pages alone: units of a page tell everything
-        by_page = captured(tmp_path / "by page.jsonl", served, PAGE)
-        assert hits(by_page, policy, prefix) == [one // PAGE for one in cached]
+    assert hits(trace, policy) == cached
     assert sum(cached) > 0.2 * sum(len(one.prompt) for one in served)
-    if prefix == "radix":
-        assert any(one % PAGE for one in cached), "no page was reused in part"
+    assert any(one % PAGE for one in cached), "no page was reused in part"
     # What the trace says of how it was served is what replay finds.
     assert [request.served.cached_tokens for request in trace] == cached
 
 
 @pytest.mark.parametrize("policy", ["lru", "priority"])
-@pytest.mark.parametrize("prefix", ["radix", "chain"])
-def test_a_trace_of_prompts_is_served_as_replay_says(runner, policy, prefix, tmp_path):
+def test_a_trace_of_prompts_is_served_as_replay_says(runner, policy, tmp_path):
     """Of answers of one token nothing is kept, so that prompts tell everything."""
-    cache = PagedCache(PAGES, PAGE, prefix=prefix, eviction=policy)
-    served = serve(runner, cache, seed=2, answers=False, wild=prefix == "chain")
+    cache = PagedCache(PAGES, PAGE, eviction=policy)
+    served = serve(runner, cache, seed=2, answers=False)
     path = tmp_path / "prompts.jsonl"
     with path.open("w") as file:
         for one in served:
             file.write(json.dumps({"tokens": one.prompt, "namespace": one.namespace}) + "\n")
-    assert hits(open_trace(path), policy, prefix) == [one.cached for one in served]
+    assert hits(open_trace(path), policy) == [one.cached for one in served]

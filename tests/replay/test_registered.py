@@ -56,7 +56,7 @@ def test_a_cache_takes_its_name() -> None:
 @pytest.mark.parametrize(("policy", "at_once"), [(MostRecent, True), (Unclear, False)])
 def test_a_replay_publishes_answers_as_its_order_allows(work, policy, at_once, as_object) -> None:
     given = policy() if as_object else policy.name
-    stage = Stage(work, 4096, given, page_tokens=None, prefix="radix")
+    stage = Stage(work, 4096, given, page_tokens=None)
     assert stage.at_once is at_once
 
 

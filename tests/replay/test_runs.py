@@ -1,8 +1,7 @@
-"""Several replays at once, resumed, and refused."""
+"""Several replays at once, and refused ones."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 from replaying import workload
 
-from kvkeep.bench.replay import BELADY, INFINITE, ReplayRun, RunLog, replay
+from kvkeep.bench.replay import BELADY, INFINITE, ReplayRun, replay
 from kvkeep.cli import main
 from kvkeep.core.errors import InvalidValue
 
@@ -44,52 +43,6 @@ def test_progress_is_told_to_the_end(runs):
     work, told = workload(PATHS), []
     list(replay(work, runs, progress=told.append))
     assert sum(told) == len(runs) * len(work)
-
-
-def test_what_was_done_is_not_done_again(runs, tmp_path, monkeypatch):
-    work, path = workload(PATHS), tmp_path / "runs.jsonl"
-    first = replay(work, runs, journal=RunLog(path))
-    some = [next(first) for _ in range(3)]
-    first.close()  # cut off
-    assert len(path.read_text().splitlines()) == 3
-    ran = []
-    on = ReplayRun.on
-    monkeypatch.setattr(ReplayRun, "on", lambda self, *args: (ran.append(self), on(self, *args))[1])
-    every = list(replay(work, runs, journal=RunLog(path)))
-    assert len(ran) == 4
-    assert figures(every) == figures(replay(work, runs))
-    assert figures(some) == figures(every[:3])
-    assert every[0] == some[0]
-
-
-def test_another_trace_or_setting_is_another_run(tmp_path):
-    journal = RunLog(tmp_path / "runs.jsonl")
-    work = workload(PATHS)
-    list(replay(work, [ReplayRun("lru", 16)], journal=journal))
-    assert journal.find(work, ReplayRun("lru", 16)) is not None
-    assert journal.find(work, ReplayRun("lru", 16, page_tokens=2)) is None
-    assert journal.find(workload(PATHS[:-1]), ReplayRun("lru", 16)) is None
-
-
-@pytest.mark.parametrize("damage", [b"", b"{", b'{"run": 3}', b'[[[["', b"\xff\xfe", b"null", b"0"])
-def test_a_torn_or_foreign_line_is_passed_over(tmp_path, damage):
-    path, work, run = tmp_path / "runs.jsonl", workload(PATHS), ReplayRun("lru", 16)
-    list(replay(work, [run], journal=RunLog(path)))
-    good = path.read_bytes()
-    path.write_bytes(damage + b"\n" + good + good[: len(good) // 2])
-    found = RunLog(path).find(work, run)
-    assert found is not None
-    line = json.loads(good)
-    line["outcome"]["surprise"] = 1
-    path.write_text(json.dumps(line))
-    assert RunLog(path).find(work, run) is None
-
-
-def test_what_is_done_behind_a_torn_line_is_known_the_next_time(tmp_path):
-    path, work, run = tmp_path / "runs.jsonl", workload(PATHS), ReplayRun("lru", 16)
-    path.write_bytes(b'{"run": "4 cut off')
-    list(replay(work, [run], journal=RunLog(path)))
-    assert RunLog(path).find(work, run) is not None
 
 
 def test_nothing_runs_if_one_cannot():

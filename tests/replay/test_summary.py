@@ -141,7 +141,7 @@ def test_figures() -> None:
     assert (found.units, found.reusable_units) == (2 + 2 + 4, 0 + 2 + 2)
     assert found.reusable_tokens == 600 + 1024
     assert (found.prompt_p50, found.prompt_p90, found.prompt_max) == (1000, 2000, 2000)
-    assert (found.sessions, found.single_turn, found.namespaces, found.skipped) == (2, 1 / 3, 1, 0)
+    assert (found.sessions, found.namespaces, found.skipped) == (2, 1, 0)
     assert found.as_dict()["reusable_share"] == 0.5
 
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from dataclasses import replace
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
-from kvkeep.bench.replay import summarise
 from kvkeep.bench.traces import KINDS, GeneratedTrace, Trace, generate
-from kvkeep.bench.traces.generators import API, RAG, Agents, Chat, Tenants
+from kvkeep.bench.traces.generators import Chat
 from kvkeep.bench.traces.generators.base import FIRST_TOKEN_S, TOKEN_S
-from kvkeep.bench.traces.generators.chance import WAITS, Chance, mean_of, value_at, zipf
+from kvkeep.bench.traces.generators.chance import WAITS, Chance, mean_of, value_at
 from kvkeep.core.errors import InvalidValue
 
 if TYPE_CHECKING:
@@ -23,13 +21,8 @@ if TYPE_CHECKING:
 
 # SHA-256 over times, lengths and ids of the first 40 requests of seed 7.
 DIGESTS = {
-    "agent": "5d61ffc4750c0577",
-    "rag": "2fe43e80831eed3e",
-    "api": "969c0d80b94cabc4",
     "chat": "e0cabd0417f8e545",
-    "tenants": "4fef5ea774eed16d",
     "agents": "7c97cf801657b599",
-    "reasoning": "bceb149b096c87c4",
 }
 
 
@@ -82,8 +75,7 @@ def test_times_only_grow_and_a_turn_goes_on_where_the_last_one_ended(kind: str) 
             continue
         ended = previous.time + FIRST_TOKEN_S + TOKEN_S * previous.output_tokens
         assert request.time >= ended - 1e-5
-        # In these the next question comes with other passages, without reasoning, or further up.
-        if kind not in {"agents", "reasoning"} and request.kind != "rag":
+        if kind == "chat":  # agents go back to earlier prompts
             assert previous.answer is not None
             held = [*previous.units[: previous.tokens // 16], *previous.answer]
             assert request.units[: len(held)].tolist() == held
@@ -123,24 +115,6 @@ FEW = ((0, 1), (1, 9))
 """Tokens, where only times and turns are looked at."""
 
 
-def test_agents_return_within_a_second_and_have_eleven_turns() -> None:
-    workload = Agents(instructions=FEW, task=FEW, result=FEW)
-    trace = GeneratedTrace(workload, seed=1, requests=4000)
-    back = gaps(trace)
-    assert sum(gap <= 1.00001 for gap in back) / len(back) == pytest.approx(0.86, abs=0.02)
-    assert sum(gap > 60 for gap in back) / len(back) == pytest.approx(0.01, abs=0.006)
-    turns = [len(session) for session in finished(trace)]
-    assert sum(turns) / len(turns) == pytest.approx(11, abs=1.2)
-    assert mean_of(Agents().turns) == pytest.approx(11, abs=0.1)
-    assert summarise(generate("agent", seed=1, requests=300)).reusable_share > 0.85
-
-
-def test_api_requests_come_alone() -> None:
-    trace = GeneratedTrace(API(template=FEW, payload=FEW), seed=1, requests=5_000)
-    assert summarise(trace).single_turn == pytest.approx(0.97, abs=0.01)
-    assert 0.35 < summarise(generate("api", seed=1, requests=1000)).reusable_share < 0.65
-
-
 def test_chats_have_a_few_turns_with_time_to_read_between() -> None:
     trace = GeneratedTrace(Chat(instructions=FEW, document=FEW), seed=1, requests=3000)
     turns = [len(session) for session in finished(trace)]
@@ -148,42 +122,9 @@ def test_chats_have_a_few_turns_with_time_to_read_between() -> None:
     assert np.median(gaps(trace)) == pytest.approx(40, abs=6)
 
 
-def test_passages_come_up_again_but_rarely_at_the_same_place() -> None:
-    workload = RAG(passages=100)
-    trace = GeneratedTrace(workload, seed=1, requests=500)
-    ordered = GeneratedTrace(
-        replace(workload, passages=8, found=((0, 8), (1, 8))), seed=1, requests=100
-    )
-    tokens = sum(r.tokens for r in trace)
-    found = summarise(trace)
-    # There are at most 100 passages of 700 tokens: all others were seen before, somewhere.
-    again = 1 - (100 * 700 + 500 * 400) / tokens
-    assert again > 0.7
-    assert found.reusable_tokens / tokens < 0.45
-    assert summarise(ordered).reusable_tokens > 0
-
-
-def test_tenants_are_of_very_different_sizes_and_share_no_cache() -> None:
-    trace = GeneratedTrace(Tenants(tenants=10), seed=1, requests=1200)
-    spaces: Counter[str] = Counter()
-    kinds: Counter[str] = Counter()
-    for turns in sessions_of(trace).values():
-        assert len({request.namespace for request in turns}) == 1
-        spaces[turns[0].namespace] += 1
-        kinds[turns[0].kind] += 1
-    sums = zipf(10, 1.0)
-    largest = spaces.most_common(1)[0]
-    assert largest[0] == "tenant-0"
-    assert largest[1] / spaces.total() == pytest.approx(1 / sums[-1], abs=0.05)
-    assert set(kinds) == {"chat", "api", "rag", "agent"}
-    assert kinds["chat"] / kinds.total() == pytest.approx(0.45, abs=0.06)
-    assert summarise(trace).elsewhere_tokens > 0  # the provider's own instructions
-
-
 def test_sessions_begin_as_often_as_was_asked_for() -> None:
-    trace = GeneratedTrace(
-        API(alone=1.0, template=FEW, payload=FEW), seed=1, requests=2000, sessions_per_second=20
-    )
+    alone = Chat(turns=((0, 1), (1, 1)), instructions=FEW, document=FEW)
+    trace = GeneratedTrace(alone, seed=1, requests=2000, sessions_per_second=20)
     assert list(trace)[-1].time == pytest.approx(100, rel=0.08)
 
 
@@ -197,9 +138,7 @@ def test_a_workload_can_be_changed() -> None:
 
 
 def test_what_is_wrong_is_said() -> None:
-    with pytest.raises(
-        InvalidValue, match="one of agent, agents, rag, api, chat, reasoning, tenants; got"
-    ):
+    with pytest.raises(InvalidValue, match="one of agents, chat; got"):
         generate("cats", seed=1, requests=1)
     with pytest.raises(InvalidValue, match="requests"):
         generate("chat", seed=1, requests=-1)
@@ -218,7 +157,4 @@ def test_chance() -> None:
     values = [chance.of(table) for _ in range(4000)]
     assert sum(values) / len(values) == pytest.approx(37.5, rel=0.05)
     assert [Chance(1, "x").share() for _ in range(2)] == [Chance(1, "x").share()] * 2
-    assert chance.some("abc", 5, zipf(3, 1.0)) in [
-        list(p) for p in ("abc", "acb", "bac", "bca", "cab", "cba")
-    ]
     assert Chance("always", "the", "same").share() == 0.9196729926490824

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from writing import mooncake, write
+from writing import write
 
 from kvkeep.bench.replay import Workload, summarise
 from kvkeep.bench.traces import (
@@ -71,7 +71,7 @@ def common(one: TraceRequest, other: TraceRequest) -> int:
 
 
 def test_a_session_and_its_sub_agent(tmp_path: Path) -> None:
-    trace = open_trace(write(tmp_path / "trace_1.json", SESSION), strict=True)
+    trace = open_trace(write(tmp_path / "trace_1.json", SESSION))
     assert (trace.format, trace.unit_tokens, trace.name) == ("kv-cache-tester", 64, "trace_1.json")
     first, explore, deeper, last = trace
     assert [r.time for r in trace] == [0, 4.5, 6, 10]
@@ -92,13 +92,13 @@ def test_a_session_and_its_sub_agent(tmp_path: Path) -> None:
 def test_times_of_a_sub_agent_may_count_from_its_call(tmp_path: Path) -> None:
     inner = agent(40, asked(0.5, [1]), asked(50, [1, 2]))
     path = write(tmp_path / "a.json", session("s", asked(0, [1]), inner))
-    assert [r.time for r in open_trace(path, strict=True)] == [0, 40.5, 90]
+    assert [r.time for r in open_trace(path)] == [0, 40.5, 90]
 
 
 def test_sub_agents_of_sub_agents(tmp_path: Path) -> None:
     inner = agent(2, asked(2, [1, 2]), agent(3, asked(3, [1, 2, 3])), agent(4, asked(4, [1])))
     path = write(tmp_path / "a.json", session("s", asked(0, [1]), inner))
-    trace = open_trace(path, strict=True)
+    trace = open_trace(path)
     units = [r.units.tolist() for r in trace]
     assert [len(row) for row in units] == [1, 2, 3, 1]
     assert units[2][:2] == units[1]
@@ -118,7 +118,7 @@ def test_ids_are_known_in_their_session_unless_they_are_global(tmp_path: Path) -
         place.mkdir()
         for name in "ab":
             write(place / f"{name}.json", session(name, asked(0, [1, 2]), hash_id_scope=scope))
-        one, other = open_trace(place, strict=True)
+        one, other = open_trace(place)
         assert common(one, other) == shared, scope
 
 
@@ -131,7 +131,7 @@ def test_equal_prompts_of_a_session_are_equal_to_their_last_token(tmp_path: Path
         asked(3, [], 9),
     ]
     path = write(tmp_path / "a.json", session("s", *requests, asked(4, [], 9)))
-    first, again, longer, unknown, other = open_trace(path, strict=True)
+    first, again, longer, unknown, other = open_trace(path)
     assert (common(first, again), common(first, longer), common(unknown, other)) == (3, 2, 0)
 
 
@@ -146,7 +146,7 @@ def test_coarser_ids_are_equal_where_all_tokens_before_them_are(
         return
     seen: dict[int, tuple[int, ...]] = {}
     known: dict[tuple[int, ...], int] = {}
-    read = list(open_trace(path, strict=True, unit_tokens=64 * step))
+    read = list(open_trace(path, unit_tokens=64 * step))
     for request, ids in zip(read, given, strict=True):
         assert len(request.units) == -(-len(ids) // step)
         for at, unit in enumerate(request.units.tolist()):
@@ -172,7 +172,7 @@ def test_files_that_are_written_otherwise(tmp_path: Path) -> None:
     results = []
     for name, data in shapes.items():
         (tmp_path / name).write_bytes(data)
-        trace = open_trace(tmp_path / name, strict=True)
+        trace = open_trace(tmp_path / name)
         assert trace.format == "kv-cache-tester", name
         results.append([(r.time, r.session, r.units.tolist(), r.stop, r.caller) for r in trace])
     assert results[0]
@@ -181,7 +181,7 @@ def test_files_that_are_written_otherwise(tmp_path: Path) -> None:
 
 def test_a_request_without_ids_has_a_length_alone(tmp_path: Path) -> None:
     bare = {"t": 1, "in": 200, "out": 3}
-    trace = open_trace(write(tmp_path / "a.json", session("a", asked(0, [1]), bare)), strict=True)
+    trace = open_trace(write(tmp_path / "a.json", session("a", asked(0, [1]), bare)))
     assert [request.units is None for request in trace] == [False, True]
     assert Workload.read(trace).unknown == 1
 
@@ -193,69 +193,35 @@ def test_a_directory_is_one_trace_and_other_files_in_it_are_not_read(tmp_path: P
     write(tmp_path / "metadata.json", {"requests": 5})
     (tmp_path / "more.json").mkdir()
     trace = open_trace(tmp_path)
-    assert [(r.session, r.time) for r in trace] == [("a", 0), ("b", 1), ("a", 2)]
+    assert sorted((r.session, r.turn) for r in trace) == [("a", 1), ("a", 2), ("b", 1)]
     assert trace.reasons == ("metadata.json, object 1: a session has a list of requests",)
     assert list(map(str, trace)) == list(map(str, trace))
-    with pytest.raises(InvalidValue, match=r"metadata\.json, object 1: a session"):
-        list(open_trace(tmp_path, strict=True))
 
 
 def test_two_sessions_of_one_name_are_two(tmp_path: Path) -> None:
     for name in "ab":
         write(tmp_path / f"{name}.json", session("same", asked(0, [1])))
     write(tmp_path / "c.json", {"requests": [asked(1, [1])]})  # the file's name is its name
-    one, other, third = open_trace(tmp_path, strict=True)
+    one, other, third = open_trace(tmp_path)
     assert {one.session, other.session, third.session} == {"same", "same#2", "c"}
     assert common(one, other) == 0
 
 
-def test_sessions_can_begin_at_different_times(tmp_path: Path) -> None:
+def test_sessions_begin_within_the_time_of_the_longest(tmp_path: Path) -> None:
     for number in range(200):
         write(tmp_path / f"{number}.json", session(f"s{number}", asked(0, [1]), asked(5, [1, 2])))
-    trace = open_trace(tmp_path, spread_s=1000.0, strict=True)
+    write(tmp_path / "long.json", session("long", asked(0, [1]), asked(1000, [1, 2])))
+    trace = open_trace(tmp_path)
     begins = {}
     for request in trace:
         begin = begins.setdefault(request.session, request.time)
-        assert request.time - begin == pytest.approx(0 if request.turn == 1 else 5)
+        if request.session != "long":
+            assert request.time - begin == pytest.approx(0 if request.turn == 1 else 5)
     times = sorted(begins.values())
     assert times[0] == 0
     assert 980 < times[-1] <= 1000
     assert np.median(times) == pytest.approx(500, abs=100)
     assert begins == {r.session: r.time for r in trace if r.turn == 1}
-    with pytest.raises(InvalidValue, match="spread_s is -1"):
-        open_trace(tmp_path, spread_s=-1)
-    line = write(tmp_path / "m", mooncake())
-    with pytest.raises(InvalidValue, match="spread_s is for kv-cache-tester"):
-        open_trace(line, spread_s=1)
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 50), st.booleans()), min_size=1, max_size=12),
-    st.sampled_from([1, 5, 20, 1000]),
-)
-@settings(max_examples=50, deadline=None, suppress_health_check=QUIET)
-def test_long_times_without_requests_can_be_shortened(
-    tmp_path: Path, given: list[tuple[int, bool]], longest: int
-) -> None:
-    times, expected, now, then = [], [], 0, 0
-    for gap, _ in given:
-        now, then = now + gap, then + min(gap, longest)
-        times.append(now)
-        expected.append(then)
-    called = [asked(t, [1]) for t, (_, inner) in zip(times, given, strict=True) if inner]
-    own = [asked(t, [1, 2]) for t, (_, inner) in zip(times, given, strict=True) if not inner]
-    path = write(tmp_path / "a.json", session("s", *own, agent(0, *called)))
-    read = [r.time for r in open_trace(path, strict=True, longest_gap_s=longest)]
-    assert read == pytest.approx([time - expected[0] for time in expected])
-
-
-def test_gaps_are_of_sessions_only(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.json", session("s", asked(0, [1])))
-    for gap in (0, -1, float("nan")):
-        with pytest.raises(InvalidValue, match="longest_gap_s is"):
-            open_trace(path, longest_gap_s=gap)
-    with pytest.raises(InvalidValue, match="longest_gap_s is for kv-cache-tester"):
-        open_trace(write(tmp_path / "m", mooncake()), longest_gap_s=5)
 
 
 @pytest.mark.parametrize(
@@ -285,8 +251,6 @@ def test_a_bad_request_costs_no_other(wrong: object, reason: str, tmp_path: Path
     assert trace.reasons[0].startswith("a.json, ")
     assert reason in trace.reasons[0]
     assert len(trace.reasons[0]) < 400
-    with pytest.raises(InvalidValue, match=r"a\.json, a\.json, "):
-        list(open_trace(path, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -308,9 +272,7 @@ def test_a_bad_session_costs_no_other(more: dict[str, Any], reason: str, tmp_pat
 def test_blocks_of_several_sizes_have_ids_of_a_common_one(tmp_path: Path) -> None:
     lines = session("s", asked(0, [1, 2, 3])), session("t", asked(0, [1, 2], 90), block_size=48)
     path = write(tmp_path / "a.jsonl", *lines)
-    assert [len(r.units) for r in open_trace(path, unit_tokens=192, strict=True)] == [1, 1]
-    with pytest.raises(InvalidValue, match="give unit_tokens=192"):
-        list(open_trace(path, strict=True))
+    assert [len(r.units) for r in open_trace(path, unit_tokens=192)] == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -341,8 +303,6 @@ def test_what_is_hostile_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyP
     long = session("s", asked(0, [1]), {**asked(1, [2]), "model": "x" * (2 << 20)}, asked(2, [1]))
     path = write(tmp_path / "a.json", long)
     trace = open_trace(path)
-    with pytest.raises(InvalidValue, match="a string has more than 1 MiB"):
-        list(open_trace(path, strict=True))
     many = json.dumps(session("s", asked(0, [1]))).replace("[{", "[" + "[]," * 20_000 + "{")
     path.write_text(many)
     wide = {
@@ -381,7 +341,7 @@ def test_the_ids_of_a_long_session_take_the_memory_of_its_longest_prompt(tmp_pat
     requests = [asked(turn, ids[: 1000 + 10 * turn]) for turn in range(300)]
     path = write(tmp_path / "a.json", session("s", *requests))
     assert summarise(open_trace(path)).reusable_share > 0.99
-    reader = sessions.SessionReader([path], 64, 0.0)
+    reader = sessions.SessionReader([path], 64)
     tracemalloc.start()
     try:
         made = reader.requests(lambda reason: None)

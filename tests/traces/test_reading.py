@@ -38,7 +38,7 @@ def test_compression_is_found_by_the_first_bytes(
     plain = write(tmp_path / "plain", mooncake(0), mooncake(5)).read_bytes()
     path = tmp_path / "trace.whatever"
     path.write_bytes(pack(plain))
-    assert [r.time for r in open_trace(path, strict=True)] == [0, 0.005]
+    assert [r.time for r in open_trace(path)] == [0, 0.005]
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="named pipes")
@@ -134,8 +134,6 @@ def test_lines_that_are_a_little_out_of_order_are_sorted(
     trace = open_trace(path)
     assert len(list(trace)) == len(times)
     assert "sort the file by time" in trace.reasons[0]
-    with pytest.raises(InvalidValue, match=r"line 14: its time is .* before that of a request"):
-        list(open_trace(path, strict=True))
 
 
 def test_requests_of_one_time_stay_in_order(tmp_path: Path) -> None:
@@ -177,12 +175,10 @@ def test_what_cannot_be_read_says_why(tmp_path: Path) -> None:
         open_trace(path, format="xml")
     with pytest.raises(InvalidValue, match="is no trace in kvkeep"):
         open_trace(path, format="kvkeep")
-    with pytest.raises(InvalidValue, match="none of 1 lines is a request in the format azure"):
-        list(open_trace(path, format="azure"))
+    with pytest.raises(InvalidValue, match="none of 1 lines is a request in the format prompts"):
+        list(open_trace(path, format="prompts"))
     with pytest.raises(InvalidValue, match="unit_tokens"):
         open_trace(path, unit_tokens=0)
-    with pytest.raises(InvalidValue, match="a tokenizer's function"):
-        open_trace(path, text="letters")
 
 
 def test_bad_lines_before_the_first_good_one_do_not_hide_the_format(tmp_path: Path) -> None:
@@ -236,7 +232,7 @@ def test_no_values_break_a_reader(tmp_path: Path, format: str, line: dict[str, o
 
 @pytest.mark.skipif(not MOONCAKE.is_file(), reason="the Mooncake trace is not beside this checkout")
 def test_the_conversation_trace() -> None:
-    trace = open_trace(MOONCAKE, strict=True)
+    trace = open_trace(MOONCAKE)
     seen: set[int] = set()
     requests = tokens = units = reusable = 0
     for request in trace:

@@ -100,8 +100,8 @@ def test_a_tenth_of_a_real_trace(seed: int) -> None:
 
 @pytest.fixture(scope="module")
 def mixed() -> list[np.ndarray]:
-    """Tenants of all sizes with sessions of all kinds, and prompts that nobody asks for again."""
-    made = generate("tenants", seed=7, requests=3000, unit_tokens=64)
+    """Conversations of all lengths, and prompts that nobody asks for again."""
+    made = generate("chat", seed=7, requests=3000, unit_tokens=64)
     prompts = [one.units[: one.tokens // 64] for one in made]
     prompts = [one for one in prompts if len(one)]
     # A scan: every fifth prompt is one of 40 blocks that comes this once.

@@ -9,14 +9,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvkeep.bench.replay import PlannedMemory
-from kvkeep.bench.replay.candidates import cheapest_of_each_size
+from kvkeep.bench.replay import PlannedMemory, Prices, advise
 from kvkeep.bench.replay.words import money
 from kvkeep.cli import replaying
 from kvkeep.cli.arguments import add_json, add_option, add_path
 from kvkeep.cli.drawing import visible
 from kvkeep.cli.plan_flags import moves_between_tiers, serve_command, vllm_option
-from kvkeep.cli.sharing import part
 from kvkeep.cli.tables import print_table
 from kvkeep.cli.trace import add_reading_arguments, opened
 from kvkeep.core.cost import PrefillCost
@@ -25,8 +23,7 @@ from kvkeep.core.errors import InvalidValue
 if TYPE_CHECKING:
     import argparse
 
-    from kvkeep.bench.replay import Advice, Workload
-    from kvkeep.bench.replay.candidates import PlanCandidate
+    from kvkeep.bench.replay import Advice, PlanCandidate, Workload
     from kvkeep.cli.arguments import Commands
 
 __all__ = ["add_parser", "run"]
@@ -57,8 +54,13 @@ def add_parser(commands: Commands) -> None:
         "plan then says what the tier saves in seconds, and advises against one that saves none",
     )
     replaying.add_replay_arguments(parser.add_argument_group("replaying"))
-    replaying.add_price_arguments(parser)
-    replaying.add_report_arguments(parser)
+    add_option(
+        parser,
+        "--prices LIST",
+        "with --model and --cost: recommend what costs least a month, by the price of a GPU hour "
+        "and of a GiB of memory and disk a month, in any currency: gpu=2.5,memory=3,disk=0.1",
+    )
+    replaying.add_report_argument(parser)
     add_json(parser)
     parser.set_defaults(run=run)
 
@@ -66,12 +68,15 @@ def add_parser(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     """Replay, and print the recommendation."""
     replaying.check_out(args)
-    kept = replaying.ModelSizes.of(args)
+    prices = None if args.prices is None else Prices.parse(args.prices)
+    if prices is not None and (args.model is None or args.cost is None):
+        raise InvalidValue("--prices needs --model, for bytes, and --cost, for the time of GPUs")
+    sizes = replaying.ModelSizes.of(args)
     trace = opened(args, args.file)
     page_tokens = trace.unit_tokens
-    groups = kept.layout(page_tokens)
-    memory = kept.tokens(args.memory, page_tokens)
-    disk = 0 if args.disk is None else kept.tokens(args.disk, page_tokens)
+    groups = sizes.layout(page_tokens)
+    memory = sizes.tokens(args.memory, page_tokens)
+    disk = 0 if args.disk is None else sizes.tokens(args.disk, page_tokens)
     if disk and groups is not None:
         raise InvalidValue("tiers are replayed without windows and states; leave out --disk")
     cost, read = None, None
@@ -79,24 +84,23 @@ def run(args: argparse.Namespace) -> int:
         cost = PrefillCost.read(args.cost)
         reads = replaying.tier_reads(args.cost, 1 if disk else 0)
         read = reads[1] if reads else None
-    prices = replaying.prices_of(args, kept, page_tokens, tiers=disk > 0)
-    size = kept.bytes_per_token(page_tokens) if replaying.in_bytes(args.memory) else None
+    size = None if args.model is None else sizes.bytes_per_token(page_tokens)
     plan = PlannedMemory(memory, disk, groups, cost, read, prices, size)
     workload = replaying.read_workload(trace)
     runs = plan.runs(workload)
     outcomes = replaying.replayed(workload, runs, args)
-    advice = plan.advice(dict(zip(runs, outcomes, strict=True)), workload)
+    advice = advise(plan, dict(zip(runs, outcomes, strict=True)), workload)
     if args.out is not None:
-        replaying.report(workload, outcomes, args, prices, str(advice))
+        replaying.report(workload, outcomes, args, str(advice))
     if args.json:
-        found = [one.as_dict() for one in outcomes]
         print(json.dumps({"memory_tokens": memory, "disk_tokens": disk, **asdict(advice),
-                          **replaying.gap_facts(workload), "outcomes": found}))  # fmt: skip
+                          **replaying.gap_facts(workload),
+                          "outcomes": [one.as_dict() for one in outcomes]}))  # fmt: skip
         return 0
     _print(workload, advice)
-    if prices is not None and advice.chosen.month is not None:
-        _print_costs(plan, advice, prices.currency)
-    _print_flags(advice.chosen, args, None if args.model is None else kept, page_tokens)
+    if advice.chosen.month is not None:
+        _print_costs(plan, advice)
+    _print_flags(advice.chosen, args.model, size)
     return 0
 
 
@@ -115,34 +119,36 @@ def _paragraph(text: str) -> None:
     print(textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False) + "\n")
 
 
-def _print_costs(plan: PlannedMemory, advice: Advice, currency: str) -> None:
+def _print_costs(plan: PlannedMemory, advice: Advice) -> None:
     """Print what a month costs with each memory and disk, the cheapest first."""
+    best: dict[tuple[int, int], PlanCandidate] = {}
+    for one in sorted(advice.candidates, key=lambda one: one.month or 0.0):
+        best.setdefault((one.memory_tokens, one.disk_tokens), one)
     rows = []
-    for one in cheapest_of_each_size(advice.candidates):
-        assert one.month is not None
+    for one in best.values():
         sizes = [plan.size(size) for size in (one.memory_tokens, one.disk_tokens) if size]
-        name = "no cache" if one.policy is None else " + ".join(sizes)
         how = "" if one.policy is None else one.policy
         if one.tiering is not None:
             how += f"/{one.tiering}"
-        rows.append([name, how, part(one.hit_rate), money(one.month, currency)])
+        rows.append(
+            [
+                " + ".join(sizes) or "no cache",
+                how,
+                f"{100 * one.hit_rate:.1f} %",
+                money(one.month or 0.0),
+            ]
+        )
     print_table(["a month of this traffic", "policy", "reused", "costs"], rows)
     print()
 
 
-def _print_flags(
-    chosen: PlanCandidate,
-    args: argparse.Namespace,
-    kept: replaying.ModelSizes | None,
-    page_tokens: int,
-) -> None:
+def _print_flags(chosen: PlanCandidate, model: Path | None, bytes_per_token: float | None) -> None:
     """Print the setting as commands to paste; they need the size of a token."""
-    if kept is None:
+    if model is None or bytes_per_token is None:
         print("With --model PATH, the flags of kvkeep serve and of vLLM are printed here.")
         return
-    size = kept.bytes_per_token(page_tokens)
     print("kvkeep's server:\n")
-    print(f"  {serve_command(chosen, args.model, size)}\n")
+    print(f"  {serve_command(chosen, model, bytes_per_token)}\n")
     if chosen.policy is None:
         return
     if moves_between_tiers(chosen):
@@ -151,6 +157,6 @@ def _print_flags(
             "of running requests comes on top; --memory gives its size."
         )
     print("vLLM, with this memory beside the GPU's:\n")
-    print(f"  {vllm_option(chosen, size)}\n")
+    print(f"  {vllm_option(chosen, bytes_per_token)}\n")
     if moves_between_tiers(chosen):
         _paragraph("vLLM's connector has the tiering inclusive only.")

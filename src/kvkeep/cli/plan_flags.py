@@ -10,12 +10,11 @@ from urllib.parse import quote
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvkeep.bench.replay.candidates import PlanCandidate
+    from kvkeep.bench.replay import PlanCandidate
 
-__all__ = ["FOLDER", "moves_between_tiers", "serve_command", "vllm_option"]
+__all__ = ["moves_between_tiers", "serve_command", "vllm_option"]
 
-FOLDER = "/var/lib/kvkeep"
-"""The place of a disk tier in what is to be pasted."""
+_FOLDER = "/var/lib/kvkeep"  # the place of a disk tier in what is to be pasted
 _MIB = 1 << 20
 _USUAL = "lru"
 
@@ -28,9 +27,7 @@ def moves_between_tiers(chosen: PlanCandidate) -> bool:
     return chosen.tiering not in {None, "inclusive"}
 
 
-def serve_command(
-    chosen: PlanCandidate, model: Path, bytes_per_token: float, folder: str = FOLDER
-) -> str:
+def serve_command(chosen: PlanCandidate, model: Path, bytes_per_token: float) -> str:
     """Return the ``kvkeep serve`` that uses this setting; without a cache, it stores nothing.
 
     The memory is the pool's; where the tiering moves blocks between memory and disk, it is a tier.
@@ -39,18 +36,18 @@ def serve_command(
     if chosen.policy is None:
         return shlex.join([*words, "--no-store"])
     if moves_between_tiers(chosen):
-        for tier in _tiers(chosen, bytes_per_token, folder):
+        for tier in _tiers(chosen, bytes_per_token):
             words += ["--tier", tier]
         return shlex.join([*words, "--tiering", str(chosen.tiering)])
     words += ["--memory", _bytes(chosen.memory_tokens * bytes_per_token)]
     words += ["--eviction", _policy(chosen)]
     if not chosen.disk_tokens:
         return shlex.join([*words, "--no-store"])
-    words += ["--tier", _disk(chosen, bytes_per_token, folder), "--tiering", str(chosen.tiering)]
+    words += ["--tier", _disk(chosen, bytes_per_token), "--tiering", str(chosen.tiering)]
     return shlex.join(words)
 
 
-def vllm_option(chosen: PlanCandidate, bytes_per_token: float, folder: str = FOLDER) -> str:
+def vllm_option(chosen: PlanCandidate, bytes_per_token: float) -> str:
     """Return the ``--kv-transfer-config`` of vLLM with the memory and disk of a setting.
 
     A setting without a cache has none: do not ask for it.
@@ -60,20 +57,20 @@ def vllm_option(chosen: PlanCandidate, bytes_per_token: float, folder: str = FOL
         "kv_connector": "KVKeepConnector",
         "kv_connector_module_path": "kvkeep.integrations.vllm",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"tiers": _tiers(chosen, bytes_per_token, folder)},
+        "kv_connector_extra_config": {"tiers": _tiers(chosen, bytes_per_token)},
     }
     return f"--kv-transfer-config {shlex.quote(json.dumps(config))}"
 
 
-def _tiers(chosen: PlanCandidate, bytes_per_token: float, folder: str) -> list[str]:
+def _tiers(chosen: PlanCandidate, bytes_per_token: float) -> list[str]:
     memory = _bytes(chosen.memory_tokens * bytes_per_token)
     tiers = [f"memory://{memory}{_query(chosen, '?')}"]
-    return [*tiers, _disk(chosen, bytes_per_token, folder)] if chosen.disk_tokens else tiers
+    return [*tiers, _disk(chosen, bytes_per_token)] if chosen.disk_tokens else tiers
 
 
-def _disk(chosen: PlanCandidate, bytes_per_token: float, folder: str) -> str:
+def _disk(chosen: PlanCandidate, bytes_per_token: float) -> str:
     size = _bytes(chosen.disk_tokens * bytes_per_token)
-    return f"file://{quote(folder)}?size={size}{_query(chosen, '&')}"
+    return f"file://{quote(_FOLDER)}?size={size}{_query(chosen, '&')}"
 
 
 def _query(chosen: PlanCandidate, mark: str) -> str:

@@ -7,21 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvkeep.bench.replay import BELADY, BOUNDS, GROUP_REASONS, INFINITE, LOADINGS, ReplayRun
+from kvkeep.bench.replay import BELADY, BOUNDS, GROUP_REASONS, INFINITE, ReplayRun
 from kvkeep.bench.replay.doubts import gaps
 from kvkeep.bench.replay.words import amount
 from kvkeep.cli import replaying
-from kvkeep.cli.arguments import add_json, add_option, add_path, add_switch, count
+from kvkeep.cli.arguments import add_json, add_option, add_path, count
 from kvkeep.cli.drawing import visible
-from kvkeep.cli.sharing import part, print_shares
 from kvkeep.cli.tables import print_table
 from kvkeep.cli.tenants import weights_in
 from kvkeep.cli.trace import add_reading_arguments, opened
-from kvkeep.core.cost import PrefillCost, TransferCost
+from kvkeep.core.cost import PrefillCost
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.eviction import POLICIES
-from kvkeep.core.geometry import parse_bytes
-from kvkeep.store.backends import WriteBudget
 from kvkeep.store.tiers import TIERINGS
 
 if TYPE_CHECKING:
@@ -47,14 +44,7 @@ def add_parser(commands: Commands) -> None:
     add_reading_arguments(parser)
     _add_replaying(parser.add_argument_group("replaying"))
     _add_loop(parser.add_argument_group("time to the first token"))
-    replaying.add_price_arguments(parser)
-    add_switch(
-        parser,
-        "--no-bounds",
-        "leave out the upper bounds (--json has them only if --policy names them, and closed loops "
-        "have none that knows the future)",
-    )
-    replaying.add_report_arguments(parser)
+    replaying.add_report_argument(parser)
     add_json(parser, "print one JSON object per replay instead of text")
     parser.set_defaults(run=run)
 
@@ -82,12 +72,6 @@ def _add_replaying(group: argparse._ArgumentGroup) -> None:
     )
     add_option(
         group,
-        "--writes LIST",
-        "with tiers: write budgets of those below memory, in tokens, or with --model in bytes, a "
-        "day or an hour: 500M/day, or 2TB/day (default: any amount)",
-    )
-    add_option(
-        group,
         "--page TOKENS",
         "tokens per page, with hits counted to the token (default: one page per id of the "
         "trace, full or not, as most published hit rates are counted; with windows or states, "
@@ -98,14 +82,7 @@ def _add_replaying(group: argparse._ArgumentGroup) -> None:
         group,
         "--share LIST",
         "replay each policy also with fair shares of memory and tiers, by weight: "
-        "team-a=3,team-b=1, others 1; '=1' for equal weights. A table then compares the hits of "
-        "tenants with those that each has alone on its share",
-    )
-    group.add_argument(
-        "--prefix",
-        choices=("radix", "chain"),
-        default="radix",
-        help="prefix index (default: radix)",
+        "team-a=3,team-b=1, others 1; '=1' for equal weights. --json has the hits of each tenant",
     )
     replaying.add_replay_arguments(group)
 
@@ -123,43 +100,18 @@ def _add_loop(loop: argparse._ArgumentGroup) -> None:
         "request (default: requests arrive at their times in the trace)",
         type=count,
     )
-    add_switch(
-        loop,
-        "--closed-loop",
-        "with --cost: only sessions begin at their times; each further request of a session comes "
-        "its pause in the trace after the end of the answer before it, so a slow answer delays all "
-        "that follows",
-    )
-    add_option(
-        loop,
-        "--bandwidth LIST",
-        "with --cost and tiers: bytes per second at which each tier below memory is read, "
-        "such as 20GB,3GB (default: the tiers in the file of --cost, fastest first; without "
-        "any, reads take no time)",
-    )
-    loop.add_argument(
-        "--loading",
-        choices=LOADINGS,
-        default=LOADINGS[0],
-        help="what is read from tiers: as much as pays, from the back while the front is computed "
-        "(both, the default); the prefix that pays, before the rest is computed, as vLLM and "
-        "SGLang do (prefix); or whatever is stored (all)",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Replay, and print the outcomes."""
     replaying.check_out(args)
-    kept = replaying.ModelSizes.of(args)
+    sizes = replaying.ModelSizes.of(args)
     trace = opened(args, args.file)
-    page_tokens = args.page or trace.unit_tokens
-    runs = _planned_runs(args, kept, page_tokens, bounds=not args.no_bounds and not args.json)
-    tiers = any(run.below for run in runs)
-    prices = replaying.prices_of(args, kept, page_tokens, tiers=tiers)
+    runs = _planned_runs(args, sizes, args.page or trace.unit_tokens)
     workload = replaying.read_workload(trace)
     outcomes = replaying.replayed(workload, runs, args)
     if args.out is not None:
-        replaying.report(workload, outcomes, args, prices)
+        replaying.report(workload, outcomes, args)
     if args.json:
         for outcome in outcomes:
             print(json.dumps(outcome.as_dict() | replaying.gap_facts(workload)))
@@ -169,58 +121,47 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _planned_runs(
-    args: argparse.Namespace, kept: replaying.ModelSizes, page_tokens: int, *, bounds: bool
+    args: argparse.Namespace, sizes: replaying.ModelSizes, page_tokens: int
 ) -> list[ReplayRun]:
     """Return a replay for each policy and capacity that is given."""
-    sizes = [
-        [kept.tokens(one.strip(), page_tokens) for one in part.split("+")]
+    capacities = [
+        [sizes.tokens(size.strip(), page_tokens) for size in part.split("+")]
         for part in _parts("--capacity", args.capacity)
     ]
-    groups = kept.layout(page_tokens)
-    if groups is not None and any(below for _, *below in sizes):
+    groups = sizes.layout(page_tokens)
+    if groups is not None and any(below for _, *below in capacities):
         raise InvalidValue(
-            f"tiers are replayed without windows and states, which {_named(args)} has; give one "
-            f"capacity, not {args.capacity}"
+            f"tiers are replayed without windows and states, which --model {args.model} has; give "
+            f"one capacity, not {args.capacity}"
         )
     policies = _parts("--policy", args.policy)
-    if bounds:
-        # In a closed loop the policy changes the order of requests, which Belady's bound is of.
-        known = [INFINITE] if args.closed_loop or args.users is not None else BOUNDS
-        policies += [bound for bound in known if bound not in policies]
-    cost = None
+    if not args.json:
+        # Users change the order of requests, which Belady's bound is of.
+        bounds = BOUNDS if args.users is None else [INFINITE]
+        policies += [bound for bound in bounds if bound not in policies]
+    cost, reads = None, ()
     if args.cost is not None:
         cost = PrefillCost.read(args.cost)
+        reads = replaying.tier_reads(args.cost, max(map(len, capacities)) - 1)
     shared = [] if args.share is None else _parts("--share", args.share)
     shares = tuple(weights_in(shared).items())
-    reads = _reads(args, max(map(len, sizes)) - 1)
-    writes = () if args.writes is None else _write_budgets(args.writes, kept, page_tokens)
-    if len(writes) > max(map(len, sizes)):
-        raise InvalidValue(
-            "--writes takes one budget for each tier below memory; got "
-            f"{args.writes} for --capacity {args.capacity}"
-        )
     runs: list[ReplayRun] = []
     for policy in policies:
         if policy == INFINITE:
             runs.append(ReplayRun(INFINITE, 0))
             continue
-        for first, *below in sizes:
+        for first, *below in capacities:
             run = ReplayRun(policy, first, below=tuple(below))
             if policy in BOUNDS:
                 runs.append(run)
                 continue
             run = replace(
-                run, page_tokens=args.page, prefix=args.prefix, cost=cost, users=args.users,
-                closed_loop=args.closed_loop, groups=groups,
+                run, page_tokens=args.page, cost=cost, users=args.users, groups=groups,
+                reads=reads[: len(below) + 1] if below else (),
             )  # fmt: skip
             some = [run]
             if below:
-                tierings = _parts("--tiering", args.tiering)
-                here = reads[: len(below) + 1]
-                some = [
-                    replace(run, tiering=one, reads=here, loading=args.loading, writes=writes)
-                    for one in tierings
-                ]
+                some = [replace(run, tiering=one) for one in _parts("--tiering", args.tiering)]
             runs += some
             runs += [replace(one, shares=shares) for one in some] if shares else []
     return list(dict.fromkeys(runs))
@@ -233,46 +174,11 @@ def _parts(option: str, text: str) -> list[str]:
     return list(dict.fromkeys(parts))
 
 
-def _reads(args: argparse.Namespace, levels: int) -> tuple[TransferCost | None, ...]:
-    """Return the cost to read each tier; memory, the first, takes no time."""
-    if args.bandwidth is None:
-        return () if args.cost is None else replaying.tier_reads(args.cost, levels)
-    if not levels:
-        raise InvalidValue("--bandwidth needs tiers below memory, such as --capacity 1M+8M")
-    speeds = [parse_bytes(part.removesuffix("/s")) for part in args.bandwidth.split(",")]
-    if len(speeds) > levels:
-        raise InvalidValue(
-            "--bandwidth takes one value for each tier below memory; got "
-            f"{args.bandwidth} for --capacity {args.capacity}"
-        )
-    if not all(speeds):
-        raise InvalidValue(f"--bandwidth takes bytes per second above 0, got {args.bandwidth}")
-    return (None, *(TransferCost(seconds_per_byte=1 / speed) for speed in speeds))
-
-
-def _write_budgets(
-    text: str, kept: replaying.ModelSizes, page_tokens: int
-) -> tuple[WriteBudget | None, ...]:
-    """Return the budgets of all tiers, in tokens; memory, the first, has none."""
-    spans = {"day": 86_400, "hour": 3_600}
-    budgets: list[WriteBudget | None] = [None]
-    for one in text.split(","):
-        size, slash, span = one.strip().rpartition("/")
-        if not slash or span not in spans:
-            raise InvalidValue(f"--writes is an amount per day or hour, as 2TB/day; got {one!r}")
-        budgets.append(WriteBudget(kept.tokens(size, page_tokens), spans[span]))
-    return tuple(budgets)
-
-
-def _named(args: argparse.Namespace) -> str:
-    return f"--groups {args.groups}" if args.model is None else f"--model {args.model}"
-
-
 def _print(workload: Workload, runs: Sequence[ReplayRun], outcomes: Sequence[Outcome]) -> None:
-    known = replaying.facts(workload)
+    facts = replaying.facts(workload)
     print(
-        f"{visible(workload.name)}: {known['requests']:,} requests, "
-        f"{known['tokens']:,} prompt tokens in {known['span_s'] / 60:,.0f} minutes"
+        f"{visible(workload.name)}: {facts['requests']:,} requests, "
+        f"{facts['tokens']:,} prompt tokens in {facts['span_s'] / 60:,.0f} minutes"
     )
     for gap in gaps(workload):
         print(f"Warning: {visible(gap)}")
@@ -292,7 +198,6 @@ def _print(workload: Workload, runs: Sequence[ReplayRun], outcomes: Sequence[Out
     print_table(["blocks reused", *(" + ".join(map(amount, size)) for size in sizes)], rows)
     _print_groups([one for one in outcomes if one.groups])
     _print_tiers([one for one in outcomes if one.tiers])
-    print_shares(outcomes)
     timed = [one for one in outcomes if one.latency]
     if timed:
         names = ("p50", "p90", "p99")
@@ -316,26 +221,21 @@ def _loaded(outcome: Outcome) -> str:
     """Return the share of tokens that were loaded, of those stored in tiers that take time."""
     loaded = outcome.latency["loaded_tokens"]
     stored = loaded + outcome.latency["computed_stored_tokens"]
-    return part(loaded / stored) if stored else ""
+    return _percent(loaded / stored) if stored else ""
 
 
 def _print_jobs(outcomes: Sequence[Outcome]) -> None:
     """Print how long sessions take; nothing for traces without sessions."""
-    if not outcomes:
-        return
     names = ("mean", "p50", "p90", "p99")
-    rows = []
-    for one in outcomes:
-        served = one.latency["job_served_s"]
-        rows.append(
-            [
-                f"{one.policy}, {amount(one.capacity_tokens).removesuffix(' tokens')}",
-                *(_long(one.latency["job_s"].get(name)) for name in names),
-                *(_long(served.get(name)) for name in ("mean", "p90")),
-            ]
-        )
-    head = ["seconds of a job", *names, "served mean", "served p90"]
-    print_table(head, rows)
+    rows = [
+        [
+            f"{one.policy}, {amount(one.capacity_tokens)}",
+            *(_long(one.latency["job_s"].get(name)) for name in names),
+        ]
+        for one in outcomes
+    ]
+    if rows:
+        print_table(["seconds of a job", *names], rows)
 
 
 def _print_groups(outcomes: Sequence[Outcome]) -> None:
@@ -364,28 +264,19 @@ def _print_tiers(outcomes: Sequence[Outcome]) -> None:
     """Print where reused blocks were, and what was written; nothing without tiers."""
     if not outcomes:
         return
-    rows, written = [], []
+    rows = []
     for one in outcomes:
         memory, *below = one.tiers
-        name = f"{one.policy}, {amount(one.capacity_tokens)}"
         hits, blocks = memory["hits"], max(1, one.blocks)
-        writes, over = (sum(tier[what] for tier in below) for what in ("writes", "over_budget"))
-        written.append(
-            [
-                name,
-                amount(round(sum(tier["written_tokens_a_day"] for tier in below))),
-                part(over / max(1, over + writes)) if over else "",
-            ]
-        )
         rows.append(
             [
-                name,
-                part(hits / blocks),
-                part(sum(tier["hits"] for tier in below) / blocks),
+                f"{one.policy}, {amount(one.capacity_tokens)}",
+                _percent(hits / blocks),
+                _percent(sum(tier["hits"] for tier in below) / blocks),
+                amount(round(sum(tier["written_tokens_a_day"] for tier in below))),
             ]
         )
-    print_table(["blocks reused from", "memory", "tiers"], rows)
-    print_table(["written to tiers", "a day", "not written: over budget"], written)
+    print_table(["blocks reused from", "memory", "tiers", "written to tiers a day"], rows)
 
 
 def _memory(run: ReplayRun) -> tuple[int, ...]:
@@ -396,7 +287,11 @@ _LABELS = {BELADY: "best possible", INFINITE: "endless memory"}
 
 
 def _share(outcome: Outcome | None) -> str:
-    return part(None if outcome is None else outcome.hit_rate)
+    return "" if outcome is None else _percent(outcome.hit_rate)
+
+
+def _percent(part: float) -> str:
+    return f"{100 * part:.1f} %"
 
 
 def _long(found: float | None) -> str:

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shlex
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.bench.replay import BOUNDS, GroupSizes, RunLog, Workload, replay
+from kvkeep.bench.replay import Workload, replay
 from kvkeep.bench.replay.doubts import gaps
-from kvkeep.bench.replay.effort import effort
 from kvkeep.bench.replay.runs import increments
-from kvkeep.bench.replay.words import duration
-from kvkeep.cli.arguments import (
-    add_option,
-    add_path,
-    add_switch,
-    count,
-    model_geometry,
-    number,
-)
+from kvkeep.cli.arguments import add_option, add_path, count, model_geometry
 from kvkeep.cli.drawing import visible
 from kvkeep.cli.progress import progress
 from kvkeep.core.cost import CostModel
@@ -36,29 +26,26 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvkeep.bench.replay import Outcome, ReplayRun
-    from kvkeep.bench.replay.report import Prices
     from kvkeep.bench.traces import FileTrace
     from kvkeep.core.cost import TransferCost
     from kvkeep.core.geometry import KVGeometry
     from kvkeep.core.groups import GroupLayout
 
 __all__ = [
-    "ModelSizes", "add_price_arguments", "add_replay_arguments", "add_report_arguments",
-    "check_out", "facts", "gap_facts", "in_bytes", "prices_of", "read_workload", "replayed",
+    "ModelSizes", "add_replay_arguments", "add_report_argument",
+    "check_out", "facts", "gap_facts", "read_workload", "replayed",
     "report", "tier_reads",
 ]  # fmt: skip
 
 _FRONTS = ("memory", "shm", "buffer")  # names of tiers in front of all others
 _READ = 64 << 20  # bytes of a read by which tiers are ranked
-_MOMENT_S = 5.0
-_LOG = ".runs.jsonl"  # suffix of the log of finished replays, beside a report
 
 
 # --- arguments ---------------------------------------------------------------------------------
 
 
 def add_replay_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add ``--model``, ``--groups`` and ``--jobs``; `ModelSizes.of` reads the first two."""
+    """Add ``--model`` and ``--jobs``."""
     add_path(
         group,
         "--model",
@@ -68,39 +55,15 @@ def add_replay_arguments(group: argparse._ArgumentGroup) -> None:
     )
     add_option(
         group,
-        "--groups LIST",
-        "without --model: windows and states beside the layers that keep every token, in units of "
-        "their KV: window=1024x5 (5 times the bytes of a token, for the last 1,024 tokens), "
-        "chunk=8192x3, state=2400@64 (as large as 2,400 tokens, resumed at multiples of 64)",
-    )
-    add_option(
-        group,
         "--jobs N",
         "replays to run at once, each in a process (default: one per processor)",
         type=count,
     )
 
 
-def add_report_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``--out`` and ``--fresh``; `replayed` and `report` read them."""
+def add_report_argument(parser: argparse.ArgumentParser) -> None:
+    """Add ``--out``; `report` reads it."""
     add_path(parser, "--out", "write a report to this .html file, with its data as JSON beside it")
-    add_switch(
-        parser,
-        "--fresh",
-        "with --out: replay everything again, instead of reusing the log of an earlier call",
-    )
-
-
-def add_price_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the prices; `prices_of` reads them."""
-    prices = parser.add_argument_group("cost of a month, for the report (in any currency)")
-    for option, metavar, text in (
-        ("--gpu-hour", "PRICE", "price per hour of the GPUs that compute prompts"),
-        ("--prefill-speed", "N", "prompt tokens that these GPUs compute per second"),
-        ("--memory-price", "PRICE", "price per GiB of memory and month"),
-        ("--disk-price", "PRICE", "price per GiB of the tiers below memory and month"),
-    ):
-        prices.add_argument(option, metavar=metavar, type=number, help=text)
 
 
 # --- values ------------------------------------------------------------------------------------
@@ -118,7 +81,7 @@ def check_out(args: argparse.Namespace) -> None:
     if not args.out.parent.is_dir():
         raise InvalidValue(f"cannot write {args.out}: there is no directory {args.out.parent}")
     read = [path.resolve() for path in (args.file, getattr(args, "cost", None)) if path is not None]
-    for suffix in (args.out.suffix, ".json", _LOG):
+    for suffix in (args.out.suffix, ".json"):
         written = args.out.with_suffix(suffix)
         if written.is_dir():
             raise InvalidValue(f"cannot write {written}: it is a directory")
@@ -128,27 +91,20 @@ def check_out(args: argparse.Namespace) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """What a model keeps: its geometry, or the sizes of groups of layers; nothing without either.
+    """What a token of a model keeps, by its geometry; nothing without a model.
 
     With windows or states, capacities in tokens count those of the layers that keep every token.
     """
 
     geometry: KVGeometry | None = None
-    sizes: GroupSizes | None = None
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> ModelSizes:
-        """Read ``--model`` or ``--groups``. Raises `InvalidValue`, also for both."""
-        if args.model is not None and args.groups is not None:
-            raise InvalidValue("--groups describes a model; leave it out with --model")
-        if args.model is not None:
-            return cls(geometry=model_geometry(args.model))
-        return cls(sizes=None if args.groups is None else GroupSizes.parse(args.groups))
+        """Read ``--model``. Raises `InvalidValue`."""
+        return cls() if args.model is None else cls(model_geometry(args.model))
 
     def layout(self, page_tokens: int) -> GroupLayout | None:
         """Return the layout in pages of ``page_tokens``; None without windows and states."""
-        if self.sizes is not None:
-            return self.sizes.layout(page_tokens)
         return None if self.geometry is None else GroupPlan(self.geometry, page_tokens).layout
 
     def bytes_per_token(self, page_tokens: int) -> float:
@@ -159,7 +115,7 @@ class ModelSizes:
 
     def tokens(self, text: str, page_tokens: int) -> int:
         """Parse a capacity: tokens (``3M``, ``500k``), or bytes (``40GiB``) of the model's KV."""
-        if not in_bytes(text):
+        if not text.strip().lower().endswith(("b", "i")):
             try:
                 return parse_count(text)
             except InvalidValue as error:
@@ -170,49 +126,6 @@ class ModelSizes:
         if self.geometry is None:
             raise InvalidValue(f"a capacity of {text} needs --model, for the size of a token")
         return int(amount / self.bytes_per_token(page_tokens))
-
-
-def in_bytes(text: str) -> bool:
-    """Whether a capacity is given in bytes, as 40GiB, and not in tokens."""
-    return text.strip().lower().endswith(("b", "i"))
-
-
-def prices_of(
-    args: argparse.Namespace, kept: ModelSizes, page_tokens: int, *, tiers: bool
-) -> Prices | None:
-    """Return the prices that were given, None if none was.
-
-    ``tiers``: something below memory is replayed, and has a price, too. Raises `InvalidValue` for a
-    price that is missing, as it would count as 0, and for one that is negative or no number.
-    """
-    from kvkeep.bench.replay.report import Prices  # noqa: PLC0415 - only needed with prices
-
-    given = {
-        "--gpu-hour": args.gpu_hour,
-        "--prefill-speed": args.prefill_speed,
-        "--memory-price": args.memory_price,
-        "--disk-price": args.disk_price,
-    }
-    if all(value is None for value in given.values()):
-        return None
-    needed = given | {"--model": args.model}
-    if not tiers:
-        del needed["--disk-price"]
-    missing = [option for option, value in needed.items() if value is None]
-    if missing:
-        raise InvalidValue(f"the cost of a month also needs {', '.join(missing)}")
-    for option, value in given.items():
-        if value is not None and not 0 <= value < math.inf:
-            raise InvalidValue(f"{option} is {value}; a number of at least 0 is needed")
-    if not args.prefill_speed:
-        raise InvalidValue("--prefill-speed is 0; a number of tokens a second above 0 is needed")
-    return Prices(
-        gpu_hour=args.gpu_hour,
-        memory_gib_month=args.memory_price,
-        disk_gib_month=args.disk_price or 0.0,  # without tiers nothing is priced by it
-        kv_bytes_per_token=round(kept.bytes_per_token(page_tokens)),
-        prefill_tokens_per_s=args.prefill_speed,
-    )
 
 
 # --- replaying ---------------------------------------------------------------------------------
@@ -232,16 +145,16 @@ def tier_reads(path: Path, levels: int) -> tuple[TransferCost | None, ...]:
 
     The tiers are those of the file, fastest first. Raises `InvalidValue` if it has fewer.
     """
-    found = CostModel.read(path).reads()
-    known = {name: cost for name, cost in found.items() if name not in _FRONTS}
-    if not levels or not known:
+    reads = CostModel.read(path).reads()
+    below = {name: cost for name, cost in reads.items() if name not in _FRONTS}
+    if not levels or not below:
         return ()
-    if len(known) < levels:
+    if len(below) < levels:
         raise InvalidValue(
-            f"{path} has the costs of {', '.join(map(visible, known))}; {levels} tiers below "
-            "memory need as many, or --bandwidth"
+            f"{path} has the costs of {', '.join(map(visible, below))}; {levels} tiers below "
+            "memory need as many"
         )
-    ranked = sorted(known.items(), key=lambda one: one[1].seconds(_READ))[:levels]
+    ranked = sorted(below.items(), key=lambda one: one[1].seconds(_READ))[:levels]
     said = ", ".join(
         f"{visible(name)} ({format_bytes(int(_READ / cost.seconds(_READ)))}/s)"
         for name, cost in ranked
@@ -253,53 +166,17 @@ def tier_reads(path: Path, levels: int) -> tuple[TransferCost | None, ...]:
 def replayed(
     workload: Workload, runs: Sequence[ReplayRun], args: argparse.Namespace
 ) -> list[Outcome]:
-    """Replay and return the outcomes, in order; with ``--out``, outcomes in its log are reused.
-
-    The quickest policy of several replays runs first, and foretells on stderr how long the others
-    take.
-    """
-    log = None
-    if args.out is not None:
-        path = args.out.with_suffix(_LOG)
-        if args.fresh:
-            path.unlink(missing_ok=True)
-        log = RunLog(path)
-        known = sum(log.find(workload, run) is not None for run in runs)
-        if known:
-            print(f"{known} of {len(runs)} replays are taken from {path}", file=sys.stderr)
+    """Replay and return the outcomes, in order."""
     jobs = whole("--jobs", args.jobs, 1) if args.jobs is not None else os.cpu_count() or 1
-    for run in runs:
-        run.check(workload)
-    left = [run for run in runs if log is None or log.find(workload, run) is None]
-    found: dict[ReplayRun, Outcome] = {}
     with progress("replaying", of=len(runs) * len(workload), remaining=True) as advance:
-        if len(left) > 1:
-            first = min(left, key=lambda run: (run.policy in BOUNDS, effort(run)))
-            found.update(replay(workload, [first], journal=log, progress=advance))
-            _foretell(workload, found[first].seconds / effort(first), left, jobs)
-        others = [run for run in runs if run not in found]
-        found.update(replay(workload, others, jobs=jobs, journal=log, progress=advance))
-    return [found[run] for run in runs]
-
-
-def _foretell(workload: Workload, each_s: float, left: Sequence[ReplayRun], jobs: int) -> None:
-    """Print how long the replays will take, if that is longer than a moment."""
-    jobs = min(jobs, len(left))
-    seconds = each_s * sum(map(effort, left)) / jobs
-    if seconds >= _MOMENT_S:
-        at_once = f", {jobs} at once" if jobs > 1 else ""
-        print(
-            f"{len(left)} replays of {len(workload):,} requests{at_once}: about "
-            f"{duration(seconds)}",
-            file=sys.stderr,
-        )
+        outcomes = dict(replay(workload, runs, jobs=jobs, progress=advance))
+    return [outcomes[run] for run in runs]
 
 
 def report(
     workload: Workload,
     outcomes: Sequence[Outcome],
     args: argparse.Namespace,
-    prices: Prices | None = None,
     advice: str | None = None,
 ) -> None:
     """Write the report to ``--out``, and its data beside it."""
@@ -308,7 +185,7 @@ def report(
     command = shlex.join(["kvkeep", *sys.argv[1:]])
     try:
         written = write_report(
-            outcomes, args.out, trace=facts(workload), prices=prices, command=command, advice=advice
+            outcomes, args.out, trace=facts(workload), command=command, advice=advice
         )
     except OSError as error:
         raise InvalidValue(f"cannot write {args.out}: {error.strerror}") from error

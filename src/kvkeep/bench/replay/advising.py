@@ -1,245 +1,320 @@
-"""`Advice`: what the replays of a plan recommend, by reuse or by money."""
+"""`advise`: a recommendation from the outcomes of a plan's replays, in sentences."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from kvkeep.bench.replay.candidates import PlanCandidate, cheapest_of_each_size
-from kvkeep.bench.replay.doubts import difference
-from kvkeep.bench.replay.plan_figures import FLEXIBLE, USUAL, WORTH, percent, points
+from kvkeep.bench.replay.bounds import BELADY, INFINITE
+from kvkeep.bench.replay.doubts import doubts, gaps
+from kvkeep.bench.replay.outcome import (
+    EVICTED,
+    NEVER,
+    NO_STATE,
+    NO_WINDOW,
+    OTHER,
+    REMAINDER,
+)  # fmt: skip
+from kvkeep.bench.replay.planning import FLEXIBLE, USUAL, Advice, PlanCandidate
+from kvkeep.bench.replay.runs import BOUNDS, ReplayRun
 from kvkeep.bench.replay.words import money
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from kvkeep.bench.replay.plan_figures import PlanFigures
+    from kvkeep.bench.replay.outcome import Outcome
+    from kvkeep.bench.replay.planning import PlannedMemory
+    from kvkeep.bench.replay.workload import Workload
 
-__all__ = ["Advice", "advise"]
+__all__ = ["advise"]
+
+_WORTH = 0.01
+"""The least improvement that justifies a change, as a share of all prompt tokens."""
+_SAVES_WRITES = 0.8  # a tiering that writes less than this share of another's is worth a change
+_MISSES = {
+    EVICTED: "were evicted before they were requested again (with LRU): more memory or another "
+    "policy may keep them.",
+    NEVER: "were seen before but never cached: their requests were too large for the memory, or "
+    "were not to be stored.",
+    OTHER: "were cached in another namespace: check whether tenants, salts or adapters must be "
+    "kept apart.",
+    REMAINDER: "lie in pages that were not full: smaller pages would reuse them.",
+    NO_STATE: "were cached, but no state was kept with which computing could go on there.",
+    NO_WINDOW: "were cached, but the windows before them were evicted.",
+}
 
 
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """A recommendation and its reasons, each one or several sentences.
+def advise(
+    plan: PlannedMemory, outcomes: Mapping[ReplayRun, Outcome], workload: Workload
+) -> Advice:
+    """Return the setting that costs least, or without prices the one that reuses most.
 
-    ``chosen`` is the setting to use, and ``candidates`` are those that it was chosen from: with
-    prices, none costs less a month. ``warnings`` say what the trace is too short to tell.
+    Prices tell nothing of a trace that covers no time.
     """
-
-    chosen: PlanCandidate
-    recommendation: str
-    reasons: tuple[str, ...]
-    warnings: tuple[str, ...] = ()
-    candidates: tuple[PlanCandidate, ...] = ()
-
-    @property
-    def policy(self) -> str | None:
-        """The policy to use; None: no cache."""
-        return self.chosen.policy
-
-    @property
-    def tiering(self) -> str | None:
-        """The tiering to use; None without a tier below memory."""
-        return self.chosen.tiering
-
-    @property
-    def disk(self) -> bool:
-        """Whether a tier below memory pays."""
-        return self.chosen.disk_tokens > 0
-
-    def __str__(self) -> str:
-        return "\n\n".join((self.recommendation, *self.warnings, *self.reasons))
+    return _Advisor(plan, outcomes, workload).advice()
 
 
-def advise(figures: PlanFigures) -> Advice:
-    """Return the setting that costs least, or without prices the one that reuses most."""
-    if figures.candidates[0].month is None:
-        return _most_reuse(figures)
-    return _cheapest(figures)
+class _Advisor:
+    """The outcomes of a plan, compared."""
 
+    def __init__(
+        self, plan: PlannedMemory, outcomes: Mapping[ReplayRun, Outcome], workload: Workload
+    ) -> None:
+        self.plan = plan
+        self.outcomes = outcomes
+        self.workload = workload
+        self.most = outcomes[ReplayRun(INFINITE, 0)].token_hit_rate
+        replayed = [
+            (run, self._candidate(run, outcome))
+            for run, outcome in outcomes.items()
+            if run.policy not in BOUNDS and run.cost is None
+        ]
+        self.candidates = [one for _, one in replayed]
+        here = [one for one in self.candidates if one.memory_tokens == plan.memory_tokens]
+        self.memory = {one.policy or "": one for one in here if not one.disk_tokens}
+        """The settings in memory alone, of the planned size, by policy."""
+        self.tiers = {(one.policy or "", one.tiering or ""): one for one in here if one.disk_tokens}
+        """The settings with the tier below memory of the planned size, by policy and tiering."""
 
-# --- by reuse ------------------------------------------------------------------------------------
+    def _candidate(self, run: ReplayRun, outcome: Outcome) -> PlanCandidate:
+        disk, rate = sum(run.below), outcome.token_hit_rate
+        month = self.plan.month(self.workload, run.capacity_tokens, disk, rate)
+        tiering = run.tiering if disk else None
+        return PlanCandidate(run.policy, run.capacity_tokens, disk, tiering, rate, month)
 
+    def advice(self) -> Advice:
+        """Return the recommendation."""
+        if self.candidates[0].month is None:
+            return self._most_reuse()
+        return self._cheapest()
 
-def _most_reuse(figures: PlanFigures) -> Advice:
-    plan = figures.plan
-    policy, why_policy = figures.policy()
-    below, why_disk = figures.disk(figures.here[policy])
-    if below is not None and not figures.saves_time(*below):
-        below = None
-        why_disk += " But it saves no time: computing is faster than loading from it."
-    chosen = PlanCandidate(policy, plan.memory_tokens, hit_rate=figures.here[policy])
-    if below is not None:
-        chosen = PlanCandidate(
-            below[0], plan.memory_tokens, plan.disk_tokens, below[1], figures.tiers[below]
-        )
-        why_disk += figures.seconds(*below)
-        why_policy = f"In memory alone: {_lowered(why_policy)}"
-    nothing_below = " and nothing below it" if plan.disk_tokens and below is None else ""
-    words = (
-        f"Keep {figures.named(chosen)}{nothing_below}: {percent(chosen.hit_rate)} of all prompt "
-        "tokens need not be computed; an unlimited cache would reuse "
-        f"{percent(figures.most)}."
-    )
-    reasons = (
-        figures.bounds(), why_policy, why_disk, _sizes(figures), figures.groups(policy),
-        figures.misses(),
-    )  # fmt: skip
-    warnings = [*figures.doubts(), *_chance_of_reuse(figures, chosen)]
-    if plan.prices is not None:
-        warnings.append(
-            "The trace has no duration, so prices tell nothing: this is what reuses most."
-        )
-    return Advice(
-        chosen, words, tuple(filter(None, reasons)), tuple(warnings), tuple(figures.candidates)
-    )
+    # --- by reuse --------------------------------------------------------------------------------
 
-
-def _sizes(figures: PlanFigures) -> str:
-    """Return what more and less memory reuses."""
-    plan = figures.plan
-    rates = {
-        one.memory_tokens: one.hit_rate
-        for one in figures.candidates
-        if one.policy == FLEXIBLE and not one.disk_tokens
-    }
-    here = plan.memory_tokens
-    parts = [f"{plan.size(size)} {percent(rate)}" for size, rate in sorted(rates.items())]
-    said = f"More or less memory, with the policy {FLEXIBLE}: " + ", ".join(parts) + "."
-    twice, half = rates.get(2 * here), rates.get(here // 2)
-    if twice is not None and twice - rates[here] < WORTH:
-        said += " Twice the memory would add next to nothing."
-        if half is not None and rates[here] - half < WORTH:
-            said += " Half of the memory would be enough for this trace."
-    elif twice is not None:
-        said += f" Twice the memory would add {points(twice - rates[here])}."
-    return said
-
-
-def _chance_of_reuse(figures: PlanFigures, chosen: PlanCandidate) -> Iterator[str]:
-    """Yield a warning if the usual policy in memory alone may reuse as much on another day."""
-    run, usual = figures.run(chosen), figures.plan.of(USUAL)
-    if run == usual:
-        return
-    spread = difference(figures.outcomes[run], figures.outcomes[usual])
-    if spread is not None and spread[0] <= 0 <= spread[1]:
-        low, high = map(points, spread)
-        yield (
-            "It is not certain that this reuses more than lru in memory alone: by other parts of "
-            f"the trace, the difference is between {low} and {high}."
-        )
-
-
-# --- by money ------------------------------------------------------------------------------------
-
-
-def _cheapest(figures: PlanFigures) -> Advice:
-    found = [one for one in figures.candidates if not one.disk_tokens or figures.in_time(one)]
-    nothing = found[0]
-    chosen = min(found, key=_month)
-    if chosen.policy is None:
-        best = min(found[1:], key=_month)
+    def _most_reuse(self) -> Advice:
+        plan = self.plan
+        policy, why_policy = self._policy()
+        chosen = self.memory[policy]
+        below, why_disk = self._disk(chosen.hit_rate)
+        if below is not None:
+            chosen = below
+            why_policy = f"In memory alone: {_lowered(why_policy)}"
+        nothing_below = " and nothing below it" if plan.disk_tokens and below is None else ""
         words = (
-            "Keep no KV: no memory that was replayed saves what it costs. Computing all prompts "
-            f"costs {_money(figures, nothing)} a month; the cheapest cache, {figures.named(best)}, "
-            f"{_money(figures, best)}."
+            f"Keep {self._named(chosen)}{nothing_below}: {_percent(chosen.hit_rate)} of all prompt "
+            f"tokens need not be computed; an unlimited cache would reuse {_percent(self.most)}."
         )
-    else:
-        words = (
-            f"Keep {figures.named(chosen)}: {percent(chosen.hit_rate)} of all prompt tokens need "
-            f"not be computed, and a month costs {_money(figures, chosen)} instead of "
-            f"{_money(figures, nothing)} without a cache. An unlimited cache would reuse "
-            f"{percent(figures.most)}."
-        )
-    at = figures.plan.size(figures.plan.memory_tokens)
-    reasons = (
-        _planned(figures, chosen, found), figures.bounds(),
-        f"With {at} in memory alone: {_lowered(figures.policy()[1])}",
-        _disk_costs(figures, found), _size_costs(figures, found),
-        figures.groups(chosen.policy or USUAL), figures.misses(),
-    )  # fmt: skip
-    warnings = (
-        *figures.doubts(), *_untried(figures, chosen, found),
-        *_chance_of_money(figures, chosen, found),
-    )  # fmt: skip
-    return Advice(chosen, words, tuple(filter(None, reasons)), warnings, tuple(found))
-
-
-def _planned(figures: PlanFigures, chosen: PlanCandidate, found: Sequence[PlanCandidate]) -> str:
-    """Return what the memory that was asked about costs, if another is cheaper."""
-    here = [one for one in found if one.memory_tokens == figures.plan.memory_tokens]
-    best = min(here, key=_month)
-    if best == chosen:
-        return ""
-    return f"With {figures.named(best)}, a month costs {_money(figures, best)}."
-
-
-def _disk_costs(figures: PlanFigures, found: Sequence[PlanCandidate]) -> str:
-    """Return what the tier costs and saves."""
-    if not figures.tiers:
-        return ""
-    size = figures.plan.size(figures.plan.disk_tokens)
-    below = [one for one in found if one.disk_tokens]
-    if not below:
-        return (
-            f"A tier of {size} below memory saves no time: computing is faster than loading from "
-            "it."
-        )
-    best = min(below, key=_month)
-    alone = min((one for one in found if not one.disk_tokens), key=_month)
-    saved = _month(alone) - _month(best)
-    return (
-        f"A tier of {size} below memory {'saves' if saved > 0 else 'costs'} "
-        f"{_amount(figures, abs(saved))} a month, at best with "
-        f"{figures.plan.size(best.memory_tokens)} of memory, the policy {best.policy} and the "
-        f"tiering {best.tiering}: {percent(best.hit_rate)} for {_money(figures, best)}."
-    )
-
-
-def _size_costs(figures: PlanFigures, found: Sequence[PlanCandidate]) -> str:
-    """Return what more and less memory reuses and costs."""
-    alone = cheapest_of_each_size(one for one in found[1:] if not one.disk_tokens)
-    parts = [
-        f"{figures.plan.size(one.memory_tokens)} {percent(one.hit_rate)} for {_money(figures, one)}"
-        for one in sorted(alone, key=lambda one: one.memory_tokens)
-    ]
-    return f"More or less memory, each with its cheapest policy: {', '.join(parts)}."
-
-
-def _untried(
-    figures: PlanFigures, chosen: PlanCandidate, found: Sequence[PlanCandidate]
-) -> Iterator[str]:
-    """Yield a warning if the cheapest memory is the least or the most that was tried."""
-    best = chosen if chosen.policy is not None else min(found[1:], key=_month)
-    below = "with" if best.disk_tokens else "without"
-    tried = {
-        one.memory_tokens for one in found[1:] if bool(one.disk_tokens) == bool(best.disk_tokens)
-    }
-    for edge, which, other in ((min(tried), "least", "less"), (max(tried), "most", "more")):
-        if best.memory_tokens == edge:
-            yield (
-                f"{figures.plan.size(edge)} is the {which} memory that was tried {below} a tier "
-                f"below it, and the cheapest: {other} may cost less still. Plan around it to know."
+        reasons = (self._bounds(), why_policy, why_disk, self._sizes(), self._misses())
+        warnings = list(self._doubts())
+        if plan.prices is not None:
+            warnings.append(
+                "The trace has no duration, so prices tell nothing: this is what reuses most."
             )
-
-
-def _chance_of_money(
-    figures: PlanFigures, chosen: PlanCandidate, found: Sequence[PlanCandidate]
-) -> Iterator[str]:
-    """Yield a warning if a cache may cost as much as none on another day."""
-    nothing = found[0]
-    cached = chosen if chosen.policy is not None else min(found[1:], key=_month)
-    spread = difference(figures.outcomes[figures.run(cached)], None)
-    if spread is None:
-        return
-    fixed = _month(cached) - (1 - cached.hit_rate) * _month(nothing)
-    low, high = (share * _month(nothing) - fixed for share in spread)
-    if low < 0 < high:
-        yield (
-            f"Whether {figures.named(cached)} is cheaper than no cache is not certain: by other "
-            f"parts of the trace, it costs {_amount(figures, -low)} a month more to "
-            f"{_amount(figures, high)} less."
+        return Advice(
+            chosen, words, tuple(filter(None, reasons)), tuple(warnings), tuple(self.candidates)
         )
+
+    def _policy(self) -> tuple[str, str]:
+        """Return the policy to use in memory alone, and why."""
+        tried = {name: one.hit_rate for name, one in self.memory.items()}
+        usual = tried[USUAL]
+        best = max(tried, key=lambda name: tried[name])
+        if tried[FLEXIBLE] > tried[best] - _WORTH / 2:
+            best = FLEXIBLE  # as good, and it adapts when traffic changes
+        if tried[best] - usual < _WORTH:
+            return USUAL, (
+                f"No other policy is worth a change: LRU reuses {_percent(usual)}, the best of "
+                f"all {_percent(max(tried.values()))}."
+            )
+        return best, (
+            f"The policy {best} reuses {_percent(tried[best])} where LRU reuses "
+            f"{_percent(usual)}: {_points(tried[best] - usual)} more."
+        )
+
+    def _disk(self, rate: float) -> tuple[PlanCandidate | None, str]:
+        """Return the best setting with a tier, None if it adds little to ``rate``; and why."""
+        if not self.tiers:
+            return None, ""
+        most = max(one.hit_rate for one in self.tiers.values())
+        below = self.plan.size(self.plan.disk_tokens)
+        if most - rate < _WORTH:
+            return None, (
+                f"A tier of {below} below memory would add {_points(max(0.0, most - rate))}: "
+                "nearly all reuse is from memory."
+            )
+        best = self._best_tiering(most)
+        rates = {name: one for (policy, name), one in self.tiers.items() if policy == best.policy}
+        why = (
+            f"A tier of {below} below memory adds {_points(best.hit_rate - rate)}, with the "
+            f"policy {best.policy} in both and the tiering {best.tiering} "
+            f"({self._written(best):.2f} blocks written per computed block). "
+            + "; ".join(f"{name} {_percent(one.hit_rate)}" for name, one in rates.items())
+            + "."
+        )
+        if not self._saves_time(best):
+            return None, f"{why} But it saves no time: computing is faster than loading from it."
+        return best, why + self._seconds(best)
+
+    def _best_tiering(self, most: float) -> PlanCandidate:
+        """Return the best setting with a tier; prefer `USUAL`, then `FLEXIBLE`, if as good.
+
+        A tiering that finds as much and writes much less is better still.
+        """
+        good = [one for one in self.tiers.values() if one.hit_rate > most - _WORTH / 2]
+        for policy in (USUAL, FLEXIBLE):
+            same = [one for one in good if one.policy == policy]
+            if same:
+                best = max(same, key=lambda one: one.hit_rate)
+                least = min(same, key=self._written)
+                saves = self._written(least) < _SAVES_WRITES * self._written(best)
+                return least if saves else best
+        return max(good, key=lambda one: one.hit_rate)
+
+    def _written(self, one: PlanCandidate) -> float:
+        outcome = self.outcomes[self.plan.tiers(one.policy or "", one.tiering or "")]
+        computed = max(1, outcome.blocks - outcome.hit_blocks)
+        return float(sum(tier["writes"] for tier in outcome.tiers[1:]) / computed)
+
+    def _sizes(self) -> str:
+        """Return what more and less memory reuses."""
+        rates = {
+            one.memory_tokens: one.hit_rate
+            for one in self.candidates
+            if one.policy == FLEXIBLE and not one.disk_tokens
+        }
+        here = self.plan.memory_tokens
+        parts = [f"{self.plan.size(size)} {_percent(rate)}" for size, rate in sorted(rates.items())]
+        words = f"More or less memory, with the policy {FLEXIBLE}: " + ", ".join(parts) + "."
+        twice, half = rates.get(2 * here), rates.get(here // 2)
+        if twice is not None and twice - rates[here] < _WORTH:
+            words += " Twice the memory would add next to nothing."
+            if half is not None and rates[here] - half < _WORTH:
+                words += " Half of the memory would be enough for this trace."
+        elif twice is not None:
+            words += f" Twice the memory would add {_points(twice - rates[here])}."
+        return words
+
+    # --- seconds that a tier saves ---------------------------------------------------------------
+
+    def _saves_time(self, one: PlanCandidate) -> bool:
+        """Whether the tier makes first tokens come sooner; True where no tier is timed.
+
+        Policies and sizes that were not timed are judged by those that were.
+        """
+        times = self._ttft(one.policy or "", one.tiering or "")
+        timed = [times] if times else [found for pair in self.tiers if (found := self._ttft(*pair))]
+        return not timed or any(
+            below["mean"] < (1 - _WORTH) * alone["mean"] for below, alone in timed
+        )
+
+    def _seconds(self, one: PlanCandidate) -> str:
+        """Return the seconds to the first token with the tier, and without loading from it."""
+        times = self._ttft(one.policy or "", one.tiering or "")
+        if times is None:
+            return ""
+        below, alone = (
+            f"{found['p50']:.3g} s in the median, {found['p99']:.3g} s at p99" for found in times
+        )
+        return f" With it, first tokens take {below}; with memory alone {alone}."
+
+    def _ttft(self, policy: str, tiering: str) -> list[dict[str, float]] | None:
+        """Return the seconds to the first token with the tier, and with memory alone."""
+        if self.plan.read is None:
+            return None
+        timed = [self.outcomes.get(run) for run in self.plan.timed(policy, tiering)]
+        times = [one.latency["ttft_s"] for one in timed if one is not None]
+        return times if len(times) == len(timed) and all(times) else None
+
+    # --- by money --------------------------------------------------------------------------------
+
+    def _cheapest(self) -> Advice:
+        plan = self.plan
+        nothing = PlanCandidate(None, 0, month=plan.month(self.workload, 0, 0, 0.0))
+        caches = [one for one in self.candidates if not one.disk_tokens or self._saves_time(one)]
+        best = min(caches, key=_month)
+        chosen = min(nothing, best, key=_month)
+        if chosen is nothing:
+            words = (
+                "Keep no KV: no memory that was replayed saves what it costs. Computing all "
+                f"prompts costs {_money(nothing)} a month; the cheapest cache, "
+                f"{self._named(best)}, {_money(best)}."
+            )
+        else:
+            words = (
+                f"Keep {self._named(chosen)}: {_percent(chosen.hit_rate)} of all prompt tokens "
+                f"need not be computed, and a month costs {_money(chosen)} instead of "
+                f"{_money(nothing)} without a cache. An unlimited cache would reuse "
+                f"{_percent(self.most)}."
+            )
+        reasons = [
+            self._bounds(),
+            f"With {plan.size(plan.memory_tokens)} in memory alone: {_lowered(self._policy()[1])}",
+            self._misses(),
+        ]
+        if self.tiers and not any(one.disk_tokens for one in caches):
+            reasons.append(
+                f"A tier of {plan.size(plan.disk_tokens)} below memory saves no time: computing "
+                "is faster than loading from it."
+            )
+        warnings = (*self._doubts(), *self._edges(best, caches))
+        return Advice(chosen, words, tuple(filter(None, reasons)), warnings, (nothing, *caches))
+
+    def _edges(self, best: PlanCandidate, caches: Sequence[PlanCandidate]) -> Iterator[str]:
+        """Yield a warning if the cheapest memory is the least or the most that was tried."""
+        tried = defaultdict(set)
+        for one in caches:
+            tried[bool(one.disk_tokens)].add(one.memory_tokens)
+        sizes = tried[bool(best.disk_tokens)]
+        for edge, which, other in ((min(sizes), "least", "less"), (max(sizes), "most", "more")):
+            if best.memory_tokens == edge:
+                yield (
+                    f"{self.plan.size(edge)} is the {which} memory that was tried, and the "
+                    f"cheapest: {other} may cost less still. Plan around it to know."
+                )
+
+    # --- sentences that all advice has -----------------------------------------------------------
+
+    def _named(self, one: PlanCandidate) -> str:
+        """Return a setting in words."""
+        words = f"{self.plan.size(one.memory_tokens)} in memory with the policy "
+        words += one.policy or ""
+        if one.disk_tokens:
+            words += f" and {self.plan.size(one.disk_tokens)} below it with the tiering "
+            words += f"{one.tiering}"
+        return words
+
+    def _doubts(self) -> Iterator[str]:
+        """Yield what the trace leaves out, and what it is too short to tell."""
+        yield from gaps(self.workload)
+        usual, endless = self.outcomes[self.plan.of(USUAL)], self.outcomes[ReplayRun(INFINITE, 0)]
+        size = self.plan.size(self.plan.memory_tokens)
+        yield from doubts(usual, endless, self.workload.span_s, size)
+
+    def _bounds(self) -> str:
+        """Return what an unlimited cache and an optimal policy would reuse."""
+        plan = self.plan
+        if self.most < _WORTH:
+            words = (
+                "Prompts hardly share a prefix: an unlimited cache would reuse only "
+                f"{_percent(self.most)}."
+            )
+            return words if any(self._doubts()) else f"{words} No cache will help this traffic."
+        optimal = self.outcomes[plan.of(BELADY)]
+        words = (
+            f"An unlimited cache would reuse {_percent(self.most)}; all other tokens are seen for "
+            f"the first time. An optimal policy would reuse {_percent(optimal.token_hit_rate)} "
+            f"with {plan.size(plan.memory_tokens)} of memory"
+        )
+        if not self.tiers:
+            return f"{words}."
+        both = self.outcomes[ReplayRun(BELADY, plan.memory_tokens, below=(plan.disk_tokens,))]
+        return f"{words}, {_percent(both.token_hit_rate)} with the tier below it."
+
+    def _misses(self) -> str:
+        """Return the main reason of avoidable misses, with LRU in the planned memory."""
+        outcome = self.outcomes[self.plan.of(USUAL)]
+        worst = max(_MISSES, key=lambda reason: outcome.misses.get(reason, 0))
+        share = outcome.misses.get(worst, 0) / max(1, outcome.tokens)
+        return "" if share < _WORTH else f"{_percent(share)} of all prompt tokens {_MISSES[worst]}"
 
 
 def _month(one: PlanCandidate) -> float:
@@ -247,14 +322,19 @@ def _month(one: PlanCandidate) -> float:
     return one.month
 
 
-def _money(figures: PlanFigures, one: PlanCandidate) -> str:
-    return _amount(figures, _month(one))
-
-
-def _amount(figures: PlanFigures, amount: float) -> str:
-    assert figures.plan.prices is not None
-    return money(amount, figures.plan.prices.currency)
+def _money(one: PlanCandidate) -> str:
+    return money(_month(one))
 
 
 def _lowered(sentence: str) -> str:
     return f"{sentence[0].lower()}{sentence[1:]}"
+
+
+def _percent(part: float) -> str:
+    """Format a share, with a space that breaks lines: ``0.136`` → 13.6 %."""
+    return f"{100 * part:.1f} %"
+
+
+def _points(part: float) -> str:
+    """Format a difference of shares: ``-0.004`` → −0.4 points."""
+    return f"{100 * part:.1f} points".replace("-", "−")

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvkeep.bench.replay.outcome import Outcome
+from kvkeep.bench.replay.outcome import Outcome, ReplayWatch
 from kvkeep.bench.replay.paging import Paging
-from kvkeep.bench.replay.watching import ReplayWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable

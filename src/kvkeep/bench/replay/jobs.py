@@ -1,4 +1,4 @@
-"""`Jobs`: the order in which the requests of a workload wait for each other.
+"""Arrivals: at the times of a trace, or of users who wait for their answers, job by job.
 
 A job is a session with all sub-agents that it calls, or a request without a session.
 """
@@ -6,12 +6,17 @@ A job is a session with all sub-agents that it calls, or a request without a ses
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter, deque
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvkeep.core.errors import whole
+
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     import numpy.typing as npt
 
     from kvkeep.bench.replay.workload import Workload
@@ -19,7 +24,7 @@ if TYPE_CHECKING:
     Floats = npt.NDArray[np.float64]
     Wholes = npt.NDArray[np.int64]
 
-__all__ = ["Jobs"]
+__all__ = ["Calls", "Jobs", "calls_of"]
 
 
 class Jobs:
@@ -70,27 +75,72 @@ class Jobs:
         self.followers.setdefault(other, []).append(number)
         self._ready[number] = max(self._ready[number], self._ends[other])
 
-    def spans(self, came: Floats, last: Floats) -> tuple[Floats, Floats]:
-        """Return seconds of each job, given the arrivals and ends of all requests.
+    def seconds(self, came: Floats, last: Floats) -> Floats:
+        """Return the seconds of each job from its first arrival to its last end.
 
-        From its first arrival to its last end, and the part of it in which at least one of its
-        requests had arrived and not ended. Jobs of which no request arrived are left out.
+        Given the arrivals and ends of all requests. Jobs of which no request arrived are left out.
         """
-        there = np.flatnonzero(~np.isnan(came))
-        order = there[np.lexsort((came[there], self.of[there]))]
-        whole: list[float] = []
-        served: list[float] = []
-        job, begun, until = -1, 0.0, 0.0
-        rows = zip(self.of[order].tolist(), came[order].tolist(), last[order].tolist(), strict=True)
-        for one, arrived, ended in rows:
-            if one != job:
-                job, begun, until = one, arrived, arrived
-                whole.append(0.0)
-                served.append(0.0)
-            served[-1] += max(0.0, ended - max(arrived, until))
-            until = max(until, ended)
-            whole[-1] = until - begun
-        return np.array(whole), np.array(served)
+        begin, end = np.full((2, len(self.first)), np.nan)
+        np.fmin.at(begin, self.of, came)
+        np.fmax.at(end, self.of, last)
+        spans = end - begin
+        return spans[~np.isnan(spans)]
+
+
+class Open:
+    """Arrivals at the times of the trace (an open loop)."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._times = workload.times.tolist()
+
+    def first(self) -> Iterator[tuple[float, int]]:
+        """Yield arrivals that depend on no answer, as (seconds, request)."""
+        return ((when, number) for number, when in enumerate(self._times))
+
+    def after(self, number: int, now: float) -> Sequence[tuple[float, int]]:
+        """Return no arrival: none depends on the end of request ``number``."""
+        return ()
+
+
+class Users:
+    """Sessions of users (a closed loop): each user goes through one session after the other."""
+
+    def __init__(self, workload: Workload, users: int) -> None:
+        self._jobs = Jobs(workload)
+        self._waits = list(self._jobs.waits)
+        self._ready = [0.0] * len(workload)
+        self._begin = float(workload.times[0])
+        self._users = users
+        self._waiting = deque(self._jobs.first)
+        self._left = Counter(self._jobs.of.tolist())  # requests of each job that did not end
+
+    def first(self) -> Iterator[tuple[float, int]]:
+        """Yield the first arrival of each user."""
+        for _ in range(min(self._users, len(self._waiting))):
+            yield self._begin, self._waiting.popleft()
+
+    def after(self, number: int, now: float) -> Sequence[tuple[float, int]]:
+        """Return the arrivals that depended on the end of request ``number`` at ``now``."""
+        job = int(self._jobs.of[number])
+        self._left[job] -= 1
+        if not self._left[job]:
+            return ((now, self._waiting.popleft()),) if self._waiting else ()
+        arrivals = []
+        for other in self._jobs.followers.get(number, ()):
+            self._waits[other] -= 1
+            self._ready[other] = max(self._ready[other], now)
+            if not self._waits[other]:
+                arrivals.append((self._ready[other] + self._jobs.pauses[other], other))
+        return arrivals
+
+
+Calls = Open | Users
+"""Arrivals of any kind."""
+
+
+def calls_of(workload: Workload, users: int | None) -> Calls:
+    """Return arrivals at the trace's times, or after the answers that ``users`` wait for."""
+    return Open(workload) if users is None else Users(workload, whole("users", users, 1))
 
 
 def _sessions(workload: Workload) -> dict[int, list[int]]:

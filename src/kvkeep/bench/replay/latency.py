@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvkeep.bench.replay.jobs import Jobs
-from kvkeep.bench.replay.outcome import Spans
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -19,20 +18,11 @@ if TYPE_CHECKING:
 
 __all__ = ["RequestTimes"]
 
-_WINDOWS = 100
-
-
-class _Waits(Spans):
-    """A histogram of seconds from 61 µs to 2 years, in 4 steps per doubling."""
-
-    _LOWEST = 2.0**-14
-    _COUNT = 40 * Spans.STEPS
-
 
 class RequestTimes:
     """Times of each request, in seconds of the replay's clock; NaN until they happen.
 
-    Memory: 90 bytes per request.
+    Memory: 60 bytes per request.
     """
 
     def __init__(self, requests: int) -> None:
@@ -44,7 +34,6 @@ class RequestTimes:
         """Tokens read from tiers that take time …"""
         self.computed_stored_tokens = 0
         """… and those that were computed though such a tier has them."""
-        self._seen: list[tuple[float, int, int]] = []
 
     def begin(self, number: int, now: float, cost: PrefillCost, cached: int, tokens: int) -> float:
         """Record that computing a prompt of ``tokens`` begins; return the seconds it takes."""
@@ -59,26 +48,16 @@ class RequestTimes:
         self.prefill[number] = seconds
         self.saved[number] = saved
 
-    def seen(self, now: float, blocks: int, hit_blocks: int) -> None:
-        """Record the totals of prompt blocks and hit blocks at ``now``."""
-        self._seen.append((now, blocks, hit_blocks))
-
     def latency(self, workload: Workload) -> dict[str, Any]:
         """Return `Outcome.latency`; see `simulate_loop`."""
         served = ~np.isnan(self.first)
         came, first = self.came[served], self.first[served]
-        waits = _Waits()
-        waits.add(first - came, np.ones(len(came), np.int64))
         span = float(np.nanmax(self.last) - np.nanmin(self.came))
         prefill = float(self.prefill.sum())
         jobs: dict[str, Any] = {}
         if (workload.session >= 0).any():
-            whole, served_s = Jobs(workload).spans(self.came, self.last)
-            jobs = {
-                "jobs": len(whole),
-                "job_s": _summary(whole),
-                "job_served_s": _summary(served_s),
-            }
+            seconds = Jobs(workload).seconds(self.came, self.last)
+            jobs = {"jobs": len(seconds), "job_s": _summary(seconds)}
         return {
             "ttft_s": _summary(first - came),
             "queue_s": _summary(self.began[served] - came),
@@ -90,23 +69,8 @@ class RequestTimes:
             "computed_stored_tokens": self.computed_stored_tokens,
             "span_s": span,
             "utilisation": prefill / span if span else 0.0,
-            "rows": waits.as_rows(),
             **jobs,
         }
-
-    def timeline(self) -> list[list[float]]:
-        """Return `Outcome.timeline`, by the clock of the replay."""
-        seen = np.array(self._seen)
-        begin, end = float(np.nanmin(self.came)), float(seen[-1, 0])
-        span = end - begin or 1.0
-        window = np.minimum((seen[:, 0] - begin) / span * _WINDOWS, _WINDOWS - 1).astype(np.int64)
-        counts = np.diff(seen[:, 1:], axis=0, prepend=0)
-        blocks = np.bincount(window, counts[:, 0], _WINDOWS)
-        hits = np.bincount(window, counts[:, 1], _WINDOWS)
-        return [
-            [begin + span * (at + 1) / _WINDOWS, int(blocks[at]), int(hits[at])]
-            for at in np.flatnonzero(blocks).tolist()
-        ]
 
 
 def _summary(seconds: Floats) -> dict[str, float]:

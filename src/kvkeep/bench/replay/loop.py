@@ -15,15 +15,15 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from kvkeep.bench.replay.calls import calls_of
+from kvkeep.bench.replay.jobs import calls_of
 from kvkeep.bench.replay.latency import RequestTimes
 from kvkeep.bench.replay.simulate import Stage
-from kvkeep.core.errors import OutOfPages, whole
+from kvkeep.core.errors import OutOfPages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvkeep.bench.replay.calls import Calls
+    from kvkeep.bench.replay.jobs import Calls
     from kvkeep.bench.replay.outcome import Outcome
     from kvkeep.bench.replay.workload import Workload
     from kvkeep.core.cache import Sequence
@@ -41,53 +41,44 @@ def simulate_loop(
     *,
     cost: PrefillCost,
     page_tokens: int | None = None,
-    prefix: str = "radix",
-    max_running: int = 32,
     users: int | None = None,
-    closed_loop: bool = False,
     groups: GroupLayout | None = None,
-    speed: float = 1.0,
     progress: Callable[[int], None] | None = None,
 ) -> Outcome:
     """Replay ``workload`` through one pool of ``capacity_tokens``, with computing times.
 
-    Requests arrive at their times in the trace, ``speed`` times as fast, and queue. The first is
-    admitted when no other prompt is being computed, fewer than ``max_running`` requests run, and
-    the pool has pages for its prompt and answer. Computing the tokens that are not cached takes the
+    Requests arrive at their times in the trace, and queue. The first is admitted when no other
+    prompt is being computed, fewer than 32 requests run, and the pool has pages for its prompt and
+    answer. Computing the tokens that are not cached takes the
     time given by ``cost``; then the prompt is published, the first token is there, and the answer
     is generated beside others at ``cost``'s rate. The request holds its pages until it ends. A
     prompt larger than the pool is refused; an answer is cut at the end of the pool.
 
-    With ``closed_loop``, only sessions begin at their times. The next request of a session arrives
-    after the end of the last, with the pause of the trace (divided by ``speed``), so that a slow
-    answer delays all that follows; `Jobs` says what sub-agents and their callers wait for. A
-    request without a session is a session of its own. With ``users`` sessions do not begin at
-    their times either: each of the users goes through one session of the trace after the other.
+    With ``users`` each of the users goes through one session of the trace after the other (a closed
+    loop): the next request of a session arrives after the end of the last, with the pause of the
+    trace, so that a slow answer delays all that follows; `Jobs` says what sub-agents and their
+    callers wait for. A request without a session is a session of its own.
 
     ``latency`` of the outcome has seconds of the requests that were not refused: ``ttft_s`` (from
     arrival to the first token), ``queue_s`` (to admission) and ``total_s`` (to the last token),
     each with mean, p50, p90 and p99; ``prefill_s``, the time of computing prompts, and
     ``saved_s``, the time that hits saved; ``span_s`` from the first arrival to the last end;
-    ``utilisation``, the share of it spent on prompts; ``rows``, a histogram of ``ttft_s``. With
-    sessions it also has ``jobs``, the number of jobs (a session with the sub-agents that it
-    called), and for these, refused requests included, ``job_s``, from the first arrival to the
-    last token, and ``job_served_s``, the part of it in which a request of the job waited or ran.
-    All other times of the outcome are of this clock. All else is as in `simulate`.
+    ``utilisation``, the share of it spent on prompts. With sessions it also has ``jobs``, the
+    number of jobs (a session with the sub-agents that it called), and for these, refused requests
+    included, ``job_s``, from the first arrival to the last token. All else is as in `simulate`.
 
     Cost: about 50 µs per request more than `simulate`.
     """
-    whole("max_running", max_running, 1)
-    calls = calls_of(workload, users, speed, closed_loop=closed_loop)
+    calls = calls_of(workload, users)
     begun = time.perf_counter()
     stage = Stage(
         workload,
         capacity_tokens,
         policy,
         page_tokens=page_tokens,
-        prefix=prefix,
         groups=groups,
     )
-    outcome = _Loop(stage, calls, cost, max_running).run(progress)
+    outcome = _Loop(stage, calls, cost).run(progress)
     outcome.seconds = time.perf_counter() - begun
     return outcome
 
@@ -96,17 +87,17 @@ def simulate_loop(
 
 # Events, in their order at equal times: pages are freed before others are admitted.
 _ENDS, _COMPUTED, _ARRIVES = range(3)
+_MAX_RUNNING = 32
 
 
 class _Loop:
     """One replay. Each request arrives once; then it is refused, or computed and ended once."""
 
-    def __init__(self, stage: Stage, calls: Calls, cost: PrefillCost, max_running: int) -> None:
+    def __init__(self, stage: Stage, calls: Calls, cost: PrefillCost) -> None:
         self._stage = stage
         self._work = stage.workload
         self._calls = calls
         self._cost = cost
-        self._max_running = max_running
         self._events = [(when, _ARRIVES, number) for when, number in calls.first()]
         heapq.heapify(self._events)
         self._queue: deque[int] = deque()
@@ -138,12 +129,11 @@ class _Loop:
         assert not self._running, "a request runs, but no event is left"
         outcome = self._stage.done()
         outcome.latency = self._times.latency(self._work)
-        outcome.timeline = self._times.timeline()
         return outcome
 
     def _admit(self, now: float) -> None:
         """Admit requests in order, as long as there is room."""
-        while self._queue and not self._computing and len(self._running) < self._max_running:
+        while self._queue and not self._computing and len(self._running) < _MAX_RUNNING:
             number = self._queue[0]
             prompt, reserve = self._pages(number)
             if prompt > self._stage.pages - self._stage.reserved(number, state=True):
@@ -158,8 +148,6 @@ class _Loop:
                     return
                 self._begin(number, now, sequence, hit)
             self._queue.popleft()
-            outcome = self._stage.watch.outcome
-            self._times.seen(now, outcome.blocks, outcome.hit_blocks)
 
     def _pages(self, number: int) -> tuple[int, int]:
         """Return the pages of a prompt, and the further pages of its answer, cut at the pool."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kvkeep.core.groups import GroupLayout, StateSpec, WindowSpec
 
@@ -11,22 +11,10 @@ if TYPE_CHECKING:
     from kvkeep.core.cache import PagedCache, Sequence
     from kvkeep.core.groups import SequenceGroups
 
-__all__ = ["PASS_TOKENS", "Passes", "Stops", "by_pages"]
+__all__ = ["PASS_TOKENS", "Passes", "by_pages"]
 
 PASS_TOKENS = 2048
 """Tokens that a pass computes at most."""
-
-
-class Stops(Protocol):
-    """Chooses where the passes of a sequence end for a checkpoint: positions in tokens, rising."""
-
-    def __call__(self, sequence: Sequence) -> list[int]: ...
-
-
-def planned(sequence: Sequence) -> list[int]:
-    """Return the stops that the cache plans."""
-    assert sequence.groups is not None
-    return sequence.groups.stops
 
 
 def by_pages(layout: GroupLayout) -> GroupLayout | None:
@@ -56,7 +44,6 @@ class Passes:
     """Drives the sequences of a cache with groups of layers through their passes.
 
     Attributes:
-        stops: where passes end for checkpoints; by default where the cache plans them.
         most_pages: the most pool pages that one sequence used at a time.
         most_stored: the most pool pages that rows and states of the tree took.
     """
@@ -65,7 +52,6 @@ class Passes:
         self._cache = cache
         self._layout = layout
         self._pass = pass_tokens
-        self.stops: Stops = planned
         self.most_pages = 0
         self.most_stored = 0
 
@@ -81,7 +67,7 @@ class Passes:
         sequence.copies()
         groups.copies()
         while groups.position < stop:
-            stops = self.stops(sequence) if checkpoints else []
+            stops = groups.stops if checkpoints else []
             end = min([stop, groups.position + self._pass, *stops])
             groups.reach(end)
             groups.copies()

@@ -1,23 +1,19 @@
-"""Many replays of one workload: in several processes, and with a log of finished replays."""
+"""Many replays of one workload, in several processes."""
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import signal
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.bench.replay.bounds import BELADY, INFINITE, belady, infinite
 from kvkeep.bench.replay.loop import simulate_loop
-from kvkeep.bench.replay.outcome import Outcome
-from kvkeep.bench.replay.pace import check_loading
 from kvkeep.bench.replay.paging import Paging
-from kvkeep.bench.replay.sharing import check_tenants, simulate_shares, simulate_tier_shares
 from kvkeep.bench.replay.simulate import simulate
 from kvkeep.bench.replay.tiered import simulate_tiers
 from kvkeep.core.errors import InvalidValue, did_you_mean, whole
@@ -28,21 +24,16 @@ from kvkeep.store.tiers.two_queues import tier_policies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from pathlib import Path
 
+    from kvkeep.bench.replay.outcome import Outcome
     from kvkeep.bench.replay.workload import Workload
     from kvkeep.core.cost import PrefillCost, TransferCost
     from kvkeep.core.groups import GroupLayout
-    from kvkeep.store.backends import WriteBudget
 
-__all__ = ["BOUNDS", "ReplayRun", "RunLog", "increments", "replay"]
+__all__ = ["BOUNDS", "ReplayRun", "increments", "replay"]
 
 BOUNDS = (BELADY, INFINITE)
 """Names of bounds, which can stand in the place of a policy."""
-
-_CURVE_OF = "lru"
-_SAMPLED_BLOCKS = 0.1  # share of the blocks that the what-if curve samples
-_VERSION = 11  # of replays: outcomes in a log of another version are not reused
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,29 +43,22 @@ class ReplayRun:
     A policy is one of `kvkeep.core.eviction.POLICIES`, with tiers also ``2q``. ``below`` are the
     tokens of tiers below the first one of ``capacity_tokens``, and ``tiering`` the policy that
     moves blocks between them (`kvkeep.store.tiers.tiering`). With ``cost`` computing takes time,
-    and ``users`` may send requests in turn, or sessions wait for their answers in a ``closed_loop``
-    (`simulate_loop`); tiers, the first included, then take time to read, by ``reads`` and
-    ``loading`` (`simulate_tiers`). ``writes`` are write budgets of the tiers, in tokens. ``groups``
-    are those of a model with windows or states, with pages of their
-    size. With ``shares``, pairs of a tenant and its weight, tenants share the memory and the tiers,
-    and are compared with each alone (`simulate_shares`, `simulate_tier_shares`). Raises
-    `InvalidValue` for invalid values.
+    and ``users`` may send requests in turn (`simulate_loop`); tiers, the first included, then take
+    time to read, by ``reads`` (`simulate_tiers`). ``groups`` are those of a model with windows or
+    states, with pages of their size. With ``shares``, pairs of a tenant and its weight, tenants
+    share the memory and the tiers. Raises `InvalidValue` for invalid values.
     """
 
     policy: str
     capacity_tokens: int
     page_tokens: int | None = None
-    prefix: str = "radix"
     below: tuple[int, ...] = ()
     tiering: str = "inclusive"
     cost: PrefillCost | None = None
     users: int | None = None
-    closed_loop: bool = False
     reads: tuple[TransferCost | None, ...] = ()
-    loading: str = "both"
     groups: GroupLayout | None = None
     shares: tuple[tuple[str, float], ...] = ()
-    writes: tuple[WriteBudget | None, ...] = ()
 
     def __post_init__(self) -> None:
         policies = tier_policies() if self.below else POLICIES
@@ -95,15 +79,8 @@ class ReplayRun:
             self._check_shares()
         if self.users is not None and self.cost is None:
             raise InvalidValue("users wait for answers: that needs the cost of prompts")
-        if self.closed_loop and self.cost is None:
-            raise InvalidValue("in a closed loop answers are waited for: that needs their cost")
-        if self.closed_loop and self.users is not None:
-            raise InvalidValue("sessions begin at their times or when users are free, not both")
         if self.reads and not (self.below and self.cost):
-            raise InvalidValue(
-                "the bandwidth of tiers needs tiers, as --capacity 1M+8M, and --cost"
-            )
-        check_loading(self.loading)
+            raise InvalidValue("the time to read tiers needs tiers, and the cost of prompts")
 
     def _check_tiers(self) -> None:
         tiering(self.tiering)
@@ -155,9 +132,7 @@ class ReplayRun:
             for capacity in (self.capacity_tokens, *self.below):
                 Paging(workload.unit_tokens, page, self.groups).pages(capacity)
         if self.shares:
-            check_tenants(workload, dict(self.shares))
-        if self.closed_loop and not (workload.session >= 0).any():
-            raise InvalidValue(f"a closed loop needs sessions; {workload.name} has none")
+            _check_tenants(workload, dict(self.shares))
 
     def on(self, workload: Workload, progress: Callable[[int], None] | None = None) -> Outcome:
         """Run the replay. Raises `InvalidValue` as `check` does."""
@@ -165,28 +140,17 @@ class ReplayRun:
             return infinite(workload, progress)
         if self.policy == BELADY:
             return belady(workload, self.total_tokens, progress)
+        shares = dict(self.shares) or None
         if self.below:
-            capacities = (self.capacity_tokens, *self.below)
-            if self.shares:
-                return simulate_tier_shares(
-                    workload,
-                    capacities,
-                    self.tiering,
-                    self.policy,
-                    shares=dict(self.shares),
-                    progress=progress,
-                )
             return simulate_tiers(
                 workload,
-                capacities,
+                (self.capacity_tokens, *self.below),
                 self.tiering,
                 self.policy,
                 cost=self.cost,
                 reads=self.reads,
-                loading=self.loading,
                 users=self.users,
-                closed_loop=self.closed_loop,
-                writes=self.writes,
+                shares=shares,
                 progress=progress,
             )
         if self.cost is not None:
@@ -196,20 +160,6 @@ class ReplayRun:
                 self.policy,
                 cost=self.cost,
                 users=self.users,
-                closed_loop=self.closed_loop,
-                page_tokens=self.page_tokens,
-                prefix=self.prefix,
-                groups=self.groups,
-                progress=progress,
-            )
-        if self.shares:
-            return simulate_shares(
-                workload,
-                self.capacity_tokens,
-                self.policy,
-                shares=dict(self.shares),
-                page_tokens=self.page_tokens,
-                prefix=self.prefix,
                 groups=self.groups,
                 progress=progress,
             )
@@ -217,13 +167,22 @@ class ReplayRun:
             workload,
             self.capacity_tokens,
             self.policy,
-            # The curve is always of LRU, so one run that samples it is enough. It has no states.
-            what_if=_SAMPLED_BLOCKS if self.policy == _CURVE_OF and self.groups is None else None,
             page_tokens=self.page_tokens,
-            prefix=self.prefix,
             groups=self.groups,
+            shares=shares,
             progress=progress,
         )
+
+
+def _check_tenants(workload: Workload, shares: dict[str, float]) -> None:
+    """Raise `InvalidValue` for a tenant that the workload does not have; the unnamed one passes."""
+    for tenant in check_weights(shares):
+        if tenant and tenant not in workload.namespaces:
+            some = ", ".join(map(repr, workload.namespaces[:3]))
+            raise InvalidValue(
+                f"there is a share for {tenant!r}, but {workload.name} has no such tenant; it has "
+                f"{len(workload.namespaces)}: {some}{' …' * (len(workload.namespaces) > 3)}"
+            )
 
 
 def replay(
@@ -231,83 +190,20 @@ def replay(
     runs: Sequence[ReplayRun],
     *,
     jobs: int = 1,
-    journal: RunLog | None = None,
     progress: Callable[[int], object] | None = None,
 ) -> Iterator[tuple[ReplayRun, Outcome]]:
-    """Run replays and yield each with its outcome as soon as it is finished, in any order.
+    """Replay runs and yield each with its outcome as soon as it is finished, in any order.
 
-    ``jobs`` processes run at once, each with a copy of the workload. Outcomes in ``journal`` are
-    reused, and new ones are added to it. ``progress`` is called with the number of further requests
-    replayed. Raises `InvalidValue` before anything runs.
+    ``jobs`` processes run at once, each with a copy of the workload. ``progress`` is called with
+    the number of further requests replayed. Raises `InvalidValue` before anything runs.
     """
     whole("jobs", jobs, 1)
     for run in runs:
         run.check(workload)
-    left = []
-    for run in runs:
-        known = journal.find(workload, run) if journal is not None else None
-        if known is None:
-            left.append(run)
-        else:
-            if progress is not None:
-                progress(len(workload))
-            yield run, known
-    if jobs == 1 or len(left) < 2:
-        outcomes = _in_turn(workload, left, progress)
+    if jobs == 1 or len(runs) < 2:
+        yield from _in_turn(workload, runs, progress)
     else:
-        outcomes = _in_processes(workload, left, min(jobs, len(left)), progress)
-    for run, outcome in outcomes:
-        if journal is not None:
-            journal.add(workload, run, outcome)
-        yield run, outcome
-
-
-class RunLog:
-    """A log of finished replays, one per line of a file, so that none is run twice.
-
-    Lines that are truncated, foreign or of another version are skipped. Not thread-safe.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._known: dict[str, Outcome] = {}
-        self._torn = False
-        if path.exists():
-            written = path.read_bytes()
-            self._torn = bool(written) and not written.endswith(b"\n")
-            for line in written.splitlines():
-                found = _line(line)
-                if found is not None:
-                    self._known[found[0]] = found[1]
-
-    def find(self, workload: Workload, run: ReplayRun) -> Outcome | None:
-        """Return the outcome of ``run``, or None if the log has none."""
-        return self._known.get(_key(workload, run))
-
-    def add(self, workload: Workload, run: ReplayRun, outcome: Outcome) -> None:
-        """Append an outcome. Raises `InvalidValue` if the file cannot be written."""
-        key = _key(workload, run)
-        self._known[key] = outcome
-        line = json.dumps({"run": key, "outcome": outcome.as_dict()}) + "\n"
-        try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write("\n" * self._torn + line)
-        except OSError as error:
-            raise InvalidValue(f"cannot write {self.path}: {error.strerror}") from error
-        self._torn = False
-
-
-def _key(workload: Workload, run: ReplayRun) -> str:
-    settings = json.dumps(asdict(run), sort_keys=True)
-    return f"{_VERSION} {workload.digest} {settings}"
-
-
-def _line(line: bytes) -> tuple[str, Outcome] | None:
-    try:
-        found = json.loads(line)
-        return str(found["run"]), Outcome.of(found["outcome"])
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return None
+        yield from _in_processes(workload, runs, min(jobs, len(runs)), progress)
 
 
 # --- in turn, or in several processes -------------------------------------------------------------

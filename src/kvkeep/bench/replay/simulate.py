@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvkeep.bench.replay.outcome import Outcome
+from kvkeep.bench.replay.outcome import Outcome, ReplayWatch
 from kvkeep.bench.replay.paging import PADDING, Paging
 from kvkeep.bench.replay.passes import PASS_TOKENS, Passes
-from kvkeep.bench.replay.watching import ReplayWatch
 from kvkeep.core.cache import PagedCache
 from kvkeep.core.errors import InvalidValue, OutOfPages, whole
 from kvkeep.core.eviction import policy as named_policy
@@ -20,21 +19,12 @@ from kvkeep.core.eviction.shares import Shares
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from kvkeep.bench.replay.passes import Stops
     from kvkeep.bench.replay.workload import Workload
     from kvkeep.core.cache import Sequence
     from kvkeep.core.eviction import EvictionPolicy
     from kvkeep.core.groups import GroupLayout
 
-__all__ = ["LEAST_TOKENS", "Stage", "simulate"]
-
-"""Suffix of a policy's name when the cache knows the session of each request."""
-
-LEAST_TOKENS = 0.002
-"""Part of all tokens from which on a tenant is compared with itself: fewer are chance."""
-
-_REFUSED = 0.02  # share of the prompts above which the pool tells nothing of other sizes
-_TIMES = (0.5, 1.0, 2.0, 4.0)  # factors of the memory, for the curve of each namespace
+__all__ = ["Stage", "simulate"]
 
 
 def simulate(
@@ -43,10 +33,7 @@ def simulate(
     policy: str | EvictionPolicy = "lru",
     *,
     page_tokens: int | None = None,
-    prefix: str = "radix",
     groups: GroupLayout | None = None,
-    stops: Stops | None = None,
-    what_if: float | None = None,
     shares: Mapping[str, float] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Outcome:
@@ -54,17 +41,14 @@ def simulate(
 
     Each request is opened at its time, its prompt (and its answer, if the trace has it) is
     published, and it is closed, as in an engine that serves one request at a time. `Paging`
-    explains ``page_tokens``. With ``what_if`` the cache samples
-    that share of the blocks, and the outcome has the curve of what LRU would reuse with ⅛ … 8 times
-    the memory, unless more than a fiftieth of the prompt tokens was refused: how these would do in
-    other memory is not known. With ``shares`` tenants have these weights (`Shares`; others have 1),
-    the outcome's ``shares`` have the hits of each that has 0.2 % of the tokens, and its policy is
-    then "lru+shares". ``progress`` is called with the number of requests done.
+    explains ``page_tokens``. With ``shares`` tenants have these weights (`Shares`; others have 1),
+    and the policy of the outcome is then "lru+shares". ``progress`` is called with the number of
+    requests done.
 
     With ``groups`` the model has windows or states: prompts are computed in passes of at most 2,048
-    tokens, which end at ``stops`` (default: those that the cache plans) for checkpoints. Pages are
-    those of the layout. A prompt ends with its last whole unit for checkpoints, as the trace does
-    not tell how the last one goes on.
+    tokens, which end where the cache plans a checkpoint. Pages are those of the layout. A prompt
+    ends with its last whole unit for checkpoints, as the trace does not tell how the last one goes
+    on.
 
     By tokens, the hits are those of the engine, token for token. One exception: if several pages
     begin alike and one of them is copied, ids do not tell which page the engine copied.
@@ -78,12 +62,8 @@ def simulate(
         capacity_tokens,
         policy if shares is None else _shared(policy, shares),
         page_tokens=page_tokens,
-        prefix=prefix,
         groups=groups,
-        what_if=what_if,
     )
-    if stops is not None:
-        stage.stop_at(stops)
     for number in range(len(workload)):
         stage.watch.now = float(workload.times[number])
         try:
@@ -161,19 +141,15 @@ class Stage:
         policy: str | EvictionPolicy,
         *,
         page_tokens: int | None,
-        prefix: str,
         groups: GroupLayout | None = None,
-        what_if: float | None = None,
     ) -> None:
         self.workload = workload
-        self._what_if = what_if
         self.paging = Paging(workload.unit_tokens, page_tokens, groups)
         page_tokens = self.paging.page_tokens
         pages = self.paging.pages(capacity_tokens)
         # By units a request needs one more page, for the padding token, which is never stored.
         self.pages = pages
         pages = whole("pages", pages + (page_tokens is None), 1, 2**31 - 1)
-        self._shares = policy.weights if isinstance(policy, Shares) else None
         named = policy if isinstance(policy, str) else policy.name
         policy = named_policy(policy)
         self.at_once = policy.by_recency and groups is None
@@ -184,23 +160,15 @@ class Stage:
         self.cache = PagedCache(
             pages,
             self.paging.layout,
-            prefix=prefix,
             eviction=policy,
-            what_if=what_if,
             clock=lambda: self.watch.now,
         )
         self.cache.subscribe(self.watch.see)
-        self._accepted = np.ones(len(workload), bool)
         self._passes: Passes | None = None
         layout = self.paging.layout
         if groups is not None and not isinstance(layout, int):
             in_pass = max(1, PASS_TOKENS // self.paging.scale)
             self._passes = Passes(self.cache, layout, in_pass)
-
-    def stop_at(self, stops: Stops) -> None:
-        """Choose where passes end for checkpoints, of a model with windows or states."""
-        assert self._passes is not None, "passes of a model without windows and states"
-        self._passes.stops = stops
 
     def open(self, number: int, reserve: int = 0) -> tuple[Sequence, int]:
         """Open the sequence of a request's prompt; return it and its cached tokens.
@@ -253,7 +221,6 @@ class Stage:
     def refuse(self, number: int) -> None:
         """Record a request for which there is no room."""
         self.watch.outcome.refused += 1
-        self._accepted[number] = False
         self.watch.request(number, 0, 0)
 
     def compute_prompt(self, number: int, sequence: Sequence, *, publish: bool) -> None:
@@ -305,48 +272,6 @@ class Stage:
         """Return the complete outcome."""
         outcome = self.watch.outcome
         outcome.evicted_pages = self.cache.stats().evicted_pages
-        curves = self._what_if is not None and self._told() >= 1 - _REFUSED
-        if curves:
-            sizes = [max(1, int(self.pages * 2.0 ** (step / 2))) for step in range(-6, 7)]
-            outcome.what_if = [
-                [size * self.paging.tokens, rate] for size, rate in self._curve(sizes).items()
-            ]
         if self._passes is not None:
             outcome.groups = self._passes.figures()
-        self.watch.done()
-        if self._shares is not None:
-            for tenant, amounts in self.watch.tokens_of(LEAST_TOKENS).items():
-                outcome.shares[tenant] = [self._shares.get(tenant, 1.0), *amounts]
-        if curves and len(outcome.namespaces) > 1:
-            some = [max(1, int(self.pages * times)) for times in _TIMES]
-            for space in outcome.namespaces:
-                rates = self._curve(some, space)
-                if all(size in rates for size in some):
-                    outcome.what_if_namespaces[space] = [
-                        [times, rates[size]] for times, size in zip(_TIMES, some, strict=True)
-                    ]
-        return outcome
-
-    def _told(self) -> float:
-        """Return the share of the prompt tokens whose requests were not refused."""
-        tokens = self.workload.tokens
-        asked = int(tokens.sum(dtype=np.int64))
-        return int(tokens[self._accepted].sum(dtype=np.int64)) / asked if asked else 1.0
-
-    def _curve(self, sizes: list[int], space: str | None = None) -> dict[int, float]:
-        """Return hit rates by pages, of all prompt tokens, without padding tokens."""
-        work = self.workload
-        asked = work.tokens if self.paging.page_tokens is not None else work.prompt_units
-        chosen = np.ones(len(work), bool)
-        if space is not None:
-            chosen = work.namespace == work.namespaces.index(space)
-        accepted = chosen & self._accepted
-        seen = int(asked[accepted].sum(dtype=np.int64))  # by the cache
-        if self.paging.page_tokens is None:
-            seen = self.paging.unit_size * seen + int(accepted.sum())  # with a padding token each
-        total = int(asked[chosen].sum(dtype=np.int64))
-        if self.paging.page_tokens is None:
-            total *= self.paging.unit_size
-        share = seen / total if total else 1.0
-        points = self.cache.what_if(sizes, space)
-        return {point.pages: min(1.0, share * point.hit_rate) for point in points}
+        return self.watch.done()

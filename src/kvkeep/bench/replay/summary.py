@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +11,6 @@ from kvkeep.bench.replay.bounds import infinite
 from kvkeep.bench.replay.doubts import gaps
 from kvkeep.bench.replay.outcome import OTHER
 from kvkeep.bench.replay.workload import Workload
-from kvkeep.bench.traces.pauses import Pauses, StopSummary
 
 if TYPE_CHECKING:
     from kvkeep.bench.traces import Trace, TraceRequest
@@ -28,8 +26,6 @@ class TraceSummary:
     leading units of each prompt that were stored before in its namespace. No replay reuses more.
     ``elsewhere_tokens`` were seen only in other namespaces.
 
-    ``single_turn`` is the share of requests alone in their session (None without sessions).
-    ``stops`` has a summary for each way in which answers ended ("": unknown).
     ``cached_tokens`` of ``served_tokens`` were reused when the trace was captured.
     ``skipped`` lines were invalid, for the ``skipped_reasons`` (the first few), ``dropped``
     requests were lost by the capture, and ``unknown`` requests have lengths only; ``warnings`` are
@@ -52,9 +48,6 @@ class TraceSummary:
     namespaces: int
     largest_namespace: int
     sessions: int
-    single_turn: float | None
-    kinds: dict[str, int]
-    stops: dict[str, StopSummary]
     served_tokens: int
     cached_tokens: int
     skipped: int
@@ -87,7 +80,6 @@ def summarise(trace: Trace) -> TraceSummary:
     work = Workload.read(trace, each=seen.add)
     endless = infinite(work)
     lengths = np.sort(work.tokens)
-    turns = np.bincount(work.session[work.session >= 0])
     count = len(work)
     return TraceSummary(
         work.name,
@@ -105,10 +97,7 @@ def summarise(trace: Trace) -> TraceSummary:
         prompt_max=int(lengths[-1]),
         namespaces=len(work.namespaces),
         largest_namespace=int(np.bincount(work.namespace).max()),
-        sessions=len(turns),
-        single_turn=int((turns == 1).sum()) / int(turns.sum()) if len(turns) else None,
-        kinds={kind: number for kind, number in seen.kinds.most_common() if kind},
-        stops=seen.pauses.summaries(),
+        sessions=len(np.unique(work.session[work.session >= 0])),
         served_tokens=seen.served_tokens,
         cached_tokens=seen.cached_tokens,
         skipped=work.skipped,
@@ -123,14 +112,10 @@ def summarise(trace: Trace) -> TraceSummary:
 class _Seen:
     """What a `Workload` does not have of its requests."""
 
-    pauses: Pauses = field(default_factory=Pauses)
-    kinds: Counter[str] = field(default_factory=Counter)
     served_tokens: int = 0
     cached_tokens: int = 0
 
     def add(self, request: TraceRequest) -> None:
-        self.pauses.add(request)
-        self.kinds[request.kind] += 1
         if request.served is not None:
             self.served_tokens += request.tokens
             self.cached_tokens += request.served.cached_tokens

@@ -8,15 +8,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvkeep.bench.replay.calls import calls_of
-from kvkeep.bench.replay.outcome import Outcome
+from kvkeep.bench.replay.jobs import calls_of
+from kvkeep.bench.replay.outcome import Outcome, ReplayWatch
 from kvkeep.bench.replay.pace import Pace
 from kvkeep.bench.replay.paging import Paging
-from kvkeep.bench.replay.simulate import LEAST_TOKENS
 from kvkeep.bench.replay.tiers import Level, TierSimulator
-from kvkeep.bench.replay.watching import ReplayWatch
 from kvkeep.core.errors import InvalidValue
-from kvkeep.store.backends import WriteBudget
 from kvkeep.store.tiers import Chain, TenantWeights
 from kvkeep.store.tiers import tiering as tiering_policy
 
@@ -38,13 +35,8 @@ def simulate_tiers(
     *,
     cost: PrefillCost | None = None,
     reads: Sequence[TransferCost | None] = (),
-    loading: str = "both",
     users: int | None = None,
-    closed_loop: bool = False,
-    speed: float = 1.0,
-    whole_answers: bool = False,
     shares: Mapping[str, float] | None = None,
-    writes: Sequence[WriteBudget | None] = (),
     progress: Callable[[int], None] | None = None,
 ) -> Outcome:
     """Replay ``workload`` through tiers of so many tokens, fastest first, by units.
@@ -52,25 +44,18 @@ def simulate_tiers(
     Each unit is a block, including the last unit of a prompt. ``tiering`` names the policy that
     moves blocks between tiers (`kvkeep.store.tiers.tiering`), ``policy`` the eviction policy of
     each tier. As a store does, the replay learns which tokens of answers are never read again, and
-    does not store them; ``whole_answers`` stores all. The outcome's ``tiers`` count the hits and
-    writes of each tier; its policy is named like "lru/inclusive". With ``shares`` tenants have
-    these weights in each tier, others 1; the outcome's ``shares`` have the hits of each that has
-    0.2 % of the tokens, and its policy is then "lru+shares/inclusive".
-
-    ``writes`` are the write budgets of the tiers, the first one included, in tokens instead of
-    bytes; None, or not given: there is none. ``written_tokens_a_day`` in ``tiers`` is what was
-    written, for a day at the pace of the trace.
+    does not store them. The outcome's ``tiers`` count the hits and writes of each tier; its policy
+    is named like "lru/inclusive". ``written_tokens_a_day`` in ``tiers`` is what was written, for a
+    day at the pace of the trace. With ``shares`` tenants have these weights in each tier, others 1,
+    and the policy of the outcome is then "lru+shares/inclusive".
 
     With ``cost`` requests wait in line, and the outcome has a ``latency``, as from `simulate_loop`,
-    which explains ``users``, ``closed_loop`` and ``speed``. ``reads`` are the costs to read each
-    tier (None or not given: no time); one request is read at a time from each, while the prompt
-    before is computed. ``loading`` says what is read: "both", as much as pays, from the back while
-    the front is computed, as `kvkeep.core.cost.meet` decides; "prefix", the prefix that pays,
-    before the rest is computed, as vLLM and SGLang do; "all", whatever is stored. With the first
-    two no prompt takes longer than without the tier. ``loaded_s`` is the sum of the times of
-    reading, ``loaded_tokens`` are those read, and ``computed_stored_tokens`` those that were
-    computed though a tier with a cost has them; both count as hits. The memory of running requests
-    is not subtracted from the first tier.
+    which explains ``users``. ``reads`` are the costs to read each tier (None or not given: no
+    time); one request is read at a time from each, while the prompt before is computed. Of a prompt
+    the prefix that pays is read, before the rest is computed, so no prompt takes longer than
+    without the tier. ``loaded_s`` is the sum of the times of reading, ``loaded_tokens`` are those
+    read, and ``computed_stored_tokens`` those that were computed though a tier with a cost has
+    them; both count as hits. The memory of running requests is not subtracted from the first tier.
 
     Cost: 5 to 10 µs a block.
     """
@@ -79,9 +64,8 @@ def simulate_tiers(
     pace = None
     if cost is not None:
         costs = [*reads, *(None for _ in capacities_tokens)][: len(capacities_tokens)]
-        calls = calls_of(workload, users, speed, closed_loop=closed_loop)
-        pace = Pace(workload, calls, cost, costs, loading)
-    elif reads or users is not None or closed_loop:
+        pace = Pace(workload, calls_of(workload, users), cost, costs)
+    elif reads or users is not None:
         raise InvalidValue("how long tiers and users take matters where prompts cost something")
     begun = time.perf_counter()
     paging = Paging(workload.unit_tokens)
@@ -93,13 +77,9 @@ def simulate_tiers(
         workload.digest,
     )
     watch = ReplayWatch(workload, 0, None, outcome)
-    budgets = [
-        None if one is None else WriteBudget(one.amount // workload.unit_tokens, one.seconds)
-        for one in [*writes, *(None for _ in capacities_tokens)][: len(capacities_tokens)]
-    ]
     levels = [
-        Level("memory" if not at else f"tier {at + 1}", paging.pages(tokens), policy, budget)
-        for at, (tokens, budget) in enumerate(zip(capacities_tokens, budgets, strict=True))
+        Level("memory" if not at else f"tier {at + 1}", paging.pages(tokens), policy)
+        for at, tokens in enumerate(capacities_tokens)
     ]
 
     def lost(level: int, blocks: list[bytes]) -> None:
@@ -115,7 +95,7 @@ def simulate_tiers(
         shares=None if shares is None else _weights(workload, shares),
         lost=lost,
     )
-    requests = Requests(workload, simulator, whole_answers=whole_answers)
+    requests = Requests(workload, simulator)
     for done, number in enumerate(range(len(workload)) if pace is None else pace):
         watch.now = float(workload.times[number]) if pace is None else pace.now
         found = requests.find(number)
@@ -123,7 +103,7 @@ def simulate_tiers(
         hit_tokens = min(blocks * workload.unit_tokens, int(workload.tokens[number]))
         watch.request(number, hit_tokens, blocks)
         if pace is not None:
-            pace.served(number, found, hit_tokens, outcome)
+            pace.served(number, found, hit_tokens)
             watch.now = pace.now
         if workload.store[number]:
             watch.stored(requests.keep(number, blocks))
@@ -141,9 +121,6 @@ def simulate_tiers(
     ]
     outcome.evicted_pages = sum(gone)
     watch.done()
-    if shares is not None:
-        for tenant, amounts in watch.tokens_of(LEAST_TOKENS).items():
-            outcome.shares[tenant] = [shares.get(tenant, 1.0), *amounts]
     if pace is not None:
         pace.finish(outcome)
     outcome.seconds = time.perf_counter() - begun
@@ -158,12 +135,9 @@ def _weights(workload: Workload, shares: Mapping[str, float]) -> TenantWeights:
 class Requests:
     """The requests of a workload, as calls of a store's engine."""
 
-    def __init__(
-        self, workload: Workload, simulator: TierSimulator, *, whole_answers: bool
-    ) -> None:
+    def __init__(self, workload: Workload, simulator: TierSimulator) -> None:
         self._workload = workload
         self._simulator = simulator
-        self._whole_answers = whole_answers
 
     def find(self, number: int) -> list[int]:
         """Read the stored beginning of a prompt; return how many units came from each level."""
@@ -180,7 +154,7 @@ class Requests:
         prompt, answer, tokens = work.prompt(number), work.answer(number), int(work.tokens[number])
         ended = work.ended(number)
         answered = ended.tokens or 0
-        kept = answer if self._whole_answers else answer[: self._worth(number, ended)]
+        kept = answer[: self._worth(number, ended)]
         new = np.concatenate((prompt[found:], kept)) if len(kept) else prompt[found:]
         keys = block_ids(new, space)
         self._simulator.put(keys)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import InvalidValue, whole
-from kvkeep.store.backends.budget import WriteBucket
 from kvkeep.store.tiers.catalogue import Catalogue
 from kvkeep.store.tiers.tier_returns import TierReturns
 from kvkeep.store.tiers.tiering import Planner
@@ -17,7 +16,6 @@ from kvkeep.store.tiers.two_queues import tier_policies
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Sequence
 
-    from kvkeep.store.backends.budget import WriteBudget
     from kvkeep.store.tiers import TenantWeights, TieringPolicy
 
 __all__ = ["Level", "LevelStats", "TierSimulator"]
@@ -25,15 +23,11 @@ __all__ = ["Level", "LevelStats", "TierSimulator"]
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A simulated tier: its name, its capacity in blocks, and the name of its eviction policy.
-
-    ``writes`` is a write budget in blocks; None: there is none.
-    """
+    """A simulated tier: its name, its capacity in blocks, and the name of its eviction policy."""
 
     name: str
     blocks: int
     eviction: str = "lru"
-    writes: WriteBudget | None = None
 
     def __post_init__(self) -> None:
         whole(f"blocks of {self.name}", self.blocks, 1)
@@ -49,7 +43,6 @@ class LevelStats:
 
     ``hits`` were found in this level, ``writes`` were added to it (to memory also by reads),
     ``evictions`` were deleted to make room, ``demotions`` of these moved one level down.
-    ``over_budget`` were not written, because the level's write budget was short.
     """
 
     name: str
@@ -59,7 +52,6 @@ class LevelStats:
     writes: int
     evictions: int
     demotions: int
-    over_budget: int
 
 
 class TierSimulator:
@@ -254,7 +246,7 @@ class TierSimulator:
         """Add ``blocks`` to ``level``, as many as it has room for."""
         one = self._levels[level]
         catalogue, room = one.catalogue, one.level.blocks
-        blocks = one.affordable([block for block in blocks if block not in catalogue][:room])
+        blocks = [block for block in blocks if block not in catalogue][:room]
         short = len(blocks) + catalogue.total_bytes - room
         if short > 0:
             self._evict(level, short)
@@ -296,7 +288,6 @@ class TierSimulator:
                 one.writes,
                 one.evictions,
                 one.demotions,
-                one.over_budget,
             )
             for one in self._levels
         ]
@@ -323,17 +314,7 @@ class _SimulatedLevel:
             tier_policies()[level.eviction], clock=clock, budget=level.blocks, shares=shares
         )
         self.hits = self.writes = self.evictions = self.demotions = 0
-        self.over_budget = 0
-        self.bucket = None if level.writes is None else WriteBucket(level.writes, clock)
         self._held: list[bytes] = []
-
-    def affordable(self, blocks: Sequence[bytes]) -> Sequence[bytes]:
-        """Charge the write budget; return the blocks that it allows to be written."""
-        if self.bucket is None:
-            return blocks
-        count = next((at for at in range(len(blocks)) if not self.bucket.spend(1)), len(blocks))
-        self.over_budget += len(blocks) - count
-        return blocks[:count]
 
     def hold(self, blocks: Sequence[bytes]) -> None:
         """Protect those of ``blocks`` that are in this level from eviction until `free`."""

@@ -59,9 +59,9 @@ def duration(seconds: float) -> str:
     return f"{number(seconds)}{_SPACE}s"
 
 
-def money(amount: float, currency: str) -> str:
+def money(amount: float) -> str:
     """Format an amount of money, from 100 on without decimals."""
-    return f"{shown(currency, 8)}{amount:,.{0 if amount >= 100 else 2}f}"
+    return f"{amount:,.{0 if amount >= 100 else 2}f}"
 
 
 def amount(tokens: int) -> str:

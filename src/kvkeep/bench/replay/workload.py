@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -123,47 +123,6 @@ class Workload:
         ids, before = self.ids[asked], before[asked]
         _, first, numbers = np.unique(ids, return_index=True, return_inverse=True)
         return int((before != before[first][numbers]).sum())
-
-    def only(self, namespace: int, most_tokens: int) -> Workload:
-        """Return the requests of one namespace, by its number.
-
-        Prompts are cut to the whole units in ``most_tokens``, and lose their answers with that.
-        """
-        which = np.flatnonzero(self.namespace == namespace)
-        units = np.minimum(self.prompt_units[which], most_tokens // self.unit_tokens)
-        cut = units < self.prompt_units[which]
-        lengths = np.where(cut, units, self.last[which] - self.first[which])
-        last = np.cumsum(lengths)
-        places = np.arange(int(lengths.sum())) + np.repeat(
-            self.first[which] - last + lengths, lengths
-        )
-        known, ids = np.unique(self.ids[places], return_inverse=True)
-        name = self.namespaces[namespace]
-        digest = hashlib.blake2b(f"{self.digest} {most_tokens} {name}".encode(), digest_size=16)
-        columns = {
-            column: getattr(self, column)[which]
-            for column in (
-                "times", "output_tokens", "session", "store", "stop", "took_s", "caller",
-                "first_token",
-            )
-        }  # fmt: skip
-        return replace(
-            self,
-            digest=digest.hexdigest(),
-            namespace=np.zeros(len(which), np.int32),
-            namespaces=(name,),
-            tokens=np.where(cut, units * self.unit_tokens, self.tokens[which]).astype(np.int32),
-            first=last - lengths,
-            last=last,
-            prompt_units=units.astype(np.int32),
-            ids=ids.astype(np.int32),
-            content=np.arange(len(known), dtype=np.int32),
-            skipped=0,
-            skipped_reasons=(),
-            dropped=0,
-            unknown=0,
-            **columns,
-        )
 
     @classmethod
     def read(

@@ -8,7 +8,6 @@ from __future__ import annotations
 from kvkeep.bench.traces.capture import Capture, CaptureStats, Seen
 from kvkeep.bench.traces.generators import KINDS, GeneratedTrace, generate
 from kvkeep.bench.traces.native import TraceHeader, TraceWriter, write_trace
-from kvkeep.bench.traces.pauses import StopSummary
 from kvkeep.bench.traces.reading import FORMATS, FileTrace, open_trace
 from kvkeep.bench.traces.request import Served, Trace, TraceRequest
 
@@ -21,7 +20,6 @@ __all__ = [
     "GeneratedTrace",
     "Seen",
     "Served",
-    "StopSummary",
     "Trace",
     "TraceHeader",
     "TraceRequest",

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kvkeep.bench.traces.chain import Words
-    from kvkeep.bench.traces.formats import ReadOptions
 
 __all__ = ["PromptReader", "words"]
 
@@ -50,9 +49,8 @@ class PromptReader:
     ``kind``, ``stop``, ``took_s``. Ids are made here, by default one per token, which is exact.
     """
 
-    def __init__(self, options: ReadOptions) -> None:
-        self.unit_tokens = options.unit(1)
-        self._text = options.text
+    def __init__(self, unit_tokens: int | None) -> None:
+        self.unit_tokens = unit_tokens or 1
         self._timed: str | None = None
         self._read = 0
 
@@ -86,9 +84,9 @@ class PromptReader:
 
     def _tokens(self, found: dict[str, Any]) -> npt.NDArray[np.int32] | Words:
         if isinstance(text := found.get("prompt"), str):
-            return self._of_text(_rendered(found, []) + text)
+            return words(_rendered(found, []) + text)
         if isinstance(messages := found.get("messages"), list):
-            return self._of_text(_rendered(found, messages))
+            return words(_rendered(found, messages))
         ids = found.get("tokens", found.get("prompt"))
         if not isinstance(ids, list):
             raise BadLine("a prompt needs text in `prompt`, ids in `tokens`, or `messages`")
@@ -96,14 +94,6 @@ class PromptReader:
             return as_tokens(ids)
         except InvalidValue as error:
             raise BadLine(str(error)[:300]) from error
-
-    def _of_text(self, text: str) -> npt.NDArray[np.int32] | Words:
-        if self._text == "bytes":
-            encoded = text.encode("utf-8", "surrogatepass")
-            return np.frombuffer(encoded, np.uint8).astype(np.uint64)
-        if isinstance(self._text, str):
-            return words(text)
-        return as_tokens(self._text(text))
 
 
 def words(text: str) -> Words:

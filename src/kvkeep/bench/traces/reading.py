@@ -9,29 +9,29 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvkeep.bench.traces.fields import json_object, shown
 from kvkeep.bench.traces.files import BadLine, opened
-from kvkeep.bench.traces.formats import Azure, Bailian, Mooncake, ReadOptions
+from kvkeep.bench.traces.formats import Bailian, Mooncake
 from kvkeep.bench.traces.native import Native, TraceHeader
 from kvkeep.bench.traces.prompts import PromptReader
+from kvkeep.bench.traces.request import MAX_UNIT_TOKENS
 from kvkeep.bench.traces.sessions import BLOCK_TOKENS, SessionReader, files_of, first_block_size
-from kvkeep.core.errors import InvalidValue
+from kvkeep.core.errors import InvalidValue, whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kvkeep.bench.traces.formats import Format, Tokenize
+    from kvkeep.bench.traces.formats import Format
     from kvkeep.bench.traces.request import TraceRequest
 
 __all__ = ["FORMATS", "FileTrace", "open_trace"]
 
 SESSIONS = "kv-cache-tester"
-FORMATS = ("kvkeep", "mooncake", "bailian", "prompts", "azure", SESSIONS)
+FORMATS = ("kvkeep", "mooncake", "bailian", "prompts", SESSIONS)
 """Names of the formats that `open_trace` reads."""
 
-_KINDS: dict[str, Callable[[ReadOptions], Format]] = {
+_KINDS: dict[str, Callable[[int | None], Format]] = {
     "mooncake": Mooncake,
     "bailian": Bailian,
     "prompts": PromptReader,
-    "azure": Azure,
 }
 # A capture writes requests when they end: lines are out of order by the duration of a request.
 # Files with all requests of a session in a row are out of order by the duration of a session.
@@ -45,41 +45,33 @@ def open_trace(
     path: str | Path,
     *,
     format: str | None = None,
-    strict: bool = False,
     unit_tokens: int | None = None,
-    chained: bool | None = None,
-    text: str | Tokenize = "words",
-    spread_s: float = 0.0,
-    longest_gap_s: float | None = None,
 ) -> FileTrace:
     """Open a trace file, which may be compressed with gzip or zstd, or a directory of sessions.
 
     ``format`` is one of `FORMATS`; None detects it. An invalid line is skipped and counted
-    (`FileTrace.skipped`), or with ``strict`` raises `InvalidValue` with its number and the reason.
-    `ReadOptions` explains the other arguments. Raises `InvalidValue` for a file that cannot be read
-    or has no known format, `MissingExtra` for zstd without zstandard.
+    (`FileTrace.skipped`, `FileTrace.reasons`). ``unit_tokens`` are the tokens per id where the file
+    does not say (Mooncake 512, Bailian 16), or of ids that are made here (prompts 1). Raises
+    `InvalidValue` for a file that cannot be read or has no known format, `MissingExtra` for zstd
+    without zstandard.
     """
     path = Path(path)
     if format is not None and format not in FORMATS:
         raise InvalidValue(f"a format is one of {', '.join(FORMATS)}; got {format!r}")
-    options = ReadOptions(unit_tokens, chained, text, spread_s, longest_gap_s)
-    sessions = _sessions(path, format, options)
+    if unit_tokens is not None:
+        whole("unit_tokens", unit_tokens, 1, MAX_UNIT_TOKENS)
+    sessions = _sessions(path, format, unit_tokens)
     if sessions is not None:
-        return FileTrace(path, SESSIONS, sessions, strict=strict)
-    if spread_s or longest_gap_s is not None:
-        name = "spread_s" if spread_s else "longest_gap_s"
-        raise InvalidValue(f"{name} is for {SESSIONS}; {path} has the times of all requests")
+        return FileTrace(path, SESSIONS, sessions)
     found, header = _look(path, format)
     if found != "kvkeep":
-        return FileTrace(path, found, lambda: _Lines(path, _KINDS[found](options)), strict=strict)
+        return FileTrace(path, found, lambda: _Lines(path, _KINDS[found](unit_tokens)))
     assert header is not None
     if unit_tokens is not None and unit_tokens != header.unit_tokens:
         raise InvalidValue(
             f"{path} was written with units of {header.unit_tokens} tokens, not {unit_tokens}"
         )
-    return FileTrace(
-        path, found, lambda: _Lines(path, Native(header)), header=header, strict=strict
-    )
+    return FileTrace(path, found, lambda: _Lines(path, Native(header)), header=header)
 
 
 class _Source(Protocol):
@@ -114,12 +106,10 @@ class FileTrace:
         make: Callable[[], _Source],
         *,
         header: TraceHeader | None = None,
-        strict: bool = False,
     ) -> None:
         self.path = path
         self.format = format
         self.header = header
-        self.strict = strict
         self.unit_tokens = make().unit_tokens
         self._make = make
         self._pass = _Pass(self, make())
@@ -180,8 +170,6 @@ class _Pass:
             )
 
     def _bad(self, reason: str) -> None:
-        if self._trace.strict:
-            raise InvalidValue(f"{self._trace.path}, {reason}")
         self.skipped += 1
         if len(self.reasons) < _REASONS:
             self.reasons.append(reason)
@@ -240,7 +228,7 @@ def _size(request: TraceRequest) -> int:
 
 
 def _sessions(
-    path: Path, format: str | None, options: ReadOptions
+    path: Path, format: str | None, unit_tokens: int | None
 ) -> Callable[[], SessionReader] | None:
     """Return what reads a file or a directory of sessions; None if it is of another format."""
     if format not in {None, SESSIONS}:
@@ -255,8 +243,8 @@ def _sessions(
         )
     if block is None and format is None:
         return None
-    unit = options.unit(block or BLOCK_TOKENS)
-    return lambda: SessionReader(files, unit, options.spread_s, options.longest_gap_s)
+    unit = unit_tokens or block or BLOCK_TOKENS
+    return lambda: SessionReader(files, unit)
 
 
 def _look(path: Path, format: str | None) -> tuple[str, TraceHeader | None]:
@@ -288,8 +276,8 @@ def _look(path: Path, format: str | None) -> tuple[str, TraceHeader | None]:
         raise InvalidValue(f"{path} is no trace in {format}: {seen}")
     raise InvalidValue(
         f"{path} is no trace in a known format: {seen}. A trace is a file of JSON objects, one a "
-        "line, with hash_ids, prompt, tokens or messages; of JSON objects with requests "
-        f"({SESSIONS}); or a table with the columns TIMESTAMP,ContextTokens,GeneratedTokens"
+        "line, with hash_ids, prompt, tokens or messages, or of JSON objects with requests "
+        f"({SESSIONS})"
     )
 
 
@@ -315,8 +303,6 @@ def _header(path: Path, number: int, line: bytes) -> TraceHeader:
 
 
 def _format_of(line: bytes) -> str:
-    if line.strip().lower().decode("ascii", "replace").split(",") == list(Azure.COLUMNS):
-        return "azure"
     found = json_object(line)
     if "kvkeep_trace" in found:
         return "kvkeep"

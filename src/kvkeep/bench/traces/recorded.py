@@ -20,11 +20,11 @@ from kvkeep.bench.traces.files import BadLine
 from kvkeep.bench.traces.request import NO_UNITS, units_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
     from kvkeep.bench.traces.request import UnitArray
 
-__all__ = ["Agent", "Recorded", "SessionMaker", "by_time", "expanded", "fits", "moved_closer"]
+__all__ = ["Agent", "Recorded", "SessionMaker", "by_time", "expanded", "fits"]
 
 _MOST_REQUESTS = 1_000_000  # of a session
 _MOST_IDS = 1 << 27  # of a session, without those that a request shares with the one before it
@@ -74,17 +74,6 @@ def by_time(requests: list[Recorded]) -> list[Recorded]:
         kept.append(replace(one, shared=shared, more=ids[shared:].copy()))
         before = ids
     return kept
-
-
-def moved_closer(sessions: Sequence[list[Recorded]], longest_s: float) -> list[list[Recorded]]:
-    """Return the requests of a session and its sub-agents, with no longer time between any two.
-
-    Where no request begins for more than ``longest_s`` seconds, all later ones come earlier.
-    """
-    times = np.unique([one.t for requests in sessions for one in requests])
-    excess = np.cumsum(np.maximum(np.diff(times, prepend=times[:1]) - longest_s, 0.0))
-    earlier = dict(zip(times.tolist(), excess.tolist(), strict=True))
-    return [[replace(one, t=one.t - earlier[one.t]) for one in requests] for requests in sessions]
 
 
 @dataclass(slots=True)

@@ -39,7 +39,6 @@ from kvkeep.bench.traces.recorded import (
     by_time,
     expanded,
     fits,
-    moved_closer,
 )
 from kvkeep.bench.traces.request import MAX_UNIT_TOKENS, TraceRequest, units_of
 from kvkeep.core.errors import InvalidValue
@@ -124,24 +123,16 @@ class SessionReader:
     """One pass over files of sessions.
 
     A request has one id for ``unit_tokens``, a multiple of the ``block_size`` of each file.
-    Sessions begin over ``spread_s`` seconds, each at a time that its name decides; times between
-    their requests are at most ``longest_gap_s`` (None: as in the file). Memory: all
-    sessions, with the ids that each request does not share with the one before it.
+    The files do not say when sessions begin: they do within the time of the longest one, each at a
+    moment that its name decides. Memory: all sessions, with the ids that each request does not
+    share with the one before it.
     """
 
     dropped = 0
 
-    def __init__(
-        self,
-        files: Sequence[Path],
-        unit_tokens: int,
-        spread_s: float = 0.0,
-        longest_gap_s: float | None = None,
-    ) -> None:
+    def __init__(self, files: Sequence[Path], unit_tokens: int) -> None:
         self._files = files
         self.unit_tokens = unit_tokens
-        self._spread_s = spread_s
-        self._longest_gap_s = longest_gap_s
         self._names: dict[str, int] = {}
         self._fresh = Fresh()
 
@@ -155,18 +146,13 @@ class SessionReader:
 
             for agent in self._agents(file, bad):
                 try:
-                    own = list(self._streams(agent, file, bad))
+                    streams += list(self._streams(agent, file, bad))
                 except BadLine as error:
                     bad(error)
-                    continue
-                if self._longest_gap_s is not None:
-                    moved = moved_closer([one.requests for _, one in own], self._longest_gap_s)
-                    own = [
-                        (begin, replace(one, requests=requests))
-                        for (begin, one), requests in zip(own, moved, strict=True)
-                    ]
-                streams += own
-        made = [self._made(begin, stream) for begin, stream in streams]
+        longest_s = max(
+            (stream.requests[-1].t for _, stream in streams if stream.requests), default=0.0
+        )
+        made = [self._made(part * longest_s, stream) for part, stream in streams]
         return heapq.merge(*made, key=lambda request: request.time)
 
     @staticmethod
@@ -182,7 +168,7 @@ class SessionReader:
     def _streams(
         self, agent: Agent, file: Path, bad: Callable[[object], object]
     ) -> Iterator[tuple[float, _Stream]]:
-        """Yield the session and its sub-agents, with the time at which the session begins."""
+        """Yield the session and its sub-agents, with when it begins, as a part of the longest."""
         found = agent.found
         block = _block_size(found)
         if self.unit_tokens % block:
@@ -194,7 +180,7 @@ class SessionReader:
         if scope not in (None, "local", "global"):  # it may be a list
             raise BadLine(f"hash_id_scope is {shown(scope)}; local or global is needed")
         name = self._named(optional_text(found, "id") or file.name.partition(".")[0])
-        begin = self._spread_s * _word("begin", name) / 2**64
+        begin = _word("begin", name) / 2**64
         seed = 0 if scope == "global" else _word("ids", name)
         waiting: list[tuple[Agent, str, str, str | None]] = [(agent, name, "", None)]
         while waiting:

@@ -231,7 +231,7 @@ class Shares(EvictionPolicy):
     A tenant is an `Entry.namespace`; one that ``weights`` does not name has weight 1. What all
     tenants share (`kvkeep.core.public`) is evicted when nothing else is left. ``guaranteed`` below
     1 releases what a tenant rarely needs: at 1 a small tenant keeps old pages that others would
-    use. (`benchmarks/shares.py`)
+    use.
 
     Policies that order by waits learn of all tenants together, as without shares.
 

@@ -43,7 +43,7 @@ class PinBudget:
     so nobody takes over the shares of named tenants by making up others.
 
     Thread safety: none. Memory: about 350 bytes a unit and 4 a token. Cost: O(units) for a prompt,
-    and O(log tenants) for each unit that gives way. (`benchmarks/tenant_costs.py`)
+    and O(log tenants) for each unit that gives way.
     """
 
     def __init__(

@@ -55,15 +55,13 @@ class PromptSegments:
         return self._growing.length
 
     def request(self, session: SessionScript, number: int, time: float, turn: Turn) -> TraceRequest:
-        """Return the prompt as a request, and append the answer, without reasoning, to it."""
+        """Return the prompt as a request, and append the answer to it."""
         units, tokens = self._growing.units(), self._growing.length
-        said = turn.output_tokens - turn.reasoning_tokens
         answer = "answer", session.name, number
         computed = self._growing.fork()
-        computed.append(_segment(turn.reasoning_tokens, "reasoning", session.name, number))
         # Without the answer's last token, whose KV is never computed.
-        computed.append(_segment(said - 1, *answer))
-        self.add(said, *answer)
+        computed.append(_segment(turn.output_tokens - 1, *answer))
+        self.add(turn.output_tokens, *answer)
         return TraceRequest(
             time,
             units,
@@ -78,7 +76,6 @@ class PromptSegments:
             stop=turn.stop,
             took_s=round(turn.took_s, 6),
             caller=session.caller,
-            first_token=turn.first_token,
         )
 
 
@@ -91,9 +88,8 @@ def _segment(tokens: int, *name: object) -> Words:
 class Turn:
     """The next request of a session, ``gap_s`` seconds after the end of the last answer.
 
-    ``prompt`` becomes a request at its time; the answer is then appended to it, but for its first
-    ``reasoning_tokens``, of which there are fewer than ``output_tokens``. ``stop`` says how the
-    answer ends, ``first_token`` how it begins. ``calls`` are sub-agents that begin when it ends;
+    ``prompt`` becomes a request at its time; the answer is then appended to it. ``stop`` says how
+    the answer ends. ``calls`` are sub-agents that begin when it ends;
     the next turn then comes ``gap_s`` after the end of the last of them.
     """
 
@@ -101,9 +97,7 @@ class Turn:
     prompt: PromptSegments
     output_tokens: int
     stop: str = ""
-    reasoning_tokens: int = 0
     calls: Sequence[SessionScript] = ()
-    first_token: int | None = None
 
     @property
     def took_s(self) -> float:

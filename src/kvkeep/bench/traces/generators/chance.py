@@ -95,13 +95,6 @@ class Chance:
         at = bisect_right(sums, self.share() * sums[-1])
         return items[min(at, len(items) - 1)]
 
-    def some(self, items: Sequence[Item], count: int, sums: Sequence[float]) -> list[Item]:
-        """Return ``count`` different items, in the order in which they were picked."""
-        found: dict[Item, None] = {}
-        while len(found) < min(count, len(items)):
-            found[self.pick(items, sums)] = None
-        return list(found)
-
 
 @lru_cache(maxsize=64)
 def zipf(count: int, exponent: float) -> tuple[float, ...]:
