@@ -1,4 +1,4 @@
-"""Time to the first token with a tier of any bandwidth: loaded, computed, and both at once.
+"""Time to the first token with a tier of any bandwidth: computed, loaded, and chosen.
 
     python benchmarks/cost.py [--quick] [--json] [--picture FILE] [--points N] [--repeats N]
         [--at-once N ...] [--from BYTES] [--to BYTES] [--latency SECONDS] [--device cpu|cuda]
@@ -6,9 +6,10 @@
 
 A random Llama of 100 million parameters answers prompts of 4,096 tokens, one and eight at once. The
 KV of all of them is in a tier below memory whose reads share a token bucket. Three engines take
-turns at each bandwidth: one without a store computes all; one loads all that is stored and computes
-nothing meanwhile; one decides by what it has learned. Medians of the repeats; ratios are of the
-same repeat. ``--quick`` takes a small model and short prompts, and bandwidths around its balance.
+turns at each bandwidth: one without a store computes all; one loads all that is stored; one chooses
+by what it has learned. Medians of the repeats; ratios are of the same repeat.
+
+``--quick`` takes a small model and short prompts, and bandwidths around its balance.
 ``--paced SECONDS`` computes nothing: a pass sleeps as long as it would take if a prompt took so
 many seconds, so that a busy machine disturbs the result less; reads and copies are real.
 """
@@ -30,22 +31,22 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from kvkeep.core.cost import CostModel, PrefillCost, PromptTurn
+from kvkeep.core.cost import CostModel, PrefillCost
 from kvkeep.core.geometry import KVGeometry, parse_bytes
 from kvkeep.serve.engine import Engine, Limits, Runner, SamplingParams
-from kvkeep.store import KVStore
+from kvkeep.store import KVStore, LoadChoice
 from kvkeep.store.backends.memory import MemoryBackend
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvkeep.core.cost import LoadProgress
     from kvkeep.serve.engine import Piece
     from kvkeep.store.backends.base import Room
+    from kvkeep.store.kv.paying import LoadPiece
 
 VOCABULARY = 4096
 BLOCK = 64
-MODES = ("computed", "loaded", "both")
+MODES = ("computed", "loaded", "chosen")
 
 
 class Link:
@@ -89,16 +90,11 @@ class Throttled(MemoryBackend):
         """Nothing: the next store finds all records."""
 
 
-def load_all(loads: Sequence[LoadProgress], compute_s: object, **_how: float) -> list[PromptTurn]:
-    """As `kvkeep.core.cost.take_turns`: computes nothing of a prompt that is being loaded."""
-    turns = []
-    for one in loads:
-        prompt = one.prompt
-        stop = at = prompt.computed
-        if at >= prompt.loaded or one.over:
-            stop = prompt.loaded if at < prompt.loaded < prompt.stop else prompt.tokens
-        turns.append(PromptTurn(at, stop))
-    return turns
+def load_all(
+    cost: CostModel, start: int, tokens: int, pieces: Sequence[LoadPiece], **_how: Any
+) -> LoadChoice:
+    """As an engine's choice: all that is stored is loaded."""
+    return LoadChoice(start, pieces[-1].stop, pieces[-1].stop, 0.0, 0.0, 0.0, None, ())
 
 
 @dataclass(frozen=True)
@@ -109,19 +105,19 @@ class Point:
     at_once: int
     seconds: dict[str, list[float]]
     loaded: float
-    """Share of the prompts that was loaded when both were at once."""
+    """Share of the prompts that was loaded by choice."""
 
     def median(self, mode: str) -> float:
         """The median of a mode, in seconds."""
         return statistics.median(self.seconds[mode])
 
     def ratio(self, over: str) -> float:
-        """The median over the repeats of ``both`` / ``over``: a mode, or the "better" of two."""
-        both = self.seconds["both"]
+        """The median over the repeats of ``chosen`` / ``over``: a mode, or the "better" of two."""
+        chosen = self.seconds["chosen"]
         if over == "better":
             over = min(("computed", "loaded"), key=self.median)
         return statistics.median(
-            one / other for one, other in zip(both, self.seconds[over], strict=True)
+            one / other for one, other in zip(chosen, self.seconds[over], strict=True)
         )
 
     def as_dict(self) -> dict[str, object]:
@@ -131,9 +127,9 @@ class Point:
             "at_once": self.at_once,
             "seconds": self.seconds,
             "median": {mode: self.median(mode) for mode in MODES},
-            "both_to_better": self.ratio("better"),
-            "both_to_computed": self.ratio("computed"),
-            "both_to_loaded": self.ratio("loaded"),
+            "chosen_to_better": self.ratio("better"),
+            "chosen_to_computed": self.ratio("computed"),
+            "chosen_to_loaded": self.ratio("loaded"),
             "loaded": self.loaded,
         }
 
@@ -242,7 +238,7 @@ class Bench:
             engine = self.engine(store)
             if mode == "loaded":
                 assert engine._offload is not None
-                engine._offload._overlaps.take_turns = load_all
+                engine._offload._planner.choose_load = load_all
             try:
                 return self.ask(engine, prompts)
             finally:
@@ -256,15 +252,15 @@ class Bench:
             cost = self.costs[bytes_per_s] = CostModel(
                 self.computing.prefill.cost if self.computing.prefill.known else None
             )
-            self.once("both", 1, cost)
+            self.once("chosen", 1, cost)
         seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
         shares: list[float] = []
         for number in range(repeats):
             order = MODES[number % 3 :] + MODES[: number % 3]
             for mode in order:
-                took, share = self.once(mode, at_once, cost if mode == "both" else CostModel())
+                took, share = self.once(mode, at_once, cost if mode == "chosen" else CostModel())
                 seconds[mode].append(took)
-                if mode == "both":
+                if mode == "chosen":
                     shares.append(share)
         self.computing = cost
         return Point(bytes_per_s, at_once, seconds, statistics.median(shares))
@@ -276,7 +272,8 @@ def line(point: Point) -> str:
     return (
         f"{point.bytes_per_s / 1e6:9.1f} MB/s {point.at_once:2} at once: {times}"
         f"  {point.loaded:4.0%} loaded"
-        f"  both/better {point.ratio('better'):5.3f}  both/computed {point.ratio('computed'):5.3f}"
+        f"  chosen/better {point.ratio('better'):5.3f}"
+        f"  chosen/computed {point.ratio('computed'):5.3f}"
     )
 
 
@@ -287,16 +284,11 @@ def summary(points: Sequence[Point]) -> list[str]:
         mine = [one for one in points if one.at_once == at_once]
         worst = max(mine, key=lambda one: one.ratio("better"))
         slow = max(mine, key=lambda one: one.ratio("computed"))
-        even = min(
-            mine, key=lambda one: abs(math.log(one.median("loaded") / one.median("computed")))
-        )
         lines += [
             f"{at_once} at once: at worst {worst.ratio('better'):.3f} of the better one "
             f"({worst.bytes_per_s / 1e6:.0f} MB/s; goal 1.03)",
             f"{at_once} at once: at worst {slow.ratio('computed'):.3f} of no store "
             f"({slow.bytes_per_s / 1e6:.0f} MB/s; goal 1.03)",
-            f"{at_once} at once: {1 / even.ratio('better'):.2f} times as fast as both near their "
-            f"balance ({even.bytes_per_s / 1e6:.0f} MB/s; goal 1.7)",
         ]
     return lines
 
@@ -315,7 +307,7 @@ def draw(points: Sequence[Point], path: str, title: str) -> None:
             (one for one in points if one.at_once == at_once), key=lambda one: one.bytes_per_s
         )
         x = [one.bytes_per_s / 1e6 for one in mine]
-        names = {"computed": "computed alone", "loaded": "loaded alone", "both": "both at once"}
+        names = {"computed": "computed alone", "loaded": "loaded alone", "chosen": "chosen"}
         for mode, style in zip(MODES, ("--", ":", "-"), strict=True):
             y = [one.median(mode) for one in mine]
             axis.plot(x, y, style, marker="o", ms=3, label=names[mode])

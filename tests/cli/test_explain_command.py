@@ -73,7 +73,7 @@ EVIDENCE: list[tuple[str, dict[str, Any], str]] = [
         {"tier": "disk", "why": "expected", "load_s": 0.08, "compute_s": 0.055},
         "faster to compute: in disk, loading would have taken 80 ms, computing 55 ms",
     ),
-    ("not_loaded", {"tier": "disk", "why": "overtaken"}, "in disk, others were loaded meanwhile"),
+    ("not_loaded", {"tier": "disk", "why": "overtaken"}, "in disk, loading turned slow"),
     ("tier_unavailable", {"tier": "disk", "why": "breaker"}, "disk, its circuit breaker is open"),
     ("damaged", {"tier": "disk"}, "the stored blocks were damaged: in disk"),
     ("page_remainder", {"page_size": 16}, "pages have 16 tokens"),

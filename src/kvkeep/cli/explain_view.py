@@ -43,7 +43,7 @@ _WHY: Final = {
     "admission": "the policy did not admit it",
     "queue_full": "the queue to the tier was full",
     "given_up": "the request was aborted before it was stored",
-    "overtaken": "others were loaded meanwhile",
+    "overtaken": "loading turned slow",
     "breaker": "its circuit breaker is open",
     "late": "it was too slow",
     "not_asked": "it was not asked, as its answers take too long",

@@ -142,9 +142,8 @@ def _add_loop(loop: argparse._ArgumentGroup) -> None:
         "--loading",
         choices=LOADINGS,
         default=LOADINGS[0],
-        help="what is read from tiers: as much as pays, from the back while the front is computed "
-        "(both, the default); the prefix that pays, before the rest is computed, as vLLM and "
-        "SGLang do (prefix); or whatever is stored (all)",
+        help="what is read from tiers: the prefix that pays, before the rest is computed (prefix, "
+        "the default); or whatever is stored (all)",
     )
 
 

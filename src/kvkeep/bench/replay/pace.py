@@ -6,7 +6,7 @@ import heapq
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvkeep.bench.replay.latency import RequestTimes
-from kvkeep.core.cost import LoadablePrompt, best_prefix, meet
+from kvkeep.core.cost import best_prefix
 from kvkeep.core.errors import InvalidValue, told
 
 if TYPE_CHECKING:
@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LOADINGS", "Pace", "check_loading"]
 
-LOADINGS = ("both", "prefix", "all")
-"""What is loaded of stored tokens: as much as pays, from the back while the front is computed, or
-in front of what is computed; or all of them."""
+LOADINGS = ("prefix", "all")
+"""What is loaded of stored tokens: the prefix that pays, or all of them."""
 
 
 class _Found(NamedTuple):
@@ -62,7 +61,7 @@ class Pace:
         calls: Calls,
         cost: PrefillCost,
         reads: Sequence[TransferCost | None],
-        loading: str = "both",
+        loading: str = "prefix",
     ) -> None:
         if any(reads) and not cost.kv_bytes_per_token:
             raise InvalidValue(
@@ -129,46 +128,16 @@ class Pace:
             return _Plan(slow, 0, self.now, alone, self.now + alone)
         if self._loading == "all":
             return self._behind(prompt, slow, came)
-        if self._loading == "prefix":
-            runs, ready, end = [], self.now, prompt.held
-            for level, units in enumerate(slow):
-                if units:
-                    end = min(end + units * self._unit, prompt.stop)
-                    later = max(ready, self._read(level, units, came))
-                    runs.append((end, later - ready))
-                    ready = later
-            prefix = best_prefix(prompt.held, prompt.tokens, runs, self._compute)
-            left = -(-(prefix.tokens - prompt.held) // self._unit)
-            return self._behind(prompt, _leading(slow, left), came)
-        best = _Plan([0] * len(slow), prompt.stop - prompt.held, self.now, alone, self.now + alone)
-        # A slow tier behind a fast one may not pay, though the fast one does.
+        runs, ready, end = [], self.now, prompt.held
         for level, units in enumerate(slow):
             if units:
-                found = self._meeting(prompt, slow[: level + 1], came)
-                if found.end < best.end:
-                    best = found
-        return best
-
-    def _meeting(self, prompt: _Found, units: Sequence[int], came: float) -> _Plan:
-        """Return the plan for these ``units``: computed from the front, loaded from the back."""
-
-        def load_s(tokens: int) -> float:
-            return self._ready(_trailing(units, -(-tokens // self._unit)), came) - came
-
-        stop = min(prompt.held + sum(units) * self._unit, prompt.stop)
-        found = LoadablePrompt(prompt.held, stop, stop, prompt.tokens, self._unit)
-        best = meet(found, self._compute, load_s, compute_free_s=self.now - came)
-        front = best.at - prompt.held
-        loaded = _trailing(units, sum(units) - front // self._unit if best.at < stop else 0)
-        # Where nothing is computed in front, the engine waits for what is loaded.
-        begin = self.now if front else max(self.now, came + best.load_s)
-        return _Plan(
-            loaded,
-            front + prompt.stop - stop,
-            begin,
-            self._compute(prompt.held, best.at) + self._compute(stop, prompt.tokens),
-            came + best.seconds,
-        )
+                end = min(end + units * self._unit, prompt.stop)
+                later = max(ready, self._read(level, units, came))
+                runs.append((end, later - ready))
+                ready = later
+        prefix = best_prefix(prompt.held, prompt.tokens, runs, self._compute)
+        left = -(-(prefix.tokens - prompt.held) // self._unit)
+        return self._behind(prompt, _leading(slow, left), came)
 
     def _behind(self, prompt: _Found, units: Sequence[int], came: float) -> _Plan:
         """Return the plan that loads leading ``units`` and computes what is behind them."""
@@ -209,8 +178,3 @@ def _leading(units: Sequence[int], most: int) -> list[int]:
         found.append(min(one, most))
         most -= found[-1]
     return found
-
-
-def _trailing(units: Sequence[int], most: int) -> list[int]:
-    """Return the last ``most`` of units, which follow each other by level."""
-    return _leading(units[::-1], most)[::-1]

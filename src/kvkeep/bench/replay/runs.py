@@ -71,7 +71,7 @@ class ReplayRun:
     users: int | None = None
     closed_loop: bool = False
     reads: tuple[TransferCost | None, ...] = ()
-    loading: str = "both"
+    loading: str = "prefix"
     groups: GroupLayout | None = None
     shares: tuple[tuple[str, float], ...] = ()
     writes: tuple[WriteBudget | None, ...] = ()

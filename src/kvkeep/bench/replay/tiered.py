@@ -38,7 +38,7 @@ def simulate_tiers(
     *,
     cost: PrefillCost | None = None,
     reads: Sequence[TransferCost | None] = (),
-    loading: str = "both",
+    loading: str = "prefix",
     users: int | None = None,
     closed_loop: bool = False,
     speed: float = 1.0,
@@ -64,10 +64,9 @@ def simulate_tiers(
     With ``cost`` requests wait in line, and the outcome has a ``latency``, as from `simulate_loop`,
     which explains ``users``, ``closed_loop`` and ``speed``. ``reads`` are the costs to read each
     tier (None or not given: no time); one request is read at a time from each, while the prompt
-    before is computed. ``loading`` says what is read: "both", as much as pays, from the back while
-    the front is computed, as `kvkeep.core.cost.meet` decides; "prefix", the prefix that pays,
-    before the rest is computed, as vLLM and SGLang do; "all", whatever is stored. With the first
-    two no prompt takes longer than without the tier. ``loaded_s`` is the sum of the times of
+    before is computed. ``loading`` says what is read: "prefix", the prefix that pays, before the
+    rest is computed, as `kvkeep.core.cost.best_prefix` decides; "all", whatever is stored. With the
+    first no prompt takes longer than without the tier. ``loaded_s`` is the sum of the times of
     reading, ``loaded_tokens`` are those read, and ``computed_stored_tokens`` those that were
     computed though a tier with a cost has them; both count as hits. The memory of running requests
     is not subtracted from the first tier.

@@ -41,7 +41,7 @@ class Miss:
     - "late": the tier did not answer in time; "not asked" if it was not asked, since its answers
       take longer than they save.
     - "slower": the tier has the tokens, and computing them is faster (`Miss.slower`): "expected"
-      (they were not read) or "overtaken" (they were computed while they were read). Both times.
+      (they were not read) or "overtaken" (reading them turned slow). Both times.
     - "never": no loss is recorded; "part" if less is stored than is worth loading, "state" if the
       KV is stored, and no state or window behind which a model could go on.
     """

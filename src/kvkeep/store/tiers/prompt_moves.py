@@ -7,12 +7,11 @@ replay on numbers (`kvkeep.bench.replay.tiers`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import contextmanager
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator, Sequence
+    from collections.abc import Container, Sequence
     from contextlib import AbstractContextManager
 
     from kvkeep.store.tiers.front import FrontOrder
@@ -64,22 +63,16 @@ class ReadMoves(PromptMoves):
 
         Blocks read into memory do not evict others of the same prompt.
         """
-        with self.keeping_above(blocks, levels):
-            count = self.fetch(blocks, levels)
-        self.use(blocks[:count], ())
-        return count
-
-    @contextmanager
-    def keeping_above(self, blocks: Sequence[bytes], levels: Sequence[int]) -> Iterator[None]:
-        """Hold those of ``blocks`` that are in memory, if others are read into it."""
         mixed = any(levels) and not all(levels)
         above = [block for block, level in zip(blocks, levels, strict=False) if mixed and not level]
         held: list[bytes] = []
         try:
             self.memory.holds.hold_all(above, held)
-            yield
+            count = self.fetch(blocks, levels)
         finally:
             self.memory.holds.free_all(held)
+        self.use(blocks[:count], ())
+        return count
 
     @abstractmethod
     def fetch(self, blocks: Sequence[bytes], levels: Sequence[int]) -> int:
