@@ -52,7 +52,8 @@ def browser():
 @pytest.fixture
 def load_first(monkeypatch):
     """For tests of what is loaded: engines wait for all of it, up to their ``load_timeout``."""
-    from kvkeep.serve.engine.offload import overlaps
-    from waiting_loads import wait_for_all
+    from kvkeep.serve.engine.offload import planner
+    from waiting_loads import load_all, whole_timeout
 
-    monkeypatch.setattr(overlaps, "take_turns", wait_for_all)
+    monkeypatch.setattr(planner, "choose_load", load_all)
+    monkeypatch.setattr(planner, "lookup_patience_s", whole_timeout)

@@ -39,7 +39,7 @@ KV = torch.zeros(1, 2, 5, 1, 8)
 MADE_HERE = {
     "CacheStats", "CachedPrefix", "PageCopy", "PageTables", "Pin", "Sequence", "SlotCopy",
     "SlotLease", "LoadChoice", "Lookup", "Miss", "Operation", "Prefetch", "Put", "Removed",
-    "StoreStats", "TailRead",
+    "StoreStats",
 }  # fmt: skip
 """Public classes whose objects the library makes: results, and what its methods return."""
 NOT_FOR_CALLERS = {

@@ -1,4 +1,4 @@
-"""In the place of `kvkeep.core.cost.take_turns`: loads are waited for, whatever computing takes.
+"""In the place of an engine's choice: loads are waited for, whatever computing takes.
 
 A busy machine may compute what a tier does not bring in time. In the test's process the fixture
 `load_first` takes this; code for another process begins with `LOADING`.
@@ -7,34 +7,39 @@ A busy machine may compute what a tier does not bring in time. In the test's pro
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kvkeep.core.cost import PromptTurn
+from kvkeep.store import LoadChoice
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvkeep.core.cost import LoadProgress
-
+    from kvkeep.core.cost import CostModel
+    from kvkeep.store.kv.paying import LoadPiece
 
 LOADING = f"""
 import sys
 sys.path.append({str(Path(__file__).parent)!r})
-from kvkeep.serve.engine.offload import overlaps
-from waiting_loads import wait_for_all
-overlaps.take_turns = wait_for_all
+import waiting_loads
+waiting_loads.wait_for_all()
 """
 
 
-def wait_for_all(
-    loads: Sequence[LoadProgress], compute_s: object, **_how: float
-) -> list[PromptTurn]:
-    """As `take_turns`; nothing is computed of a prompt that is being loaded."""
-    turns = []
-    for one in loads:
-        prompt = one.prompt
-        stop = at = prompt.computed
-        if at >= prompt.loaded or one.over:
-            stop = prompt.loaded if at < prompt.loaded < prompt.stop else prompt.tokens
-        turns.append(PromptTurn(at, stop))
-    return turns
+def wait_for_all() -> None:
+    """Let the engines of this process wait for all that is stored, up to their `load_timeout`."""
+    from kvkeep.serve.engine.offload import planner
+
+    planner.choose_load = load_all
+    planner.lookup_patience_s = whole_timeout
+
+
+def load_all(
+    cost: CostModel, start: int, tokens: int, pieces: Sequence[LoadPiece], **_how: Any
+) -> LoadChoice:
+    """As `choose_load`; all that is stored is worth loading."""
+    return LoadChoice(start, pieces[-1].stop, pieces[-1].stop, 0.0, 0.0, 0.0, None, ())
+
+
+def whole_timeout(compute_s: float | None, timeout: float) -> float:
+    """As `lookup_patience_s`, whatever computing takes."""
+    return timeout

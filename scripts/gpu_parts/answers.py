@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+import waiting_loads
 from gpu_parts.figures import needs, short
 from gpu_parts.models import make_model, shape_of
 from kvkeep.core.cost import CostModel
 from kvkeep.serve.engine import Engine, Limits, Runner, SamplingParams
 from kvkeep.store import KVStore
-from waiting_loads import wait_for_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -77,7 +77,7 @@ class Bench:
         )
         if load_all:
             assert engine._offload is not None
-            engine._offload._overlaps.take_turns = wait_for_all
+            engine._offload._planner.choose_load = waiting_loads.load_all
         try:
             yield engine
         finally:

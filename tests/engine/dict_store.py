@@ -30,42 +30,6 @@ class Lookup(NamedTuple):
     tiers: tuple[tuple[str, int], ...]
 
 
-class Tail:
-    """A `TailRead` of `DictStore`."""
-
-    def __init__(self, store, start, blocks):
-        self._store, self._blocks = store, blocks
-        self._limit = 0
-        self.start, self.stop = start, blocks[-1][1] if blocks else start
-        self.runs = (("dict", self.stop - start),) if blocks else ()
-        self.delivered = ()
-        self.sources, self.source = (), "dict"
-
-    def stop_before(self, token):
-        self._limit = max(self._limit, token)
-
-    def read(self, sink):
-        self._wait(self._store.fetch_seconds)
-        for begin, stop, kv in reversed(self._blocks):
-            while self._store.hung.is_set() and self._limit < stop:
-                time.sleep(0.001)
-            self._wait(self._store.block_seconds)
-            if stop <= self._limit:
-                break
-            if begin in self._store.holes:
-                continue
-            sink(begin, stop, kv)
-            self._store.reads += 1
-            self.delivered = ((begin, stop), *self.delivered)
-            self.sources = (("dict", stop - begin), *self.sources)
-        return self.delivered
-
-    def _wait(self, seconds):
-        end = time.monotonic() + seconds
-        while time.monotonic() < end and self._limit < self.stop:
-            time.sleep(0.0005)
-
-
 class Prefetch:
     def __init__(self, store, tokens):
         self._store, self._ready = store, tokens
@@ -95,7 +59,7 @@ class DictStore:
         self.blocks = {}
         self.written = 0  # tokens of all puts
         self.fetch_seconds = self.block_seconds = 0.0  # before the first block, and before each
-        self.reads = 0  # blocks that tails have delivered
+        self.reads = 0  # blocks delivered
         self.holes = set()  # beginnings of blocks that do not come
         self.cost = CostModel()
         self.hung = threading.Event()
@@ -156,15 +120,31 @@ class DictStore:
     def prefetch(self, tokens, start=0, *, tenant=None):
         return Prefetch(self, self.lookup(tokens, tenant=tenant).tokens)
 
-    def load_tail(self, tokens, start=0, *, deadline=None, tenant=None):
-        ends = list(self._ends(tenant, tokens))
-        blocks = []
-        for begin, stop in pairwise([0, *ends]):
-            if stop > start:
-                kv = self.blocks[tenant, tokens[:stop].tobytes()]
-                first = max(begin, start)
-                blocks.append((first, stop, kv.narrow(self._at, first - begin, stop - first)))
-        return Tail(self, start, blocks)
+    def get(self, tokens, start=0, *, deadline=None, tenant=None, sink, pays=False):
+        until = None if deadline is None else time.monotonic() + deadline
+        at = start
+        if pays:
+            return None, 0
+        self._wait(self.fetch_seconds, until)
+        for begin, stop in pairwise([0, *self._ends(tenant, tokens)]):
+            if stop <= start:
+                continue
+            self._wait(self.block_seconds, until)
+            if (until is not None and time.monotonic() >= until) or begin in self.holes:
+                break
+            kv = self.blocks[tenant, tokens[:stop].tobytes()]
+            first = max(begin, start)
+            at, self.reads = stop, self.reads + 1
+            if not sink(first, stop, kv.narrow(self._at, first - begin, stop - first), "dict"):
+                break
+        return None, at - start
+
+    def _wait(self, seconds, until):
+        ends = time.monotonic() + seconds
+        while time.monotonic() < ends or self.hung.is_set():
+            if until is not None and time.monotonic() >= until:
+                break
+            time.sleep(0.0005)
 
     def flush(self, timeout=None):
         return True

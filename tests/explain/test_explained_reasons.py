@@ -299,7 +299,7 @@ STORE: dict[str, dict[str, Any]] = {
         ({"tier": None}, "loading them from a tier would have taken longer"),
         (
             {"tier": "disk", "why": "overtaken"},
-            "they were computed while others were loaded from tier 'disk'",
+            "they were computed, since loading them from tier 'disk' turned slow",
         ),
     ],
 )

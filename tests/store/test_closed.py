@@ -17,7 +17,7 @@ from store_kv import GQA, disk, given, numbers, open_store, put
 from kvkeep.core.errors import IllegalStep
 from kvkeep.core.keys import Namespace, space_of
 from kvkeep.store import BlockStore, KVStore, Prefetch
-from kvkeep.store.tiers import BlockPrefetch, TailLimit, TieredStore
+from kvkeep.store.tiers import BlockPrefetch, TieredStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,7 +46,6 @@ CALLS: dict[type, dict[str, Callable[[Any], object]]] = {
         "put": lambda s: s.put(TOKENS, kv()),
         "get": lambda s: s.get(TOKENS),
         "worth_loading": lambda s: s.worth_loading(TOKENS),
-        "load_tail": lambda s: s.load_tail(TOKENS).read(lambda start, stop, kv: None),
         "lookup": lambda s: s.lookup(TOKENS),
         "why": lambda s: s.why(TOKENS),
         "keep_until": lambda s: s.keep_until(TOKENS, 3),
@@ -97,9 +96,6 @@ CALLS: dict[type, dict[str, Callable[[Any], object]]] = {
         "losses_of": lambda s: s.losses_of(IDS),
         "bytes_of": lambda s: s.bytes_of(space_of(Namespace())),
         "read": lambda s: s.read(IDS, [100] * 4, lambda at, raw: None),
-        "read_back": lambda s: s.read_back(
-            IDS, [100] * 4, lambda at, raw: None, levels=[0] * 4, limit=TailLimit()
-        ),
         "relearn": lambda s: s.relearn(IDS, [100] * 4, 1),
         "prepare_reads": lambda s: s.prepare_reads(100),
         "write": lambda s: s.write(IDS, [100] * 4, fill),
@@ -188,7 +184,6 @@ def test_every_method_is_right_or_says_so_while_another_thread_closes(
         "get": lambda n: n[1] if isinstance(n, tuple) else n,
         "lookup": lambda n: n if isinstance(n, int) else n.tokens,
         "read": int, "knows": int, "locate": len,
-        "read_back": len, "load_tail": lambda ranges: sum(stop - start for start, stop in ranges),
     }  # fmt: skip
     names = [name for name in CALLS[kind] if name not in ("remove", "clear", "supersede")]
     wrong: list[str] = []

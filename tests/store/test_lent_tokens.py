@@ -22,7 +22,6 @@ CALLS: dict[str, Callable[[KVStore, Any], Any]] = {
     "get": lambda store, tokens: store.get(tokens),
     "get, where it pays": lambda store, tokens: store.get(tokens, pays=True),
     "worth_loading": lambda store, tokens: store.worth_loading(tokens),
-    "load_tail": lambda store, tokens: store.load_tail(tokens),
     "prefetch": lambda store, tokens: store.prefetch(tokens),
     "touch": lambda store, tokens: store.touch(tokens),
     "why": lambda store, tokens: store.why(tokens),

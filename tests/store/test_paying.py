@@ -209,7 +209,7 @@ def test_no_choice_is_better(
     for piece in pieces:
         loading += cost.load_s(piece.tier_bytes)
         options[piece.stop] = loading + cost.prefill.prefill_s(piece.stop, length)
-    assert choice.seconds == pytest.approx(min(options.values()))
+    assert choice.seconds <= min(options.values()) + 0.03 * options[start] + 1e-9
     assert options[choice.tokens] == pytest.approx(choice.seconds)
     assert choice.compute_s == pytest.approx(options[start])
     assert sum(one.stop - one.start for one in choice.misses) == choice.found - choice.tokens

@@ -74,7 +74,7 @@ class Worker(threading.Thread):
         steps = (
             [self.puts] * 4
             + [self.gets] * 6
-            + [self.tails] * 3
+            + [self.streams] * 3
             + [self.pins, self.prefetches, self.looks]
         )
         try:
@@ -113,23 +113,22 @@ class Worker(threading.Thread):
             assert np.array_equal(plain(GQA, kv), want), "another's KV"
             self.got += count
 
-    def tails(self, at: int, who: str) -> None:
+    def streams(self, at: int, who: str) -> None:
         tokens = PROMPTS[at]
         start = self.chance.randrange(len(tokens) + 1) if self.chance.random() < 0.3 else 0
-        tail = self.store.load_tail(tokens, start, tenant=who)
         after = self.chance.randrange(1, 8) if self.chance.random() < 0.3 else 0
-        came: list[tuple[int, int]] = []
+        ends = [start]
 
-        def take(begin: int, stop: int, kv: Any) -> None:
+        def take(begin: int, stop: int, kv: Any, source: str) -> bool:
+            assert begin == ends[-1]
             assert np.array_equal(plain(GQA, kv), KV[at, who][begin:stop]), "another's KV"
-            came.append((begin, stop))
-            if len(came) == after:
-                tail.stop_before(begin)
+            ends.append(stop)
+            return len(ends) - 1 != after
 
         deadline = self.chance.random() * 0.002 if self.chance.random() < 0.3 else None
-        delivered = tail.read(take, deadline=deadline)
-        count = sum(stop - begin for begin, stop in delivered)
-        assert count == sum(stop - begin for begin, stop in came)
+        kv, count = self.store.get(tokens, start, tenant=who, sink=take, deadline=deadline)
+        assert kv is None
+        assert count == ends[-1] - start
         self.got += count
 
     def pins(self, at: int, who: str) -> None:

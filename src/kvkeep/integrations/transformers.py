@@ -19,7 +19,6 @@ from kvkeep.core.errors import IllegalStep, InvalidValue, UnsupportedModel, requ
 require("torch", "transformers")  # first, so that the error names the extra to install
 
 from kvkeep.integrations.transformers_caches import check_cache, fill, grown, held, length_of  # noqa: E402
-from kvkeep.integrations.transformers_meeting import RowLoad  # noqa: E402
 from kvkeep.integrations.transformers_model import geometry_of, needs_snapshots, rope_limit  # noqa: E402
 from kvkeep.integrations.transformers_prefill import Prefill  # noqa: E402
 from kvkeep.integrations.transformers_rows import rows_of  # noqa: E402
@@ -92,8 +91,8 @@ class KeptModel:
         block_tokens: unit in which texts that differ later share KV, in tokens. A text that
             continues a stored one reuses it to the token.
         tenant: the owner of the KV; other tenants do not find it. Default: the store's tenant.
-        loading: "paying": load what is faster than computing it, as `KVStore.cost` has learned; of
-            one text, read the end while the beginning is computed. "all": load all that is found.
+        loading: "paying": load what is faster than computing it, as `KVStore.cost` has learned.
+            "all": load all that is found.
 
     Attributes:
         model: the model.
@@ -325,10 +324,7 @@ class KeptModel:
         rows, given = settings.rows, settings.cache
         if not self._servable(rows.longest) or settings.whole:
             return grown(()) if given is None else given, 0
-        if self._paying and len(rows.texts) == 1:
-            prefill.meet(self._begin_load)
-        else:
-            prefill.load(partial(self._get, pays=self._paying))
+        prefill.load(partial(self._get, pays=self._paying))
         prefill.share()
         if given is None:
             cache = prefill.reach(rows.columns, last=False)
@@ -345,15 +341,6 @@ class KeptModel:
     def _get(self, text: TokenArray, start: int, *, pays: bool = False) -> Any:
         """Load KV, for `Prefill`."""
         return self.store.get(text, start, tenant=self._tenant, form="tuples", pays=pays)
-
-    def _begin_load(self, text: TokenArray, start: int) -> RowLoad | None:
-        """Return the load of a text's KV beside its computation; None if computing is faster."""
-        tail = self.store.load_tail(text, start, tenant=self._tenant)
-        load = RowLoad(tail, self.store.cost, len(text) + 1)
-        if load.pays:
-            return load
-        tail.relearn()
-        return None
 
     def _check_model(self) -> None:
         """Raise `IllegalStep` if the model changed, or is in training mode."""

@@ -1,7 +1,6 @@
 """`Prefill`: the KV of a batch's prompts, from the store, from each other, and from the model.
 
-    load      read the stored KV of each row; common prefixes are read once. That of a text alone
-              is read from its end while its front is computed (`RowLoad`)
+    load      read the stored KV of each row; common prefixes are read once
     share     compute common prefixes of several rows once
     reach     compute the rest, in few passes over the rows that need them (`passes`)
 
@@ -25,15 +24,12 @@ if TYPE_CHECKING:
 
     from kvkeep.core.geometry import KVGeometry
     from kvkeep.core.tokens import TokenArray
-    from kvkeep.integrations.transformers_meeting import RowLoad
     from kvkeep.integrations.transformers_rows import Rows, SharedRows
     from kvkeep.integrations.transformers_timing import PassClock
 
     Layers = Sequence[tuple[torch.Tensor, ...]]
     Get = Callable[[TokenArray, int], tuple[Layers | None, int]]
     """Return the KV of a text's longest stored prefix behind a number of tokens, and its tokens."""
-    Begin = Callable[[TokenArray, int], RowLoad | None]
-    """Return the load of a text's KV behind a number of tokens; None: none pays."""
 
 __all__ = ["Prefill"]
 
@@ -79,7 +75,6 @@ class Prefill:
         self._pieces: list[tuple[KVSlice, ...]] = [()] * len(rows.texts)
         self._order, self._common = shared_prefixes(rows.texts)
         self._stored: list[int] = [0] * len(rows.texts)
-        self._beside = 0  # tokens computed while others were loaded
         self.loaded = 0
         self.shared = 0
         self.parted: list[SharedRows] = []
@@ -105,32 +100,13 @@ class Prefill:
             start = self.known[row]
             layers, count = get(self._rows.texts[row][:-1], start)
             if layers is not None:
-                self._add(row, start + count, layers)
+                moved = [tuple(part.to(self._model.device) for part in one) for one in layers]
+                self._pieces[row] += (KVSlice(start, start + count, moved),)
         for shared in self._common:  # and back: a later row may have loaded more
             best = max(shared.rows, key=self.known.__getitem__)
             for row in shared.rows:
                 self._lend(best, row, shared.tokens)
         self._stored = self.known
-
-    def meet(self, begin: Begin) -> None:
-        """Load the KV of the only row from its end, and compute its front meanwhile."""
-        (text,), (pad,) = self._rows.texts, self._rows.pads
-        load = begin(text[:-1], 0)
-        if load is None:
-            return
-        with load:
-            while (step := load.next(known := self.known[0])) is not None:
-                if step.layers is not None:
-                    self._add(0, step.stop, step.layers)
-                else:
-                    self._compute((0,), pad + known, pad + step.stop)
-                    self._beside += step.stop - known
-        self._stored = self.known
-
-    def _add(self, row: int, stop: int, layers: Layers) -> None:
-        """Take KV of ``row`` that was loaded, from the end of what is known up to ``stop``."""
-        moved = [tuple(part.to(self._model.device) for part in one) for one in layers]
-        self._pieces[row] += (KVSlice(self.known[row], stop, moved),)
 
     def _lend(self, lender: int, row: int, tokens: int) -> None:
         """Give ``row`` the KV that ``lender`` has of their ``tokens`` common first tokens."""
@@ -160,7 +136,7 @@ class Prefill:
         steps = passes(self.levels, columns)
         for row, stored in enumerate(self._stored):
             first = next((step.start for step in steps if row in step.rows), columns)
-            self.loaded += max(0, min(stored, first - self._rows.pads[row]) - self._beside)
+            self.loaded += max(0, min(stored, first - self._rows.pads[row]))
         if steps and not last:
             columns = steps.pop().start
         for step in steps:

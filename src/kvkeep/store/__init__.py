@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvkeep.store.blocks import BlockStore, Lookup, Operation, Put, StoreStats
     from kvkeep.store.identity import model_identity, weights_digest
-    from kvkeep.store.kv import KVStore, LoadChoice, Prefetch, Snapshot, TailRead
+    from kvkeep.store.kv import KVStore, LoadChoice, Prefetch, Snapshot
     from kvkeep.store.tiers import Miss, Removed
 
 __all__ = [
@@ -33,7 +33,6 @@ __all__ = [
     "Removed",
     "Snapshot",
     "StoreStats",
-    "TailRead",
     "model_identity",
     "weights_digest",
 ]  # fmt: skip
@@ -41,7 +40,7 @@ __all__ = [
 _ROOMS = {
     **dict.fromkeys(("BlockStore", "Lookup", "Operation", "Put", "StoreStats"), "blocks"),
     **dict.fromkeys(("model_identity", "weights_digest"), "identity"),
-    **dict.fromkeys(("KVStore", "LoadChoice", "Prefetch", "Snapshot", "TailRead"), "kv"),
+    **dict.fromkeys(("KVStore", "LoadChoice", "Prefetch", "Snapshot"), "kv"),
     **dict.fromkeys(("Miss", "Removed"), "tiers"),
 }
 

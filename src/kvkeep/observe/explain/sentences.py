@@ -180,7 +180,7 @@ def _evicted(evidence: Mapping[str, Any]) -> str:
 def _not_loaded(evidence: Mapping[str, Any], where: str) -> str:
     """Return why stored tokens were computed, with the expected seconds of both."""
     if evidence.get("why") == "overtaken":
-        return f"they were computed while others were loaded from {where}"
+        return f"they were computed, since loading them from {where} turned slow"
     load_s, compute_s = evidence.get("load_s"), evidence.get("compute_s")
     if not load_s or not compute_s:
         return f"loading them from {where} would have taken longer"

@@ -65,9 +65,8 @@ class LoadReport:
             request that ended while it was loaded, only the tokens that had come.
         sources: ``(start, stop, tier)`` of tokens that came, in order; ``tier`` had them at the
             lookup, or was read since. KV that is not exact has its codec behind it: "s3, int8".
-        missing: the other requested tokens, in order, among them those that were computed while
-            the rest was loaded. ``sources`` and ``missing`` together cover tokens ``pool`` …
-            ``pool + requested - 1`` once; either may lie before the other.
+        missing: the other requested tokens, in order. ``sources`` and ``missing`` together cover
+            tokens ``pool`` … ``pool + requested - 1`` once; either may lie before the other.
         seconds: from the lookup to the last block, or to the result that there is none.
         late: whether tokens were left out because loading took too long.
     """

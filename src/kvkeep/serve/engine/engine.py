@@ -54,12 +54,12 @@ class Engine:
     ``tokenizer`` encodes text prompts and decodes tokens; without one, prompts are token ids and
     completions have no text. ``limits`` bound the batch and the queue. With a cache of
     ``reuse=False`` every prompt is computed in full. A ``store`` extends the cache: prompt tokens
-    that the store has and the pool has not are loaded from the end of the prompt while it is
-    computed from the front, as far as `cost` says that loading pays; a load that turns slow is
-    overtaken, and no request waits for one longer than ``load_timeout`` seconds. Computed KV is
-    written to the store in the background. The store's creator closes it, after this engine's
-    `close`. ``observers`` get the events of each request. ``cost`` learns what computing takes;
-    with a store, the store's does.
+    that the store has and the pool has not are loaded where `cost` says that this is faster than
+    computing them. A load that turns slow ends, and the rest is computed; so does one of which
+    nothing comes for ``load_timeout`` seconds. Computed KV is written to the store in the
+    background. The store's creator closes it, after this engine's `close`.
+    ``observers`` get the events of each request. ``cost`` learns what computing takes; with a
+    store, the store's does.
 
     Cache and runner belong together (`PagedCache.bind`): another engine may use both after this
     one, but no cache is used with two runners. An engine whose runner was later given to another

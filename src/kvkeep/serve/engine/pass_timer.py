@@ -43,12 +43,6 @@ class PassTimer:
             self._pending.popleft()
         self._learn()
 
-    def wait(self) -> None:
-        """Wait until the results of all passes are there."""
-        if self._pending:
-            self._pending[-1][2].synchronize()
-            self._learn()
-
     def _learn(self) -> None:
         """Tell the times of passes whose results are there."""
         while self._pending and self._pending[0][2].query():

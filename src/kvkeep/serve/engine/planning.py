@@ -133,16 +133,17 @@ class PassPlanner:
     def chunks(self) -> list[Chunk]:
         """Return the chunks to compute: newest tokens of decoding answers, then prompts in order.
 
-        Where a store loads a prompt's tail, its pass ends before that; it may be left out.
+        A prompt that waits for its load is left out.
         """
         chunks: list[Chunk] = []
         prompts: list[Answer] = []
         budget = self._limits.step_tokens
-        ends = {} if self._offload is None else self._offload.plan(self._scheduler.running)
+        loading = set() if self._offload is None else self._offload.waiting(self._scheduler.running)
         for answer in self._scheduler.running:
             sequence = answer.running_sequence
             if not answer.decoding:
-                prompts.append(answer)
+                if id(answer) not in loading:
+                    prompts.append(answer)
             elif answer.computed < sequence.num_tokens:
                 chunk = Chunk(answer, answer.computed, sequence.num_tokens, 1 + len(answer.drafts))
                 chunks.append(chunk)
@@ -150,9 +151,7 @@ class PassPlanner:
         for answer in prompts:
             if budget <= 0:
                 break
-            stop = min(answer.computed + budget, ends.get(id(answer), answer.num_tokens))
-            if stop <= answer.computed:
-                continue  # it waits for its load, or for that of an older one
+            stop = min(answer.computed + budget, answer.num_tokens)
             if self._passes is not None:
                 if answer.sequence is None:
                     continue  # preempted for one before it

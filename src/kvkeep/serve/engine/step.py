@@ -120,8 +120,6 @@ class EngineStep:
         self._stats.computed_tokens += sum(chunk.stop - chunk.start for chunk in chunks)
         for chunk in chunks:
             chunk.answer.computed = chunk.stop
-        if self._offload is not None:
-            self._offload.computed(chunks)
         for chunk in chunks:
             if not chunk.answer.drafts:  # drafts are published once they are verified
                 self._checkpoint(chunk.answer)
@@ -132,15 +130,10 @@ class EngineStep:
 
     def _forward(self, chunks: list[Chunk]) -> torch.Tensor:
         """Compute ``chunks``, and learn from those of prompts how long that takes."""
-        offload = self._offload
-        if offload is not None:
-            offload.computes(chunks)
         self._timer.begin()
         logits = self._runner.forward([_piece(chunk) for chunk in chunks])
         if any(not chunk.answer.generated for chunk in chunks):
             self._timer.end([(chunk.start, chunk.stop) for chunk in chunks])
-        if offload is not None and any(chunk.answer.loading for chunk in chunks):
-            self._timer.wait()  # else later passes would be planned before it is known how far
         return logits
 
     def _report_computed(self, chunks: list[Chunk], seconds: float) -> None:

@@ -25,7 +25,7 @@ _COUNTERS = {
     ),
     "kvkeep_store_overtaken_tokens": (
         "overtaken_tokens",
-        "Of these, tokens that were computed while others of their prompt were loaded",
+        "Of these, tokens that were computed since loading them turned slow",
     ),
     "kvkeep_store_load_avoided_seconds": (
         "avoided_s",

@@ -31,8 +31,8 @@ class LoadSums:
         loads: their number.
         loaded_tokens: tokens that came from the store.
         computed_stored_tokens: stored tokens that were computed, because that is faster …
-        overtaken_tokens: … of these, those that were computed while others were loaded.
-        both: loads of which a part was loaded and another computed, at once.
+        overtaken_tokens: … of these, those whose load turned slow.
+        both: loads of which a part was loaded and another computed.
         computed: loads of which all was computed, late ones as well.
         late: loads in which computing did not wait for a tier.
         computing_s: seconds that computing the loaded tokens would have taken, as the model

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvkeep.core.cost import LoadablePrompt, Meeting, meet
 from kvkeep.observe.explain import Missing, missing
 
 if TYPE_CHECKING:
@@ -52,50 +52,15 @@ def _lookup(
     found = store.lookup(tokens, tenant=tenant)
     last = len(tokens) - 1
     sources: list[Source] = []
+    slower: list[Missing] = []
     if found.tokens - cached >= engine.cache.page_size:  # less than a page is not loaded
+        choice = store.worth_loading(tokens, cached, tenant=tenant)
+        slower = missing([replace(one, stop=min(one.stop, last)) for one in choice.misses])
         start = 0
         for tier, count in found.tiers:
-            begin, stop = max(start, cached), min(start + count, last)
+            begin, stop = max(start, cached), min(start + count, last, choice.tokens)
             if begin < stop:
                 sources.append((begin, stop, tier))
             start += count
-    sources, slower = _worth_loading(engine, store, sources, cached, len(tokens))
     fates = store.why(tokens, max(found.tokens, cached), tenant=tenant)
     return sources, [*slower, *missing(fates)]
-
-
-def _worth_loading(
-    engine: Engine, store: KVStore, sources: list[Source], cached: int, tokens: int
-) -> tuple[list[Source], list[Missing]]:
-    """Return the sources that are worth loading, and those that are faster to compute."""
-    cost = engine.cost
-    if not sources or not cost.prefill.known:
-        return sources, []
-    prefill, token_bytes = cost.prefill.cost, engine.runner.geometry.bytes_per_token
-    stop = sources[-1][1]
-
-    def load_s(count: int) -> float:
-        tiers: dict[str, float] = {}
-        for begin, end, tier in sources:
-            some = min(count, stop - begin) - max(0, stop - end)
-            if some > 0:
-                tiers[tier] = tiers.get(tier, 0.0) + some * token_bytes
-        return cost.load_s(tiers)
-
-    if store.snapshots:  # loaded as a whole, or not at all
-        behind = prefill.prefill_s(stop, tokens)
-        loading = load_s(stop - cached)
-        alone, loaded = prefill.prefill_s(cached, tokens), loading + behind
-        best = Meeting(cached, loaded, 0.0, loading, alone, loaded)
-    else:
-        found = LoadablePrompt(cached, stop, stop, tokens, store.block_tokens)
-        best = meet(found, prefill.prefill_s, load_s)
-    at = stop if best.all_computed_s <= best.seconds else best.at
-    why = "expected" if at == stop else "overtaken"
-    times = {"load_s": best.all_loaded_s, "compute_s": best.all_computed_s}
-    slower = [
-        Missing(begin, min(end, at), "not_loaded", {"tier": tier, "why": why, **times})
-        for begin, end, tier in sources
-        if begin < at
-    ]
-    return [(max(begin, at), end, tier) for begin, end, tier in sources if end > at], slower

@@ -6,7 +6,7 @@ options.py    the arguments of a KVStore, checked
 forms.py      layouts of KV: the caller's tensors, and the raw bytes of a block
 names.py      namespaces, tenants and block ids
 lookup.py     which blocks of a prompt are stored
-transfers.py  put and get · prefetch.py: reads in the background · tail.py: reads from the end
+transfers.py  put and get · prefetch.py: reads in the background
 loaded.py     what was read · paying.py: how much is worth reading
 reporting.py  counts, hooks and the log · binding.py: which model a store serves
 why.py        why tokens are missing
@@ -28,6 +28,5 @@ from kvkeep.store.kv.paying import LoadChoice  # noqa: E402
 from kvkeep.store.kv.prefetch import Prefetch  # noqa: E402
 from kvkeep.store.kv.snapshot import Snapshot  # noqa: E402
 from kvkeep.store.kv.store import KVStore  # noqa: E402
-from kvkeep.store.kv.tail import TailRead  # noqa: E402
 
-__all__ = ["KVStore", "LoadChoice", "Prefetch", "Snapshot", "TailRead"]
+__all__ = ["KVStore", "LoadChoice", "Prefetch", "Snapshot"]

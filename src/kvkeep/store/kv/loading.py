@@ -22,19 +22,17 @@ if TYPE_CHECKING:
     from kvkeep.core.extras import ExtraLike
     from kvkeep.core.tokens import TokensLike
     from kvkeep.store.kv.forms import KV
-    from kvkeep.store.kv.loaded import LoadedKV
     from kvkeep.store.kv.names import PromptBlocks
     from kvkeep.store.kv.options import StoreConfig
     from kvkeep.store.kv.paying import LoadChoice, LoadPiece
     from kvkeep.store.kv.snapshot import Snapshot
-    from kvkeep.store.kv.tail import TailRead
     from kvkeep.store.tiers import Miss
 
 __all__ = ["PromptLoads"]
 
 
 class PromptLoads(PromptStore):
-    """Reads the KV of prompts: a prefix, a snapshot, or block by block from the end.
+    """Reads the KV of prompts: a prefix, or a snapshot.
 
     Thread safety: all methods.
     """
@@ -59,6 +57,7 @@ class PromptLoads(PromptStore):
         deadline: float | None = None,
         tenant: str | None = None,
         out: KV | None = None,
+        sink: Callable[[int, int, KV, str], bool] | None = None,
         form: Literal["tensor", "tuples"] = "tensor",
         sources: list[tuple[str, int]] | None = None,
         pays: bool = False,
@@ -74,6 +73,10 @@ class PromptLoads(PromptStore):
             deadline: seconds from now.
             out: room for all of ``tokens[start:]``, in any form that `put` takes; the result is
                 its beginning. Otherwise new CPU memory is allocated.
+            sink: ``sink(start, stop, kv, source)`` is called in this thread for each block in
+                order, with the KV of tokens ``start`` … ``stop - 1``, which is the store's memory,
+                and its source as in ``sources``; it copies ``kv``, and returns whether more is
+                wanted. The result then is ``(None, n)``.
             form: of new memory: one tensor, or "tuples", a pair for each layer.
             sources: a list to which ``(tier, tokens)`` of the tokens read is appended, in order.
             pays: load only what is faster to load than to compute (`worth_loading`), and end a load
@@ -94,7 +97,7 @@ class PromptLoads(PromptStore):
         _check_lists(sources, slower)
         prompt = self._requested(self._prompt(tokens, start, tenant, extra))
         loaded = self._transfers("get", "get_snapshot").get(
-            self._tiered, prompt, out, tuples=form == "tuples", deadline=deadline,
+            self._tiered, prompt, out, sink=sink, tuples=form == "tuples", deadline=deadline,
             sources=bool(began) or sources is not None,
             choose=self._choosing(prompt, len(prompt.row)) if switch("pays", pays) else None,
         )  # fmt: skip
@@ -130,35 +133,6 @@ class PromptLoads(PromptStore):
         with closed_is_illegal():
             pieces = self._kept.pieces(self._tiered, prompt, self.tiers)
         return self._choosing(prompt, length)(pieces)
-
-    def load_tail(
-        self,
-        tokens: TokensLike,
-        start: int = 0,
-        *,
-        deadline: float | None = None,
-        tenant: str | None = None,
-        extra: ExtraLike | None = None,
-    ) -> TailRead:
-        """Find the stored KV of ``tokens`` from ``start`` on, to read it from its end.
-
-        Reads none: the result says which tiers have how much, and its `TailRead.read` delivers the
-        last block first, so that the KV of the first tokens can be computed meanwhile. ``deadline``
-        (seconds) is that of the lookup. ``extra`` as in `put`.
-
-        Raises:
-            InvalidValue: tokens or ``start`` are wrong.
-            UnsupportedModel: the store keeps snapshots, which are loaded whole.
-            IllegalStep: the store is closed.
-        """
-        transfers = self._transfers("load_tail", "get_snapshot")
-        prompt = self._requested(self._prompt(tokens, start, tenant, extra)).copied()
-
-        def begin() -> Callable[[LoadedKV], object]:
-            began = self._timing.begin()
-            return lambda loaded: self._reporter.get(began, len(prompt.row) - start, loaded)
-
-        return transfers.tail(self._tiered, prompt, deadline, begin)
 
     def get_snapshot(
         self,

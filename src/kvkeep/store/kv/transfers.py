@@ -12,10 +12,9 @@ from kvkeep.store.blocks.stats import Put, closed_is_illegal, runs_of, seconds_o
 from kvkeep.store.kv.loaded import LoadedKV
 from kvkeep.store.kv.lookup import find_stored, pieces_of
 from kvkeep.store.kv.removal import delete_from
-from kvkeep.store.kv.tail import TailRead
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from kvkeep.core.tokens import TokenArray
     from kvkeep.store.kv.forms import KV, Form
@@ -110,6 +109,7 @@ class KVTransfers:
         prompt: PromptBlocks,
         out: KV | None,
         *,
+        sink: Callable[[int, int, KV, str], bool] | None,
         tuples: bool,
         deadline: float | None,
         sources: bool,
@@ -135,16 +135,25 @@ class KVTransfers:
         slower = () if choice is None else choice.misses
         if total <= 0:
             return LoadedKV(None, 0, slower=slower)
-        into = self._form.empty(total, tuples=tuples) if out is None else out
+        into = out
+        if into is None and sink is None:
+            into = self._form.empty(total, tuples=tuples)
         ends = [end - skip for end in accumulate(lengths)]
+        read_from: list[str] = []
+        wanted = True
 
         def take(at: int, raw: memoryview) -> None:
-            begin = ends[at - 1] if at else 0
-            part = self._form.cut(into, begin, ends[at])
-            self._form.read(raw, lengths[at], part, skip=0 if at else skip)
+            nonlocal wanted
+            begin, behind = ends[at - 1] if at else 0, 0 if at else skip
+            if into is not None:
+                part = self._form.cut(into, begin, ends[at])
+                self._form.read(raw, lengths[at], part, skip=behind)
+            if sink is not None:
+                self._note_inexact(tiered, prompt, blocks, at)
+                kv = self._form.view(raw, lengths[at], skip=behind)
+                wanted = sink(start + begin, start + ends[at], kv, read_from[-1])
 
         left = None if until is None else max(0.0, until - time.monotonic())
-        read_from: list[str] | None = [] if sources else None
         with closed_is_illegal():
             count = tiered.read(
                 blocks,
@@ -152,6 +161,7 @@ class KVTransfers:
                 take,
                 levels=levels,
                 deadline=left,
+                cancelled=lambda: not wanted,
                 sources=read_from,
             )
         if choice is not None and count < len(blocks) and until and time.monotonic() >= until:
@@ -160,16 +170,23 @@ class KVTransfers:
         if not count:
             return LoadedKV(None, 0, slower=slower)
         self._followers.note(names.unshared(blocks[:count]))
-        if tiered.inexact:
-            at, full = start // names.block_tokens, names.full(row)
-            tiered.inexact.add(
-                names.head(row, at + one, full)
-                for one, block in enumerate(blocks[:count])
-                if block in tiered.inexact
-            )
-        parts = zip(read_from or (), [lengths[0] - skip, *lengths[1:]], strict=False)
+        if sink is None:
+            for at in range(count):
+                self._note_inexact(tiered, prompt, blocks, at)
+        parts = zip(read_from if sources else (), [lengths[0] - skip, *lengths[1:]], strict=False)
         tokens = ends[count - 1]
-        return LoadedKV(self._form.cut(into, 0, tokens), tokens, runs_of(parts), slower)
+        kv = None if into is None else self._form.cut(into, 0, tokens)
+        return LoadedKV(kv, tokens, runs_of(parts), slower)
+
+    @staticmethod
+    def _note_inexact(
+        tiered: TieredStore, prompt: PromptBlocks, blocks: Sequence[bytes], at: int
+    ) -> None:
+        """Remember the head of a block that is not exact: other prompts may begin with it."""
+        if tiered.inexact and blocks[at] in tiered.inexact:
+            row, start, names = prompt
+            first = start // names.block_tokens
+            tiered.inexact.add([names.head(row, first + at, names.full(row))])
 
     def _cut(
         self,
@@ -189,21 +206,6 @@ class KVTransfers:
             due = time.monotonic() + choice.patience_s
             until = due if until is None else min(until, due)
         return kept, until
-
-    def tail(
-        self,
-        tiered: TieredStore,
-        prompt: PromptBlocks,
-        deadline: float | None,
-        begin: Callable[[], Callable[[LoadedKV], object]],
-    ) -> TailRead:
-        """See `KVStore.load_tail`; for ``begin`` see `TailRead`."""
-        until = None
-        if deadline is not None:
-            until = time.monotonic() + seconds_of("deadline", deadline)
-        found = find_stored(tiered, prompt, until)
-        self._followers.note(prompt.names.unshared(found.ids))
-        return TailRead(tiered, self._form, prompt, found, begin)
 
 
 def inexact_from(

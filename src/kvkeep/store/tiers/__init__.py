@@ -7,7 +7,6 @@ levels.py        lookups over all levels: where a block is, or why it is missing
 tiering.py       decides which tiers hold a block, and its moves
 tiered_reads.py  its lookups and reads
 reading.py       reads prompts; shared_read.py: one read of a block for several requests;
-                 tail_reading.py: the same from the end, until computing meets it;
                  block_prefetch.py: the handle of a read in the background
 writing.py       stores prompts; write_queue.py: pending writes and deletions of each tier
 demoting.py      moves evicted blocks to a lower tier
@@ -51,7 +50,6 @@ from kvkeep.store.tiers.opening import (
     tiering,
 )
 from kvkeep.store.tiers.removing import Removed
-from kvkeep.store.tiers.tail_reading import TailLimit
 from kvkeep.store.tiers.tier import Tier, TierOptions, TierSpec
 from kvkeep.store.tiers.tier_returns import SharedReturns, TierReturns
 from kvkeep.store.tiers.tier_shares import TenantWeights
@@ -76,7 +74,6 @@ __all__ = [
     "PassThrough",
     "Removed",
     "SharedReturns",
-    "TailLimit",
     "TenantWeights",
     "Tier",
     "TierCounters",

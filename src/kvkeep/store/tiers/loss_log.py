@@ -40,7 +40,7 @@ class Miss:
     - "unavailable": "breaker" (the circuit breaker is open), or the error.
     - "late": the tier did not answer in time.
     - "slower": the tier has the tokens, and computing them is faster (`Miss.slower`): "expected"
-      (they were not read) or "overtaken" (they were computed while they were read). Both times.
+      (they were not read) or "overtaken" (reading them turned slow). Both times.
     - "never": no loss is recorded; "part" if less is stored than is worth loading, "state" if the
       KV is stored, and no state or window behind which a model could go on.
     """

@@ -73,7 +73,6 @@ class SharedRead:
         self._lease: MemoryLease | None = None
         self._done = False
         self._queued: Tier | None = None  # whose queue of reads counts this one
-        self._watching: list[Callable[[], object]] = []
 
     # --- called by requests ----------------------------------------------------------------------
 
@@ -121,27 +120,6 @@ class SharedRead:
         self._ended(self)
         return lease
 
-    def watch(self, wake: Callable[[], object]) -> None:
-        """Call ``wake``, under a lock, once the read is over: at once if it is already."""
-        with self._changed:
-            if not self._done:
-                self._watching.append(wake)
-                return
-        wake()
-
-    def due(self) -> float | None:
-        """Return when to ask again (monotonic seconds); None: the read is over, `wait` returns.
-
-        Gives up tiers that are late by now, as `wait` does.
-        """
-        with self._changed:
-            while not self._done:
-                late = self._late_at()
-                if time.monotonic() < late:
-                    return late
-                self._give_up()
-        return None
-
     def _late_at(self) -> float:
         """Return when the present attempt is given up, under the lock."""
         return self._since + self._tiers[0].timeout if self._tiers else 0.0
@@ -157,9 +135,6 @@ class SharedRead:
         self._done = True
         self._unqueue()
         self._changed.notify_all()
-        watching, self._watching = self._watching, []
-        for wake in watching:
-            wake()
 
     # --- called by readers -----------------------------------------------------------------------
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Final
 from kvkeep.core.errors import BackendFailed, IllegalStep
 from kvkeep.store.tiers.inexact import InexactBlocks
 from kvkeep.store.tiers.reading import ReadRequest
-from kvkeep.store.tiers.tail_reading import TailRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from kvkeep.store.tiers.levels import Levels
     from kvkeep.store.tiers.loss_log import Loss
     from kvkeep.store.tiers.reading import Reader
-    from kvkeep.store.tiers.tail_reading import TailLimit
 
 __all__ = ["TieredReads"]
 
@@ -154,35 +152,6 @@ class TieredReads:
         if count < len(blocks):
             self.check_open()  # if closed meanwhile, the rest may not be missing
         return count
-
-    def read_back(
-        self,
-        blocks: Sequence[bytes],
-        raw_bytes: Sequence[int],
-        sink: Callable[[int, memoryview], None],
-        *,
-        levels: Sequence[int],
-        limit: TailLimit,
-        deadline: float | None = None,
-        sources: list[str] | None = None,
-    ) -> list[int]:
-        """Pass the KV of ``blocks`` to ``sink``, the last one first, down to ``limit``.
-
-        As `read`, except that missing blocks are passed over, and one that is late does not keep
-        back others. ``sources`` are in the order of the result: the positions of the blocks
-        passed to ``sink``, as they arrived. Each is appended before ``sink`` is called.
-        """
-        self.check_open()
-        until = None if deadline is None else time.monotonic() + deadline
-        with self._closed_is_illegal():
-            request = TailRequest(
-                self._reader, raw_bytes, sink,
-                limit=limit, until=until, sources=sources, inexact=self.inexact,
-            )  # fmt: skip
-            count = request.read(blocks, levels) if blocks else 0
-        if count < len(blocks) and not limit.first:
-            self.check_open()  # if closed meanwhile, the rest may not be missing
-        return request.delivered
 
     def relearn(self, blocks: Sequence[bytes], raw_bytes: Sequence[int], level: int) -> None:
         """Read a few of ``blocks``, which are not worth reading, if that may have changed.

@@ -2,7 +2,7 @@
 
     pool                                  found            end
 ─────┼──────────────┼──────────┼────────────┼───────────────┼──▶ tokens
-     │   computed   │   lost   │   loaded   │  not stored   │ the last token
+     │   computed   │  loaded  │    lost    │  not stored   │ the last token
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvkeep.observe.usage import LoadReport
 from kvkeep.store import Miss
@@ -18,9 +18,7 @@ from kvkeep.store import Miss
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from kvkeep.store import Lookup, Prefetch
-
-    What = Literal["unavailable", "late"]
+    from kvkeep.store import LoadChoice, Lookup, Prefetch
 
 __all__ = ["Evidence"]
 
@@ -37,9 +35,9 @@ class Evidence:
     ``end`` is the number of tokens worth loading, all but the last; ``tiers`` are the store's,
     fastest first.
 
-    Thread safety: `read_from` and `stopped` belong to the thread that reads, `looked_up` to the
-    one that looks up, the others to the engine's. It makes the report when the others are done, or
-    their results are of no more use.
+    Thread safety: `stopped` belongs to the thread that reads, `looked_up` to the one that looks up,
+    the others to the engine's. It makes the report when the others are done, or their results are
+    of no more use.
     """
 
     def __init__(self, end: int, page_size: int, tiers: Sequence[str]) -> None:
@@ -49,6 +47,8 @@ class Evidence:
         """Tokens that the pool had at admission."""
         self.asks = False
         """Whether a page or more was worth loading."""
+        self.choice: LoadChoice | None = None
+        """What was decided last: whether to load, and why not."""
         self._end = end
         self._page_size = page_size
         self._front = tiers[0]
@@ -57,12 +57,9 @@ class Evidence:
         self._slow = ""
         self._behind: Sequence[Miss] = ()
         self._fetched: list[_Range] = []  # where the prefetch read them
-        self._came: list[_Range] = []  # that were of use
-        self._read: list[_Range] = []  # where the reads found them
+        self._came: list[_Range] = []  # of use, in order
         self._stopped: list[Miss] = []
         self._late = False
-        self._plan = 0.0, 0.0  # seconds with the rest loaded, and computed
-        self._pays = False  # whether the read was worth it when it began, or last
 
     # --- noting ------------------------------------------------------------------------------
 
@@ -73,7 +70,7 @@ class Evidence:
 
     def looked_up(self, there: Lookup, behind: Sequence[Miss]) -> None:
         """Note the result of the lookup, and ``behind``: the reasons for tokens not found."""
-        self.now()
+        self._last = time.monotonic()
         self._answer = there, behind
 
     def brought(self, prefetch: Prefetch) -> None:
@@ -88,56 +85,46 @@ class Evidence:
         self.pool = pool
         self.asks = wanted and self._end - pool >= self._page_size
 
-    def planned(self, load_s: float, compute_s: float, *, pays: bool) -> None:
-        """Note the seconds until the first token with all of the rest loaded, and computed.
+    def came(self, start: int, sources: Iterable[tuple[str, int]], at: int) -> None:
+        """Note that tokens need no computing, since they were loaded.
 
-        ``pays`` is whether some of it is worth loading. The last call counts.
+        ``sources`` are ``(tier, tokens)`` from ``start`` on; the tokens before ``at`` are left out.
         """
-        self._plan, self._pays = (load_s, compute_s), pays
-
-    def came(self, start: int, stop: int) -> None:
-        """Note that tokens ``start`` … ``stop - 1`` need no computing, since they were loaded."""
-        self._came.append(_Range(start, stop, ""))
-        self.now()
-
-    def read_from(self, tier: str, start: int, stop: int) -> None:
-        """Note the tier that gave tokens ``start`` … ``stop - 1``; "": the first."""
-        if start < stop:
-            self._read.append(_Range(start, stop, tier or self._front))
+        for tier, tokens in sources:
+            if start + tokens > at:
+                self._came.append(_Range(max(start, at), start + tokens, tier or self._front))
+            start += tokens
+        self._last = time.monotonic()
 
     def stopped(self, why: Sequence[Miss], start: int, stop: int) -> None:
         """Note why tokens ``start`` … ``stop - 1`` were found and did not come."""
         tier = "" if self._answer is None else _at(_ranges(0, self._answer[0].tiers), start) or ""
-        self._stopped += self._cover(
-            start, stop, why, lambda begin, end: _miss(begin, end, tier, "unavailable", "not read")
-        )
+        self._stopped += _cover(
+            start, stop, why,
+            lambda begin, end: Miss(begin, end, tier, "unavailable", time.time(), "not read"),
+        )  # fmt: skip
 
     def late(self) -> None:
         """Note that computing did not wait for the read, which was late."""
         self._late = True
-        self.now()
+        self._last = time.monotonic()
 
     def unanswered(self, why: Sequence[Miss]) -> None:
         """Note that computing did not wait for the lookup; ``why`` may name the slow tier."""
         self._behind = [one for one in why if one.what != "never"]
         self._slow = next((one.tier for one in why if one.what == "late"), "")
-        self.now()
-
-    def now(self) -> None:
-        """Note the time of the last progress."""
         self._last = time.monotonic()
 
     # --- the report --------------------------------------------------------------------------
 
     def report_so_far(self) -> LoadReport:
-        """Return the report of a load whose answer ended or was preempted."""
+        """Return the report of a load whose answer ended or was preempted: tokens that came."""
         sources = self._sources()
-        missing = tuple(
-            self._slower(start, stop, "")
-            for start, stop in self._gaps(sources[-1].stop if sources else self.pool)
+        stop = sources[-1].stop if sources else self.pool
+        missing = tuple(self._slower(*gap, "") for gap in self._gaps(stop))
+        return LoadReport(
+            stop - self.pool, tuple((*one,) for one in sources), missing, self._seconds
         )
-        asked = sources[-1].stop - self.pool if sources else 0
-        return LoadReport(asked, tuple((*one,) for one in sources), missing, self._seconds)
 
     def report(self) -> LoadReport:
         """Return the report: the tokens that came, by tier, and why the others did not."""
@@ -147,14 +134,14 @@ class Evidence:
         if self._answer is not None:
             there, self._behind = self._answer
             found, where = min(there.tokens, self._end), _ranges(0, there.tiers)
-        sources, missing = self._sources(), list[Miss]()
+        missing: list[Miss] = []
         for start, stop in self._gaps(self._end):
             middle = min(max(start, found), stop)
-            for begin, end in self._cut(start, middle, where):
+            for begin, end in _cut(start, middle, where):
                 missing += self._unread(begin, end, _at(where, begin) or "")
-            missing += self._cover(middle, stop, self._behind, self._not_found)
+            missing += _cover(middle, stop, self._behind, self._not_found)
         late = any(fate.what == "late" for fate in missing)
-        parts = tuple((*one,) for one in sources)
+        parts = tuple((*one,) for one in self._sources())
         return LoadReport(self._end - self.pool, parts, _joined(missing), self._seconds, late)
 
     @property
@@ -168,31 +155,32 @@ class Evidence:
 
         def gap(begin: int, end: int) -> Miss:
             if self._late:
-                return _miss(begin, end, tier, "late", "no answer")
+                return Miss(begin, end, tier, "late", time.time(), "no answer")
             return self._slower(begin, end, tier)
 
-        return self._cover(start, stop, self._stopped, gap)
+        return _cover(start, stop, self._stopped, gap)
 
     def _slower(self, start: int, stop: int, tier: str) -> Miss:
-        load_s, compute_s = self._plan
-        return Miss.slower(
-            start,
-            stop,
-            tier,
-            load_s=load_s,
-            compute_s=compute_s,
-            overtaken=self._pays or bool(self._came),
-        )
+        """Explain tokens of which computing was faster, or was expected to be."""
+        choice = self.choice
+        if choice is None:
+            return Miss.slower(start, stop, tier, load_s=0.0, compute_s=0.0, overtaken=True)
+        if start < choice.tokens:
+            return replace(choice.overtaken(start, tier), stop=stop)
+        for miss in choice.misses:
+            if miss.start <= start < miss.stop:
+                return replace(miss, start=start, stop=stop, tier=tier)
+        return Miss.slower(start, stop, tier, load_s=choice.load_s, compute_s=choice.compute_s)
 
     def _not_found(self, start: int, stop: int) -> Miss:
         if self.answered:
             return Miss(start, stop, "", "never", None, "")
-        return _miss(start, stop, self._slow, "late", "no answer")
+        return Miss(start, stop, self._slow, "late", time.time(), "no answer")
 
     def _gaps(self, end: int) -> list[tuple[int, int]]:
         """Return the ranges from the pool's tokens to ``end`` that did not come."""
         gaps, at = [], self.pool
-        for start, stop, _ in [*sorted(self._came), _Range(end, end, "")]:
+        for start, stop, _ in [*self._came, _Range(end, end, "")]:
             if at < start:
                 gaps.append((at, start))
             at = max(at, stop)
@@ -205,10 +193,9 @@ class Evidence:
         """
         where = [] if self._answer is None else _ranges(0, self._answer[0].tiers)
         sources: list[_Range] = []
-        for part in sorted(self._came):
-            for start, stop in self._cut(part.start, part.stop, self._read, self._fetched, where):
-                tier = _at(self._read, start) or self._front
-                tier, comma, codec = tier.partition(", ")  # of KV that is not exact
+        for part in self._came:
+            for start, stop in _cut(part.start, part.stop, self._fetched, where):
+                tier, comma, codec = part.tier.partition(", ")  # of KV that is not exact
                 if tier == self._front:
                     tier = (_at(self._fetched, start) or tier).partition(", ")[0]
                 if tier == self._front:
@@ -220,25 +207,26 @@ class Evidence:
                     sources.append(_Range(start, stop, tier))
         return sources
 
-    @staticmethod
-    def _cut(start: int, stop: int, *by: Iterable[_Range]) -> list[tuple[int, int]]:
-        """Return ``start`` … ``stop`` in pieces that lie within ranges, or outside."""
-        edges = {edge for part in by for one in part for edge in one[:2] if start < edge < stop}
-        return list(pairwise(sorted({start, stop, *edges})))
 
-    def _cover(
-        self, start: int, stop: int, fates: Sequence[Miss], gap: Callable[[int, int], Miss]
-    ) -> list[Miss]:
-        """Cut ``fates`` to tokens ``start`` … ``stop - 1``; ``gap`` makes those between them."""
-        covered: list[Miss] = []
-        for fate in fates:
-            begin, end = max(start, fate.start), min(stop, fate.stop)
-            if begin < end:
-                if start < begin:
-                    covered.append(gap(start, begin))
-                covered.append(replace(fate, start=begin, stop=end))
-                start = end
-        return [*covered, gap(start, stop)] if start < stop else covered
+def _cut(start: int, stop: int, *by: Iterable[_Range]) -> list[tuple[int, int]]:
+    """Return ``start`` … ``stop`` in pieces that lie within ranges, or outside."""
+    edges = {edge for part in by for one in part for edge in one[:2] if start < edge < stop}
+    return list(pairwise(sorted({start, stop, *edges})))
+
+
+def _cover(
+    start: int, stop: int, fates: Sequence[Miss], gap: Callable[[int, int], Miss]
+) -> list[Miss]:
+    """Cut ``fates`` to tokens ``start`` … ``stop - 1``; ``gap`` makes those between them."""
+    covered: list[Miss] = []
+    for fate in fates:
+        begin, end = max(start, fate.start), min(stop, fate.stop)
+        if begin < end:
+            if start < begin:
+                covered.append(gap(start, begin))
+            covered.append(replace(fate, start=begin, stop=end))
+            start = end
+    return [*covered, gap(start, stop)] if start < stop else covered
 
 
 def _joined(misses: Iterable[Miss]) -> tuple[Miss, ...]:
@@ -256,10 +244,6 @@ def _joined(misses: Iterable[Miss]) -> tuple[Miss, ...]:
 
 def _reason(miss: Miss) -> tuple[str, str, str]:
     return miss.tier, miss.what, miss.detail
-
-
-def _miss(start: int, stop: int, tier: str, what: What, detail: str) -> Miss:
-    return Miss(start, stop, tier, what, time.time(), detail)
 
 
 def _ranges(start: int, runs: Iterable[tuple[str, int]]) -> list[_Range]:

@@ -1,8 +1,6 @@
 """`Loads`: reads KV of prompts from a store, in the background; `PageLoads` those of plain models.
 
     lookup ──▶ prefetch (while the answer waits) ──▶ admitted ──▶ queued ──▶ read ──▶ chunks
-                                                        │
-                                                        └── computed from the front meanwhile
 
 Threads of this module call the store, so that a tier that hangs never holds up the engine; the
 engine's thread only writes chunks that have arrived to pages.
@@ -16,8 +14,6 @@ import time
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from kvkeep.core.errors import IllegalStep
 from kvkeep.serve.engine.offload.forms import Buffers
@@ -44,8 +40,6 @@ _READ_THREADS = 4
 # Host memory for blocks that wait for the engine's thread.
 _BUFFER_BYTES = 192 << 20
 _MOST_BUFFERS = 256
-# Blocks that are read from the front at once.
-_FRONT = 16
 # Seconds between two looks at whether a read that waits for a buffer was cancelled.
 _LOOK_S = 0.05
 # Seconds that close waits for each thread.
@@ -67,12 +61,14 @@ class Loads(ABC):
         self._store = store
         self._known = known
         self._timeout = timeout
-        self._page_size = page_size
+        self.page_size = page_size
+        self.alive_at = 0.0
+        """When a chunk of any load arrived last, in monotonic seconds."""
         self._block = store.block_tokens
         self._lookups = DaemonThreads("kvkeep lookups", _LOOKUP_THREADS, _log)
         self._reads = DaemonThreads("kvkeep reads", _READ_THREADS, _log)
         self._lock = threading.Lock()
-        self._queued: list[tuple[Any, Load]] = []  # by the order of their answers
+        self._queued: list[tuple[Any, Load, int]] = []  # by the order of their answers
         self._running: list[Load] = []
 
     # --- lookup and prefetch ---------------------------------------------------------------------
@@ -113,31 +109,29 @@ class Loads(ABC):
 
     def prefetch(self, load: Load) -> None:
         """Read the KV of a waiting answer into memory in the background, if it was found."""
-        if load.answered and not load.prefetched and load.found - load.in_pool >= self._page_size:
+        if load.answered and not load.prefetched and load.found - load.in_pool >= self.page_size:
             load.prefetched = True
             self._lookups.submit(lambda: self._prefetch(load))
 
     def _prefetch(self, load: Load) -> None:
-        tokens = load.tokens[: load.found]
+        tokens = load.tokens[: load.stored]
         load.prefetching(self._store.prefetch(tokens, load.in_pool, tenant=load.tenant))
 
     # --- reading ---------------------------------------------------------------------------------
 
-    def queue(self, order: Any, load: Load) -> None:
-        """Read ``load`` when those queued with a lower ``order`` are read, or are late."""
+    def queue(self, order: Any, load: Load, start: int) -> None:
+        """Read ``load`` from token ``start`` on, behind those with a lower ``order``.
+
+        One load is read at a time, except those that are late.
+        """
         with self._lock:
-            if load.reading or load.has_read or any(one is load for _, one in self._queued):
+            if load.reading or load.has_read or any(one is load for _, one, _ in self._queued):
                 return
-            self._queued.append((order, load))
+            self._queued.append((order, load, start))
             self._queued.sort(key=lambda one: one[0])
-        self.go_on()
+        self._go_on()
 
-    def unqueue(self, load: Load) -> None:
-        """Do not read ``load``, if its read has not begun."""
-        with self._lock:
-            self._queued = [one for one in self._queued if one[1] is not load]
-
-    def go_on(self) -> None:
+    def _go_on(self) -> None:
         """Begin the next read, if none is under way but late ones."""
         with self._lock:
             free = bool(self._queued) and self._may_begin()
@@ -158,42 +152,51 @@ class Loads(ABC):
             with self._lock:
                 if not self._queued or not self._may_begin():
                     return
-                _, load = self._queued.pop(0)
+                _, load, start = self._queued.pop(0)
                 self._running.append(load)
             try:
-                self._read(load)
+                if load.begin_read():
+                    self._read(load, start // self.page_size * self.page_size)
             finally:
                 load.end_read()
                 with self._lock:
                     self._running.remove(load)
                 self.arrival.set()
 
-    def _read(self, load: Load) -> None:
-        begin = load.begin_read()
-        if begin is not None:
-            self._read_from(load, begin // self._page_size * self._page_size)
+    def _read(self, load: Load, start: int) -> None:
+        came = self._read_from(load, start)
+        if load.cancelled or came >= load.stop:
+            return
+        if load.patience_s == 0.0:  # it was overtaken by its deadline
+            load.late = True
+            return
+        # Tokens that were found are lost or damaged. The next save writes them again.
+        keys = block_keys(load.namespace, load.tokens, self._block)[came // self._block :]
+        self._known.found([], missing=keys, since=time.monotonic())
+        if load.evidence is not None:
+            why = self._why(load, came, load.evidence.since)
+            load.evidence.stopped(why, came, load.stop)
 
     @abstractmethod
-    def _read_from(self, load: Load, start: int) -> None:
-        """Read the tokens from ``start`` on, and deliver chunks."""
+    def _read_from(self, load: Load, start: int) -> int:
+        """Read the tokens from ``start`` to ``load.stop``, and deliver chunks.
+
+        Returns the end of what came.
+        """
+
+    def relearn(self, load: Load, start: int) -> None:
+        """Read a little of ``load``, which does not pay, to learn whether its tier became fast."""
+        self._lookups.submit(lambda: self._relearn(load, start))
+
+    @abstractmethod
+    def _relearn(self, load: Load, start: int) -> None: ...
 
     def _deliver(self, load: Load, chunk: LoadChunk) -> None:
+        self.alive_at = time.monotonic()
         if load.arrived(chunk):
             self.arrival.set()
         else:
             self.give_back(chunk)
-
-    def _lost(self, load: Load, holes: Sequence[tuple[int, int]]) -> None:
-        """Note ``holes``, tokens that were found and did not come: lost, damaged or late.
-
-        The next save writes them again.
-        """
-        start = holes[0][0]
-        keys = block_keys(load.namespace, load.tokens, self._block)[start // self._block :]
-        self._known.found([], missing=keys, since=time.monotonic())
-        if load.evidence is not None:
-            for begin, stop in holes[:4]:
-                load.evidence.stopped(self._why(load, begin, load.evidence.since), begin, stop)
 
     def _why(self, load: Load, start: int, since: float) -> tuple[Miss, ...]:
         return self._store.why(load.tokens, start, tenant=load.tenant, since=since)
@@ -221,10 +224,11 @@ class Loads(ABC):
 
     def cancel(self, load: Load) -> None:
         """Stop ``load`` and free its chunks."""
-        self.unqueue(load)
+        with self._lock:
+            self._queued = [one for one in self._queued if one[1] is not load]
         for chunk in load.cancel():
             self.give_back(chunk)
-        self.go_on()
+        self._go_on()
 
     def close(self) -> None:
         """End the threads; one that hangs in the store is left running, as a daemon."""
@@ -233,18 +237,14 @@ class Loads(ABC):
 
 
 class PageLoads(Loads):
-    """Loads for a model in which every layer keeps every token: chunks are blocks of pages.
-
-    They come from the end of the prompt, since it is computed from its front. Blocks in memory in
-    front of slower ones come first: nothing is computed as fast.
-    """
+    """Loads for a model in which every layer keeps every token: chunks are blocks of pages."""
 
     def __init__(
         self, store: KVStore, tensors: PagedTensors, forms: Forms, known: Known, *, timeout: float
     ) -> None:
         super().__init__(store, known, page_size=tensors.page_size, timeout=timeout)
         self._forms = forms
-        pages = self._block // self._page_size
+        pages = self._block // self.page_size
         count = _BUFFER_BYTES // (pages * tensors.page_bytes)
         self._buffers = Buffers(
             max(4, min(_MOST_BUFFERS, count)),
@@ -253,71 +253,43 @@ class PageLoads(Loads):
             pinned=tensors.device.type == "cuda",
         )
 
-    def _read_from(self, load: Load, start: int) -> None:
-        tokens = load.tokens[: load.found]  # a tail is found only by all of its tokens
-        tail = self._store.load_tail(tokens, start, deadline=self._timeout, tenant=load.tenant)
-        runs, front = tail.runs, start
-        load.located(start, tail.stop, runs, tail.stop_before)
-        try:
-            if len(runs) > 1 and runs[0][0] == self._store.tiers[0]:
-                front = self._read_front(load, start, start + runs[0][1])
-                tail.stop_before(front)
-            tail.read(lambda begin, stop, kv: self._sink(load, begin, stop, kv, tail.source))
-        finally:
-            load.sources_known(tail.delivered, tail.sources)
-        if not load.cancelled:
-            came = [(start, front), *tail.delivered]
-            if holes := _holes(came, load.computing, load.stop):
-                self._lost(load, holes)
+    def _read_from(self, load: Load, start: int) -> int:
+        def sink(begin: int, stop: int, kv: Any, source: str) -> bool:
+            return self._copy(load, begin, stop, kv, source)
 
-    def _read_front(self, load: Load, start: int, stop: int) -> int:
-        """Read the tokens ``start`` … ``stop - 1``, which are in memory; return how far it came."""
-        # All reads share one buffer: the first touch of new memory takes longer than a copy.
-        room: torch.Tensor | None = None
-        size = 0
-        while start < stop and not load.cancelled:
-            end = min(stop, (start // self._block + _FRONT) * self._block)
-            sources: list[tuple[str, int]] = []
-            out = None
-            if room is not None and end - start <= size:
-                out = self._forms.part(room, 0, end - start)
-            kv, count = self._store.get(
-                load.tokens[:end], start, deadline=self._timeout, tenant=load.tenant,
-                sources=sources, out=out,
-            )  # fmt: skip
-            if out is None and isinstance(kv, torch.Tensor):
-                room, size = kv, count
-            first, end = start, start + count
-            load.sources_known([(first, end)], sources)
-            while start < end:
-                assert isinstance(kv, torch.Tensor), "the default form is a tensor"
-                until = min(end, (start // self._block + 1) * self._block)
-                part = self._forms.part(kv, start - first, until - first)
-                self._sink(load, start, until, part, _source_at(sources, start - first))
-                start = until
-            if not count:
-                break
-        return start
+        # All that is stored, since a tail is found only by all of its tokens: `sink` ends the read.
+        _, count = self._store.get(
+            load.tokens[: load.stored], start, deadline=load.patience_s, tenant=load.tenant,
+            sink=sink,
+        )  # fmt: skip
+        return start + count
 
-    def _sink(self, load: Load, start: int, stop: int, kv: Any, source: str) -> None:
-        """Bring the KV of tokens ``start`` … ``stop - 1`` into page order, and deliver it.
+    def _copy(self, load: Load, start: int, stop: int, kv: Any, source: str) -> bool:
+        """Bring tokens ``start`` … ``stop - 1`` into page order, and deliver them.
 
-        It is from ``source``, as `KVStore.get` names it.
+        Return whether more is wanted.
         """
         count = min(stop, load.stop) - start
-        if count <= 0 or stop <= load.computing:
-            return
+        if count <= 0:
+            return False
         block = None
         while block is None:
             if load.cancelled:
-                return
+                return False
             block = self._buffers.take(_LOOK_S)  # the engine computes, and writes none to pages
         try:
             self._forms.by_page(kv, count, block)
         except BaseException:
             self._buffers.give(block)
             raise
-        self._deliver(load, LoadChunk(start, count, block, [(source, count)]))
+        self._deliver(load, LoadChunk(start, count, block, ((source, count),)))
+        return stop < load.stop and not load.cancelled
+
+    def _relearn(self, load: Load, start: int) -> None:
+        self._store.get(
+            load.tokens, start // self.page_size * self.page_size, tenant=load.tenant, pays=True,
+            sink=lambda *_: False,
+        )  # fmt: skip
 
     def give_back(self, chunk: LoadChunk) -> None:
         self._buffers.give(chunk.block)
@@ -326,24 +298,3 @@ class PageLoads(Loads):
 def _is_over(load: Load) -> bool:
     """Whether others need not wait for a read, though it may hang in the store."""
     return load.late or load.cancelled
-
-
-def _source_at(sources: Sequence[tuple[str, int]], offset: int) -> str:
-    """Return the source of the token at ``offset``; ``sources`` are ``(tier, tokens)`` in order."""
-    for name, tokens in sources:
-        if offset < tokens:
-            return name
-        offset -= tokens
-    raise AssertionError(f"{sources} end before {offset} more tokens")
-
-
-def _holes(came: Sequence[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
-    """Return the ranges between ``start`` and ``stop`` that are in none of ``came``, in order."""
-    holes: list[tuple[int, int]] = []
-    for begin, end in came:
-        if begin > start:
-            holes.append((start, begin))
-        start = max(start, end)
-    if start < stop:
-        holes.append((start, stop))
-    return holes

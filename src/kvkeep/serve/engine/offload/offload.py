@@ -1,9 +1,9 @@
 """`Offload`: the engine's side of a store that outlives it.
 
-Once a request is admitted, `Offload` loads the stored KV of its prompt that the pool lacks into its
-pages, from the end, while the engine computes the prompt from the front, as far as both pays. While
-a request waits, its KV may be read into memory. Computed KV is written to the store in the
-background. A store that fails, hangs or is slow costs a request little time, never an error.
+Once a request is admitted, `Offload` loads the stored prefix of its prompt that the pool lacks into
+its pages, if that is expected to be faster than computing it; the rest is computed. While a request
+waits, its KV may be read into memory. Computed KV is written to the store in the background. A
+store that fails, hangs or is slow costs a request little time, never an error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvkeep.observe.usage import LoadReport, Notifier, PromptStored, RequestLoad
 from kvkeep.serve.engine.offload.evidence import Evidence
 from kvkeep.serve.engine.offload.load import Load
 from kvkeep.serve.engine.offload.mover import Mover, PageMover
-from kvkeep.serve.engine.offload.overlaps import Overlaps
+from kvkeep.serve.engine.offload.planner import LoadPlanner
 from kvkeep.serve.engine.offload.snapshots import SnapshotMover
 from kvkeep.serve.engine.offload.writes import NEVER
 from kvkeep.store import Removed
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kvkeep.core.cache import PagedCache
     from kvkeep.core.tokens import TokenArray
     from kvkeep.serve.engine.answer import Answer
-    from kvkeep.serve.engine.planning import Chunk
+    from kvkeep.serve.engine.offload.load import LoadChunk
     from kvkeep.serve.engine.runner import Runner
     from kvkeep.serve.engine.stats import EngineStats
     from kvkeep.store import KVStore
@@ -99,10 +99,9 @@ class Offload:
         kind = PageMover if runner.layout is None else SnapshotMover
         self._mover: Mover = kind(store, runner, stats, timeout=timeout)
         self._loads = self._mover.loads
-        self._overlaps = Overlaps(
+        self._planner = LoadPlanner(
             self._loads, store.cost, step_tokens=step_tokens,
             token_bytes=runner.geometry.bytes_per_token, timeout=timeout,
-            on_gpu=runner.device.type == "cuda",
         )  # fmt: skip
         self._admitted: list[Answer] = []  # whose loads were not reported
         self._tenants: OrderedDict[Namespace, str] = OrderedDict()
@@ -158,10 +157,7 @@ class Offload:
             evidence = None
             if self._notifier.observers:
                 evidence = Evidence(len(tokens) - 1, self._runner.page_size, self._store.tiers)
-            answer.load = Load(
-                tokens, namespace, self._tenant(namespace), in_pool, evidence,
-                unit=self._store.block_tokens, whole=self._loads.whole,
-            )  # fmt: skip
+            answer.load = Load(tokens, namespace, self._tenant(namespace), in_pool, evidence)
             self._loads.start(answer.load)
         return answer.load
 
@@ -173,25 +169,9 @@ class Offload:
         load.admitted(answer.running_sequence.num_cached, self._runner.page_size)
         self._admitted.append(answer)
 
-    def plan(self, running: Sequence[Answer]) -> dict[int, int]:
-        """Return where the next pass has to end, by the `id` of each answer that has a limit."""
-        return self._overlaps.plan(running, self._give_up)
-
-    def computes(self, chunks: Iterable[Chunk]) -> None:
-        """Note that a pass over ``chunks`` begins: their tokens are not read any more."""
-        for answer, _, stop, _ in chunks:
-            if answer.loading:
-                assert answer.load is not None
-                answer.load.compute(stop)
-
-    def computed(self, chunks: Iterable[Chunk]) -> None:
-        """Note that a pass over ``chunks`` has ended; they go on behind what was loaded."""
-        now = time.monotonic()
-        for answer, *_ in chunks:
-            load = answer.load
-            if load is not None and not load.done:
-                load.alive_at = now
-                self._advance(answer, load)
+    def waiting(self, running: Iterable[Answer]) -> set[int]:
+        """Return the `id` of each answer that the next pass leaves out: it waits for its load."""
+        return self._planner.waiting(running, self._end)
 
     def receive(self, running: Iterable[Answer]) -> None:
         """Write chunks that have arrived to the pages of their answers, and publish them."""
@@ -199,51 +179,39 @@ class Offload:
             load = answer.load
             if load is None or load.done:
                 continue
+            over = load.has_read  # before the chunks: none arrives afterwards
             for chunk in load.take():
-                load.late = False
-                if chunk.start + chunk.tokens > answer.computed:
-                    self._runner.copy(answer.running_sequence.copies())
-                    if self._mover.restore(answer, chunk):
-                        load.put(chunk)
+                if chunk.start <= answer.computed < chunk.stop:
+                    self._restore(answer, load, chunk)
                 self._loads.give_back(chunk)
-            self._advance(answer, load)
+            if over or answer.decoding:
+                self._end(load)
         self._report_all()
 
-    def _advance(self, answer: Answer, load: Load) -> None:
-        """Go on behind what was loaded, if computing has reached it."""
-        computed, saved = load.advance(answer.computed)
-        if saved:
-            loaded = sum(stop - start for start, stop in saved)
-            lossy = sum(load.lossy(*part) for part in saved)
-            if load.evidence is not None:
-                for part in saved:
-                    load.evidence.came(*part)
-            answer.computed = computed
-            load.alive_at = time.monotonic()
-            if answer.request.store:
-                answer.running_sequence.publish(computed)
-            self._stats.loaded_tokens += loaded
-            if load.is_first:
-                self._stats.cached_tokens += loaded
-                answer.request.note_loaded(loaded, lossy)
-        if load.is_through():
-            self._end(load)
+    def _restore(self, answer: Answer, load: Load, chunk: LoadChunk) -> None:
+        """Write a chunk to the pages of its answer, which then goes on behind it."""
+        at, sequence = answer.computed, answer.running_sequence
+        self._runner.copy(sequence.copies())
+        if not self._mover.restore(answer, chunk):
+            return
+        answer.computed, load.alive_at = chunk.stop, time.monotonic()
+        if load.evidence is not None:
+            load.evidence.came(chunk.start, chunk.sources, at)
+        if answer.request.store:
+            sequence.publish(chunk.stop)
+        self._stats.loaded_tokens += chunk.stop - at
+        if load.is_first:
+            self._stats.cached_tokens += chunk.stop - at
+            answer.request.note_loaded(chunk.stop - at, chunk.lossy(at))
 
     def _end(self, load: Load) -> None:
         """End a load that is of no more use; its report follows when its read has returned."""
-        late = load.late or not load.answered
-        if late:
+        if load.late or not load.answered:
             self._stats.late_loads += 1
             if load.evidence is not None:
                 load.evidence.late()
         load.done = True
         self._loads.cancel(load)
-
-    def _give_up(self, answer: Answer) -> None:
-        """End the load of an answer that has waited too long for it."""
-        if answer.load is not None:
-            answer.load.late = True
-            self._end(answer.load)
 
     def _report_all(self) -> None:
         """Report loads that are over."""

@@ -245,26 +245,25 @@ class SnapshotMover(Mover):
 
 
 class _SnapshotLoads(Loads):
-    """Loads whole snapshots, beside computing: the first to be there wins."""
+    """Loads whole snapshots."""
 
     whole = True
 
-    def _read_from(self, load: Load, start: int) -> None:
+    def _read_from(self, load: Load, start: int) -> int:
         """Read the snapshot at the longest position that is worth reading."""
         sources: list[tuple[str, int]] = []
         snapshot = self._store.get_snapshot(
-            load.tokens, start, limit=load.stop, deadline=self._timeout, tenant=load.tenant,
+            load.tokens, start, limit=load.stop, deadline=load.patience_s, tenant=load.tenant,
             sources=sources,
         )  # fmt: skip
-        stop = start
-        if snapshot is not None:
-            stop = snapshot.tokens
-            load.sources_known([(start, stop)], sources)
-            self._deliver(load, LoadChunk(start, stop - start, snapshot, sources))
-        if not load.cancelled and stop < load.stop:
-            begin = max(stop, load.computing)
-            if begin < load.stop:
-                self._lost(load, [(begin, load.stop)])
+        if snapshot is None:
+            return start
+        stop = snapshot.tokens
+        self._deliver(load, LoadChunk(start, stop - start, snapshot, tuple(sources)))
+        return stop
+
+    def _relearn(self, load: Load, start: int) -> None:
+        self._store.get_snapshot(load.tokens, start, tenant=load.tenant, pays=True)
 
     def give_back(self, chunk: LoadChunk) -> None:
         """Nothing is kept: the snapshot's memory is its own."""

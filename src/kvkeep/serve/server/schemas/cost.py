@@ -41,8 +41,8 @@ class LoadCounts(ResponseModel):
     computed_stored_tokens: int = Field(
         description="Stored tokens that were computed, because that is faster."
     )
-    overtaken_tokens: int = Field(description="Of these, computed while others were loaded.")
-    both: int = Field(description="Loads that were loaded in part and computed in part, at once.")
+    overtaken_tokens: int = Field(description="Of these, computed since loading them turned slow.")
+    both: int = Field(description="Loads that were loaded in part and computed in part.")
     computed: int = Field(description="Loads of which all was computed.")
     late: int = Field(description="Loads in which computing did not wait for a tier.")
     computing_s: float = Field(description="Expected seconds of computing what was loaded.")
