@@ -58,7 +58,7 @@ def test_the_map_shows_what_is_shared(planted):
     tokens = [planted.engine.tokenizer.encode(prompt) for prompt in ASKED]
     alike = next(i for i, (a, b) in enumerate(zip(*tokens, strict=False)) if a != b)
     top, (head,) = of_salt(answer, "")
-    assert (head["text"], head["tier"], head["hidden"]) == (HEAD[:80], None, False)
+    assert (head["text"], head["hidden"]) == (HEAD[:80], False)
     assert head["tokens"] == head["pages"] * 16 == alike // 16 * 16
     ends = [node for node in answer["nodes"] if node["parent"] == head["id"]]
     assert len(ends) == 2

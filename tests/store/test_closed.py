@@ -124,7 +124,7 @@ CALLS: dict[type, dict[str, Callable[[Any], object]]] = {
 }
 # What a closed store still tells, or does: nothing of it finds, moves or deletes a block.
 ANSWERS: dict[type, set[str]] = {
-    KVStore: {"close", "stats", "check", "root", "tiers", "shared", "snapshots"},
+    KVStore: {"close", "stats", "check", "tiers", "shared", "snapshots"},
     BlockStore: {"close", "stats", "check", "shared"},
     TieredStore: {"close", "stats", "check", "closed", "inherited", "idle"},
     Prefetch: {"done", "cancel", "start"},
