@@ -288,7 +288,7 @@ def bookkeeping(rounds: int) -> list[Figure]:
         parallel_config=SimpleNamespace(world_size=1),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
         max_concurrent_batches=1,
-        model_config=None,
+        model_config=SimpleNamespace(pooler_config=None, skip_tokenizer_init=True),
         kv_transfer_config=SimpleNamespace(
             engine_id="benchmark", is_kv_consumer=True, is_kv_producer=True
         ),

@@ -101,7 +101,7 @@ def test_the_command_line_of_the_documentation(llama: str, tmp_path: Path) -> No
         ("WARNING", "kv_transfer_params"),
     ]
     assert "0 blocks found" in lines[0][2]
-    assert "there are store, answers, load, ttl, pin; did you mean 'store'?" in lines[1][2]
+    assert "there are store, load, ttl, pin; did you mean 'store'?" in lines[1][2]
     assert "did not write all" not in log
     assert "kill" not in log.lower()
 
