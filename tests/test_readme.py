@@ -75,5 +75,5 @@ def test_links_between_documents_lead_somewhere() -> None:
 def test_the_changelog_tells_each_change_once() -> None:
     changes = re.split(r"^(?=- |#)", (ROOT / "CHANGELOG.md").read_text("utf-8"), flags=re.MULTILINE)
     told = [change.strip() for change in changes if change.startswith("- ")]
-    assert len(told) > 100
+    assert len(told) > 20
     assert sorted(told) == sorted(set(told))

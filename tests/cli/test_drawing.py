@@ -30,7 +30,7 @@ def test_nothing_that_is_made_visible_acts(hostile):
 def test_what_is_harmless_stays_as_it_is():
     for text in ("", "plain [bold]text[/bold] :smile:", "שלום, 世界 – naïve"):
         assert visible(text) == text
-    assert visible("a\x1b[31m\n\x7f\u202e\x9b") == "a␛[31m␊␡\\u202e\\x9b"
+    assert visible("a\x1b[31m\n\x7f\u202e\x9b") == "a␛[31m␊␡\\u202e\\u009b"
 
 
 @given(st.lists(st.floats(0, 1e18), max_size=8), st.integers(0, 200))

@@ -114,7 +114,7 @@ def test_a_wrong_count_size_or_time_names_its_option(name, capsys):
         ("", ["COMMAND", "--help lists all"]),
         ("serv", ["'serv' is none of serve, ", "did you mean 'serve'?"]),
         ("--versoin", ["there is no option --versoin; did you mean '--version'?"]),
-        ("store stta file:///x", ["'stta' is none of ls, stat", "did you mean 'stat'?"]),
+        ("store vrify file:///x", ["'vrify' is none of ls, verify", "did you mean 'verify'?"]),
         ("store gc file:///x --older 7", ["7d"]),
         ("replay {trace} --polciy lru", ["--polciy", "did you mean '--policy'?"]),
         ("replay --polciy lru {trace} --capacity 1k", ["--polciy", "did you mean '--policy'?"]),
@@ -150,7 +150,6 @@ def test_a_wrong_count_size_or_time_names_its_option(name, capsys):
         ("route --instances nonsense", ["nonsense"]),
         ("top nonsense://x", ["nonsense://x", "http://host:port"]),
         ("top {dead}", ["{dead}"]),
-        ("usage {dead}", ["{dead}"]),
         ("explain {dead} some-id", ["{dead}"]),
         ("explain {dead} --file /no/file", ["/no/file", "No such file"]),
         ("tree /no/file", ["/no/file", "No such file"]),
@@ -174,7 +173,6 @@ def test_typical_mistakes(words, says, places, capsys):
         "size --memory 1GiB --model",
         "route --instances http://127.0.0.1:9 --port 0 --model",
         "plan {trace} --memory 1GiB --model", "replay {trace} --capacity 1GiB --model",
-        "tree {prompts} --model",
     ],
 )  # fmt: skip
 def test_a_hub_id_says_how_to_get_the_files(words, places, capsys):

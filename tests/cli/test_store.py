@@ -15,11 +15,11 @@ import pytest
 
 import warm
 from kvkeep.cli import main
-from kvkeep.cli.store_look import codec_name
 from kvkeep.cli.store_place import age
 from kvkeep.store.backends import TierURL
 from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.backends.disk import DiskBackend
+from kvkeep.store.codecs import codec_name
 from kvkeep.store.tiers import open_backend, open_tiers
 from kvkeep.store.tiers.record import HEADER_BYTES, seal
 from ports import free_port
@@ -97,7 +97,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return captured.err
 
 
-# --- ls, stat --------------------------------------------------------------------------------
+# --- ls -------------------------------------------------------------------------------------
 
 
 def test_ls_has_a_line_a_namespace(url: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,7 +109,7 @@ def test_ls_has_a_line_a_namespace(url: str, capsys: pytest.CaptureFixture[str])
     space, blocks, size, unit, *ages = lines[3].split()
     assert (space, blocks, size, unit) == (A.hex(), "6", "410.9", "KiB")
     assert re.fullmatch(r"[1-5]\d s 5 d", " ".join(ages))
-    assert len(lines) == 4
+    assert lines[4].startswith("of 8 records read: ")
     answer = answered(capsys, "ls", url)
     assert answer["url"] == url
     second = answer["spaces"][1]
@@ -133,52 +133,33 @@ def test_an_empty_tier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     url = f"file://{tmp_path}/empty"
     DiskBackend(tmp_path / "empty").close()
     assert said(capsys, "ls", url) == [f"{url} is empty"]
-    assert answered(capsys, "stat", url)["blocks"] == 0
-    assert said(capsys, "stat", url)[1].split() == ["namespaces", "0"]
+    assert answered(capsys, "ls", url)["blocks"] == 0
     assert answered(capsys, "verify", url)["sound"] == 0
     assert answered(capsys, "gc", url, "--size", "0")["blocks"] == 0
     assert answered(capsys, "rm", url, "--all", "--yes")["blocks"] == 0
 
 
-def test_stat_has_the_totals(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    answer = answered(capsys, "stat", f"{url}?size=1GiB", "--sample", "100")
-    assert (answer["namespaces"], answer["blocks"], answer["bytes"]) == (2, 8, 8 * RECORD)
+def test_ls_has_the_totals(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = answered(capsys, "ls", f"{url}?size=1GiB")
+    assert (answer["blocks"], answer["bytes"]) == (8, 8 * RECORD)
     assert (answer["capacity"], answer["quarantined"], answer["odd"]) == (1 << 30, 0, 0)
     assert answer["used"] >= 8 * RECORD
-    assert answer["sample"] == {
-        "records": 8,
-        "bad": 0,
-        "other_version": 0,
-        "codecs": {"raw": 5, "lossless": 3},
-        "raw_bytes": 8 * 2 * PAYLOAD,
-        "record_bytes": 8 * RECORD,
-    }
-    blocks = [at["blocks"] for at in answer["ages"]]
-    assert blocks == [3, 0, 0, 5, 0, 0]
-    lines = said(capsys, "stat", url, "--sample", "8")
-    assert any(line.split() == ["budget", "none"] for line in lines)
+    assert answer["codecs"] == {"raw": 5, "lossless": 3}
     assert answer["last_budget"] is None
-    assert not any("last opened" in line for line in lines)
-    assert any("raw 5, lossless 3; 2.00× smaller" in line for line in lines)
-    assert "█" * 30 in next(line for line in lines if "7 days" in line)
+    lines = said(capsys, "ls", f"{url}?size=1GiB")
+    assert lines[-2:] == ["budget: 1 GiB", "of 8 records read: 5 raw, 3 lossless"]
 
 
-def test_stat_knows_the_budget_of_the_store(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_knows_the_budget_of_the_store(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     for tier in (f"{url}?size=1GiB", url):
         memory, (spec,) = open_tiers([tier])
         memory.backend.close()
         spec.backend.close()
-        assert answered(capsys, "stat", url)["capacity"] == 1 << 30
-        last = answered(capsys, "stat", f"{url}?size=2GiB")["last_budget"]
+        assert answered(capsys, "ls", url)["capacity"] == 1 << 30
+        last = answered(capsys, "ls", f"{url}?size=2GiB")["last_budget"]
         assert (last["bytes"], last["given"]) == (1 << 30, True)
-        (line,) = [line for line in said(capsys, "stat", url) if "last opened" in line]
+        (line,) = [line for line in said(capsys, "ls", url) if "last opened" in line]
         assert "1 GiB (given as size=, " in line
-
-
-def test_stat_reads_as_many_as_it_is_told(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert answered(capsys, "stat", url, "--sample", "3")["sample"]["records"] == 3
-    assert answered(capsys, "stat", url, "--sample", "0")["sample"]["records"] == 0
-    assert "--sample" in refused(capsys, "stat", url, "--sample", "-1")
 
 
 def test_looking_changes_nothing(place: Path, url: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,7 +168,7 @@ def test_looking_changes_nothing(place: Path, url: str, capsys: pytest.CaptureFi
         return {file: file.stat().st_mtime_ns for file in files}
 
     before = used()
-    for arguments in (["ls", "--blocks"], ["stat"], ["verify"], ["gc", "--size", "0", "--dry-run"]):
+    for arguments in (["ls", "--blocks"], ["verify"], ["gc", "--size", "0", "--dry-run"]):
         said(capsys, *arguments, url)
     assert used() == before
 
@@ -256,12 +237,12 @@ def test_verify_finds_every_damage(
 
 def test_verify_repairs(place: Path, url: str, capsys: pytest.CaptureFixture[str]) -> None:
     reasons = damage(place)
-    lines = said(capsys, "verify", url, "--repair", "--threads", "1", code=1)
+    lines = said(capsys, "verify", url, "--repair", code=1)
     assert len([line for line in lines if line.endswith("(quarantined)")]) == 5
     assert len(there(place)) == 3
     assert not there(place) & reasons.keys()
     assert answered(capsys, "verify", url)["sound"] == 3
-    assert answered(capsys, "stat", url)["quarantined"] == 5
+    assert answered(capsys, "ls", url)["quarantined"] == 5
 
 
 def test_another_format_version_is_not_damaged(
@@ -278,15 +259,7 @@ def test_another_format_version_is_not_damaged(
     answer = answered(capsys, "verify", url, "--repair")
     assert (answer["sound"], answer["other_version"], answer["bad"]) == (7, 1, 0)
     assert block(A, 0) in there(place)
-    sample = answered(capsys, "stat", url, "--sample", "8")["sample"]
-    assert (sample["records"], sample["other_version"], sample["bad"]) == (7, 1, 0)
-    assert "  1 of the records read are of another format version" in said(
-        capsys, "stat", url, "--sample", "8"
-    )
-
-
-def test_wrong_threads(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--threads" in refused(capsys, "verify", url, "--threads", "0")
+    assert answered(capsys, "ls", url)["codecs"]["of another format version"] == 1
 
 
 # --- gc --------------------------------------------------------------------------------------
@@ -485,7 +458,7 @@ def test_a_server(server: str, capsys: pytest.CaptureFixture[str]) -> None:
         wrong[-1] ^= 1
         backend.put(block(A, 3), wrong)
     assert said(capsys, "ls", server)[2].split()[:2] == [A.hex(), "5"]
-    answer = answered(capsys, "stat", server)
+    answer = answered(capsys, "ls", server)
     assert (answer["blocks"], answer["quarantined"], answer["capacity"]) == (5, None, None)
     answer = answered(capsys, "verify", server, "--repair", code=1)
     assert [one["block"] for one in answer["found"]] == [block(A, 3).hex()]

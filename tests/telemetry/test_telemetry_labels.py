@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.observe.telemetry import label, visible
+from kvkeep.observe.telemetry import label
+from kvkeep.observe.visible import visible
 
 HOSTILE = [
     "a\nb", "a\x1b[31mred", "\x00", "\u202egnp.exe", "a\u2028b", "\ud800", "\u200b", "x" * 500,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Final
 
+from kvkeep.observe.visible import visible
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -21,23 +23,8 @@ __all__ = [
     "visible",
 ]  # fmt: skip
 
-_PICTURES: Final = {**{code: 0x2400 + code for code in range(0x20)}, 0x7F: 0x2421}
 _BARS: Final = " ▁▂▃▄▅▆▇█"
 _EIGHTHS: Final = len(_BARS) - 1
-
-
-def visible(text: str) -> str:
-    r"""Return ``text`` on one line, without characters that could control a terminal.
-
-    Control characters become their pictures (␀ … ␡); other characters that are not printable, such
-    as lone surrogates and changes of the writing direction, become escapes such as ``\u202e``.
-    """
-    if text.isprintable():
-        return text
-    return "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode()
-        for c in text.translate(_PICTURES)
-    )
 
 
 def plural(number: float, word: str) -> str:

@@ -6,7 +6,7 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from kvkeep.cli.arguments import add_count, add_json, add_option, add_switch, byte_size, duration
+from kvkeep.cli.arguments import add_json, add_option, add_switch, byte_size, duration
 from kvkeep.core.errors import BackendFailed, reason
 from kvkeep.store.backends import TierURL
 
@@ -34,15 +34,10 @@ def add_parser(commands: Commands) -> None:
         "s3://bucket/prefix.",
     )
     actions = store.add_subparsers(title="actions", metavar="ACTION", required=True)
-    action = _add(actions, "ls", "list namespaces, one per line")
+    action = _add(actions, "ls", "list namespaces, one per line; then budget and codecs")
     add_switch(action, "--blocks", "also list blocks, one per line")
-    action = _add(
-        actions, "stat", "show totals, codecs, and the ages of blocks since their last use"
-    )
-    add_count(action, "--sample", 8, "records to read, at random, to see their codecs")
     action = _add(actions, "verify", "read and check every record; exit code 1 if any is damaged")
     add_switch(action, "--repair", "quarantine damaged records")
-    add_count(action, "--threads", 4, "records to read at once")
     action = _add(
         actions,
         "gc",
@@ -110,7 +105,6 @@ def _action(name: str) -> Action:
 
     actions: dict[str, Action] = {
         "ls": store_look.ls,
-        "stat": store_look.stat,
         "verify": store_change.verify,
         "gc": store_change.gc,
         "rm": store_change.rm,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kvkeep.cli.progress import bytes_progress
 from kvkeep.cli.store_place import CommandResult, remove, spaces_of
-from kvkeep.core.errors import InvalidValue, reason, whole
+from kvkeep.core.errors import InvalidValue, reason
 from kvkeep.core.geometry.units import format_bytes
 from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.tiers.record import BadRecord, OtherVersion
@@ -28,7 +28,7 @@ __all__ = ["gc", "rm", "verify"]
 
 _BAD = 1
 _DECLINED = 1
-_MOST_THREADS = 64
+_THREADS = 4
 _FEWEST_DIGITS = 4
 
 
@@ -74,7 +74,6 @@ class _Verifier:
 
 def verify(place: OpenTier, args: argparse.Namespace) -> CommandResult:
     """Read and check every record; with ``--repair``, quarantine damaged ones."""
-    threads = whole("--threads", args.threads, 1, _MOST_THREADS)
     if place.is_raw:
         raise InvalidValue(
             f"{place.url} is memory in front of tiers: its records have no checksums to verify"
@@ -83,7 +82,7 @@ def verify(place: OpenTier, args: argparse.Namespace) -> CommandResult:
     counts = dict.fromkeys(("sound", "gone", "other version", "bad"), 0)
     bad: list[dict[str, object]] = []
     check = _Verifier(place.backend)
-    with closing(_verdicts(check, records, threads)) as verdicts:
+    with closing(_verdicts(check, records)) as verdicts:
         for listed, verdict in verdicts:
             counts[verdict.state] += 1
             if verdict.state != "bad":
@@ -108,10 +107,10 @@ def verify(place: OpenTier, args: argparse.Namespace) -> CommandResult:
 
 
 def _verdicts(
-    check: _Verifier, records: Sequence[Listed], threads: int
+    check: _Verifier, records: Sequence[Listed]
 ) -> Generator[tuple[Listed, _Verdict], None, None]:
     """Yield each record with its verdict, in order, behind a progress bar."""
-    pool = ThreadPoolExecutor(threads, "kvkeep verify")
+    pool = ThreadPoolExecutor(_THREADS, "kvkeep verify")
     try:
         with bytes_progress("verifying", of=sum(record.size for record in records)) as advance:
             for listed, verdict in zip(records, pool.map(check, records), strict=True):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvkeep.observe.visible import visible
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
@@ -51,11 +53,7 @@ def shown(text: str) -> str:
     """
     if len(text) > _MOST:
         text = text[:_MOST] + "…"
-    return "'" + "".join(c if c.isprintable() else _escape(ord(c)) for c in text) + "'"
-
-
-def _escape(code: int) -> str:
-    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    return f"'{visible(text)}'"
 
 
 def _name(identity: str) -> str:

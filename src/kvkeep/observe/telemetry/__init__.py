@@ -4,7 +4,7 @@ This room depends on no cache, engine or server, and never gets the text of a pr
 comes with the extra ``otel`` and is imported when `start` exports spans.
 """
 
-from kvkeep.observe.telemetry.labels import label, visible
+from kvkeep.observe.telemetry.labels import label
 from kvkeep.observe.telemetry.logs import configure
 from kvkeep.observe.telemetry.starting import start, wanted
 
@@ -12,6 +12,5 @@ __all__ = [
     "configure",
     "label",
     "start",
-    "visible",
     "wanted",
 ]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import unicodedata
 from typing import TYPE_CHECKING, Final
+
+from kvkeep.observe.visible import visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["DEFAULT", "OTHER", "label", "visible"]
+__all__ = ["DEFAULT", "OTHER", "label"]
 
 OTHER: Final = "other"
 """The label of all names without their own label."""
@@ -18,28 +19,6 @@ DEFAULT: Final = "default"
 
 _LONGEST = 64
 _DIGEST = 8
-
-
-def visible(text: str) -> str:
-    """Return ``text`` as one line with all characters visible.
-
-    Control characters are replaced by pictures; characters that change the direction of text, join
-    it, break lines or are half of a pair, by escapes. Cost: one pass.
-    """
-    if text.isascii() and text.isprintable():
-        return text
-    return "".join(map(_shown, text))
-
-
-def _shown(char: str) -> str:
-    code = ord(char)
-    if code < 0x20:
-        return chr(0x2400 + code)
-    if code == 0x7F:
-        return "␡"
-    if unicodedata.category(char) in {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}:
-        return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
-    return char
 
 
 def label(name: str, *, reserved: Iterable[str] = (OTHER, DEFAULT)) -> str:
