@@ -14,7 +14,7 @@ from kvkeep.cli import main
 ROW = {
     "cache_salt": "a", "requests": 2, "prompt_tokens": 12_345, "read_tokens": 1000,
     "computed_tokens": 11_345, "written_tokens": 1024, "generated_tokens": 10,
-    "pool_tokens": 512, "tier_tokens": 0, "pinned_tokens": 1, "retained_tokens": 2,
+    "pool_tokens": 512, "tier_tokens": 0,
 }  # fmt: skip
 ODD = [
     {**ROW, "cache_salt": "\x1b[2J[red]\u202e", "requests": "many", "pool_tokens": None},

@@ -13,7 +13,7 @@ from kvkeep.core.cost import CostModel
 from kvkeep.core.keys import Namespace
 from kvkeep.integrations.engine_status import EngineFacts, EngineStatus
 from kvkeep.integrations.request_watch import WatchedLoad
-from kvkeep.serve.server.usage_report import UsagePart
+from kvkeep.serve.server.tenant_usage import UsagePart
 from kvkeep.store import Miss
 
 PAGES = 12

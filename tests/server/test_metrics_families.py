@@ -20,7 +20,7 @@ from kvkeep.serve.http import BodyBudget, ConnectionLimits, Connections
 from kvkeep.serve.server import families
 from kvkeep.serve.server.engine_costs import EngineCosts
 from kvkeep.serve.server.metrics import ServerMetrics
-from kvkeep.serve.server.retention import Retention
+from kvkeep.serve.server.pins import PoolPins
 from kvkeep.store.blocks.stats import StoreStats
 from kvkeep.store.tiers.counters import TierCounters, TierStats
 from request_events import Requests
@@ -83,9 +83,9 @@ def all_of_it():
     metrics.events = lambda: dict.fromkeys(
         ("batches", "events", "dropped", "resyncs", "replays", "snapshots", "refused"), 1
     )
-    metrics.retention = Retention(cache, 0.1)
-    metrics.tier_retention = SimpleNamespace(
-        kept_tokens=5, unkept_tokens=4, given_tokens=3, lost_tokens=2, num_blocks=1
+    metrics.pool_pins = PoolPins(cache)
+    metrics.tier_pins = SimpleNamespace(
+        pinned_tokens=5, unpinned_tokens=4, given_tokens=3, lost_tokens=2, count=1
     )
     metrics.tenants = TenantLedger(PAGE)
     transfer = TransferCost(seconds_fixed=0.001, seconds_per_byte=1e-9)

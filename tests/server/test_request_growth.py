@@ -57,7 +57,7 @@ class Served:
         self.cache = PagedCache(64, 16, what_if=0.1)
         engine = SimpleNamespace(cache=self.cache, store=None)
         tenants = TenantUsage(engine, ServerSettings(name="m"), lambda salt: Namespace(tenant=salt))
-        self.watching = Watching(self.cache, tenants, explain=True)
+        self.watching = Watching(self.cache, tenants)
         self.metrics = ServerMetrics(self.watching.usage)
         self.metrics.watch(self.cache)
         if not LONG:

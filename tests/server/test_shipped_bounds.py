@@ -77,7 +77,7 @@ class Observed:
         self._cache = PagedCache(PAGES, PAGE)
         engine = SimpleNamespace(cache=self._cache, store=None)
         tenants = TenantUsage(engine, ServerSettings(name="m"), lambda salt: Namespace(tenant=salt))
-        self.watching = Watching(self._cache, tenants, explain=True)
+        self.watching = Watching(self._cache, tenants)
         self.metrics = ServerMetrics(self.watching.usage)
         self.metrics.watch(self._cache)
         self._notifier = Notifier(*self.watching.start())

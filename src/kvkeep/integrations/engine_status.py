@@ -25,16 +25,16 @@ from kvkeep.serve.server.losses import ServerLosses, loss_counts
 from kvkeep.serve.server.schemas.kv import KVStats
 from kvkeep.serve.server.schemas.see import LivePages, LiveResponse, LiveTotals, LiveTtft
 from kvkeep.serve.server.status_metrics import StatusMetrics
+from kvkeep.serve.server.tenant_usage import usage_of
 from kvkeep.serve.server.text import showable
 from kvkeep.serve.server.thread_pools import ThreadPools
-from kvkeep.serve.server.usage_report import usage_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvkeep.core.cost import CostModel
     from kvkeep.serve.server.schemas.usage import UsageResponse
-    from kvkeep.serve.server.usage_report import UsagePart
+    from kvkeep.serve.server.tenant_usage import UsagePart
     from kvkeep.store.tiers import TierStats
 
 __all__ = ["EngineFacts", "EngineStatus"]
@@ -183,7 +183,6 @@ class EngineStatus:
             policy=facts.policy,
             page_size=facts.page_tokens,
             text=False,
-            explain=self._told,
             changes=False,
             map=False,
             running=self.watch.running,
@@ -233,7 +232,7 @@ class EngineStatus:
     def usage(self, part: UsagePart) -> UsageResponse:
         """Return what tenants used; what tiers keep of whom is not known."""
         self.watch.settle()
-        return usage_of(self._ledger, part, ({}, {}), model=self._facts.model, since=self._since)
+        return usage_of(self._ledger, part, model=self._facts.model, since=self._since)
 
     def close(self) -> None:
         """End all threads. A second call does nothing."""

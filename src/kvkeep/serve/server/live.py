@@ -117,7 +117,6 @@ class EngineState:
             policy=service.engine.cache.policy,
             page_size=service.engine.cache.page_size,
             text=settings.text,
-            explain=settings.explain,
             changes=settings.api_key is not None,
             running=engine.running,
             waiting=engine.waiting,

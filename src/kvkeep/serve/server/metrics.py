@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from kvkeep.observe.usage import TenantLedger
     from kvkeep.serve.http import BodyBudget, Connections
     from kvkeep.serve.server.engine_costs import EngineCosts
-    from kvkeep.serve.server.retention import Retention
-    from kvkeep.serve.server.tier_retention import TierRetention
+    from kvkeep.serve.server.pins import PoolPins, TierPins
 
 __all__ = ["ServerMetrics"]
 
@@ -38,8 +37,8 @@ class ServerMetrics:
 
     ``usage`` counts requests by namespace. The attributes set later add families: ``events``
     returns a publisher's figures (`PublisherStats.as_dict`), ``reasons`` the computed tokens by
-    reason since the start (an explainer's), ``tenants`` counts by tenant, ``retention`` and
-    ``tier_retention`` pin prefixes, ``costs`` are what the engine has learned, ``connections`` and
+    reason since the start (an explainer's), ``tenants`` counts by tenant, ``pool_pins``
+    and ``tier_pins`` keep prefixes, ``costs`` are what the engine has learned, ``connections`` and
     ``bodies`` are the HTTP server's.
 
     Thread safety: all methods.
@@ -57,8 +56,8 @@ class ServerMetrics:
         self.events: Callable[[], Mapping[str, int]] | None = None
         self.reasons: Callable[[], Mapping[str, int]] | None = None
         self.tenants: TenantLedger | None = None
-        self.retention: Retention | None = None
-        self.tier_retention: TierRetention | None = None
+        self.pool_pins: PoolPins | None = None
+        self.tier_pins: TierPins | None = None
         self.costs: EngineCosts | None = None
         self.connections: Connections | None = None
         self.bodies: BodyBudget | None = None
@@ -158,10 +157,10 @@ class ServerMetrics:
                 found += families.of_store(engine, store)
             if self.costs is not None:
                 found += cost_families.of_costs(self.costs)
-            if self.retention is not None:
-                found += tenant_families.of_retention(self.retention)
-            if self.tier_retention is not None:
-                found += tenant_families.of_tier_retention(self.tier_retention)
+            if self.pool_pins is not None:
+                found += tenant_families.of_pool_pins(self.pool_pins)
+            if self.tier_pins is not None:
+                found += tenant_families.of_tier_pins(self.tier_pins)
             if self.tenants is not None:
                 found += tenant_families.of_tenants(self.tenants.series(families.MOST_NAMES))
             found += http_metrics.families(self.connections, self.bodies)

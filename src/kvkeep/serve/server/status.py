@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from kvkeep.serve.server.live import Live
     from kvkeep.serve.server.schemas.kv import KVStats
     from kvkeep.serve.server.schemas.usage import UsageResponse
+    from kvkeep.serve.server.tenant_usage import UsagePart
     from kvkeep.serve.server.thread_pools import ThreadPools
-    from kvkeep.serve.server.usage_report import UsagePart
 
 __all__ = ["OutsideSource", "StatusSource"]
 

@@ -1,57 +1,74 @@
-"""`TenantUsage`: the ledger of tenants of one server, with what the pool and the tiers keep."""
+"""`TenantUsage`: the ledger of tenants of one server, and its report for ``/kv/usage``."""
 
 from __future__ import annotations
 
-import threading
 import time
-from typing import TYPE_CHECKING, Final
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvkeep.core.errors import IllegalStep
 from kvkeep.observe.usage import TenantLedger
+from kvkeep.observe.usage.shortened import shortened
+from kvkeep.serve.server.schemas.usage import TenantRow, UsageResponse
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvkeep.core.keys import Namespace
     from kvkeep.observe.usage.pages import PageOwners
+    from kvkeep.observe.usage.shortened import TenantOrder
     from kvkeep.serve.engine import Engine
     from kvkeep.serve.server.settings import ServerSettings
 
-__all__ = ["TenantUsage"]
+__all__ = ["TenantUsage", "UsagePart", "usage_of"]
 
 _EVERY_S: Final = 10.0
-"""Seconds between two looks at what the tiers keep."""
+"""Seconds between two looks at the tiers for reports on the largest tenants alone."""
+
+
+class UsagePart(NamedTuple):
+    """Which tenants a report has; see `shortened`."""
+
+    order: TenantOrder = "prompt_tokens"
+    search: str = ""
+    most: int | None = None
 
 
 class TenantUsage:
     """Counts what each tenant uses from the start of the server on.
 
-    What the pool keeps is exact. The tiers are read every ten seconds, and for each report.
+    What the pool keeps is exact. The tiers are read for reports on all tenants; what they keep is
+    up to ten seconds old in the others.
 
-    Thread safety: `sample`, and the ledger; `start` and `close` belong to the server.
+    Thread safety: `report`, and the ledger.
     """
 
     def __init__(
         self, engine: Engine, settings: ServerSettings, namespace: Callable[[str], Namespace]
     ) -> None:
         self.ledger = TenantLedger(engine.cache.page_size, named=settings.weights)
-        self.since = time.time()
+        self._since = time.time()
+        self._model = settings.name
         self._engine = engine
         self._namespace = namespace
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._sampled = float("-inf")
 
     def start(self, pages: PageOwners) -> None:
-        """Follow the pages of the pool, and the tiers, if there are any."""
+        """Follow the pages of the pool."""
         # Nothing runs yet: no page is stored between these two lines.
         self.ledger.begin(pages.pages)
         pages.changed = self.ledger.pages_changed
-        if self._engine.store is not None:
-            self._thread = threading.Thread(target=self._run, name="kvkeep usage", daemon=True)
-            self._thread.start()
 
-    def sample(self) -> None:
-        """Note what the tiers keep now. Cost: a pass over namespaces and tenants."""
+    def report(self, part: UsagePart) -> UsageResponse:
+        """Return what tenants used and keep. Cost: a pass over namespaces and tenants."""
+        now = time.monotonic()
+        if part.most is None or now - self._sampled >= _EVERY_S:
+            self._sampled = now
+            self._sample()
+        return usage_of(self.ledger, part, model=self._model, since=self._since)
+
+    def _sample(self) -> None:
+        """Note what the tiers keep now."""
         store = self._engine.store
         if store is None:
             return
@@ -68,12 +85,17 @@ class TenantUsage:
         tokens = {tenants[name]: count / size for name, count in own.items()}
         self.ledger.tiers_keep(tokens, others / size)
 
-    def close(self) -> None:
-        """End the thread."""
-        self._ended.set()
-        if self._thread is not None:
-            self._thread.join(_EVERY_S)
 
-    def _run(self) -> None:
-        while not self._ended.wait(_EVERY_S):
-            self.sample()
+def usage_of(ledger: TenantLedger, part: UsagePart, *, model: str, since: float) -> UsageResponse:
+    """Return rows of a ledger that began at ``since``."""
+    lines, count = shortened(ledger.report(), order=part.order, search=part.search, most=part.most)
+    rows = [
+        TenantRow(
+            cache_salt=line.tenant,
+            **asdict(line.counts),
+            pool_tokens=line.pool_tokens,
+            tier_tokens=round(line.tier_tokens),
+        )
+        for line in lines
+    ]
+    return UsageResponse(model=model, since=since, until=time.time(), count=count, tenants=rows)

@@ -20,16 +20,14 @@ __all__ = ["Watching"]
 class Watching:
     """Makes the observers of one server's cache and requests, and ends them.
 
-    ``usage`` and ``tenants`` are always kept; ``explainer`` is None before `start`, and without
-    ``explain``.
+    ``usage`` and ``tenants`` are always kept; ``explainer`` is None before `start`.
     """
 
-    def __init__(self, cache: PagedCache, tenants: TenantUsage, *, explain: bool) -> None:
+    def __init__(self, cache: PagedCache, tenants: TenantUsage) -> None:
         self.usage = UsageTable(cache.num_pages)
         self.tenants = tenants
         self.explainer: Explainer | None = None
         self._cache = cache
-        self._explain = explain
         for namespace in cache.namespaces():
             for run in cache.runs(namespace):
                 self.usage.pages.stored(namespace.tenant, run.pages)
@@ -38,9 +36,6 @@ class Watching:
     def start(self) -> tuple[RequestObserver, ...]:
         """Start the explainer's thread; return the observers of requests."""
         self.tenants.start(self.usage.pages)
-        self._ends.append(self.tenants.close)
-        if not self._explain:
-            return self.usage.see, self.tenants.ledger.see
         cache = self._cache
         self.explainer = explainer = Explainer(
             cache.page_size, cache.policy, reuse=cache.reuse, groups=cache.groups
@@ -50,7 +45,7 @@ class Watching:
         return self.usage.see, self.tenants.ledger.see, explainer.see_request
 
     def computed_tokens(self) -> dict[str, int]:
-        """Return computed tokens by reason since the start; empty without an explainer."""
+        """Return computed tokens by reason since the start."""
         return {} if self.explainer is None else self.explainer.computed()
 
     def close(self) -> None:

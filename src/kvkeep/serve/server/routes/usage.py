@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query
 from kvkeep.observe.usage.shortened import TenantOrder
 from kvkeep.serve.server.routes.base import READ_ERRORS, JSONRoute, StatusOf
 from kvkeep.serve.server.schemas.usage import UsageResponse
-from kvkeep.serve.server.usage_report import UsagePart
+from kvkeep.serve.server.tenant_usage import UsagePart
 
 __all__ = ["router"]
 

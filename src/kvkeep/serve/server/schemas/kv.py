@@ -35,7 +35,7 @@ class KVStats(ResponseModel):
     cache: dict[str, int | float]
     engine: dict[str, int | float]
     store: dict[str, Any] | None = Field(description="Null for a server without tiers.")
-    what_if: list[MemoryPoint] | None = Field(description="Null with --no-what-if.")
+    what_if: list[MemoryPoint] | None = Field(description="Null without an estimate.")
 
 
 class ClearRequest(RequestModel):

@@ -280,7 +280,6 @@ class LiveResponse(ResponseModel):
     policy: str = Field(description="The eviction policy of the pool.")
     page_size: int
     text: bool = Field(description="False with --no-text.")
-    explain: bool = Field(description="False with --no-explain.")
     changes: bool = Field(description="Whether nodes can be pinned and evicted here.")
     map: bool = Field(
         default=True,

@@ -23,8 +23,6 @@ class TenantRow(ResponseModel):
     stored_tokens: int = Field(description="Tokens handed to the tiers.")
     pool_tokens: int = Field(description="Tokens in the pool now, in pages.")
     tier_tokens: int = Field(description="Tokens in the tiers now, about.")
-    pinned_tokens: int = Field(description="Tokens in the pool under pins of clients now.")
-    retained_tokens: int = Field(description="Tokens that clients keep in the tiers now.")
 
 
 class UsageResponse(ResponseModel):
