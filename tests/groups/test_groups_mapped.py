@@ -8,7 +8,6 @@ import pytest
 from symbolic import BOTH, GRID, STATE, WINDOW, SymbolicEngine, prompt
 
 from kvkeep.core.prefix.render import draw
-from kvkeep.serve.server import families
 
 if TYPE_CHECKING:
     from kvkeep.core.groups import GroupLayout
@@ -78,30 +77,14 @@ def test_a_drawing_marks_where_requests_resume() -> None:
 
 
 @LAYOUTS
-def test_metrics_of_groups(layout: GroupLayout) -> None:
+def test_counts_of_groups(layout: GroupLayout) -> None:
     engine = SymbolicEngine(160, layout)
     for number in range(6):
         engine.run(prompt(number % 4, 60)).close()
     stats = engine.cache.stats()
-    values = {
-        sample.name: sample.value
-        for family in families.of_cache(stats)
-        for sample in family.samples
-    }
-    assert values["kvkeep_group_pages"] == stats.groups.pages
-    assert values["kvkeep_group_rows"] == stats.groups.rows
-    assert values["kvkeep_checkpoints"] == stats.groups.checkpoints
-    assert values["kvkeep_checkpoints_stored_total"] == stats.groups.checkpoints_stored
     gone = stats.groups.checkpoints_evicted + stats.groups.checkpoints_replaced
     assert stats.groups.checkpoints == stats.groups.checkpoints_stored - gone
     assert stats.groups.rows == stats.groups.rows_stored - stats.groups.rows_evicted
-
-
-def test_a_plain_cache_has_no_metrics_of_groups() -> None:
-    from kvkeep import PagedCache
-
-    names = {family.name for family in families.of_cache(PagedCache(8, 4).stats())}
-    assert not [name for name in names if "checkpoint" in name or "group" in name]
 
 
 def test_tokens_that_a_state_did_not_allow_are_counted() -> None:

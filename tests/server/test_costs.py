@@ -62,7 +62,6 @@ def test_a_server_without_a_store_learns_what_prompts_take(server):
     assert cost.prefill.prefill_s(0, 200) > 0
     told = samples(server)
     assert told["kvkeep_prefill_token_seconds",] > 0
-    assert 0 < told["kvkeep_prefill_cost_error",] <= 1
 
 
 def test_a_key_is_needed_where_there_is_one(start_server):
@@ -121,7 +120,6 @@ def test_what_is_slow_is_computed_and_said_to_be(faulty):
         name = "kvkeep_store_computed_stored_tokens_total"
         assert counted[name,] == total["computed_stored_tokens"]
         assert counted["kvkeep_store_loads_total", "computed"] == total["computed"]
-        assert counted["kvkeep_store_transfer_error", "faulty", "read"] == read["error"]
         assert counted["kvkeep_recomputed_tokens_total", "not_loaded"] > 0
 
 

@@ -131,7 +131,6 @@ def test_no_text(start_server):
         some = str(tokens[:3])[1:-1]
         asked = server.http.post("/kv/explain", json={"prompt": f"It is {secret} 3 {FILLER}"})
         answers = [asked, *(server.http.get(f"/kv/{path}") for path in PATHS)]
-        answers += [server.http.get("/kv/map?format=text")]
         answers += [server.http.get(f"/kv/explain/{answer['id']}")]
         for one in answers:
             assert one.status_code == 200

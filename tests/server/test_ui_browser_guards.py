@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from browsing import HOSTILE, KEY, WORDS, boxes, chosen_run, complete, live, pinned, see, until
+from browsing import HOSTILE, KEY, WORDS, boxes, complete, live, see, until
 from real_server import eventually
 
 pytestmark = pytest.mark.model
@@ -16,44 +16,6 @@ def locked(start_server):
 
 
 # --- who may ---------------------------------------------------------------------------------
-
-
-def test_pinning_needs_a_server_with_a_key(server, opened):
-    complete(server, WORDS * 5)
-    with opened(server) as page:
-        live(page)
-        chosen_run(page)
-        page.locator("#details-why").wait_for()
-        assert "started with an API key" in page.locator("#details-why").inner_text()
-        for name in ("Pin…", "Unpin", "Evict…"):
-            assert page.get_by_role("button", name=name).is_disabled()
-        node = int(page.locator("#picture .chosen").get_attribute("data-key"))
-    refused = server.http.post(f"/kv/map/{node}", json={"action": "pin", "ttl_s": 60})
-    assert refused.status_code == 403
-
-
-def test_with_the_key_it_is_pinned_and_evicted(locked, opened):
-    complete(locked, "Only this prompt is pinned, and evicted after that, by hand. " * 4)
-    with opened(locked, key=KEY) as page:
-        live(page)
-        chosen_run(page)
-        page.get_by_role("button", name="Pin…").click()
-        dialog = page.locator("dialog")
-        assert "stay in the pool" in dialog.inner_text()
-        dialog.get_by_role("button", name="Cancel").click()
-        assert pinned(locked) == 0
-        page.get_by_role("button", name="Pin…").click()
-        dialog.get_by_label("For").select_option("3600")
-        dialog.get_by_role("button", name="Pin", exact=True).click()
-        page.get_by_text("The server pinned").wait_for()
-        assert pinned(locked) > 0
-        page.get_by_role("button", name="Unpin").click()
-        page.get_by_text("The server unpinned").wait_for()
-        assert pinned(locked) == 0
-        page.get_by_role("button", name="Evict…").click()
-        dialog.get_by_role("button", name="Evict", exact=True).click()
-        page.get_by_text("The server evicted").wait_for()
-    assert locked.engine.cache.stats().pages_cached == 0
 
 
 def test_the_key_is_asked_for_and_kept_in_this_tab(locked, opened):

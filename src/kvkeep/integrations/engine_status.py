@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvkeep.integrations.request_watch import RequestWatch
 from kvkeep.integrations.watch_sink import WatchSink
@@ -23,7 +23,6 @@ from kvkeep.serve.server.live import (
 )
 from kvkeep.serve.server.losses import ServerLosses, loss_counts
 from kvkeep.serve.server.schemas.kv import KVStats
-from kvkeep.serve.server.schemas.see import LivePages, LiveResponse, LiveTotals, LiveTtft
 from kvkeep.serve.server.status_metrics import StatusMetrics
 from kvkeep.serve.server.tenant_usage import usage_of
 from kvkeep.serve.server.text import showable
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvkeep.core.cost import CostModel
-    from kvkeep.serve.server.schemas.usage import UsageResponse
     from kvkeep.serve.server.tenant_usage import UsagePart
     from kvkeep.store.tiers import TierStats
 
@@ -155,64 +153,63 @@ class EngineStatus:
             "observer_errors": watch.lost,
         }
 
-    def _pages(self) -> LivePages:
+    def _pages(self) -> dict[str, Any]:
         """Return the pages by state; of those in use nearly all can be reused, or will be."""
         total, free = self._facts.num_pages, self._free_pages()
         stored = min(self._sink.full_pages, total)
         used = 0 if free is None else min(total, max(0, total - free))
         held = min(stored, used)
-        return LivePages(
-            total=total,
-            free=max(0, total - used - (stored - held)),
-            cached_evictable=stored - held,
-            cached_held=held,
-            private=used - held,
-            pinned=0,
-        )
+        return {
+            "total": total,
+            "free": max(0, total - used - (stored - held)),
+            "cached_evictable": stored - held,
+            "cached_held": held,
+            "private": used - held,
+            "pinned": 0,
+        }
 
-    def _live(self) -> LiveResponse:
+    def _live(self) -> dict[str, Any]:
         self.watch.settle()
         facts, sink = self._facts, self._sink
         usage, tiers = self._usage.moment(MOST_SHOWN), self._tiers
-        return LiveResponse(
-            at=time.time(),
-            uptime_s=time.monotonic() - self._began,
-            version=self._version,
-            model=showable(facts.model),
-            engine=facts.engine,
-            policy=facts.policy,
-            page_size=facts.page_tokens,
-            text=False,
-            changes=False,
-            map=False,
-            running=self.watch.running,
-            waiting=self.watch.waiting,
-            totals=LiveTotals(
-                requests=sink.requests,
-                prompt_tokens=sink.prompt_tokens,
-                cached_tokens=sink.cached_tokens,
-                loaded_tokens=sink.loaded_tokens,
-                generated_tokens=sink.generated_tokens,
-                evicted_pages=sink.evicted_pages,
-            ),
-            pages=self._pages(),
-            reused=source_figures(usage.reuse),
-            losses=self._losses.rows(loss_counts(sink.evicted_pages, tiers)),
-            ttft=LiveTtft(cold=time_figures(usage.cold), warm=time_figures(usage.warm)),
-            history=usage.history,
-            tiers=[tier_figures(tier, self.costs) for tier in tiers],
-            loads=load_figures(self.costs),
-            what_if=None,
-            tenants=tenant_figures(usage.namespaces, self._usage.pages.pages),
-            sessions=[],
-            conversations=None,
-            returns=None,
-        )
+        return {
+            "at": time.time(),
+            "uptime_s": time.monotonic() - self._began,
+            "version": self._version,
+            "model": showable(facts.model),
+            "engine": facts.engine,
+            "policy": facts.policy,
+            "page_size": facts.page_tokens,
+            "text": False,
+            "map": False,
+            "running": self.watch.running,
+            "waiting": self.watch.waiting,
+            "totals": {
+                "requests": sink.requests,
+                "prompt_tokens": sink.prompt_tokens,
+                "cached_tokens": sink.cached_tokens,
+                "loaded_tokens": sink.loaded_tokens,
+                "generated_tokens": sink.generated_tokens,
+                "evicted_pages": sink.evicted_pages,
+            },
+            "pages": self._pages(),
+            "reused": source_figures(usage.reuse),
+            "losses": self._losses.rows(loss_counts(sink.evicted_pages, tiers)),
+            "ttft": {"cold": time_figures(usage.cold), "warm": time_figures(usage.warm)},
+            "history": usage.history,
+            "tiers": [tier_figures(tier, self.costs) for tier in tiers],
+            "loads": load_figures(self.costs),
+            "what_if": None,
+            "tenants": tenant_figures(usage.namespaces, self._usage.pages.pages),
+            "sessions": [],
+            "conversations": None,
+            "returns": None,
+        }
 
     def stats(self) -> KVStats:
         """Return the counters of requests, pages and tiers. Cost: a call of each tier's."""
         self.watch.settle()
-        pages = self._pages().model_dump()
+        pages = self._pages()
         cache = {f"pages_{name}": count for name, count in pages.items()}
         return KVStats(
             reuse=True,
@@ -229,7 +226,7 @@ class EngineStatus:
         tiers = [tier.as_dict() for tier in self._tiers]
         return self._metrics.exposition(self._requests(), reasons, tiers)
 
-    def usage(self, part: UsagePart) -> UsageResponse:
+    def usage(self, part: UsagePart) -> dict[str, Any]:
         """Return what tenants used; what tiers keep of whom is not known."""
         self.watch.settle()
         return usage_of(self._ledger, part, model=self._facts.model, since=self._since)

@@ -148,7 +148,6 @@ class ServerMetrics:
             found: list[Metric] = [*families.of_cache(cache), *families.of_engine(engine)]
             found += families.of_pages(cache.evicted_pages, times)
             found += families.of_reuse(self.usage.reuse(families.MOST_NAMES))
-            found += families.of_namespaces(dict(self.usage.pages.pages))
             if self.reasons is not None:
                 found += families.of_computed(self.reasons())
             if self.events is not None:

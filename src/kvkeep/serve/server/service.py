@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from kvkeep.observe.usage import RequestObserver
     from kvkeep.observe.usage.lately import Counts
     from kvkeep.serve.engine import Delta, Engine, Tokenizer
-    from kvkeep.serve.server.schemas.usage import UsageResponse
     from kvkeep.serve.server.settings import ServerSettings
     from kvkeep.serve.server.tenant_usage import UsagePart
     from kvkeep.serve.server.worker import Call, Job
@@ -124,7 +123,7 @@ class Service:
         """What makes text of tokens for explanations; None if they are to have none."""
         return self.tokenizer.decode if self.settings.text else None
 
-    def usage(self, part: UsagePart) -> UsageResponse:
+    def usage(self, part: UsagePart) -> dict[str, Any]:
         """Return what tenants used. Cost: a pass over namespaces and tenants."""
         return self.watching.tenants.report(part)
 

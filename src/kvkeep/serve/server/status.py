@@ -7,7 +7,7 @@ dashboard see both alike.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from kvkeep.serve.server.engine_costs import EngineCosts
     from kvkeep.serve.server.live import Live
     from kvkeep.serve.server.schemas.kv import KVStats
-    from kvkeep.serve.server.schemas.usage import UsageResponse
     from kvkeep.serve.server.tenant_usage import UsagePart
     from kvkeep.serve.server.thread_pools import ThreadPools
 
@@ -46,7 +45,7 @@ class StatusSource(Protocol):
     def decode(self) -> Callable[[Sequence[int]], str] | None:
         """What makes text of tokens; None: answers have no text and no tokens of prompts."""
 
-    def usage(self, part: UsagePart) -> UsageResponse:
+    def usage(self, part: UsagePart) -> dict[str, Any]:
         """Return what tenants used. Cost: a pass over namespaces and tenants."""
 
 

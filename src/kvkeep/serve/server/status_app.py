@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from kvkeep.serve.http import BodyBudget, BodyGuard, ConnectionLimits, GuardedServer
 from kvkeep.serve.server import errors
 from kvkeep.serve.server.guards import AccessLog, HostGuard, KeyGuard
-from kvkeep.serve.server.routes import cost, outside, see, ui, usage
+from kvkeep.serve.server.routes import outside, see, ui
 
 if TYPE_CHECKING:
     import socket
@@ -30,7 +30,7 @@ _LARGEST_BODY: Final = 64 << 10  # nothing here reads a body
 _LAST_WRITES_S: Final = 1
 _END_S: Final = 5.0
 _ROUTERS: Final = (
-    see.router, usage.router, cost.router, outside.router, outside.hidden, ui.router,
+    see.router, outside.router, outside.hidden, ui.router,
 )  # fmt: skip
 
 

@@ -62,7 +62,6 @@ class StatusMetrics:
         for name, (key, text) in _COUNTERS.items():
             found.append(CounterMetricFamily(name, text, requests[key]))
         found += families.of_reuse(self._usage.reuse(families.MOST_NAMES))
-        found += families.of_namespaces(dict(self._usage.pages.pages))
         found += families.of_computed(reasons)
         found += families.of_tiers(tiers)
         found += cost_families.of_costs(self._costs)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvkeep.core.errors import IllegalStep
 from kvkeep.observe.usage import TenantLedger
 from kvkeep.observe.usage.shortened import shortened
-from kvkeep.serve.server.schemas.usage import TenantRow, UsageResponse
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,7 +58,7 @@ class TenantUsage:
         self.ledger.begin(pages.pages)
         pages.changed = self.ledger.pages_changed
 
-    def report(self, part: UsagePart) -> UsageResponse:
+    def report(self, part: UsagePart) -> dict[str, Any]:
         """Return what tenants used and keep. Cost: a pass over namespaces and tenants."""
         now = time.monotonic()
         if part.most is None or now - self._sampled >= _EVERY_S:
@@ -86,16 +85,25 @@ class TenantUsage:
         self.ledger.tiers_keep(tokens, others / size)
 
 
-def usage_of(ledger: TenantLedger, part: UsagePart, *, model: str, since: float) -> UsageResponse:
-    """Return rows of a ledger that began at ``since``."""
+def usage_of(ledger: TenantLedger, part: UsagePart, *, model: str, since: float) -> dict[str, Any]:
+    """Return rows of a ledger that began at ``since``, those with the most tokens first.
+
+    The last row has all tenants without a row, and no ``cache_salt``.
+    """
     lines, count = shortened(ledger.report(), order=part.order, search=part.search, most=part.most)
     rows = [
-        TenantRow(
-            cache_salt=line.tenant,
+        {
+            "cache_salt": line.tenant,
             **asdict(line.counts),
-            pool_tokens=line.pool_tokens,
-            tier_tokens=round(line.tier_tokens),
-        )
+            "pool_tokens": line.pool_tokens,
+            "tier_tokens": round(line.tier_tokens),
+        }
         for line in lines
     ]
-    return UsageResponse(model=model, since=since, until=time.time(), count=count, tenants=rows)
+    return {
+        "model": model,
+        "since": since,
+        "until": time.time(),
+        "count": count,
+        "tenants": rows,
+    }

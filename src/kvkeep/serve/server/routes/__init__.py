@@ -4,7 +4,6 @@ Modules here have no ``from __future__ import annotations``: FastAPI reads annot
 """
 
 from kvkeep.serve.server.routes import (
-    cost,
     kv,
     map,
     messages,
@@ -13,7 +12,6 @@ from kvkeep.serve.server.routes import (
     see,
     tokens,
     ui,
-    usage,
 )
 
 __all__ = ["ROUTERS"]
@@ -25,8 +23,6 @@ ROUTERS = (
     kv.router,
     see.router,
     see.prompts,
-    usage.router,
-    cost.router,
     map.router,
     operations.router,
     ui.router,

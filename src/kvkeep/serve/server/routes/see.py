@@ -1,12 +1,14 @@
-"""``/kv``: why prompts missed, the last requests, and the server's state at this moment."""
+"""``/kv``: why prompts missed, the server's state, what tenants used, and what loading takes."""
 
 import asyncio
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query
+from pydantic_core import to_json
 from starlette.responses import Response
 
 from kvkeep.observe.explain import Explainer
+from kvkeep.observe.usage.shortened import TenantOrder
 from kvkeep.serve.server import explaining
 from kvkeep.serve.server.errors import ApiError
 from kvkeep.serve.server.routes.base import (
@@ -18,15 +20,10 @@ from kvkeep.serve.server.routes.base import (
     errors,
     read_prompt,
 )
-from kvkeep.serve.server.schemas.see import (
-    ExplainRequest,
-    ExplainResponse,
-    LiveResponse,
-    RequestsResponse,
-    SummaryResponse,
-)
+from kvkeep.serve.server.schemas.kv import ExplainRequest
 from kvkeep.serve.server.status import StatusSource
 from kvkeep.serve.server.stored import stored
+from kvkeep.serve.server.tenant_usage import UsagePart
 
 __all__ = ["prompts", "router"]
 
@@ -42,11 +39,11 @@ _MOST = 1000
 async def explain(
     id: Annotated[str, Path(min_length=1, max_length=256, description="A response's: cmpl-….")],
     service: StatusOf,
-) -> ExplainResponse:
+) -> dict[str, Any]:
     """Why each token of a request's prompt was reused or computed; also while it runs."""
     explainer = _explainer(service)
 
-    def look() -> ExplainResponse | None:
+    def look() -> dict[str, Any] | None:
         explained = explainer.explain(id)
         if explained is None:
             return None
@@ -60,7 +57,7 @@ async def explain(
 
 
 @prompts.post("/explain", responses={**ERRORS, **_NOT_HERE}, operation_id="kv_explain_prompt")
-async def explain_prompt(body: ExplainRequest, service: ServiceOf) -> ExplainResponse:
+async def explain_prompt(body: ExplainRequest, service: ServiceOf) -> dict[str, Any]:
     """The same for a prompt, as if it were sent now. Changes nothing."""
     explainer = _explainer(service)
     tokens = await read_prompt(service, body)
@@ -68,7 +65,7 @@ async def explain_prompt(body: ExplainRequest, service: ServiceOf) -> ExplainRes
     cached = await asyncio.to_thread(service.engine.cache.match, tokens[:-1], space)
     sources, missing = await stored(service.engine, tokens, space, cached.num_tokens)
 
-    def look() -> ExplainResponse:
+    def look() -> dict[str, Any]:
         explained = explainer.prompt(
             tokens,
             space,
@@ -85,13 +82,13 @@ async def explain_prompt(body: ExplainRequest, service: ServiceOf) -> ExplainRes
 @router.get("/requests", responses={**READ_ERRORS, **_NOT_HERE}, operation_id="kv_requests")
 async def requests(
     service: StatusOf, last: Annotated[int, Query(ge=1, le=_MOST)] = 50
-) -> RequestsResponse:
+) -> dict[str, Any]:
     """The last requests, newest first."""
     explainer = _explainer(service)
 
-    def look() -> RequestsResponse:
+    def look() -> dict[str, Any]:
         found = explainer.recent(last)
-        return RequestsResponse(requests=[explaining.as_line(one, id=one.id) for one in found])
+        return {"requests": [explaining.as_line(one, id=one.id) for one in found]}
 
     return await service.threads.for_inspection(look)
 
@@ -99,7 +96,7 @@ async def requests(
 @router.get("/summary", responses={**READ_ERRORS, **_NOT_HERE}, operation_id="kv_summary")
 async def summary(
     service: StatusOf, last: Annotated[int, Query(ge=1, le=_MOST)] = _MOST
-) -> SummaryResponse:
+) -> dict[str, Any]:
     """The tokens that the last requests reused and computed, and the costliest causes."""
     explainer = _explainer(service)
     return await service.threads.for_inspection(
@@ -107,10 +104,36 @@ async def summary(
     )
 
 
-@router.get("/live", response_model=LiveResponse, responses=READ_ERRORS, operation_id="kv_live")
+@router.get("/live", responses=READ_ERRORS, operation_id="kv_live")
 async def live(service: StatusOf) -> Response:
     """The server's state, half a second old at most, for clients that poll every second."""
     return Response(await service.live.answer(), media_type="application/json")
+
+
+@router.get("/usage", responses=READ_ERRORS, operation_id="kv_usage")
+async def usage(
+    service: StatusOf,
+    *,
+    order: Annotated[TenantOrder, Query(description="Those with the most first.")] = (
+        "prompt_tokens"
+    ),
+    search: Annotated[
+        str, Query(max_length=256, description="Rows of tenants whose cache_salt contains it.")
+    ] = "",
+    most: Annotated[
+        int | None, Query(ge=1, description="At most so many rows; the others are in the last.")
+    ] = None,
+) -> dict[str, Any]:
+    """What each tenant used since the start of the server, and what it keeps now."""
+    return await asyncio.to_thread(service.usage, UsagePart(order, search, most))
+
+
+@router.get("/cost", responses=READ_ERRORS, operation_id="kv_cost")
+async def cost(service: StatusOf) -> Response:
+    """What prompts and tiers take, and how many tokens were loaded and computed because of that."""
+    learned = await asyncio.to_thread(service.costs.as_dict)
+    text = to_json(learned, exclude_none=True, inf_nan_mode="null")
+    return Response(text, media_type="application/json")
 
 
 def _explainer(source: StatusSource) -> Explainer:

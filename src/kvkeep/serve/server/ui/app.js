@@ -134,7 +134,7 @@ const section = (id, every, load, show) => new Poll({
 });
 section("requests", REQUESTS_MS, () => ask("kv/requests", {query: {last: 50}}), drawRequests);
 section("causes", SUMMARY_MS, () => ask("kv/summary", {query: {last: 1000}}), drawCauses);
-new Explorer(known, () => Boolean(live && live.changes));
+new Explorer(known);
 new Tenants(known, () => live);
 
 byId("ask").addEventListener("click", askPrompt);

@@ -1,22 +1,18 @@
-// The details of one node, and what can be done with it: pin, unpin, evict.
+// The details of one node.
 
 import {ask} from "./api.js";
-import * as dialogs from "./dialogs.js";
 import {byId, el, hide, say, shown, theirs} from "./dom.js";
-import {isSpace, titleOf} from "./model.js";
+import {isSpace} from "./model.js";
 import {many, tokens, whole} from "./words.js";
 
-const TIMES = [[60, "1 minute"], [600, "10 minutes"], [3600, "1 hour"], [86400, "1 day"]];
 const MANY = "Several branches, too small to draw. Open their parent to see more of them.";
 const NO_SALT = "Prompts without a cache_salt.";
 const NO_TEXT = "The server was started with --no-text.";
-const NO_KEY = "Pinning and evicting need a server that was started with an API key.";
 
 export class Details {
-  // `on`: {closed(), changed(), zoom(id)}; `allowed()`: whether the server permits changes.
-  constructor(on, allowed) {
+  // `on`: {closed()}.
+  constructor(on) {
     this.on = on;
-    this.allowed = allowed;
     this.id = null;
     this.panel = byId("details");
     byId("details-close").addEventListener("click", () => this.close());
@@ -59,7 +55,6 @@ export class Details {
   // The node is no longer drawn.
   gone() {
     if (!this.said.textContent) say(this.said, "This node is no longer cached, or too small to draw.");
-    for (const button of Object.values(this.buttons)) button.disabled = true;
   }
 
   build(node) {
@@ -69,17 +64,7 @@ export class Details {
     this.facts = el("dl", {class: "facts"});
     this.pages = el("details", {hidden: true}, el("summary", {}), code("Page ids", "numbers"));
     this.said = el("p", {class: "result", role: "status"});
-    this.why = el("p", {class: "quiet", id: "details-why"});
-    const button = (text, act, kind = "") => el("button", {type: "button", class: kind,
-      "aria-describedby": "details-why", on: {click: act}}, text);
-    this.buttons = {
-      pin: button("Pin…", () => this.pin(node.id)),
-      unpin: button("Unpin", () => this.act(node.id, {action: "unpin"}, "unpinned")),
-      evict: button("Evict…", () => this.evict(node.id), "grave"),
-    };
-    const actions = node.hidden || isSpace(node) ? [] : [
-      el("div", {class: "buttons"}, ...Object.values(this.buttons)), this.why];
-    byId("details-body").replaceChildren(this.text, this.facts, this.pages, ...actions, this.said);
+    byId("details-body").replaceChildren(this.text, this.facts, this.pages, this.said);
   }
 
   fill(node) {
@@ -106,7 +91,6 @@ export class Details {
     });
     while (this.facts.children.length > rows.length) this.facts.lastChild.remove();
     this.list(node.page_ids, node.pages - (node.group_pages ?? 0));
-    this.dress(node);
   }
 
   list(ids, all) {
@@ -114,44 +98,6 @@ export class Details {
     if (!ids?.length) return;
     say(this.pages.firstChild, ids.length < all ? `First ${whole(ids.length)} page ids` : "Page ids");
     say(this.pages.lastChild, ids.join(" "));
-  }
-
-  dress(node) {
-    const may = this.allowed();
-    say(this.why, may ? "" : NO_KEY);
-    hide(this.why, may);
-    this.buttons.pin.disabled = !may;
-    this.buttons.unpin.disabled = !may || !node.pins;
-    this.buttons.evict.disabled = !may;
-  }
-
-  // --- changes --------------------------------------------------------------
-
-  async act(id, body, done) {
-    const {pages} = await ask(`kv/map/${id}`, {body});
-    if (this.id === id) say(this.said, `The server ${done} ${many(pages, "page")}.`);
-    this.on.changed();
-    if (this.id === id && body.action !== "evict") this.load(this.node);
-  }
-
-  pin(id) {
-    const choice = el("select", {id: "pin-for"},
-      TIMES.map(([value, text]) => el("option", {value, selected: value === 600}, text)));
-    dialogs.confirm("Pin it?", [
-      `${quoted(this.node)} and what comes before it stay in the pool until nothing else is left `
-        + "to evict. Other prompts have less room meanwhile.",
-    ], "Pin", () => this.act(id, {action: "pin", ttl_s: Number(choice.value)}, "pinned"),
-    {fields: [el("p", {}, el("label", {for: "pin-for"}, "For "), choice)]});
-  }
-
-  evict(id) {
-    const {subtree_nodes: nodes = 1, subtree_tokens: amount} = this.node;
-    dialogs.confirm("Evict it?", [
-      `${quoted(this.node)}${nodes > 1 ? `, with ${many(nodes - 1, "node")} below it,` : ""} `
-        + `leaves the pool: ${tokens(amount)}.`,
-      "Prompts that begin like this are computed again, unless a tier has them. Pages in use "
-        + "stay.",
-    ], "Evict", () => this.act(id, {action: "evict"}, "evicted"), {grave: true});
   }
 }
 
@@ -163,7 +109,3 @@ const pagesOf = (node) => (node.group_pages
   : whole(node.pages));
 const childrenOf = (node) =>
   (Array.isArray(node.children) ? node.children.length : Number(node.children) || 0);
-const quoted = (node) => {
-  const title = shown(titleOf(node));
-  return `“${title.length > 60 ? `${title.slice(0, 60)}…` : title}”`;
-};

@@ -1,6 +1,6 @@
 // The one dialog of the page. The browser keeps the focus in it and gives it back; Escape closes.
 
-import {byId, el, say} from "./dom.js";
+import {byId, say} from "./dom.js";
 
 const dialog = byId("dialog");
 let closed = null;
@@ -28,26 +28,4 @@ export const open = (title, body, {kind = "", after = null} = {}) => {
   closed = after;
   if (!dialog.open) dialog.showModal();
   dialog.scrollTop = 0;
-};
-
-// Ask for confirmation: the button calls `act()`, and an error of it is shown.
-export const confirm = (title, sentences, button, act, {grave = false, fields = []} = {}) => {
-  const said = el("p", {class: "wrong", role: "alert"});
-  const yes = el("button", {type: "submit", class: grave ? "grave" : "main"}, button);
-  const no = el("button", {type: "button", on: {click: close}}, "Cancel");
-  const form = el("form", {class: "asked"}, sentences.map((one) => el("p", {}, one)), fields, said,
-    el("div", {class: "buttons"}, no, yes));
-  form.addEventListener("submit", async (event) => {
-    event.preventDefault();
-    yes.disabled = true;
-    try {
-      await act();
-      close();
-    } catch (error) {
-      say(said, error.message);
-      yes.disabled = false;
-    }
-  });
-  open(title, form, {kind: "small"});
-  (fields.length ? fields[0].querySelector("input, select, textarea") : no)?.focus();
 };

@@ -16,14 +16,11 @@ const NOTHING = "Nothing is kept yet. A prompt appears here once its first page 
 
 export class Explorer {
   // `known`: a promise of the server's first response.
-  constructor(known, allowed) {
+  constructor(known) {
     this.path = [];  // nodes from the top down to the one in view
     this.tree = null;
     this.selected = null;
-    this.details = new Details({
-      closed: () => this.choose(null),
-      changed: () => this.poll.now(),
-    }, allowed);
+    this.details = new Details({closed: () => this.choose(null)});
     const both = {
       up: () => this.go(this.path.slice(0, -1)),
       close: () => this.details.close(),
