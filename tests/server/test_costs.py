@@ -115,7 +115,6 @@ def test_what_is_slow_is_computed_and_said_to_be(faulty):
         assert total == said["loads"]["recent"]
         assert total["computed"] >= 1
         assert total["computed_stored_tokens"] >= 512
-        assert total["avoided_s"] > 0
         counted = samples(server)
         name = "kvkeep_store_computed_stored_tokens_total"
         assert counted[name,] == total["computed_stored_tokens"]
@@ -139,7 +138,6 @@ def test_what_is_fast_is_loaded(tmp_path):
         total = said["loads"]["total"]
         assert total["loads"] - before == len(prompts)
         assert total["loaded_tokens"] > 0
-        assert total["computing_s"] > 0
         assert total["loaded_tokens"] == server.engine.stats().loaded_tokens
         assert said["tiers"]["file"]["write"]["observations"] > 0
         json.dumps(said, allow_nan=False)

@@ -17,7 +17,6 @@ from browsing import (
     plain,
     see,
     until,
-    wake,
 )
 
 pytestmark = pytest.mark.model
@@ -181,19 +180,6 @@ def test_by_keyboard_alone(server, opened):
         until(page, "document.querySelectorAll('#crumbs li').length === 1")
         outlines = "getComputedStyle(document.activeElement).boxShadow"
         assert page.evaluate(outlines) != "none", "the focus is not seen"
-
-
-def test_the_focus_stays_while_the_tree_changes(server, opened):
-    complete(server, WORDS * 6)
-    with opened(server) as page:
-        boxes(page)
-        page.locator("#picture [role=treeitem][aria-level='2']:not(.several)").first.focus()
-        at = "document.activeElement.dataset.key"
-        before = page.evaluate(at)
-        complete(server, "A new tenant is larger than all before it. " * 40, cache_salt="larger")
-        wake(page, server)
-        until(page, "document.getElementById('picture').textContent.includes('tenant larger')")
-        assert page.evaluate(at) == before
 
 
 def test_the_list_says_the_same(server, opened):
