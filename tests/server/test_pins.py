@@ -17,7 +17,7 @@ from kvkeep.core.keys import Namespace
 from kvkeep.serve.engine import Engine, Limits, Runner, Tokenizer
 from kvkeep.serve.models import bundled_model
 from kvkeep.serve.server import ServerSettings
-from kvkeep.serve.server.pins import Keep, PoolPins, TierPins
+from kvkeep.serve.server.pins import Keep, PoolPins, StorePins
 from kvkeep.store import KVStore
 
 PAGE, BLOCK = 16, 64
@@ -172,7 +172,7 @@ def engine_on(store):
 def test_what_the_store_pins_is_what_the_table_counts(seed):
     draw = random.Random(seed)
     store = _Store(120)
-    pins = TierPins(engine_on(store), after_s=(0.0, 0.002, 0.005))
+    pins = StorePins(engine_on(store), after_s=(0.0, 0.002, 0.005))
     try:
         for _ in range(150):
             store.free.clear() if draw.random() < 0.3 else store.free.set()
@@ -195,7 +195,7 @@ def test_what_the_store_pins_is_what_the_table_counts(seed):
 
 def test_pins_that_are_due_later_are_set_at_the_end():
     store = _Store(100)
-    pins = TierPins(engine_on(store), after_s=(3600.0,))
+    pins = StorePins(engine_on(store), after_s=(3600.0,))
     asked = Keep([(300, 3600.0)])
     pins.keep(np.arange(300, dtype=np.int32), A, asked)
     pins.keep(np.arange(400, dtype=np.int32), B, Keep([(400, 3600.0)]))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvkeep.observe.usage import TenantLedger
     from kvkeep.serve.http import BodyBudget, Connections
     from kvkeep.serve.server.engine_costs import EngineCosts
-    from kvkeep.serve.server.pins import PoolPins, TierPins
+    from kvkeep.serve.server.pins import PoolPins, StorePins
 
 __all__ = ["ServerMetrics"]
 
@@ -57,7 +57,7 @@ class ServerMetrics:
         self.reasons: Callable[[], Mapping[str, int]] | None = None
         self.tenants: TenantLedger | None = None
         self.pool_pins: PoolPins | None = None
-        self.tier_pins: TierPins | None = None
+        self.tier_pins: StorePins | None = None
         self.costs: EngineCosts | None = None
         self.connections: Connections | None = None
         self.bodies: BodyBudget | None = None

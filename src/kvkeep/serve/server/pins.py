@@ -1,4 +1,4 @@
-"""Pins with an end for prefixes that clients ask to be kept: `PoolPins` and `TierPins`."""
+"""Pins with an end for prefixes that clients ask to be kept: `PoolPins` and `StorePins`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvkeep.core.tokens import TokenArray
     from kvkeep.serve.engine import Engine
 
-__all__ = ["Keep", "PoolPins", "TierPins", "Unkept"]
+__all__ = ["Keep", "PoolPins", "StorePins", "Unkept"]
 
 _log = logging.getLogger("kvkeep.server")
 
@@ -275,7 +275,7 @@ class PoolPins(_Pins):
             self._cache.unpin(pin.handle)
 
 
-class TierPins(_Pins):
+class StorePins(_Pins):
     """Pins of stored prompts in every tier with a budget of its own, once they are written there.
 
     Each tier pins at most half of what it holds. So `keep` promises what the budgets allow, and

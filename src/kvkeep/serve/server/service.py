@@ -16,7 +16,7 @@ from kvkeep.serve.server.errors import ApiError, outcome_of
 from kvkeep.serve.server.live import EngineState, Live
 from kvkeep.serve.server.losses import ServerLosses, loss_counts
 from kvkeep.serve.server.metrics import ServerMetrics
-from kvkeep.serve.server.pins import PoolPins, TierPins
+from kvkeep.serve.server.pins import PoolPins, StorePins
 from kvkeep.serve.server.record import JobRecorder
 from kvkeep.serve.server.tenant_usage import TenantUsage
 from kvkeep.serve.server.thread_pools import ThreadPools
@@ -74,7 +74,7 @@ class Service:
         self._observers = observers
         self.metrics.reasons = self.watching.computed_tokens
         self.pool_pins = PoolPins(engine.cache)
-        self.tier_pins = None if engine.store is None else TierPins(engine)
+        self.tier_pins = None if engine.store is None else StorePins(engine)
         self.metrics.pool_pins, self.metrics.tier_pins = self.pool_pins, self.tier_pins
         self.losses = ServerLosses(self.loss_counts)
         self.live = Live(EngineState(self))

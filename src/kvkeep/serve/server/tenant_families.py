@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from kvkeep.observe.usage import TenantCounts
-    from kvkeep.serve.server.pins import PoolPins, TierPins
+    from kvkeep.serve.server.pins import PoolPins, StorePins
 
 __all__ = ["of_pool_pins", "of_tenants", "of_tier_pins"]
 
@@ -48,7 +48,7 @@ def of_pool_pins(pins: PoolPins) -> Iterator[Metric]:
     )
 
 
-def of_tier_pins(pins: TierPins) -> Iterator[Metric]:
+def of_tier_pins(pins: StorePins) -> Iterator[Metric]:
     """The same for the tiers."""
     counter = CounterMetricFamily(
         "kvkeep_store_retained_tokens",
