@@ -168,7 +168,7 @@ EXTERNAL: dict[str, set[str]] = {
     "zmq": {"serve.kv_events", "serve.router", "cli.route"},
     "msgspec": {"serve.kv_events", "serve.router"},
     "httpx": {"serve.router", "cli.route"},
-    "rich": {"cli", "core.prefix.render", "serve.server.tree"},
+    "rich": {"cli", "core.prefix.render"},
     "pytest": {"testing"},
     "hypothesis": {"testing"},
 }  # fmt: skip

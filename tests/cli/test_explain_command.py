@@ -20,7 +20,7 @@ from kvkeep.cli.explain_view import summary as draw_summary
 EVIL = "\x1b]52;c;aGk=\x07\x1b[2J\x9b31m\u202eevil\u2066[red]x[/red]:smile:\ud800\r\n\x00"
 OFF = (
     404,
-    failure("this server explains nothing: it was started with --no-explain", "explain_off"),
+    failure("this server explains nothing", "explain_off"),
 )
 UNKNOWN = (404, failure("no request is called so", "unknown_request"))
 
@@ -271,7 +271,7 @@ def test_an_explainer_that_is_off_says_so(capsys):
         for arguments in ([], ["x"], ["--prompt", "y"]):
             assert main(["explain", server.url, *arguments]) == 2
             error = capsys.readouterr().err
-            assert "it was started with --no-explain" in error
+            assert "this server explains nothing" in error
             assert error.count("\n") == 1
 
 
@@ -336,22 +336,13 @@ def test_a_timestamp_in_the_system_prompt_is_found(capsys, tmp_path):
 
 
 @pytest.mark.model
-def test_a_real_server_asks_for_its_key_and_may_explain_nothing(capsys, monkeypatch):
-    with seen(api_key="secret", explain=False) as url:
+def test_a_real_server_asks_for_its_key(capsys, monkeypatch):
+    with seen(api_key="secret") as url:
         assert main(["explain", url]) == 2
         assert "needs an API key" in capsys.readouterr().err
         monkeypatch.setenv("KVKEEP_API_KEY", "wrong")
         assert main(["explain", url]) == 2
         assert "needs another API key" in capsys.readouterr().err
-        monkeypatch.setenv("KVKEEP_API_KEY", "secret")
-        for arguments in ([], ["cmpl-1"], ["--prompt", "x"]):
-            assert main(["explain", url, *arguments]) == 2
-            assert "--no-explain" in capsys.readouterr().err
-        chat(url, "now", "What?", key="secret")
-        assert main(["top", url, "--once"]) == 0
-        out = capsys.readouterr().out
-        assert "kvkeep-tiny" in out
-        assert out.count("this server does not explain") == 2
 
 
 @pytest.mark.model

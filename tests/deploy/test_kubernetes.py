@@ -13,6 +13,7 @@ import yaml
 from deployed import (
     DEPLOY,
     ENDING_S,
+    FLUSH_S,
     KUBERNETES,
     ROOT,
     VARIANTS,
@@ -32,7 +33,6 @@ from deployed import (
 )
 
 from kvkeep.core.geometry.units import parse_bytes
-from kvkeep.integrations.options import FLUSH_S
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -175,7 +175,7 @@ def test_a_pod_has_time_to_end(workload):
         needs = CONFIG["route"]["drain-timeout"]
         assert waits > 0, "a Service sends requests for a while to a pod that leaves"
     elif container(workload)["image"] == "kvkeep":
-        needs = CONFIG["serve"]["drain-timeout"] + CONFIG["serve"]["flush-timeout"]
+        needs = CONFIG["serve"]["drain-timeout"] + FLUSH_S
     else:
         (told,) = [one for one in container(workload)["args"] if "--shutdown-timeout" in one]
         needs = float(told.split("=")[1]) + FLUSH_S
@@ -186,7 +186,7 @@ def test_a_pod_has_time_to_end(workload):
 def test_an_upgrade_waits_until_routers_know_a_new_server(variant):
     """Or the last server that they know would go before they have heard of the first new one."""
     (servers,) = of_kind(manifests(variant), "StatefulSet")
-    cached_s, every_s = 30, CONFIG["route"].get("discover-every", 5.0)
+    cached_s, every_s = 30, 5.0
     assert servers["spec"]["minReadySeconds"] >= cached_s + every_s
 
 
@@ -252,8 +252,8 @@ def test_ports_agree(variant):
             assert ports == {"http": CONFIG["route"]["port"]}
             continue
         assert ports["http"] == CONFIG["serve"]["port"]
-        for name, option in (("events", "events"), ("replay", "events-replay")):
-            assert CONFIG["serve"][option].endswith(f":{ports[name]}")
+        assert CONFIG["serve"]["events"].endswith(f":{ports['events']}")
+        assert ports["replay"] == ports["events"] + 1
         for name in ("events", "replay"):
             assert CONFIG["route"][name].endswith(f":{ports[name]}")
         if variant == "vllm":

@@ -83,11 +83,11 @@ def test_a_reader_knows_what_the_cache_holds(cache):
 
 def test_the_wire_is_vllms(cache):
     """Read with msgpack alone, as somebody would who knows only the schema."""
-    publisher = EventPublisher(cache, ANY, ANY, topic="kv@here", rank=3)
+    publisher = EventPublisher(cache, ANY, ANY)
     context = zmq.Context()
     sub, dealer = context.socket(zmq.SUB), context.socket(zmq.DEALER)
     try:
-        sub.subscribe(b"kv@")
+        sub.subscribe(b"kv")
         sub.connect(publisher.endpoint)
         dealer.connect(publisher.replay)
 
@@ -106,11 +106,11 @@ def test_the_wire_is_vllms(cache):
         frames: list[bytes] = []
         event = stored()
         topic, seq, payload = frames
-        assert topic == b"kv@here"
+        assert topic == b"kv"
         at = int.from_bytes(seq, "big")
         when, _, rank = msgspec.msgpack.decode(payload)
         assert isinstance(when, float)
-        assert rank == 3
+        assert rank is None
         keys = chain_keys(root_key(Namespace("pepper")), np.arange(1, 9, dtype="<i4").tobytes(), 16)
         assert event == {
             "type": "BlockStored",

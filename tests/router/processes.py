@@ -51,16 +51,16 @@ class Instance:
 
     def __init__(self, *options: str) -> None:
         self.options = options
-        self.port, events, replay = free_port(), free_port(), free_port()
+        self.port, events = free_port(), free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.events = f"tcp://127.0.0.1:{events}"
-        self.replay = f"tcp://127.0.0.1:{replay}"
+        self.replay = f"tcp://127.0.0.1:{events + 1}"
         self.start()
 
     def start(self) -> None:
         self.process = Process(
             "serve", "--port", str(self.port), "--memory", "16MiB", "--no-store",
-            "--events", self.events, "--events-replay", self.replay, *self.options,
+            "--events", self.events, *self.options,
         )  # fmt: skip
 
     def ready(self) -> bool:

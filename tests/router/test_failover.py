@@ -64,11 +64,7 @@ class Fleet:
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
     servers = [Instance() for _ in range(4)]
-    options = (
-        "--probe-interval", "0.1", "--probe-timeout", "1", "--idle-timeout", "4",
-        "--tries", "3",  # two servers fail at once, and a request may be at both in turn
-    )  # fmt: skip
-    made = [route(some, *options) for some in (servers, servers[::-1])]
+    made = [route(some, "--idle-timeout", "4") for some in (servers, servers[::-1])]
     found = Fleet(servers, [one for one, _ in made], [url for _, url in made])
     try:
         for one in servers:
@@ -151,8 +147,8 @@ def test_a_server_is_found_by_its_name(fleet):
     one = fleet.servers[3]
     ask([one.url], SYSTEM * 4)
     process, url = route(
-        [], "--discover", f"dns://localhost:{one.port}", "--discover-every", "0.2",
-        "--probe-interval", "0.1", "--events", one.events.replace("127.0.0.1", "{host}"),
+        [], "--discover", f"dns://localhost:{one.port}",
+        "--events", one.events.replace("127.0.0.1", "{host}"),
         "--replay", one.replay.replace("127.0.0.1", "{host}"),
     )  # fmt: skip
     try:
@@ -184,10 +180,11 @@ def test_servers_that_die_and_hang_lose_nothing_that_had_not_begun(fleet):
             assert one.begun.wait(60)
         asked = [pool.submit(ask, [draw.choice(fleet.urls)], prompt) for prompt in prompts]
         killed.process.end(signal.SIGKILL)
+        texts = [one.result() for one in asked]  # a request may lose one server, not two
         stopped.process.process.send_signal(signal.SIGSTOP)
-        asked += [pool.submit(ask, [draw.choice(fleet.urls)], prompt) for prompt in prompts]
+        asked = [pool.submit(ask, [draw.choice(fleet.urls)], prompt) for prompt in prompts]
         try:
-            texts = [one.result() for one in asked]
+            texts += [one.result() for one in asked]
             for one in reading:
                 one.result()
         finally:
@@ -197,7 +194,7 @@ def test_servers_that_die_and_hang_lose_nothing_that_had_not_begun(fleet):
     for one in streams:
         assert one.received, "a stream had not begun"
         assert one.whole == (one.error is None), "it ended as if it were whole"
-    assert sum(one.whole for one in streams) == 2
+    assert sum(one.whole for one in streams) in {2, 3}
 
     killed.start()
     eventually(killed.ready, 180)
@@ -222,7 +219,7 @@ def test_a_router_that_dies_loses_nothing(fleet):
     assert texts[:6] == texts[6:]
     assert all(text.startswith(one) for text, one in zip(texts, expected * 2, strict=True))
     # It comes back knowing nothing, and learns from snapshots what all servers hold.
-    fleet.routers[0], fleet.urls[0] = route(fleet.servers, "--probe-interval", "0.1")
+    fleet.routers[0], fleet.urls[0] = route(fleet.servers)
     eventually(lambda: fleet.all_up(0), 60)
     eventually(lambda: fleet.blocks(0) == fleet.blocks(1)[::-1])
     assert fleet.routers[0].process.poll() is None

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvkeep.serve.router import Place, PlacementIndex
-from kvkeep.serve.router.keys import MAX_TOKENS, PrefixKeys, length_of
+from kvkeep.serve.router.keys import PrefixKeys, length_of
 
 PLACES = [Place("a"), Place("a", 1), Place("b")]
 TIERS = ["GPU", "CPU"]
@@ -224,19 +224,6 @@ TestBounded = Bounded.TestCase
 TestBounded.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
 
-def test_a_hash_of_two_prefixes_of_which_one_is_forgotten():
-    life = Bounded()
-    life.begin()
-    more = {"salt": "", "size": 2}
-    for tier in TIERS:
-        life.store(place=PLACES[0], tier=tier, tokens=[0] * 12, skip=0, doubled=False, **more)
-    life.store(place=PLACES[1], tier="GPU", tokens=[0] * 16, skip=0, doubled=True, **more)
-    life.store(place=PLACES[1], tier="CPU", tokens=[0] * 2, skip=0, doubled=False, **more)
-    life.store(place=PLACES[1], tier="GPU", tokens=[0] * 4, skip=1, doubled=False, **more)
-    life.it_agrees_with_itself()
-    life.look(tokens=[0] * 24, salt="")
-
-
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1, max_size=60),
     st.integers(1, 70),
@@ -276,21 +263,6 @@ def test_instances_with_other_hashes_and_sizes_are_compared_by_what_they_hold():
     found = index.lookup(row(*prompt, 1, 2, 3))
     assert {place: held.tokens for place, held in found.items()} == {PLACES[0]: 48, PLACES[2]: 64}
     assert index.lookup(row(*prompt[:63])).keys() == {PLACES[0]}
-
-
-def test_what_comes_from_several_tiers_adds_up():
-    index = PlacementIndex(["GPU", "CPU", "DISK"])
-    prompt = list(range(12))
-    index.store(PLACES[0], [1, 2], None, prompt[:4], 2)
-    index.store(PLACES[0], [1, 2, 3, 4], None, prompt[:8], 2, tier="CPU")
-    index.store(PLACES[0], [5, 6], 4, prompt[8:], 2, tier="DISK")
-    held = index.lookup(row(*prompt))[PLACES[0]]
-    assert (held.tokens, held.tiers) == (12, {"GPU": 4, "CPU": 4, "DISK": 4})
-    index.remove(PLACES[0], [1], tier="GPU")  # of two that lie in both, one is in one now
-    held = index.lookup(row(*prompt))[PLACES[0]]
-    assert (held.tokens, held.tiers) == (12, {"CPU": 6, "GPU": 2, "DISK": 4})
-    index.remove(PLACES[0], [3], tier="CPU")
-    assert index.lookup(row(*prompt))[PLACES[0]].tokens == 4
 
 
 def test_marks_salts_and_adapters_tell_prefixes_apart():
@@ -372,19 +344,6 @@ def test_what_many_prompts_share_is_kept():
     index.check()
 
 
-def test_what_is_noted_as_used_has_a_bound():
-    index = PlacementIndex(most_blocks=64)
-    for turn in range(300):
-        index.store(PLACES[0], [turn], turn - 1 if turn % 50 else None, [turn], 1)
-        index.lookup(row(*range(turn // 50 * 50, turn + 1)))
-        assert len(index._used) <= 64
-    for turn in range(300, 600):
-        index.store(PLACES[0], [turn], turn - 1, [turn], 1)  # and nobody looks anything up
-        assert len(index._used) <= 64
-    index.lookup(row(*[5] * 100))
-    index.check()
-
-
 def test_what_is_expected_of_a_place_counts_for_nothing_it_may_tell():
     index = PlacementIndex(["GPU"], most_blocks=10)
     keys = index.expect(PLACES[0], row(*[1] * 100), 5, tier="COMING", lora="", salt="")
@@ -450,16 +409,6 @@ def test_a_place_has_few_tiers_and_takes_none_from_others():
     index.check()
 
 
-def test_a_prompt_shorter_than_a_block_and_one_as_long():
-    """Below one block there is nothing to find, at one block there is."""
-    index = PlacementIndex()
-    index.store(PLACES[0], [1], None, [1, 2, 3, 4], 4)
-    assert index.lookup(row(1, 2, 3)) == {}
-    assert index.lookup(row()) == {}
-    assert index.lookup(row(1, 2, 3, 4))[PLACES[0]].tokens == 4
-    assert index.lookup(row(1, 2, 3, 4, 5))[PLACES[0]].tokens == 4
-
-
 def test_a_place_that_goes_leaves_its_bit_to_the_next():
     index = PlacementIndex()
     index.store(PLACES[0], [1], None, [1, 2], 2)
@@ -499,15 +448,3 @@ def test_keys_differ():
     assert len(seen) == len(roots) * 50 * 19
     zeros = keys.after(roots[0], np.zeros(500, np.int32), 1)
     assert len(set(zeros)) == 500
-
-
-def test_the_longest_prefix():
-    index = PlacementIndex()
-    half = MAX_TOKENS // 65_536
-    parent = None
-    for number in range(half):
-        index.store(PLACES[0], [number], parent, [1] * 65_536, 65_536)
-        parent = number
-    assert len(index) == half
-    index.store(PLACES[0], [-1], parent, [1] * 65_536, 65_536)
-    assert (len(index), index.refused) == (half, 1)

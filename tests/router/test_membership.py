@@ -167,9 +167,9 @@ def test_a_name_is_followed_and_failures_change_nothing():
 
 
 def test_patterns_of_addresses():
-    made = EventAddresses(events="tcp://{host}:5557", replay="ipc:///x-{port}", topic="t", ranks=2)
+    made = EventAddresses(events="tcp://{host}:5557", replay="ipc:///x-{port}", ranks=2)
     one, other = made.sources("http://[fd00::1]:8000")
-    assert (one.endpoint, one.replay, one.topic) == ("tcp://[fd00::1]:5557", "ipc:///x-8000", "t")
+    assert (one.endpoint, one.replay) == ("tcp://[fd00::1]:5557", "ipc:///x-8000")
     assert other.endpoint == "tcp://[fd00::1]:5558"
     assert EventAddresses().sources("http://a") == ()
     with pytest.raises(InvalidValue, match="an endpoint is"):

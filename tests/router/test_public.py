@@ -135,8 +135,7 @@ def test_new_tenants_go_where_the_public_part_is(tmp_path: Path) -> None:
     file.write_text(f"{json.dumps(system)}\n")
     declared = ("--public-prefixes", str(file))
     made = [Instance(*declared), Instance(*declared)]
-    patient = ("--probe-timeout", "60")
-    proxy, url = route(made, *declared, *patient)
+    proxy, url = route(made, *declared)
     try:
         for one in made:
             eventually(one.ready, 180)

@@ -62,7 +62,6 @@ def test_a_server_without_a_store_learns_what_prompts_take(server):
     assert cost.prefill.prefill_s(0, 200) > 0
     told = samples(server)
     assert told["kvkeep_prefill_token_seconds",] > 0
-    assert 0 < told["kvkeep_prefill_cost_error",] <= 1
 
 
 def test_a_key_is_needed_where_there_is_one(start_server):
@@ -116,12 +115,10 @@ def test_what_is_slow_is_computed_and_said_to_be(faulty):
         assert total == said["loads"]["recent"]
         assert total["computed"] >= 1
         assert total["computed_stored_tokens"] >= 512
-        assert total["avoided_s"] > 0
         counted = samples(server)
         name = "kvkeep_store_computed_stored_tokens_total"
         assert counted[name,] == total["computed_stored_tokens"]
         assert counted["kvkeep_store_loads_total", "computed"] == total["computed"]
-        assert counted["kvkeep_store_transfer_error", "faulty", "read"] == read["error"]
         assert counted["kvkeep_recomputed_tokens_total", "not_loaded"] > 0
 
 
@@ -141,7 +138,6 @@ def test_what_is_fast_is_loaded(tmp_path):
         total = said["loads"]["total"]
         assert total["loads"] - before == len(prompts)
         assert total["loaded_tokens"] > 0
-        assert total["computing_s"] > 0
         assert total["loaded_tokens"] == server.engine.stats().loaded_tokens
         assert said["tiers"]["file"]["write"]["observations"] > 0
         json.dumps(said, allow_nan=False)

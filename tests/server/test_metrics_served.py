@@ -32,11 +32,13 @@ def test_hostile_salts_are_labels_that_prometheus_reads(start_server):
         ask(server, [7] * 40)
         found = scraped(server)
         (hostile,) = [
-            key[1] for key in found if key[0] == "kvkeep_namespace_pages" and "evil" in key[1]
+            key[1]
+            for key in found
+            if key[0] == "kvkeep_namespace_prompt_ratio" and "evil" in key[1]
         ]
         assert hostile.isprintable()
-        assert found["kvkeep_namespace_pages", hostile] > 0
-        assert found["kvkeep_namespace_pages", "default"] > 0
+        assert found["kvkeep_namespace_prompt_ratio", hostile] > 0
+        assert found["kvkeep_namespace_prompt_ratio", "default"] > 0
 
 
 def test_every_prompt_token_was_reused_or_computed_for_a_reason(start_server):
@@ -59,8 +61,6 @@ def test_every_prompt_token_was_reused_or_computed_for_a_reason(start_server):
         assert total("kvkeep_prefill_computed_tokens_total") == prompts - hits
         assert total("kvkeep_recomputed_tokens_total") == prompts - hits
         assert found["kvkeep_recomputed_tokens_total", "last_token"] >= 1
-        seconds = total("kvkeep_prefill_computed_seconds_total")
-        assert seconds > 0
         assert total("kvkeep_prefill_saved_seconds_total") > 0
         warm = found["kvkeep_time_to_first_token_by_warmth_seconds_count", "warm"]
         assert (warm, found["kvkeep_time_to_first_token_seconds_count",]) == (2, 4)

@@ -417,14 +417,6 @@ def test_a_prompt_that_does_not_fit_says_how_much_does(server):
     assert error["param"] == "messages"
 
 
-def test_a_limit_on_prompts_holds(start_server):
-    with start_server(max_prompt_tokens=20) as server:
-        fits = server.http.post(COMPLETIONS, json={"prompt": [5] * 20, "max_tokens": 1})
-        assert fits.status_code == 200
-        answer = server.http.post(COMPLETIONS, json={"prompt": [5] * 21, "max_tokens": 1})
-        assert_error(answer, 400, "context_length_exceeded")
-
-
 def test_a_model_without_a_template_says_what_to_do(start_server):
     with start_server() as server:
         server.engine.tokenizer._tokenizer.chat_template = None

@@ -51,7 +51,7 @@ class Served:
 
     def __init__(self) -> None:
         self.cache = PagedCache(64, 16, what_if=0.1)
-        self.watching = Watching(self.cache, explain=True)
+        self.watching = Watching(self.cache)
         self.metrics = ServerMetrics(self.watching.usage)
         if not LONG:
             self.watching.usage._most = self.watching.tenants._most = 100

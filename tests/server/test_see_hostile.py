@@ -1,4 +1,4 @@
-"""Hostile text is shown as text, and with --no-text none is shown; --no-explain says so."""
+"""Hostile text is shown as text, and with --no-text none is shown."""
 
 from __future__ import annotations
 
@@ -131,7 +131,6 @@ def test_no_text(start_server):
         some = str(tokens[:3])[1:-1]
         asked = server.http.post("/kv/explain", json={"prompt": f"It is {secret} 3 {FILLER}"})
         answers = [asked, *(server.http.get(f"/kv/{path}") for path in PATHS)]
-        answers += [server.http.get("/kv/map?format=text")]
         answers += [server.http.get(f"/kv/explain/{answer['id']}")]
         for one in answers:
             assert one.status_code == 200
@@ -140,26 +139,3 @@ def test_no_text(start_server):
             assert some.replace(" ", "") not in one.text.replace(" ", "")
         tree = server.http.get("/kv/map").json()
         assert {node["text"] for node in tree["nodes"] if node["id"] > 0} == {None}
-
-
-def test_no_explain(start_server):
-    with start_server(explain=False) as server:
-        answer = ask(server, "Return a copy of")
-        for method, path in (
-            ("GET", f"explain/{answer['id']}"),
-            ("POST", "explain"),
-            ("GET", "requests"),
-            ("GET", "summary"),
-        ):
-            body = {"json": {"prompt": "a"}} if method == "POST" else {}
-            told = server.http.request(method, f"/kv/{path}", **body)
-            assert told.status_code == 404
-            error = told.json()["error"]
-            assert "--no-explain" in error["message"]
-            assert error["code"] == "explain_off"
-        # What it costs nothing to know is told all the same.
-        live = server.http.get("/kv/live").json()
-        assert live["explain"] is False
-        assert live["totals"]["requests"] == 1
-        assert live["tenants"][0]["requests"] == 1
-        assert sum(prompt for _, prompt, _ in live["history"]) == answer["usage"]["prompt_tokens"]

@@ -17,7 +17,6 @@ from browsing import (
     plain,
     see,
     until,
-    wake,
 )
 
 pytestmark = pytest.mark.model
@@ -34,7 +33,7 @@ def test_it_says_what_it_is(server, opened):
         assert "request" in page.locator("#running .note").inner_text()
         assert "of running requests" in page.locator("#pool .key").inner_text()
         assert see(page, "#tiers-said").inner_text().startswith("This server keeps KV in its pool")
-        assert "--no-what-if" in page.locator("#whatif-said").inner_text()
+        assert "No estimate" in page.locator("#whatif-said").inner_text()
         see(page, "#tenants")
         page.locator("#tenants-table").get_by_text("(no salt)").wait_for()
 

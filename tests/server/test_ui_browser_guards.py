@@ -15,7 +15,7 @@ def locked(start_server):
         yield server
 
 
-# --- the key ---------------------------------------------------------------------------------
+# --- who may ---------------------------------------------------------------------------------
 
 
 def test_the_key_is_asked_for_and_kept_in_this_tab(locked, opened):
@@ -94,21 +94,12 @@ def test_a_server_that_does_not_answer(server, opened):
 
 
 def test_what_is_switched_off_is_said(start_server, opened):
-    with start_server(text=False, explain=False) as server:
+    with start_server(text=False) as server:
         complete(server, WORDS * 4)
-        with opened(server, expected=["404"]) as page:
+        with opened(server) as page:
             live(page)
             boxes(page)
             assert "careful" not in page.locator("#picture").inner_text()
-            see(page, "#requests")
-            until(
-                page,
-                "document.getElementById('requests-said').textContent.includes('--no-explain')",
-            )
-            see(page, "#causes")
-            until(
-                page, "document.getElementById('causes-said').textContent.includes('--no-explain')"
-            )
 
 
 # --- hostile ---------------------------------------------------------------------------------

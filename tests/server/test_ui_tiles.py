@@ -6,8 +6,7 @@ import re
 import threading
 
 import pytest
-from browsing import CUT, OVERLAPS, PHONE, WORDS, complete, live, plain, see, until
-from real_server import eventually
+from browsing import WORDS, complete, live, plain, see, until
 from see_help import ask, forget_pool, storing, tokens_of
 
 from faults import FaultyBackend
@@ -169,55 +168,6 @@ def test_requests_that_fail_are_counted(server, opened):
 LINES = "document.querySelector('#running .line').getAttribute('d').split('M').length - 1"
 
 
-def test_missing_answers_are_a_gap(server, opened):
-    with opened(server, expected=["ERR_FAILED", "net::"]) as page:
-        live(page)
-        until(page, "document.querySelector('#running .line').getAttribute('d').includes('L')")
-        assert page.evaluate(LINES) == 1
-        page.route("**/kv/live", lambda route: route.abort())
-        page.get_by_text("The server does not answer. Trying again in").wait_for()
-        page.unroute("**/kv/live")
-        page.get_by_role("button", name="Try now").click()
-        until(page, f"{LINES} === 2")
-
-
-def test_no_line_leads_over_a_restart(server, opened):
-    with opened(server) as page:
-        live(page)
-        until(page, "document.querySelector('#running .line').getAttribute('d').includes('L')")
-
-        def restarted(route):
-            answer = route.fetch()
-            told = answer.json()  # this server may have begun seconds ago, which is no restart yet
-            told |= {"at": told["at"] + 10, "uptime_s": 0.5}
-            route.fulfill(response=answer, json=told)
-
-        page.route("**/kv/live", restarted)
-        until(page, "!document.querySelector('#running .line').getAttribute('d').includes('L')")
-        assert page.evaluate(LINES) == 1
-        page.unroute("**/kv/live")
-
-
-def test_times_without_prompts_are_a_gap(server, opened):
-    def with_gap(route):
-        answer = route.fetch()
-        told = answer.json()
-        at = int(told["at"]) // 5 * 5
-        told["history"] = [
-            [at - 5 * back, *((0, 0) if 10 < back < 30 else (100, 50))]
-            for back in range(40, -1, -1)
-        ]
-        route.fulfill(response=answer, json=told)
-
-    with opened(server) as page:
-        page.route("**/kv/live", with_gap)
-        page.reload()
-        live(page)
-        line = "document.querySelector('#rate .line').getAttribute('d').split('M').length - 1"
-        until(page, f"{line} === 2")
-        page.unroute("**/kv/live")
-
-
 # --- what a server does not tell -------------------------------------------------------------
 
 
@@ -288,30 +238,3 @@ def test_what_can_be_changed_comes_first_and_what_was_never_seen_last(start_serv
 
 
 # --- on a phone ------------------------------------------------------------------------------
-
-
-def test_on_a_phone_no_label_is_cut_and_none_overlaps(opened, faulty):
-    with storing("memory://1MiB", faulty, num_pages=64) as server:
-        for seed in range(6):
-            ask(
-                server, tokens_of(seed, LONG), salt=f"tenant-{seed}", kvkeep={"session": f"s{seed}"}
-            )
-        faulty.fail("get", "sizes", "put")
-        forget_pool(server)
-        for seed in range(6):
-            ask(server, tokens_of(seed, LONG), salt=f"tenant-{seed}")
-        with opened(server, **PHONE) as page:
-            live(page)
-            for place in (
-                "#kept",
-                "#causes",
-                "#requests",
-                "#tiers",
-                "#tenants",
-                "#losses",
-            ):
-                see(page, place)
-            eventually(lambda: page.wait_for_timeout(50) or page.locator(".causes > li").count())
-            assert page.evaluate("document.documentElement.scrollWidth") == 375
-            assert page.evaluate(CUT) == []
-            assert page.evaluate(OVERLAPS) == []

@@ -1,17 +1,17 @@
-"""Options of both ``kvkeep serve`` and ``kvkeep route``: address, connection limits, log level."""
+"""Options of both ``kvkeep serve`` and ``kvkeep route``: address, log level."""
 
 from __future__ import annotations
 
 import ipaddress
 from typing import TYPE_CHECKING
 
-from kvkeep.cli.arguments import add_option, add_seconds, byte_size, count
+from kvkeep.cli.arguments import count
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterable
 
-__all__ = ["add_address", "add_connection_limits", "add_log_level", "allowed_hosts"]
+__all__ = ["add_address", "add_log_level", "allowed_hosts"]
 
 
 def add_address(group: argparse._ArgumentGroup, *, port: int) -> None:
@@ -30,25 +30,6 @@ def add_address(group: argparse._ArgumentGroup, *, port: int) -> None:
         default=[],
         help="accept requests with this Host header, besides localhost; may be repeated "
         "(default: any, unless --host is a loopback address)",
-    )
-
-
-def add_connection_limits(group: argparse._ArgumentGroup, *, share: str) -> None:
-    """Add the limits on connections and bodies; ``share`` is part of a help text."""
-    add_option(
-        group,
-        "--max-connections N",
-        f"connections open at once (default: 1,024, or {share} the limit on open files leaves)",
-        type=count,
-    )
-    add_seconds(group, "--head-timeout", 10.0, "time for the head of a request to arrive")
-    add_seconds(group, "--body-timeout", 60.0, "time for the body of a request to arrive")
-    add_option(
-        group,
-        "--body-budget SIZE",
-        "memory for the bodies of all requests together",
-        type=byte_size,
-        default="256MiB",
     )
 
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.cli.arguments import (
-    add_count,
     add_option,
     add_path,
     add_seconds,
@@ -19,12 +18,11 @@ from kvkeep.cli.arguments import (
 )
 from kvkeep.cli.listening import (
     add_address,
-    add_connection_limits,
     add_log_level,
     allowed_hosts,
 )
 from kvkeep.cli.tenants import add_public_prefixes
-from kvkeep.core.errors import InvalidValue, require, whole
+from kvkeep.core.errors import InvalidValue, require
 from kvkeep.core.prefix_file import NoTokenizer, read_prefixes
 from kvkeep.core.public import PublicPrefixes
 
@@ -74,24 +72,9 @@ def add_parser(commands: Commands) -> None:
         "GPU)",
         type=number,
     )
-    add_option(
-        costs,
-        "--slack X",
-        "loads that differ by less than this share of a prompt's prefill count as equal, so that "
-        "several routers choose alike; 0: always the least loaded (default: 0.1)",
-        type=number,
-    )
     _add_timeouts(parser.add_argument_group("instances that do not answer"))
     limits = parser.add_argument_group("limits")
-    add_connection_limits(limits, share="half of what")
     add_seconds(limits, "--drain-timeout", 30.0, "time for running requests to end on SIGTERM")
-    add_count(
-        parser.add_argument_group("memory"),
-        "--most-blocks",
-        1_000_000,
-        "blocks to remember per instance, about 250 bytes each; beyond, the least recently stored "
-        "or looked up are forgotten",
-    )
     add_address(parser.add_argument_group("address"), port=8080)
     add_log_level(parser)
     parser.set_defaults(run=run, check=check)
@@ -109,7 +92,6 @@ def _add_instances(instances: argparse._ArgumentGroup) -> None:
         help="route to a server at each address of a name, such as a headless service; may be "
         "repeated",
     )
-    add_seconds(instances, "--discover-every", 5.0, "time between two resolutions of a name")
 
 
 def _add_events(events: argparse._ArgumentGroup) -> None:
@@ -127,9 +109,6 @@ def _add_events(events: argparse._ArgumentGroup) -> None:
         "without",
         default="",
     )
-    events.add_argument(
-        "--topic", default="", help="read only events whose topic begins with this (default: all)"
-    )
     add_option(
         events,
         "--ranks N",
@@ -144,15 +123,6 @@ def _add_timeouts(waits: argparse._ArgumentGroup) -> None:
         waits, "--first-byte-timeout", 600.0, "time until an answer begins, prefill included"
     )
     add_seconds(waits, "--idle-timeout", 300.0, "time between two pieces of an answer")
-    add_seconds(waits, "--probe-interval", 1.0, "time between two GET /health of an instance")
-    add_seconds(
-        waits,
-        "--probe-timeout",
-        2.0,
-        "time until /health answers; a slower instance gets no requests",
-    )
-    add_seconds(waits, "--tokenize-timeout", 2.0, "time until an instance's /tokenize answers")
-    add_count(waits, "--tries", 2, "instances to try per request, while none has answered")
 
 
 def check(args: argparse.Namespace) -> None:
@@ -165,22 +135,18 @@ def check(args: argparse.Namespace) -> None:
     from kvkeep.serve import http  # noqa: PLC0415
     from kvkeep.serve.router import PrefixRouter  # noqa: PLC0415
     from kvkeep.serve.router.discovery import DnsName  # noqa: PLC0415
-    from kvkeep.serve.router.membership import Discovery  # noqa: PLC0415
     from kvkeep.serve.router.upstreams import Upstreams  # noqa: PLC0415
 
     http.check_port(args.port)
     _timeouts(args)
-    http.ConnectionLimits(
-        most=1 if args.max_connections is None else args.max_connections, head_s=args.head_timeout
-    )
-    http.BodyBudget(budget=args.body_budget, seconds=args.body_timeout)
     names = _listed(args.instances) if args.instances else []
-    Discovery([DnsName(name) for name in args.discover], args.discover_every)
+    for name in args.discover:
+        DnsName(name)
     Upstreams(names)
     addresses = _addresses(args, names)
     for name in names:
         addresses.sources(name)
-    PrefixRouter(names, cost=_cost(args), ranks=args.ranks, most_blocks=args.most_blocks)
+    PrefixRouter(names, cost=_cost(args), ranks=args.ranks)
     if not names and not args.discover:
         raise InvalidValue(
             "give --instances, or --discover, or both: there is no server to route to"
@@ -201,19 +167,18 @@ def run(args: argparse.Namespace) -> int:
 
     timeouts = _timeouts(args)
     http.raise_file_limit()
-    limits = http.ConnectionLimits(
-        most=http.connections_for(args.max_connections, files_each=2), head_s=args.head_timeout
-    )
+    limits = http.ConnectionLimits(most=http.connections_for(files_each=2))
     names = _listed(args.instances) if args.instances else []
-    discovery = Discovery([DnsName(name) for name in args.discover], args.discover_every)
+    discovery = Discovery([DnsName(name) for name in args.discover])
     upstreams = Upstreams(names)
     addresses = _addresses(args, names)
-    bodies = http.BodyBudget(budget=args.body_budget, seconds=args.body_timeout)
     tokenizer = None if args.model is None else _tokenizer(args.model)
     router = PrefixRouter(
-        names, cost=_cost(args), ranks=args.ranks, most_blocks=args.most_blocks,
+        names,
+        cost=_cost(args),
+        ranks=args.ranks,
         public=_public(args.public_prefixes, tokenizer),
-    )  # fmt: skip
+    )
     logging.basicConfig(
         level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
     )
@@ -233,7 +198,6 @@ def run(args: argparse.Namespace) -> int:
                 tokenize=None if tokenizer is None else _tokenize(tokenizer),
                 hosts=allowed_hosts(args.host, args.allow_host, _LOOPBACK),
                 timeouts=timeouts,
-                bodies=bodies,
                 membership=membership,
             )
             # Modules and tokenizer stay: no full collection of garbage has to look through them.
@@ -263,9 +227,7 @@ def _addresses(args: argparse.Namespace, names: list[str]) -> EventAddresses:
         raise InvalidValue("--replay needs --events")
     given = [text for text, _ in both if text]
     if given and all("{host}" in text or "{port}" in text for text in given):
-        return EventAddresses(
-            events=args.events, replay=args.replay, topic=args.topic, ranks=args.ranks
-        )
+        return EventAddresses(events=args.events, replay=args.replay, ranks=args.ranks)
     columns = []
     for text, option in both:
         column = _listed(text) if text else [""] * len(names)
@@ -282,13 +244,13 @@ def _addresses(args: argparse.Namespace, names: list[str]) -> EventAddresses:
             "tcp://{host}:5557"
         )
     listed = dict(zip(names, zip(*columns, strict=True), strict=True))
-    return EventAddresses(listed=listed, topic=args.topic, ranks=args.ranks)
+    return EventAddresses(listed=listed, ranks=args.ranks)
 
 
 def _cost(args: argparse.Namespace) -> RoutingCost:
     from kvkeep.serve.router import RoutingCost  # noqa: PLC0415
 
-    cost = RoutingCost() if args.slack is None else RoutingCost(slack=args.slack)
+    cost = RoutingCost()
     if args.prefill_speed is None:
         return cost
     if not 0 < args.prefill_speed < math.inf:
@@ -299,21 +261,12 @@ def _cost(args: argparse.Namespace) -> RoutingCost:
 def _timeouts(args: argparse.Namespace) -> Timeouts:
     from kvkeep.serve.router.health import Timeouts  # noqa: PLC0415
 
-    for option in ("first_byte_timeout", "idle_timeout", "probe_interval", "probe_timeout",
-                   "tokenize_timeout", "head_timeout", "body_timeout",
-                   "drain_timeout"):  # fmt: skip
+    for option in ("first_byte_timeout", "idle_timeout", "drain_timeout"):
         seconds = getattr(args, option)
         if not 0 < seconds < math.inf:
             name = option.replace("_", "-")
             raise InvalidValue(f"--{name} is {seconds}; a number of seconds above 0 is needed")
-    return Timeouts(
-        first_byte_s=args.first_byte_timeout,
-        idle_s=args.idle_timeout,
-        probe_every_s=args.probe_interval,
-        probe_s=args.probe_timeout,
-        tokenize_s=args.tokenize_timeout,
-        tries=whole("--tries", args.tries, 1),
-    )
+    return Timeouts(first_byte_s=args.first_byte_timeout, idle_s=args.idle_timeout)
 
 
 def _public(file: Path | None, tokenizer: Tokenizer | None) -> PublicPrefixes:

@@ -43,7 +43,9 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "run"]
 
-_SAMPLED_BLOCKS = 0.1  # share of the blocks that --what-if samples
+_SAMPLED_BLOCKS = 0.1  # share of the blocks that estimate the hit rate of other pool sizes
+_STEP_TOKENS = 1024  # keeps the steps short that decoding answers wait for on a CPU
+_GPU_STEP_TOKENS = 8192  # an H100 computes long prompts in half of the time
 _ASKED = '"max_tokens": 32, "temperature": 0'
 _QUESTION = '"messages": [{"role": "user", "content": "What does textwrap.dedent do?"}]'
 
@@ -69,8 +71,8 @@ def check(args: argparse.Namespace) -> None:
     from kvkeep.store.tiers import check_tiers, tiering  # noqa: PLC0415
 
     check_port(args.port)
-    _connections(args, 1 if args.max_connections is None else args.max_connections)
-    _limits(args)
+    _connections(args, 1)
+    _limits(args, _STEP_TOKENS)
     key = None if args.api_key is None else api_key(args.api_key_file, args.api_key)
     _settings(args, key)
     eviction_of(args)
@@ -80,12 +82,6 @@ def check(args: argparse.Namespace) -> None:
         check_tiers(args.tier)
     if not 0 <= args.load_timeout < math.inf:
         raise InvalidValue(f"load_timeout is 0 seconds or more, got {args.load_timeout}")
-    if args.events_replay is not None and args.events is None:
-        raise InvalidValue(
-            "--events-replay needs --events: without it there are no events to resend"
-        )
-    if args.capture_unit is not None and args.capture is None:
-        raise InvalidValue("--capture-unit needs --capture, which names the file")
     for option, given in (("--no-store", args.no_store), ("--no-reuse", args.no_reuse)):
         if given and args.tier:
             raise InvalidValue(f"{option} uses no tiers: leave out either {option} or --tier")
@@ -99,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     from kvkeep.serve.server import Listener, create_app  # noqa: PLC0415
 
     raise_file_limit()
-    connections = _connections(args, connections_for(args.max_connections))
+    connections = _connections(args, connections_for())
     settings = _settings(args, api_key(args.api_key_file, args.api_key))
     telemetry.configure(args.log_level, args.log_format)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
@@ -108,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         runner, tokenizer = load(args, dtype=args.dtype)
         cache = runner.cache(
             eviction=eviction_of(args),
-            what_if=_SAMPLED_BLOCKS if args.what_if else None,
+            what_if=_SAMPLED_BLOCKS,
             reuse=not args.no_reuse,
         )
         file = args.public_prefixes
@@ -119,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
             kept_costs(args.cost, runner, _tiers(args)) as costs,
             _store(args, runner, settings.name, costs) or nullcontext() as store,
             _capture(args, cache, settings.name) as capture,
-            _tracing(args) as tracing,
+            _tracing() as tracing,
         ):
             if store is not None:
                 store.public.declare(*public)
@@ -127,7 +123,9 @@ def run(args: argparse.Namespace) -> int:
                 runner,
                 cache,
                 tokenizer,
-                limits=_limits(args),
+                limits=_limits(
+                    args, _GPU_STEP_TOKENS if runner.device.type == "cuda" else _STEP_TOKENS
+                ),
                 store=store,
                 load_timeout=args.load_timeout,
                 cost=None if costs is None else costs.cost,
@@ -153,11 +151,19 @@ def _publisher(args: argparse.Namespace, cache: PagedCache) -> Iterator[EventPub
         return
     from kvkeep.serve.kv_events import EventPublisher  # noqa: PLC0415 - needs an extra
 
-    publisher = EventPublisher(cache, args.events, args.events_replay, topic=args.events_topic)
+    publisher = EventPublisher(cache, args.events, _replay_of(args.events))
     try:
         yield publisher
     finally:
         publisher.close()
+
+
+def _replay_of(endpoint: str) -> str:
+    """Return the address that resends events: at the next port, or at another free one."""
+    start, _, port = endpoint.rpartition(":")
+    if port.isdecimal():
+        return f"{start}:{int(port) + 1}" if int(port) else endpoint
+    return endpoint if port == "*" else f"{endpoint}-replay"
 
 
 @contextmanager
@@ -167,13 +173,7 @@ def _capture(args: argparse.Namespace, cache: PagedCache, name: str) -> Iterator
         return
     from kvkeep.bench.traces import Capture  # noqa: PLC0415 - only needed with --capture
 
-    capture = Capture(
-        args.capture,
-        name=name,
-        page_size=cache.page_size,
-        pages=cache.num_pages,
-        unit_tokens=args.capture_unit,
-    )
+    capture = Capture(args.capture, name=name, page_size=cache.page_size, pages=cache.num_pages)
     try:
         yield capture
     finally:
@@ -184,9 +184,9 @@ def _capture(args: argparse.Namespace, cache: PagedCache, name: str) -> Iterator
 
 
 @contextmanager
-def _tracing(args: argparse.Namespace) -> Iterator[Tracing | None]:
-    """Export spans if ``--otel`` is given or the environment names a collector."""
-    tracing = telemetry.start(always=args.otel)
+def _tracing() -> Iterator[Tracing | None]:
+    """Export spans if the environment names a collector."""
+    tracing = telemetry.start()
     try:
         yield tracing
     finally:
@@ -226,16 +226,16 @@ def _listen(listener: Listener, bound: socket.socket) -> int:
 def _connections(args: argparse.Namespace, most: int) -> ConnectionLimits:
     from kvkeep.serve.http import ConnectionLimits  # noqa: PLC0415
 
-    return ConnectionLimits(
-        most=most, head_s=args.head_timeout, stall_s=max(1.0, args.request_timeout)
-    )
+    return ConnectionLimits(most=most, stall_s=max(1.0, args.request_timeout))
 
 
-def _limits(args: argparse.Namespace) -> Limits:
+def _limits(args: argparse.Namespace, step_tokens: int) -> Limits:
     from kvkeep.serve.engine import Limits  # noqa: PLC0415 - seconds, for torch
 
     return Limits(
-        max_running=args.max_running, step_tokens=args.step_tokens, max_waiting=args.max_waiting
+        max_running=args.max_running,
+        step_tokens=max(step_tokens, args.max_running),
+        max_waiting=args.max_waiting,
     )
 
 
@@ -246,19 +246,10 @@ def _settings(args: argparse.Namespace, key: str | None) -> ServerSettings:
     return ServerSettings(
         name=model_name(args.model) if args.name is None else args.name,
         api_key=key,
-        max_prompt_tokens=args.max_prompt_tokens,
-        body_budget_bytes=args.body_budget,
-        body_timeout_s=args.body_timeout,
         request_timeout_s=args.request_timeout,
         drain_timeout_s=args.drain_timeout,
-        flush_timeout_s=args.flush_timeout,
-        step_limit_s=args.step_limit,
-        draft_tokens=args.draft_tokens,
         hosts=None if hosts is None else frozenset(hosts),
         text=not args.no_text,
-        explain=not args.no_explain,
-        answers=not args.no_answers,
-        pin_share=args.pin_share,
         weights=weights_of(args) or {},
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+from typing import TYPE_CHECKING
 
 from kvkeep.cli.arguments import (
     add_count,
@@ -10,15 +10,16 @@ from kvkeep.cli.arguments import (
     add_path,
     add_seconds,
     add_switch,
-    count,
-    number,
 )
-from kvkeep.cli.listening import add_address, add_connection_limits, add_log_level
+from kvkeep.cli.listening import add_address, add_log_level
 from kvkeep.cli.model import add_dtype, add_model_arguments
 from kvkeep.cli.server import KEY_VARIABLE
 from kvkeep.cli.tenants import add_tenant_options
 from kvkeep.cli.tiers import add_store_arguments
 from kvkeep.core.eviction import POLICIES
+
+if TYPE_CHECKING:
+    import argparse
 
 __all__ = ["add_options"]
 
@@ -40,16 +41,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "and tiers in $XDG_CACHE_HOME/kvkeep/costs)",
     )
     add_switch(parser, "--no-store", "keep KV in the pool only, without tiers")
-    add_switch(parser, "--no-answers", "write only the KV of prompts to the tiers")
     add_switch(parser, "--no-reuse", "compute every prompt in full; neither reuse nor keep KV")
     parser.add_argument("--name", help="model name in the API (default: its directory's name)")
     _add_access(parser.add_argument_group("address and access"))
     _add_events(parser.add_argument_group("KV events for a router; they contain prompt tokens"))
     _add_capture(parser.add_argument_group("capture of requests, to replay them"))
     _add_limits(parser.add_argument_group("limits"))
-    add_count(
-        parser, "--draft-tokens", 0, "tokens to guess per step from repetitions in the prompt"
-    )
     parser.add_argument(
         "--eviction",
         metavar="POLICY",
@@ -57,32 +54,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default="lru",
         help=f"eviction policy: {', '.join(POLICIES)} (default: lru)",
     )
-    parser.add_argument(
-        "--what-if",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="sample a tenth of all blocks to estimate the hit rate with other amounts of memory, "
-        "for /kv/stats and /metrics (default: on)",
-    )
     add_tenant_options(parser.add_argument_group("tenants, told apart by cache_salt"))
     add_switch(parser, "--no-text", "show no text and no tokens of prompts in answers of /kv")
-    add_switch(
-        parser,
-        "--no-explain",
-        "do not record why tokens were computed (default: record the last 1,000 requests)",
-    )
     add_log_level(parser)
     parser.add_argument(
         "--log-format",
         choices=("text", "json"),
         default="text",
         help="log lines as text, or as one JSON object each (default: text)",
-    )
-    add_switch(
-        parser,
-        "--otel",
-        "send OpenTelemetry spans of requests to a collector (default: if the environment names "
-        "one)",
     )
 
 
@@ -99,10 +78,11 @@ def _add_access(access: argparse._ArgumentGroup) -> None:
 
 def _add_events(events: argparse._ArgumentGroup) -> None:
     add_option(
-        events, "--events ADDRESS", "publish KV events at this address: tcp://127.0.0.1:5557"
+        events,
+        "--events ADDRESS",
+        "publish KV events at this address, such as tcp://127.0.0.1:5557, and resend missed ones "
+        "at the next port",
     )
-    add_option(events, "--events-replay ADDRESS", "resend missed events at this address")
-    add_option(events, "--events-topic TEXT", "topic of the events", default="kv")
 
 
 def _add_capture(capture: argparse._ArgumentGroup) -> None:
@@ -112,34 +92,11 @@ def _add_capture(capture: argparse._ArgumentGroup) -> None:
         "write a trace to this file: times, lengths and keyed hashes of each request, no text; "
         "compressed if the name ends in .gz or .zst",
     )
-    add_option(
-        capture,
-        "--capture-unit TOKENS",
-        "tokens per hash in the trace (default: the page size)",
-        type=count,
-    )
 
 
 def _add_limits(limits: argparse._ArgumentGroup) -> None:
     add_count(limits, "--max-running", 32, "answers generated at once")
-    add_count(limits, "--step-tokens", 1024, "tokens computed per step")
     add_count(limits, "--max-waiting", 256, "requests waiting; further ones get status 429")
-    add_option(
-        limits, "--max-prompt-tokens N", "tokens of a prompt (default: as many as fit)", type=count
-    )
-    add_option(
-        limits,
-        "--pin-share X",
-        "share of the pool, and of the largest tier, that clients keep (cache_control, "
-        "prompt_cache_retention) for each cache_salt; for all together it is half",
-        type=number,
-        default=0.1,
-    )
-    add_connection_limits(limits, share="what")
     add_seconds(limits, "--request-timeout", 600.0, "time for a whole request")
     add_seconds(limits, "--drain-timeout", 30.0, "time for running requests to end on SIGTERM")
-    add_seconds(limits, "--flush-timeout", 10.0, "time to write KV to the tiers after that")
-    add_seconds(
-        limits, "--step-limit", 300.0, "time of an engine step beyond which /livez says 503: stuck"
-    )
     add_seconds(limits, "--load-timeout", 2.0, "time that a request waits for the tiers")

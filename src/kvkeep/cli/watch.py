@@ -27,7 +27,7 @@ class Picture:
 
     ``live`` is the latest answer of /kv/live and ``before`` the one before it (None at first, and
     after a restart of the server). ``requests`` and ``summary`` are None if the server does not
-    explain (--no-explain). ``seen_at`` is the time of these answers, in Unix seconds. ``trouble``
+    explain. ``seen_at`` is the time of these answers, in Unix seconds. ``trouble``
     is why a later poll failed; None if the latest succeeded.
     """
 

@@ -36,31 +36,25 @@ def wanted(environ: Mapping[str, str] | None = None) -> bool:
     return any(env.get(name, "").strip() for name in _ENDPOINTS)
 
 
-def start(*, always: bool = False) -> Tracing | None:
-    """Export spans over OTLP/HTTP if `wanted`, or ``always``; return None if not exported.
+def start() -> Tracing | None:
+    """Export spans over OTLP/HTTP if `wanted`; return None if not exported.
 
     The SDK reads the other variables (``OTEL_EXPORTER_OTLP_HEADERS``, ``OTEL_SERVICE_NAME``,
-    ``OTEL_TRACES_SAMPLER``, ``OTEL_RESOURCE_ATTRIBUTES``, …). Without an endpoint spans go to
-    ``http://localhost:4318/v1/traces``. ``OTEL_SDK_DISABLED=true`` disables export in any case.
+    ``OTEL_TRACES_SAMPLER``, ``OTEL_RESOURCE_ATTRIBUTES``, …). ``OTEL_SDK_DISABLED=true``
+    disables export in any case.
     Call `Tracing.close` at the end: it waits for pending exports, for five seconds at most. If the
     collector is unreachable, the SDK logs that and drops spans; requests are not affected.
 
     An environment is often shared by many processes: if its setting cannot be met here, that is
-    logged, and the process serves without spans. With ``always`` it is an error:
-
-    Raises:
-        MissingExtra: OpenTelemetry's SDK or its exporter is not installed (extra ``otel``).
-        InvalidValue: the environment sets another protocol than http/protobuf.
+    logged, and the process serves without spans.
     """
     if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return None
-    if not always and not wanted():
+    if not wanted():
         return None
     try:
         return _started()
     except (MissingExtra, InvalidValue) as error:
-        if always:
-            raise
         _log.warning("no spans, though the environment names a collector: %s", error)
         return None
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import resource
 
-from kvkeep.core.errors import InvalidValue, whole
-
 __all__ = ["connections_for", "file_limit", "raise_file_limit"]
 
-DEFAULT_CONNECTIONS = 1024
+_CONNECTIONS = 1024
 _MOST_FILES = 65_536
 """Highest limit to raise to: some libraries allocate memory for each file that may be open."""
 _MOST_RESERVE = 256
@@ -38,19 +36,11 @@ def raise_file_limit() -> int:
     return file_limit()
 
 
-def connections_for(wanted: int | None = None, *, files_each: int = 1) -> int:
+def connections_for(*, files_each: int = 1) -> int:
     """Return how many connections may be open at once, if each takes ``files_each`` files.
 
-    Returns ``wanted`` if given, else 1,024, or fewer if the limit on open files, less a reserve,
-    does not allow that many. Raises `InvalidValue` if the limit does not allow ``wanted``.
+    1,024, or fewer if the limit on open files, less a reserve, does not allow that many.
     """
     limit = file_limit()
     room = max(1, (limit - min(_MOST_RESERVE, limit // 4)) // files_each)
-    if wanted is None:
-        return min(DEFAULT_CONNECTIONS, room)
-    if whole("max_connections", wanted, 1) > room:
-        raise InvalidValue(
-            f"max_connections is {wanted}, but the limit of {limit} open files leaves room for "
-            f"{room}; raise the limit (ulimit -n) or choose fewer"
-        )
-    return wanted
+    return min(_CONNECTIONS, room)

@@ -47,6 +47,7 @@ __all__ = ["CacheMirror"]
 _EVENT_BLOCKS = 4096
 _EVENT_TOKENS = 1 << 18
 _EVENT_REMOVALS = 1 << 16
+_MEDIUM = "GPU"  # the tier in events
 
 
 @dataclass(slots=True, eq=False)
@@ -64,9 +65,9 @@ class CacheMirror:
     """A mirror of one cache's stored pages: page id → block key, tokens, parent.
 
     A page is a block of ``page_size`` tokens; its hash is the low 64 bits of its block key
-    (`kvkeep.core.keys`), so equal prefixes have equal hashes on every instance. ``medium`` is the
-    tier named in events. Pages whose parent is unknown are left out and counted (``orphans``): the
-    events may describe less than the cache holds, never more.
+    (`kvkeep.core.keys`), so equal prefixes have equal hashes on every instance. Pages whose parent
+    is unknown are left out and counted (``orphans``): the events may describe less than the cache
+    holds, never more.
 
     In a cache with ``groups`` of layers requests resume at checkpoints (without states elsewhere,
     too, while rows are there, which is not published). So a block is published only while there is
@@ -75,9 +76,8 @@ class CacheMirror:
     Thread safety: none. Memory: per page about 250 bytes and its tokens.
     """
 
-    def __init__(self, page_size: int, medium: str = "GPU", *, groups: bool = False) -> None:
+    def __init__(self, page_size: int, *, groups: bool = False) -> None:
         self.page_size = page_size
-        self.medium = medium
         self.orphans = 0
         self._most = max(1, min(_EVENT_BLOCKS, _EVENT_TOKENS // page_size))
         self._pages: dict[int, _Page] = {}
@@ -246,7 +246,7 @@ class CacheMirror:
     def _removed(self, gone: Sequence[_Page]) -> list[KVEvent]:
         hashes: list[BlockHash] = [_wire_hash(held.key) for held in gone]
         return [
-            BlockRemoved(hashes[at : at + _EVENT_REMOVALS], self.medium)
+            BlockRemoved(hashes[at : at + _EVENT_REMOVALS], _MEDIUM)
             for at in range(0, len(hashes), _EVENT_REMOVALS)
         ]
 
@@ -275,7 +275,7 @@ class CacheMirror:
             token_ids=_ids(b"".join(one.tokens for one in held)),
             block_size=self.page_size,
             lora_id=None,
-            medium=self.medium,
+            medium=_MEDIUM,
             lora_name=namespace.lora or None,
             extra_keys=extra if any(extra) else None,
         )

@@ -64,6 +64,7 @@ _HISTORY_BYTES = 64 << 20
 _PUB_QUEUE = 1_000
 _REPLAY_QUEUE = 20_000
 _CLOSE_S = 5.0
+_TOPIC = b"kv"
 
 
 @dataclass(slots=True)
@@ -93,8 +94,8 @@ class EventPublisher:
 
     ``endpoint`` and ``replay`` are addresses to bind, such as ``tcp://127.0.0.1:5557``; port 0
     picks a free port, and the attributes have the actual address. The replay socket serves the
-    last ``history`` batches (at most 64 MiB), and snapshots. ``topic`` prefixes each message,
-    ``rank`` is the data-parallel rank in it, ``medium`` the tier named in events.
+    last ``history`` batches (at most 64 MiB), and snapshots. Messages have the
+    topic "kv", and events the tier "GPU".
 
     The engine never waits: the cache's hook appends to a queue of at most ``queue`` events and 64
     million tokens. When the queue is full, events are dropped and counted, and the thread compares
@@ -112,9 +113,6 @@ class EventPublisher:
         endpoint: str,
         replay: str | None = None,
         *,
-        topic: str = "kv",
-        rank: int | None = None,
-        medium: str = "GPU",
         history: int = 10_000,
         queue: int = 100_000,
     ) -> None:
@@ -122,9 +120,7 @@ class EventPublisher:
         self._most = whole("queue", queue, 1)
         self.stats = PublisherStats()
         self._cache = cache
-        self._mirror = CacheMirror(cache.page_size, medium, groups=cache.groups is not None)
-        self._topic = topic.encode()
-        self._rank = rank
+        self._mirror = CacheMirror(cache.page_size, groups=cache.groups is not None)
         self._history: deque[tuple[int, bytes]] = deque()
         self._history_bytes = 0
         self._queue: deque[Stored | GroupsStored | Evicted] = deque()
@@ -243,7 +239,7 @@ class EventPublisher:
             return
         self._seq += 1
         payload = self._payload(events)
-        self._pub.send_multipart((self._topic, seq_frame(self._seq), payload))
+        self._pub.send_multipart((_TOPIC, seq_frame(self._seq), payload))
         self._history.append((self._seq, payload))
         self._history_bytes += len(payload)
         while self._history and (
@@ -254,7 +250,7 @@ class EventPublisher:
         self.stats.events += len(events)
 
     def _payload(self, events: list[KVEvent]) -> bytes:
-        return encode(Batch(time.time(), events, self._rank))
+        return encode(Batch(time.time(), events))
 
     def _serve_replay(self) -> None:
         """Reply to one request on the replay socket; a malformed one gets no reply."""
@@ -278,7 +274,7 @@ class EventPublisher:
 
     def _send(self, peer: bytes, seq: int, payload: bytes) -> None:
         assert self._router is not None
-        self._router.send_multipart((peer, b"", self._topic, seq_frame(seq), payload))
+        self._router.send_multipart((peer, b"", _TOPIC, seq_frame(seq), payload))
 
 
 def _in_batches(events: Iterable[KVEvent]) -> Iterator[list[KVEvent]]:

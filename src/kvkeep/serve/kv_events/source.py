@@ -26,14 +26,13 @@ def check_endpoint(endpoint: str) -> None:
 class Source:
     """A publisher of KV events: the instance whose blocks it describes, and its addresses.
 
-    ``replay`` is its replay socket; with None, missed batches cannot be recovered. ``topic`` is the
-    prefix to subscribe to; "" receives all topics.
+    ``replay`` is its replay socket; with None, missed batches cannot be recovered. All topics are
+    received.
     """
 
     instance: str
     endpoint: str
     replay: str | None = None
-    topic: str = ""
 
     def __post_init__(self) -> None:
         for address in (self.endpoint, self.replay):

@@ -61,7 +61,7 @@ class Subscription:
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 15_000)
         self.monitor = self.socket.get_monitor_socket(_MONITORED)
-        self.socket.setsockopt(zmq.SUBSCRIBE, source.topic.encode())
+        self.socket.setsockopt(zmq.SUBSCRIBE, b"")
         try:
             _connect(self.socket, source.endpoint)
         except InvalidValue:

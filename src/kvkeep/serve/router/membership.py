@@ -46,7 +46,6 @@ class EventAddresses:
     events: str = ""
     replay: str = ""
     listed: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    topic: str = ""
     ranks: int = 1
 
     def __post_init__(self) -> None:
@@ -67,7 +66,7 @@ class EventAddresses:
         if not events:
             return ()
         return tuple(
-            Source(url, _of_rank(events, rank), _of_rank(replay, rank) or None, self.topic)
+            Source(url, _of_rank(events, rank), _of_rank(replay, rank) or None)
             for rank in range(self.ranks)
         )
 
@@ -85,9 +84,7 @@ class Discovery:
 
     def __post_init__(self) -> None:
         if not 0 < self.every_s < float("inf"):
-            raise InvalidValue(
-                f"--discover-every is {self.every_s}; a number of seconds above 0 is needed"
-            )
+            raise InvalidValue(f"every_s is a number of seconds above 0, got {self.every_s}")
 
 
 @dataclass(slots=True, eq=False)

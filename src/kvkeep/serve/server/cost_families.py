@@ -27,27 +27,11 @@ _COUNTERS = {
         "overtaken_tokens",
         "Of these, tokens that were computed since loading them turned slow",
     ),
-    "kvkeep_store_load_avoided_seconds": (
-        "avoided_s",
-        "Expected seconds by which loading would have been slower than computing",
-    ),
 }
 _TIER_GAUGES = {
-    "kvkeep_store_transfer_latency_seconds": (
-        "seconds_fixed",
-        "Seconds that reads from a tier, or writes to it, take beside those for their bytes",
-    ),
     "kvkeep_store_transfer_bandwidth_bytes": (
         "bytes_per_s",
         "Bytes of raw KV a second that are read from a tier, or written to it; codecs included",
-    ),
-    "kvkeep_store_transfer_error": (
-        "error",
-        "Relative error of what is expected of reads and writes; 1 while nothing was observed",
-    ),
-    "kvkeep_store_transfer_queued_bytes": (
-        "queued_bytes",
-        "Bytes of reads and writes that wait or are under way",
     ),
 }
 
@@ -59,15 +43,9 @@ def of_costs(costs: EngineCosts) -> Iterator[Metric]:
         "kvkeep_prefill_token_seconds",
         "Expected seconds a token of a prompt of 1,000 tokens",
     )
-    error = GaugeMetricFamily(
-        "kvkeep_prefill_cost_error",
-        "Relative error of the expected seconds of forward passes; 1 while none was observed",
-    )
     if seconds is not None:
         per_token.add_metric([], seconds)
-        error.add_metric([], costs.cost.prefill.error)
     yield per_token
-    yield error
     tiers = costs.tiers()
     for name, (key, text) in _TIER_GAUGES.items():
         gauge = GaugeMetricFamily(name, text, labels=["tier", "call"])

@@ -34,10 +34,6 @@ class LoadSums:
         overtaken_tokens: … of these, those whose load turned slow.
         both: loads of which a part was loaded and another computed.
         computed: loads of which all was computed, late ones as well.
-        late: loads in which computing did not wait for a tier.
-        computing_s: seconds that computing the loaded tokens would have taken, as the model
-            expects.
-        avoided_s: seconds by which loading would have been slower, as the model expected.
     """
 
     loads: int = 0
@@ -46,9 +42,6 @@ class LoadSums:
     overtaken_tokens: int = 0
     both: int = 0
     computed: int = 0
-    late: int = 0
-    computing_s: float = 0.0
-    avoided_s: float = 0.0
 
     def add(self, other: LoadSums) -> None:
         """Add the sums of other loads."""
@@ -85,12 +78,6 @@ class EngineCosts:
         slower = [one for one in report.missing if one.what == "slower"]
         if not (report.sources or slower or report.late):
             return None
-        cost = self.cost.prefill.cost
-        computing = sum(
-            max(0.0, cost.prefill_s(start, stop) - cost.seconds_fixed)
-            for start, stop, _ in report.sources
-        )
-        expected = [one for one in slower if one.detail.startswith("expected")]
         return LoadSums(
             loads=1,
             loaded_tokens=report.tokens,
@@ -98,12 +85,6 @@ class EngineCosts:
             overtaken_tokens=_tokens(one for one in slower if one.detail.startswith("overtaken")),
             both=bool(report.sources and (slower or report.late)),
             computed=not report.sources,
-            late=report.late,
-            computing_s=computing,
-            # Each has the seconds of the whole request.
-            avoided_s=max(
-                [0.0, *((one.load_s or 0.0) - (one.compute_s or 0.0) for one in expected)]
-            ),
         )
 
     @property

@@ -5,14 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.observe.explain import around, why_of
-from kvkeep.serve.server.schemas.see import (
-    DivergedText,
-    ExplainResponse,
-    PrefillCause,
-    PromptSpan,
-    RequestSummary,
-    SummaryResponse,
-)
 from kvkeep.serve.server.text import showable, showable_at
 
 if TYPE_CHECKING:
@@ -28,33 +20,8 @@ __all__ = ["as_answer", "as_line", "as_summary"]
 _TOKENS = ("given", "cached")
 
 
-def as_line(explained: Explanation, *, id: str | None) -> RequestSummary:
+def as_line(explained: Explanation, *, id: str | None) -> dict[str, Any]:
     """Return the entry of a list of requests."""
-    return RequestSummary(**_common(explained, id))
-
-
-def as_answer(explained: Explanation, *, id: str | None, decode: Decode | None) -> ExplainResponse:
-    """Return the whole explanation; without ``decode``, without text and tokens of prompts."""
-    diverged = next((span for span in explained.spans if span.reason == "diverged"), None)
-    return ExplainResponse(
-        **_common(explained, id),
-        spans=[_span(span, text=decode is not None) for span in explained.spans],
-        text=None if decode is None or diverged is None else _text(diverged, decode),
-    )
-
-
-def as_summary(summary: ExplainSummary) -> SummaryResponse:
-    """Return the summary as JSON has it; the order of the causes is kept."""
-    return SummaryResponse(
-        requests=summary.requests,
-        prompt_tokens=summary.prompt_tokens,
-        reused={showable(source): tokens for source, tokens in summary.reused.items()},
-        computed=dict(summary.computed),
-        causes=[_cause(cause) for cause in summary.causes],
-    )
-
-
-def _common(explained: Explanation, id: str | None) -> dict[str, Any]:
     session = explained.session
     return {
         "id": id,
@@ -73,45 +40,69 @@ def _common(explained: Explanation, id: str | None) -> dict[str, Any]:
     }
 
 
-def _span(span: Span, *, text: bool) -> PromptSpan:
+def as_answer(explained: Explanation, *, id: str | None, decode: Decode | None) -> dict[str, Any]:
+    """Return the whole explanation; without ``decode``, without text and tokens of prompts."""
+    diverged = next((span for span in explained.spans if span.reason == "diverged"), None)
+    return {
+        **as_line(explained, id=id),
+        "spans": [_span(span, text=decode is not None) for span in explained.spans],
+        "text": None if decode is None or diverged is None else _text(diverged, decode),
+    }
+
+
+def as_summary(summary: ExplainSummary) -> dict[str, Any]:
+    """Return the summary as JSON has it; the order of the causes is kept."""
+    return {
+        "requests": summary.requests,
+        "prompt_tokens": summary.prompt_tokens,
+        "reused": {showable(source): tokens for source, tokens in summary.reused.items()},
+        "computed": dict(summary.computed),
+        "causes": [_cause(cause) for cause in summary.causes],
+    }
+
+
+def _span(span: Span, *, text: bool) -> dict[str, Any]:
     evidence = {
         name: _shown(value) for name, value in span.evidence.items() if text or name not in _TOKENS
     }
     why = why_of(span)
-    return PromptSpan(
-        start=span.start,
-        stop=span.stop,
-        source=None if span.source is None else showable(span.source),
-        reason=span.reason,
-        why=None if why is None else showable(why),
-        evidence=evidence,
-    )
+    return {
+        "start": span.start,
+        "stop": span.stop,
+        "source": None if span.source is None else showable(span.source),
+        "reason": span.reason,
+        "why": None if why is None else showable(why),
+        "evidence": evidence,
+    }
 
 
-def _text(diverged: Span, decode: Decode) -> DivergedText | None:
+def _text(diverged: Span, decode: Decode) -> dict[str, Any] | None:
     words = around(diverged.evidence, decode)
     if not words:
         return None
     given, at_given = showable_at(words["given_text"], words["at_given"])
     cached, at_cached = showable_at(words["cached_text"], words["at_cached"])
-    return DivergedText(
-        given_text=given, cached_text=cached, at_given=at_given, at_cached=at_cached
-    )
+    return {
+        "given_text": given,
+        "cached_text": cached,
+        "at_given": at_given,
+        "at_cached": at_cached,
+    }
 
 
-def _cause(cause: Cause) -> PrefillCause:
-    return PrefillCause(
-        reason=cause.reason,
-        tokens=cause.tokens,
-        share=cause.share,
-        requests=cause.requests,
-        cache_salt=None if cause.tenant is None else showable(cause.tenant),
-        position=cause.position,
-        example=cause.example,
-        sentence=showable(cause.sentence),
-        tenants=cause.tenants,
-        advice=cause.advice,
-    )
+def _cause(cause: Cause) -> dict[str, Any]:
+    return {
+        "reason": cause.reason,
+        "tokens": cause.tokens,
+        "share": cause.share,
+        "requests": cause.requests,
+        "cache_salt": None if cause.tenant is None else showable(cause.tenant),
+        "position": cause.position,
+        "example": cause.example,
+        "sentence": showable(cause.sentence),
+        "tenants": cause.tenants,
+        "advice": cause.advice,
+    }
 
 
 def _shown(value: Any) -> Any:

@@ -23,7 +23,6 @@ __all__ = [
     "of_computed",
     "of_engine",
     "of_events",
-    "of_namespaces",
     "of_reuse",
     "of_store",
     "of_tiers",
@@ -47,8 +46,6 @@ _CACHE_GAUGES: _Table = {
     ),
     "kvkeep_pages_awaited": ("pages_awaited", "Cached pages kept for suspended sessions"),
     "kvkeep_pages_shared": ("pages_shared", "Pages in the tables of several sequences"),
-    "kvkeep_sessions": ("sessions", "Known sessions"),
-    "kvkeep_namespaces": ("namespaces", "Namespaces with cached pages"),
 }
 # By whether the figures are of the KV alone (`MissRatioPoint.kv_only`).
 _WHAT_IF = (
@@ -74,32 +71,11 @@ _CACHE_COUNTERS: _Table = {
     "kvkeep_hook_errors": ("hook_errors", "Hooks of the cache that raised"),
 }
 # The same, of `GroupStats`, for models with windows or states.
-_GROUP_GAUGES: _Table = {
-    "kvkeep_group_pages": ("pages", "Pages of rows and states that later requests can reuse"),
-    "kvkeep_group_rows": ("rows", "Pages of tokens whose KV is kept for layers with windows"),
-    "kvkeep_checkpoints": ("checkpoints", "Positions at which later requests can resume"),
-}
 _GROUP_COUNTERS: _Table = {
-    "kvkeep_checkpoints_stored": ("checkpoints_stored", "Checkpoints that became reusable"),
-    "kvkeep_checkpoints_evicted": ("checkpoints_evicted", "Checkpoints evicted, with their states"),
-    "kvkeep_checkpoints_replaced": (
-        "checkpoints_replaced",
-        "Checkpoints without a state whose place a later one took",
-    ),
-    "kvkeep_checkpoints_without_room": (
-        "checkpoints_without_room",
-        "Planned checkpoints that were not kept: no room",
-    ),
-    "kvkeep_resumes_given_up": (
-        "resumes_given_up",
-        "Requests that resumed earlier, as they did not fit beside what resuming reads",
-    ),
     "kvkeep_unresumed_tokens": (
         "unresumed_tokens",
         "Prompt tokens computed though their KV was cached: no state or window to resume",
     ),
-    "kvkeep_group_rows_stored": ("rows_stored", "Rows that became reusable"),
-    "kvkeep_group_rows_evicted": ("rows_evicted", "Rows evicted"),
 }
 # Metric → the field of `EngineStats`, and the help text.
 _ENGINE_GAUGES: _Table = {
@@ -107,34 +83,21 @@ _ENGINE_GAUGES: _Table = {
     "kvkeep_requests_waiting": ("waiting", "Answers in the queue"),
 }
 _ENGINE_COUNTERS: _Table = {
-    "kvkeep_steps": ("steps", "Forward passes"),
     "kvkeep_preemptions": ("preempted", "Running answers that were preempted"),
     "kvkeep_deferrals": (
         "deferred",
         "Answers that waited for a prefix that another request computed",
     ),
-    "kvkeep_computed_tokens": ("computed_tokens", "Tokens of all forward passes"),
-    "kvkeep_draft_tokens_proposed": ("drafted_tokens", "Tokens guessed from the prompt"),
-    "kvkeep_draft_tokens_accepted": ("accepted_drafts", "Guessed tokens that were right"),
 }
 # The same, for an engine with a store.
 _OFFLOAD_COUNTERS: _Table = {
     "kvkeep_store_loaded_tokens": ("loaded_tokens", "Tokens loaded from the store into pages"),
-    "kvkeep_store_late_loads": ("late_loads", "Loads that were late and overtaken"),
-    "kvkeep_store_kept_tokens": ("kept_tokens", "Tokens handed to the store"),
     "kvkeep_store_unkept_tokens": (
         "unkept_tokens",
         "Computed tokens dropped because the store was too slow",
     ),
 }
 _STORE_COUNTERS: _Table = {
-    "kvkeep_store_asked_tokens": ("asked_tokens", "Tokens requested from the store"),
-    "kvkeep_store_hit_tokens": ("hit_tokens", "Requested tokens that the store had"),
-    "kvkeep_store_put_tokens": ("put_tokens", "Tokens that the store accepted"),
-    "kvkeep_store_skipped_tokens": (
-        "skipped_tokens",
-        "Tokens handed to the store that it had already",
-    ),
     "kvkeep_store_dropped_tokens": (
         "dropped_tokens",
         "Tokens handed to the store that were dropped: no room",
@@ -147,7 +110,6 @@ _STORE_COUNTERS: _Table = {
 _TIER_GAUGES: _Table = {
     "kvkeep_store_used_bytes": ("used_bytes", "Bytes in the tier, of all processes that share it"),
     "kvkeep_store_capacity_bytes": ("capacity", "Capacity of the tier in bytes"),
-    "kvkeep_store_pinned_bytes": ("pinned_bytes", "Bytes in the tier that are pinned"),
     "kvkeep_store_queued_bytes": ("queued_bytes", "Bytes in the write queue"),
     "kvkeep_store_blocks": ("blocks", "Blocks in the tier"),
 }
@@ -156,16 +118,11 @@ _TIER_COUNTERS = {
     "misses": "Blocks expected in the tier and not found",
     "late": "Blocks that did not come within the tier's timeout",
     "damaged": "Blocks whose verification failed: quarantined",
-    "refused": "Blocks not read: another format, length or key, or a lossy codec not asked for",
     "errors": "Calls to the tier that failed",
-    "skipped_calls": "Calls not made because the circuit breaker was open",
     "writes": "Blocks written",
-    "already": "Blocks not written because the tier had them",
     "over_budget": "Blocks not written, because the tier's write budget is short",
     "drops": "Blocks not written: full queue, no room, or a failed write",
     "evictions": "Blocks evicted to make room",
-    "demotions": "Evicted blocks that moved one tier down",
-    "demotions_dropped": "Evicted blocks that were to move one tier down, dropped for lack of time",
     "read_bytes": "Bytes of records read",
     "written_bytes": "Bytes of records written",
     "read_seconds": "Seconds spent in the tier's backend, reading",
@@ -174,15 +131,11 @@ _TIER_COUNTERS = {
 
 # Metric → the field of `kvkeep.serve.kv_events.PublisherStats`, and the help text.
 _EVENT_COUNTERS: _Table = {
-    "kvkeep_events_batches": ("batches", "Batches of KV events that were published"),
-    "kvkeep_events_told": ("events", "KV events that were published"),
     "kvkeep_events_dropped": ("dropped", "KV events dropped because the queue was full"),
     "kvkeep_events_resyncs": (
         "resyncs",
         "Times the published state was compared with the cache after drops",
     ),
-    "kvkeep_events_replays": ("replays", "Requests to replay missed KV events"),
-    "kvkeep_events_snapshots": ("snapshots", "Requests for a snapshot of the cache"),
     "kvkeep_events_refused": ("refused", "Invalid requests on the replay socket"),
 }
 
@@ -198,8 +151,6 @@ def of_cache(cache: CacheStats) -> Iterator[Metric]:
     for name, (field, text) in _CACHE_COUNTERS.items():
         yield CounterMetricFamily(name, text, getattr(cache, field))
     if cache.groups is not None:
-        for name, (field, text) in _GROUP_GAUGES.items():
-            yield GaugeMetricFamily(name, text, getattr(cache.groups, field))
         for name, (field, text) in _GROUP_COUNTERS.items():
             yield CounterMetricFamily(name, text, getattr(cache.groups, field))
     if cache.what_if:
@@ -244,29 +195,9 @@ def of_tiers(found: Iterable[Mapping[str, Any]]) -> Iterator[Metric]:
         "1 while the circuit breaker of a tier is open",
         labels=["tier"],
     )
-    opened = CounterMetricFamily(
-        "kvkeep_store_breaker_openings",
-        "Times that the circuit breaker of a tier opened",
-        labels=["tier"],
-    )
-    calls = GaugeMetricFamily(
-        "kvkeep_store_calls_left_alone",
-        "1 while the breaker for this kind of calls to a tier is open",
-        labels=["tier", "call"],
-    )
-    parts = GaugeMetricFamily(
-        "kvkeep_store_parts_left_alone", "Parts of a tier whose breaker is open", labels=["tier"]
-    )
     for tier_name, tier in tiers:
         breaker.add_metric([tier_name], tier["breaker"] != "closed")
-        opened.add_metric([tier_name], tier["breaker_opened"])
-        for call, state in tier["breakers"].items():
-            calls.add_metric([tier_name, call], state != "closed")
-        parts.add_metric([tier_name], len(tier["parts"]))
     yield breaker
-    yield opened
-    yield calls
-    yield parts
     for key, text in _TIER_COUNTERS.items():
         counter = CounterMetricFamily(f"kvkeep_store_{key}", text, labels=["tier"])
         for tier_name, tier in tiers:
@@ -301,11 +232,6 @@ def of_reuse(reuse: ReuseSnapshot) -> Iterator[Metric]:
     yield CounterMetricFamily(
         "kvkeep_prefill_computed_tokens", "Prompt tokens that were computed", reuse.computed_tokens
     )
-    yield CounterMetricFamily(
-        "kvkeep_prefill_computed_seconds",
-        "Time of forward passes, by their share of prompt tokens",
-        reuse.computed_seconds,
-    )
     prompts = GaugeMetricFamily(
         "kvkeep_namespace_prompt_ratio",
         f"Share of late prompt tokens, of the {MOST_NAMES} largest namespaces and all others",
@@ -322,21 +248,6 @@ def of_reuse(reuse: ReuseSnapshot) -> Iterator[Metric]:
         reused.add_metric([name], share.reused)
     yield prompts
     yield reused
-
-
-def of_namespaces(pages: Mapping[str, int]) -> Iterator[Metric]:
-    """Cached pages of the largest namespaces, and of all others together."""
-    gauge = GaugeMetricFamily(
-        "kvkeep_namespace_pages",
-        f"Cached pages of the {MOST_NAMES} largest namespaces and of all others",
-        labels=["namespace"],
-    )
-    largest = nlargest(MOST_NAMES, pages.items(), key=lambda item: item[1])
-    for name, count in largest:
-        gauge.add_metric([label(name)], count)
-    if len(pages) > len(largest):
-        gauge.add_metric([OTHER], sum(pages.values()) - sum(count for _, count in largest))
-    yield gauge
 
 
 def of_computed(reasons: Mapping[str, int]) -> Iterator[Metric]:

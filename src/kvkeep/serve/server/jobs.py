@@ -14,7 +14,7 @@ from kvkeep.core.errors import InvalidValue
 from kvkeep.core.tokens import as_tokens
 from kvkeep.serve.http import texts_in
 from kvkeep.serve.server.errors import ApiError
-from kvkeep.serve.server.retention import Keep
+from kvkeep.serve.server.pins import Keep
 from kvkeep.serve.server.worker import Job
 
 if TYPE_CHECKING:
@@ -49,7 +49,6 @@ def chat_jobs(service: Service, body: ChatRequest) -> list[Job]:
     room = room_behind(service, prompt)
     params = body.sampling(
         max_tokens=min(body.limit or room, room),
-        draft_tokens=service.settings.draft_tokens,
         logprobs=body.num_logprobs,
     )
     _runs_at_once(service, params)
@@ -68,7 +67,6 @@ def completion_jobs(service: Service, body: CompletionRequest) -> list[Job]:
         room = room_behind(service, tokens)
         params = body.sampling(
             max_tokens=min(body.max_tokens or _COMPLETION_TOKENS, room),
-            draft_tokens=service.settings.draft_tokens,
             logprobs=body.logprobs,
         )
         _runs_at_once(service, params)
@@ -90,7 +88,7 @@ def _job(
         params=params,
         namespace=space,
         store=extras.store,
-        answers=extras.answers and service.settings.answers,
+        answers=extras.answers,
         session=body.session,
         retain=None if seconds is None else Keep([(len(prompt), seconds)]),
     )

@@ -7,21 +7,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kvkeep.serve.server.schemas.see import (
-    LiveLoads,
-    LivePages,
-    LivePoint,
-    LiveResponse,
-    LiveSession,
-    LiveSource,
-    LiveTenant,
-    LiveTier,
-    LiveTimes,
-    LiveTotals,
-    LiveTtft,
-)
+from pydantic_core import to_json
+
 from kvkeep.serve.server.text import showable
 
 if TYPE_CHECKING:
@@ -53,7 +42,7 @@ class Live:
     Thread safety: none; it belongs to the event loop.
     """
 
-    def __init__(self, state: Callable[[], LiveResponse]) -> None:
+    def __init__(self, state: Callable[[], dict[str, Any]]) -> None:
         self._state = state
         self._thread = ThreadPoolExecutor(1, "kvkeep live")
         self._answer = b""
@@ -82,7 +71,7 @@ class Live:
 
     def _make(self) -> bytes:
         """In the thread."""
-        return self._state().model_dump_json().encode()
+        return to_json(self._state(), inf_nan_mode="null")
 
 
 class EngineState:
@@ -93,7 +82,7 @@ class EngineState:
         self._began = time.monotonic()
         self._version = version("kvkeep")
 
-    def __call__(self) -> LiveResponse:
+    def __call__(self) -> dict[str, Any]:
         """Return the state now. Cost: one pass over the pool's reference counts."""
         service = self._service
         cache = service.engine.cache.stats()
@@ -102,133 +91,133 @@ class EngineState:
         store = service.engine.store
         tiers = () if store is None else store.stats().tiers
         settings, usage = service.settings, service.watching.usage.moment(MOST_SHOWN)
-        return LiveResponse(
-            at=time.time(),
-            uptime_s=time.monotonic() - self._began,
-            version=self._version,
-            model=settings.name,
-            policy=service.engine.cache.policy,
-            page_size=service.engine.cache.page_size,
-            text=settings.text,
-            explain=settings.explain,
-            changes=settings.api_key is not None,
-            running=engine.running,
-            waiting=engine.waiting,
-            totals=_totals(cache, engine),
-            reused=source_figures(usage.reuse),
-            losses=service.losses.rows(service.loss_counts(cache, tiers)),
-            pages=_pages(cache),
-            ttft=LiveTtft(cold=time_figures(usage.cold), warm=time_figures(usage.warm)),
-            history=usage.history,
-            tiers=[tier_figures(tier, service.costs) for tier in tiers],
-            loads=load_figures(service.costs),
-            what_if=[
-                LivePoint(
-                    times=point.times,
-                    pages=point.pages,
-                    hit_rate=point.hit_rate,
-                    kv_only=point.kv_only,
-                )
+        return {
+            "at": time.time(),
+            "uptime_s": time.monotonic() - self._began,
+            "version": self._version,
+            "model": settings.name,
+            "engine": "kvkeep",
+            "policy": service.engine.cache.policy,
+            "page_size": service.engine.cache.page_size,
+            "text": settings.text,
+            "map": True,
+            "running": engine.running,
+            "waiting": engine.waiting,
+            "totals": _totals(cache, engine),
+            "reused": source_figures(usage.reuse),
+            "losses": service.losses.rows(service.loss_counts(cache, tiers)),
+            "pages": _pages(cache),
+            "ttft": {"cold": time_figures(usage.cold), "warm": time_figures(usage.warm)},
+            "history": usage.history,
+            "tiers": [tier_figures(tier, service.costs) for tier in tiers],
+            "loads": load_figures(service.costs),
+            "what_if": [
+                {
+                    "times": point.times,
+                    "pages": point.pages,
+                    "hit_rate": point.hit_rate,
+                    "kv_only": point.kv_only,
+                }
                 for point in cache.what_if
             ]
             or None,
-            tenants=tenant_figures(usage.namespaces, service.watching.usage.pages.pages),
-            sessions=[_session(one) for one in usage.sessions],
-        )
+            "tenants": tenant_figures(usage.namespaces, service.watching.usage.pages.pages),
+            "sessions": [_session(one) for one in usage.sessions],
+        }
 
 
-def _session(one: SessionUsage) -> LiveSession:
-    return LiveSession(
-        session=showable(one.session),
-        cache_salt=showable(one.tenant),
-        requests=one.requests,
-        prompt_tokens=one.prompt_tokens,
-        reused_tokens=one.reused_tokens,
-        last_at=one.last_at,
-    )
+def _session(one: SessionUsage) -> dict[str, Any]:
+    return {
+        "session": showable(one.session),
+        "cache_salt": showable(one.tenant),
+        "requests": one.requests,
+        "prompt_tokens": one.prompt_tokens,
+        "reused_tokens": one.reused_tokens,
+        "last_at": one.last_at,
+    }
 
 
-def source_figures(reuse: ReuseSnapshot) -> list[LiveSource]:
+def source_figures(reuse: ReuseSnapshot) -> list[dict[str, Any]]:
     """Return where reused tokens came from, and the time that this saved."""
     saved = reuse.saved_seconds_by_tier
     return [
-        LiveSource(source=showable(source), tokens=tokens, saved_s=saved.get(source, 0.0))
+        {"source": showable(source), "tokens": tokens, "saved_s": saved.get(source, 0.0)}
         for source, tokens in reuse.hit_tokens.items()
     ]
 
 
-def _totals(cache: CacheStats, engine: EngineStats) -> LiveTotals:
-    return LiveTotals(
-        requests=engine.requests,
-        prompt_tokens=engine.prompt_tokens,
-        cached_tokens=engine.cached_tokens,
-        loaded_tokens=engine.loaded_tokens,
-        generated_tokens=engine.generated_tokens,
-        evicted_pages=cache.evicted_pages,
-    )
+def _totals(cache: CacheStats, engine: EngineStats) -> dict[str, Any]:
+    return {
+        "requests": engine.requests,
+        "prompt_tokens": engine.prompt_tokens,
+        "cached_tokens": engine.cached_tokens,
+        "loaded_tokens": engine.loaded_tokens,
+        "generated_tokens": engine.generated_tokens,
+        "evicted_pages": cache.evicted_pages,
+    }
 
 
-def _pages(cache: CacheStats) -> LivePages:
-    return LivePages(
+def _pages(cache: CacheStats) -> dict[str, Any]:
+    return dict(
         total=cache.pages_total,
         **cache.pages_by_state(),
         pinned=cache.pinned_pages,
     )
 
 
-def time_figures(times: FirstTokenTimes) -> LiveTimes:
+def time_figures(times: FirstTokenTimes) -> dict[str, Any]:
     """Return times to the first token as JSON has them."""
-    return LiveTimes(**asdict(times))
+    return asdict(times)
 
 
 def tenant_figures(
     namespaces: Iterable[NamespaceUsage], pages: Mapping[str, int]
-) -> list[LiveTenant]:
+) -> list[dict[str, Any]]:
     """Return tenants as JSON has them; ``pages`` has the cached ones of each."""
     return [
-        LiveTenant(
-            cache_salt=showable(one.tenant),
-            requests=one.requests,
-            prompt_tokens=one.prompt_tokens,
-            reused_tokens=one.reused_tokens,
-            pages=pages.get(one.tenant, 0),
-        )
+        {
+            "cache_salt": showable(one.tenant),
+            "requests": one.requests,
+            "prompt_tokens": one.prompt_tokens,
+            "reused_tokens": one.reused_tokens,
+            "pages": pages.get(one.tenant, 0),
+        }
         for one in namespaces
     ]
 
 
-def load_figures(costs: EngineCosts) -> LiveLoads:
+def load_figures(costs: EngineCosts) -> dict[str, Any]:
     """Return what was loaded lately, and what computing takes."""
     recent, seconds = costs.recent, costs.prefill_seconds_per_token
-    return LiveLoads(
-        prefill_tokens_per_s=1 / seconds if seconds else None,
-        loads=recent.loads,
-        loaded_tokens=recent.loaded_tokens,
-        computed_stored_tokens=recent.computed_stored_tokens,
-    )
+    return {
+        "prefill_tokens_per_s": 1 / seconds if seconds else None,
+        "loads": recent.loads,
+        "loaded_tokens": recent.loaded_tokens,
+        "computed_stored_tokens": recent.computed_stored_tokens,
+    }
 
 
-def tier_figures(tier: TierStats, costs: EngineCosts) -> LiveTier:
+def tier_figures(tier: TierStats, costs: EngineCosts) -> dict[str, Any]:
     """Return one tier as JSON has it; names are made showable."""
     counted = {name: int(value) for name, value in tier.counters.items()}
-    return LiveTier(
-        name=showable(tier.name),
-        place=showable(tier.place),
-        blocks=tier.blocks,
-        used_bytes=tier.used_bytes,
-        capacity=tier.capacity,
-        queued_bytes=tier.queued_bytes,
-        breaker=tier.breaker,
-        breakers={call: state for call, state in tier.breakers.items() if state != "closed"},
-        parts={showable(part): state for part, state in tier.parts.items()},
-        hits=counted["hits"],
-        misses=counted["misses"],
-        drops=counted["drops"],
-        errors=counted["errors"],
-        damaged=counted["damaged"],
-        late=counted["late"],
-        evictions=counted["evictions"],
-        read_bytes=counted["read_bytes"],
-        written_bytes=counted["written_bytes"],
-        read_bytes_per_s=costs.read_bytes_per_s(tier.name),
-    )
+    return {
+        "name": showable(tier.name),
+        "place": showable(tier.place),
+        "blocks": tier.blocks,
+        "used_bytes": tier.used_bytes,
+        "capacity": tier.capacity,
+        "queued_bytes": tier.queued_bytes,
+        "breaker": tier.breaker,
+        "breakers": {call: state for call, state in tier.breakers.items() if state != "closed"},
+        "parts": {showable(part): state for part, state in tier.parts.items()},
+        "hits": counted["hits"],
+        "misses": counted["misses"],
+        "drops": counted["drops"],
+        "errors": counted["errors"],
+        "damaged": counted["damaged"],
+        "late": counted["late"],
+        "evictions": counted["evictions"],
+        "read_bytes": counted["read_bytes"],
+        "written_bytes": counted["written_bytes"],
+        "read_bytes_per_s": costs.read_bytes_per_s(tier.name),
+    }

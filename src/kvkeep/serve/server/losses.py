@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 from kvkeep.observe.usage.lately import EVERY_S, Lately
-from kvkeep.serve.server.schemas.see import LiveLoss
 from kvkeep.serve.server.text import showable
 
 if TYPE_CHECKING:
@@ -30,10 +29,7 @@ _OF_TIERS: Final = {
     "damaged": "damaged",
     "dropped": "drops",
 }
-_KINDS: Final[dict[str, Literal["eviction", "refusal"]]] = {
-    "evicted": "eviction",
-    "refused": "refusal",
-}
+_KINDS: Final = {"evicted": "eviction", "refused": "refusal"}
 _PATIENCE_S: Final = 10.0
 
 
@@ -62,18 +58,18 @@ class ServerLosses:
         if self._thread.is_alive():
             self._thread.join(_PATIENCE_S)
 
-    def rows(self, counts: Counts) -> list[LiveLoss]:
+    def rows(self, counts: Counts) -> list[dict[str, Any]]:
         """Return what ever happened, and how often lately; ``counts`` are those of this moment."""
         self._lately.note(counts)
         return [
-            LiveLoss(
-                kind=_KINDS.get(what, "error"),
-                what=what,
-                place=showable(place),
-                minute=grown.minute,
-                ten_minutes=grown.ten_minutes,
-                total=grown.total,
-            )
+            {
+                "kind": _KINDS.get(what, "error"),
+                "what": what,
+                "place": showable(place),
+                "minute": grown.minute,
+                "ten_minutes": grown.ten_minutes,
+                "total": grown.total,
+            }
             for (what, place), grown in self._lately.growth(counts).items()
             if grown.total
         ]

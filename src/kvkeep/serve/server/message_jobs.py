@@ -15,7 +15,7 @@ from kvkeep.serve.server.jobs import (
     room_behind,
     that_fit,
 )
-from kvkeep.serve.server.retention import Keep
+from kvkeep.serve.server.pins import Keep
 from kvkeep.serve.server.schemas.base import Extras
 from kvkeep.serve.server.worker import Job
 
@@ -50,19 +50,18 @@ def message_jobs(service: Service, body: MessagesRequest, writer: MessageWriter)
     extras = body.kvkeep or Extras()
     prompt = message_prompt(service, call)
     room = room_behind(service, prompt.tokens)
-    default = service.settings.draft_tokens
     params = SamplingParams(
         temperature=1.0 if call.temperature is None else call.temperature,
         top_p=1.0 if call.top_p is None else call.top_p,
         top_k=call.top_k or 0,
         max_tokens=max(1, min(call.max_tokens, room)),
         stop=call.stop,
-        draft_tokens=default if extras.draft_tokens is None else extras.draft_tokens,
+        draft_tokens=extras.draft_tokens,
     )
     writer.call = call
     writer.keep = keep = Keep(prompt.breakpoints)
     long = [(at, seconds) for at, seconds in prompt.breakpoints if seconds >= LONG_S]
-    if long and service.tier_retention is not None:
+    if long and service.tier_pins is not None:
         writer.retain = Keep(long)
     return [
         Job(
@@ -70,7 +69,7 @@ def message_jobs(service: Service, body: MessagesRequest, writer: MessageWriter)
             params=params,
             namespace=service.namespace(body.cache_salt),
             store=extras.store,
-            answers=extras.answers and service.settings.answers,
+            answers=extras.answers,
             session=extras.session,
             keep=keep if keep.wanted else None,
             retain=writer.retain,

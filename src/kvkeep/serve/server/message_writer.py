@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kvkeep.serve.messages import MessageEvents, new_id, split_usage
 from kvkeep.serve.server.framing import MESSAGES
-from kvkeep.serve.server.retention import Keep
+from kvkeep.serve.server.pins import Keep
 from kvkeep.serve.server.schemas.messages import MessageEvent, MessageResponse
 from kvkeep.serve.server.writers import retained
 

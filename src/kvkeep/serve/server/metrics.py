@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from kvkeep.observe.usage import TenantLedger
     from kvkeep.serve.http import BodyBudget, Connections
     from kvkeep.serve.server.engine_costs import EngineCosts
-    from kvkeep.serve.server.retention import Retention
-    from kvkeep.serve.server.tier_retention import TierRetention
+    from kvkeep.serve.server.pins import PoolPins, StorePins
 
 __all__ = ["ServerMetrics"]
 
@@ -37,8 +36,8 @@ class ServerMetrics:
 
     ``usage`` counts requests by namespace. The attributes set later add families: ``events``
     returns a publisher's figures (`PublisherStats.as_dict`), ``reasons`` the computed tokens by
-    reason since the start (an explainer's), ``tenants`` counts by tenant, ``retention`` and
-    ``tier_retention`` pin prefixes, ``costs`` are what the engine has learned, ``connections`` and
+    reason since the start (an explainer's), ``tenants`` counts by tenant, ``pool_pins``
+    and ``tier_pins`` keep prefixes, ``costs`` are what the engine has learned, ``connections`` and
     ``bodies`` are the HTTP server's.
 
     Thread safety: all methods.
@@ -55,8 +54,8 @@ class ServerMetrics:
         self.events: Callable[[], Mapping[str, int]] | None = None
         self.reasons: Callable[[], Mapping[str, int]] | None = None
         self.tenants: TenantLedger | None = None
-        self.retention: Retention | None = None
-        self.tier_retention: TierRetention | None = None
+        self.pool_pins: PoolPins | None = None
+        self.tier_pins: StorePins | None = None
         self.costs: EngineCosts | None = None
         self.connections: Connections | None = None
         self.bodies: BodyBudget | None = None
@@ -133,7 +132,6 @@ class ServerMetrics:
         with self._exposing:
             found: list[Metric] = [*families.of_cache(cache), *families.of_engine(engine)]
             found += families.of_reuse(self.usage.reuse(families.MOST_NAMES))
-            found += families.of_namespaces(dict(self.usage.pages.pages))
             if self.reasons is not None:
                 found += families.of_computed(self.reasons())
             if self.events is not None:
@@ -142,10 +140,10 @@ class ServerMetrics:
                 found += families.of_store(engine, store)
             if self.costs is not None:
                 found += cost_families.of_costs(self.costs)
-            if self.retention is not None:
-                found += tenant_families.of_retention(self.retention)
-            if self.tier_retention is not None:
-                found += tenant_families.of_tier_retention(self.tier_retention)
+            if self.pool_pins is not None:
+                found += tenant_families.of_pool_pins(self.pool_pins)
+            if self.tier_pins is not None:
+                found += tenant_families.of_tier_pins(self.tier_pins)
             if self.tenants is not None:
                 found += tenant_families.of_tenants(self.tenants.series(families.MOST_NAMES))
             found += http_metrics.families(self.connections, self.bodies)

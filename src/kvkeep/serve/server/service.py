@@ -16,10 +16,9 @@ from kvkeep.serve.server.errors import ApiError, outcome_of
 from kvkeep.serve.server.live import EngineState, Live
 from kvkeep.serve.server.losses import ServerLosses, loss_counts
 from kvkeep.serve.server.metrics import ServerMetrics
+from kvkeep.serve.server.pins import PoolPins, StorePins
 from kvkeep.serve.server.record import JobRecorder
-from kvkeep.serve.server.retention import Retention
 from kvkeep.serve.server.thread_pools import ThreadPools
-from kvkeep.serve.server.tier_retention import TierRetention
 from kvkeep.serve.server.watching import Watching
 from kvkeep.serve.server.worker import EngineStopped, Generation, Worker
 
@@ -63,23 +62,17 @@ class Service:
             budget=settings.body_budget_bytes,
             seconds=min(settings.body_timeout_s, settings.request_timeout_s),
         )
-        self.watching = Watching(engine.cache, explain=settings.explain, named=settings.weights)
+        self.watching = Watching(engine.cache, named=settings.weights)
         self.metrics = ServerMetrics(self.watching.usage)
         self.costs = EngineCosts(engine.cost)
         self.metrics.costs = self.costs
         self.metrics.bodies = self.bodies
         self.metrics.tenants = self.watching.tenants
         self._observers = observers
-        if settings.explain:
-            self.metrics.reasons = self.watching.computed_tokens
-        self.retention = Retention(engine.cache, settings.pin_share, weights=settings.weights)
-        self.metrics.retention = self.retention
-        self.tier_retention: TierRetention | None = None
-        if engine.store is not None:
-            self.tier_retention = TierRetention(
-                engine, settings.pin_share, weights=settings.weights
-            )
-        self.metrics.tier_retention = self.tier_retention
+        self.metrics.reasons = self.watching.computed_tokens
+        self.pool_pins = PoolPins(engine.cache)
+        self.tier_pins = None if engine.store is None else StorePins(engine)
+        self.metrics.pool_pins, self.metrics.tier_pins = self.pool_pins, self.tier_pins
         self.losses = ServerLosses(self.loss_counts)
         self.live = Live(EngineState(self))
         self.worker = Worker(engine, flush_timeout_s=settings.flush_timeout_s)
@@ -99,8 +92,8 @@ class Service:
     def stop(self) -> None:
         """Abort running requests; return after the engine's current step and its store's flush."""
         self.worker.stop()
-        if self.tier_retention is not None:
-            self.tier_retention.close()
+        if self.tier_pins is not None:
+            self.tier_pins.close()
         self.watching.close()
         self.live.close()
         self.losses.close()
@@ -114,13 +107,13 @@ class Service:
 
     @property
     def explainer(self) -> Explainer | None:
-        """What explains requests; None if the server was told not to."""
+        """What explains requests; None before the server runs."""
         return self.watching.explainer
 
     @property
     def unexplained(self) -> str:
         """Why requests are not explained, if they are not."""
-        return "this server explains no requests: it was started with --no-explain"
+        return "this server does not run yet"
 
     @property
     def decode(self) -> Callable[[Sequence[int]], str] | None:
@@ -130,9 +123,7 @@ class Service:
     @property
     def longest_prompt(self) -> int:
         """Tokens of the longest prompt accepted; at least one token fits behind it."""
-        longest = self.engine.runner.max_tokens - 1
-        most = self.settings.max_prompt_tokens
-        return longest if most is None else min(longest, most)
+        return self.engine.runner.max_tokens - 1
 
     def namespace(self, salt: str | None) -> Namespace:
         """Return the namespace of prompts with this ``cache_salt``."""
@@ -171,15 +162,15 @@ class Service:
     def keep(self, job: Job) -> None:
         """Pin what a job wants to be kept of its prompt, which is computed. Thread safety: safe."""
         if job.keep is not None:
-            self.retention.keep(job.prompt, job.namespace, job.keep)
+            self.pool_pins.keep(job.prompt, job.namespace, job.keep)
         if job.retain is None:
             return
-        if self.tier_retention is None:
+        if self.tier_pins is None:
             job.retain.refuse("no_tiers")
         elif not job.store:
             job.retain.refuse("not_stored")
         else:
-            self.tier_retention.keep(job.prompt, job.namespace, job.retain)
+            self.tier_pins.keep(job.prompt, job.namespace, job.retain)
 
     # --- requests ----------------------------------------------------------------------------
 

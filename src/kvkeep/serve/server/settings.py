@@ -24,18 +24,14 @@ class ServerSettings:
     ``name`` is the model's name for clients. ``api_key`` is required of every request but the
     health checks and the dashboard's files. A body has at most ``max_body_bytes`` and
     ``body_timeout_s`` to arrive; all bodies together have ``body_budget_bytes``, not counting the
-    first 64 KiB of each. Prompts have at most ``max_prompt_tokens`` (None: as many as the model and
-    the pool allow). A request takes at most ``request_timeout_s``, from its head to its last byte.
-    On shutdown, running requests have ``drain_timeout_s``, and then their KV ``flush_timeout_s`` to
-    reach the engine's store, if it has one. ``draft_tokens`` is the default for requests that do
-    not set it.
+    first 64 KiB of each. A request takes at most ``request_timeout_s``, from its head to its last
+    byte. On shutdown, running requests have ``drain_timeout_s``, and then their KV
+    ``flush_timeout_s`` to reach the engine's store, if it has one.
 
     ``hosts`` are the accepted names in the Host header (None: all). On a loopback address only its
     own names should be, or a web page could reach the server under its own name (DNS rebinding).
 
-    Pins that clients ask for (``cache_control``, ``prompt_cache_retention``) cover at most
-    ``pin_share`` of the pool, and of the largest tier, for each ``cache_salt``, and half of it in
-    all; beyond that half, tenants get shares by ``weights``, see `PinBudget`.
+    ``weights`` are the shares of named tenants.
 
     Streams of ``/v1/messages`` that were silent for ``ping_s`` get a ping, so that proxies do not
     close them during long prefills.
@@ -43,9 +39,7 @@ class ServerSettings:
     A step of the engine that takes longer than ``step_limit_s`` is reported as stuck by
     ``/livez`` and ``/ready``; it is not aborted.
 
-    Without ``text``, no response under /kv contains text or tokens of prompts. Without ``explain``,
-    no prompts are remembered to explain their reuse. Without ``answers``, the store keeps only the
-    KV of prompts, even if a request sets otherwise.
+    Without ``text``, no response under /kv contains text or tokens of prompts.
     """
 
     name: str
@@ -53,17 +47,12 @@ class ServerSettings:
     max_body_bytes: int = 8 << 20
     body_budget_bytes: int = 256 << 20
     body_timeout_s: float = 60.0
-    max_prompt_tokens: int | None = None
     request_timeout_s: float = 600.0
     drain_timeout_s: float = 30.0
     flush_timeout_s: float = 10.0
     step_limit_s: float = 300.0
-    draft_tokens: int = 0
     hosts: frozenset[str] | None = LOOPBACK_HOSTS
     text: bool = True
-    explain: bool = True
-    answers: bool = True
-    pin_share: float = 0.1
     ping_s: float = 10.0
     weights: Mapping[str, float] = field(default_factory=dict)
 
@@ -74,11 +63,6 @@ class ServerSettings:
             key_in("api_key", self.api_key)
         whole("max_body_bytes", self.max_body_bytes, 1)
         whole("body_budget_bytes", self.body_budget_bytes, self.max_body_bytes)
-        whole("draft_tokens", self.draft_tokens, 0)
-        if self.max_prompt_tokens is not None:
-            whole("max_prompt_tokens", self.max_prompt_tokens, 1)
-        if not 0 <= self.pin_share <= 1:
-            raise InvalidValue(f"pin_share must be a share, 0 … 1; got {self.pin_share}")
         for name in ("request_timeout_s", "drain_timeout_s", "flush_timeout_s"):
             seconds = getattr(self, name)
             if not 0 <= seconds < math.inf:

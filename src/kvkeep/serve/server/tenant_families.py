@@ -14,10 +14,9 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from kvkeep.observe.usage import TenantCounts
-    from kvkeep.serve.server.retention import Retention
-    from kvkeep.serve.server.tier_retention import TierRetention
+    from kvkeep.serve.server.pins import PoolPins, StorePins
 
-__all__ = ["of_retention", "of_tenants", "of_tier_retention"]
+__all__ = ["of_pool_pins", "of_tenants", "of_tier_pins"]
 
 _TOKENS = {
     "prompt": "prompt_tokens",
@@ -29,7 +28,7 @@ _TOKENS = {
 }
 
 
-def of_retention(retention: Retention) -> Iterator[Metric]:
+def of_pool_pins(pins: PoolPins) -> Iterator[Metric]:
     """Tokens that clients asked to be kept, and the pages that count against their budgets."""
     counter = CounterMetricFamily(
         "kvkeep_retained_tokens",
@@ -37,18 +36,18 @@ def of_retention(retention: Retention) -> Iterator[Metric]:
         "pinned and given way to another tenant",
         labels=["outcome"],
     )
-    counter.add_metric(["pinned"], retention.pinned_tokens)
-    counter.add_metric(["beyond the budget"], retention.unpinned_tokens)
-    counter.add_metric(["given way"], retention.given_tokens)
+    counter.add_metric(["pinned"], pins.pinned_tokens)
+    counter.add_metric(["beyond the budget"], pins.unpinned_tokens)
+    counter.add_metric(["given way"], pins.given_tokens)
     yield counter
     yield GaugeMetricFamily(
         "kvkeep_retained_pages",
         "Pages that count against the budgets of pins of clients",
-        retention.num_pages,
+        pins.count,
     )
 
 
-def of_tier_retention(retention: TierRetention) -> Iterator[Metric]:
+def of_tier_pins(pins: StorePins) -> Iterator[Metric]:
     """The same for the tiers."""
     counter = CounterMetricFamily(
         "kvkeep_store_retained_tokens",
@@ -56,15 +55,15 @@ def of_tier_retention(retention: TierRetention) -> Iterator[Metric]:
         "and given way to another tenant, or within the budget and not pinned by any tier",
         labels=["outcome"],
     )
-    counter.add_metric(["kept"], retention.kept_tokens)
-    counter.add_metric(["beyond the budget"], retention.unkept_tokens)
-    counter.add_metric(["given way"], retention.given_tokens)
-    counter.add_metric(["lost"], retention.lost_tokens)
+    counter.add_metric(["kept"], pins.pinned_tokens)
+    counter.add_metric(["beyond the budget"], pins.unpinned_tokens)
+    counter.add_metric(["given way"], pins.given_tokens)
+    counter.add_metric(["lost"], pins.lost_tokens)
     yield counter
     yield GaugeMetricFamily(
         "kvkeep_store_retained_blocks",
         "Blocks that count against the budgets of what clients keep in the tiers",
-        retention.num_blocks,
+        pins.count,
     )
 
 

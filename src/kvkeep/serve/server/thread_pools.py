@@ -20,9 +20,9 @@ _TOKENIZER_THREADS = 2
 
 
 class ThreadPools:
-    """Threads for three kinds of work: tokenizing to generate, to inspect, and parsing.
+    """Threads for work that would block the event loop: to generate, to inspect, and large work.
 
-    Work larger than `LARGE` runs in separate threads, so that it never delays small work. Work
+    Work larger than `LARGE` runs in a thread of its own, so that it never delays small work. Work
     whose request ends before its turn is dropped.
 
     Thread safety: for the event loop.
@@ -30,10 +30,8 @@ class ThreadPools:
 
     def __init__(self) -> None:
         self._tokenizing = ThreadPoolExecutor(_TOKENIZER_THREADS, "kvkeep tokenizer")
-        self._large = ThreadPoolExecutor(1, "kvkeep tokenizer of large texts")
-        self._counting = ThreadPoolExecutor(1, "kvkeep counter")
-        self._large_counting = ThreadPoolExecutor(1, "kvkeep counter of large texts")
-        self._parsing = ThreadPoolExecutor(1, "kvkeep parser")
+        self._inspecting = ThreadPoolExecutor(1, "kvkeep counter")
+        self._large = ThreadPoolExecutor(1, "kvkeep large texts")
 
     async def for_generation(self, function: Callable[[], Result], size: int) -> Result:
         """Run ``function``, which tokenizes ``size`` characters of a generation request."""
@@ -41,21 +39,15 @@ class ThreadPools:
 
     async def for_inspection(self, function: Callable[[], Result], size: int = 0) -> Result:
         """Run ``function``, which tokenizes ``size`` characters of another request, or queries."""
-        return await _run(self._large_counting if size > LARGE else self._counting, function)
+        return await _run(self._large if size > LARGE else self._inspecting, function)
 
     async def for_parsing(self, function: Callable[[], Result], size: int) -> Result:
         """Run ``function``, which parses ``size`` bytes: in a thread only if they are many."""
-        return await _run(self._parsing, function) if size > LARGE else function()
+        return await _run(self._large, function) if size > LARGE else function()
 
     def close(self) -> None:
         """Wait for running work and drop the rest."""
-        for pool in (
-            self._tokenizing,
-            self._large,
-            self._counting,
-            self._large_counting,
-            self._parsing,
-        ):
+        for pool in (self._tokenizing, self._inspecting, self._large):
             pool.shutdown(cancel_futures=True)
 
 

@@ -19,16 +19,15 @@ __all__ = ["Watching"]
 class Watching:
     """Makes the observers of one server's cache and requests, and ends them.
 
-    ``usage`` and ``tenants`` are always there, with a series in metrics
-    for tenants ``named``; ``explainer`` is None before `start`, and without ``explain``.
+    ``usage`` and ``tenants`` are always there, with a series in metrics for tenants ``named``;
+    ``explainer`` is None before `start`.
     """
 
-    def __init__(self, cache: PagedCache, *, explain: bool, named: Collection[str] = ()) -> None:
+    def __init__(self, cache: PagedCache, *, named: Collection[str] = ()) -> None:
         self.usage = UsageTable(cache.num_pages)
         self.tenants = TenantLedger(named=named)
         self.explainer: Explainer | None = None
         self._cache = cache
-        self._explain = explain
         for namespace in cache.namespaces():
             for run in cache.runs(namespace):
                 self.usage.pages.stored(namespace.tenant, run.pages)
@@ -36,8 +35,6 @@ class Watching:
 
     def start(self) -> tuple[RequestObserver, ...]:
         """Start the explainer's thread; return the observers of requests."""
-        if not self._explain:
-            return self.usage.see, self.tenants.see
         cache = self._cache
         self.explainer = explainer = Explainer(
             cache.page_size, cache.policy, reuse=cache.reuse, groups=cache.groups
@@ -47,7 +44,7 @@ class Watching:
         return self.usage.see, self.tenants.see, explainer.see_request
 
     def computed_tokens(self) -> dict[str, int]:
-        """Return computed tokens by reason since the start; empty without an explainer."""
+        """Return computed tokens by reason since the start."""
         return {} if self.explainer is None else self.explainer.computed()
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvkeep.core.keys import Namespace
     from kvkeep.core.tokens import TokenArray
     from kvkeep.serve.engine import Delta, Engine, Request, SamplingParams
-    from kvkeep.serve.server.retention import Keep
+    from kvkeep.serve.server.pins import Keep
 
 __all__ = ["Call", "EngineStopped", "Generation", "Job", "Worker"]
 

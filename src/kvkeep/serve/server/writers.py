@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from kvkeep.serve.engine import Choice, Completion, Delta, Tokenizer, TokenLogprob
     from kvkeep.serve.server.framing import Frames
-    from kvkeep.serve.server.retention import Keep
+    from kvkeep.serve.server.pins import Keep
     from kvkeep.serve.server.schemas.responses import ChatLogprobs, CompletionLogprobs
 
 __all__ = ["ChatWriter", "CompletionWriter", "retained", "usage_of"]

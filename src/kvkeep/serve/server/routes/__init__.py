@@ -4,7 +4,6 @@ Modules here have no ``from __future__ import annotations``: FastAPI reads annot
 """
 
 from kvkeep.serve.server.routes import (
-    cost,
     kv,
     map,
     messages,
@@ -24,7 +23,6 @@ ROUTERS = (
     kv.router,
     see.router,
     see.prompts,
-    cost.router,
     map.router,
     operations.router,
     ui.router,

@@ -1,28 +1,21 @@
-"""The prefix tree as a map: reading and changing it."""
+"""The prefix tree as a map."""
 
 import asyncio
-from typing import Annotated, Literal
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Query, Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 
-from kvkeep.serve.server import tree
 from kvkeep.serve.server.map import Maps
 from kvkeep.serve.server.routes.base import (
-    ERRORS,
     READ_ERRORS,
     Errors,
     JSONRoute,
     SaltQuery,
     ServiceOf,
-    errors,
-    require_key,
-    route_with,
 )  # fmt: skip
 from kvkeep.serve.server.schemas.map import (
     MapResponse,
-    NodeChangeRequest,
-    NodeChangeResponse,
     NodeResponse,
 )
 from kvkeep.serve.server.schemas.responses import ErrorResponse
@@ -35,10 +28,6 @@ router = APIRouter(prefix="/kv", tags=["cache"], route_class=JSONRoute)
 _LARGEST_ID = 2**53 - 1
 _MOST_NODES = 5000
 _UNKNOWN: Errors = {404: {"model": ErrorResponse, "description": "No such node, or no longer."}}
-_IN_USE: Errors = {409: {"model": ErrorResponse, "description": "All of it is in use."}}
-
-
-_nodes = APIRouter(route_class=route_with("GET, POST"))
 
 
 def _maps(request: Request, service: ServiceOf) -> Maps:
@@ -56,16 +45,11 @@ NodeId = Annotated[int, Path(ge=-_LARGEST_ID, le=_LARGEST_ID, description="As in
 @router.get(
     "/map",
     response_model=MapResponse,
-    responses={
-        200: {"content": {"text/plain": {"schema": {"type": "string"}}}},
-        **READ_ERRORS,
-        **_UNKNOWN,
-    },
+    responses={**READ_ERRORS, **_UNKNOWN},
     operation_id="kv_map",
 )
 async def show(
     maps: MapsOf,
-    service: ServiceOf,
     *,
     namespace: SaltQuery = None,
     root: Annotated[
@@ -73,40 +57,16 @@ async def show(
         Query(ge=-_LARGEST_ID, le=_LARGEST_ID, description="Only this node and what follows it."),
     ] = None,
     nodes: Annotated[int, Query(ge=1, le=_MOST_NODES, description="Shown one by one.")] = 400,
-    format: Annotated[Literal["json", "text"], Query(description="text: a drawing.")] = "json",
-    depth: Annotated[int, Query(ge=1, le=32, description="Drawn: runs below each other.")] = 8,
-    branches: Annotated[int, Query(ge=1, le=256, description="Drawn: branches per run.")] = 12,
 ) -> Response:
     """A map of the cached prefixes: which prompts share which pages, and how prompts begin.
 
-    A drawing shows whole namespaces, so ``root`` and ``nodes`` do not apply to it.
+    It is made at each call.
     """
-    if format == "text":
-        spaces = tree.spaces(service, namespace)
-        return PlainTextResponse(
-            await asyncio.to_thread(tree.drawn, service, spaces, depth, branches)
-        )
     data = await asyncio.to_thread(maps.map, namespace, root, nodes)
     return Response(data, media_type="application/json")
 
 
-@_nodes.get("/map/{id}", responses={**READ_ERRORS, **_UNKNOWN}, operation_id="kv_node")
+@router.get("/map/{id}", responses={**READ_ERRORS, **_UNKNOWN}, operation_id="kv_node")
 async def node(id: NodeId, maps: MapsOf) -> NodeResponse:
     """One node of the map."""
     return await asyncio.to_thread(maps.node, id)
-
-
-@_nodes.post(
-    "/map/{id}",
-    responses={**ERRORS, **errors(403), **_UNKNOWN, **_IN_USE},
-    operation_id="kv_change_node",
-)
-async def change(
-    id: NodeId, body: NodeChangeRequest, maps: MapsOf, service: ServiceOf
-) -> NodeChangeResponse:
-    """Pin, unpin or evict a node. Requires an API key."""
-    require_key(service, "pin or evict")
-    return NodeChangeResponse(pages=await asyncio.to_thread(maps.change, id, body))
-
-
-router.include_router(_nodes)

@@ -6,7 +6,7 @@ from starlette.responses import Response
 from kvkeep.serve.server.errors import ApiError
 from kvkeep.serve.server.exchange import respond
 from kvkeep.serve.server.jobs import chat_jobs, completion_jobs, echoes
-from kvkeep.serve.server.retention import Keep
+from kvkeep.serve.server.pins import Keep
 from kvkeep.serve.server.routes.base import (
     EVENTS,
     READ_ERRORS,

@@ -25,7 +25,7 @@ async def health(service: ServiceOf) -> HealthResponse:
 async def livez(service: ServiceOf) -> HealthResponse:
     """200 while the engine's thread runs, else 503: restart the process. Needs no API key.
 
-    503 also if a step of the engine takes longer than --step-limit.
+    503 also if a step of the engine takes longer than five minutes.
     """
     service.refuse_if_stuck()
     return HealthResponse(status="ok")

@@ -1,9 +1,10 @@
-"""``/kv``: why prompts missed, the last requests, and the server's state at this moment."""
+"""``/kv``: why prompts missed, the server's state, what tenants used, and what loading takes."""
 
 import asyncio
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query
+from pydantic_core import to_json
 from starlette.responses import Response
 
 from kvkeep.observe.explain import Explainer
@@ -17,13 +18,7 @@ from kvkeep.serve.server.routes.base import (
     errors,
     read_prompt,
 )
-from kvkeep.serve.server.schemas.see import (
-    ExplainRequest,
-    ExplainResponse,
-    LiveResponse,
-    RequestsResponse,
-    SummaryResponse,
-)
+from kvkeep.serve.server.schemas.kv import ExplainRequest
 from kvkeep.serve.server.service import Service
 from kvkeep.serve.server.stored import stored
 
@@ -41,11 +36,11 @@ _MOST = 1000
 async def explain(
     id: Annotated[str, Path(min_length=1, max_length=256, description="A response's: cmpl-….")],
     service: ServiceOf,
-) -> ExplainResponse:
+) -> dict[str, Any]:
     """Why each token of a request's prompt was reused or computed; also while it runs."""
     explainer = _explainer(service)
 
-    def look() -> ExplainResponse | None:
+    def look() -> dict[str, Any] | None:
         explained = explainer.explain(id)
         if explained is None:
             return None
@@ -59,7 +54,7 @@ async def explain(
 
 
 @prompts.post("/explain", responses={**ERRORS, **_NOT_HERE}, operation_id="kv_explain_prompt")
-async def explain_prompt(body: ExplainRequest, service: ServiceOf) -> ExplainResponse:
+async def explain_prompt(body: ExplainRequest, service: ServiceOf) -> dict[str, Any]:
     """The same for a prompt, as if it were sent now. Changes nothing."""
     explainer = _explainer(service)
     tokens = await read_prompt(service, body)
@@ -67,7 +62,7 @@ async def explain_prompt(body: ExplainRequest, service: ServiceOf) -> ExplainRes
     cached = await asyncio.to_thread(service.engine.cache.match, tokens[:-1], space)
     sources, missing = await stored(service.engine, tokens, space, cached.num_tokens)
 
-    def look() -> ExplainResponse:
+    def look() -> dict[str, Any]:
         explained = explainer.prompt(
             tokens,
             space,
@@ -84,13 +79,13 @@ async def explain_prompt(body: ExplainRequest, service: ServiceOf) -> ExplainRes
 @router.get("/requests", responses={**READ_ERRORS, **_NOT_HERE}, operation_id="kv_requests")
 async def requests(
     service: ServiceOf, last: Annotated[int, Query(ge=1, le=_MOST)] = 50
-) -> RequestsResponse:
+) -> dict[str, Any]:
     """The last requests, newest first."""
     explainer = _explainer(service)
 
-    def look() -> RequestsResponse:
+    def look() -> dict[str, Any]:
         found = explainer.recent(last)
-        return RequestsResponse(requests=[explaining.as_line(one, id=one.id) for one in found])
+        return {"requests": [explaining.as_line(one, id=one.id) for one in found]}
 
     return await service.threads.for_inspection(look)
 
@@ -98,7 +93,7 @@ async def requests(
 @router.get("/summary", responses={**READ_ERRORS, **_NOT_HERE}, operation_id="kv_summary")
 async def summary(
     service: ServiceOf, last: Annotated[int, Query(ge=1, le=_MOST)] = _MOST
-) -> SummaryResponse:
+) -> dict[str, Any]:
     """The tokens that the last requests reused and computed, and the costliest causes."""
     explainer = _explainer(service)
     return await service.threads.for_inspection(
@@ -106,10 +101,18 @@ async def summary(
     )
 
 
-@router.get("/live", response_model=LiveResponse, responses=READ_ERRORS, operation_id="kv_live")
+@router.get("/live", responses=READ_ERRORS, operation_id="kv_live")
 async def live(service: ServiceOf) -> Response:
     """The server's state, half a second old at most, for clients that poll every second."""
     return Response(await service.live.answer(), media_type="application/json")
+
+
+@router.get("/cost", responses=READ_ERRORS, operation_id="kv_cost")
+async def cost(service: ServiceOf) -> Response:
+    """What prompts and tiers take, and how many tokens were loaded and computed because of that."""
+    learned = await asyncio.to_thread(service.costs.as_dict)
+    text = to_json(learned, exclude_none=True, inf_nan_mode="null")
+    return Response(text, media_type="application/json")
 
 
 def _explainer(service: Service) -> Explainer:

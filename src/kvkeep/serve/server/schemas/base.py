@@ -133,12 +133,12 @@ class Extras(RequestModel):
         description="False keeps the KV of generated tokens, not the prompt's, out of the tiers. "
         "In the pool it stays until it is evicted.",
     )
-    draft_tokens: int | None = Field(
-        default=None,
+    draft_tokens: int = Field(
+        default=0,
         ge=0,
         le=64,
         description="Tokens to guess per step from repetitions in the prompt. Changes the speed, "
-        "never the tokens. Default: the server's.",
+        "never the tokens.",
     )
     session: str | None = Field(
         default=None,
@@ -273,19 +273,11 @@ class SamplingRequest(RequestModel):
         """Whether a stream ends with its usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def sampling(
-        self,
-        *,
-        max_tokens: int,
-        draft_tokens: int,
-        logprobs: int | None,
-    ) -> SamplingParams:
+    def sampling(self, *, max_tokens: int, logprobs: int | None) -> SamplingParams:
         """Return the engine's parameters; `InvalidValue` for an impossible combination.
 
-        ``max_tokens`` and ``logprobs`` depend on the endpoint; ``draft_tokens`` is the default.
+        ``max_tokens`` and ``logprobs`` depend on the endpoint.
         """
-        extras = self.extras
-        drafts = draft_tokens if extras.draft_tokens is None else extras.draft_tokens
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return SamplingParams(
             temperature=_or(self.temperature, 1.0),
@@ -301,7 +293,7 @@ class SamplingRequest(RequestModel):
             stop=tuple(stop),
             ignore_eos=self.ignore_eos,
             logprobs=logprobs,
-            draft_tokens=drafts,
+            draft_tokens=self.extras.draft_tokens,
         )
 
     def check_bias(self, vocabulary: int) -> None:

@@ -8,8 +8,8 @@ from kvkeep.serve.server.schemas.base import CacheSalt, RequestModel, ResponseMo
 from kvkeep.serve.server.schemas.prompt import PromptRequest
 
 __all__ = [
-    "ClearRequest", "ClearResponse", "HealthResponse", "KVStats", "MemoryPoint", "RemoveRequest",
-    "RemoveResponse", "SessionRequest", "SessionResponse", "TierFreed",
+    "ClearRequest", "ClearResponse", "ExplainRequest", "HealthResponse", "KVStats", "MemoryPoint",
+    "RemoveRequest", "RemoveResponse", "SessionRequest", "SessionResponse", "TierFreed",
 ]  # fmt: skip
 
 
@@ -35,7 +35,7 @@ class KVStats(ResponseModel):
     cache: dict[str, int | float]
     engine: dict[str, int | float]
     store: dict[str, Any] | None = Field(description="Null for a server without tiers.")
-    what_if: list[MemoryPoint] | None = Field(description="Null with --no-what-if.")
+    what_if: list[MemoryPoint] | None = Field(description="Null without an estimate.")
 
 
 class ClearRequest(RequestModel):
@@ -90,6 +90,19 @@ class RemoveResponse(ResponseModel):
     )
     tiers: list[TierFreed] = Field(description="Fastest first; empty for a server without tiers.")
     complete: bool = Field(description="True: no page is in use, and no tier failed.")
+
+
+class ExplainRequest(PromptRequest):
+    """A prompt to explain: a text, tokens, or a conversation."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {"prompt": "Return a copy of"},
+                {"messages": [{"role": "user", "content": "Hello"}], "cache_salt": "tenant-1"},
+            ]
+        }
+    )
 
 
 class SessionRequest(RequestModel):

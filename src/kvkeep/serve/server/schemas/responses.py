@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
-from kvkeep.serve.server.retention import Unkept
+from kvkeep.serve.server.pins import Unkept
 from kvkeep.serve.server.schemas.base import ResponseModel
 
 __all__ = [

@@ -20,7 +20,6 @@ const LIVE_MS = 1000;
 const REQUESTS_MS = 3000;
 const SUMMARY_MS = 5000;
 
-const NOT_EXPLAINED = "This server remembers no requests: it was started with --no-explain.";
 
 let live = null;
 let answered;
@@ -127,11 +126,7 @@ const section = (id, every, load, show) => new Poll({
   every,
   element: byId(id),
   ready: known,
-  load: async () => {
-    // Another engine says why, when it is asked.
-    if (live.explain === false && live.engine === "kvkeep") throw new Refused(404, NOT_EXPLAINED, null);
-    return load();
-  },
+  load,
   show,
   failed: (error) => say(byId(`${id}-said`), error instanceof Refused && error.status !== 401
     ? shown(error.message) : first(error)),

@@ -131,7 +131,7 @@ export const drawWhatIf = (found, totals) => {
   hide(byId("whatif"), !there);
   hide(byId("whatif-points"), !there);
   if (!there) {
-    say(byId("whatif-said"), "No estimate: the server was started with --no-what-if, "
+    say(byId("whatif-said"), "No estimate: the server does not sample its blocks, "
       + "or has seen too few prompts.");
     return;
   }

@@ -98,7 +98,6 @@ export class Details {
     say(this.pages.firstChild, ids.length < all ? `First ${whole(ids.length)} page ids` : "Page ids");
     say(this.pages.lastChild, ids.join(" "));
   }
-
 }
 
 const pagesOf = (node) => (node.group_pages
