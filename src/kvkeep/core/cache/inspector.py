@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from kvkeep.core.cache.core import Core
     from kvkeep.core.cache.pins import Pin
+    from kvkeep.core.extras import Extras
     from kvkeep.core.keys import NamespaceLike
     from kvkeep.core.prefix.walk import Numbers, TreeWalk
     from kvkeep.core.tokens import TokenArray
@@ -190,7 +191,8 @@ class Inspector:
         with core:
             self._check(top, number)
             heads = survey.heads(row, _HEAD_TOKENS * TOKEN_BYTES)
-            tokens, extras = None, ()
+            tokens: TokenArray | None = None
+            extras: Extras = ()
             if core.index.exact:
                 tokens, extras = core.marks.plain(np.frombuffer(bytes(top.run), TOKEN_DTYPE))
             path: list[int] = []
