@@ -156,7 +156,7 @@ EXTERNAL: dict[str, set[str]] = {
     "cryptography": {"store.codecs"},
     "obstore": {"store.backends.objects"},
     "zstandard": {"bench.traces.files"},
-    "jinja2": {"serve.engine", "integrations.prefix_texts"},
+    "jinja2": {"serve.engine", "integrations.vllm.public"},
     "opentelemetry": {"observe.telemetry"},
     "fastapi": {"serve.server"},
     "starlette": {"serve.server", "serve.router", "serve.http", "cli.route"},

@@ -1,9 +1,11 @@
-"""`LoadChooser`: how much of a stored prefix an engine loads, where computing may be faster."""
+"""How much of a stored prefix an engine loads, and how long it waits to hear what is stored."""
 
 from __future__ import annotations
 
 import math
+import statistics
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 
     from kvkeep.core.cost import LearnedPrefill
 
-__all__ = ["LoadChooser", "LoadDecision", "StoredRun"]
+__all__ = ["LoadChooser", "LoadDecision", "LookupPatience", "StoredRun"]
 
 _UNSURE: Final = 0.5  # of the error of an expected load that counts against it …
 _LEAST_GAIN: Final = 0.02  # … and the part of computing that a load saves at least
@@ -31,6 +33,11 @@ _SURPRISED_PAUSE_S: Final = 0.25  # … and after one that was far from what was
 _SURPRISE: Final = 2.0
 _PROBE_LOST_S: Final = 60.0  # after which a probe that has not ended is not waited for
 _MOST_TIERS: Final = 256
+_RECENT: Final = 9  # lookups that say what the next one takes …
+_SHARES: Final = 32  # … and those that say what it brings
+_FIRST: Final = 0.25  # of what could be saved, that the first lookup may take
+_LATER: Final = 4.0  # multiples of the usual seconds that a later one may take
+_LOOKUP_PAUSE_S: Final = 5.0  # between two lookups that are not waited for
 
 
 class StoredRun(NamedTuple):
@@ -227,3 +234,52 @@ class LoadChooser:
         if len(self._doubts) >= _MOST_TIERS and tier not in self._doubts:
             self._doubts.pop(next(iter(self._doubts)))
         return self._doubts.setdefault(tier, _Doubt())
+
+
+class LookupPatience:
+    """Weighs what lookups take, lately, against what they bring.
+
+    A lookup is waited for if the seconds that it takes are fewer than those that it saves, on
+    average. If they are not, a lookup is made every five seconds, for which no request waits, to
+    see whether they are again.
+
+    Thread safety: none. Cost: some µs.
+
+    Arguments:
+        timeout: seconds that no lookup is waited for longer.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, timeout: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._timeout = timeout
+        self._clock = clock
+        self._took: deque[float] = deque(maxlen=_RECENT)
+        self._shares: deque[float] = deque(maxlen=_SHARES)
+        self._next = 0.0
+
+    def seconds(self, saves_s: float | None) -> float:
+        """Return how long to wait for a lookup that can save ``saves_s``; None: that is unknown.
+
+        0: not at all; see `due`.
+        """
+        if saves_s is None:
+            return self._timeout
+        if not self._took:
+            return min(self._timeout, _FIRST * saves_s)
+        usual, brings = statistics.median(self._took), statistics.mean(self._shares) * saves_s
+        if usual > brings:
+            return 0.0
+        return min(self._timeout, max(_LATER * usual, _FIRST * brings), saves_s)
+
+    def due(self) -> bool:
+        """Return whether to begin a lookup that is not waited for; if so, the next one is later."""
+        now = self._clock()
+        if now < self._next:
+            return False
+        self._next = now + _LOOKUP_PAUSE_S
+        return True
+
+    def answered(self, seconds: float, share: float) -> None:
+        """Note that a lookup took ``seconds`` and found this share of what it was asked for."""
+        self._took.append(seconds)
+        self._shares.append(share)

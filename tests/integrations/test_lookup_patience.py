@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.integrations.vllm.lookups import LookupPatience
+from kvkeep.integrations.load_choice import LookupPatience
 
 
 class Clock:
