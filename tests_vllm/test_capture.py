@@ -51,7 +51,7 @@ def test_captured_and_replayed(llama: str, tmp_path: Path) -> None:
     assert {one.stop for one in [*requests[:8], requests[10]]} == {"length"}
     assert all(one.served.seconds >= one.served.ttft_s > 0 for one in requests if one.served)
     # Nothing was evicted: a cache with room for all finds what vLLM's pool and the store found.
-    found = simulate(work, 10_000, prefix="chain", page_tokens=BLOCK)
+    found = simulate(work, 10_000, page_tokens=BLOCK)
     served = sum(one.served.cached_tokens for one in requests if one.served)
     assert found.hit_tokens == served
     text = gzip.decompress(file.read_bytes()).decode()
