@@ -127,3 +127,5 @@ def test_prices_are_parsed():
             Prices.parse(text)
     with pytest.raises(InvalidValue, match="prices need the cost"):
         PlannedMemory(200, prices=Prices(1, 1))
+    with pytest.raises(InvalidValue, match="a disk needs the price"):
+        replace(planned(1, 1, 1), prices=Prices(1, 1))

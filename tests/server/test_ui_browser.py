@@ -17,6 +17,7 @@ from browsing import (
     plain,
     see,
     until,
+    wake,
 )
 
 pytestmark = pytest.mark.model

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from kvkeep.bench.replay import Outcome, Workload
     from kvkeep.cli.arguments import Commands
+    from kvkeep.core.cost import TransferCost
 
 __all__ = ["add_parser", "run"]
 
@@ -139,7 +140,8 @@ def _planned_runs(
         # Users change the order of requests, which Belady's bound is of.
         bounds = BOUNDS if args.users is None else [INFINITE]
         policies += [bound for bound in bounds if bound not in policies]
-    cost, reads = None, ()
+    cost: PrefillCost | None = None
+    reads: tuple[TransferCost | None, ...] = ()
     if args.cost is not None:
         cost = PrefillCost.read(args.cost)
         reads = replaying.tier_reads(args.cost, max(map(len, capacities)) - 1)

@@ -83,8 +83,9 @@ class Jobs:
         begin, end = np.full((2, len(self.first)), np.nan)
         np.fmin.at(begin, self.of, came)
         np.fmax.at(end, self.of, last)
-        spans = end - begin
-        return spans[~np.isnan(spans)]
+        spans: Floats = end - begin
+        arrived: Floats = spans[~np.isnan(spans)]
+        return arrived
 
 
 class Open:

@@ -41,12 +41,12 @@ class Prices:
 
     gpu_hour: float
     memory_gib: float
-    disk_gib: float = 0.0
+    disk_gib: float | None = None
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
             value = getattr(self, name)
-            if not 0 <= value < math.inf:
+            if value is not None and not 0 <= value < math.inf:
                 raise InvalidValue(f"the price {name} is {value!r}; at least 0 is needed")
 
     @classmethod
@@ -124,6 +124,8 @@ class PlannedMemory:
     def __post_init__(self) -> None:
         if self.prices is not None and (self.cost is None or self.bytes_per_token is None):
             raise InvalidValue("prices need the cost of prompts, and the bytes of a token")
+        if self.prices is not None and self.disk_tokens and self.prices.disk_gib is None:
+            raise InvalidValue("a disk needs the price of a GiB of it, as disk=0.1")
 
     def runs(self, workload: Workload) -> list[ReplayRun]:
         """Return the replays to run: policies, less and more memory, tiers, and the bounds.
@@ -199,7 +201,7 @@ class PlannedMemory:
         gib = self.bytes_per_token / _GIB
         return (
             memory * gib * self.prices.memory_gib
-            + disk * gib * self.prices.disk_gib
+            + disk * gib * (self.prices.disk_gib or 0.0)
             + (1 - hit_rate) * busy_s / 3600 * self.prices.gpu_hour * _MONTH_S / workload.span_s
         )
 
