@@ -18,7 +18,6 @@ def live(**changed: Any) -> dict[str, Any]:
         "policy": "lru",
         "page_size": 16,
         "text": True,
-        "changes": False,
         "running": 3,
         "waiting": 1,
         "totals": {

@@ -132,90 +132,19 @@ def test_one_node(planted):
     assert (space["pages"], space["children"], space["parent"]) == (0, 1, None)
 
 
-@pytest.mark.parametrize("method", ["get", "post"])
-def test_who_is_not_there(keyed, method):
-    body = {"json": {"action": "evict"}} if method == "post" else {}
+def test_who_is_not_there(keyed):
     for number in (10**6, -(10**6), 0, 2**53 - 1, -(2**52)):
-        answer = keyed.http.request(method, f"/kv/map/{number}", **body)
+        answer = keyed.http.get(f"/kv/map/{number}")
         assert answer.status_code == 404
         assert answer.json()["error"]["code"] == "unknown_node"
     for number in ("x", "1.5", str(2**53), "9" * 40):
-        assert keyed.http.request(method, f"/kv/map/{number}", **body).status_code == 400
-    if method == "get":
-        assert keyed.http.get("/kv/map?root=1000000").status_code == 404
+        assert keyed.http.get(f"/kv/map/{number}").status_code == 400
+    assert keyed.http.get("/kv/map?root=1000000").status_code == 404
 
 
 def test_other_methods_are_told_which_there_are(planted):
     answer = planted.http.delete("/kv/map/1")
-    assert (answer.status_code, answer.headers["allow"]) == (405, "GET, POST")
-
-
-# --- changing --------------------------------------------------------------------------------
-
-
-def test_nobody_may_without_a_key(planted):
-    _, (head,) = of_salt(the_map(planted), "")
-    answer = planted.http.post(f"/kv/map/{head['id']}", json={"action": "evict"})
-    assert answer.status_code == 403
-    assert "--api-key-file" in answer.json()["error"]["message"]
-    assert of_salt(the_map(planted), "")[1][0]["id"] == head["id"]
-
-
-def test_a_node_is_pinned_and_let_go(keyed):
-    _, (head,) = of_salt(the_map(keyed), "")
-    end = next(n for n in the_map(keyed)["nodes"] if n["parent"] == head["id"])
-    path = f"/kv/map/{end['id']}"
-    assert keyed.http.post(path, json={"action": "pin"}, headers={"Authorization": "Bearer x"})\
-        .status_code == 401  # fmt: skip
-    pages = head["pages"] + end["pages"]
-    pinned = keyed.http.post(path, json={"action": "pin", "ttl_s": 600})
-    assert pinned.json() == {"pages": pages}
-    assert keyed.stats()["cache"]["pinned_pages"] == pages
-    assert keyed.http.get(path).json()["pins"] == 1
-    (shown,) = [n for n in the_map(keyed)["nodes"] if n["id"] == end["id"]]
-    assert shown["pins"] == 1  # at once, not in a second
-    assert keyed.http.post(path, json={"action": "unpin"}).json() == {"pages": pages}
-    assert keyed.http.post(path, json={"action": "unpin"}).json() == {"pages": 0}
-    assert keyed.stats()["cache"]["pins"] == 0
-    keyed.assert_idle()
-
-
-def test_a_branch_is_evicted(keyed):
-    _, (head,) = of_salt(the_map(keyed), "")
-    before = keyed.stats()["cache"]["pages_cached"]
-    assert keyed.http.post(f"/kv/map/{head['id']}", json={"action": "pin"}).is_success
-    answer = keyed.http.post(f"/kv/map/{head['id']}", json={"action": "evict"})
-    assert answer.json() == {"pages": before}
-    assert the_map(keyed)["nodes"] == []
-    assert keyed.stats()["cache"]["pins"] == 0
-    assert keyed.http.get(f"/kv/map/{head['id']}").status_code == 404
-    keyed.assert_idle()
-
-
-def test_what_is_in_use_cannot_go(keyed):
-    cache = keyed.engine.cache
-    space = keyed.service.namespace(None)
-    _, (head,) = of_salt(the_map(keyed), "")
-    with cache.open(keyed.engine.tokenizer.encode(ASKED[0])[: head["tokens"] + 1], space):
-        answer = keyed.http.post(f"/kv/map/{head['id']}", json={"action": "evict"})
-        assert answer.json() == {"pages": head["subtree_tokens"] // 16 - head["pages"]}
-        answer = keyed.http.post(f"/kv/map/{head['id']}", json={"action": "evict"})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (409, "in_use")
-    keyed.assert_idle()
-
-
-@pytest.mark.parametrize(
-    "body",
-    [{}, {"action": "drop"}, {"action": "evict", "ttl_s": 1}, {"action": "pin", "ttl_s": 0},
-     {"action": "pin", "ttl_s": 1e300}, {"action": "pin", "hard": True}, []],
-)  # fmt: skip
-def test_what_cannot_be_asked(keyed, body):
-    _, (head,) = of_salt(the_map(keyed), "")
-    assert keyed.http.post(f"/kv/map/{head['id']}", json=body).status_code == 400
-    if body == {}:
-        answer = keyed.http.post(f"/kv/map/{head['parent']}", json={"action": "pin"})
-        assert answer.status_code == 400
-        assert "namespace" in answer.json()["error"]["message"]
+    assert (answer.status_code, answer.headers["allow"]) == (405, "GET")
 
 
 # --- texts -----------------------------------------------------------------------------------

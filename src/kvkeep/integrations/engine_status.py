@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["EngineFacts", "EngineStatus"]
 
 
-_UNTOLD: Final = frozenset({"what_if", "sessions", "conversations", "returns"})
+_UNTOLD: Final = frozenset({"what_if", "sessions"})
 _OF_REQUESTS: Final = frozenset({"pages", "ttft", "history", "tenants", "reused", "loads"})
 
 
@@ -180,7 +180,6 @@ class EngineStatus:
             page_size=facts.page_tokens,
             text=False,
             explain=self._told,
-            changes=False,
             map=False,
             running=self.watch.running,
             waiting=self.watch.waiting,
@@ -202,8 +201,6 @@ class EngineStatus:
             what_if=None,
             tenants=tenant_figures(usage.namespaces, self._usage.pages.pages),
             sessions=[],
-            conversations=None,
-            returns=None,
         )
 
     def stats(self) -> KVStats:

@@ -10,12 +10,10 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from kvkeep.serve.server.schemas.see import (
-    LiveConversations,
     LiveLoads,
     LivePages,
     LivePoint,
     LiveResponse,
-    LiveReturn,
     LiveSession,
     LiveSource,
     LiveTenant,
@@ -45,7 +43,6 @@ __all__ = [
 _FRESH_S = 0.5
 MOST_SHOWN = 20
 """Tenants, and sessions, of an answer."""
-_SOON_S = 60.0  # within which returns are counted
 
 
 class Live:
@@ -118,7 +115,6 @@ class EngineState:
             page_size=service.engine.cache.page_size,
             text=settings.text,
             explain=settings.explain,
-            changes=settings.api_key is not None,
             running=engine.running,
             waiting=engine.waiting,
             totals=_totals(cache, engine),
@@ -141,35 +137,6 @@ class EngineState:
             or None,
             tenants=tenant_figures(usage.namespaces, service.watching.usage.pages.pages),
             sessions=[_session(one) for one in usage.sessions],
-            conversations=self._conversations(),
-            returns=self._returns(),
-        )
-
-    def _conversations(self) -> LiveConversations | None:
-        found = self._service.engine.cache.expected_returns(_SOON_S)
-        if found is None:
-            return None
-        return LiveConversations(waiting=found.waiting, expected=found.expected)
-
-    def _returns(self) -> list[LiveReturn] | None:
-        found = self._service.engine.cache.conversations(MOST_SHOWN)
-        return (
-            None
-            if found is None
-            else [
-                LiveReturn(
-                    session=None if one.session is None else showable(one.session),
-                    cache_salt=showable(one.namespace.tenant),
-                    stop=None if one.stop is None else showable(one.stop),
-                    turns=one.turns,
-                    paused_s=one.paused_s,
-                    chance=one.chance,
-                    expected_s=one.expected_s,
-                    tokens=one.tokens,
-                    cached=one.cached,
-                )
-                for one in found
-            ]
         )
 
 

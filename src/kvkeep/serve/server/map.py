@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from kvkeep.core.keys import Namespace
     from kvkeep.core.tokens import TokenArray
     from kvkeep.serve.server.node_tiers import TierTokens
-    from kvkeep.serve.server.schemas.map import NodeChangeRequest
     from kvkeep.serve.server.service import Service
 
 __all__ = ["Maps"]
@@ -149,24 +148,6 @@ class Maps:
             policy=view.state,
             children=view.children,
         )
-
-    def change(self, number: int, change: NodeChangeRequest) -> int:
-        """Pin, unpin or evict a node; return how many pages. `ApiError` 404, 409."""
-        try:
-            if change.action == "pin":
-                pin = self._cache.pin_node(number, ttl=change.ttl_s)
-                return pin.num_tokens // self._cache.page_size
-            if change.action == "unpin":
-                view = self._cache.node(number)
-                kept = view.start + len(view.page_ids)
-                return kept if self._cache.unpin_node(number) else 0
-            pages = self._cache.evict_below(number)
-        except NotCached as error:
-            raise _unknown(error) from error
-        if not pages:
-            message = f"all of node {number} is in use; try again when those requests are done"
-            raise ApiError(409, message, param="id", code="in_use")
-        return pages
 
 
 def _unknown(error: NotCached) -> ApiError:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import Depends, Query, Request
 from fastapi.routing import APIRoute
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
@@ -22,13 +21,11 @@ from kvkeep.serve.server.service import Service
 from kvkeep.serve.server.status import StatusSource
 
 if TYPE_CHECKING:
-    from starlette.types import Receive, Scope, Send
-
     from kvkeep.core.tokens import TokenArray
 
 __all__ = [
     "ERRORS", "EVENTS", "READ_ERRORS", "TEXT_ERRORS", "Errors", "JSONRoute", "SaltQuery",
-    "ServiceOf", "StatusOf", "check_model", "errors", "read_prompt", "require_key", "route_with",
+    "ServiceOf", "StatusOf", "check_model", "errors", "read_prompt", "require_key",
 ]  # fmt: skip
 
 Errors = dict[int | str, dict[str, Any]]
@@ -93,24 +90,6 @@ class JSONRoute(APIRoute):
             return await handler(request)
 
         return handle
-
-
-def route_with(methods: str) -> type[JSONRoute]:
-    """Return the class of endpoints that share their address; ``methods`` are those of them all.
-
-    Error 405 lists these: Starlette's lists the methods of the first endpoint only.
-    """
-
-    class SharedRoute(JSONRoute):
-        """An endpoint that shares its address."""
-
-        async def handle(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-            """Refuse other methods here, with the list of all."""
-            if scope["method"] not in (self.methods or ()):
-                raise HTTPException(405, headers={"Allow": methods})
-            await super().handle(scope, receive, send)
-
-    return SharedRoute
 
 
 async def _parsed(request: Request, model: type[RequestModel]) -> RequestModel:

@@ -1,4 +1,4 @@
-"""The prefix tree as a map: reading and changing it."""
+"""The prefix tree as a map."""
 
 import asyncio
 from typing import Annotated, Literal
@@ -9,20 +9,14 @@ from starlette.responses import PlainTextResponse, Response
 from kvkeep.serve.server import tree
 from kvkeep.serve.server.map import Maps
 from kvkeep.serve.server.routes.base import (
-    ERRORS,
     READ_ERRORS,
     Errors,
     JSONRoute,
     SaltQuery,
     ServiceOf,
-    errors,
-    require_key,
-    route_with,
 )  # fmt: skip
 from kvkeep.serve.server.schemas.map import (
     MapResponse,
-    NodeChangeRequest,
-    NodeChangeResponse,
     NodeResponse,
 )
 from kvkeep.serve.server.schemas.responses import ErrorResponse
@@ -35,10 +29,6 @@ router = APIRouter(prefix="/kv", tags=["cache"], route_class=JSONRoute)
 _LARGEST_ID = 2**53 - 1
 _MOST_NODES = 5000
 _UNKNOWN: Errors = {404: {"model": ErrorResponse, "description": "No such node, or no longer."}}
-_IN_USE: Errors = {409: {"model": ErrorResponse, "description": "All of it is in use."}}
-
-
-_nodes = APIRouter(route_class=route_with("GET, POST"))
 
 
 def _maps(request: Request, service: ServiceOf) -> Maps:
@@ -92,23 +82,7 @@ async def show(
     return Response(data, media_type="application/json")
 
 
-@_nodes.get("/map/{id}", responses={**READ_ERRORS, **_UNKNOWN}, operation_id="kv_node")
+@router.get("/map/{id}", responses={**READ_ERRORS, **_UNKNOWN}, operation_id="kv_node")
 async def node(id: NodeId, maps: MapsOf) -> NodeResponse:
     """One node of the map."""
     return await asyncio.to_thread(maps.node, id)
-
-
-@_nodes.post(
-    "/map/{id}",
-    responses={**ERRORS, **errors(403), **_UNKNOWN, **_IN_USE},
-    operation_id="kv_change_node",
-)
-async def change(
-    id: NodeId, body: NodeChangeRequest, maps: MapsOf, service: ServiceOf
-) -> NodeChangeResponse:
-    """Pin, unpin or evict a node. Requires an API key."""
-    require_key(service, "pin or evict")
-    return NodeChangeResponse(pages=await asyncio.to_thread(maps.change, id, body))
-
-
-router.include_router(_nodes)

@@ -1,16 +1,12 @@
 """``/kv/map``: requests and responses."""
 
-from typing import Annotated, Literal
+from pydantic import Field
 
-from pydantic import ConfigDict, Field, model_validator
-
-from kvkeep.serve.server.schemas.base import RequestModel, ResponseModel, field_error
+from kvkeep.serve.server.schemas.base import ResponseModel
 
 __all__ = [
-    "MapResponse", "NodeChangeRequest", "NodeChangeResponse", "NodeResponse", "NodeSummary",
+    "MapResponse", "NodeResponse", "NodeSummary",
 ]  # fmt: skip
-
-_LONGEST_PIN_S = 366 * 86_400
 
 
 class NodeSummary(ResponseModel):
@@ -70,31 +66,3 @@ class NodeResponse(NodeSummary):
     page_ids: list[int] = Field(description="The first 100.")
     policy: str = Field(description="The eviction policy's state of it.")
     children: int
-
-
-class NodeChangeRequest(RequestModel):
-    """A change of a node: pin, unpin or evict. Running requests are not affected."""
-
-    model_config = ConfigDict(
-        json_schema_extra={"examples": [{"action": "pin", "ttl_s": 600}, {"action": "evict"}]}
-    )
-
-    action: Literal["pin", "unpin", "evict"] = Field(
-        description="pin: keep it and all before it until nothing else is left to evict; unpin: "
-        "end the pins that end here; evict: forget it and all behind it that is not in use."
-    )
-    ttl_s: Annotated[float, Field(gt=0, le=_LONGEST_PIN_S)] | None = Field(
-        default=None, description="For pin: seconds until it ends. Default: never."
-    )
-
-    @model_validator(mode="after")
-    def _seconds_to_pin(self) -> "NodeChangeRequest":
-        if self.ttl_s is not None and self.action != "pin":
-            raise field_error("ttl_s", "is allowed with pin only")
-        return self
-
-
-class NodeChangeResponse(ResponseModel):
-    """The effect of a change."""
-
-    pages: int = Field(description="Pages kept by the pin, no longer kept by one, or freed.")

@@ -247,27 +247,6 @@ class LiveSession(ResponseModel):
     last_at: float = Field(description="Seconds since 1970.")
 
 
-class LiveReturn(ResponseModel):
-    """A conversation that waits for its next request."""
-
-    session: str | None = Field(description="None: no request named it.")
-    cache_salt: str
-    stop: str | None = Field(description="Why its last answer ended; None if unknown.")
-    turns: int
-    paused_s: float = Field(description="Seconds since its last request ended.")
-    chance: float = Field(description="Chance of another request, 0 … 1.")
-    expected_s: float = Field(description="Half of those that return do so within these seconds.")
-    tokens: int = Field(description="Tokens of its last request, with the answer.")
-    cached: bool = Field(description="Whether the end of these is still in the pool.")
-
-
-class LiveConversations(ResponseModel):
-    """How many conversations wait for their next requests."""
-
-    waiting: int
-    expected: float = Field(description="Of these, expected to return within a minute.")
-
-
 class LiveResponse(ResponseModel):
     """The server's state at this moment, for clients that poll every second."""
 
@@ -282,7 +261,6 @@ class LiveResponse(ResponseModel):
     page_size: int
     text: bool = Field(description="False with --no-text.")
     explain: bool = Field(description="False with --no-explain.")
-    changes: bool = Field(description="Whether nodes can be pinned and evicted here.")
     map: bool = Field(
         default=True,
         description="Whether there is /kv/map, and prompts that were not sent are explained.",
@@ -302,9 +280,3 @@ class LiveResponse(ResponseModel):
     what_if: list[LivePoint] | None
     tenants: list[LiveTenant] = Field(description="The 20 with the most prompt tokens.")
     sessions: list[LiveSession] = Field(description="The 20 seen last.")
-    conversations: LiveConversations | None = Field(
-        description="None if the eviction policy follows no conversations."
-    )
-    returns: list[LiveReturn] | None = Field(
-        description="The 20 expected next; None if the eviction policy follows no conversations."
-    )
