@@ -186,7 +186,6 @@ def test_the_page_shows_it(outside, opened, look, tmp_path):
         assert "file" in see(page, "#tiers-table").inner_text()
         assert page.locator("#kept").is_hidden()
         assert page.locator("#whatif-card").is_hidden()
-        assert page.locator("#sessions").is_hidden()
         assert page.locator("#ask").is_hidden()
         assert page.evaluate(TOO_WIDE) == []
         page.screenshot(path=tmp_path / f"{look}.png", full_page=True)
