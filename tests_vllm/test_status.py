@@ -124,7 +124,7 @@ def test_an_aborted_request(running: Watched) -> None:
 
 
 def test_a_request_with_everything_else_told(running: Watched) -> None:
-    names = {"usage": "tenants", "cost": "loads", "summary": "causes"}
+    names = {"cost": "loads", "summary": "causes"}
     for path, field in names.items():
         assert field in running.get(f"/kv/{path}")
     page = running.get("/metrics")

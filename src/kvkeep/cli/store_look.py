@@ -12,6 +12,7 @@ from kvkeep.cli.store_place import CommandResult, age, columns, spaces_of
 from kvkeep.core.errors import BackendFailed
 from kvkeep.core.geometry.units import format_bytes
 from kvkeep.core.keys import SPACE_BYTES
+from kvkeep.store.backends.budget import FileBucket
 from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.codecs import codec_name
 from kvkeep.store.tiers.record import BadRecord, OtherVersion, read_header
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from kvkeep.cli.store_place import NamespaceRecords, OpenTier
     from kvkeep.store.backends import Listed
+    from kvkeep.store.backends.budget import WriteBucket
 
 __all__ = ["ls"]
 
@@ -42,12 +44,21 @@ def ls(place: OpenTier, args: argparse.Namespace) -> CommandResult:
         "last_budget": None
         if last is None
         else {"bytes": last.bytes, "given": last.given, "opened": last.opened},
+        "write_budget": _write_budget(place.backend.budget),
         "quarantined": place.quarantined,
         "odd": place.odd,
         "codecs": codecs,
         "spaces": [_as_json(space, blocks=args.blocks) for space in spaces],
     }
     return CommandResult(answer, [*_table(place, spaces, args.blocks), *_facts(place, codecs)])
+
+
+def _write_budget(bucket: WriteBucket | None) -> dict[str, int] | None:
+    """Return what the option ``writes=`` of the URL allows; None where processes share nothing."""
+    if not isinstance(bucket, FileBucket):
+        return None
+    bucket.refresh()
+    return bucket.state()
 
 
 def _as_json(space: NamespaceRecords, *, blocks: bool) -> dict[str, object]:
