@@ -66,7 +66,7 @@ ROOMS: dict[str, set[str]] = {
     "observe": set(),
     "observe.usage": set(),  # events of requests, in plain values; neither cache nor engine
     # sees events, tokens and what stores say; neither cache nor engine
-    "observe.explain": {"observe.usage"},
+    "observe.explain": {"observe.usage", "observe.telemetry"},  # texts made visible
     "observe.telemetry": {"observe.usage"},
     "bench": set(),
     "bench.traces": set(),  # requests with their times; what replays them is another room

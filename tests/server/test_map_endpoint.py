@@ -107,6 +107,11 @@ def test_who_is_not_there(planted):
     assert planted.http.get("/kv/map?root=1000000").status_code == 404
 
 
+def test_other_methods_are_told_which_there_are(planted):
+    answer = planted.http.delete("/kv/map/1")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "GET")
+
+
 # --- texts -----------------------------------------------------------------------------------
 
 

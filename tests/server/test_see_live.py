@@ -142,6 +142,16 @@ def test_the_last_minute_is_known_though_nobody_looked(start_server, monkeypatch
     assert not thread.is_alive()
 
 
+def test_what_is_told_needs_the_key(start_server):
+    with start_server(api_key="open sesame") as server:
+        assert server.http.get("/kv/live").status_code == 401
+        headers = {"Authorization": "Bearer open sesame"}
+        assert server.http.get("/kv/live", headers=headers).is_success
+        for path in ("requests", "summary", "explain/x"):
+            assert server.http.get(f"/kv/{path}").status_code == 401
+        assert server.http.post("/kv/explain", json={"prompt": "a"}).status_code == 401
+
+
 def test_a_look_that_fails_is_tried_again(server, monkeypatch):
     time.sleep(FRESH_S)
     with monkeypatch.context() as patch:

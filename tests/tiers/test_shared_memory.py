@@ -251,12 +251,12 @@ def test_options(tmp_path: Path) -> None:
 
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     url = f"shm://1GiB?dir={tmp_path}"
-    assert main(["store", "stat", url]) == 2
+    assert main(["store", "ls", url]) == 2
     assert "no arena is there" in capsys.readouterr().err
     assert not os.listdir(tmp_path), "looking makes no arena"
     with opened(tmp_path) as store:
         put(store, keys_of(1))
-        assert main(["store", "stat", url]) == 0
+        assert main(["store", "ls", url]) == 0
         assert "8" in capsys.readouterr().out
         assert main(["store", "ls", url, "--blocks"]) == 0
         assert store._space.hex() in capsys.readouterr().out

@@ -400,7 +400,8 @@ class _Probe:
         """
         until, lock = time.monotonic() + seconds, threading.Lock()
         turns = itertools.islice(itertools.cycle(self._blocks), most)
-        done, errors = itertools.count(), []
+        done = itertools.count()
+        errors: list[Exception] = []
 
         def work() -> None:
             try:

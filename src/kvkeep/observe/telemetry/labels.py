@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Final
 
-from kvkeep.observe.visible import visible
+from kvkeep.observe.telemetry.visible import visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -94,8 +94,7 @@ export const drawLive = (live) => {
     traffic.clear();
   }
   begun = began;
-  const inside = live.engine === "kvkeep" ? "" : live.engine;
-  say(byId("model"), [live.model, inside, live.policy, live.version].filter(Boolean).map(shown)
+  say(byId("model"), [live.model, live.policy, live.version].filter(Boolean).map(shown)
     .join(" · "));
   say(byId("uptime"), `up ${running(live.uptime_s)}`);
   hitRate(live);
