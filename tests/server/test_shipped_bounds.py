@@ -52,8 +52,7 @@ from kvkeep.serve.server.watching import Watching
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.kv.removal import Followers
 from kvkeep.store.tiers import Chain, Inclusive, MemorySpec, TieredStore
-from kvkeep.store.tiers.conversations import Conversations
-from kvkeep.store.tiers.tier_returns import BlockWaits, SharedReturns
+from kvkeep.store.tiers.conversations import BlockWaits, Conversations, SharedReturns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sized
