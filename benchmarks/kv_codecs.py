@@ -12,14 +12,11 @@ codec: *nats* are the Kullback-Leibler divergence of the next token's distributi
 exact KV, over the text that follows; *changed* is the share of greedy answers of 32 tokens that
 differ, and the mean number of tokens before they do. Seeded; one thread.
 
-``int4:…`` with bits of its own for each part: those that lower the divergence most, measured on
-the first prompt, at 3.5 times smaller (`codec_probe.allocate`).
-
     python benchmarks/kv_codecs.py                       # the tables
     python benchmarks/kv_codecs.py --json                # for machines
     python benchmarks/kv_codecs.py --quick               # the bundled model, fewer rounds
     python benchmarks/kv_codecs.py --picture FILE.png    # bytes against nats
-    python benchmarks/kv_codecs.py --codecs int8,int4:53
+    python benchmarks/kv_codecs.py --codecs int8,int4
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from codec_probe import ReuseProbe, Speed, allocate, measure, sensitivities
+from codec_probe import ReuseProbe, Speed, measure
 from codecs_model import bundled_probe, rows_of, second_model, texts
 from kvkeep.store.codecs import CODECS, BlockShape, make_codec
 
@@ -47,11 +44,6 @@ BLOCK = 256  # tokens
 KEY = bytes(range(32))
 DEPTHS = (64, 256, 512, 1024, 2048)
 ANSWERED = (256, 1024)  # depths behind which answers are compared
-LADDER = ("int4:8", "int4:6", "int4:5", "int4:54", "int4:43", "int4:3")
-"""Settings of int4 between its neighbours, for the curve of bytes against nats."""
-FITTED = (3.5, 5.0)
-"""How many times smaller int4 is to be with bits by part."""
-OVERHEAD = 0.2  # bits a number for scales and zero points
 
 CASES = ("the bundled model's", "random normals", "random bytes")
 GOALS = {
@@ -137,13 +129,6 @@ def _fits(name: str, shape: BlockShape) -> bool:
 
 
 # --- quality -------------------------------------------------------------------------------------
-
-
-def fitted(probe: ReuseProbe) -> list[str]:
-    """Return `int4` with the bits by part that suit the model, at each ratio of `FITTED`."""
-    measured = sensitivities(probe)
-    sizes = [heads * dim for heads, dim in probe.shape.parts]
-    return [f"int4:{allocate(measured, sizes, 16 / ratio - OVERHEAD)}" for ratio in FITTED]
 
 
 def quality(one: OneModel, names: Sequence[str], depths: Sequence[int]) -> list[Quality]:
@@ -272,9 +257,7 @@ def main() -> None:
     depths = (256, 2048) if options.quick else DEPTHS
     found = {}
     for one in models:
-        names = chosen or [*CODECS, *([] if options.quick else LADDER)]
-        if chosen is None and not options.quick:
-            names += fitted(one.probe)
+        names = chosen or list(CODECS)
         measured = quality(one, [name for name in names if _fits(name, one.probe.shape)], depths)
         found[one.name] = (one.said, measured)
         if not options.json:

@@ -475,8 +475,8 @@ LINES: dict[str, int] = {
     "observe.explain": 2950, "observe.telemetry": 850, "observe.usage": 1150, "serve": 50,
     "serve.engine": 8600, "serve.http": 1150, "serve.kv_events": 1500, "serve.messages": 800,
     "serve.models": 50, "serve.router": 4300, "serve.server": 8750, "store": 100,
-    "store.backends": 8100, "store.blocks": 1400, "store.codecs": 2000, "store.identity": 1950,
-    "store.kv": 4250, "store.tiers": 10550, "testing": 1400,
+    "store.backends": 7600, "store.blocks": 1400, "store.codecs": 2000, "store.identity": 1950,
+    "store.kv": 4250, "store.tiers": 9850, "testing": 1400,
 }  # fmt: skip
 
 

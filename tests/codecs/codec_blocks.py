@@ -59,7 +59,7 @@ def numbers_of(raw: bytes | memoryview, dtype: str) -> np.ndarray:
 
 def every_codec(shape: BlockShape, key: bytes | None = None):
     narrow = not shape.dtype or DTYPES[shape.dtype] == 1
-    names = EXACT if narrow else (*EXACT, "int8", "fp8", "int4", "int4:2", "int4:5", "int4:6")
+    names = EXACT if narrow else (*EXACT, "int8", "fp8", "int4")
     return [make_codec(name, shape, key) for name in names]
 
 

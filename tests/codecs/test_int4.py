@@ -1,4 +1,4 @@
-"""int4: error bounds, the format, rotations found in keys, bits by part, damage."""
+"""int4: error bounds, the format, rotations found in keys, damage."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvkeep.store.codecs import BlockShape, Damaged, make_codec
 from kvkeep.store.codecs.planes import BITS, PLANES, pack, padded, plane_bytes, unpack
 from kvkeep.store.codecs.rotation import find_base, turn, turns
 
-SETTINGS = ("int4", "int4:2", "int4:3", "int4:5", "int4:6", "int4:8")
+SETTINGS = ("int4",)
 
 
 def check_block(name: str, shape: BlockShape, raw: bytes, codec=None) -> bytes:
@@ -106,29 +106,6 @@ def test_a_shorter_block_uses_the_rotation_that_longer_ones_showed():
     for tokens in (1, 5, 40, 100):
         raw = raw_of(numbers[:, :tokens].reshape(-1), "bfloat16")
         check_block("int4", shape, raw, codec)
-
-
-def test_bits_by_part():
-    shape = BlockShape("bfloat16", "NHD", ((2, 64),) * 4)
-    raw = block(shape, 256)
-    assert [one & 15 for one in check_block("int4:2568", shape, raw)[:4]] == [2, 5, 6, 8]
-    assert [one & 15 for one in check_block("int4:53", shape, raw)[:4]] == [5, 3, 5, 3]
-    sizes = [len(encode(make_codec(f"int4:{bits}", shape), raw)) for bits in BITS]
-    assert sizes == sorted(sizes)
-    # Whoever reads needs no setting: the record has it.
-    encoded = encode(make_codec("int4:2568", shape), raw)
-    one, other = make_codec("int4", shape), make_codec("int4:2568", shape)
-    assert decode(one, encoded, len(raw)) == decode(other, encoded, len(raw))
-
-
-@pytest.mark.parametrize("setting", ["", "7", "1", "45678", "4444 ", "x", "4:5", "444", "-4", "٤"])
-def test_wrong_settings_are_refused(setting):
-    shape = BlockShape("bfloat16", "NHD", ((2, 64),) * 4)
-    if setting:
-        with pytest.raises(InvalidValue, match="one digit"):
-            make_codec(f"int4:{setting}", shape)
-    with pytest.raises(InvalidValue, match="no setting"):
-        make_codec(f"int8:{setting}", shape)
 
 
 @pytest.mark.parametrize(

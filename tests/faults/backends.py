@@ -96,10 +96,6 @@ class CountingBackend(Backend):
         """As ``inner`` has it."""
         return self.inner.last_progress
 
-    def peek(self, block: bytes, size: int) -> bytes | None:
-        """As ``inner`` does; neither counted nor made to fail."""
-        return self.inner.peek(block, size)
-
     def note_space(self, space: bytes, note: bytes) -> None:
         """As ``inner`` does; neither counted nor made to fail."""
         self.inner.note_space(space, note)

@@ -12,9 +12,11 @@ from tier_bench import PAGE, RAW, Bench, above, checked, content, get, name, put
 from kvkeep.core.errors import BackendFailed, IllegalStep
 from kvkeep.core.geometry import KVGeometry
 from kvkeep.store import KVStore
+from kvkeep.store.backends.buffers import SpareBuffers
 from kvkeep.store.backends.memory import MemoryBackend
-from kvkeep.store.tiers import Exclusive, MemorySpec, TieredStore
-from kvkeep.store.tiers.shared_read import SharedRead, SpareBuffers
+from kvkeep.store.tiers import Exclusive, MemorySpec, TieredStore, tiered
+from kvkeep.store.tiers.shared_read import SharedRead
+from kvkeep.store.tiers.tiering import Planner
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -161,35 +163,44 @@ def test_what_outlived_its_time_does_not_move_down(bench: Bench) -> None:
     assert get(store, range(1)) == 0
 
 
-class Closing(Exclusive):
+class Closing(Planner):
     """Memory is closed, by another thread say, at the instant when a block is to move down."""
 
     memory: MemoryBackend | None = None
 
-    def demotes(self, level: int, touches: int) -> int | None:
+    def below(self, block: bytes, source: int) -> tuple[int | None, int | None]:
         if self.memory is not None:
             self.memory.close()
-        return super().demotes(level, touches)
+        return super().below(block, source)
 
 
-def test_memory_that_is_closed_in_the_middle_of_a_flush(bench: Bench) -> None:
+@pytest.fixture
+def closing(monkeypatch: pytest.MonkeyPatch) -> type[Closing]:
+    monkeypatch.setattr(tiered, "Planner", Closing)
+    monkeypatch.setattr(Closing, "memory", None)
+    return Closing
+
+
+def test_memory_that_is_closed_in_the_middle_of_a_flush(
+    bench: Bench, closing: type[Closing]
+) -> None:
     """Whoever flushes is told; the block is not said to be on its way for ever."""
-    policy = Closing()
     front = MemorySpec(MemoryBackend(8 * PAGE))
-    store = TieredStore(front, [bench.spec(bench.disk())], policy)
+    store = TieredStore(front, [bench.spec(bench.disk())], Exclusive())
     put(store, range(4))
-    policy.memory = front.backend
+    closing.memory = front.backend
     with pytest.raises(BackendFailed, match="is closed"):
         store.flush(10)
     assert not store._queue._pending
     store.close()
 
 
-def test_a_store_that_is_closed_in_the_middle_of_a_flush(tmp_path: Path) -> None:
-    policy = Closing()
+def test_a_store_that_is_closed_in_the_middle_of_a_flush(
+    tmp_path: Path, closing: type[Closing]
+) -> None:
     tiers = ["memory://1MiB", f"file://{tmp_path}/d?size=1MiB"]
-    with KVStore(KVGeometry(1, 1, 8), model="m@1", tiers=tiers, policy=policy) as store:
+    with KVStore(KVGeometry(1, 1, 8), model="m@1", tiers=tiers, policy=Exclusive()) as store:
         store.put(list(range(256)), torch.zeros(1, 2, 256, 1, 8, dtype=torch.bfloat16))
-        policy.memory = store._tiered.memory.backend
+        closing.memory = store._tiered.memory.backend
         with pytest.raises(IllegalStep, match="closed by another thread"):
             store.flush(10)

@@ -15,8 +15,7 @@ from kvkeep.core.returns import Ended
 from kvkeep.core.tokens import TOKEN_BYTES
 from kvkeep.store.tiers import Chain
 from kvkeep.store.tiers import conversations as module
-from kvkeep.store.tiers.conversations import Conversations
-from kvkeep.store.tiers.tier_returns import SharedReturns
+from kvkeep.store.tiers.conversations import Conversations, SharedReturns
 
 SIZE, SLACK = 4, 5
 ROOT = bytes(48)

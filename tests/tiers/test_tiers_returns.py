@@ -28,8 +28,9 @@ from kvkeep.store.tiers import (
     TierSpec,
 )
 from kvkeep.store.tiers.catalogue import Catalogue
+from kvkeep.store.tiers.conversations import BlockWaits
 from kvkeep.store.tiers.record import HEADER_BYTES
-from kvkeep.store.tiers.tier_returns import BlockWaits, TierReturns
+from kvkeep.store.tiers.tier_returns import TierReturns
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -61,8 +61,6 @@ class TierSimulator:
     fails or lags behind, so memory is used to the last block; with ``ahead`` a tenth of it is kept
     free where evicted blocks move down, as a store does.
 
-    Block ids are as in a store: 16 bytes of a namespace, then a chained key.
-
     Thread safety: none. Cost: 5 to 10 µs a block.
 
     Arguments:
@@ -120,11 +118,6 @@ class TierSimulator:
             one.hits += hits
         return found
 
-    def put(self, blocks: Sequence[bytes]) -> None:
-        """Store ``blocks``, in order; for those already stored, note a use."""
-        if blocks:
-            self._store(blocks)
-
     def level_of(self, block: bytes) -> int | None:
         """Return the fastest level that has ``block``, None for none."""
         for level, one in enumerate(self._levels):
@@ -172,8 +165,8 @@ class TierSimulator:
 
     # --- a put -----------------------------------------------------------------------------------
 
-    def _store(self, blocks: Sequence[bytes]) -> None:
-        """Place ``blocks`` in memory and in the tiers that admit them, as a store does."""
+    def put(self, blocks: Sequence[bytes]) -> None:
+        """Store ``blocks``, in order; for those already stored, note a use."""
         held: list[bytes] = []
         used: list[bytes] = []
         new: set[bytes] = set()
@@ -229,11 +222,10 @@ class TierSimulator:
         return () if below else run
 
     def _demote_ahead(self) -> None:
-        if self.ahead:
-            memory = self._levels[0]
-            excess = self.planner.excess(memory.level.blocks, memory.catalogue.total_bytes)
-            if excess:
-                self._evict(0, excess)
+        memory = self._levels[0]
+        excess = self.planner.excess(memory.level.blocks, memory.catalogue.total_bytes)
+        if self.ahead and excess:
+            self._evict(0, excess)
 
     def _use(self, blocks: Sequence[bytes], new: Container[bytes]) -> None:
         self.returns.used(blocks, new)

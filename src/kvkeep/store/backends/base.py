@@ -136,11 +136,6 @@ class Backend(ABC):
         del reason  # for backends that keep bad records for inspection
         self.delete([block])
 
-    def peek(self, block: bytes, size: int) -> bytes | None:
-        """Return the first ``size`` bytes of a record; None if missing or not readable in part."""
-        del block, size
-        return None
-
     def note_space(self, space: bytes, note: bytes) -> None:  # noqa: B027
         """Store one line of text about a namespace, where that is cheap; bounded in number.
 

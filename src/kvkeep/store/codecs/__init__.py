@@ -4,8 +4,8 @@ base.py        the contract
 named.py       codecs by name and by number
 raw.py         unchanged bytes
 lossless.py    byte planes and zstd, exact (numcodecs)
-quantised.py   shared by int8.py and fp8.py: one byte a number, one scale a tile (torch)
-int4.py        2 to 8 bits a number, a scale and a zero point a group (torch): grids.py, which
+quantised.py   shared by int8 and fp8 (int8.py): one byte a number, one scale a tile (torch)
+int4.py        4 bits a number, a scale and a zero point a group (torch): grids.py, which
                numbers share them · planes.py, codes in bytes · rotation.py, of keys
 frames.py      bytes compressed by zstd: for lossless
 kinds.py       a codec for each kind of record of a store: KV, and states, which stay exact

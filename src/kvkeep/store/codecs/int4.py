@@ -1,9 +1,8 @@
-"""int4: codes of 2 to 8 bits, 4 by default, between a group's least and greatest.
+"""int4: codes of 4 bits between a group's least and greatest.
 
 The layout is KIVI's (arXiv 2402.02750): keys share a scale along tokens, values along channels, and
-each group has a zero point. Keys are turned back by their rotary embedding first (rotation.py), and
-a setting gives each part its number of bits: ``int4:6454`` is 6, 4, 5 and 4 bits for the parts of a
-model of two layers, ``int4:54`` is 5 for all keys and 4 for all values.
+each group has a zero point. Keys are turned back by their rotary embedding first (rotation.py).
+Codes are written in 4 bits; each part of a record names its number, and 2 to 8 bits are read.
 
 Encoded bytes, little-endian:
 
@@ -52,6 +51,7 @@ if TYPE_CHECKING:
 __all__ = ["Int4Codec"]
 
 _KINDS = (AS_IS, PER_CHANNEL, PER_TOKEN, ROTATED)
+_BITS = 4  # of the codes that are written
 _SAMPLE_ROWS = 2
 _FEW_TOKENS = 64  # fewer do not show a rotation
 _SEARCHES = 2  # blocks in which a part's rotation is searched for
@@ -61,8 +61,6 @@ _NEAR_MAXIMUM = 0.25  # of the type's maximum: no sum, difference or rotation ov
 class Int4Codec(Codec):
     """Codes of few bits, with scale and zero point by group.
 
-    ``setting`` are digits 2, 3, 4, 5, 6 or 8, one for each part, or a pattern that repeats.
-
     A codec remembers which rotation each part has, so only its first blocks are searched. What it
     remembers changes the size of the error, never how a record is read.
 
@@ -70,14 +68,14 @@ class Int4Codec(Codec):
     computes in the calling thread, in pieces too small for its thread pool.
 
     Raises:
-        InvalidValue: the bytes are opaque or have one-byte numbers, or ``setting`` is wrong.
+        InvalidValue: the bytes are opaque or have one-byte numbers.
     """
 
     name = "int4"
     number = 4
     exact = False
 
-    def __init__(self, shape: BlockShape, setting: str = "") -> None:
+    def __init__(self, shape: BlockShape) -> None:
         if not shape.dtype or not shape.parts:
             raise InvalidValue(
                 "codec int4 needs the element type, and these bytes are opaque; "
@@ -90,7 +88,6 @@ class Int4Codec(Codec):
             )
         if shape.layout not in ("NHD", "HND"):
             raise InvalidValue(f"layout is 'NHD' or 'HND', got {shape.layout!r}")
-        self._bits = _bits_of(setting or "4", len(shape.parts))
         self._item = DTYPES[shape.dtype]
         self._dtype: torch.dtype = getattr(torch, shape.dtype)
         self._most = torch.finfo(self._dtype).max * _NEAR_MAXIMUM
@@ -171,10 +168,9 @@ class Int4Codec(Codec):
 
         They are turned back if the grid is of that kind; the base is then the rotation's.
         """
-        bits = self._bits[part]
         whole = rows.float32(numbers)
         peak = torch.maximum(whole.amax(), -whole.amin())
-        grids = [Grid(rows, kind, bits) for kind in (PER_CHANNEL, PER_TOKEN)]
+        grids = [Grid(rows, kind, _BITS) for kind in (PER_CHANNEL, PER_TOKEN)]
         least = min(grid.bytes for grid in grids)
         most = min(1.1 * least, rows.numbers * self._item - ALIGNED)
         if not bool(peak <= self._most) or least > most:
@@ -188,7 +184,7 @@ class Int4Codec(Codec):
         }
         base = self._base_of(part, rows, sample) if PER_CHANNEL in errors else 0.0
         if base:
-            rotated = Grid(rows, ROTATED, bits)
+            rotated = Grid(rows, ROTATED, _BITS)
             cosines, sines = turns(base, sample.shape[1], rows.width)
             error = range_error(turn(sample, cosines, -sines), ROTATED, 1)
             if error < min(errors.values()):
@@ -265,13 +261,3 @@ class Int4Codec(Codec):
                 if grid.kind == ROTATED:
                     numbers = turn(numbers, cosines[tokens], sines[tokens])
                 grid.rows.put(views, rows, tokens, numbers)
-
-
-def _bits_of(setting: str, parts: int) -> tuple[int, ...]:
-    wrong = [digit for digit in setting if not digit.isascii() or digit not in "234568"]
-    if wrong or not setting or parts % len(setting):
-        raise InvalidValue(
-            f"int4:{setting} is not understood: give one digit, 2, 3, 4, 5, 6 or 8, for each of "
-            f"the {parts} parts (K and V of each layer), or a pattern that repeats, as int4:54"
-        )
-    return tuple(map(int, setting)) * (parts // len(setting))

@@ -35,10 +35,9 @@ def make_codec(
         InvalidValue: the name is unknown, or the codec cannot encode such blocks.
         MissingExtra: the codec needs a package that is not installed.
     """
-    kind = name.partition(":")[0]
-    if kind not in CODECS:
+    if name not in CODECS:
         raise InvalidValue(
-            f"codec is {name!r}; it is one of {', '.join(CODECS)}{did_you_mean(kind, CODECS)}"
+            f"codec is {name!r}; it is one of {', '.join(CODECS)}{did_you_mean(name, CODECS)}"
         )
     codec = _make(name, shape)
     return codec if key is None else EncryptedCodec(codec, key, old_keys)
@@ -85,17 +84,14 @@ def _make(name: str, shape: BlockShape) -> Codec:
     if name == "lossless":
         return LosslessCodec(shape)
     require("torch", "store")
-    name, colon, setting = name.partition(":")
     if name == "int4":
         from kvkeep.store.codecs.int4 import Int4Codec  # noqa: PLC0415
 
-        return Int4Codec(shape, setting)
-    if colon:
-        raise InvalidValue(f"codec {name} has no setting, got {setting!r}")
+        return Int4Codec(shape)
     if name == "int8":
         from kvkeep.store.codecs.int8 import Int8Codec  # noqa: PLC0415
 
         return Int8Codec(shape)
-    from kvkeep.store.codecs.fp8 import Fp8Codec  # noqa: PLC0415
+    from kvkeep.store.codecs.int8 import Fp8Codec  # noqa: PLC0415
 
     return Fp8Codec(shape)

@@ -24,7 +24,6 @@ calls.py         guards backend calls, turns failures into misses; breaker.py, w
 health.py        whether the tier can be read and written now; its queries
 known.py         which blocks the tier holds and may serve
 catalogue.py     known blocks: block_table.py, eviction_order.py, packed.py;
-                 tier_waits.py: tells the policy of conversations that wait;
                  tier_shares.py: fair shares for tenants; two_queues.py: the policy 2q
 listing.py       keeps the catalogue in step with the backend; notes.py
 space.py         evicts and deletes within budget and quotas
@@ -36,7 +35,7 @@ from __future__ import annotations
 
 from kvkeep.store.tiers.block_prefetch import BlockPrefetch
 from kvkeep.store.tiers.buffer import PROMPT_TOKENS, buffer_bytes
-from kvkeep.store.tiers.conversations import Chain
+from kvkeep.store.tiers.conversations import Chain, SharedReturns
 from kvkeep.store.tiers.counters import TierCounters, TierStats
 from kvkeep.store.tiers.loss_log import Loss, LossKind, LossLog, Miss
 from kvkeep.store.tiers.memory import MemorySpec, MemoryTier
@@ -51,7 +50,7 @@ from kvkeep.store.tiers.opening import (
 )
 from kvkeep.store.tiers.removing import Removed
 from kvkeep.store.tiers.tier import Tier, TierOptions, TierSpec
-from kvkeep.store.tiers.tier_returns import SharedReturns, TierReturns
+from kvkeep.store.tiers.tier_returns import TierReturns
 from kvkeep.store.tiers.tier_shares import TenantWeights
 from kvkeep.store.tiers.tiered import TieredStore
 from kvkeep.store.tiers.tiering import Exclusive, Inclusive, PassThrough, TieringPolicy

@@ -11,8 +11,8 @@ from kvkeep.store.tiers.tier_shares import TierShares
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable
 
+    from kvkeep.store.tiers.conversations import BlockWaits
     from kvkeep.store.tiers.packed import PackedRow
-    from kvkeep.store.tiers.tier_returns import BlockWaits
     from kvkeep.store.tiers.tier_shares import TenantWeights
 
 __all__ = ["EvictionOrder", "OrderedBlock"]

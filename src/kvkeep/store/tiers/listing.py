@@ -8,7 +8,6 @@ import time
 from typing import TYPE_CHECKING
 
 from kvkeep.store.tiers.notes import difference
-from kvkeep.store.tiers.record import HEADER_BYTES, BadRecord, OtherVersion, read_header
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 __all__ = ["Listing"]
 
 _LOG = logging.getLogger("kvkeep.tiers")
-_SUSPICIOUS = 16  # the header of a record above 1/16 of the budget is checked before it is listed
 _NOTED_KEPT = 4096
 _PARTS = 64  # of a budget: what is evicted at once where it was reduced
 
@@ -36,7 +34,6 @@ class Listing:
     """Lists a backend into the catalogue, and compares the namespaces found with the store's own.
 
     ``notes`` describe the store's namespaces, by space (`kvkeep.store.tiers.notes`).
-    ``quarantine`` takes a block and the reason why its record is bad.
 
     Thread safety: all methods. One listing runs at a time.
 
@@ -52,7 +49,6 @@ class Listing:
         known: KnownBlocks,
         losses: LossLog,
         notes: Mapping[bytes, bytes] | None,
-        quarantine: Callable[[bytes, str], None],
     ) -> None:
         self.at = 0.0
         self.seconds = 0.0
@@ -62,7 +58,6 @@ class Listing:
         self._known = known
         self._losses = losses
         self._notes = {} if notes is None else notes  # filled later: an empty one is kept
-        self._quarantine = quarantine
         self._running = threading.Lock()
         self._comparing = threading.Lock()
         self._noted: set[bytes] = set()
@@ -110,32 +105,13 @@ class Listing:
             raise _ListFailed
 
     def _records(self, space: TierSpace) -> Iterator[Listed]:
-        """Yield the listed records; quarantine large files that are not records."""
+        """Yield the listed records that may stay."""
         budget = self._backend.capacity or 0
         for one in self._listed():
-            if one.size * _SUSPICIOUS > budget and (reason := self._not_a_record(one)):
-                self._quarantine(one.block, reason)
-            elif one.size > budget:
+            if one.size > budget:
                 space.evict([one.block])
             else:
                 yield one
-
-    def _not_a_record(self, listed: Listed) -> str | None:
-        """Return why ``listed`` is not a record of that block and size; None if it may be one."""
-        head: bytes | None = None
-        with self._calls.to("peek"):
-            head = self._backend.peek(listed.block, HEADER_BYTES)
-        if head is None:
-            return None
-        try:
-            header = read_header(head)
-        except OtherVersion:
-            return None
-        except BadRecord as bad:
-            return str(bad)
-        if (header.block, header.record_bytes) != (listed.block, listed.size):
-            return f"it has {listed.size} bytes and should have {header.record_bytes}"
-        return None
 
     def _over(self) -> int:
         """Return the bytes above the budget, by the backend's count of all processes if any."""

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvkeep.core.eviction import EvictionPolicy
+    from kvkeep.store.backends.buffers import SpareBuffers
     from kvkeep.store.backends.memory import Draft, Lease, MemoryBackend
     from kvkeep.store.backends.shm import ShmBackend
-    from kvkeep.store.tiers.shared_read import SpareBuffers
     from kvkeep.store.tiers.tier_shares import TenantWeights
 
 __all__ = ["MemoryLease", "MemorySpec", "MemoryTier"]

@@ -9,13 +9,14 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import BackendFailed
+from kvkeep.store.backends.buffers import SpareBuffers
 from kvkeep.store.codecs import codec_name
 from kvkeep.store.tiers.block_prefetch import BlockPrefetch, PrefetchProgress
 from kvkeep.store.tiers.inexact import BEHIND, EXACT, origin
 from kvkeep.store.tiers.prompt_holds import PromptHolds
 from kvkeep.store.tiers.record import HEADER_BYTES
 from kvkeep.store.tiers.record_codec import another_length
-from kvkeep.store.tiers.shared_read import SharedRead, SpareBuffers
+from kvkeep.store.tiers.shared_read import SharedRead
 from kvkeep.store.tiers.workers import Workers
 
 if TYPE_CHECKING:

@@ -136,9 +136,7 @@ class Tier:
         self.reads, self.writes = cost.reading(self.name), cost.writing(self.name)
         self.records = RecordCodec(spec.codec, spec.codec_of)
         self._reader = RecordReader(self._calls, self._known, self.records, self.losses, self.reads)
-        self._listing = Listing(
-            self._calls, self._known, self.losses, notes, self._reader.quarantine
-        )
+        self._listing = Listing(self._calls, self._known, self.losses, notes)
         self.order = WriteOrder(self.name, self._known, lambda: self.timeout)
         self._bucket = None if options.writes is None else WriteBucket(options.writes)
         self._space = TierSpace(

@@ -9,14 +9,13 @@ sync.py        files that still need an fsync
 directory.py   names and paths, scans
 opening.py     creates a directory, or checks that an existing one is usable
 files.py       whole records to and from files, with direct I/O
-notes.py       one line of text about each namespace
-last_budget.py the budget that the directory was last opened with
+notes.py       a line of text about each namespace; the budget it was last opened with
 """
 
 from __future__ import annotations
 
 from kvkeep.store.backends.disk.backend import DiskBackend, Io
-from kvkeep.store.backends.disk.last_budget import LastBudget
+from kvkeep.store.backends.disk.notes import LastBudget
 from kvkeep.store.backends.disk.sync import Sync
 
 __all__ = ["DiskBackend", "Io", "LastBudget", "Sync"]

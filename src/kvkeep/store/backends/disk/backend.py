@@ -23,8 +23,7 @@ from kvkeep.store.backends.disk.files import (
     supports_direct,
     translated,
 )
-from kvkeep.store.backends.disk.last_budget import LastBudget, read_budget, settle
-from kvkeep.store.backends.disk.notes import add_note, read_notes
+from kvkeep.store.backends.disk.notes import LastBudget, add_note, read_budget, read_notes, settle
 from kvkeep.store.backends.disk.opening import open_directory, restore
 from kvkeep.store.backends.disk.sync import Sync, SyncQueue
 from kvkeep.store.backends.disk.usage import DiskUsage
@@ -220,15 +219,6 @@ class DiskBackend(Backend):
         with self._translated("looked up"):
             return [size_of(self._directory.path(block)) for block in blocks]
 
-    def peek(self, block: bytes, size: int) -> bytes | None:
-        """Return the first ``size`` bytes of a record; None if it is missing."""
-        with self._translated("read"):
-            held = open_record(self._directory.path(block))
-            if held is None:
-                return None
-            with closing_fd(held[0]) as fd:
-                return os.pread(fd, size, 0)
-
     def delete(self, blocks: Sequence[bytes]) -> int:
         """Unlink records; return their sizes. The space freed is that or more."""
         freed = 0
@@ -342,7 +332,7 @@ class DiskBackend(Backend):
     def settle_capacity(self) -> None:
         """Remember the capacity in the file ``budget``; choose it if the URL gave none.
 
-        See `kvkeep.store.backends.disk.last_budget.settle`.
+        See `kvkeep.store.backends.disk.notes.settle`.
         """
         if self.capacity is not None or self._has_default:
             given = None if self._has_default else self.capacity

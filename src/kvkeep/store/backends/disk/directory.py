@@ -3,7 +3,7 @@
     FORMAT                 "kvkeep blocks 1"
     ledger                 bytes used, see ledger.py
     spaces                 notes on namespaces, see notes.py
-    budget                 the budget it was last opened with, see last_budget.py
+    budget                 the budget it was last opened with, see notes.py
     tmp/                   records being written, each locked by its writer
     quarantine/            records that failed verification, with the reason in the name
     <space, 32 hex>/       the records of one namespace

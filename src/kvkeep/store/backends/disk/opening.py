@@ -18,9 +18,8 @@ from kvkeep.store.backends.disk.files import (
     open_plain,
     sync_path,
 )
-from kvkeep.store.backends.disk.last_budget import BUDGET
 from kvkeep.store.backends.disk.ledger import LEDGER_MAGIC
-from kvkeep.store.backends.disk.notes import NOTES
+from kvkeep.store.backends.disk.notes import BUDGET, NOTES
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -2,18 +2,16 @@
 
 layout.py    the file byte by byte
 clock.py     the time of uses and pins
-opening.py   creates it, or checks what is there
+opening.py   creates it, or checks what is there; takes page faults off the path of requests
 lock.py      the lock between processes, and which of them live
 books.py     the columns of the index, and lookups without the lock
 extents.py   free memory
 repair.py    rebuilds everything derived from the records, after a crash
 victims.py   which records are evicted next
-quotas.py    bytes of namespaces with a quota
 core.py      the lock with its repair, holds, dead processes
-arena.py     records: reserve, publish, delete, evict
+arena.py     records: reserve, publish, delete, evict; `check` recounts everything
 pins.py      pins of all processes
-check.py     recounts everything
-warming.py   takes page faults off the path of requests
+quotas.py    bytes of namespaces with a quota
 backend.py   the contract of backends, over the arena
 """
 

@@ -14,12 +14,10 @@ from kvkeep.store.backends.base import ALIGNMENT, Listed
 from kvkeep.store.backends.memory import Draft, InPlaceBackend, Lease
 from kvkeep.store.backends.shm import clock
 from kvkeep.store.backends.shm import layout as at
-from kvkeep.store.backends.shm.arena import SharedArena
+from kvkeep.store.backends.shm.arena import SharedArena, check
 from kvkeep.store.backends.shm.books import Books
-from kvkeep.store.backends.shm.check import check
 from kvkeep.store.backends.shm.layout import Layout
-from kvkeep.store.backends.shm.opening import check_name, open_arena, path_of
-from kvkeep.store.backends.shm.warming import Warming
+from kvkeep.store.backends.shm.opening import Warming, check_name, open_arena, path_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -13,11 +13,15 @@ import os
 import re
 import stat
 import sys
+import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import numpy as np
+
 from kvkeep.core.errors import BackendFailed, InvalidValue, reason
 from kvkeep.core.geometry.units import format_bytes
+from kvkeep.store.backends.base import ALIGNMENT
 from kvkeep.store.backends.free_memory import free_memory
 from kvkeep.store.backends.shm.layout import HEADER_BYTES, Layout, NotAnArena
 from kvkeep.store.backends.shm.lock import NodeLock
@@ -25,7 +29,7 @@ from kvkeep.store.backends.shm.lock import NodeLock
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["OpenedArena", "check_name", "open_arena", "path_of"]
+__all__ = ["OpenedArena", "Warming", "check_name", "open_arena", "path_of"]
 
 _LOG = logging.getLogger("kvkeep.tiers")
 _PATIENCE: Final = 120.0  # seconds to wait for another process that creates the arena
@@ -221,3 +225,41 @@ def _free(path: str) -> Iterator[tuple[int, str]]:
     yield found.f_bavail * found.f_frsize, directory
     for free, where in free_memory():
         yield max(0, free - _LEFT_FREE), where
+
+
+_WARM_STEP: Final = 16 << 20  # bytes between two looks whether to stop
+
+
+class Warming:
+    """Reads one byte of each page of ``memory``, in a thread, so that the process maps it.
+
+    A page that no process has touched since the arena was made is zeroed by the kernel at this
+    moment, too. Until all is done, a request that is first to touch a page waits for it. Reading
+    changes nothing, so it may run beside any use of the memory.
+
+    Thread safety: all methods.
+    """
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvkeep shm warming", daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until all is mapped, ``timeout`` seconds at most; return whether it is."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def stop(self) -> None:
+        """End early; waits for the step under way."""
+        self._stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        for start in range(0, len(self._memory), _WARM_STEP):
+            if self._stopped.is_set():
+                break
+            pages = np.frombuffer(self._memory[start : start + _WARM_STEP], np.uint8)[::ALIGNMENT]
+            pages.max()  # releases the GIL
+        self._memory = memoryview(b"")
