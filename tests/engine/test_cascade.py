@@ -8,9 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.serve.engine.attention.cascade import shared_prefixes
 from kvkeep.serve.engine.attention.memory import EVERYTHING, Reach
-from kvkeep.serve.engine.attention.plan import Grain
+from kvkeep.serve.engine.attention.plan import Grain, shared_prefixes
 
 pytestmark = pytest.mark.model
 

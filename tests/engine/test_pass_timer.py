@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from kvkeep.core.cost import LearnedPrefill
-from kvkeep.serve.engine.pass_timer import PassTimer
+from kvkeep.serve.engine.step import PassTimer
 
 
 class Event:

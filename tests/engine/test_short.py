@@ -8,8 +8,7 @@ import torch
 
 from kvkeep.core.geometry import KVGeometry
 from kvkeep.core.pages.tensors import PagedTensors
-from kvkeep.serve.engine.attention.plan import Grain, PlacedPiece, PlanContext
-from kvkeep.serve.engine.attention.short import SHORT, groups
+from kvkeep.serve.engine.attention.plan import SHORT, Grain, PlacedPiece, PlanContext, groups
 
 pytestmark = pytest.mark.model
 

@@ -205,7 +205,7 @@ def test_from_the_command_line(tmp_path, capsys):
     assert shown["latency"]["loaded_s"] > 0
     found = {}
     for loading in LOADINGS:
-        slow = [*timed[:-1], "10B", "--loading", loading]
+        slow = [*timed[:-1], "1B", "--loading", loading]
         assert main([*arguments, *slow]) == 0
         found[loading] = json.loads(capsys.readouterr().out)["latency"]
     assert found["all"]["computed_stored_tokens"] == 0 < found["prefix"]["computed_stored_tokens"]
