@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvkeep.core.cost import CostModel
-    from kvkeep.store.kv.paying import LoadPiece
+    from kvkeep.store import LoadPiece
 
 LOADING = f"""
 import sys

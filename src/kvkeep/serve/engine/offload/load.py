@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvkeep.core.errors import IllegalStep
 from kvkeep.observe.usage import LoadReport
-from kvkeep.store import Miss
-from kvkeep.store.kv.paying import LoadPiece
+from kvkeep.store import LoadPiece, Miss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -6,7 +6,7 @@ import math
 import time
 from typing import TYPE_CHECKING, Final
 
-from kvkeep.store.kv.paying import choose_load
+from kvkeep.store import choose_load
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
