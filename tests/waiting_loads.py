@@ -29,7 +29,7 @@ def wait_for_all() -> None:
     """Let the engines of this process wait for all that is stored, up to their `load_timeout`."""
     from kvkeep.serve.engine.offload import planner
 
-    planner.choose_load = load_all
+    planner.choose_load = load_all  # type: ignore[attr-defined]
     planner.lookup_patience_s = whole_timeout
 
 
