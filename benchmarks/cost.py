@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from kvkeep.core.cost import CostModel, PrefillCost
 from kvkeep.core.geometry import KVGeometry, parse_bytes
 from kvkeep.serve.engine import Engine, Limits, Runner, SamplingParams
-from kvkeep.store import KVStore, LoadChoice
+from kvkeep.store import KVStore, LoadChoice, LoadPiece
 from kvkeep.store.backends.memory import MemoryBackend
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
     from kvkeep.serve.engine import Piece
     from kvkeep.store.backends.base import Room
-    from kvkeep.store.kv.paying import LoadPiece
 
 VOCABULARY = 4096
 BLOCK = 64

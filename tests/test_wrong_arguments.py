@@ -38,8 +38,8 @@ KV = torch.zeros(1, 2, 5, 1, 8)
 
 MADE_HERE = {
     "CacheStats", "CachedPrefix", "PageCopy", "PageTables", "Pin", "Sequence", "SlotCopy",
-    "SlotLease", "LoadChoice", "Lookup", "Miss", "Operation", "Prefetch", "Put", "Removed",
-    "StoreStats",
+    "SlotLease", "LoadChoice", "LoadPiece", "Lookup", "Miss", "Operation", "Prefetch", "Put",
+    "Removed", "StoreStats", "choose_load",
 }  # fmt: skip
 """Public classes whose objects the library makes: results, and what its methods return."""
 NOT_FOR_CALLERS = {

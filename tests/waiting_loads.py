@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvkeep.core.cost import CostModel
-    from kvkeep.store.kv.paying import LoadPiece
+    from kvkeep.store import LoadPiece
 
 LOADING = f"""
 import sys
@@ -29,7 +29,7 @@ def wait_for_all() -> None:
     """Let the engines of this process wait for all that is stored, up to their `load_timeout`."""
     from kvkeep.serve.engine.offload import planner
 
-    planner.choose_load = load_all
+    planner.choose_load = load_all  # type: ignore[attr-defined]
     planner.lookup_patience_s = whole_timeout
 
 

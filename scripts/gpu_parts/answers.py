@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from gpu_parts.figures import Report, Setting
-    from kvkeep.serve.engine.results import Completion
+    from kvkeep.serve.engine.request import Completion
 
     Tokens = npt.NDArray[np.int32]
 

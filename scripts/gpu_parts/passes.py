@@ -10,7 +10,7 @@ import torch
 
 from gpu_parts.figures import Clock, Row, ratios
 from kvkeep.core.cost import LearnedPrefill
-from kvkeep.serve.engine.pass_timer import PassTimer
+from kvkeep.serve.engine.step import PassTimer
 
 if TYPE_CHECKING:
     from gpu_parts.figures import Report, Setting

@@ -12,8 +12,7 @@ from kvkeep.core.geometry import KVGeometry
 from kvkeep.core.pages.tensors import PagedTensors
 from kvkeep.serve.engine.attention.batch import PagedBatch, Piece
 from kvkeep.serve.engine.attention.memory import KVMemory
-from kvkeep.serve.engine.attention.plan import CPU, GPU, Grain
-from kvkeep.serve.engine.attention.short import SHORT
+from kvkeep.serve.engine.attention.plan import CPU, GPU, SHORT, Grain
 
 pytestmark = pytest.mark.model
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from kvkeep.serve.engine.attention.cascade import shared_prefixes
 from kvkeep.serve.engine.attention.memory import EVERYTHING, Reach
 from kvkeep.serve.engine.attention.plan import Grain
 
@@ -16,61 +12,6 @@ pytestmark = pytest.mark.model
 
 SHARING = Grain(query_rows=8, call_bytes=1, group_bytes=1 << 20)
 APART = Grain(query_rows=8, call_bytes=1 << 40, group_bytes=1 << 20)
-
-
-def tables(*texts):
-    """One page a letter."""
-    return [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
-
-
-def found(least, *texts):
-    prefixes = shared_prefixes(tables(*texts), least)
-    return {(texts[chosen[0]][:pages], *sorted(chosen)) for chosen, pages in prefixes}
-
-
-def test_the_pages_that_tables_begin_with():
-    assert found(1, "abcx", "abcyz", "q", "abcy") == {("abc", 0, 1, 3)}
-    assert found(1, "abc", "abc") == {("abc", 0, 1)}
-    assert found(1, "ab", "cd", "") == set()
-    assert found(1, "xab", "yab") == set()  # the same pages, but not at the beginning
-
-
-def test_the_set_that_saves_most():
-    # Three share 5 pages (saves 10) and four share 1 (saves 3).
-    assert found(1, "abcdex", "abcdey", "az", "abcdez") == {("abcde", 0, 1, 3)}
-    # Five share 2 (saves 8) and two of them 5 (saves 5).
-    assert found(1, "abcde", "abcde", "abx", "aby", "abz") == {("ab", 0, 1, 2, 3, 4)}
-
-
-def test_what_is_left_may_share_as_well():
-    assert found(1, "abcdx", "abcdy", "afghx", "afghy") == {("abcd", 0, 1), ("afgh", 2, 3)}
-    assert found(1, "ab", "cd", "cd", "ab") == {("ab", 0, 3), ("cd", 1, 2)}
-
-
-def test_too_little_to_save_is_left_alone():
-    assert found(4, "abx", "aby", "abz") == {("ab", 0, 1, 2)}
-    assert found(5, "abx", "aby", "abz") == set()
-
-
-@given(
-    texts=st.lists(st.text("ab", max_size=6), max_size=9),
-    least=st.integers(1, 6),
-)
-def test_what_is_found_is_shared_and_worth_it(texts, least):
-    given = tables(*texts)
-    seen = []
-    for chosen, pages in shared_prefixes(given, least):
-        assert len(chosen) > 1
-        assert (len(chosen) - 1) * pages >= least
-        assert len({texts[index][:pages] for index in chosen}) == 1
-        assert all(len(texts[index]) >= pages for index in chosen)
-        seen += chosen
-    assert len(seen) == len(set(seen))
-    # The tables in no set share too little.
-    rest = [text for index, text in enumerate(texts) if index not in seen]
-    for pages in range(1, 7):
-        for begin in {text[:pages] for text in rest if len(text) >= pages}:
-            assert (sum(text.startswith(begin) for text in rest) - 1) * pages < least
 
 
 SPANS = [(1500, 1501, 1488)] * 2 + [(1520 + at, 1523 + at, 1488) for at in range(6)]

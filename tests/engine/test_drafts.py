@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvkeep.core.errors import InvalidValue
-from kvkeep.serve.engine.drafts import PromptLookup
+from kvkeep.serve.engine.request import PromptLookup
 
 LENGTHS = (8, 4, 2)
 

@@ -17,8 +17,7 @@ from kvkeep.core.groups.tensors import GroupedTensors
 from kvkeep.serve.engine import Piece, Runner
 from kvkeep.serve.engine.attention import hook, memory
 from kvkeep.serve.engine.attention.dense import Scoring
-from kvkeep.serve.engine.attention.latent import LatentMaps
-from kvkeep.serve.engine.attention.memory import Reach
+from kvkeep.serve.engine.attention.memory import LatentMaps, Reach
 from kvkeep.serve.engine.model import states, survey
 
 pytestmark = pytest.mark.model

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from kvkeep.serve.engine.logprobs import TokenLogprob, logprobs_of
+from kvkeep.serve.engine.sampling import TokenLogprob, logprobs_of
 
 LOGITS = torch.tensor([[1.0, 3.0, 0.0, 3.0, -1.0], [0.0, 1.0, 2.0, 3.0, 4.0]])
 

@@ -11,7 +11,7 @@ from torch.profiler import profile
 
 from kvkeep.core.geometry import KVGeometry
 from kvkeep.core.pages.tensors import PagedTensors
-from kvkeep.serve.engine.attention import long
+from kvkeep.serve.engine.attention import plan
 from kvkeep.serve.engine.attention.dense import Scoring
 from kvkeep.serve.engine.attention.plan import ALIGNED, Grain, PlacedPiece, PlanContext
 
@@ -39,7 +39,7 @@ def test_masks_are_aligned_and_say_who_sees_whom(spans, window, rows, dtype):
         seen_from = min(first, start) if window is None else max(0, start + 1 - window)
         placed.append(PlacedPiece(begin, start, stop, pages, seen_from))
         begin += tokens
-    made = long.long_pieces(placed, context)
+    made = plan.long_pieces(placed, context)
     for one, piece in zip(placed, made, strict=True):
         cold = piece.gather is None
         base = one.first if cold else one.first // SIZE * SIZE
@@ -71,7 +71,7 @@ def test_a_mask_far_behind_in_a_prompt_takes_its_own_memory_alone(window, most):
     context = PlanContext(tensors, tensors.scratch(), Grain(256, 0, 1 << 20), window, group=1)
     first = 0 if window is None else 50_001 - window
     placed = PlacedPiece(0, 50_000, 51_000, np.zeros(1, np.int32), first)
-    (piece,) = long.long_pieces([placed], context)
+    (piece,) = plan.long_pieces([placed], context)
     with profile(profile_memory=True) as seen:
         piece.band.mask(piece.steps[0])
     taken = [max(0, one.self_cpu_memory_usage) for one in seen.events() if one.name != "[memory]"]
@@ -81,7 +81,7 @@ def test_a_mask_far_behind_in_a_prompt_takes_its_own_memory_alone(window, most):
 def test_no_mask_is_made_where_all_is_causal():
     tensors = PagedTensors(KVGeometry(1, 2, 8, "float32"), 32, SIZE)
     context = PlanContext(tensors, tensors.scratch(), Grain(16, 0, 1 << 20), None, group=2)
-    (piece,) = long.long_pieces([PlacedPiece(0, 0, 40, torch.arange(10).numpy())], context)
+    (piece,) = plan.long_pieces([PlacedPiece(0, 0, 40, torch.arange(10).numpy())], context)
     query, key = torch.randn(40, 4, 8), torch.randn(40, 2, 8)
     piece.attend(0, query, key, key, scoring=Scoring(), out=torch.empty_like(query))
     assert piece.band._made is None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
 import transformers
@@ -11,7 +9,7 @@ import transformers
 from kvkeep.core.errors import UnsupportedModel
 from kvkeep.core.geometry import KVGeometry
 from kvkeep.serve.engine import Runner
-from kvkeep.serve.engine.attention import hook
+from kvkeep.serve.engine.attention import hook, plan
 from kvkeep.serve.engine.attention.dense import Scoring
 
 pytestmark = pytest.mark.model
@@ -151,13 +149,14 @@ def test_half_precision_is_proved_too(make_model):
 @pytest.mark.parametrize("way", ["short", "long"])
 def test_each_way_to_attend_is_proved(make_model, monkeypatch, way):
     """A fault in any way to attend fails the proof, cold or continued."""
-    module = importlib.import_module(f"kvkeep.serve.engine.attention.{way}")
-    right = module.attend
+    right = plan.attend
 
     def wrong(query, key, value, scoring, **more):
-        return right(query, key, value.flip(2), scoring, **more)
+        if (query.shape[-2] > plan.SHORT) == (way == "long"):
+            value = value.flip(2)
+        return right(query, key, value, scoring, **more)
 
     over_pages(make_model("llama"))
-    monkeypatch.setattr(module, "attend", wrong)
+    monkeypatch.setattr(plan, "attend", wrong)
     with pytest.raises(UnsupportedModel, match="other logits over pages"):
         over_pages(make_model("llama"))

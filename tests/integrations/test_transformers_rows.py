@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvkeep.core.errors import InvalidValue
-from kvkeep.integrations.transformers_rows import (
+from kvkeep.integrations.transformers_settings import (
     PASS_TOKENS,
     passes,
     rows_of,

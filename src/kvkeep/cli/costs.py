@@ -23,7 +23,7 @@ _EVERY_S = 300.0
 
 def _model_on(runner: Runner) -> str:
     """Return the name of a model on a device, by which its costs are told from others."""
-    from kvkeep.serve.engine.device_name import device_name  # noqa: PLC0415 - loaded with the runner
+    from kvkeep.serve.engine.runner import device_name  # noqa: PLC0415 - loaded with the runner
 
     return f"{runner.identity} on {device_name(runner.device)}"
 

@@ -19,13 +19,15 @@ from kvkeep.core.errors import IllegalStep, InvalidValue, UnsupportedModel, requ
 require("torch", "transformers")  # first, so that the error names the extra to install
 
 from kvkeep.integrations.transformers_caches import check_cache, fill, grown, held, length_of  # noqa: E402
-from kvkeep.integrations.transformers_model import geometry_of, needs_snapshots, rope_limit  # noqa: E402
-from kvkeep.integrations.transformers_prefill import Prefill  # noqa: E402
-from kvkeep.integrations.transformers_rows import rows_of  # noqa: E402
-from kvkeep.integrations.transformers_settings import GenerateSettings  # noqa: E402
+from kvkeep.integrations.transformers_model import (  # noqa: E402
+    PassClock,
+    geometry_of,
+    needs_snapshots,
+    rope_limit,
+)
+from kvkeep.integrations.transformers_prefill import Prefill, StoredRows  # noqa: E402
+from kvkeep.integrations.transformers_settings import GenerateSettings, rows_of  # noqa: E402
 from kvkeep.integrations.transformers_snapshots import PreparedRows, SnapshotRuns  # noqa: E402
-from kvkeep.integrations.transformers_storing import StoredRows  # noqa: E402
-from kvkeep.integrations.transformers_timing import PassClock  # noqa: E402
 from kvkeep.store import KVStore  # noqa: E402
 from kvkeep.store.identity import ModelWatch, model_identity  # noqa: E402
 

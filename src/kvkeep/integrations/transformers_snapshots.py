@@ -20,18 +20,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from kvkeep.core.errors import InvalidValue, UnsupportedModel
-from kvkeep.integrations.transformers_layers import CacheLayers
-from kvkeep.integrations.transformers_model import one_pass
-from kvkeep.integrations.transformers_proof import prove
-from kvkeep.integrations.transformers_rows import shared_prefixes
+from kvkeep.integrations.transformers_caches import CacheLayers
+from kvkeep.integrations.transformers_model import one_pass, prove
+from kvkeep.integrations.transformers_settings import shared_prefixes
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
     from kvkeep.core.tokens import TokenArray
-    from kvkeep.integrations.transformers_rows import Rows
-    from kvkeep.integrations.transformers_settings import GenerateSettings
-    from kvkeep.integrations.transformers_timing import PassClock
+    from kvkeep.integrations.transformers_model import PassClock
+    from kvkeep.integrations.transformers_settings import GenerateSettings, Rows
     from kvkeep.store import KVStore, Snapshot
 
 __all__ = ["PreparedRows", "SnapshotRuns"]

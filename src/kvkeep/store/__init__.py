@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvkeep.store.blocks import BlockStore, Lookup, Operation, Put, StoreStats
     from kvkeep.store.identity import model_identity, weights_digest
-    from kvkeep.store.kv import KVStore, LoadChoice, Prefetch, Snapshot
+    from kvkeep.store.kv import KVStore, LoadChoice, LoadPiece, Prefetch, Snapshot, choose_load
     from kvkeep.store.tiers import Miss, Removed
 
 __all__ = [
     "BlockStore",
     "KVStore",
     "LoadChoice",
+    "LoadPiece",
     "Lookup",
     "Miss",
     "Operation",
@@ -33,6 +34,7 @@ __all__ = [
     "Removed",
     "Snapshot",
     "StoreStats",
+    "choose_load",
     "model_identity",
     "weights_digest",
 ]  # fmt: skip
@@ -40,7 +42,9 @@ __all__ = [
 _ROOMS = {
     **dict.fromkeys(("BlockStore", "Lookup", "Operation", "Put", "StoreStats"), "blocks"),
     **dict.fromkeys(("model_identity", "weights_digest"), "identity"),
-    **dict.fromkeys(("KVStore", "LoadChoice", "Prefetch", "Snapshot"), "kv"),
+    **dict.fromkeys(
+        ("KVStore", "LoadChoice", "LoadPiece", "Prefetch", "Snapshot", "choose_load"), "kv"
+    ),
     **dict.fromkeys(("Miss", "Removed"), "tiers"),
 }
 

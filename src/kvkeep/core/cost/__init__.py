@@ -8,12 +8,15 @@ best_prefix                      decides how much to load
 
 from __future__ import annotations
 
-from kvkeep.core.cost.choice import PrefixChoice, best_prefix
-from kvkeep.core.cost.files import OtherCostVersion
 from kvkeep.core.cost.fit import OnlineFit
-from kvkeep.core.cost.model import CostModel
-from kvkeep.core.cost.prefill import LearnedPrefill, PrefillCost
-from kvkeep.core.cost.saved import CostFile
+from kvkeep.core.cost.model import CostFile, CostModel
+from kvkeep.core.cost.prefill import (
+    LearnedPrefill,
+    OtherCostVersion,
+    PrefillCost,
+    PrefixChoice,
+    best_prefix,
+)
 from kvkeep.core.cost.transfer import LearnedTransfer, TransferCost
 
 __all__ = [

@@ -2,18 +2,90 @@
 
 from __future__ import annotations
 
+import json
+import os
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from kvkeep.core.cost.files import VERSION, check_version, read_json, write_json
 from kvkeep.core.cost.fit import OnlineFit
 from kvkeep.core.errors import InvalidValue, told
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
-__all__ = ["LearnedPrefill", "PrefillCost"]
+__all__ = [
+    "VERSION",
+    "LearnedPrefill",
+    "OtherCostVersion",
+    "PrefillCost",
+    "PrefixChoice",
+    "best_prefix",
+    "check_version",
+    "read_json",
+    "write_json",
+]
+
+VERSION: Final = 1
+"""Version of the format: the field ``kvkeep_cost`` of every file."""
+_MAX_FILE: Final = 1 << 20
+
+
+class OtherCostVersion(InvalidValue):
+    """A file of costs in a version of the format that this kvkeep does not read."""
+
+
+def check_version(found: Mapping[str, object]) -> None:
+    """Check the field ``kvkeep_cost`` of a file of costs.
+
+    Raises:
+        OtherCostVersion: it is a whole number, and not this version.
+        InvalidValue: it is missing, or no version.
+    """
+    if "kvkeep_cost" not in found:
+        raise InvalidValue(f"kvkeep_cost is missing; a file of costs has {VERSION} there")
+    version = found["kvkeep_cost"]
+    if type(version) is int and version == VERSION:
+        return
+    kind = OtherCostVersion if type(version) is int else InvalidValue
+    raise kind(f"kvkeep_cost is {told(version)}; {VERSION} is needed, as `kvkeep serve` writes it")
+
+
+def read_json(path: Path) -> object:
+    """Return what a JSON file holds. Raises `InvalidValue` with its name."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MAX_FILE + 1)
+    except OSError as error:
+        raise InvalidValue(f"cannot read {path}: {error.strerror}") from error
+    if len(text) > _MAX_FILE:
+        raise InvalidValue(f"{path} has more than {_MAX_FILE:,} bytes: it is no cost file")
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidValue(f"{path} is not JSON") from error
+
+
+def write_json(path: Path, found: dict[str, Any]) -> None:
+    """Write a JSON file whole, or leave an old one as it is. Raises `InvalidValue` with its name.
+
+    A path that is no regular file, such as ``/dev/stdout``, is written to.
+    """
+    text = json.dumps(found, indent=2, allow_nan=False) + "\n"
+    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+            return
+        try:
+            draft.write_text(text, encoding="utf-8")
+            draft.replace(path)
+        except OSError:
+            draft.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise InvalidValue(f"cannot write {path}: {error.strerror}") from error
+
 
 _MAX_VALUE = 1e12
 _MAX_NAME = 512
@@ -175,3 +247,40 @@ def _terms(pieces: Iterable[tuple[int, int]]) -> tuple[float, float, float]:
         tokens += stop - start
         pairs += (stop * stop - start * start) / 2
     return 1.0, tokens, pairs
+
+
+class PrefixChoice(NamedTuple):
+    """The prefix to load: ``tokens`` of it; the seconds it takes, and those without loading."""
+
+    tokens: int
+    seconds: float
+    compute_s: float
+
+
+def best_prefix(
+    computed: int,
+    tokens: int,
+    runs: Iterable[tuple[int, float]],
+    compute_s: Callable[[int, int], float],
+    *,
+    compute_free_s: float = 0.0,
+    load_free_s: float = 0.0,
+) -> PrefixChoice:
+    """Return how much of a stored prefix to load, if the rest is computed behind it.
+
+    ``runs`` are pieces of the prefix behind the ``computed`` first tokens, in order: the end of
+    each, in tokens, and the seconds to load it. Loads begin after ``load_free_s``, computing after
+    ``compute_free_s``, when older prompts leave them room. A piece is loaded whole or not at all:
+    the longer the prefix, the more attention each token of it saves, so nothing in between is
+    better than both ends. ``tokens`` are those of the prompt, of which the last is computed in any
+    case.
+    """
+    alone = compute_free_s + compute_s(computed, tokens)
+    best = PrefixChoice(computed, alone, alone)
+    loading = load_free_s
+    for end, seconds in runs:
+        loading += seconds
+        took = max(loading, compute_free_s) + compute_s(min(end, tokens - 1), tokens)
+        if took < best.seconds:
+            best = PrefixChoice(end, took, alone)
+    return best

@@ -12,17 +12,12 @@ from kvkeep.core.errors import IllegalStep, InvalidValue, QueueFull
 from kvkeep.core.keys import Namespace, as_namespace
 from kvkeep.core.tokens import as_tokens
 from kvkeep.observe.usage import Notifier, RequestBegun
-from kvkeep.serve.engine.checks import RequestChecks
-from kvkeep.serve.engine.limits import Limits
 from kvkeep.serve.engine.offload.offload import Offload
-from kvkeep.serve.engine.params import SamplingParams
-from kvkeep.serve.engine.pass_timer import PassTimer
-from kvkeep.serve.engine.passes import GroupPasses
-from kvkeep.serve.engine.planning import PassPlanner
-from kvkeep.serve.engine.request import CacheUse, Request
-from kvkeep.serve.engine.scheduler import Scheduler
+from kvkeep.serve.engine.params import Limits, SamplingParams
+from kvkeep.serve.engine.request import CacheUse, Request, RequestChecks
+from kvkeep.serve.engine.scheduler import GroupPasses, PassPlanner, Scheduler
 from kvkeep.serve.engine.stats import EngineStats
-from kvkeep.serve.engine.step import EngineStep
+from kvkeep.serve.engine.step import EngineStep, PassTimer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -32,7 +27,7 @@ if TYPE_CHECKING:
     from kvkeep.core.keys import NamespaceLike
     from kvkeep.core.tokens import TokenArray, TokensLike
     from kvkeep.observe.usage import RequestObserver, RequestOrigin
-    from kvkeep.serve.engine.results import Completion, Delta
+    from kvkeep.serve.engine.request import Completion, Delta
     from kvkeep.serve.engine.runner import Runner
     from kvkeep.serve.engine.text import Tokenizer
     from kvkeep.store import KVStore, Removed

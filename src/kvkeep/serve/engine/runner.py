@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import platform
 import weakref
 from bisect import bisect_right
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+
+import torch
 
 from kvkeep.core.cache import PagedCache
 from kvkeep.core.errors import IllegalStep, InvalidValue
@@ -24,14 +28,34 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Sequence
 
-    import torch
     from transformers import PreTrainedModel
 
     from kvkeep.core.groups import GroupLayout, RowCopy, StateCopy
     from kvkeep.core.pages.tensors import Layout
     from kvkeep.serve.engine.attention.batch import Piece
 
-__all__ = ["Runner"]
+__all__ = ["Runner", "device_name"]
+
+_MOST = 100  # characters
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of a GPU, or of the processor."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return _processor() if device.type == "cpu" else str(device)
+
+
+def _processor() -> str:
+    try:
+        with Path("/proc/cpuinfo").open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                name, _, value = line.partition(":")
+                if name.strip() == "model name" and value.strip():
+                    return value.strip()[:_MOST]
+    except OSError:
+        pass  # no Linux
+    return platform.processor() or platform.machine() or "cpu"
 
 
 class Runner:

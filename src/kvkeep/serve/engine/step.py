@@ -8,33 +8,73 @@ admit, receive, grow, chunks ──▶ copies ──▶ forward ──▶ publis
 from __future__ import annotations
 
 import logging
+from collections import deque
 from dataclasses import replace
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
 
 from kvkeep.core.errors import OutOfPages
 from kvkeep.observe.usage import Notifier, PromptComputed
-from kvkeep.serve.engine.answer import BY_ARRIVAL, Answer
 from kvkeep.serve.engine.attention.batch import Piece
-from kvkeep.serve.engine.logprobs import logprobs_of
-from kvkeep.serve.engine.results import Delta
-from kvkeep.serve.engine.sampling import choose
+from kvkeep.serve.engine.request import BY_ARRIVAL, Answer, Delta
+from kvkeep.serve.engine.sampling import choose, logprobs_of
 
 if TYPE_CHECKING:
-    import torch
-
+    from kvkeep.core.cost import LearnedPrefill
     from kvkeep.observe.usage import RequestEnded
-    from kvkeep.serve.engine.logprobs import TokenLogprob
     from kvkeep.serve.engine.offload.offload import Offload
-    from kvkeep.serve.engine.pass_timer import PassTimer
-    from kvkeep.serve.engine.passes import GroupPasses
-    from kvkeep.serve.engine.planning import Chunk, PassPlanner
     from kvkeep.serve.engine.request import Request
     from kvkeep.serve.engine.runner import Runner
-    from kvkeep.serve.engine.scheduler import Scheduler
+    from kvkeep.serve.engine.sampling import TokenLogprob
+    from kvkeep.serve.engine.scheduler import Chunk, GroupPasses, PassPlanner, Scheduler
     from kvkeep.serve.engine.stats import EngineStats
 
-__all__ = ["EngineStep"]
+__all__ = ["EngineStep", "PassTimer"]
+
+_MOST_PENDING: Final = 64
+
+
+class PassTimer:
+    """Times passes, on a GPU to when their results are there; nothing waits for that.
+
+    `begin`, the pass, and `end` are in one thread. Thread safety: none.
+    """
+
+    def __init__(self, prefill: LearnedPrefill, device: torch.device) -> None:
+        self._prefill = prefill
+        self._device = device
+        self._on_gpu = device.type == "cuda"
+        self._began: Any = None
+        self._pending: deque[tuple[list[tuple[int, int]], Any, Any]] = deque()
+
+    def begin(self) -> None:
+        """Note that a pass begins."""
+        self._began = self._mark() if self._on_gpu else perf_counter()
+
+    def end(self, pieces: list[tuple[int, int]]) -> None:
+        """Note that the pass over ``pieces``, (start, stop) of each, was handed to the device."""
+        if not self._on_gpu:
+            self._prefill.observe(pieces, perf_counter() - self._began)
+            return
+        self._pending.append((pieces, self._began, self._mark()))
+        if len(self._pending) > _MOST_PENDING:
+            self._pending.popleft()
+        self._learn()
+
+    def _learn(self) -> None:
+        """Tell the times of passes whose results are there."""
+        while self._pending and self._pending[0][2].query():
+            pieces, began, ended = self._pending.popleft()
+            self._prefill.observe(pieces, began.elapsed_time(ended) / 1e3)
+
+    def _mark(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        # Without a stream it would be one of the thread's current device, which may be another.
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
 
 _log = logging.getLogger(__name__)
 

@@ -24,9 +24,9 @@ from kvkeep.core.errors import require
 
 require("torch", "store")  # first, so that the error names the extra to install
 
-from kvkeep.store.kv.paying import LoadChoice  # noqa: E402
+from kvkeep.store.kv.paying import LoadChoice, LoadPiece, choose_load  # noqa: E402
 from kvkeep.store.kv.prefetch import Prefetch  # noqa: E402
 from kvkeep.store.kv.snapshot import Snapshot  # noqa: E402
 from kvkeep.store.kv.store import KVStore  # noqa: E402
 
-__all__ = ["KVStore", "LoadChoice", "Prefetch", "Snapshot"]
+__all__ = ["KVStore", "LoadChoice", "LoadPiece", "Prefetch", "Snapshot", "choose_load"]

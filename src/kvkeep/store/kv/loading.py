@@ -95,6 +95,8 @@ class PromptLoads(PromptStore):
         if not isinstance(given, str) or given not in ("tensor", "tuples"):
             raise InvalidValue(f"form is {told(form)}; it is 'tensor' or 'tuples'")
         _check_lists(sources, slower)
+        if sink is not None and not callable(sink):
+            raise InvalidValue(f"sink is {told(sink)}; a function of each block's KV is needed")
         prompt = self._requested(self._prompt(tokens, start, tenant, extra))
         loaded = self._transfers("get", "get_snapshot").get(
             self._tiered, prompt, out, sink=sink, tuples=form == "tuples", deadline=deadline,

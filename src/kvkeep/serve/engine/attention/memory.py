@@ -18,9 +18,36 @@ if TYPE_CHECKING:
     from kvkeep.core.groups.tensors import GroupedTensors
     from kvkeep.core.pages.tensors import PagedTensors
     from kvkeep.serve.engine.attention.flash import Kernel
-    from kvkeep.serve.engine.attention.latent import LatentMaps
 
-__all__ = ["EVERYTHING", "KVMemory", "LayerHome", "Reach", "reaches"]
+__all__ = ["EVERYTHING", "KVMemory", "LatentMaps", "LayerHome", "Reach", "reaches"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LatentMaps:
+    """The linear maps of one layer from stored vectors.
+
+    ``keys`` is [heads, stored, key dim], from the whole stored vector; ``values`` [heads, latent,
+    value dim], from the latent, its leading part.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def expand(self, stored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values [tokens, heads, dim] of the vectors ``stored`` [tokens, width]."""
+        heads, latent, _ = self.values.shape
+        keys = torch.matmul(stored, self.keys)
+        values = torch.matmul(stored[:, :latent], self.values)
+        assert len(keys) == heads
+        return keys.transpose(0, 1), values.transpose(0, 1)
+
+    def absorb(self, query: torch.Tensor) -> torch.Tensor:
+        """Return the queries for stored vectors [tokens, heads, stored]; [tokens, heads, dim]."""
+        return torch.matmul(query.transpose(0, 1), self.keys.transpose(1, 2)).transpose(0, 1)
+
+    def value(self, attended: torch.Tensor) -> torch.Tensor:
+        """Return attention [tokens, heads, dim] from that over latents [tokens, heads, latent]."""
+        return torch.matmul(attended.transpose(0, 1), self.values).transpose(0, 1)
 
 
 class Reach(NamedTuple):

@@ -3,5 +3,4 @@
 survey.py   which modules touch a cache, how far layers attend, the maps of latents
 states.py   the running states of the sequences of one pass
 wrapped.py  modules that get what they keep from our memory
-resuming.py a proof that modules with a state continue from it
 """

@@ -22,8 +22,7 @@ import torch
 
 from kvkeep.core.errors import UnsupportedModel, require
 from kvkeep.serve.engine.attention.hook import switch_attention
-from kvkeep.serve.engine.attention.latent import LatentMaps
-from kvkeep.serve.engine.attention.memory import reaches
+from kvkeep.serve.engine.attention.memory import LatentMaps, reaches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -12,10 +12,10 @@ from kvkeep.serve.engine.offload.writes import Writes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvkeep.serve.engine.answer import Answer
     from kvkeep.serve.engine.offload.load import LoadChunk
     from kvkeep.serve.engine.offload.loads import Loads
     from kvkeep.serve.engine.offload.writes import Known
+    from kvkeep.serve.engine.request import Answer
     from kvkeep.serve.engine.runner import Runner
     from kvkeep.serve.engine.stats import EngineStats
     from kvkeep.store import KVStore

@@ -19,8 +19,7 @@ from kvkeep.core.errors import IllegalStep, InvalidValue
 from kvkeep.core.keys import Namespace
 from kvkeep.core.public import FOLDED
 from kvkeep.observe.usage import LoadReport, Notifier, PromptStored, RequestLoaded
-from kvkeep.serve.engine.offload.evidence import Evidence
-from kvkeep.serve.engine.offload.load import Load
+from kvkeep.serve.engine.offload.load import Evidence, Load
 from kvkeep.serve.engine.offload.mover import Mover, PageMover
 from kvkeep.serve.engine.offload.planner import LoadPlanner
 from kvkeep.serve.engine.offload.snapshots import SnapshotMover
@@ -32,8 +31,8 @@ if TYPE_CHECKING:
 
     from kvkeep.core.cache import PagedCache
     from kvkeep.core.tokens import TokenArray
-    from kvkeep.serve.engine.answer import Answer
     from kvkeep.serve.engine.offload.load import LoadChunk
+    from kvkeep.serve.engine.request import Answer
     from kvkeep.serve.engine.runner import Runner
     from kvkeep.serve.engine.stats import EngineStats
     from kvkeep.store import KVStore

@@ -6,15 +6,15 @@ import math
 import time
 from typing import TYPE_CHECKING, Final
 
-from kvkeep.store.kv.paying import choose_load
+from kvkeep.store import choose_load
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from kvkeep.core.cost import CostModel
-    from kvkeep.serve.engine.answer import Answer
     from kvkeep.serve.engine.offload.load import Load
     from kvkeep.serve.engine.offload.loads import Loads
+    from kvkeep.serve.engine.request import Answer
 
 __all__ = ["LoadPlanner"]
 

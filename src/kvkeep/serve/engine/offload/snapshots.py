@@ -13,11 +13,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import IllegalStep, OutOfPages
+from kvkeep.serve.engine.offload.forms import SnapshotPages, SnapshotWrite
 from kvkeep.serve.engine.offload.load import LoadChunk
 from kvkeep.serve.engine.offload.loads import Loads
 from kvkeep.serve.engine.offload.mover import Mover
-from kvkeep.serve.engine.offload.queue import OffloadQueue
-from kvkeep.serve.engine.offload.snapshot_pages import SnapshotPages, SnapshotWrite
+from kvkeep.serve.engine.offload.threads import OffloadQueue
 from kvkeep.serve.engine.offload.writes import NEVER, Known
 from kvkeep.store import Snapshot
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
     from kvkeep.core.cache import Sequence
     from kvkeep.core.tokens import TokenArray
-    from kvkeep.serve.engine.answer import Answer
     from kvkeep.serve.engine.offload.load import Load
     from kvkeep.serve.engine.offload.writes import Trail
+    from kvkeep.serve.engine.request import Answer
     from kvkeep.serve.engine.runner import Runner
     from kvkeep.serve.engine.stats import EngineStats
     from kvkeep.store import KVStore

@@ -14,7 +14,7 @@ from kvkeep.core.errors import IllegalStep
 from kvkeep.core.keys import chain_keys, root_key
 from kvkeep.core.tokens import TOKEN_BYTES
 from kvkeep.serve.engine.offload.forms import Buffers
-from kvkeep.serve.engine.offload.queue import OffloadQueue
+from kvkeep.serve.engine.offload.threads import OffloadQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from kvkeep.core.keys import Namespace
     from kvkeep.core.pages.tensors import PagedTensors
     from kvkeep.core.tokens import TokenArray
-    from kvkeep.serve.engine.offload.forms import Forms
-    from kvkeep.serve.engine.offload.snapshot_pages import SnapshotWrite
+    from kvkeep.serve.engine.offload.forms import Forms, SnapshotWrite
     from kvkeep.serve.engine.stats import EngineStats
     from kvkeep.store import KVStore
 
