@@ -56,7 +56,7 @@ def message_jobs(service: Service, body: MessagesRequest, writer: MessageWriter)
         top_k=call.top_k or 0,
         max_tokens=max(1, min(call.max_tokens, room)),
         stop=call.stop,
-        draft_tokens=extras.draft_tokens,
+        draft_tokens=extras.draft_tokens or 0,
     )
     writer.call = call
     writer.keep = keep = Keep(prompt.breakpoints)

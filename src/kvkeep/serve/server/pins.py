@@ -364,8 +364,8 @@ class StorePins(_Pins):
         self._store.unpin(tokens, start, tenant=tenant)
 
     def _try(self, pin: _Pin) -> None:
-        seconds = pin.end - self._clock()
-        if pin.ended or seconds <= 0:
+        seconds = 0.0 if pin.ended else pin.end - self._clock()
+        if seconds <= 0:
             return
         pinned = self._store.pin(pin.tokens, seconds, tenant=pin.handle)
         with self._lock:

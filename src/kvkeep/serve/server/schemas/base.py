@@ -133,8 +133,8 @@ class Extras(RequestModel):
         description="False keeps the KV of generated tokens, not the prompt's, out of the tiers. "
         "In the pool it stays until it is evicted.",
     )
-    draft_tokens: int = Field(
-        default=0,
+    draft_tokens: int | None = Field(
+        default=None,
         ge=0,
         le=64,
         description="Tokens to guess per step from repetitions in the prompt. Changes the speed, "
@@ -293,7 +293,7 @@ class SamplingRequest(RequestModel):
             stop=tuple(stop),
             ignore_eos=self.ignore_eos,
             logprobs=logprobs,
-            draft_tokens=self.extras.draft_tokens,
+            draft_tokens=_or(self.extras.draft_tokens, 0),
         )
 
     def check_bias(self, vocabulary: int) -> None:
