@@ -6,6 +6,7 @@ A busy machine may compute what a tier does not bring in time. In the test's pro
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +28,8 @@ waiting_loads.wait_for_all()
 
 def wait_for_all() -> None:
     """Let the engines of this process wait for all that is stored, up to their `load_timeout`."""
-    from kvkeep.serve.engine.offload import planner
-
-    planner.choose_load = load_all  # type: ignore[attr-defined]
-    planner.lookup_patience_s = whole_timeout
+    planner = vars(import_module("kvkeep.serve.engine.offload.planner"))
+    planner["choose_load"], planner["lookup_patience_s"] = load_all, whole_timeout
 
 
 def load_all(
