@@ -53,7 +53,7 @@ def run(report: Report, setting: Setting) -> None:
         ended = perf_counter()
         clock.wait()
         took = perf_counter() - began - (ended - handed)
-        timer._learn()
+        timer.learn()
         if number < 0:
             noted.seconds.clear()
         else:

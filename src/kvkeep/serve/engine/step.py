@@ -61,9 +61,9 @@ class PassTimer:
         self._pending.append((pieces, self._began, self._mark()))
         if len(self._pending) > _MOST_PENDING:
             self._pending.popleft()
-        self._learn()
+        self.learn()
 
-    def _learn(self) -> None:
+    def learn(self) -> None:
         """Tell the times of passes whose results are there."""
         while self._pending and self._pending[0][2].query():
             pieces, began, ended = self._pending.popleft()
