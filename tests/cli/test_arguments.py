@@ -17,7 +17,6 @@ from kvkeep.store.backends.urls import TierURL
         (["serve", "--max-waiting", "1k"], "max_waiting", 1000),
         (["serve", "--memory", "1MiB"], "memory", 1 << 20),
         (["trace", "generate", "chat", "--out", "x", "--requests", "1M"], "requests", 1_000_000),
-        (["tree", "--pages", "16k", "x"], "pages", 16_000),
         (["demo", "--max-tokens", "1k"], "max_tokens", 1000),
     ],
 )

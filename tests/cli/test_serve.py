@@ -224,7 +224,7 @@ def test_wrong_values_are_one_line(arguments, says, capsys):
 
 KEY_PLACES = [
     *(("serve", place) for place in ("variable", "option beside a variable", "file", "key file")),
-    *((client, place) for client in ("top", "explain", "usage", "tree")
+    *((client, place) for client in ("top", "explain", "tree")
       for place in ("variable", "key file")),
 ]  # fmt: skip
 

@@ -46,10 +46,10 @@ def table(file, name):
 def of_vllm():
     """What the connector adds to vLLM's page: name → (labels, type)."""
     counters = {f"vllm:kvkeep_{name}_total": set() for name in table("stats.py", "METRICS")}
-    for name in table("tier_figures.py", "TIER_COUNTERS"):
+    for name in table("stats.py", "TIER_COUNTERS"):
         called = "hit_blocks" if name == "hits" else name
         counters[f"vllm:kvkeep_{called}_total"] = {"tier"}
-    gauges = {f"vllm:kvkeep_{one}" for one in table("tier_figures.py", "TIER_GAUGES")}
+    gauges = {f"vllm:kvkeep_{one}" for one in table("stats.py", "TIER_GAUGES")}
     return {
         **{name: (labels, "counter") for name, labels in counters.items()},
         **{name: ({"tier", "rank"}, "gauge") for name in gauges},

@@ -395,7 +395,7 @@ def test_errors_of_addresses_have_the_same_form(server):
 @pytest.mark.parametrize(
     ("query", "name"),
     [("nodes=0", "nodes"), ("nodes=x", "nodes"), ("root=" + "9" * 5000, "root"),
-     ("tiers=xml", "tiers"), ("namespace=" + "x" * 300, "namespace")],
+     ("namespace=" + "x" * 300, "namespace")],
 )  # fmt: skip
 def test_a_wrong_query_is_named(server, query, name):
     error = assert_error(server.http.get(f"/kv/map?{query}"), 400)

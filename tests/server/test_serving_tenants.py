@@ -64,31 +64,3 @@ def test_explanations_and_the_map_go_on(running: Running) -> None:
     assert spans
     assert running.http.get("/kv/map").status_code == 200
     assert running.stats()["engine"]["observer_errors"] == 0
-
-
-def test_who_misses_the_public_prefix_is_told_where(running: Running) -> None:
-    """A system message with one other word, from two tenants."""
-    assert cached(running, "a", "Hello.")[0] == 0
-    name = cached(running, "b", "Hello.")[1]
-    told = running.http.get(f"/kv/explain/{name}").json()
-    public = [span for span in told["spans"] if span["evidence"].get("public")]
-    assert [span["source"] for span in public] == ["pool"]
-    assert f"{public[0]['stop']} were read from the public prefix" in told["sentence"]
-    sentences = [SYSTEM["content"][:38]] * 8
-    sentences[4] = sentences[4].replace("Example", "Other")
-    wrong = ["".join(sentences), "My secret is a long one. " * 9]
-    for salt in "cd":
-        body = {
-            "messages": [
-                {"role": "system", "content": wrong[0]},
-                {"role": "user", "content": wrong[1] + salt},
-            ],
-            "model": NAME, "max_tokens": 1, "cache_salt": salt,
-        }  # fmt: skip
-        answer = running.http.post("/v1/chat/completions", json=body).json()
-        told = running.http.get(f"/kv/explain/{answer['id']}").json()
-        (span, *_) = [span for span in told["spans"] if span["reason"] == "diverged"]
-        position = span["evidence"]["position"]
-        assert f"differs from the public prefix at token {position}" in told["sentence"]
-        assert "Example" in told["text"]["cached_text"]
-        assert "secret" not in told["text"]["cached_text"]

@@ -60,11 +60,6 @@ _WHAT_IF = (
     ),
 )
 _CACHE_COUNTERS: _Table = {
-    "kvkeep_stored_pages": ("stored_pages", "Pages that became reusable"),
-    "kvkeep_duplicate_pages": (
-        "duplicate_pages",
-        "Pages computed twice at once, one of which was freed",
-    ),
     "kvkeep_evicted_pages": ("evicted_pages", "Pages evicted"),
     "kvkeep_evictions": ("evictions", "Evictions, of any number of pages"),
     "kvkeep_out_of_pages": ("out_of_pages", "Operations refused because pages were short"),
