@@ -47,9 +47,6 @@ def get(backend: ShmBackend, block: bytes) -> bytes | None:
     return None if found is None else bytes(found)
 
 
-# --- wrong bytes -----------------------------------------------------------------------------
-
-
 # --- processes -------------------------------------------------------------------------------
 
 
@@ -146,9 +143,6 @@ def test_a_wrong_block_id_is_the_callers_mistake(backend: ShmBackend) -> None:
         put(backend, b"short", b"a")
     put(backend, A, b"a")
     assert backend.repairs == before
-
-
-# --- clocks ----------------------------------------------------------------------------------
 
 
 # --- a damaged index -------------------------------------------------------------------------

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -22,7 +20,6 @@ OFF = (
     404,
     failure("this server explains nothing", "explain_off"),
 )
-UNKNOWN = (404, failure("no request is called so", "unknown_request"))
 
 
 @pytest.fixture(autouse=True)
@@ -94,22 +91,6 @@ def test_the_place_where_two_prompts_part_is_marked():
     assert (given_[mark.index("^")], cached[other.index("^")]) == ("2", ":")
 
 
-@given(st.text(max_size=200), st.text(max_size=200), st.integers(60, 160))
-@settings(deadline=None)
-def test_the_mark_is_in_sight_whatever_the_text(before, after, width):
-    text = {
-        "given_text": f"{before}!{after}",
-        "cached_text": "",
-        "at_given": len(before),
-        "at_cached": 0,
-    }
-    marks = [line for line in draw(explained(text=text), width) if line.plain.strip() == "^"]
-    assert marks
-    for line in draw(explained(text=text), width):
-        assert line.plain.isprintable()
-        assert line.cell_len <= max(width, 80)
-
-
 def test_without_text_there_are_the_token_ids():
     one = span(0, 5, None, "diverged", position=41, given=[1, 2, 3], cached=[1, 2, 4])
     assert drawn(explained(spans=[one]))[-3:] == [
@@ -165,32 +146,6 @@ def test_no_answer_breaks_the_drawing_or_gets_out_of_it(data):
 
 
 # --- asking ---------------------------------------------------------------------------------------
-
-
-def test_what_is_asked_for_each_way_of_asking(tmp_path, capsys, monkeypatch):
-    file = tmp_path / "prompt"
-    cases: list[tuple[list[str], str | None, Any]] = [
-        (["--prompt", "Hello"], None, {"prompt": "Hello"}),
-        (["--prompt", "[1]", "--salt", "s"], None, {"prompt": "[1]", "cache_salt": "s"}),
-        (["--file", str(file)], "Hello\n", {"prompt": "Hello\n"}),
-        (["--file", str(file)], "[1, 2, 3]", {"prompt": [1, 2, 3]}),
-        (["--file", str(file)], "[1, 2", {"prompt": "[1, 2"}),
-        (["--file", str(file)], "[]", {"prompt": "[]"}),
-        (["--file", str(file)], '[{"role": "user"}]', {"messages": [{"role": "user"}]}),
-        (
-            ["--file", str(file)],
-            '{"model": "m", "prompt": "x", "max_tokens": 7, "cache_salt": "t"}',
-            {"prompt": "x", "cache_salt": "t"},
-        ),
-        (["--file", "-"], "from outside", {"prompt": "from outside"}),
-    ]
-    with told({"/kv/explain": explained(id=None)}) as server:
-        for arguments, content, body in cases:
-            file.write_text(content or "")
-            monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO((content or "").encode())))
-            assert main(["explain", server.url, *arguments]) == 0
-            assert server.asked[-1] == ("POST", "/kv/explain", body)
-            assert "this prompt, if it were sent now" in capsys.readouterr().out
 
 
 def test_an_id_goes_into_the_path_as_it_is(capsys):

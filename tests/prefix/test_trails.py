@@ -328,21 +328,6 @@ class TrailsMachine(RuleBasedStateMachine):
 # --- single cases --------------------------------------------------------------------------------
 
 
-def steps(cache: PagedCache, tokens: list[int]) -> int:
-    """The steps of a walk over all of ``tokens``, before it joins its path."""
-    index, space = cache._core.index, as_namespace("")
-    symbols = bytes(index.encoder(space).lookup(as_tokens(tokens)))
-    match = Walked(index, symbols, index.tree.roots[space])
-    assert len(match.pages) * index.unit == len(symbols)
-    count = 0
-    node = match.end
-    while node.parent is not None:
-        node = (node if node.trail is None else node.trail.nodes[0]).parent
-        count += 1
-    index.match(symbols, space)
-    return count
-
-
 TestTrailsMachine = TrailsMachine.TestCase
 TestTrailsMachine.settings = settings(
     max_examples=100 * (20 if os.environ.get("KVKEEP_FUZZ") == "long" else 1),

@@ -23,9 +23,6 @@ A, B = BLOCKS[:2]
 globals().update({f"Test_{one}": machine_of(one) for one in tier_policies()})
 
 
-
-
-
 # --- one by one ------------------------------------------------------------------------------
 
 

@@ -43,9 +43,6 @@ def test_a_load_that_does_not_pay_tells_both_times() -> None:
     assert late.detail == "overtaken: loading would have taken 12346 ms, computing 0.5 ms"
 
 
-# --- the map ---------------------------------------------------------------------------------
-
-
 # --- one tier of memory ----------------------------------------------------------------------
 
 
