@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -146,6 +148,32 @@ def test_no_answer_breaks_the_drawing_or_gets_out_of_it(data):
 
 
 # --- asking ---------------------------------------------------------------------------------------
+
+
+def test_what_is_asked_for_each_way_of_asking(tmp_path, capsys, monkeypatch):
+    file = tmp_path / "prompt"
+    cases: list[tuple[list[str], str | None, Any]] = [
+        (["--prompt", "Hello"], None, {"prompt": "Hello"}),
+        (["--prompt", "[1]", "--salt", "s"], None, {"prompt": "[1]", "cache_salt": "s"}),
+        (["--file", str(file)], "Hello\n", {"prompt": "Hello\n"}),
+        (["--file", str(file)], "[1, 2, 3]", {"prompt": [1, 2, 3]}),
+        (["--file", str(file)], "[1, 2", {"prompt": "[1, 2"}),
+        (["--file", str(file)], "[]", {"prompt": "[]"}),
+        (["--file", str(file)], '[{"role": "user"}]', {"messages": [{"role": "user"}]}),
+        (
+            ["--file", str(file)],
+            '{"model": "m", "prompt": "x", "max_tokens": 7, "cache_salt": "t"}',
+            {"prompt": "x", "cache_salt": "t"},
+        ),
+        (["--file", "-"], "from outside", {"prompt": "from outside"}),
+    ]
+    with told({"/kv/explain": explained(id=None)}) as server:
+        for arguments, content, body in cases:
+            file.write_text(content or "")
+            monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO((content or "").encode())))
+            assert main(["explain", server.url, *arguments]) == 0
+            assert server.asked[-1] == ("POST", "/kv/explain", body)
+            assert "this prompt, if it were sent now" in capsys.readouterr().out
 
 
 def test_an_id_goes_into_the_path_as_it_is(capsys):

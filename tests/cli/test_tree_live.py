@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from seen_server import chat, seen
+from told_server import told
 
 from kvkeep.cli import main
 from kvkeep.cli.tree_view import tree
@@ -114,6 +115,23 @@ def test_no_answer_breaks_the_drawing_or_gets_out_of_it(nodes):
 
 
 # --- asking ---------------------------------------------------------------------------------------
+
+
+def test_what_is_asked_for(capsys):
+    answers = {"/kv/map": MAP}
+    with told(answers) as server:
+        for arguments, paths in (
+            ([], ["/kv/map?nodes=200"]),
+            (["--salt", "a b&c"], ["/kv/map?namespace=a+b%26c&nodes=200"]),
+        ):
+            server.asked.clear()
+            assert main(["tree", server.url, *arguments]) == 0
+            assert server.paths() == paths
+        out = capsys.readouterr().out
+        assert all(line.isprintable() for line in out.splitlines())
+        host_and_port = server.url.removeprefix("http://")
+        assert main(["tree", host_and_port, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out) == MAP
 
 
 @pytest.mark.parametrize(
