@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tier_bench import PAGE, Bench, get, name, put, settle, until
+from tier_bench import PAGE, SHORT, Bench, get, name, put, settle, until
 
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.tiers import Exclusive, Inclusive, MemorySpec, Miss
@@ -100,6 +100,20 @@ def test_a_demotion_that_arrived_is_no_loss(bench: Bench) -> None:
     assert [loss(store, number) for number in range(20)] == [None] * 20
 
 
+@pytest.mark.parametrize("policy", [Inclusive(2), Exclusive(2)])
+def test_not_admitted(bench: Bench, policy) -> None:
+    tier = bench.spec(bench.disk())
+    store = bench.store(10, tier, policy=policy)
+    tier = store.tiers[0]
+    put(store, [0])
+    put(store, [0])
+    for number in range(1, 30):
+        put(store, [number])
+        settle(store)
+    assert told(store, 1) == (tier.name, "refused", "admission")
+    assert loss(store, 0) is None
+
+
 def test_exclusive_refuses_nothing_that_it_would_move_later(bench: Bench) -> None:
     """It admits nothing below memory at first: what is lost then was lost by an eviction."""
     tier = bench.spec(bench.disk(4))
@@ -109,6 +123,35 @@ def test_exclusive_refuses_nothing_that_it_would_move_later(bench: Bench) -> Non
         put(store, [number])
         settle(store)
     assert told(store, 0)[:2] == (tier.name, "evicted")
+
+
+def test_the_queue_was_full(bench: Bench) -> None:
+    place = bench.disk()
+    tier = bench.spec(place, queue_bytes=2 * PAGE, writers=1)
+    store = bench.store(8, tier)
+    tier = store.tiers[0]
+    place.hang("put")
+    put(store, range(8))
+    place.heal()
+    settle(store)
+    lost = [number for number in range(8) if not tier.knows(name(number))]
+    assert lost
+    store.memory.remove([name(number) for number in lost])  # as if it had to make room
+    for number in lost:
+        assert told(store, number) == (tier.name, "dropped", "queue full")
+
+
+def test_a_write_failed(bench: Bench) -> None:
+    place = bench.disk()
+    tier = bench.spec(place)
+    store = bench.store(2, tier)
+    tier = store.tiers[0]
+    place.fail("put", times=1)
+    put(store, [1])
+    settle(store)
+    put(store, [2, 3])
+    settle(store)
+    assert told(store, 1) == (tier.name, "dropped", "write failed")
 
 
 def test_written_while_the_tier_was_left_alone(bench: Bench) -> None:
@@ -176,6 +219,17 @@ def test_what_a_tier_lost_itself_is_told_while_it_is_away(bench: Bench) -> None:
     assert get(store, [3]) == 0
     assert told(store, 0)[:2] == (tier.name, "evicted")
     assert told(store, 3)[:2] == (tier.name, "unavailable")
+
+
+def test_late_since_then(bench: Bench) -> None:
+    place = bench.disk()
+    store = _below_only(bench, bench.spec(place, timeout=SHORT, breaker_limit=100), range(2))
+    tier = store.tiers[0]
+    began = time.time()
+    place.hang("get")
+    assert get(store, [0]) == 0
+    assert told(store, 0, began) == (tier.name, "late", "no answer")
+    place.heal()
 
 
 # --- where it was read -----------------------------------------------------------------------
