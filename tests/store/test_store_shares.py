@@ -165,9 +165,3 @@ def test_users_of_a_shared_store_agree_on_shares(tmp_path: Path) -> None:
         pytest.raises(InvalidValue, match="shares"),
     ):
         KVStore.shared("shares", GQA, **options)
-
-
-def test_a_closed_store_names_new_tenants(tmp_path: Path) -> None:
-    with store_in(tmp_path, {"a": 2.0}) as store:
-        open_root = store.root(tenant="b")
-    assert store.root(tenant="b") == open_root != store.root(tenant="c")
