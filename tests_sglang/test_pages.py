@@ -154,30 +154,6 @@ def test_pages_outside_the_pool_touch_nothing(kind: str) -> None:
     storage.close()
 
 
-def test_nothing_is_there_before_a_pool_is_and_after_the_end() -> None:
-    made = pools("mha", "page_first")
-    storage = storage_of(made.host, MEMORY)
-    names = hashes(2)
-    assert storage.batch_set_v1(names, spans(made.host, 0, 2)) == [True, True]
-    transport = storage._transport
-    storage.close()
-    storage.close()
-    for _ in range(2):
-        assert storage.batch_exists(names) == 0
-        assert storage.batch_get_v1(names, spans(made.host, 0, 2)) == [False, False]
-        assert storage.batch_set_v1(names, spans(made.host, 0, 2)) == [False, False]
-        assert storage.batch_get(names, [made.host.get_dummy_flat_data_page()] * 2) == [None, None]
-        assert not storage.set(names[0], made.host.get_data_page(0))
-        assert storage.batch_exists_v2(names).kv_hit_pages == 0
-        storage._transport = transport  # a call that was on its way while the store was closed
-    storage._transport = None
-    empty = storage_of(made.host, MEMORY)
-    assert empty.batch_get_v1([], spans(made.host, 0, 0)) == []
-    assert empty.batch_exists([]) == 0
-    assert empty.batch_get([], []) == []
-    empty.close()
-
-
 def test_a_pool_without_pages_for_storage_is_refused() -> None:
     made = pools("mha", "page_first")
     made.host.layout = "a layout of its own"

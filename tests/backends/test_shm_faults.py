@@ -9,23 +9,21 @@ import time
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
-from zlib import crc32
 
 import pytest
 from shm_worker import forked, lines_of
 
-from kvkeep.core.errors import BackendFailed, InvalidValue, OutOfRoom
+from kvkeep.core.errors import BackendFailed, InvalidValue
 from kvkeep.store.backends.base import ALIGNMENT
 from kvkeep.store.backends.buffers import aligned
-from kvkeep.store.backends.shm import ShmBackend, books
+from kvkeep.store.backends.shm import ShmBackend
 from kvkeep.store.backends.shm import layout as at
 from kvkeep.testing.backend_hooks import block_id
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from kvkeep.store.backends.shm.core import Hold
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shm:// needs Linux")
 UNIT = ALIGNMENT
@@ -47,138 +45,6 @@ def put(backend: ShmBackend, block: bytes, record: bytes) -> None:
 def get(backend: ShmBackend, block: bytes) -> bytes | None:
     found = backend.get(block, aligned)
     return None if found is None else bytes(found)
-
-
-# --- wrong bytes -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("many", [1, 20], ids=["one", "many"])
-@pytest.mark.parametrize("held", [False, True])
-def test_an_entry_that_is_reused_in_the_middle_of_a_lookup(
-    backend: ShmBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, many: int, held: bool
-) -> None:
-    """Between the comparison of ids and what is remembered, it becomes the record of another block.
-
-    Then lookups must not take it for the first one's ever after.
-    """
-    put(backend, A, b"a" * 100)
-    with ShmBackend(None, directory=str(tmp_path)) as other:
-        index = other.arena.books
-        walk, learn_all = index.walk, index._learn_all
-        swapped = False
-
-        def swap() -> None:
-            nonlocal swapped
-            if not swapped:
-                swapped = True
-                backend.delete([A])
-                put(backend, B, b"b" * 100)
-
-        def slow_walk(block: bytes, *most: int) -> int:
-            found = walk(block, *most)
-            swap()
-            return found
-
-        def slow_learn_all(*arguments: object) -> None:
-            swap()
-            learn_all(*arguments)  # type: ignore[arg-type]
-
-        monkeypatch.setattr(index, "walk", slow_walk)
-        monkeypatch.setattr(index, "_learn_all", slow_learn_all)
-        missing = [block_id(100 + number) for number in range(many - 1)]
-        assert other.sizes([A, *missing]) == [None] * many
-        assert swapped
-        lease = other.lease(B) if held else None
-        assert get(other, A) is None
-        assert get(other, B) == b"b" * 100
-        if lease is not None:
-            lease.release()
-
-
-def test_the_lease_of_a_dropped_record_does_not_end_a_new_draft(
-    backend: ShmBackend, tmp_path: Path
-) -> None:
-    """A record is damaged and dropped while it is leased; its entry becomes a draft."""
-    put(backend, A, b"a")
-    lease = backend.lease(A)
-    assert lease is not None
-    backend.arena.books.proof[lease.row] = 0
-    with backend.arena:
-        backend.arena._repair()
-    draft = backend.reserve(B, 1)
-    assert draft.offset == lease.row, "the test wants the same entry"
-    lease.release()
-    with ShmBackend(None, directory=str(tmp_path)) as other, pytest.raises(OutOfRoom):
-        other.reserve(C, 16 * UNIT)
-    draft.view[:] = b"b"
-    draft.commit()
-    assert get(backend, B) == b"b"
-
-
-def test_the_lease_of_a_dropped_record_is_none_of_the_next_one(
-    backend: ShmBackend, tmp_path: Path
-) -> None:
-    """A record is damaged and dropped while it is leased; another process reuses its entry.
-
-    A lease of that record must mark the arena, as if this process had never leased the entry.
-    """
-    put(backend, A, b"a")
-    dropped = backend.lease(A)
-    assert dropped is not None
-    backend.arena.books.proof[dropped.row] = 0
-    with backend.arena:
-        backend.arena._repair()
-    with ShmBackend(None, directory=str(tmp_path)) as other:
-        put(other, B, b"b" * 100)
-        assert other.arena.find(B) == dropped.row, "the test wants the same entry"
-        assert backend.sizes([B]) == [100]
-        lease = backend.lease(B)
-        assert lease is not None
-        dropped.release()
-        other.delete([B])
-        for number in range(16):  # all memory that is free, at least
-            with suppress(OutOfRoom):
-                put(other, block_id(100 + number), bytes([number]) * UNIT)
-        assert bytes(lease.view) == b"b" * 100
-        used = other.used()
-        lease.release()
-        assert other.used() == used - UNIT, "its memory is free again"
-
-
-def test_a_block_that_goes_in_the_middle_of_a_lookup_ends_the_run(
-    backend: ShmBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Leases are of the leading blocks: those behind it must not take its place."""
-    for block in (A, B, C):
-        put(backend, block, block)
-    hold_all = backend.arena.hold_all
-
-    def late(blocks: Sequence[bytes]) -> list[Hold | None]:
-        backend.delete([B])
-        return hold_all(blocks)
-
-    monkeypatch.setattr(backend.arena, "hold_all", late)
-    leases = backend.lease_all([A, B, C])
-    assert [bytes(lease.view) for lease in leases] == [A]
-    backend.release_all(leases)
-    backend.delete([A, C])
-    assert backend.used() == 0, "the last one is not held"
-
-
-def test_the_end_of_a_demotion_of_a_dropped_record(backend: ShmBackend) -> None:
-    """It does not end that of the next record in its entry."""
-    put(backend, A, b"a")
-    ((_, dropped),) = backend.arena.evict(1, None, leave=True)
-    backend.arena.books.proof[dropped[0]] = 0
-    with backend.arena:
-        backend.arena._repair()
-    put(backend, B, b"b")
-    ((_, hold),) = backend.arena.evict(1, None, leave=True)
-    assert hold[0] == dropped[0], "the test wants the same entry"
-    assert not backend.arena.left(A, dropped)
-    assert backend.arena.leaving_bytes == UNIT
-    assert backend.arena.left(B, hold)
-    assert (backend.used(), backend.arena.leaving_bytes) == (0, 0)
 
 
 # --- processes -------------------------------------------------------------------------------
@@ -259,20 +125,6 @@ def test_a_lock_that_was_stuck_is_waited_for_again(backend: ShmBackend, tmp_path
         lines_of(pid, reading)
 
 
-def test_holds_of_a_call_that_fails_are_ended(backend: ShmBackend) -> None:
-    put(backend, A, b"a")
-    put(backend, B, b"b")
-    lease = backend.lease(A)
-    assert lease is not None
-    backend.arena._lock.timeout = 0.05
-    other = ShmBackend(None, directory=os.path.dirname(backend.path))
-    with other, other.arena._lock, pytest.raises(BackendFailed):
-        backend.arena.hold_all([A, B])
-    lease.release()
-    backend.delete([A, B])
-    assert backend.used() == 0
-
-
 # --- records and blocks ----------------------------------------------------------------------
 
 
@@ -291,43 +143,6 @@ def test_a_wrong_block_id_is_the_callers_mistake(backend: ShmBackend) -> None:
         put(backend, b"short", b"a")
     put(backend, A, b"a")
     assert backend.repairs == before
-
-
-def test_blocks_of_one_chain_are_all_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also the first of very many, by single lookups, by many at once, and under the lock."""
-    monkeypatch.setattr(books, "_LONGEST_CHAIN", 70)
-    with ShmBackend(8 << 20, directory=str(tmp_path)) as backend:
-        mask = backend.arena.books.layout.buckets - 1
-        same = [one for one in map(block_id, range(400_000)) if not crc32(one) & mask][:90]
-        assert len(same) == 90
-        for block in same:
-            put(backend, block, block)
-        with ShmBackend(None, directory=str(tmp_path)) as other:
-            before = other.repairs
-            assert other.sizes(same) == [48] * 90
-        with ShmBackend(None, directory=str(tmp_path)) as other:
-            assert all(get(other, block) == block for block in same)
-            assert other.repairs == before
-
-
-# --- clocks ----------------------------------------------------------------------------------
-
-
-def test_a_clock_that_is_set_back_changes_no_order(
-    backend: ShmBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, real_ns = time.time, time.time_ns
-    year = 365 * 86400
-    monkeypatch.setattr(time, "time", lambda: real() + year)
-    monkeypatch.setattr(time, "time_ns", lambda: real_ns() + year * 10**9)
-    put(backend, A, b"a")
-    backend.touch([A])
-    backend.touch([A], [time.time()])
-    monkeypatch.undo()
-    put(backend, B, b"b")
-    assert [block for block, _ in backend.arena.evict(1, None)] == [A]
-    (found,) = backend.list()
-    assert abs(found.used - time.time()) < 60
 
 
 # --- a damaged index -------------------------------------------------------------------------

@@ -261,28 +261,3 @@ def test_maps_are_made_while_requests_come_and_go(monkeypatch):
     assert cache.map().pages == pages <= 64
     cache.clear()
     assert cache.map("zzz").nodes == ()
-
-
-@pytest.mark.parametrize("nodes", [1, 2, 5, 20])
-def test_what_goes_between_two_steps_is_not_in_the_map(monkeypatch, nodes):
-    cache = PagedCache(100, PAGE)
-    for head in range(9):
-        store(cache, [head, head, 0])
-    numbers = [node.id for node in cache.map("").nodes]
-    rests = 0
-
-    def go(seconds):
-        nonlocal rests
-        rests += 1
-        if rests == 2:  # after the root, and four runs
-            cache.evict(9)
-
-    monkeypatch.setattr(inspector, "_STEP", 4)
-    monkeypatch.setattr(inspector.time, "sleep", go)
-    made = cache.map("", nodes=nodes)
-    assert rests > 2
-    assert made.pages == made.runs == sum(node.pages for node in made.nodes) == 4
-    assert sum(node.count or 1 for node in made.nodes) == 4
-    assert cache.map("").nodes == ()
-    with pytest.raises(NotCached):
-        cache.node(numbers[0])

@@ -22,7 +22,6 @@ OFF = (
     404,
     failure("this server explains nothing", "explain_off"),
 )
-UNKNOWN = (404, failure("no request is called so", "unknown_request"))
 
 
 @pytest.fixture(autouse=True)
@@ -92,22 +91,6 @@ def test_the_place_where_two_prompts_part_is_marked():
     # Where they part at different places, both are marked.
     *_, given_, mark, cached, other = drawn(explained(text={**text, "at_cached": 8}))
     assert (given_[mark.index("^")], cached[other.index("^")]) == ("2", ":")
-
-
-@given(st.text(max_size=200), st.text(max_size=200), st.integers(60, 160))
-@settings(deadline=None)
-def test_the_mark_is_in_sight_whatever_the_text(before, after, width):
-    text = {
-        "given_text": f"{before}!{after}",
-        "cached_text": "",
-        "at_given": len(before),
-        "at_cached": 0,
-    }
-    marks = [line for line in draw(explained(text=text), width) if line.plain.strip() == "^"]
-    assert marks
-    for line in draw(explained(text=text), width):
-        assert line.plain.isprintable()
-        assert line.cell_len <= max(width, 80)
 
 
 def test_without_text_there_are_the_token_ids():

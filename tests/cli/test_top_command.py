@@ -76,32 +76,6 @@ def test_a_terminal_that_is_far_too_small_is_no_trouble():
             assert [line.cell_len for line in lines] == [width] * height
 
 
-def test_everything_that_matters_has_its_line():
-    shown = plain(draw(picture(), "http://here", 100, 24))
-    (tier,) = (line for line in shown if line.startswith(" disk"))
-    assert " ".join(tier.split()) == "disk █░░░░░ 4 GiB of 20 GiB 120 400 8.6 MiB 4 GiB open"
-    newest = next(line for line in shown if "000000" in line)
-    assert "312  300 tokens were computed" in newest
-    short = next(line for line in plain(draw(picture(), "x", 80, 24)) if "000000" in line)
-    assert short.split()[-1] == "diverged"
-    assert ("█" * 7 + "▓▓" + "░" * 5) in newest  # 400, 100 and 312 of 812
-
-
-def test_loads_have_a_line_where_there_were_some():
-    assert not any(line.startswith(" loads") for line in plain(draw(picture(), "x", 80, 40)))
-    loads = {"prefill_tokens_per_s": 5300.0, "loads": 40, "loaded_tokens": 30_720,
-             "computed_stored_tokens": 10_240}  # fmt: skip
-    (line,) = [
-        one for one in plain(draw(picture(live=live(loads=loads)), "x", 80, 40))
-        if one.startswith(" loads")
-    ]  # fmt: skip
-    assert "75 % loaded of 41.0 k stored tokens, the others are faster to compute" in line
-    all_loaded = {**loads, "computed_stored_tokens": 0}
-    told = "\n".join(plain(draw(picture(live=live(loads=all_loaded)), "x", 80, 40)))
-    assert "100 % loaded of 30.7 k stored tokens" in told
-    assert "faster to compute" not in told
-
-
 def test_traffic_is_what_moved_since_the_picture_before():
     before = live(at=AT - 2)
     now = live()

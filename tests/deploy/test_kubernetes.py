@@ -48,7 +48,6 @@ RUNNING = [
     for variant in VARIANTS
     for one in workloads(variant)
 ]
-OWN_KINDS = {"ServiceMonitor"}  # of the Prometheus operator: Kubernetes has no schema for them
 
 
 def check(one: dict[str, Any]) -> None:

@@ -194,47 +194,6 @@ def test_states_of_answers_that_prompts_contain_are_written_at_once():
     store.close()
 
 
-def test_states_that_were_held_back_are_written_when_the_answer_is_preempted():
-    engine, store, answer = with_states(0)
-    before, text = engine.stats().loaded_tokens, answer.request.prompt
-    engine._scheduler.preempt(answer)
-    assert engine._offload._mover._held_bytes == 0
-    assert engine._offload._mover.flush(5.0)
-    engine.cache.clear()
-    tokens = finish(engine, answer)
-    assert engine.stats().loaded_tokens - before == 92
-    assert engine.close()
-    store.close()
-    fresh = engine.runner.cache()
-    (alone,) = Engine(engine.runner, fresh).generate(
-        [text], SamplingParams(max_tokens=40, ignore_eos=True)
-    )
-    assert tokens == [*alone.choices[0].tokens]
-
-
-def test_states_for_which_there_is_no_room_are_written_at_once(monkeypatch):
-    monkeypatch.setattr("kvkeep.serve.engine.offload.snapshots._HELD_BYTES", 0)
-    engine, store, answer = with_states(0)
-    assert position(store, answer.tokens()) == 92
-    assert engine._offload._mover._held_bytes == 0
-    before = store.stats().unread_tokens
-    finish(engine, answer)
-    assert store.stats().unread_tokens == before
-    assert engine.close()
-    store.close()
-
-
-def test_states_of_an_answer_that_is_aborted_are_written_while_little_is_known():
-    engine, store, answer = with_states(0)
-    tokens = answer.tokens()
-    engine.abort(answer.request)
-    assert engine._offload._mover._held_bytes == 0
-    assert engine._offload._mover.flush(5.0)
-    assert position(store, tokens) == 92
-    assert engine.close()
-    store.close()
-
-
 def finish(engine, answer):
     """Run until the answer has ended; return its tokens."""
     deltas = []

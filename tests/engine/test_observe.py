@@ -24,7 +24,6 @@ from kvkeep.observe.usage import (
     RequestLoaded,
 )
 from kvkeep.serve.engine import Engine, Limits, SamplingParams
-from kvkeep.serve.engine.offload import writes
 from kvkeep.store import KVStore
 from kvkeep.store.backends.disk import DiskBackend
 from kvkeep.store.backends.memory import MemoryBackend
@@ -244,28 +243,6 @@ def test_those_who_go_before_their_turn(house, prompt):
     assert witness.outcomes == {1: "aborted", 2: "aborted", three.id: "aborted"}
 
 
-def test_a_pass_that_fails(house, prompt, monkeypatch):
-    engine, witness = house.engine()
-    engine.add(prompt(20, 1))
-    with monkeypatch.context() as patch:
-        patch.setattr(house.runner, "forward", _fails)
-        (delta,) = engine.step()
-    assert delta.error is not None
-    assert witness.outcomes == {1: "failed"}
-    assert witness.tokens == {}
-
-
-def test_one_that_cannot_have_its_pages(house, prompt):
-    engine, witness = house.engine()
-    sequence = engine.cache.open(prompt(90 * PAGE, 9))
-    engine.add(prompt(60, 1))
-    (delta,) = engine.step()
-    assert delta.error is not None
-    assert witness.outcomes == {1: "failed"}
-    assert witness.pool == {}
-    sequence.close()
-
-
 def test_what_is_handed_to_the_store_is_told(house, prompt):
     with house.store("memory://4MiB") as store:
         engine, witness = house.engine(store)
@@ -381,179 +358,6 @@ def test_the_pool_first_then_two_tiers_then_nothing(house, prompt, tmp_path):
         assert engine.close()
 
 
-def test_more_than_memory_holds(house, prompt, tmp_path):
-    memory = f"memory://{3 * (BLOCK_BYTES + 8192)}"
-    texts = [prompt(100, at) for at in range(3)]
-    with house.store("memory://16MiB", f"file://{tmp_path}/tier?size=64MiB") as store:
-        house.keep(store, *texts)
-    with house.store(memory, f"file://{tmp_path}/tier?size=64MiB") as store:
-        for text in texts:
-            report = house.ask(store, text)
-            assert sum(stop - start for start, stop, _ in report.sources) == 99
-            assert report.sources[-1][2] == "file"
-
-
-def test_the_tier_that_gave_it_is_named_not_the_one_where_it_was_found(house, prompt, tmp_path):
-    text = prompt(60, 1)
-    place = FaultyBackend(MemoryBackend(1 << 24))
-    with house.store("memory://4MiB", place, f"file://{tmp_path}/tier?size=64MiB") as store:
-        house.keep(store, text)
-        forget(store)
-        assert store.lookup(text).tiers == (("faulty", 60),)
-        place.fail("get")
-        assert house.ask(store, text).sources == ((0, 59, "file"),)
-        place.heal()
-
-
-def test_what_came_up_since_it_was_sought_came_from_below(house, prompt, tmp_path, monkeypatch):
-    text = prompt(60, 1)
-    with house.store("memory://4MiB", f"file://{tmp_path}/tier?size=64MiB") as store:
-        house.keep(store, text)
-        forget(store)
-        lookup = store.lookup
-
-        def and_then_another_fetches_it(tokens, **more):
-            found = lookup(tokens, **more)
-            store.prefetch(tokens, **more).wait(10)
-            return found
-
-        monkeypatch.setattr(store, "lookup", and_then_another_fetches_it)
-        assert house.ask(store, text).sources == ((0, 59, "file"),)
-
-
-def test_a_read_that_takes_too_long(house, prompt, tmp_path):
-    """Memory holds a part; the rest is read from a slow tier."""
-    text = prompt(200, 1)
-    with house.store("memory://16MiB", f"file://{tmp_path}/tier?size=64MiB") as store:
-        house.keep(store, text)
-    place = FaultyBackend(DiskBackend(tmp_path / "tier", 1 << 26, sync="never"))
-    place.timeout = 30.0
-    with house.store(f"memory://{4 * (BLOCK_BYTES + 4096)}", place) as store:
-        place.slow(0.1, "get")
-        report = house.ask(store, text, place.heal, load_timeout=0.3)
-        assert report.late
-        assert {one.what for one in report.missing} == {"late"}
-        assert {one.tier for one in report.missing} <= {"faulty", "memory"}
-        assert sum(stop - start for start, stop, _ in report.sources) < 199
-
-
-def test_evicted(house, prompt):
-    memory = f"memory://{4 * (BLOCK_BYTES + 4096)}"
-    with house.store(memory) as store:
-        house.keep(store, prompt(40, 1))
-        house.keep(store, prompt(65, 2))
-        report = house.ask(store, prompt(40, 1))
-        assert words(report)[0] == (0, 39, "memory", "evicted")
-        (fate,) = report.missing
-        assert fate.detail == "lru"
-        assert time.time() - 60 < fate.at <= time.time()
-
-
-def test_cleared_in_between(house, prompt):
-    with house.store("memory://4MiB") as store:
-        house.keep(store, prompt(40, 1))
-        store.clear()
-        assert words(house.ask(store, prompt(40, 1))) == [(0, 39, "memory", "removed")]
-
-
-def test_not_admitted_until_it_is_asked_for_again(house, prompt, tmp_path):
-    memory, place = f"memory://{4 * (BLOCK_BYTES + 4096)}", f"file://{tmp_path}/t?size=64MiB"
-    with house.store(memory, place, policy=Inclusive(2)) as store:
-        house.keep(store, prompt(32, 1))
-        house.keep(store, prompt(65, 2))
-        report = house.ask(store, prompt(32, 1))
-        assert words(report) == [(0, 31, "file", "refused")]
-
-
-def test_a_store_that_was_too_slow_to_take_it(house, prompt, monkeypatch):
-    text = prompt(100, 1)
-    monkeypatch.setattr(writes, "_QUEUE_BLOCKS", 2)
-    gate = threading.Event()
-    with house.store("memory://4MiB") as store:
-        put = store.put
-
-        def slow(*given, **how):
-            assert gate.wait(20)
-            return put(*given, **how)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(store, "put", slow)
-            engine, _ = house.engine(store)
-            engine.generate([text], SamplingParams(max_tokens=1))
-            gate.set()
-            assert engine.close()
-        report = house.ask(store, text)
-        assert report.sources == ((0, 32, "memory"),)
-        assert words(report) == [(32, 96, "memory", "dropped"), (96, 99, "", "never")]
-        assert report.missing[0].detail == "queue full"
-
-
-def test_flipped_bits(house, prompt, tmp_path):
-    text = prompt(100, 1)
-    with house.store("memory://4MiB", f"file://{tmp_path}/tier?size=64MiB") as store:
-        house.keep(store, text)
-    with house.store("memory://4MiB", f"file://{tmp_path}/tier?size=64MiB") as store:
-        second = store._names_of(None).full(text)[1].hex()
-        files = [file for file in tmp_path.rglob("*") if file.is_file()]
-        (file,) = [file for file in files if second.endswith(file.name) and len(file.name) == 64]
-        raw = bytearray(file.read_bytes())
-        raw[5000] ^= 1
-        file.write_bytes(raw)
-        report = house.ask(store, text)
-        assert report.sources == ((0, 16, "file"),)
-        assert words(report) == [(16, 99, "file", "damaged")]
-        assert not report.late
-
-
-def test_it_vanished_before_it_was_read(house, prompt, tmp_path):
-    text = prompt(100, 1)
-    place = FaultyBackend(DiskBackend(tmp_path, 1 << 24, sync="never"))
-    with house.store("memory://4MiB", place) as store:
-        house.keep(store, text)
-        forget(store)
-        place.inner.delete([item.block for item in place.inner.list()])
-        report = house.ask(store, text)
-        assert report.missing[0].start == 0
-        assert {one.what for one in report.missing} == {"removed"}
-
-
-@pytest.mark.parametrize("shared", [True, False])
-def test_reads_that_fail(house, prompt, shared):
-    text = prompt(100, 1)
-    place = FaultyBackend(MemoryBackend(1 << 24))
-    with house.store("memory://4MiB", place) as store:
-        house.keep(store, text)
-        forget(store)
-        place.shared = shared
-        place.fail("get")
-        report = house.ask(store, text)
-        assert words(report) == [(0, 99, "faulty", "unavailable")]
-        place.heal()
-
-
-def test_a_lookup_that_fails(house, prompt):
-    place = FaultyBackend(MemoryBackend(1 << 24))
-    place.shared = True
-    with house.store("memory://4MiB", place) as store:
-        place.fail("sizes")
-        report = house.ask(store, prompt(100, 1))
-        assert words(report) == [(0, 99, "faulty", "unavailable")]
-        assert report.missing[0].detail.startswith("sizes failed")
-        place.heal()
-
-
-def test_a_tier_that_is_left_alone(house, prompt):
-    place = FaultyBackend(MemoryBackend(1 << 24))
-    with house.store("memory://4MiB", place) as store:
-        house.keep(store, prompt(100, 1))
-        forget(store)
-        for _ in range(3):
-            store._tiered.tiers[0].breaker.of("read").failed("a test")
-        report = house.ask(store, prompt(100, 1))
-        assert words(report) == [(0, 99, "faulty", "unavailable")]
-        assert report.missing[0].detail == "breaker"
-
-
 @pytest.mark.parametrize("call", ["sizes", "get"])
 def test_a_tier_that_hangs(house, prompt, call):
     text = prompt(100, 1)
@@ -569,24 +373,6 @@ def test_a_tier_that_hangs(house, prompt, call):
         assert words(report) == [(0, 99, "faulty", "late")]
         assert report.late
         assert report.seconds >= 0.2
-
-
-def test_it_hangs_behind_the_first_blocks(house, prompt):
-    text = prompt(100, 1)
-    place = FaultyBackend(MemoryBackend(1 << 24))
-    place.timeout = 30.0
-    with house.store("memory://4MiB", place) as store:
-        house.keep(store, text)
-        store._tiered.memory.remove(store._names_of(None).full(text)[2:])
-        place.hang("get")
-
-        def hangs(load):
-            came = load.evidence.report_so_far().sources
-            return place.inside["get"] and sum(stop - start for start, stop, _ in came) == 32
-
-        report = house.ask(store, text, place.heal, hangs=hangs)
-        assert report.sources == ((0, 32, "memory"),)
-        assert words(report) == [(32, 96, "faulty", "late"), (96, 99, "memory", "late")]
 
 
 def test_who_is_aborted_while_it_is_loaded(house, prompt):
@@ -654,7 +440,3 @@ def test_whatever_happens_all_that_was_asked_is_told(house, prompt, tmp_path_fac
         assert set(witness.outcomes) == set(range(1, count + 1))
         house.content()
         engine.close()
-
-
-def _fails(pieces):
-    raise RuntimeError("this pass was to fail")

@@ -19,7 +19,7 @@ from kvkeep.core.geometry import KVGeometry
 from kvkeep.core.keys import Namespace
 from kvkeep.core.pages.tensors import PagedTensors
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.engine.offload.forms import Buffers, Forms
+from kvkeep.serve.engine.offload.forms import Forms
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("load_first")]
 
@@ -234,30 +234,6 @@ def test_namespaces_share_nothing(house, prompt):
     assert answer.loaded_tokens == 29
 
 
-def test_a_store_that_is_slower_than_the_engine_gets_what_it_can(house, prompt, monkeypatch):
-    from kvkeep.serve.engine.offload import writes
-
-    monkeypatch.setattr(writes, "_QUEUE_BLOCKS", 2)
-    put = house.store.put
-    gate = threading.Event()
-
-    def slow(*given, **how):
-        assert gate.wait(20)
-        return put(*given, **how)
-
-    monkeypatch.setattr(house.store, "put", slow)
-    engine, _ = house.engine()
-    engine.add(prompt(60, 1), few(2))
-    finish(engine)  # does not wait for the store
-    stats = engine.stats()
-    assert (stats.kept_tokens, stats.unkept_tokens) == (2 * BLOCK, 5 * BLOCK)
-    assert house.store.told_of == 5 * BLOCK
-    assert not engine.close(0.01)
-    gate.set()
-    engine._offload = None
-    assert len(house.store.blocks) <= 2
-
-
 def test_what_the_store_drops_is_offered_again(house, prompt):
     engine, _ = house.engine()
     text = prompt(37, 1)
@@ -383,14 +359,3 @@ def test_stores_that_do_not_fit(house):
     uneven = PagedTensors(KVGeometry(2, 2, 8, "float32", value_dim=4), 4, PAGE)
     with pytest.raises(InvalidValue, match="alike"):
         Forms(uneven, "NHD")
-
-
-def test_buffers_are_used_again():
-    buffers = Buffers(2, 3, 16, pinned=False)
-    one, two = buffers.take(), buffers.take()
-    assert one.shape == (3, 16)
-    assert buffers.take() is None
-    buffers.give(one)
-    assert buffers.take(1).data_ptr() == one.data_ptr()
-    threading.Timer(0.01, buffers.give, [two]).start()
-    assert buffers.take(10).data_ptr() == two.data_ptr()

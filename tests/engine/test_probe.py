@@ -63,27 +63,6 @@ def test_a_mask_of_its_own_is_found_out():
         over_pages(small("DogeConfig", head_dim=16, keep_window_size=8, **GROUPED))
 
 
-@pytest.mark.parametrize("error", [TypeError, AttributeError, IndexError, RuntimeError])
-def test_what_a_models_own_code_raises_is_one_line(make_model, monkeypatch, error):
-    model = make_model("llama")
-
-    def fail(*_, **__):
-        raise error("first line\nsecond line")
-
-    monkeypatch.setattr(model.model.layers[1], "forward", fail)
-    with pytest.raises(UnsupportedModel, match=rf"cannot be run: {error.__name__}: first line$"):
-        over_pages(model, KVGeometry.from_config(model.config, dtype="float32"))
-
-
-def test_an_assertion_of_ours_stays_one(make_model, monkeypatch):
-    def wrong(*_, **__):
-        raise AssertionError("a fault of kvkeep")
-
-    monkeypatch.setattr("kvkeep.serve.engine.probe.PagedTensors", wrong)
-    with pytest.raises(AssertionError, match="a fault of kvkeep"):
-        over_pages(make_model("llama"))
-
-
 def gpt_oss():
     model = small(
         "GptOssConfig",

@@ -6,15 +6,12 @@ import threading
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 from served import SIZE, Served, check, evidence, tokens, told
 
 from kvkeep import InvalidValue, Namespace, PagedCache
-from kvkeep.core.events import Evicted, Stored
 from kvkeep.observe.explain import Explainer, Missing, around
 from kvkeep.observe.explain import inbox as inbox_module
-from kvkeep.observe.explain.inbox import Inbox
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -174,16 +171,6 @@ def test_the_last_requests_are_remembered() -> None:
         assert sum(served.explainer.computed().values()) == 5
 
 
-def test_units_that_are_forgotten_are_new_again_and_counted() -> None:
-    with Served(10, units=30) as served:
-        served.run("a", A)
-        for at in range(12):
-            served.run(f"x{at}", tokens(range(1000 + 50 * at, 1040 + 50 * at)))
-        assert told(served.run("b", A)) == [(0, 40, "new")]
-        assert served.explainer.forgotten > 50
-        assert len(served.explainer._mirror.ledger) <= 40
-
-
 def test_what_is_in_the_cache_is_never_forgotten() -> None:
     with Served(64, units=9) as served:
         served.run("a", A)
@@ -192,27 +179,6 @@ def test_what_is_in_the_cache_is_never_forgotten() -> None:
         served.cache.clear()
         found = served.explainer.prompt(A, NOWHERE, 0)
         assert told(found)[0] == (0, 4, "evicted")
-
-
-def test_the_oldest_prompt_is_forgotten_first() -> None:
-    with Served(200, prompt_tokens=2000) as served:
-        for at in range(40):
-            served.run(f"r{at}", tokens(range(1000 * at, 1000 * at + 100)))
-        mirror = served.explainer._mirror
-        served.explainer.recent(0)
-        assert mirror.prompts.tokens <= 2000
-        assert set(mirror.prompts._by_anchor.values()) <= set(mirror.prompts._prompts)
-        assert "diverged" in served.run("late", tokens([7], range(39_000, 39_100))).computed
-        assert "diverged" not in served.run("early", tokens([7], range(30_100, 30_200))).computed
-
-
-def test_a_conversation_is_one_prompt(served: Served) -> None:
-    """Turns that continue each other take one place, not one each."""
-    history: list[int] = []
-    for turn in range(6):
-        history += range(50 * turn, 50 * turn + 20)
-        served.run(f"turn{turn}", history)
-    assert len(served.explainer._mirror.prompts) == 1
 
 
 # --- what is told out of order, twice, or never ------------------------------------------------
@@ -249,24 +215,6 @@ def test_too_much_at_once_is_dropped_and_counted(monkeypatch: pytest.MonkeyPatch
     explainer.close()
 
 
-def test_a_mirror_with_gaps_repairs_itself(served: Served) -> None:
-    """Events that never came: pages hold what they cannot hold, and the pool proves us wrong."""
-    served.run("a", A)
-    explainer = served.explainer
-    space, pages = NOWHERE, np.arange(3, dtype=np.int32)
-    explainer.see(Stored(99, space, -1, pages, np.arange(700, 712, dtype=np.int32)))
-    explainer.see(Stored(99, space, 1, pages + 50, np.arange(800, 812, dtype=np.int32)))
-    explainer.see(Stored(98, space, 4_000, pages, np.arange(12, dtype=np.int32)))
-    explainer.see(Evicted(np.array([60, 61, 7000], np.int32), "pressure"))
-    explainer.recent(0)
-    explainer._mirror.ledger.check()
-    prompt = np.arange(700, 730, dtype=np.int32)
-    sequence = served.open("b", prompt)  # the mirror says 12 tokens are there; the pool says none
-    assert told(served.why("b")) == [(0, 12, "evicted"), (12, 30, "new")]
-    assert evidence(served.why("b"), "evicted")["cause"] == "unknown"
-    served.end(sequence)
-
-
 def test_strangers_and_repeats(served: Served) -> None:
     explainer = served.explainer
     explainer.loaded("nobody", [(0, 4, "disk")], [Missing(0, 4, "damaged")])
@@ -297,33 +245,7 @@ def test_what_is_asked_is_copied(served: Served) -> None:
     assert told(served.why("b")) == [(0, 40, "computing")]
 
 
-def test_an_item_that_fails_is_one_item(caplog: pytest.LogCaptureFixture) -> None:
-    done: list[int] = []
-
-    def work(item: int) -> None:
-        if item == 2:
-            raise RuntimeError("this one")
-        done.append(item)
-
-    inbox = Inbox(work, "test", 10)
-    for item in range(4):
-        inbox.put(item)
-    inbox.work_off()
-    assert (done, inbox.failed, inbox.lost) == ([0, 1, 3], 1, 0)
-    assert "could not be handled" in caplog.text
-    inbox.close()
-
-
 # --- threads -----------------------------------------------------------------------------------
-
-
-def test_the_thread_works_it_off_by_itself() -> None:
-    done = threading.Event()
-    inbox: Inbox[int] = Inbox(lambda _: done.set(), "test", 10)
-    inbox.put(1)
-    assert done.wait(30)
-    inbox.close()
-    assert not inbox._thread.is_alive()
 
 
 def test_many_threads_ask_and_question() -> None:

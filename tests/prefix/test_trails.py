@@ -26,13 +26,12 @@ from kvkeep import KVKeepError, PagedCache
 from kvkeep.core.eviction import POLICIES
 from kvkeep.core.keys import as_namespace
 from kvkeep.core.pages.layout import GroupLayout, StateSpec, WindowSpec
-from kvkeep.core.prefix import trails as trails_module
 from kvkeep.core.prefix.node import Node
 from kvkeep.core.tokens import as_tokens
 from prompt_recipes import recipes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from kvkeep.core.prefix.base import PrefixIndex
     from prompt_recipes import Recipe
@@ -327,108 +326,6 @@ class TrailsMachine(RuleBasedStateMachine):
 
 
 # --- single cases --------------------------------------------------------------------------------
-
-
-def deep(runs: int, *, page_size: int = 2) -> tuple[PagedCache, list[int]]:
-    """A cache in which one prompt is a path of so many runs of two pages, each with a branch."""
-    cache = PagedCache(4096, page_size)
-    cache._core.index.tree.trails.steps = NEVER
-    tokens = list(range(2 * page_size * runs))
-    put(cache, tokens)
-    for end in range(2 * page_size, len(tokens), 2 * page_size):
-        put(cache, [*tokens[:end], *[10**6] * page_size])
-    return cache, tokens
-
-
-def put(cache: PagedCache, tokens: list[int]) -> None:
-    with cache.open(tokens) as sequence:
-        sequence.copies()
-        sequence.publish()
-
-
-def steps(cache: PagedCache, tokens: list[int]) -> int:
-    """The steps of a walk over all of ``tokens``, before it joins its path."""
-    index, space = cache._core.index, as_namespace("")
-    symbols = bytes(index.encoder(space).lookup(as_tokens(tokens)))
-    match = Walked(index, symbols, index.tree.roots[space])
-    assert len(match.pages) * index.unit == len(symbols)
-    count = 0
-    node = match.end
-    while node.parent is not None:
-        node = (node if node.trail is None else node.trail.nodes[0]).parent
-        count += 1
-    index.match(symbols, space)
-    return count
-
-
-def test_a_path_of_many_runs_becomes_one_step() -> None:
-    cache, tokens = deep(40)
-    assert steps(cache, tokens) == 40
-    cache._core.index.tree.trails.steps = 8
-    assert steps(cache, tokens) == 40  # which joins it
-    assert steps(cache, tokens) == 1
-    assert steps(cache, tokens[:-4]) == 1
-    agrees(cache, tokens)
-    agrees(cache, tokens[:-1])
-    agrees(cache, [*tokens[:33], 7, 7, 7])
-    cache.check()
-
-
-def grow(cache: PagedCache, tokens: list[int], go_on: list[int]) -> list[int]:
-    """Add a run of one page for each token of ``go_on``; return the longer prompt."""
-    for token in go_on:
-        put(cache, [*tokens, 10**6, 10**6])
-        tokens = [*tokens, token, token]
-        put(cache, tokens)
-    return tokens
-
-
-def crowded(front: int) -> tuple[PagedCache, list[int], list[list[int]]]:
-    """A path of 17 trails that all go on elsewhere, the first behind so many runs of the path."""
-    cache = PagedCache(4000, 2)
-    trails = cache._core.index.tree.trails
-    trails.steps = NEVER
-    main = grow(cache, [], list(range(front)))
-    branches = [grow(cache, main, [7000, 7001])]
-    for turn in range(16):
-        main = grow(cache, main, [1000 + turn])
-        branches.append(grow(cache, main, list(range(10_000, 10_008))))
-    trails.steps = 8
-    for branch in branches:
-        steps(cache, branch)
-    return cache, main, branches
-
-
-@pytest.mark.parametrize("scarce", ["joined", "rest"])
-def test_a_path_that_there_is_no_memory_to_join_stays_as_it_is(
-    scarce: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whichever copy fails, no trail has other pages than its runs."""
-    place = trails_module if scarce == "joined" else trails_module.RunTrail
-    enough = getattr(place, scarce)
-    for most in range(40):
-        left = iter(range(most))
-
-        def allocate(*given: Any, left: Iterator[int] = left) -> Any:
-            if next(left, None) is None:
-                raise MemoryError
-            return enough(*given)
-
-        cache, main, branches = crowded(20)
-        monkeypatch.setattr(place, scarce, allocate)
-        refused = False
-        try:
-            cache.match(main)
-        except MemoryError:
-            refused = True
-        monkeypatch.setattr(place, scarce, enough)
-        cache.check()
-        for tokens in (main, *branches):
-            agrees(cache, tokens)
-        if not refused:
-            assert most
-            return
-    raise AssertionError("it never ends")
 
 
 TestTrailsMachine = TrailsMachine.TestCase

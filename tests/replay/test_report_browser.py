@@ -87,28 +87,6 @@ def test_the_chart_is_drawn(opened, report):
         assert coloured > 300, name  # the lines
 
 
-def test_light_dark_and_narrow(opened, report):
-    looks = {}
-    for name, settings in {
-        "light": {"color_scheme": "light"},
-        "dark": {"color_scheme": "dark"},
-        "phone": {"color_scheme": "dark", "viewport": {"width": 360, "height": 740},
-                  "is_mobile": True, "has_touch": True},
-    }.items():  # fmt: skip
-        with opened(report, **settings) as page:
-            wide, room = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
-            assert wide <= room, f"{name} scrolls sideways"
-            looks[name] = page.evaluate("getComputedStyle(document.body).backgroundColor")
-            assert all(coloured > 100 for _, coloured in page.evaluate(DRAWN).values())
-            fits = """[...document.querySelectorAll(".plot")].every((plot) => {
-              const canvas = plot.querySelector("canvas");
-              return canvas.clientWidth <= plot.clientWidth + 1
-                && canvas.clientHeight <= plot.clientHeight + 1;
-            })"""
-            assert page.evaluate(fits)
-    assert looks["light"] != looks["dark"] == looks["phone"]
-
-
 def test_it_follows_the_system(opened, report):
     with opened(report, color_scheme="light") as page:
         before = page.evaluate(PICTURE)
@@ -138,34 +116,6 @@ def test_charts_are_read_by_keyboard(opened, report, outcomes):
         assert plain(chart.locator(".at").inner_text()) == "20 k tokens"
         page.keyboard.press("Escape")
         assert chart.locator(".said").inner_text() == chart.locator(".at").inner_text() == ""
-
-
-def test_lines_are_switched(opened, report):
-    with opened(report) as page:
-        button = figure(page, "rates").get_by_role("button", name="returns", exact=True)
-        before = page.evaluate(PICTURE)
-        assert button.get_attribute("aria-pressed") == "true"
-        button.click()
-        without = redrawn(page, before).json_value()
-        assert button.get_attribute("aria-pressed") == "false"
-        button.click()
-        assert redrawn(page, without).json_value() == before
-        assert button.get_attribute("aria-pressed") == "true"
-
-
-def test_dragging_looks_closer_and_escape_goes_back(opened, report):
-    with opened(report) as page:
-        page.locator('[data-chart="rates"] .u-over').scroll_into_view_if_needed()
-        before = page.evaluate(PICTURE)
-        box = figure(page, "rates").locator(".u-over").bounding_box()
-        page.mouse.move(box["x"] + box["width"] / 4, box["y"] + 50)
-        page.mouse.down()
-        page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 60, steps=4)
-        page.mouse.up()
-        closer = redrawn(page, before).json_value()
-        figure(page, "rates").locator(".plot").focus()
-        page.keyboard.press("Escape")
-        assert redrawn(page, closer).json_value() == before
 
 
 def test_hostile_names_do_nothing(opened, outcomes, tmp_path):

@@ -171,20 +171,6 @@ TestIndexing = Indexing.TestCase
 TestIndexing.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def test_block_sizes_go_with_a_place_that_is_cleared():
-    """Another place is looked up as if the cleared one had never told of blocks of three."""
-    life = Indexing()
-    life.begin()
-    more = {"salt": "", "skip": 0, "doubled": False}
-    life.store(place=PLACES[1], tier="GPU", tokens=[0] * 3, size=3, **more)
-    life.clear(place=PLACES[1], really=True)
-    life.store(place=PLACES[0], tier="GPU", tokens=[0] * 6, size=2, **more)
-    life.store(place=PLACES[0], tier="CPU", tokens=[0] * 9, size=3, **more)
-    life.look(tokens=[0] * 9, salt="")
-    held = life.index.lookup(np.zeros(9, np.int32))
-    assert held[PLACES[0]].tiers == {"CPU": 9}
-
-
 class Bounded(Indexing):
     """The same lives where an instance may have few blocks: some are forgotten, none is made up.
 
@@ -222,32 +208,6 @@ class Bounded(Indexing):
 
 TestBounded = Bounded.TestCase
 TestBounded.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1, max_size=60),
-    st.integers(1, 70),
-)
-def test_what_was_stored_longest_ago_goes_first(stores, most):
-    """Against a list: of one place and tier, nothing looked up, it is exactly the order."""
-    index = PlacementIndex(most_blocks=most)
-    naive: list[int] = []
-    number = 0
-    for turn, (count, again) in enumerate(stores):
-        if again and naive:  # told once more: it is as new as it can be
-            hashes = [naive[0]]
-        else:
-            hashes = list(range(number, number + count))
-            number += count
-        for one in hashes:
-            index.store(PLACES[0], [one], None, [one], 1)
-            if one in naive:
-                naive.remove(one)
-            naive.append(one)
-            if len(naive) > most:
-                del naive[: max(len(naive) - most, most // 64)]
-        assert list(index._places[PLACES[0]]["GPU"].blocks) == naive, turn
-    index.check()
 
 
 def row(*tokens: int) -> np.ndarray:
@@ -294,12 +254,6 @@ def test_what_contradicts_itself_is_refused(hashes, tokens, size):
     index.check()
 
 
-def test_orphans_are_counted_and_left_out():
-    index = PlacementIndex()
-    index.store(PLACES[0], [2], 1, [1, 2], 2)
-    assert (index.orphans, len(index)) == (1, 0)
-
-
 def test_an_instance_has_so_many_blocks_and_no_more():
     """Over all its ranks and tiers; what it told last stays, and nobody else loses any."""
     index = PlacementIndex(most_blocks=64)
@@ -321,14 +275,6 @@ def test_an_instance_has_so_many_blocks_and_no_more():
     index.check()
 
 
-def test_more_blocks_at_once_than_there_may_be():
-    index = PlacementIndex(most_blocks=100)
-    index.store(PLACES[0], list(range(1000)), None, [1] * 1000, 1)
-    index.check()
-    assert index.instance_blocks("a") == (100, 900)
-    assert index.lookup(row(*[1] * 1000)) == {}  # what is left are the ends
-
-
 def test_what_many_prompts_share_is_kept():
     """It is stored once and first; that it is looked up keeps it."""
     index = PlacementIndex(most_blocks=400)
@@ -342,21 +288,6 @@ def test_what_many_prompts_share_is_kept():
     assert index.evicted > 5000
     assert index.lookup(row(*shared))[PLACES[0]].tokens == 10
     index.check()
-
-
-def test_what_is_expected_of_a_place_counts_for_nothing_it_may_tell():
-    index = PlacementIndex(["GPU"], most_blocks=10)
-    keys = index.expect(PLACES[0], row(*[1] * 100), 5, tier="COMING", lora="", salt="")
-    assert len(keys) == len(index) == 20
-    for size in range(1, 6):
-        index.store(PLACES[0], [size], None, [size] * size, size)
-    assert (index.instance_blocks("a"), index.refused) == ((4, 0), 1)
-    index.store(PLACES[0], list(range(10, 20)), None, [7] * 10, 1)
-    assert index.instance_blocks("a") == (10, 4)
-    assert index.lookup(row(*[1] * 100))[PLACES[0]].tiers == {"COMING": 100}
-    index.remove(PLACES[0], keys, tier="COMING")
-    index.check()
-    assert len(index) == 10
 
 
 def test_forgetting_looks_at_no_more_than_it_forgets():
@@ -378,45 +309,6 @@ def test_forgetting_looks_at_no_more_than_it_forgets():
         index.lookup(row(*[at + 1] * 50))  # everything is looked up: the worst that can be
     assert index.evicted > 45_000
     assert looked <= 3 * index.evicted
-    index.check()
-
-
-def test_a_place_has_few_block_sizes_and_takes_none_from_others():
-    index = PlacementIndex()
-    for size in range(1, 40):
-        index.store(PLACES[2], [size], None, [3] * size, size)
-    assert (len(index), index.refused) == (4, 35)
-    index.store(PLACES[0], [1], None, [3] * 33, 33)
-    index.clear(PLACES[2])
-    assert index._sizes.keys() == {33}
-    index.store(PLACES[2], [1], None, [3] * 34, 34)
-    assert len(index) == 2
-    index.check()
-
-
-def test_a_place_has_few_tiers_and_takes_none_from_others():
-    index = PlacementIndex(["GPU"])
-    for turn in range(3):
-        for number in range(100):
-            index.store(PLACES[0], [number], None, [number], 1, tier=f"tier {turn} {number}")
-        assert (index.instance_blocks("a")[0], index.refused) == (8, 92 * (turn + 1))
-        index.store(PLACES[2], [1], None, [1], 1, tier="CPU")
-        assert len(index._tiers) == 8 + 2
-        index.clear(PLACES[0])
-        assert index._tiers.keys() == {"GPU", "CPU"}
-    index.store(PLACES[0], [1], None, [1], 1, tier="x" * 65)
-    assert len(index) == 1
-    index.check()
-
-
-def test_a_place_that_goes_leaves_its_bit_to_the_next():
-    index = PlacementIndex()
-    index.store(PLACES[0], [1], None, [1, 2], 2)
-    index.store(PLACES[2], [1], None, [1, 2], 2)
-    index.clear(PLACES[0])
-    index.store(PLACES[1], [1], None, [3, 4], 2)
-    assert index.lookup(row(1, 2)).keys() == {PLACES[2]}
-    assert index.lookup(row(3, 4)).keys() == {PLACES[1]}
     index.check()
 
 

@@ -15,37 +15,6 @@ LOOKS = {
     "phone": {"color_scheme": "dark", "viewport": {"width": 360, "height": 740},
               "is_mobile": True, "has_touch": True},
 }  # fmt: skip
-# What holds more than it is wide, and would be scrolled or cut.
-TOO_WIDE = """() => [...document.querySelectorAll("main > *, .card, .requests, .causes")]
-  .filter((one) => one.scrollWidth > one.clientWidth + 1).map((one) => one.id || one.className)"""
-PHONE = {"viewport": {"width": 375, "height": 812}, "is_mobile": True, "has_touch": True}
-# Texts that are cut off, but for those whose end may be: boxes of the tree, lines of requests.
-CUT = """() => [...document.querySelectorAll("header *, main *")].filter((one) =>
-  one.checkVisibility() && one.clientWidth
-  && !one.closest(".box, .line, .request, .keys, .unseen, thead, svg")
-  && getComputedStyle(one).overflowX !== "visible" && one.scrollWidth > one.clientWidth + 1)
-  .map((one) => one.id || `${one.className}: ${one.textContent.slice(0, 40)}`)"""
-# Pairs of texts that are drawn over each other.
-OVERLAPS = """() => {
-  const texts = [];
-  const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-  for (let node = walk.nextNode(); node; node = walk.nextNode()) {
-    const up = node.parentElement;
-    if (!node.data.trim() || !up.checkVisibility()
-      || up.closest(".unseen, .box, .skip, dialog, thead, noscript, .tall .wide, .requests, .list")
-    ) continue;
-    const range = document.createRange();
-    range.selectNodeContents(node);
-    for (const box of range.getClientRects()) texts.push([box, node.data.trim().slice(0, 30)]);
-  }
-  const found = [];
-  texts.forEach(([a, one], at) => texts.slice(at + 1).forEach(([b, other]) => {
-    const wide = Math.min(a.right, b.right) - Math.max(a.left, b.left);
-    const high = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
-    if (wide > 1 && high > 4) found.push(`${one} | ${other}`);
-  }));
-  return found;
-}"""
 HOSTILE = (
     "<script>window.taken=1</script><img src=x onerror=window.taken=2> \x1b[31m\u202egnp.exe "
     '"><svg onload=window.taken=3> {{7*7}} \u2066\u2069 '
@@ -97,11 +66,6 @@ def until(page, expression, arg=None):
 
 def live(page):
     until(page, "document.getElementById('state').dataset.state === 'live'")
-
-
-def wake(page, server):
-    """Let the page ask now for all that is seen, and the server make its map anew."""
-    page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
 
 
 def see(page, selector):

@@ -25,8 +25,6 @@ DASHBOARD = json.loads((ROOT / "deploy/grafana/kvkeep.json").read_text(encoding=
 RULES = yaml.safe_load((ROOT / "deploy/prometheus/kvkeep-rules.yml").read_text(encoding="utf-8"))
 # What Grafana puts in place of its variables.
 GRAFANA = {"$__rate_interval": "1m", "$__range": "1h", "$job": ".*", "$instance": ".*"}
-# What Grafana's units are called that the panels use.
-UNIT_NAMES = {"short", "percentunit", "s", "bytes", "Bps"}
 
 
 VLLM = ROOT / "src/kvkeep/integrations/vllm"

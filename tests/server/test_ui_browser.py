@@ -8,7 +8,6 @@ import pytest
 from browsing import (
     HOSTILE,
     LOOKS,
-    TOO_WIDE,
     WORDS,
     boxes,
     chosen_run,
@@ -17,7 +16,6 @@ from browsing import (
     plain,
     see,
     until,
-    wake,
 )
 
 pytestmark = pytest.mark.model
@@ -64,28 +62,6 @@ def test_what_if_is_drawn_where_it_is_watched(start_server, opened):
             live(page)
             page.locator("#whatif canvas").wait_for()
             assert page.locator("#whatif-points li.now").inner_text().startswith("1×")
-
-
-@pytest.mark.parametrize("look", LOOKS)
-def test_nothing_scrolls_sideways(server, opened, look, tmp_path):
-    complete(server, WORDS * 2 + "W" * 400, cache_salt="x" * 200)
-    with opened(server, **LOOKS[look]) as page:
-        live(page)
-        for place in ("#history", "#kept", "#causes", "#requests", "#tiers", "#tenants"):
-            see(page, place)
-        boxes(page).first.click()
-        page.locator("#details dl").wait_for()
-        # Not innerWidth: a phone's grows with what does not fit.
-        wide = page.evaluate("document.documentElement.scrollWidth")
-        assert wide <= page.viewport_size["width"]
-        assert page.evaluate(TOO_WIDE) == []
-        page.screenshot(path=tmp_path / f"{look}.png", full_page=True)
-        see(page, "#requests")
-        see(page, ".request").click()
-        page.locator("dialog .spans").wait_for()
-        assert page.evaluate(
-            "(d => d.scrollWidth <= d.clientWidth)(document.querySelector('dialog'))"
-        )
 
 
 def test_the_switch_turns_everything_and_stays(server, opened):
@@ -165,19 +141,6 @@ def test_by_keyboard_alone(server, opened):
         until(page, "document.querySelectorAll('#crumbs li').length === 1")
         outlines = "getComputedStyle(document.activeElement).boxShadow"
         assert page.evaluate(outlines) != "none", "the focus is not seen"
-
-
-def test_the_focus_stays_while_the_tree_changes(server, opened):
-    complete(server, WORDS * 6)
-    with opened(server) as page:
-        boxes(page)
-        page.locator("#picture [role=treeitem][aria-level='2']:not(.several)").first.focus()
-        at = "document.activeElement.dataset.key"
-        before = page.evaluate(at)
-        complete(server, "A new tenant is larger than all before it. " * 40, cache_salt="larger")
-        wake(page, server)
-        until(page, "document.getElementById('picture').textContent.includes('tenant larger')")
-        assert page.evaluate(at) == before
 
 
 # --- why -------------------------------------------------------------------------------------

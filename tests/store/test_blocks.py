@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import random
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from store_kv import disk, quiet, records
 
-from faults import FaultyBackend
-from kvkeep.core.errors import IllegalStep, InvalidValue
+from kvkeep.core.errors import InvalidValue
 from kvkeep.core.keys import Namespace, chain_keys, root_key
 from kvkeep.store import BlockStore
-from kvkeep.store.backends.disk import DiskBackend
 from kvkeep.store.tiers import Exclusive
 
 if TYPE_CHECKING:
@@ -144,38 +141,6 @@ def test_remove_takes_those_that_are_named(tmp_path: Path) -> None:
         assert get(store) == 8
 
 
-def test_a_deadline_ends_a_get_with_what_arrived(tmp_path: Path) -> None:
-    backend = FaultyBackend(DiskBackend(tmp_path / "d", capacity=1 << 20))
-    with opened("memory://1MiB", backend) as store:
-        store.put(KEYS, BLOCKS, wait=10)
-    backend = FaultyBackend(DiskBackend(tmp_path / "d", capacity=1 << 20))
-    store = opened("memory://1MiB", backend)
-    assert get(store, KEYS[:2], SIZES[:2]) == 2
-    backend.hang("get")
-    before = time.monotonic()
-    assert get(store, deadline=0.05) == 2
-    assert time.monotonic() - before < backend.timeout
-    assert get(store, deadline=0) == 2
-    assert get(store, deadline=-1) == 2
-    backend.heal()
-    quiet(store)  # type: ignore[arg-type]
-    assert get(store) == 8
-    assert store.close()
-
-
-def test_prefetch_and_pin(tmp_path: Path) -> None:
-    urls = ("memory://1MiB", disk(tmp_path / "d"))
-    with opened(*urls) as store:
-        store.put(KEYS, BLOCKS)
-    with opened(*urls) as store:
-        assert store.prefetch(KEYS, SIZES).wait(10) == 8
-        assert store.stats()[0].blocks == 8
-        assert store.pin(KEYS, 60) == 8
-        assert store.stats()[0].pinned_bytes > sum(SIZES)
-        assert get(store) == 8
-        store.check()
-
-
 def test_pinned_blocks_outlive_pressure() -> None:
     blocks = [bytes([n]) * 4000 for n in range(8)]
     with opened("memory://48KiB") as store:
@@ -184,24 +149,6 @@ def test_pinned_blocks_outlive_pressure() -> None:
         for n in range(100):
             store.put([bytes([n]) * 32], [blocks[n % 8]])
         assert store.lookup(KEYS[:2]) == 2
-        store.check()
-
-
-@pytest.mark.parametrize("policy", [None, Exclusive()])
-def test_a_store_larger_than_its_memory(policy: Any, tmp_path: Path) -> None:
-    """Nothing is lost while what comes is less than the tenth of memory that is kept free."""
-    chance = np.random.default_rng(3)
-    blocks = {chance.bytes(32): chance.bytes(4000) for _ in range(120)}
-    with opened("memory://512KiB", disk(tmp_path / "d"), policy=policy) as store:
-        for key, block in blocks.items():
-            assert store.put([key], [block], wait=10) == 1
-        for _ in range(2):
-            for key, block in blocks.items():
-                room = bytearray(4000)
-                assert store.get([key], [memoryview(room)]) == 1
-                assert room == block
-                quiet(store)  # type: ignore[arg-type]
-        assert store.stats()[0].counters["demotions_dropped"] == 0
         store.check()
 
 
@@ -337,17 +284,6 @@ def test_a_wrong_store_is_refused() -> None:
         BlockStore(5)  # type: ignore[arg-type]
     with pytest.raises(InvalidValue, match="policy is 'lru'"):
         BlockStore("a", policy="lru")  # type: ignore[arg-type]
-
-
-def test_a_closed_store_says_so() -> None:
-    store = opened()
-    store.put(KEYS, BLOCKS)
-    assert store.close()
-    assert store.close()
-    with pytest.raises(IllegalStep):
-        store.put(KEYS, BLOCKS)
-    with pytest.raises(IllegalStep):
-        get(store)
 
 
 def test_what_was_only_fetched_ahead_outlives_the_process(tmp_path: Path) -> None:

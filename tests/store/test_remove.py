@@ -16,7 +16,6 @@ from kvkeep.core.errors import IllegalStep, InvalidValue
 from kvkeep.store import KVStore
 from kvkeep.store.backends.disk import DiskBackend
 from kvkeep.store.backends.memory import MemoryBackend
-from kvkeep.store.kv.removal import Followers
 from kvkeep.store.tiers import Exclusive, Inclusive
 
 if TYPE_CHECKING:
@@ -126,24 +125,6 @@ def test_what_continues_a_prompt_goes_with_it(tmp_path: Path) -> None:
         assert get(store, range(200, 208)) == 8
 
 
-def test_followers_are_bounded_and_forgotten() -> None:
-    followers = Followers(most=100)
-    for number in range(1000):
-        followers.note([b"root", b"%d" % number, b"%d end" % number])
-    assert followers._links <= 100
-    assert sum(map(len, followers._next.values())) == followers._links
-    followers = Followers(most=2)
-    followers.note([b"a", b"b", b"c"])
-    assert followers.take([b"a"]) == [b"b", b"c"], "as many as are allowed"
-    followers = Followers(most=100)
-    followers.note([b"a", b"b", b"c"])
-    followers.note([b"a", b"b", b"d"])
-    followers.note([b"x", b"d"])
-    assert sorted(followers.take([b"a"])) == [b"b", b"c", b"d"]
-    assert followers.take([b"a"]) == []
-    assert followers._links == 1
-
-
 def test_tenants_are_apart(tmp_path: Path) -> None:
     with open_store(MEMORY, disk(tmp_path / "a")) as store:
         put(store, LONG)
@@ -223,24 +204,6 @@ def test_a_read_on_its_way_does_not_bring_it_back(place: FaultyBackend) -> None:
         assert len(store._tiered.memory.backend) == 0
         assert get(store, LONG) == 0
         store.check()
-
-
-def test_a_read_that_begins_during_the_removal_does_not_bring_it_back(
-    place: FaultyBackend,
-) -> None:
-    place.timeout = PATIENT
-    with opened(place) as store:
-        put(store, LONG, wait=True)
-        forgotten(store)
-        place.hang("delete")
-        removing = threading.Thread(target=store.remove, args=(LONG,))
-        removing.start()
-        place.wait_inside("delete")
-        place.go_on_slowly(0.1, "delete")
-        assert get(store, LONG) == 0
-        removing.join(10)
-        assert len(store._tiered.memory.backend) == 0
-        assert get(store, LONG) == 0
 
 
 @pytest.mark.parametrize("call", ["sizes", "get"])
@@ -323,105 +286,6 @@ def test_a_prefetch_on_its_way_does_not_bring_it_back(
             assert time.monotonic() < end
             time.sleep(0.05)
         store.check()
-
-
-@pytest.mark.parametrize("call", ["delete", "list"])
-def test_a_place_listed_again_meanwhile_does_not_bring_it_back(
-    call: str, place: FaultyBackend
-) -> None:
-    """The listing begins before the removal, or while it deletes; it may end after that."""
-    place.timeout = PATIENT
-    with opened(place) as store:
-        put(store, LONG, wait=True)
-        forgotten(store)
-        place.hang(call)
-        first, second = store.remove, store._tiered.tiers[0].relist
-        if call == "list":
-            first, second = second, first
-        threads = [threading.Thread(target=first, args=() if call == "list" else (LONG,))]
-        threads[0].start()
-        place.wait_inside(call)
-        place.go_on_slowly(0.15, call)
-        threads.append(threading.Thread(target=second, args=(LONG,) if call == "list" else ()))
-        threads[1].start()
-        for thread in threads:
-            thread.join(10)
-        quiet(store)
-        assert get(store, LONG) == 0
-        assert store.lookup(LONG).tokens == 0
-        store.check()
-
-
-def test_what_one_tier_deletes_moves_down_to_none_that_is_done(
-    tmp_path: Path, place: FaultyBackend
-) -> None:
-    """The upper one is to evict a block that it deletes just now; the lower one is done by then."""
-    place.timeout = PATIENT
-    with opened(place, disk(tmp_path / "low"), policy=Exclusive()) as store:
-        put(store, LONG[:4])
-        assert store.flush()
-        tiered = store._tiered
-        (block,) = store._names_of(None).full(np.arange(4, dtype=np.int32))
-        forgotten(store)
-        place.hang("delete")
-        removing = threading.Thread(target=store.remove, args=(LONG[:4],))
-        removing.start()
-        place.wait_inside("delete")
-        while (block, tiered.tiers[1].name) in tiered._queue._pending:
-            time.sleep(0.001)
-        place.go_on_slowly(0.2, "delete")
-        tiered._demoter.from_tier(tiered.tiers[0], block)
-        removing.join(10)
-        assert store.flush()
-        assert store.lookup(LONG[:4]).tokens == 0
-        assert not records(tmp_path / "low")
-
-
-def test_what_a_tier_could_not_delete_does_not_move_down(
-    tmp_path: Path, place: FaultyBackend
-) -> None:
-    """It is listed again, and has to make room one day."""
-    with opened(place, disk(tmp_path / "low"), policy=Exclusive()) as store:
-        put(store, LONG[:4])
-        assert store.flush()
-        upper = store._tiered.tiers[0]
-        (block,) = store._names_of(None).full(np.arange(4, dtype=np.int32))
-        forgotten(store)
-        place.fail("delete")
-        assert store.remove(LONG[:4]).failed == (upper.name,)
-        place.heal()
-        upper.relist()
-        store._tiered._demoter.from_tier(upper, block)
-        assert store.flush()
-        assert store.lookup(LONG[:4]).tokens == 0
-        assert not records(tmp_path / "low")
-
-
-def test_what_memory_has_still_is_given_to_no_tier_that_is_done(
-    place: FaultyBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another request writes it down again from there, as soon as the tier has deleted it."""
-    with opened(place) as store:
-        put(store, LONG[:4])
-        assert store.flush()
-        tiered = store._tiered
-        (block,) = store._names_of(None).full(np.arange(4, dtype=np.int32))
-        remove = tiered.memory.remove
-
-        def late(blocks: list[bytes]) -> int:
-            until = time.monotonic() + 0.2
-            while (
-                block,
-                tiered.tiers[0].name,
-            ) in tiered._queue._pending and time.monotonic() < until:
-                time.sleep(0.001)
-            tiered._queue.write(tiered.tiers[0], block, 0.0, lambda saved: None)
-            return remove(blocks)
-
-        monkeypatch.setattr(tiered.memory, "remove", late)
-        assert store.remove(LONG[:4]).complete
-        assert store.flush()
-        assert store.lookup(LONG[:4]).tokens == 0
 
 
 def test_many_threads_put_get_and_remove_the_same_prompt(place: FaultyBackend) -> None:
@@ -562,50 +426,6 @@ def test_a_clearance_that_hangs_ends_and_keeps_no_other_tier_waiting(
     assert len(list(place.inner.list())) == 5, "nothing is deleted behind `close`"
 
 
-def test_a_clearance_that_another_one_took_over_is_not_complete(
-    place: FaultyBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second one begins while the first lists, and cannot list: the records are still there."""
-    place.inner.capacity = place.capacity = None
-    place.shared = True
-    with opened(place) as store:
-        put(store, LONG, wait=True)
-    second: list[Any] = []
-    real = place.inner.list
-
-    def listing() -> Any:
-        yield from real()
-        if not second:
-            place.fail("list")
-            second.append(store.clear())
-
-    monkeypatch.setattr(place.inner, "list", listing)
-    with opened(place) as store:
-        first = store.clear()
-        assert second[0].failed == ("faulty",)
-        assert len(list(real())) == 0 or first.failed == ("faulty",)
-        assert get(store, LONG) == 0
-
-
-def test_a_write_that_began_before_is_not_served_after_a_clearance(place: FaultyBackend) -> None:
-    with opened(place) as store:
-        place.hang("put")
-        put(store, LONG[:4])
-        place.wait_inside("put")
-        assert store.clear().failed == ("faulty",), "the write hangs"
-        assert get(store, LONG[:4]) == 0
-        place.heal()
-        end = time.monotonic() + 20
-        while store._tiered._queue._pending:
-            assert time.monotonic() < end
-            time.sleep(0.005)
-        assert get(store, LONG[:4]) == 0
-        assert list(place.inner.list()) == []
-        store.put(LONG[:4], other_kv(LONG[:4]), wait=True)
-        forgotten(store)
-        assert kind_of(store, LONG[:4]) == ("new", 4)
-
-
 def test_closing_ends_a_clearance(place: FaultyBackend) -> None:
     place.timeout = PATIENT
     store = opened(place)
@@ -664,28 +484,6 @@ def test_replace_names_a_tier_that_has_the_old_still(place: FaultyBackend) -> No
         assert done.failed == ("faulty",)
         forgotten(store)
         assert kind_of(store, LONG) == ("new", 20), "it was overwritten after all"
-
-
-def test_a_get_that_is_overtaken_ends_with_what_is_old(tmp_path: Path) -> None:
-    """More blocks than are read ahead: those behind are new by the time that they are read."""
-    tokens = list(range(100))
-    with open_store(MEMORY, disk(tmp_path / "a")) as store:
-        put(store, tokens)
-        put(store, range(500, 600))
-        blocks = store._names_of(None).full(np.array(tokens, np.int32))
-        other = store._names_of(None).full(np.arange(500, 600, dtype=np.int32))
-        for read, replaced in ((blocks, tokens), (other, tokens)):
-            parts: list[bytes] = []
-
-            def take(
-                at: int, raw: memoryview, parts: list[bytes] = parts, row: list[int] = replaced
-            ) -> None:
-                parts.append(bytes(raw))
-                if at == 0:
-                    store.put(row, other_kv(row), replace=True)
-
-            count = store._tiered.read(read, store._form.sizes([SIZE] * 25), take)
-            assert count == (1 if read is blocks else 25), "others are read to their end"
 
 
 def test_readers_see_old_or_new_and_never_a_mix(place: FaultyBackend) -> None:
@@ -751,25 +549,3 @@ def raw_of(store: KVStore, rows: np.ndarray) -> bytes:
 def forgotten_softly(store: KVStore) -> None:
     front = store._tiered.memory
     front.remove([item.block for item in front.backend.list()][:2])
-
-
-def test_replacements_of_one_prompt_do_not_mix() -> None:
-    """Two at once: what is there at rest is of one of them, whole."""
-    long = list(range(400))
-    values = [given(GQA, numbers(GQA, long)), other_kv(long)]
-    with opened() as store:
-        for _ in range(30):
-            together = threading.Barrier(2)
-
-            def replace(kv: Any, together: threading.Barrier = together) -> None:
-                together.wait(10)
-                store.put(long, kv, replace=True)
-
-            threads = [threading.Thread(target=replace, args=(kv,)) for kv in values]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(30)
-            found, count = store.get(long)
-            assert count == 400
-            assert any(np.array_equal(plain(GQA, found), plain(GQA, kv)) for kv in values)

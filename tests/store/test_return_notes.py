@@ -128,13 +128,3 @@ def test_a_store_that_does_not_order_by_waits_follows_nothing() -> None:
     with BlockStore("told", tiers=["memory://1MiB"]) as store:
         store.replay().tell(recorder.take())
         assert len(store._tiered.returns.conversations.returns) == 0
-
-
-def test_waits_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(returns, "_MOST", 5)
-    talks = Talks(1)
-    for _ in range(60):
-        talks.turn(asked=True)
-        talks.pass_on()
-    assert len(talks.replay._waits) <= 5
-    talks.close()

@@ -142,16 +142,6 @@ def test_a_quota_holds_behind_a_public_prefix(
         store.check()
 
 
-def test_a_store_without_shares_has_none(tmp_path: Path) -> None:
-    with store_in(tmp_path, None) as store:
-        put(store, prompt(1, 4), "a")
-        for level in (store._tiered.memory, *store._tiered.tiers):
-            assert level.catalogue._table.order.tenants is None
-        assert store._tiered.memory.catalogue.policy == "lru"
-    with store_in(tmp_path, {}) as store:
-        assert store._tiered.memory.catalogue.policy == "lru+shares"
-
-
 def test_memory_of_several_processes_refuses_shares(tmp_path: Path) -> None:
     name = f"kvkeep-shares-{os.getpid()}"
     tiers = [f"shm://8MiB?name={name}", f"file://{tmp_path}?size=1MiB"]

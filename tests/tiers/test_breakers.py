@@ -9,7 +9,6 @@ import pytest
 from tier_bench import PAGE, SHORT, Bench, get, name, put, settle, there, until
 
 from kvkeep.store.backends.memory import MemoryBackend
-from kvkeep.store.tiers.breaker import CALLS, Breakers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -142,24 +141,6 @@ def test_a_question_before_a_write_does_not_hide_that_writes_fail(bench: Bench) 
     assert inner.calls["put"] == 2 + 3
 
 
-def test_a_touch_that_fails_stops_nothing_but_touches(bench: Bench) -> None:
-    place = bench.memory(32)
-    tier = bench.spec(place, pause=LONG)
-    store = bench.store(8, tier)
-    tier = store.tiers[0]
-    put(store, range(4), wait=LONG)
-    place.fail("touch")
-    for _ in range(5):
-        tier._touch([(name(0), 1e9)])
-        emptied(store)
-        assert get(store, range(4)) == 4
-    assert place.calls["touch"] == 3
-    stats = tier.stats()
-    assert (stats.breaker, stats.breakers["touch"]) == ("closed", "open")
-    put(store, range(4, 8), wait=LONG)
-    assert there(tier) == list(range(8))
-
-
 def test_where_deleting_fails_nothing_more_is_evicted(bench: Bench) -> None:
     """It would be forgotten, and lie there all the same."""
     place = bench.memory(8)
@@ -230,38 +211,3 @@ def test_a_part_that_is_down_does_not_stop_the_other(how: str, bench: Bench) -> 
     removed = store.remove([name(2)])
     assert removed.complete
     store.close(1.0)
-
-
-def test_breakers_of_parts_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr("kvkeep.store.tiers.breaker.time.monotonic", lambda: now)
-    breakers = Breakers("here", limit=1)
-    for one in breakers.of("read", "a"), breakers.of("write", "a"), breakers.of("read", "b"):
-        one._clock = lambda: now
-    breakers.of("read", "a").failed("why")
-    assert breakers.parts() == {"a": "open"}
-    assert breakers.calls() == dict.fromkeys(CALLS, "closed") | {"read": "open"}
-    assert breakers.blocks("read", "a")
-    assert not breakers.blocks("read", "b")
-    now += 1000.0
-    assert breakers.parts() == {}
-    assert breakers.state == "closed"
-    assert breakers.opened == 1, "it is counted all the same"
-
-
-def test_breakers_are_bounded_however_many_parts_a_place_names() -> None:
-    breakers = Breakers("here", limit=1)
-    for number in range(5_000):
-        breakers.of("read", f"node{number}").failed("why")
-    assert len(breakers._all) < 2_000
-    assert breakers.opened == 5_000
-
-
-def test_an_open_breaker_is_forgotten_last() -> None:
-    breakers = Breakers("here", limit=1, pause=LONG)
-    for number in range(5_000):
-        breakers.of("read", f"node{number}")
-        if number == 100:
-            breakers.of("read", "node100").failed("why")
-    assert len(breakers._all) < 2_000
-    assert breakers.blocks("read", "node100")

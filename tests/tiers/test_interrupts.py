@@ -9,12 +9,12 @@ import pytest
 import torch
 from tier_bench import PAGE, RAW, Bench, above, checked, content, get, name, put, settle, there
 
-from kvkeep.core.errors import BackendFailed, IllegalStep
+from kvkeep.core.errors import IllegalStep
 from kvkeep.core.geometry import KVGeometry
 from kvkeep.store import KVStore
 from kvkeep.store.backends.buffers import SpareBuffers
 from kvkeep.store.backends.memory import MemoryBackend
-from kvkeep.store.tiers import Exclusive, MemorySpec, TieredStore, tiered
+from kvkeep.store.tiers import Exclusive, MemorySpec, tiered
 from kvkeep.store.tiers.shared_read import SharedRead
 from kvkeep.store.tiers.tiering import Planner
 
@@ -130,39 +130,6 @@ def test_who_joins_a_flight_that_nobody_can_make(bench: Bench) -> None:
     del bench
 
 
-@pytest.mark.parametrize("ttl", [None, 1000.0])
-def test_blocks_move_down_from_memory_with_a_time_to_live(bench: Bench, ttl: float | None) -> None:
-    """While one is on its way it is found as before, and it arrives."""
-    place = bench.disk()
-    front = MemorySpec(MemoryBackend(16 * PAGE), ttl=ttl)
-    store = bench.store(front, place, policy=Exclusive())
-    place.hang("put")
-    put(store, range(15))
-    place.wait_inside("put")
-    assert get(store, range(15)) == 15
-    place.heal()
-    settle(store)
-    assert above(store) == list(range(14))
-    assert there(store.tiers[0]) == [14]
-    assert store.memory.counters.demotions == 1
-    assert get(store, range(15)) == 15
-
-
-def test_what_outlived_its_time_does_not_move_down(bench: Bench) -> None:
-    place = bench.disk()
-    front = MemorySpec(MemoryBackend(16 * PAGE), ttl=1000.0)
-    store = bench.store(front, place, policy=Exclusive())
-    put(store, range(8))
-    later = store.memory.catalogue._clock() + 2000
-    store.memory.catalogue._clock = lambda: later
-    put(store, range(8, 16))
-    settle(store)
-    assert above(store) == [*range(6), *range(8, 16)]
-    assert there(store.tiers[0]) == []
-    assert get(store, range(8, 16)) == 8
-    assert get(store, range(1)) == 0
-
-
 class Closing(Planner):
     """Memory is closed, by another thread say, at the instant when a block is to move down."""
 
@@ -179,20 +146,6 @@ def closing(monkeypatch: pytest.MonkeyPatch) -> type[Closing]:
     monkeypatch.setattr(tiered, "Planner", Closing)
     monkeypatch.setattr(Closing, "memory", None)
     return Closing
-
-
-def test_memory_that_is_closed_in_the_middle_of_a_flush(
-    bench: Bench, closing: type[Closing]
-) -> None:
-    """Whoever flushes is told; the block is not said to be on its way for ever."""
-    front = MemorySpec(MemoryBackend(8 * PAGE))
-    store = TieredStore(front, [bench.spec(bench.disk())], Exclusive())
-    put(store, range(4))
-    closing.memory = front.backend
-    with pytest.raises(BackendFailed, match="is closed"):
-        store.flush(10)
-    assert not store._queue._pending
-    store.close()
 
 
 def test_a_store_that_is_closed_in_the_middle_of_a_flush(

@@ -43,21 +43,7 @@ def test_a_load_that_does_not_pay_tells_both_times() -> None:
     assert late.detail == "overtaken: loading would have taken 12346 ms, computing 0.5 ms"
 
 
-# --- the map ---------------------------------------------------------------------------------
-
-
 # --- one tier of memory ----------------------------------------------------------------------
-
-
-def test_evicted_from_memory(bench: Bench) -> None:
-    store = bench.store(4)
-    put(store, range(4))
-    put(store, [9])
-    gone = [number for number in range(4) if loss(store, number) is not None]
-    assert gone == [3]
-    assert told(store, 3) == ("memory", "evicted", "lru")
-    put(store, [3])
-    assert loss(store, 3) is None
 
 
 def test_no_room_in_memory(bench: Bench) -> None:
@@ -67,17 +53,6 @@ def test_no_room_in_memory(bench: Bench) -> None:
     written = put(store, range(10, 16))
     assert len(written.kept) < 6
     assert told(store, 15) == ("memory", "dropped", "no room")
-
-
-def test_removed_and_cleared(bench: Bench) -> None:
-    store = bench.store(8, bench.disk())
-    put(store, [1, 2])
-    settle(store)
-    store.remove([name(1), name(5)])
-    assert told(store, 1) == ("memory", "removed", "removed")
-    assert told(store, 5) == ("", "never", "")
-    store.clear(name(2)[:16])
-    assert told(store, 2)[1:] == ("removed", "cleared")
 
 
 def test_its_time_was_over(bench: Bench) -> None:
@@ -112,17 +87,6 @@ def test_gone_from_memory_and_there_below(bench: Bench) -> None:
         settle(store)
     assert store.memory.counters.evictions == 4
     assert [loss(store, number) for number in range(8)] == [None] * 8
-
-
-def test_evicted_below(bench: Bench) -> None:
-    tier = bench.spec(bench.disk(3))
-    store = bench.store(2, tier)
-    tier = store.tiers[0]
-    for number in range(6):
-        put(store, [number])
-        settle(store)
-    assert told(store, 0) == (tier.name, "evicted", "lru")
-    assert loss(store, 5) is None
 
 
 def test_a_demotion_that_arrived_is_no_loss(bench: Bench) -> None:
@@ -190,21 +154,6 @@ def test_a_write_failed(bench: Bench) -> None:
     assert told(store, 1) == (tier.name, "dropped", "write failed")
 
 
-def test_no_room_below(bench: Bench) -> None:
-    place = bench.disk(4)
-    tier = bench.spec(place)
-    store = bench.store(2, tier)
-    tier = store.tiers[0]
-    put(store, [1])
-    settle(store)
-    place.fill_up()
-    put(store, [2])
-    settle(store)
-    put(store, [3, 4])
-    settle(store)
-    assert told(store, 2) == (tier.name, "dropped", "no room")
-
-
 def test_written_while_the_tier_was_left_alone(bench: Bench) -> None:
     place = bench.disk()
     tier = bench.spec(place, breaker_limit=1, pause=30.0)
@@ -219,18 +168,6 @@ def test_written_while_the_tier_was_left_alone(bench: Bench) -> None:
     settle(store)
     assert told(store, 1) == (tier.name, "dropped", "write failed")
     assert told(store, 2) == (tier.name, "dropped", "breaker")
-
-
-def test_damaged(bench: Bench) -> None:
-    place = bench.disk()
-    store = _below_only(bench, bench.spec(place), range(3))
-    tier = store.tiers[0]
-    place.flip(times=1)
-    assert get(store, range(3)) < 3
-    settle(store)
-    damaged = [number for number in range(3) if loss(store, number) is not None]
-    assert len(damaged) == 1
-    assert told(store, damaged[0])[:2] == (tier.name, "damaged")
 
 
 def test_the_place_has_lost_it(bench: Bench) -> None:
@@ -259,19 +196,6 @@ def test_a_record_that_is_not_for_us(bench: Bench) -> None:
 # --- tiers that do not answer ----------------------------------------------------------------
 
 
-def test_a_tier_that_is_left_alone_hides_what_it_has(bench: Bench) -> None:
-    place = bench.memory(8)
-    store = _below_only(bench, bench.spec(place, breaker_limit=1, pause=0.2), range(2))
-    tier = store.tiers[0]
-    place.fail("get")
-    assert get(store, [0]) == 0
-    assert told(store, 0) == (tier.name, "unavailable", "breaker")
-    assert told(store, 9) == ("", "never", "")  # nobody else writes there: it is known
-    place.heal()
-    until(lambda: get(store, [0]) == 1)
-    assert loss(store, 1) is None
-
-
 def test_a_place_of_others_may_have_anything(bench: Bench) -> None:
     place = bench.disk(None)  # without a budget it is asked each time
     tier = bench.spec(place, breaker_limit=1, pause=30.0)
@@ -297,20 +221,6 @@ def test_what_a_tier_lost_itself_is_told_while_it_is_away(bench: Bench) -> None:
     assert told(store, 3)[:2] == (tier.name, "unavailable")
 
 
-def test_a_failure_since_then(bench: Bench) -> None:
-    place = bench.disk()
-    store = _below_only(bench, bench.spec(place, breaker_limit=100), range(2))
-    tier = store.tiers[0]
-    began = time.time()
-    place.fail("get", times=1)
-    assert get(store, [0]) == 0
-    assert loss(store, 0) is None
-    tier_name, what, detail = told(store, 0, began)
-    assert (tier_name, what) == (tier.name, "unavailable")
-    assert detail.startswith("get failed")
-    assert loss(store, 0, time.time() + 1) is None
-
-
 def test_late_since_then(bench: Bench) -> None:
     place = bench.disk()
     store = _below_only(bench, bench.spec(place, timeout=SHORT, breaker_limit=100), range(2))
@@ -319,18 +229,6 @@ def test_late_since_then(bench: Bench) -> None:
     place.hang("get")
     assert get(store, [0]) == 0
     assert told(store, 0, began) == (tier.name, "late", "no answer")
-    place.heal()
-
-
-def test_who_hangs_is_named_before_its_time_is_over(bench: Bench) -> None:
-    place = bench.disk()
-    store = _below_only(bench, bench.spec(place, timeout=30.0), range(2))
-    tier = store.tiers[0]
-    began = time.time()
-    place.hang("get")
-    assert get(store, [0], deadline=0.1) == 0
-    assert told(store, 0, began) == (tier.name, "late", "no answer")
-    assert loss(store, 0) is None
     place.heal()
 
 

@@ -20,10 +20,8 @@ from tier_bench import (
 
 from kvkeep.core.errors import BackendFailed
 from kvkeep.store.backends.memory import MemoryBackend
-from kvkeep.store.tiers import Exclusive
 from kvkeep.store.tiers.catalogue import Catalogue
 from kvkeep.store.tiers.known import KnownBlocks
-from kvkeep.store.tiers.listing import Listing
 from kvkeep.store.tiers.record_codec import RecordCodec
 
 if TYPE_CHECKING:
@@ -141,21 +139,6 @@ def test_a_fault_of_ours_that_a_backend_wraps(bench: Bench) -> None:
     tier.backend.close()
 
 
-def test_a_fault_of_ours_while_listing(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    place = bench.disk()
-    tier = bench.tier(place, breaker_limit=1, pause=60.0)
-    with monkeypatch.context() as patch:
-        patch.setattr(Listing, "_records", broken)
-        tier.reading.submit(tier.relist)
-        assert tier.reading.wait(10)
-    assert len(planted(caplog)) == 1
-    assert tier.breaker.opened == tier.counters.errors == 0
-    tier.relist()
-    assert tier._listing.complete
-
-
 @pytest.mark.parametrize(
     ("error", "level"), [(OSError("broken"), logging.INFO), (KeyError("a bug"), logging.ERROR)]
 )
@@ -184,29 +167,3 @@ def test_ctrl_c_in_a_call_closes_and_charges_nothing(bench: Bench) -> None:
     assert call.failed
     assert tier.breaker.opened == tier.counters.errors == 0
     assert not calls.running
-
-
-def test_a_fault_of_ours_while_demoting(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The victims are deleted, their demotions counted as dropped, and nothing stays pending."""
-    store = bench.store(20, bench.memory(4), bench.memory(64), policy=Exclusive())
-    upper, lower = store.tiers
-    for number in range(22):
-        put(store, [number], wait=20)
-    settle(store)
-    before = len(lower.catalogue)
-    with monkeypatch.context() as patch:
-        patch.setattr(RecordCodec, "decode_alone", broken)
-        for number in range(22, 26):
-            put(store, [number], wait=20)
-        settle(store)
-    assert planted(caplog)
-    assert len(lower.catalogue) == before
-    assert upper.counters.demotions_dropped == len(planted(caplog))
-    assert sorted(item.block for item in upper.backend.list()) == sorted(upper.catalogue.blocks())
-    assert not len(store._queue)
-    assert upper.breaker.opened == lower.breaker.opened == 0
-
-
-# --- deletions beside writes and reads -------------------------------------------------------

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 from tier_bench import PAGE, RAW, Bench, content, get, name, put, settle, there, until
 
-from kvkeep.bench.replay.tiers import Level, TierSimulator
-from kvkeep.store.tiers import Exclusive, Inclusive, Tier, TieredStore
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+from kvkeep.store.tiers import Inclusive, Tier, TieredStore
 
 
 def written_one_by_one(store: TieredStore, tier: Tier, numbers: range) -> None:
@@ -121,26 +115,6 @@ def test_what_a_read_writes_pushes_out_nothing_of_it(bench: Bench) -> None:
     assert there(tiers[0]) == list(range(8))
 
 
-def test_it_lets_go_when_a_put_fails(bench: Bench) -> None:
-    place = bench.disk(8)
-    tier = bench.spec(place)
-    store = bench.store(16, tier)
-    tier = store.tiers[0]
-    put(store, range(4), wait=20)
-
-    def fill(at: int, raw: memoryview) -> None:
-        if at == 6:
-            raise KeyboardInterrupt
-        raw[:] = content(name(at))
-
-    with pytest.raises(KeyboardInterrupt):
-        store.write([name(number) for number in range(8)], [RAW] * 8, fill)
-    settle(store)
-    put(store, range(30, 38), wait=20)
-    settle(store)
-    assert there(tier) == list(range(30, 38))
-
-
 def test_a_place_that_fails_lets_go(bench: Bench) -> None:
     place = bench.disk(8)
     tier = bench.spec(place)
@@ -185,43 +159,3 @@ def test_an_end_does_not_keep_out_its_beginning(bench: Bench, quota: bool) -> No
     put(store, range(12), wait=20)
     settle(store)
     assert there(tier) == list(range(8))
-
-
-def test_it_lets_go_when_a_read_fails(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiers that take blocks at their second use get them from a read, which Ctrl-C ends."""
-    tier = bench.spec(bench.disk(8))
-    store = bench.store(16, tier, policy=Inclusive(admit_after=2))
-    tier = store.tiers[0]
-    put(store, range(4), wait=20)
-    read = store._levels.planner.read
-
-    def interrupted(blocks: Sequence[bytes]) -> Iterator[bytes]:
-        for block in read(blocks):
-            if block == name(2):
-                raise KeyboardInterrupt
-            yield block
-
-    monkeypatch.setattr(store._levels.planner, "read", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        get(store, range(4))
-    monkeypatch.undo()
-    settle(store)
-    assert there(tier) == [0, 1]
-    assert not [one for one in tier.catalogue._table.blocks.values() if one.held]
-
-
-def test_what_goes_down_for_it_pushes_out_nothing_of_it(bench: Bench) -> None:
-    """The end of a prompt is put to memory, whose oldest move to where its beginning lies."""
-    tier = bench.spec(bench.memory(8), writers=1)
-    store = bench.store(20, tier, policy=Exclusive())
-    tier = store.tiers[0]
-    simulated = TierSimulator([Level("m", 20), Level("d", 8)], Exclusive(), ahead=True)
-    for numbers in (range(4), range(20, 28), range(30, 38), range(40, 44), range(50, 54)):
-        written_one_by_one(store, tier, numbers)
-        simulated.put([name(number) for number in numbers])
-    assert there(tier) == [0, 1, 22, 23, 24, 25, 26, 27]
-    written_one_by_one(store, tier, range(12))
-    simulated.put([name(number) for number in range(12)])
-    assert there(tier) == [0, 1, 30, 31, 32, 33, 34, 35]
-    assert {name(number) for number in there(tier)} == {*simulated._levels[1].catalogue.blocks()}
-    assert get(store, range(12)) == 12

@@ -187,25 +187,6 @@ def test_a_block_that_finds_no_room_in_memory_is_handed_out_all_the_same(bench: 
     behind.heal()
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_a_sink_that_raises_leaks_nothing(error: type[BaseException], bench: Bench) -> None:
-    behind = bench.disk()
-    store = below(bench, behind, 8)
-
-    def sink(at: int, raw: memoryview) -> None:
-        del raw
-        if at == 3:
-            raise error
-
-    blocks = [name(number) for number in range(8)]
-    with pytest.raises(error):
-        store.read(blocks, [RAW] * 8, sink)
-    settle(store)
-    assert store.memory.backend.leased == 0
-    assert not store._reader._reads
-    assert get(store, range(8)) == 8
-
-
 # --- prefetch --------------------------------------------------------------------------------
 
 

@@ -14,7 +14,6 @@ from kvkeep.core.keys import chain_keys
 from kvkeep.core.returns import Ended
 from kvkeep.core.tokens import TOKEN_BYTES
 from kvkeep.store.tiers import Chain
-from kvkeep.store.tiers import conversations as module
 from kvkeep.store.tiers.conversations import Conversations, SharedReturns
 
 SIZE, SLACK = 4, 5
@@ -202,22 +201,6 @@ def test_long_answers_are_compared_by_blocks_behind_their_first_tokens() -> None
     one.ended(chain([*prompt, *answer]), 8, Ended(), "a")
     one.requested(chain([*prompt, *answer, 5]))
     assert one.learned[1:] == [("a", None, 3000, 3000)]
-
-
-def test_memory_is_bounded(monkeypatch: Any) -> None:
-    monkeypatch.setattr(module, "_MOST", 20)
-    monkeypatch.setattr(module, "_MOST_BYTES", 1500)
-    one = talks()
-    for at in range(60):
-        tokens = [at, *range(at % 30)]
-        one.ended(chain(tokens, rows=bool(at % 3)), at % 30, Ended(), at)
-        one.check()
-    assert len(one) <= 20
-    assert len(one._places) <= 20
-    assert len(one.returns) == len(one)
-    one.clear()
-    assert not len(one.returns)
-    one.check()
 
 
 def test_removed_prompts_are_forgotten() -> None:

@@ -96,35 +96,6 @@ def test_nor_while_it_is_being_written(bench: Bench) -> None:
     assert get(store, [3]) == 1
 
 
-def test_a_record_whose_new_write_fails_is_still_deleted(bench: Bench) -> None:
-    store, tier, place = full(bench)
-    place.fail("delete", times=1)
-    store.remove([name(3)])
-    place.fail("put", times=1)
-    put(store, [3], wait=LONG)
-    settle(store)
-    assert tier._known.undeleted == [name(3)]
-    store.memory.remove([name(3)])
-    put(store, [100], wait=LONG)
-    settle(store)
-    assert there(tier) == [0, 1, 2, 4, 5, 6, 7, 100]
-
-
-def test_what_a_listing_finds_again_is_evicted_as_any_other(bench: Bench) -> None:
-    store, tier, place = full(bench)
-    place.fail("delete", times=1)
-    put(store, [100], wait=LONG)
-    settle(store)
-    (left,) = tier._known.undeleted
-    tier.relist()
-    assert left in tier.catalogue
-    put(store, [101], wait=LONG)
-    settle(store)
-    assert tier._known.undeleted == []
-    assert len(there(tier)) == ROOM
-    assert {*there(tier)} == {int.from_bytes(one[16:], "big") for one in tier.catalogue.blocks()}
-
-
 def test_a_flush_does_not_wait_for_blocks_that_expired_in_memory(bench: Bench) -> None:
     front = MemorySpec(MemoryBackend(8 * PAGE), ttl=0.05)
     store = bench.store(front, bench.spec(bench.memory(ROOM)), policy=Exclusive())
