@@ -26,7 +26,7 @@ from kvkeep import KVKeepError, PagedCache
 from kvkeep.core.eviction import POLICIES
 from kvkeep.core.keys import as_namespace
 from kvkeep.core.pages.layout import GroupLayout, StateSpec, WindowSpec
-from kvkeep.core.prefix import trails as trails_module
+from kvkeep.core.prefix import tree as tree_module
 from kvkeep.core.prefix.node import Node
 from kvkeep.core.tokens import as_tokens
 from prompt_recipes import recipes
@@ -404,7 +404,7 @@ def test_a_path_that_there_is_no_memory_to_join_stays_as_it_is(
     scarce: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever copy fails, no trail has other pages than its runs."""
-    place = trails_module if scarce == "joined" else trails_module.RunTrail
+    place = tree_module if scarce == "joined" else tree_module.RunTrail
     enough = getattr(place, scarce)
     for most in range(40):
         left = iter(range(most))

@@ -16,7 +16,7 @@ from kvkeep.core.errors import IllegalStep, InvalidValue
 from kvkeep.store import KVStore
 from kvkeep.store.backends.disk import DiskBackend
 from kvkeep.store.backends.memory import MemoryBackend
-from kvkeep.store.kv.removal import Followers
+from kvkeep.store.kv.kept import Followers
 from kvkeep.store.tiers import Exclusive, Inclusive
 
 if TYPE_CHECKING:

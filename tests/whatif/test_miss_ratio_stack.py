@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.core.miss_ratio.stack import COLD, Stack
+from kvkeep.core.miss_ratio.curve import COLD, Stack
 
 # A prompt is a path in a tree where each block has two or three that can follow it.
 PATHS = st.lists(st.integers(0, 2), max_size=9)
