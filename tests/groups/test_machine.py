@@ -191,7 +191,7 @@ class GroupMachine(RuleBasedStateMachine):
     @rule(
         session=st.sampled_from(["one", "other"]),
         space=SPACES,
-        hint=st.sampled_from(["suspend", "supersede", "close"]),
+        hint=st.sampled_from(["suspend", "close"]),
     )
     def hint(self, session: str, space: str, hint: str) -> None:
         """`check` recounts the pages of sessions."""
@@ -207,7 +207,7 @@ class GroupMachine(RuleBasedStateMachine):
         if hint == "suspend":
             assert one.suspend(eta=60) in {0, own}
         else:
-            assert (one.supersede() if hint == "supersede" else one.close()) == own
+            assert one.close() == own
 
     # --- memory ----------------------------------------------------------------------------------
 
