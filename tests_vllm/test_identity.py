@@ -25,7 +25,7 @@ from kvkeep.integrations.vllm.naming import revision_of
 from kvkeep.integrations.vllm.numbers import numbers_of
 from kvkeep.integrations.vllm.worker import WorkerSide
 from kvkeep.store.identity import model_identity
-from kvkeep.store.identity.neutral import NEUTRAL_CONFIG
+from kvkeep.store.identity.values import NEUTRAL_CONFIG
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -14,7 +14,8 @@ import time
 
 from kvkeep.core.errors import OutOfRoom
 from kvkeep.store.backends.buffers import aligned
-from kvkeep.store.backends.disk import DiskBackend, usage
+from kvkeep.store.backends.disk import DiskBackend
+from kvkeep.store.backends.disk import backend as disk_backend
 
 KEYS = 12
 SIZES = (90, 5000, 70_000)  # of one unit, of more, and large enough for direct I/O
@@ -100,7 +101,7 @@ def fork_in_use(path: str, capacity: int, who: int, seed: int, steps: int) -> No
 
 def recount(path: str, capacity: int, who: int, seed: int, steps: int) -> None:
     """Open the directory as if it were large, and count it while other processes write."""
-    usage.SMALL = 0
+    disk_backend.SMALL = 0
     for _ in range(steps):
         for _record in DiskBackend(path, capacity).list():
             time.sleep(0.0002)

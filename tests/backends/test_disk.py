@@ -342,7 +342,7 @@ def test_a_full_store_notices_files_deleted_by_hand(
     file_of(backend, A).unlink()
     with pytest.raises(OutOfRoom):
         put(backend, B, content(B, 1, 900_000))
-    monkeypatch.setattr(disk.usage, "RECOUNT_AFTER", 0.0)
+    monkeypatch.setattr(disk.backend, "RECOUNT_AFTER", 0.0)
     put(backend, B, content(B, 1, 900_000))
     assert backend.used() == 220 * UNIT
 

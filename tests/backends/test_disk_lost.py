@@ -83,7 +83,7 @@ def test_the_next_put_restores_it(
     tmp_path: Path, way: Callable[[Path], None], small: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not small:
-        monkeypatch.setattr("kvkeep.store.backends.disk.usage.SMALL", 0)
+        monkeypatch.setattr("kvkeep.store.backends.disk.backend.SMALL", 0)
     root = tmp_path / "store"
     backend = DiskBackend(root, 16 << 20)
     for block in (A, B):

@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvkeep.core.errors import OutOfRoom
-from kvkeep.store.backends.disk import DiskBackend, directory, usage
+from kvkeep.store.backends.disk import DiskBackend, directory
+from kvkeep.store.backends.disk import backend as disk_backend
 from kvkeep.store.backends.disk.recount import Recount
 from kvkeep.testing.backend_hooks import block_id, put
 
@@ -32,7 +33,7 @@ NEW, FAR = block_id(4), block_id(5, space=2)
 @pytest.fixture(autouse=True)
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """One file makes a directory large."""
-    monkeypatch.setattr(usage, "SMALL", 0)
+    monkeypatch.setattr(disk_backend, "SMALL", 0)
 
 
 @pytest.fixture

@@ -144,7 +144,7 @@ def test_a_request_that_breaks_a_pin_looks_at_no_other(prefix: str) -> None:
     flat(cost)
 
 
-@pytest.mark.parametrize("look", ["stats", "num_tokens", "unpin_node"])
+@pytest.mark.parametrize("look", ["stats", "num_tokens"])
 def test_looking_at_pins_looks_at_no_other(look: str) -> None:
     def cost(count: int) -> int:
         cache = PagedCache(8 * count, SIZE)
@@ -154,15 +154,9 @@ def test_looking_at_pins_looks_at_no_other(look: str) -> None:
         for i in range(count):
             cache.pin(store(cache, 1000 + i))
         pin = cache.pin(store(cache, 0))
-        assert pin.spot is not None
-        top = pin.spot.node
         if look == "stats":
             return steps(cache.stats)
-        if look == "num_tokens":
-            return steps(lambda: pin.num_tokens)
-        inspector = cache._inspector
-        inspector._find = lambda number: top  # type: ignore[method-assign]  # a walk over all runs
-        return steps(lambda: cache.unpin_node(top.id))
+        return steps(lambda: pin.num_tokens)
 
     flat(cost)
 

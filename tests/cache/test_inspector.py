@@ -94,8 +94,6 @@ def test_the_chain_index_shows_keys():
     assert (run.head, len(run.key)) == (None, 4)
     view = cache.node(run.id)
     assert (view.tokens, view.page_ids.tolist()) == (None, [0, 1])
-    cache.pin_node(run.id)
-    assert cache.stats().pinned_pages == 2
 
 
 def test_a_cache_without_anything():
@@ -161,29 +159,6 @@ def test_eviction_is_told_and_leaves_what_is_used(cache):
     cache.check()
 
 
-def test_a_pin_by_number_is_a_pin_like_others():
-    clock = Clock()
-    cache = PagedCache(100, PAGE, clock=clock)
-    store(cache, [1, 1, 2, 2, 0])
-    (number,) = ids(cache).values()
-    timed = cache.pin_node(number, ttl=5)
-    cache.pin([1, 1, 2, 2])
-    hard = cache.pin([1, 1, 2, 2], hard=True)
-    assert cache.stats().pins == 3
-    assert cache.node(number).node.pins == 2
-    clock.now += 6
-    assert timed.num_tokens == 0
-    assert cache.map("").nodes[0].pins == 1
-    assert cache.unpin_node(number) == 1  # also the one that was made otherwise; hard ones stay
-    assert cache.stats().pins == 1
-    assert cache.evict_below(number) == 0
-    cache.unpin(hard)
-    for wrong in (0, -1, float("nan")):
-        with pytest.raises(InvalidValue, match="ttl"):
-            cache.pin_node(number, ttl=wrong)
-    cache.check()
-
-
 # --- many ----------------------------------------------------------------------------------------
 
 
@@ -231,9 +206,6 @@ def test_maps_are_made_while_requests_come_and_go(monkeypatch):
     def change(rng):
         (*_, node) = cache.map("a", nodes=int(rng.integers(1, 9))).nodes or [None]
         if node is not None and not node.hidden:
-            if rng.random() < 0.7:
-                cache.pin_node(node.id, ttl=0.01)
-                cache.unpin_node(node.id)
             cache.evict_below(node.id)
 
     threads = [

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvkeep import IllegalStep, OutOfPages, PagedCache
-from kvkeep.core.cache.lifecycle import STEPS, SequenceState
+from kvkeep.core.cache.copies import STEPS, SequenceState
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -27,8 +27,7 @@ from kvkeep.core.pages import PagePool
 from kvkeep.core.prefix.base import PrefixIndex
 from kvkeep.core.prefix.chain import ChainIndex, _KeyEncoder
 from kvkeep.core.prefix.radix import RadixIndex
-from kvkeep.core.prefix.trails import Trails
-from kvkeep.core.prefix.tree import RunTree
+from kvkeep.core.prefix.tree import RunTree, Trails
 
 if TYPE_CHECKING:
     from collections.abc import Callable

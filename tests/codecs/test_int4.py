@@ -23,8 +23,8 @@ from test_quantised import HALF_ULP, any_block
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.geometry import DTYPES
 from kvkeep.store.codecs import BlockShape, Damaged, make_codec
-from kvkeep.store.codecs.planes import BITS, PLANES, pack, padded, plane_bytes, unpack
-from kvkeep.store.codecs.rotation import find_base, turn, turns
+from kvkeep.store.codecs.grids import BITS, PLANES, pack, padded, plane_bytes, unpack
+from kvkeep.store.codecs.int4 import find_base, turn, turns
 
 SETTINGS = ("int4",)
 

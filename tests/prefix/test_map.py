@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from kvkeep import Namespace
 from kvkeep.core.eviction import LRU
 from kvkeep.core.prefix import ChainIndex, RadixIndex
+from kvkeep.core.prefix.base import Survey, TreeWalk
 from kvkeep.core.prefix.node import descend
-from kvkeep.core.prefix.walk import Survey, TreeWalk
 from kvkeep.core.tokens import as_tokens
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from kvkeep.core.errors import InvalidValue
 from kvkeep.serve.models import bundled_model
 from kvkeep.store import model_identity
-from kvkeep.store.identity import is_loaded, tensors
+from kvkeep.store.identity import is_loaded, values
 from kvkeep.store.identity.modules import lines_of
 
 
@@ -331,7 +331,7 @@ def test_compiling_does_not_count():
 
 def test_every_byte_is_read(monkeypatch):
     """Also of what is read in pieces: the first, the last, and between."""
-    monkeypatch.setattr(tensors, "PIECE", 64)
+    monkeypatch.setattr(values, "PIECE", 64)
     module = nn.Linear(33, 3)
     with torch.no_grad():
         module.weight.zero_()
@@ -346,9 +346,9 @@ def test_every_byte_is_read(monkeypatch):
 
 def test_tied_memory_is_read_once(monkeypatch):
     read = []
-    digest = tensors._digest
+    digest = values._tensor_digest
     monkeypatch.setattr(
-        tensors, "_digest", lambda name, *how: (read.append(name), digest(name, *how))[1]
+        values, "_tensor_digest", lambda name, *how: (read.append(name), digest(name, *how))[1]
     )
     tied = llama(tie_word_embeddings=True)
     model_identity(tied)

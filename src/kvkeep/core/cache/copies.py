@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.core.cache.lifecycle import SequenceState
+from kvkeep.core.errors import IllegalStep
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from kvkeep.core.pages import PageCopy
     from kvkeep.core.pages.tables import PageArray
 
-__all__ = ["Forks", "PendingCopies"]
+__all__ = ["STEPS", "Forks", "PendingCopies", "SequenceState", "permit"]
 
 
 class Forks:
@@ -158,3 +159,49 @@ class PendingCopies:
         if self.waiting or self._made:
             self._core.unclaim(self.claims(), self)
             self.waiting, self._made = [], []
+
+
+class SequenceState(Enum):
+    """State of a sequence."""
+
+    COPYING = auto()
+    READY = auto()
+    CLOSED = auto()
+
+
+STEPS: dict[SequenceState, dict[str, frozenset[SequenceState]]] = {
+    SequenceState.COPYING: {
+        "copies": frozenset({SequenceState.READY}),
+        "append": frozenset({SequenceState.COPYING}),
+        "fork": frozenset({SequenceState.COPYING}),
+        "truncate": frozenset({SequenceState.COPYING, SequenceState.READY}),
+        "close": frozenset({SequenceState.CLOSED}),
+    },
+    SequenceState.READY: {
+        "copies": frozenset({SequenceState.READY}),
+        "append": frozenset({SequenceState.READY, SequenceState.COPYING}),
+        "fork": frozenset({SequenceState.READY}),
+        "truncate": frozenset({SequenceState.READY}),
+        "publish": frozenset({SequenceState.READY}),
+        "close": frozenset({SequenceState.CLOSED}),
+    },
+    SequenceState.CLOSED: {},
+}
+
+
+_WHY = {
+    (
+        SequenceState.COPYING,
+        "publish",
+    ): "its page copies were not taken; call copies(), make them, then publish",
+}
+
+
+_VERBS = {"copies": "take the copies of"}
+
+
+def permit(state: SequenceState, step: str) -> None:
+    """Raise `IllegalStep` unless ``step`` is legal in ``state``."""
+    if step not in STEPS[state]:
+        why = _WHY.get((state, step), f"it is {state.name.lower()}")
+        raise IllegalStep(f"cannot {_VERBS.get(step, step)} this sequence: {why}")

@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvkeep.core.cache.copies import Forks
+from kvkeep.core.cache.observers import CacheObserver
 from kvkeep.core.cache.pins import PinBoard
-from kvkeep.core.cache.returning import ReturnBoard
 from kvkeep.core.cache.sessions import SessionBoard
 from kvkeep.core.cache.stats import CacheCounters
 from kvkeep.core.errors import InvalidValue, OutOfPages, told
-from kvkeep.core.events import Evicted, frozen
+from kvkeep.core.events import Evicted, Returned, frozen
 from kvkeep.core.prefix.results import EMPTY_PAGES, joined
 from kvkeep.core.prefix.tree import tops
 from kvkeep.core.public import PublicPrefixes
+from kvkeep.core.returns import Returns
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from kvkeep.core.cache.copies import PendingCopies
-    from kvkeep.core.cache.observers import CacheObserver
+    from kvkeep.core.cache.opening import CacheQuery
     from kvkeep.core.cache.sequence import Sequence
     from kvkeep.core.events import Event, Hook
     from kvkeep.core.groups import GroupBoard, GroupLayout
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from kvkeep.core.pages import PageCopy, PagePool
     from kvkeep.core.pages.tables import PageArray
     from kvkeep.core.prefix import PrefixIndex
+    from kvkeep.core.prefix.waits import RunningPrompt
+    from kvkeep.core.returns import Ended
 
 __all__ = ["LEAST_PINS", "Claim", "Core"]
 
@@ -116,7 +119,7 @@ class Core:
         """Rows and states beside the pages; None for a plain model."""
         if groups is not None:
             from kvkeep.core.groups import GroupBoard  # noqa: PLC0415 - only where needed
-            from kvkeep.core.groups.pinned import PinnedGroups  # noqa: PLC0415 - as above
+            from kvkeep.core.groups.units import PinnedGroups  # noqa: PLC0415 - as above
 
             self.groups = index.tree.listener = GroupBoard(groups, pool, index.tree)
             self.pins.groups = PinnedGroups(self.groups, self)
@@ -264,7 +267,7 @@ class Core:
         return len(pages)
 
     def _evict_groups(self, groups: GroupBoard, count: int, reason: str) -> int:
-        from kvkeep.core.groups.eviction import make_room  # noqa: PLC0415 - only where needed
+        from kvkeep.core.groups.units import make_room  # noqa: PLC0415 - only where needed
 
         gone: list[PageArray] = []
 
@@ -398,7 +401,7 @@ class Core:
             sequence.check(stored)
             expected[sequence.unpublished] += 1
         if self.groups is not None:
-            from kvkeep.core.groups.check import check_groups  # noqa: PLC0415 - as above
+            from kvkeep.core.groups.board import check_groups  # noqa: PLC0415 - as above
 
             kept = [one.groups for one in self.sequences.values() if one.groups is not None]
             kept += self.pins.hard_groups()
@@ -412,3 +415,51 @@ class Core:
         self.marks.check(stored, [sequence.row for sequence in self.sequences.values()])
         for observer in self.observers:
             observer.check()
+
+
+class ReturnBoard(CacheObserver):
+    """Follows the requests of a cache whose policy orders by returns.
+
+    A prompt that extends the end of an earlier request is the return of that conversation; no name
+    is needed. What a longer prompt repeats of the last answer teaches which part of answers is
+    never read; that part of later ones is left behind from the beginning. Cost: about 5 µs a
+    request. Thread safety: none; under the cache's lock.
+    """
+
+    __slots__ = ("_running", "_waits", "returns")
+
+    def __init__(self, index: PrefixIndex, clock: Callable[[], float]) -> None:
+        self.returns = Returns()
+        self._waits = index.tree.keep_waits(self.returns, clock, index.page_size)
+        self._running: dict[int, RunningPrompt] = {}  # by sequence
+
+    def opened(self, sequence: Sequence, query: CacheQuery, cached: PageArray) -> None:
+        """End the wait of the conversation that continues."""
+        page = len(cached)
+
+        def following() -> bytes:
+            return sequence.encoder.pages(sequence.row, page, page + 1)
+
+        assert sequence.hold.end == page
+        self._running[sequence.id] = self._waits.opened(
+            sequence.hold, len(query.tokens), sequence.namespace, following
+        )
+
+    def returned(self, sequence: int) -> Returned | None:
+        """Return what the prompt of a running sequence continued, None for nothing known."""
+        wait = self._running[sequence].before
+        return None if wait is None else Returned(wait.gaps[-1], wait.turns)
+
+    def forked(self, sequence: Sequence, fork: Sequence) -> None:
+        """Let the fork continue the same conversation."""
+        self._running[fork.id] = self._running[sequence.id]
+
+    def closed(self, sequence: Sequence, *, keep: bool, ended: Ended | None) -> None:
+        """Begin to wait for the next request of the conversation."""
+        request = self._running.pop(sequence.id)
+        hold = sequence.hold
+        if not keep or hold.parent is None:
+            return
+        tokens = max(0, sequence.num_tokens - request.tokens)
+        first = int(sequence.row[request.tokens]) if tokens else None
+        self._waits.closed(hold, request, tokens, ended, first)

@@ -13,20 +13,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvkeep.core.cache.views import CacheMap, MapNode, NodeView
-from kvkeep.core.errors import InvalidValue, NotCached, number, whole
-from kvkeep.core.keys import Namespace, as_namespace
-from kvkeep.core.prefix.results import PrefixMatch
-from kvkeep.core.prefix.walk import Survey
+from kvkeep.core.errors import NotCached, whole
+from kvkeep.core.keys import as_namespace
+from kvkeep.core.prefix.base import Survey
 from kvkeep.core.tokens import TOKEN_BYTES, TOKEN_DTYPE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvkeep.core.cache.core import Core
-    from kvkeep.core.cache.pins import Pin
     from kvkeep.core.extras import Extras
     from kvkeep.core.keys import NamespaceLike
-    from kvkeep.core.prefix.walk import Numbers, TreeWalk
+    from kvkeep.core.prefix.base import Numbers, TreeWalk
     from kvkeep.core.tokens import TokenArray
 
     Head = tuple[TokenArray | None, bytes]
@@ -124,11 +122,14 @@ def hidden_nodes(survey: Survey, rows: Numbers, *, bare: bool) -> list[MapNode]:
 
 _ALL = 1 << 20
 """Runs visited in one step where the lock is not released in between."""
+
 _STEP = 512
 """Runs visited under the lock at a time, about half a millisecond: a step of an engine takes the
 lock many times, and may wait that long each time."""
+
 _PAUSE_S = 0.0005
 """Pause between two steps, so that a waiting thread gets the lock."""
+
 _HEAD_TOKENS = 80
 _KEY_BYTES = 4
 _MOST_NODES = 10_000
@@ -212,38 +213,6 @@ class Inspector:
                 children=len(top.children),
                 state=core.index.policy.describe(top) if top.end else "",
             )
-
-    def pin(self, node: int, ttl: float | None) -> Pin:
-        """See `PagedCache.pin_node`."""
-        if whole("a node's id", node) < 0:
-            raise InvalidValue("a namespace cannot be pinned; pin what is stored in it")
-        ttl = None if ttl is None else number("ttl", ttl, "some seconds", above=0)
-        top = self._find(node)
-        core = self._core
-        with core:
-            core.pins.expire()
-            self._check(top, node)
-            hold, _ = core.index.hold(
-                PrefixMatch(top.pages, top, top.size), Namespace(), used=False
-            )
-            try:
-                pin = core.pins.add(hold, ttl, hard=False)
-            finally:
-                core.index.release(hold, used=False)
-            core.report_groups(None)
-            return pin
-
-    def unpin(self, number: int) -> int:
-        """See `PagedCache.unpin_node`."""
-        top = self._find(number)
-        core = self._core
-        with core:
-            core.pins.expire()
-            self._check(top, number)
-            ended = core.pins.soft_at(top)
-            for pin in ended:
-                core.pins.end(pin)
-            return len(ended)
 
     def evict_below(self, number: int) -> int:
         """See `PagedCache.evict_below`."""

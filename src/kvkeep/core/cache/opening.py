@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvkeep.core.cache.row import Border, SaltedRow, TokenRow
-from kvkeep.core.cache.sequence import Sequence
+from kvkeep.core.cache.sequence import Border, SaltedRow, Sequence, TokenRow
 from kvkeep.core.cache.sessions import check_name
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.events import Opened

@@ -379,21 +379,6 @@ class PagedCache:
         """
         return self._inspector.evict_below(node)
 
-    def pin_node(self, node: int, *, ttl: float | None = None) -> Pin:
-        """Set a soft pin, as `pin` does, on the path to the end of a run of the `map`.
-
-        Raises `NotCached` for an id that is not cached (any more), `InvalidValue` for a
-        namespace's.
-        """
-        return self._inspector.pin(node, ttl)
-
-    def unpin_node(self, node: int) -> int:
-        """End all soft pins that end with a run of the `map`; return how many.
-
-        Raises `NotCached` for an id that is not cached (any more).
-        """
-        return self._inspector.unpin(node)
-
     def runs(self, namespace: NamespaceLike = "") -> Iterator[PrefixRun]:
         """Return the runs of a namespace, depth first; `kvkeep.core.prefix.render` draws them."""
         with self._core as core:

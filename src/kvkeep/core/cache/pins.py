@@ -7,13 +7,13 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, cast
 
 from kvkeep.core.errors import InvalidValue
-from kvkeep.core.prefix.pinned import Pinned, soft_pins, soft_pins_below
+from kvkeep.core.prefix.pinned import Pinned, soft_pins_below
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvkeep.core.groups import SequenceGroups
-    from kvkeep.core.groups.pinned import PinnedGroups
+    from kvkeep.core.groups.units import PinnedGroups
     from kvkeep.core.prefix import PrefixIndex
 
 __all__ = ["Pin", "PinBoard"]
@@ -169,10 +169,6 @@ class PinBoard:
     def hard_holds(self) -> list[Any]:
         """Return the holds of hard pins."""
         return [pin.hold for pin in self.pins if pin.hard]
-
-    def soft_at(self, place: Any) -> list[Pin]:
-        """Return the soft pins at the end of the run ``place``."""
-        return cast("list[Pin]", soft_pins(place))
 
     def soft_below(self, place: Any) -> list[Pin]:
         """Return the soft pins that end when the run ``place`` and all behind it are evicted."""

@@ -5,7 +5,6 @@
     units.py          element types; amounts of memory and times as text: "24GiB" to bytes and back
     configuration.py  a Hugging Face configuration, as Transformers reads it where it is installed
     huggingface.py    a geometry from it: what each layer caches
-    states.py         the states of layers that are not attention, by family
 
 Needs the standard library only; Transformers is imported late, where it is installed.
 """

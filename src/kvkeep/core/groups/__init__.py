@@ -11,12 +11,9 @@ more than a page.
     plan.py       GroupPlan: sizes and places, from a model's geometry
     tensors.py    GroupedTensors: the memory
     tables.py     SequenceGroups: one sequence; of that, rows.py has its rows, copies.py copies that
-                  wait, mark.py its mark, checkpoints.py its checkpoints: stops.py the planned ones,
-                  unpublished.py those that the tree lacks
-    board.py      GroupBoard: rows and checkpoints of the whole tree; stored.py rows by base page,
-                  checkpoint.py checkpoints of one node, units.py references, loose.py, order.py and
-                  eviction.py which go first, pinned.py what pins keep
-    check.py      recounts everything
+                  wait, and its mark and checkpoints
+    board.py      GroupBoard: rows and checkpoints of the whole tree, and their recount; stored.py
+                  rows by base page, units.py references, what goes first, what pins keep
 """
 
 from __future__ import annotations

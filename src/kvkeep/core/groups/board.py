@@ -7,23 +7,27 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvkeep.core.groups.journal import GroupJournal
+from kvkeep.core.events import GroupsLost, GroupsStored, ResumePoint, frozen
 from kvkeep.core.groups.stored import Checkpoint, NodeCheckpoints, TreeRows, live_pages
 from kvkeep.core.groups.units import TreeUnits
 from kvkeep.core.prefix.node import descend, path_pages
+from kvkeep.core.prefix.results import joined
 from kvkeep.core.prefix.tree import TreeListener
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    import numpy.typing as npt
+
     from kvkeep.core.groups.stored import CheckpointKind, Rows
+    from kvkeep.core.groups.tables import SequenceGroups
     from kvkeep.core.pages import PagePool
     from kvkeep.core.pages.layout import GroupLayout
     from kvkeep.core.pages.tables import PageArray
     from kvkeep.core.prefix.node import Node
     from kvkeep.core.prefix.tree import RunTree
 
-__all__ = ["GroupBoard", "GroupCounters", "GroupStats"]
+__all__ = ["GroupBoard", "GroupCounters", "GroupStats", "check_groups"]
 
 _STEP: Final = 64  # pages that a search for where a request resumes looks at first
 
@@ -383,3 +387,142 @@ class GroupBoard(TreeListener):
         ends = np.zeros_like(there)
         ends[np.array([each.base for each in checkpoints], np.intp)] = True
         assert (ends == self._ends).all(), "an end without a checkpoint, or the other way round"
+
+
+def check_groups(
+    board: GroupBoard,
+    tree: RunTree,
+    sequences: Iterable[SequenceGroups],
+    expected: npt.NDArray[np.int64],
+) -> None:
+    """Assert every invariant; add the references of all groups to ``expected``, by page."""
+    stored: list[PageArray] = []
+    checkpoints: list[Checkpoint] = []
+    nodes: list[Node] = []
+    for root in tree.roots.values():
+        for node, _ in descend(root):
+            if node.parent is not None:
+                _check_node(board, node)
+                checkpoints += node.extra.all
+                nodes.append(node)
+    board.check(nodes, checkpoints)
+    loose: set[int] = set()
+    for rows, needs in zip(board.stored_rows.rows, board.stored_rows.needs, strict=True):
+        stored.append(live_pages(rows))
+        loose |= {int(row) for row in rows[(needs == 0) & (rows[:, 0] >= 0), 0]}
+    stored += [one.state for one in checkpoints if one.state is not None]
+    assert set(board.order) == set(checkpoints), "a checkpoint without a place in the order"
+    assert len(board.order) == len(checkpoints)
+    board.order.check(board.units.is_idle)
+    assert board.loose.firsts() == loose, "the loose rows are not those that no checkpoint needs"
+    for first in board.loose.aside():
+        assert not board.units.is_idle(np.array([first])), "a row is set aside and nobody uses it"
+    _check_needs(board, checkpoints)
+    for sequence in sequences:
+        for pages in sequence.references():
+            np.add.at(expected, pages, 1)
+    counters = board.counters
+    count = sum(int(np.count_nonzero(rows[:, 0] >= 0)) for rows in board.stored_rows.rows)
+    assert count == counters.rows_stored - counters.rows_evicted, "rows are counted wrongly"
+    gone = counters.checkpoints_evicted + counters.checkpoints_replaced
+    assert len(checkpoints) == counters.checkpoints_stored - gone, "a checkpoint was not counted"
+    pages = np.concatenate([np.empty(0, np.int32), *stored])
+    np.add.at(expected, pages, 1)
+    board.units.check(pages)
+
+
+def _check_node(board: GroupBoard, node: Node) -> None:
+    layout, checkpoints = board.layout, node.extra.all
+    pages = [each.page for each in checkpoints]
+    assert pages == sorted(set(pages)), "two checkpoints at one position"
+    for checkpoint in checkpoints:
+        assert checkpoint.node is node
+        assert checkpoint.stored
+        assert node.depth < checkpoint.page <= node.end, "a checkpoint outside its run"
+        assert checkpoint.page % layout.grid == 0
+        assert (checkpoint.state is None) == (layout.state is None)
+    path: list[Node] = []
+    above: Node | None = node
+    while above is not None:
+        path.append(above)
+        above = above.parent
+    every = np.concatenate([each.pages for each in path[::-1]])
+    for start in {0, node.depth, node.end // 2}:
+        assert (path_pages(node, start, node.end) == every[start:]).all(), "wrong pages of a path"
+
+
+def _check_needs(board: GroupBoard, checkpoints: Iterable[Checkpoint]) -> None:
+    expected = [np.zeros_like(needs) for needs in board.stored_rows.needs]
+    for checkpoint in checkpoints:
+        path = path_pages(checkpoint.node, 0, checkpoint.page)
+        for window, first in board.needed(checkpoint.page):
+            expected[window][path[first:]] += 1
+    for needs, right in zip(board.stored_rows.needs, expected, strict=True):
+        assert (needs == right).all(), "wrong needs"
+
+
+class GroupJournal:
+    """Collects changes of rows and checkpoints for the next event; nothing unless it is ``on``.
+
+    Thread safety: none; under the cache's lock.
+    """
+
+    __slots__ = ("_freed", "_lost", "_lost_rows", "_size", "_stored", "_stored_rows", "on")
+
+    def __init__(self, layout: GroupLayout) -> None:
+        self.on = False
+        self._size = layout.page_size
+        self._freed = 0
+        self._stored: list[ResumePoint] = []
+        self._lost: list[ResumePoint] = []
+        self._stored_rows: list[list[PageArray]] = [[] for _ in layout.windows]
+        self._lost_rows: list[list[PageArray]] = [[] for _ in layout.windows]
+
+    def stored_rows(self, window: int, bases: PageArray) -> None:
+        """Note that rows of the base pages ``bases`` were stored."""
+        if self.on:
+            self._stored_rows[window].append(bases)
+
+    def stored(self, checkpoint: Checkpoint) -> None:
+        """Note that a checkpoint was stored."""
+        if self.on:
+            self._stored.append(self._point(checkpoint))
+
+    def lost_rows(self, window: int, bases: PageArray, freed: int) -> None:
+        """Note that rows of ``bases`` went, and ``freed`` pool pages with them."""
+        if self.on:
+            self._lost_rows[window].append(bases)
+            self._freed += freed
+
+    def lost(self, checkpoint: Checkpoint, freed: int) -> None:
+        """Note that a checkpoint went, and ``freed`` pool pages with it."""
+        if self.on:
+            self._lost.append(self._point(checkpoint))
+            self._freed += freed
+
+    def _point(self, checkpoint: Checkpoint) -> ResumePoint:
+        return ResumePoint(checkpoint.base, checkpoint.page * self._size)
+
+    def take_stored(self, sequence: int | None) -> GroupsStored | None:
+        """Return the rows and checkpoints stored for a sequence since the last call; None: none."""
+        if not self._stored and not any(self._stored_rows):
+            return None
+        event = GroupsStored(
+            sequence, tuple(self._stored), tuple(frozen(joined(rows)) for rows in self._stored_rows)
+        )
+        self._stored = []
+        self._stored_rows = [[] for _ in self._stored_rows]
+        return event
+
+    def take_lost(self) -> GroupsLost | None:
+        """Return the rows and checkpoints lost since the last call; None: none."""
+        if not self._lost and not any(self._lost_rows):
+            return None
+        lost = GroupsLost(
+            tuple(self._lost),
+            tuple(frozen(joined(rows)) for rows in self._lost_rows),
+            self._freed,
+        )
+        self._lost, self._freed = [], 0
+        self._lost_rows = [[] for _ in self._lost_rows]
+        return lost

@@ -4,34 +4,36 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from itertools import chain
-from typing import TYPE_CHECKING
+from itertools import chain, pairwise
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
-from kvkeep.core.prefix.check import check_tree
-from kvkeep.core.prefix.heads import common_head
+import numpy as np
+
+from kvkeep.core.prefix.heads import common_head, stored_bytes
 from kvkeep.core.prefix.marks import Marks
-from kvkeep.core.prefix.node import Node, descend
-from kvkeep.core.prefix.results import (
-    Inserted,
-    PrefixMatch,
-    PrefixRun,
-    joined,
-)
+from kvkeep.core.prefix.node import Node, Root, descend
+from kvkeep.core.prefix.results import Inserted, PrefixMatch, PrefixRun, joined
 from kvkeep.core.prefix.tree import RunTree, tops
 from kvkeep.core.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    import numpy.typing as npt
+
     from kvkeep.core.eviction import EvictionPolicy
     from kvkeep.core.keys import Namespace
     from kvkeep.core.pages.tables import PageArray
     from kvkeep.core.prefix.owners import Owner, Owners
     from kvkeep.core.prefix.pinned import Pinned
-    from kvkeep.core.prefix.walk import TreeWalk
     from kvkeep.core.tokens import TokenArray
 
-__all__ = ["Encoder", "PrefixIndex"]
+    Numbers = npt.NDArray[np.int64]
+
+__all__ = ["Encoder", "PrefixIndex", "Survey", "TreeWalk"]
+
+_children = attrgetter("children")
 
 
 class Encoder(ABC):
@@ -343,8 +345,6 @@ class PrefixIndex(ABC):
 
     def walk(self, columns: Iterable[str], top: Namespace | Node | None = None) -> TreeWalk:
         """Return a walk over all nodes, those of one namespace, or a node and its descendants."""
-        from kvkeep.core.prefix.walk import TreeWalk  # noqa: PLC0415 - only maps need it
-
         if isinstance(top, Node):
             return TreeWalk([top], *columns)
         found = [*self._roots.values()] if top is None else tops(self._roots, top)
@@ -376,3 +376,225 @@ class PrefixIndex(ABC):
 
     def __repr__(self) -> str:
         return f"<{self.name} index, {self.num_pages} pages, {self.num_evictable} evictable>"
+
+
+def check_tree(tree: RunTree, holds: list[Node]) -> PageArray:
+    """Assert every invariant of ``tree``, given all holds on it; return the pages stored."""
+    direct = Counter(holds)
+    nodes: list[Node] = []
+    for namespace, root in tree.roots.items():
+        assert root.holders or root.children, f"an empty root of {namespace}"
+        assert root.parent is None
+        assert root.size == root.end == 0
+        _check_children(tree, root, direct.pop(root, 0))
+        for node, _ in descend(root):
+            if node is not root:
+                _check_children(tree, node, direct.pop(node, 0))
+                _check_run(tree, node)
+                nodes.append(node)
+    assert not direct, f"holds on nodes that are not in the tree: {list(direct)}"
+    tree.pins.check(nodes)
+    if tree.owners is not None:
+        tree.owners.check(list(tree.roots.values()))
+    _check_trails(tree, nodes)
+    pages = joined([node.pages for node in nodes])
+    assert len(pages) == tree.num_pages, (len(pages), tree.num_pages)
+    free = [node for node in nodes if not node.holders]
+    evictable = sum(node.size for node in free)
+    assert evictable == tree.num_evictable, (evictable, tree.num_evictable)
+    pinned = [bool(node.pins) for node in free if not node.children]
+    assert pinned.count(False) == len(tree.policy), (pinned.count(False), len(tree.policy))
+    assert pinned.count(True) == len(tree.pinned_leaves)
+    return pages
+
+
+def _check_trails(tree: RunTree, nodes: list[Node]) -> None:
+    """Assert that trails have exactly what their nodes store, and that their bytes are counted."""
+    trails = {node.trail: None for node in nodes if node.trail is not None}
+    counted = 0
+    for trail in trails:
+        assert len(trail.nodes) > 1, "a trail of one run saves no step"
+        assert all(node.trail is trail for node in trail.nodes)
+        for upper, lower in pairwise(trail.nodes):
+            assert lower.parent is upper, "a trail with a gap"
+        assert trail.run == b"".join(node.run for node in trail.nodes)
+        assert stored_bytes(trail.run).startswith(trail.run)
+        assert (trail.pages == joined([node.pages for node in trail.nodes])).all()
+        assert trail.num_bytes <= 2 * (len(trail.run) + trail.pages.nbytes)
+        counted += trail.num_bytes
+    assert sum(len(trail.nodes) for trail in trails) == sum(
+        node.trail is not None for node in nodes
+    ), "a trail keeps a run that is not in the tree"
+    assert counted == tree.trails.num_bytes, (counted, tree.trails.num_bytes)
+
+
+def _check_children(tree: RunTree, node: Node, direct: int) -> None:
+    held = sum(1 for child in node.children.values() if child.holders)
+    assert node.holders == held + direct, f"wrong holders: {node}"
+    for key, child in node.children.items():
+        assert child.parent is node
+        assert child.key == key == bytes(child.run[: tree.unit])
+    if tree.ordered and len(node.children) > 1:
+        assert node.heads is not None
+
+
+def _check_run(tree: RunTree, node: Node) -> None:
+    assert node.parent is not None
+    assert node.size == len(node.pages) > 0
+    assert len(node.run) == node.size * tree.unit
+    assert stored_bytes(node.run).startswith(node.run)
+    assert node.end == node.parent.end + node.size
+    assert node.depth == node.parent.end
+    above = node.parent.namespace
+    assert node.namespace == above or (above.scope and not node.namespace.scope), (
+        "a public run behind a private one, or a run of one tenant behind another's"
+    )
+
+
+class TreeWalk:
+    """A walk over trees in steps, parents before children, level by level.
+
+    ``columns`` names the node fields to record. The tree may change between two steps: nodes
+    evicted before they are visited count as `gone`, nodes stored meanwhile may be missing, and so
+    may the new front of a run that is split. A front that is joined with its end before the visit
+    appears as the joined run. Without such changes, or with a single step, the result is exact.
+
+    Thread safety: `step` and `find` run under the cache's lock, everything else anywhere. The walk
+    keeps visited nodes alive: drop it soon. Cost: about 1 µs a node, bound by memory access.
+    """
+
+    def __init__(self, tops: list[Node], *columns: str) -> None:
+        self.nodes = list(tops)
+        self.columns: dict[str, list[Any]] = {name: [] for name in columns}
+        self._readers = [(self.columns[name], attrgetter(name)) for name in columns]
+        self._tops = len(tops)
+        self._next = 0
+        self._counts: list[int] = []  # children of each node
+
+    @property
+    def done(self) -> bool:
+        """Whether all nodes were visited."""
+        return self._next == len(self.nodes)
+
+    def step(self, most: int) -> list[Node]:
+        """Visit and return the next nodes, ``most`` at most."""
+        start = self._next
+        chunk = self.nodes[start : start + most]
+        for place in range(max(start, self._tops), start + len(chunk)):
+            if self.nodes[place].parent is None:
+                self.nodes[place] = chunk[place - start] = _now(self.nodes[place])
+        self._next += len(chunk)
+        for noted, read in self._readers:
+            noted.extend(map(read, chunk))
+        below = list(map(_children, chunk))
+        self._counts.extend(map(len, below))
+        self.nodes.extend(chain.from_iterable(map(dict.values, filter(None, below))))
+        return chunk
+
+    def find(self, number: int, most: int) -> Node | None:
+        """Visit the next nodes, ``most`` at most; return the one with id ``number`` if it is among
+        them.
+        """
+        for node in self.step(most):
+            if node.id == number:
+                return node
+        return None
+
+    def parents(self) -> Numbers:
+        """Return the row of each node's parent, -1 for the tops; never decreasing."""
+        assert self.done
+        parents = np.full(len(self.nodes), -1)
+        parents[self._tops :] = np.repeat(
+            np.arange(len(self._counts)), np.array(self._counts, np.int64)
+        )
+        return parents
+
+    def numbers(self, column: str) -> Numbers:
+        """Return a recorded column of integers as an array."""
+        return np.array(self.columns[column], np.int64)
+
+    def ids(self) -> Numbers:
+        """Return the node ids; needs the columns ``serial`` and ``end``."""
+        serials = self.numbers("serial")
+        return np.where(self.numbers("end") > 0, serials, -serials)
+
+    def gone(self) -> npt.NDArray[np.bool_]:
+        """Return which nodes were evicted when visited; needs ``parent`` and ``end``."""
+        orphans = np.array([parent is None for parent in self.columns["parent"]], np.bool_)
+        return orphans & (self.numbers("end") > 0)
+
+
+def _now(front: Node) -> Node:
+    """Return the run that ``front`` was joined into, still its only child; else ``front``."""
+    while front.parent is None and front.children:
+        (front,) = front.children.values()
+    return front
+
+
+class Survey:
+    """A tree as columns: one row a node, parents first; roots are rows without pages.
+
+    ``parents`` are rows, -1 for the tops. Rows that are ``gone`` count for nothing. Of a run that
+    was joined with its front after the front was visited, the front's pages count once. ``below_…``
+    are sums over a node and all descendants: of pages, of runs (roots are none), of uses, of pages
+    of groups. With the columns `GROUPS`, ``points`` are the checkpoints of each node; else there
+    are none.
+    """
+
+    COLUMNS = ("parent", "end", "serial", "size", "holders", "pins", "uses")
+    GROUPS = ("group_pages", "points")
+
+    def __init__(self, walk: TreeWalk) -> None:
+        self.nodes = walk.nodes
+        self.parents = walk.parents()
+        self.gone = walk.gone()
+        self.ids = walk.ids()
+        self.holders = walk.numbers("holders")
+        self.pins = walk.numbers("pins")
+        ends, inner = walk.numbers("end"), self.parents >= 0
+        begun = np.where(inner, ends[self.parents], ends - walk.numbers("size"))
+        self.sizes = np.where(self.gone, 0, np.clip(ends - begun, 0, walk.numbers("size")))
+        self.below_pages = self.sizes.copy()
+        self.below_runs = (self.sizes > 0).astype(np.int64)
+        self.below_uses = np.where(self.gone, 0, walk.numbers("uses"))
+        self.points: list[tuple[int, ...]] | None = walk.columns.get("points")
+        grouped = self.points is not None
+        self.group_pages = (
+            np.where(self.gone, 0, walk.numbers("group_pages"))
+            if grouped
+            else np.zeros_like(self.sizes)
+        )
+        self.below_groups = self.group_pages.copy()
+        for start, stop in reversed(self._levels()):
+            above = self.parents[start:stop]
+            summed = [self.below_pages, self.below_runs, self.below_uses]
+            for sums in [*summed, self.below_groups] if grouped else summed:
+                np.add.at(sums, above, sums[start:stop])
+
+    def _levels(self) -> list[tuple[int, int]]:
+        """Return the rows of each level below the tops, as (start, stop)."""
+        levels: list[tuple[int, int]] = []
+        start, stop = 0, int(np.searchsorted(self.parents, 0))
+        while stop < len(self.parents):
+            start, stop = stop, int(np.searchsorted(self.parents, stop))
+            levels.append((start, stop))
+        return levels
+
+    def largest(self, count: int) -> Numbers:
+        """Return the rows of the ``count`` largest subtrees, ascending, closed towards the tops.
+
+        A subtree is no larger than the one that contains it, whose row comes first.
+        """
+        rows = np.argsort(-self.below_pages, kind="stable")[:count]
+        rows = rows[~self.gone[rows]]
+        rows.sort()
+        return rows
+
+    def heads(self, rows: Numbers, size: int) -> list[bytes]:
+        """Return the first ``size`` bytes of symbols of some rows; call it under the lock."""
+        return [bytes(self.nodes[row].run[:size]) for row in rows.tolist()]
+
+    def namespace(self, row: int) -> Namespace | None:
+        """Return the namespace of a row that is a root; None for other rows."""
+        node = self.nodes[row]
+        return node.namespace if isinstance(node, Root) else None

@@ -23,7 +23,7 @@ class ChainIndex(PrefixIndex):
     A key covers all tokens before it, so equal keys are equal prefixes.
 
     Memory: 32 bytes and 4 a page, and about 600 bytes a run; for paths that are kept joined
-    (`kvkeep.core.prefix.trails`) up to 72 bytes a page more. Cost: hashing, 0.4 µs a page once per
+    (`kvkeep.core.prefix.tree`) up to 72 bytes a page more. Cost: hashing, 0.4 µs a page once per
     sequence, then a lookup at memory speed.
     """
 

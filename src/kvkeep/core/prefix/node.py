@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvkeep.core.prefix.heads import Heads
     from kvkeep.core.prefix.owners import Owner
     from kvkeep.core.prefix.pinned import Spot
-    from kvkeep.core.prefix.trails import RunTrail
+    from kvkeep.core.prefix.tree import RunTrail
     from kvkeep.core.prefix.waits import EvictedWaits
 
 __all__ = ["Node", "Root", "descend", "path_pages"]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from kvkeep.core.prefix.node import Node
 
-__all__ = ["Pinned", "Pins", "Spot", "soft_pins", "soft_pins_below"]
+__all__ = ["Pinned", "Pins", "Spot", "soft_pins_below"]
 
 
 class Pinned:

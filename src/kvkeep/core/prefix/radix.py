@@ -24,7 +24,7 @@ class RadixIndex(PrefixIndex):
     """Compares tokens: runs of full pages, and then the first tokens of one page more.
 
     Memory: 4 bytes a token, 4 a page, and about 600 bytes a run. Up to twice the bytes of
-    tokens and pages again for paths that are kept joined (`kvkeep.core.prefix.trails`).
+    tokens and pages again for paths that are kept joined (`kvkeep.core.prefix.tree`).
     """
 
     name = "radix"

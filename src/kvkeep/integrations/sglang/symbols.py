@@ -38,7 +38,7 @@ class SlotIndex(PrefixIndex):
     by its tokens and the one behind them.
 
     Memory: 8 bytes a token, 4 a page, and about 600 bytes a run. Up to twice the bytes of
-    tokens and pages again for paths that are kept joined (`kvkeep.core.prefix.trails`).
+    tokens and pages again for paths that are kept joined (`kvkeep.core.prefix.tree`).
     """
 
     name = "radix"

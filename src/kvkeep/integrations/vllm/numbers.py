@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from vllm import envs
 
-from kvkeep.store.identity.neutral import NEUTRAL_CONFIG
+from kvkeep.store.identity.values import NEUTRAL_CONFIG
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

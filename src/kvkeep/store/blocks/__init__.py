@@ -1,12 +1,11 @@
 """`BlockStore`: opaque bytes under block keys, over tiers; and the base that `KVStore` shares.
 
 store.py    BlockStore
-base.py     what both stores have: life cycle, hooks, pinned memory, sharing by name
+base.py     what both stores have: life cycle, hooks, page-locked memory, sharing by name
 returns.py  follows conversations by their blocks, also for stores in other processes
 shared.py   the shared stores of a process, by name
 stats.py    results and statistics; in which tiers blocks lie
 timing.py   one `Operation` for each put and get
-pinning.py  page-locked memory, which a GPU copies at full speed
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
-from kvkeep.store.blocks.pinning import pin_memory
 from kvkeep.store.blocks.shared import ClosedUse, SharedStores
 from kvkeep.store.blocks.stats import closed_is_illegal, seconds_of
 from kvkeep.store.blocks.timing import Timing
@@ -14,10 +15,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import TracebackType
 
+    from kvkeep.store.backends.memory import MemoryBackend
+    from kvkeep.store.backends.shm import ShmBackend
     from kvkeep.store.blocks.timing import Operation
     from kvkeep.store.tiers import TieredStore
 
 __all__ = ["Store"]
+
+_LOG = logging.getLogger("kvkeep.store")
 
 
 class Store:
@@ -124,3 +129,30 @@ class Store:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def pin_memory(backend: MemoryBackend | ShmBackend) -> Callable[[], None]:
+    """Page-lock the memory of ``backend`` if CUDA is available; return a call that undoes it.
+
+    This allocates all of that memory. If CUDA refuses, copies are slower but right. torch is not
+    imported for this: a process that never imported it copies nothing to a GPU.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return lambda: None
+    memory = torch.frombuffer(backend.region, dtype=torch.uint8)
+    cudart = torch.cuda.cudart()
+    status = int(cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    if status:
+        _LOG.warning("%s could not be pinned: CUDA error %d", backend.describe(), status)
+        # CUDA keeps the error for this thread, and torch would raise it after its next kernel.
+        with suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
+        return lambda: None
+    pinned = [memory]
+
+    def unpin() -> None:
+        if pinned:
+            cudart.cudaHostUnregister(pinned.pop().data_ptr())
+
+    return unpin

@@ -1,16 +1,12 @@
 """Codecs: encode the KV of a block into bytes, and decode it.
 
 base.py        the contract
-named.py       codecs by name and by number
-raw.py         unchanged bytes
+named.py       codecs by name, by number and by kind of record; unchanged bytes
 lossless.py    byte planes and zstd, exact (numcodecs)
-quantised.py   shared by int8 and fp8 (int8.py): one byte a number, one scale a tile (torch)
+quantised.py   int8 and fp8: one byte a number, one scale a tile (torch)
 int4.py        4 bits a number, a scale and a zero point a group (torch): grids.py, which
-               numbers share them · planes.py, codes in bytes · rotation.py, of keys
-frames.py      bytes compressed by zstd: for lossless
-kinds.py       a codec for each kind of record of a store: KV, and states, which stay exact
-encrypted.py   AES-256-GCM around another codec (cryptography)
-keyfile.py     key files
+               numbers share them, and codes in bytes
+encrypted.py   AES-256-GCM around another codec, and key files (cryptography)
 
 `docs/codecs.md` has the formats byte by byte, error bounds and figures.
 """
@@ -18,8 +14,13 @@ keyfile.py     key files
 from __future__ import annotations
 
 from kvkeep.store.codecs.base import BlockShape, Codec, Damaged, OtherKey
-from kvkeep.store.codecs.encrypted import ENCRYPTED, WITHOUT_KEY_ID, inner_number
-from kvkeep.store.codecs.keyfile import generate_key, load_key
+from kvkeep.store.codecs.encrypted import (
+    ENCRYPTED,
+    WITHOUT_KEY_ID,
+    generate_key,
+    inner_number,
+    load_key,
+)
 from kvkeep.store.codecs.named import CODECS, codec_name, codec_of, make_codec
 
 __all__ = [

@@ -1,7 +1,7 @@
 """int4: codes of 4 bits between a group's least and greatest.
 
 The layout is KIVI's (arXiv 2402.02750): keys share a scale along tokens, values along channels, and
-each group has a zero point. Keys are turned back by their rotary embedding first (rotation.py).
+each group has a zero point. Keys are turned back by their rotary embedding first.
 Codes are written in 4 bits; each part of a record names its number, and 2 to 8 bits are read.
 
 Encoded bytes, little-endian:
@@ -13,7 +13,7 @@ Encoded bytes, little-endian:
                 kind 3: base of the rotation, float32
                 exponents of the scales, uint8, then zero points, int8: [rows, runs, width] for
                 kinds 1 and 3, [rows, tokens, width / group] for kind 2; zeros up to a multiple of 8
-                planes (planes.py) of the whole runs [rows, runs, bytes], then of the last run
+                planes (grids.py) of the whole runs [rows, runs, bytes], then of the last run
                 zeros up to a multiple of 8
 
 `docs/codecs.md` says what rows, runs, width and groups are, and bounds the error.
@@ -21,6 +21,8 @@ Encoded bytes, little-endian:
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,16 +32,18 @@ from kvkeep.core.geometry import DTYPES
 from kvkeep.store.codecs.base import Codec, Damaged
 from kvkeep.store.codecs.grids import (
     AS_IS,
+    BITS,
     PER_CHANNEL,
     PER_TOKEN,
     ROTATED,
     Grid,
     PartRows,
+    pack,
+    padded,
     range_error,
+    unpack,
 )
-from kvkeep.store.codecs.planes import BITS, pack, padded, unpack
 from kvkeep.store.codecs.quantised import ALIGNED, aligned, bytes_of
-from kvkeep.store.codecs.rotation import BASES, find_base, turn, turns
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,7 +52,7 @@ if TYPE_CHECKING:
 
     from kvkeep.store.codecs.base import BlockShape
 
-__all__ = ["Int4Codec"]
+__all__ = ["Int4Codec", "find_base", "turn", "turns"]
 
 _KINDS = (AS_IS, PER_CHANNEL, PER_TOKEN, ROTATED)
 _BITS = 4  # of the codes that are written
@@ -56,6 +60,12 @@ _SAMPLE_ROWS = 2
 _FEW_TOKENS = 64  # fewer do not show a rotation
 _SEARCHES = 2  # blocks in which a part's rotation is searched for
 _NEAR_MAXIMUM = 0.25  # of the type's maximum: no sum, difference or rotation overflows
+BASES = (1e3, 1e8)
+"""The smallest and the largest base that is searched for."""
+
+_STEP = 1.03  # between two bases searched: a phase that is wrong by a tenth at the block's end
+_SAMPLE_TOKENS = 128
+_LEAST_SHARE = 0.1  # of the energy that must be in the means, and was not before turning
 
 
 class Int4Codec(Codec):
@@ -261,3 +271,67 @@ class Int4Codec(Codec):
                 if grid.kind == ROTATED:
                     numbers = turn(numbers, cosines[tokens], sines[tokens])
                 grid.rows.put(views, rows, tokens, numbers)
+
+
+@lru_cache(maxsize=16)
+def turns(base: float, tokens: int, dim: int) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines [tokens, dim / 2], float32, of the positions 0 … tokens - 1.
+
+    They are kept for sixteen sizes. Do not alter them.
+    """
+    speeds = base ** (torch.arange(dim // 2, dtype=torch.float64) * (-2.0 / dim))
+    angles = torch.arange(tokens, dtype=torch.float64)[:, None] * speeds
+    return angles.cos().float(), angles.sin().float()
+
+
+def turn(numbers: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Return new numbers [..., tokens, dim] (float32), with each pair rotated forwards.
+
+    With negated ``sines`` it rotates backwards.
+    """
+    half = numbers.shape[-1] // 2
+    first, second = numbers[..., :half], numbers[..., half:]
+    turned = torch.empty_like(numbers)
+    torch.mul(first, cosines, out=turned[..., :half])
+    turned[..., :half].addcmul_(second, sines, value=-1)
+    torch.mul(second, cosines, out=turned[..., half:])
+    turned[..., half:].addcmul_(first, sines)
+    return turned
+
+
+def find_base(keys: Tensor) -> float:
+    """Return the base of the rotation in ``keys`` [heads, tokens, dim] (float32); 0 without one.
+
+    Cost: some ten milliseconds, whatever the size: it looks at 128 tokens.
+    """
+    keys = keys[:, :_SAMPLE_TOKENS]
+    _, tokens, dim = keys.shape
+    if dim % 2 or tokens < 2:
+        return 0.0
+    pairs = torch.complex(keys[..., : dim // 2], keys[..., dim // 2 :]).permute(2, 1, 0)
+    energy = float(pairs.abs().square().mean(1).sum())
+    if not energy or not math.isfinite(energy):
+        return 0.0
+    count = math.ceil(math.log(BASES[1] / BASES[0]) / math.log(_STEP))
+    bases = BASES[0] * _STEP ** torch.arange(count + 1, dtype=torch.float64)
+    some = range(0, dim // 2, max(1, dim // 32))
+    rough = _means(pairs, bases, some)
+    best = float(bases[int(rough.argmax())])
+    near = best * _STEP ** torch.linspace(-1, 1, 15, dtype=torch.float64)
+    exact = _means(pairs, near, range(dim // 2))
+    before = float(pairs.mean(1).abs().square().sum())
+    if float(exact.max()) < before + _LEAST_SHARE * energy:
+        return 0.0
+    return float(near[int(exact.argmax())].float())
+
+
+def _means(pairs: Tensor, bases: Tensor, some: range) -> Tensor:
+    """Return the energy of the means of ``some`` of ``pairs`` [dim / 2, tokens, heads], by base."""
+    half, tokens, _ = pairs.shape
+    positions = torch.arange(tokens, dtype=torch.float64)
+    scores = torch.zeros(len(bases))
+    for pair in some:
+        angles = (bases.pow(-pair / half)[:, None] * positions).float()
+        back = torch.complex(angles.cos(), angles.sin().neg_())
+        scores += (back @ pairs[pair]).abs().square().sum(1)
+    return scores / tokens**2

@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import InvalidValue, did_you_mean, require
+from kvkeep.store.codecs.base import Codec, Damaged
 from kvkeep.store.codecs.encrypted import ENCRYPTED, EncryptedCodec, inner_number
-from kvkeep.store.codecs.kinds import KindsCodec
 from kvkeep.store.codecs.lossless import LosslessCodec
-from kvkeep.store.codecs.raw import RawCodec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvkeep.store.codecs.base import BlockShape, Codec
+    from kvkeep.store.codecs.base import BlockShape
 
 __all__ = ["CODECS", "codec_name", "codec_of", "make_codec"]
 
@@ -89,9 +88,65 @@ def _make(name: str, shape: BlockShape) -> Codec:
 
         return Int4Codec(shape)
     if name == "int8":
-        from kvkeep.store.codecs.int8 import Int8Codec  # noqa: PLC0415
+        from kvkeep.store.codecs.quantised import Int8Codec  # noqa: PLC0415
 
         return Int8Codec(shape)
-    from kvkeep.store.codecs.int8 import Fp8Codec  # noqa: PLC0415
+    from kvkeep.store.codecs.quantised import Fp8Codec  # noqa: PLC0415
 
     return Fp8Codec(shape)
+
+
+class RawCodec(Codec):
+    """Copies the bytes unchanged."""
+
+    name = "raw"
+    number = 0
+
+    def bound(self, raw_bytes: int) -> int:
+        """Return ``raw_bytes``."""
+        return raw_bytes
+
+    def encode(self, raw: memoryview, out: memoryview, bound_to: bytes) -> int:
+        """Copy ``raw``."""
+        del bound_to
+        out[: len(raw)] = raw
+        return len(raw)
+
+    def decode(self, encoded: memoryview, out: memoryview, bound_to: bytes) -> None:
+        """Copy ``encoded``; raise `Damaged` if the lengths differ."""
+        del bound_to
+        if len(encoded) != len(out):
+            raise Damaged(f"{len(encoded)} raw bytes where {len(out)} are expected")
+        out[:] = encoded
+
+
+class KindsCodec(Codec):
+    """Encodes records whose last raw byte is the number of their kind.
+
+    It has the name and number of the first kind's codec: KV comes first, states last. The kinds of
+    a store belong to its namespace, so no other store meets these records.
+    """
+
+    def __init__(self, codecs: Sequence[Codec]) -> None:
+        self._codecs = codecs
+        self.name = codecs[0].name
+        self.number = codecs[0].number
+        self.exact = all(codec.exact for codec in codecs)
+
+    def bound(self, raw_bytes: int) -> int:
+        """Return the largest bound of all kinds, and the byte of the kind."""
+        return max(codec.bound(max(0, raw_bytes - 1)) for codec in self._codecs) + 1
+
+    def encode(self, raw: memoryview, out: memoryview, bound_to: bytes) -> int:
+        """Encode by the codec of the kind that the last byte names."""
+        kind = raw[-1]
+        size = self._codecs[kind].encode(raw[:-1], out[:-1], bound_to)
+        out[size] = kind
+        return size + 1
+
+    def decode(self, encoded: memoryview, out: memoryview, bound_to: bytes) -> None:
+        """Decode by the codec of the kind that the last byte names."""
+        if not len(encoded) or not len(out) or encoded[-1] >= len(self._codecs):
+            raise Damaged(f"{len(encoded)} bytes do not end with a kind below {len(self._codecs)}")
+        self._codecs[encoded[-1]].decode(encoded[:-1], out[:-1], bound_to)
+        out[-1] = encoded[-1]

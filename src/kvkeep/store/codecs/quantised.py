@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ALIGNED",
+    "Fp8Codec",
+    "Int8Codec",
     "QuantisedCodec",
     "Tile",
     "aligned",
@@ -63,8 +65,6 @@ _SAMPLE_CHANNELS = 256
 _SCALE_BYTES = 2
 _LEAST_SCALE = 2.0**-126  # the smallest with a finite, exact reciprocal
 _NEAR_MAXIMUM = 0.98  # of the type's maximum: half a step more must not overflow
-
-
 ALIGNED: Final = 8
 
 
@@ -80,6 +80,8 @@ def bytes_of(buffer: memoryview) -> Tensor:
 
 
 _GROUP = 64  # numbers that share a scale: 64 + 2 bytes instead of 128 of bfloat16, 1.94 times less
+
+
 _PIECE = 1 << 15  # numbers processed at once; for more, torch would use its thread pool
 
 
@@ -333,3 +335,45 @@ def _sections(buffer: Tensor, at: int, part: _Part, tile: Tile) -> tuple[Tensor,
     middle = at + prod(shape) * _SCALE_BYTES
     scales = buffer[at:middle].view(torch.int16).view(shape)
     return scales, buffer[middle : middle + prod(part.shape)].view(part.shape)
+
+
+class Int8Codec(QuantisedCodec):
+    """Stores each number as a whole multiple, -127 … 127, of its tile's scale.
+
+    A scale is the tile's greatest magnitude / 127, rounded up by less than 1 %. The error is at
+    most half a scale, plus the rounding to the block's element type: none for float32, half a unit
+    in the last place for float16 and bfloat16.
+    """
+
+    name = "int8"
+    number = 2
+    largest = 127.0
+
+    def _quantise(self, numbers: Tensor, codes: Tensor) -> None:
+        codes.view(torch.int8).copy_(numbers.round_())
+
+    def _restore(self, codes: Tensor) -> Tensor:
+        return codes.view(torch.int8).float()
+
+
+class Fp8Codec(QuantisedCodec):
+    """Stores each number as E4M3 (``torch.float8_e4m3fn``) times its tile's scale.
+
+    A scale is the tile's greatest magnitude / 448, rounded up by less than 1 %, so nothing
+    saturates. The error is at most the larger of 1/16 of the number and 1/1024 of the scale, plus
+    the rounding to the block's element type. Small numbers are more accurate than with int8, large
+    ones less: int8 has the smaller error for most KV.
+    """
+
+    name = "fp8"
+    number = 3
+    largest = 448.0
+
+    def _quantise(self, numbers: Tensor, codes: Tensor) -> None:
+        codes.view(torch.float8_e4m3fn).copy_(numbers)
+
+    def _restore(self, codes: Tensor) -> Tensor:
+        # E4M3 is float16 with another bias: move the sign to the front, shift the rest up by 7,
+        # multiply by 2^8. Three times as fast as torch's conversion. (NaN, never written, is ±480.)
+        bits = (codes.view(torch.int8).short() << 7) & -0x4001
+        return bits.view(torch.float16).float().mul_(256.0)

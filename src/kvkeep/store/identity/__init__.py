@@ -1,11 +1,8 @@
 """Identity of a model: a digest of everything that decides the numbers in its KV.
 
-base.py      `model_identity`, of a loaded module or of a directory
+base.py      `model_identity`, of a loaded module or of a directory of files
 modules.py   what a module computes, as lines of text
-neutral.py   attributes that are left out, because they change no KV
-values.py    attributes, functions and classes as text
-tensors.py   digests of tensors: every byte is read
-files.py     the identity of a model directory that another process loads
+values.py    attributes, functions, classes and tensors as text; which are left out
 watch.py     `ModelWatch`: notices that a loaded model changed
 weights.py   a digest of weights in files
 """

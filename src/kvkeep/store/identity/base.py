@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from kvkeep.core.errors import InvalidValue, told
-from kvkeep.store.identity.files import files_identity
 from kvkeep.store.identity.modules import lines_of
+from kvkeep.store.identity.weights import find_files, weights_digest
 
 if TYPE_CHECKING:
     ModelLike = torch.nn.Module | str | os.PathLike[str]
@@ -24,6 +24,13 @@ _LOADED: Final = "loaded-"
 _FILES: Final = "files-"
 _DIGITS: Final = 40
 _FORM: Final = re.compile(rf"{_LOADED}[0-9a-f]{{{_DIGITS}}}")
+_FILES_MAGIC: Final = b"kvkeep model files 1\n"
+_DECIDING: Final = {".json", ".py", ".yaml", ".yml"}
+_NEUTRAL: Final = {
+    "added_tokens.json", "chat_template.json", "generation_config.json", "special_tokens_map.json",
+    "tokenizer.json", "tokenizer_config.json", "vocab.json",
+}  # fmt: skip
+_CHUNK: Final = 1 << 20
 
 
 def model_identity(source: ModelLike, *, full: bool = False) -> str:
@@ -64,3 +71,50 @@ def model_identity(source: ModelLike, *, full: bool = False) -> str:
 def is_loaded(revision: object) -> bool:
     """Return whether ``revision`` has the form of the identity of a loaded module."""
     return isinstance(revision, str) and _FORM.fullmatch(revision) is not None
+
+
+def files_identity(path: Path, *, full: bool) -> str:
+    """Return a digest of ``path``, a model directory or one safetensors file: 64 hex digits.
+
+    Raises:
+        InvalidValue: as `kvkeep.store.weights_digest`; or a file cannot be read.
+    """
+    whole = hashlib.sha256(_FILES_MAGIC + weights_digest(path, full=full).encode() + b"\n")
+    if path.is_dir():
+        own = {file.name for file in find_files(path)}
+        for file in sorted(_beside(path, own)):
+            content = weights_digest(file, full=full) if _is_weights(file) else _content(file)
+            whole.update(f"{len(file.name)}:{file.name}={content}\n".encode(errors="surrogatepass"))
+    return whole.hexdigest()
+
+
+def _beside(folder: Path, own: set[str]) -> list[Path]:
+    return [
+        file
+        for file in folder.iterdir()
+        if file.is_file()
+        and file.name not in own
+        and (
+            _is_weights(file)
+            or (
+                file.suffix in _DECIDING
+                and file.name not in _NEUTRAL
+                and not file.name.endswith(".index.json")
+            )
+        )
+    ]
+
+
+def _is_weights(file: Path) -> bool:
+    return file.suffix == ".safetensors"
+
+
+def _content(file: Path) -> str:
+    digest = hashlib.sha256()
+    try:
+        with file.open("rb") as opened:
+            while piece := opened.read(_CHUNK):
+                digest.update(piece)
+    except OSError as error:
+        raise InvalidValue(f"cannot read {file}: {error.strerror or error}") from error
+    return digest.hexdigest()

@@ -16,7 +16,7 @@ For each module, in the order in which its parent holds it:
 
 And once: the versions of Transformers and PEFT if the tree has classes of theirs, functions that
 replace some of theirs (`patches_of`), and `settings` of the process. Modules outside of the tree
-that hooks or functions call are described where they are met. neutral.py names what is left out.
+that hooks or functions call are described where they are met. values.py names what is left out.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch.nn.modules import module as torch_module
 
-from kvkeep.store.identity.neutral import NEUTRAL
-from kvkeep.store.identity.tensors import TensorDigests
 from kvkeep.store.identity.values import (
     LIBRARIES,
+    NEUTRAL,
+    TensorDigests,
     ValueWriter,
     config_of,
     is_config,

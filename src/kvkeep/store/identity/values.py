@@ -14,25 +14,35 @@ from __future__ import annotations
 
 import enum
 import functools
+import os
 import sys
 import types
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 
-from kvkeep.core.errors import require
-from kvkeep.store.identity.neutral import NEUTRAL_CONFIG
+from kvkeep.core.errors import InvalidValue, require
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container
+    from collections.abc import Callable, Container, Iterator, Sequence
 
-    from kvkeep.store.identity.tensors import TensorDigests
+    from torch import Tensor
 
 __all__ = [
-    "LIBRARIES", "ValueWriter", "config_of", "is_config", "is_library",
-    "is_plain", "package_of", "parts_of",
-]  # fmt: skip
+    "LIBRARIES",
+    "NEUTRAL",
+    "NEUTRAL_CONFIG",
+    "TensorDigests",
+    "ValueWriter",
+    "config_of",
+    "is_config",
+    "is_library",
+    "is_plain",
+    "package_of",
+    "parts_of",
+]
 
 LIBRARIES: Final = frozenset(
     {"torch", "transformers", "peft", "accelerate", "builtins", "functools", "numpy", "kvkeep"}
@@ -45,6 +55,38 @@ _PLAIN: Final = (
 )  # fmt: skip
 _Constant = bool | int | float | complex | str | bytes | torch.dtype
 _DEPTH: Final = 6  # of objects in objects; deeper ones are named by their class
+NEUTRAL: Final = frozenset(torch.nn.Module().__dict__) | {
+    # names and notes
+    "config", "name_or_path", "generation_config", "model_tags", "warnings_issued",
+    # how the model is loaded, saved and divided among devices
+    "_is_hf_initialized", "_is_buffer", "persistent", "_use_kernels",
+    "_weight_conversions", "all_tied_weights_keys", "hf_device_map",
+    "_hf_hook", "_old_forward", "_keys_to_ignore_on_load_missing",
+    "_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_save", "_no_split_modules",
+    "_skip_keys_device_placement", "_tp_plan", "_ep_plan", "_pp_plan", "_fsdp_plan",
+    # training, and additional outputs
+    "gradient_checkpointing", "_gradient_checkpointing_func", "_require_grads_hook",
+    "_require_grads_hooks",
+    "loss_type", "_loss_function", "_output_capturing_hooks_installed",
+    # the same operations, compiled; state of `generate` between its calls
+    "_compiled_call", "_compiled_call_impl", "_last_compile_config", "_previous_max_cache_length",
+}  # fmt: skip
+"""Attributes of modules that do not change KV, or that are described elsewhere."""
+
+NEUTRAL_CONFIG: Final = frozenset({
+    # names and notes
+    "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "architectures",
+    "_post_init_done", "model_type",
+    # use of logits, and additional outputs
+    "bos_token_id", "eos_token_id", "id2label", "label2id", "output_hidden_states",
+    "pad_token_id", "problem_type", "return_dict", "use_cache",
+})  # fmt: skip
+"""Attributes of configurations that do not change KV; a test changes each of them."""
+
+PIECE: Final = 16 << 20
+"""Bytes of a piece; part of the format of digests."""
+
+_THREADS: Final = min(8, os.cpu_count() or 1)
 
 
 def package_of(value: object) -> str:
@@ -281,3 +323,120 @@ def _name(kind: type) -> str:
 
 def _digest(data: bytes) -> str:
     return str(require("xxhash", "store").xxh3_128_hexdigest(data))
+
+
+class TensorDigests:
+    """Digests of the tensors of one model; memory that several tensors share is read once.
+
+    Valid as long as the tensors do not change. Thread safety: none.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], str] = {}
+        # Tensors that were read; kept alive so that no other tensor can take their address.
+        self._held: list[Tensor] = []
+
+    def read(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        """Read ``(name, tensor)`` pairs, so that `of` need not read them."""
+        self._read_parts([part for name, tensor in tensors for part in _parts(name, tensor)])
+
+    def _read_parts(self, parts: Sequence[tuple[str, Tensor]]) -> None:
+        found: dict[tuple[object, ...], tuple[str, Tensor]] = {}
+        for name, part in parts:
+            found.setdefault(_key(part), (name, part))
+        new = {key: part for key, part in found.items() if key not in self._known}
+        self._held += [part for _, part in new.values()]
+        with ThreadPoolExecutor(_THREADS) as threads:
+            small = {key: part for key, part in new.items() if part[1].nbytes <= PIECE}
+            digests = threads.map(
+                lambda part: _tensor_digest(part[0], part[1], map), small.values()
+            )
+            self._known.update(zip(small, digests, strict=True))
+            for key in new.keys() - small.keys():
+                # One at a time: its pieces use all threads, and only one copy exists.
+                name, tensor = new[key]
+                self._known[key] = _tensor_digest(name, tensor, threads.map)
+
+    def of(self, name: str, tensor: Tensor) -> str:
+        """Return the digest of ``tensor`` as hexadecimal text; ``name`` is for messages.
+
+        Raises:
+            InvalidValue: the tensor is on the meta device, is not strided, or cannot be read.
+        """
+        parts = list(_parts(name, tensor))
+        if any(_key(part) not in self._known for _, part in parts):
+            self._read_parts(parts)
+        digests = [self._known[_key(part)] for _, part in parts]
+        if len(parts) == 1 and parts[0][1] is tensor:
+            return digests[0]
+        return f"{type(tensor).__name__}({','.join(digests)})"
+
+
+def _parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield ``tensor``, or the inner tensors of a subclass that wraps some (a quantised tensor).
+
+    Raises `InvalidValue` if the tensor cannot be read.
+    """
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        for inner in flatten()[0]:
+            yield from _parts(f"{name}.{inner}", getattr(tensor, inner))
+    elif tensor.is_meta:
+        raise InvalidValue(
+            f"the weights {name!r} are on no device (meta): load them, or take offloading off, "
+            "before KV of this model is kept"
+        )
+    elif tensor.is_quantized:
+        yield f"{name}.int_repr", tensor.int_repr()
+        if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+            measures = [
+                torch.tensor([tensor.q_scale(), tensor.q_zero_point()], dtype=torch.float64)
+            ]
+        else:
+            axis = torch.tensor(tensor.q_per_channel_axis())
+            measures = [tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points(), axis]
+        for measure in measures:
+            yield f"{name}.scale", measure
+    elif tensor.layout is not torch.strided:
+        raise InvalidValue(
+            f"the weights {name!r} are {tensor.layout}; only strided tensors can be identified"
+        )
+    else:
+        yield name, tensor
+
+
+def _key(tensor: Tensor) -> tuple[object, ...]:
+    return (
+        tensor.data_ptr(), str(tensor.device), tensor.dtype, tuple(tensor.shape), tensor.stride(),
+        tensor.is_conj(), tensor.is_neg(),
+    )  # fmt: skip
+
+
+def _tensor_digest(name: str, tensor: Tensor, each: Callable[..., Iterator[bytes]]) -> str:
+    """Return the digest of ``tensor``; ``each`` is the `map` that hashes its pieces."""
+    shape = ",".join(map(str, tensor.shape))
+    whole = require("xxhash", "store").xxh3_128(f"{tensor.dtype}[{shape}]\n".encode())
+    # Inference mode allows views of weights that require gradients.
+    with torch.inference_mode():
+        try:
+            flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+            raw = flat.view(torch.uint8)
+            for digest in each(_piece, _pieces(raw)):
+                whole.update(digest)
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            raise InvalidValue(
+                f"the weights {name!r} ({tensor.dtype} on {tensor.device}) cannot be read: {error}"
+            ) from error
+    return str(whole.hexdigest())
+
+
+def _pieces(raw: Tensor) -> Iterator[Tensor]:
+    """Yield ``raw`` (uint8, one dimension) in pieces."""
+    for at in range(0, len(raw), PIECE):
+        yield raw[at : at + PIECE]
+
+
+def _piece(raw: Tensor) -> bytes:
+    """Return the digest of a piece, copied to the host if it lies on another device."""
+    digest: bytes = require("xxhash", "store").xxh3_128_digest(raw.cpu().numpy().data)
+    return digest

@@ -2,40 +2,45 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvkeep.core.errors import IllegalStep, check_type, listed, number, switch, whole
+from kvkeep.core.errors import (
+    IllegalStep,
+    InvalidValue,
+    check_type,
+    listed,
+    number,
+    switch,
+    told,
+    whole,
+)
 from kvkeep.core.extras import as_extras
 from kvkeep.core.geometry import parse_bytes
 from kvkeep.core.public import PublicPrefixes
 from kvkeep.core.returns import Ended
 from kvkeep.core.tokens import as_tokens
 from kvkeep.store.blocks.base import Store
-from kvkeep.store.blocks.stats import closed_is_illegal, seconds_of
-from kvkeep.store.kv.binding import ModelBinding
+from kvkeep.store.blocks.stats import StoreCounters, closed_is_illegal, seconds_of
+from kvkeep.store.identity import is_loaded
 from kvkeep.store.kv.names import PromptBlocks, TenantNames
-from kvkeep.store.kv.reporting import KVReporter
-from kvkeep.store.tiers import (
-    PROMPT_TOKENS,
-    Chain,
-    TenantWeights,
-    TieredStore,
-    open_tiers,
-)
+from kvkeep.store.tiers import PROMPT_TOKENS, Chain, TenantWeights, TieredStore, open_tiers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from kvkeep.core.extras import ExtraLike
     from kvkeep.core.tokens import TokensLike
-    from kvkeep.store.blocks.stats import Lookup, StoreStats
-    from kvkeep.store.kv.kept import KeptPrompts
+    from kvkeep.store.blocks.stats import Lookup, Put, StoreStats
+    from kvkeep.store.blocks.timing import Timing
+    from kvkeep.store.kv.kept import KeptPrompts, Prefetch
     from kvkeep.store.kv.names import Names
     from kvkeep.store.kv.options import StoreConfig
-    from kvkeep.store.kv.prefetch import Prefetch
+    from kvkeep.store.kv.snapshots import LoadedSnapshot
+    from kvkeep.store.kv.transfers import LoadedKV
     from kvkeep.store.tiers import Miss, Removed
 
 __all__ = ["PromptStore"]
@@ -410,3 +415,63 @@ def _chain(prompt: PromptBlocks) -> Chain:
     row, _, names = prompt
     size, public = names.block_tokens, len(names.public)
     return Chain(names.root, names.full(row), size, len(row), row, public)
+
+
+class ModelBinding:
+    """The identity of the only model whose KV a store accepts, once that is known.
+
+    Thread safety: all methods. Users of a shared store have one binding.
+    """
+
+    def __init__(self, name: str, revision: str) -> None:
+        self._name = name
+        self._identity = revision if is_loaded(revision) else None
+        self._lock = threading.Lock()
+
+    def bind(self, identity: str) -> None:
+        """See `KVStore.bind`."""
+        if not is_loaded(identity):
+            raise InvalidValue(
+                f"the identity is {told(identity)}; the kvkeep.store.model_identity of a loaded "
+                "model is needed"
+            )
+        with self._lock:
+            bound = self._identity = self._identity or identity
+        if bound != identity:
+            raise InvalidValue(
+                f"the store {self._name!r} holds KV of the model {bound}, and this model is "
+                f"{identity}: its weights, configuration or adapters differ; open a store for it "
+                "with KVStore(geometry, model=…)"
+            )
+
+
+class KVReporter:
+    """Counts the tokens of a store's puts and gets, and reports each operation.
+
+    ``began`` is what `Timing.begin` returned. Thread safety: all methods.
+    """
+
+    def __init__(self, token_bytes: int, timing: Timing) -> None:
+        self._token_bytes = token_bytes
+        self._timing = timing
+        self.counters = StoreCounters()
+
+    def put(self, began: float, given: int, put: Put, tier: str) -> None:
+        """Report a put of ``given`` tokens; ``tier`` is the first one."""
+        self.counters.count(
+            puts=1, put_tokens=put.tokens, skipped_tokens=put.skipped, dropped_tokens=put.dropped
+        )
+        if began:
+            tiers = [(tier, put.tokens)] if put.tokens else []
+            size = put.tokens * self._token_bytes
+            self._timing.end(began, "put", asked=given, moved=put.tokens, size=size, tiers=tiers)
+
+    def get(self, began: float, requested: int, loaded: LoadedKV | LoadedSnapshot) -> None:
+        """Report a get of ``requested`` tokens."""
+        tokens = loaded.tokens
+        self.counters.count(gets=1, asked_tokens=requested, hit_tokens=tokens)
+        if began:
+            size = tokens * self._token_bytes
+            self._timing.end(
+                began, "get", asked=requested, moved=tokens, size=size, tiers=loaded.tiers
+            )

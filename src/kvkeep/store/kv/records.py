@@ -10,6 +10,7 @@ begin at multiples of 16 bytes. The last byte is the number of the kind (`BlockS
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     Layers = dict[int, tuple[Tensor, ...]]
     State = dict[tuple[int, str], Tensor]
 
-__all__ = ["KVRecords", "RecordForms", "StateRecords", "window_start"]
+__all__ = ["KVRecords", "RecordForms", "Snapshot", "StateRecords", "window_start"]
 
 _ALIGNED: Final = 16
 """Bytes at whose multiples the tensors of a state begin: those of every element type."""
@@ -309,3 +310,27 @@ class RecordForms:
         if self.states is not None:
             kinds.append(self.states.block_shape)
         self.block_shape = BlockShape(kinds=tuple(kinds))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """What a model keeps of the first ``tokens`` tokens of a prompt, to go on behind them.
+
+    Every layer with attention is in ``layers``, and every layer with a state in ``state``; a layer
+    may be in both. Tensors of KV have the store's layout, as in `KVStore.put`.
+
+    Attributes:
+        tokens: the position at which a model goes on.
+        start: the first token of layers that keep every token.
+        layers: for each number of a layer, (k, v), or the latent alone. A layer that keeps every
+            token has tokens ``start`` … ``tokens - 1``. A layer with a window or chunks has the
+            last ones before ``tokens``, at least those from `KVStore.window_start` on; layers of
+            one group have equally many.
+        state: for each (layer, name) of `kvkeep.core.geometry.StateTensor`, the tensor exactly as
+            it is after ``tokens`` tokens.
+    """
+
+    tokens: int
+    start: int
+    layers: Mapping[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    state: Mapping[tuple[int, str], Tensor] = field(default_factory=dict)

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvkeep.core.errors import InvalidValue, check_type, whole
 from kvkeep.store.blocks.stats import Put, closed_is_illegal, runs_of, seconds_of
-from kvkeep.store.kv.finding import PositionFinder
+from kvkeep.store.kv.kept import delete_ids
 from kvkeep.store.kv.paying import LoadPiece
-from kvkeep.store.kv.positions import BASE, STATE, PositionNames
-from kvkeep.store.kv.removal import delete_ids
-from kvkeep.store.kv.snapshot import Snapshot
+from kvkeep.store.kv.positions import BASE, STATE, PositionFinder, PositionNames
+from kvkeep.store.kv.records import Snapshot
 from kvkeep.store.kv.transfers import tails_of
 
 if TYPE_CHECKING:
@@ -22,11 +21,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from kvkeep.store.kv.kept import Followers
     from kvkeep.store.kv.names import PromptBlocks
     from kvkeep.store.kv.paying import LoadChoice
     from kvkeep.store.kv.positions import Position, PositionPiece
     from kvkeep.store.kv.records import KVRecords, RecordForms
-    from kvkeep.store.kv.removal import Followers
     from kvkeep.store.tiers import Miss, TieredStore, Written
 
     Layers = dict[int, tuple[Tensor, ...]]

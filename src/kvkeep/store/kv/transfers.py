@@ -6,25 +6,22 @@ import threading
 import time
 from contextlib import nullcontext
 from itertools import accumulate
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvkeep.store.blocks.stats import Put, closed_is_illegal, runs_of, seconds_of
-from kvkeep.store.kv.loaded import LoadedKV
-from kvkeep.store.kv.lookup import find_stored, pieces_of
-from kvkeep.store.kv.removal import delete_from
+from kvkeep.store.kv.kept import delete_from, find_stored, pieces_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvkeep.core.tokens import TokenArray
     from kvkeep.store.kv.forms import KV, Form
-    from kvkeep.store.kv.lookup import StoredBlocks
+    from kvkeep.store.kv.kept import Followers, StoredBlocks
     from kvkeep.store.kv.names import Names, PromptBlocks
     from kvkeep.store.kv.paying import LoadChoice, LoadPiece
-    from kvkeep.store.kv.removal import Followers
-    from kvkeep.store.tiers import TieredStore
+    from kvkeep.store.tiers import Miss, TieredStore
 
-__all__ = ["KVTransfers", "tails_of"]
+__all__ = ["KVTransfers", "LoadedKV", "tails_of"]
 
 _WAIT_S: Final = 60.0
 """Seconds that each slower tier has to write blocks for which a put waits."""
@@ -238,3 +235,16 @@ def tails_of(tiered: TieredStore, names: Names, row: TokenArray, full: list[byte
             full[max(0, start // size - 1) : start // size], row[start : start + size], start=start
         )
     ]
+
+
+class LoadedKV(NamedTuple):
+    """KV of the first ``tokens`` tokens from a prompt's ``start`` on.
+
+    ``tiers`` are ``(tier, tokens)`` in order, the tiers the KV was read from; empty unless they
+    were requested. ``slower`` says what was stored and not loaded because computing is faster.
+    """
+
+    kv: KV | None
+    tokens: int
+    tiers: tuple[tuple[str, int], ...] = ()
+    slower: tuple[Miss, ...] = ()

@@ -2,15 +2,13 @@
 
 A `Planner` decides the moves of blocks; readers, writers and the `Demoter` perform them:
 
-tiered.py        `TieredStore`, which connects all of these
+tiered.py        `TieredStore`, which connects all of these, and deletes blocks by request
 levels.py        lookups over all levels: where a block is, or why it is missing
 tiering.py       decides which tiers hold a block, and its moves
-tiered_reads.py  its lookups and reads
 reading.py       reads prompts; shared_read.py: one read of a block for several requests;
                  block_prefetch.py: the handle of a read in the background
 writing.py       stores prompts; write_queue.py: pending writes and deletions of each tier
 demoting.py      moves evicted blocks to a lower tier
-removing.py      deletes blocks by request
 loss_log.py      records why blocks were lost
 tier_returns.py  follows conversations, for policies that order by their returns:
                  conversations.py: which prompts are returns
@@ -21,12 +19,10 @@ memory.py        the memory tier, level 0; shared_memory.py: the same for all pr
 front.py         what both have in common; reserving.py: room for records
 tier.py          a lower tier: one backend, with threads and statistics (counters.py)
 calls.py         guards backend calls, turns failures into misses; breaker.py, workers.py
-health.py        whether the tier can be read and written now; its queries
 known.py         which blocks the tier holds and may serve
 catalogue.py     known blocks: block_table.py, eviction_order.py, packed.py;
                  tier_shares.py: fair shares for tenants; two_queues.py: the policy 2q
-listing.py       keeps the catalogue in step with the backend; notes.py
-space.py         evicts and deletes within budget and quotas
+listing.py       keeps the catalogue in step with the backend; evicts within budget and quotas
 record.py        format of a stored block; record_codec.py: encodes, verifies and decodes it
 opening.py       opens tiers from URLs
 """
@@ -37,9 +33,9 @@ from kvkeep.store.tiers.block_prefetch import BlockPrefetch
 from kvkeep.store.tiers.buffer import PROMPT_TOKENS, buffer_bytes
 from kvkeep.store.tiers.conversations import Chain, SharedReturns
 from kvkeep.store.tiers.counters import TierCounters, TierStats
+from kvkeep.store.tiers.listing import note_of
 from kvkeep.store.tiers.loss_log import Loss, LossKind, LossLog, Miss
 from kvkeep.store.tiers.memory import MemorySpec, MemoryTier
-from kvkeep.store.tiers.notes import note_of
 from kvkeep.store.tiers.opening import (
     TIER_OPTIONS,
     TIERINGS,
@@ -48,11 +44,10 @@ from kvkeep.store.tiers.opening import (
     open_tiers,
     tiering,
 )
-from kvkeep.store.tiers.removing import Removed
 from kvkeep.store.tiers.tier import Tier, TierOptions, TierSpec
 from kvkeep.store.tiers.tier_returns import TierReturns
 from kvkeep.store.tiers.tier_shares import TenantWeights
-from kvkeep.store.tiers.tiered import TieredStore
+from kvkeep.store.tiers.tiered import Removed, TieredStore
 from kvkeep.store.tiers.tiering import Exclusive, Inclusive, PassThrough, TieringPolicy
 from kvkeep.store.tiers.writing import Written
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvkeep.store.tiers.block_table import BlockTable
 from kvkeep.store.tiers.eviction_order import OrderedBlock
-from kvkeep.store.tiers.filling import Filling
-from kvkeep.store.tiers.holds import Holds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -20,7 +18,10 @@ if TYPE_CHECKING:
     from kvkeep.store.tiers.packed import PackedRow
     from kvkeep.store.tiers.tier_shares import TenantWeights
 
-__all__ = ["Catalogue"]
+__all__ = ["Catalogue", "Filling"]
+
+_AT_ONCE: Final = 1024  # blocks of a listing that are taken over under one lock
+_ROUNDS: Final = 1 << 16
 
 
 class Catalogue:
@@ -374,3 +375,165 @@ class Catalogue:
         """Recount everything; an AssertionError is a bug of kvkeep."""
         with self._lock:
             self._table.check()
+
+
+class Filling:
+    """Takes over listings into ``table``, under ``lock``, for at most 1,024 blocks at a time.
+
+    Thread safety: `fill`, of which one call runs at a time; call `forgotten` under the lock.
+    """
+
+    def __init__(self, table: BlockTable, lock: threading.Lock) -> None:
+        self._table = table
+        self._lock = lock
+        self._running = threading.Lock()
+        self._gone: set[bytes] | None = None  # blocks forgotten while a listing goes on
+
+    def forgotten(self, block: bytes) -> None:
+        """Record that ``block`` was forgotten: a listing that goes on must not add it again."""
+        if self._gone is not None:
+            self._gone.add(block)
+
+    def fill(self, found: Iterable[tuple[bytes, int, float]]) -> list[bytes]:
+        """Take over a listing of the backend: (block, bytes, last use). Return the blocks it lacks.
+
+        Known blocks keep their place in the order and get the later time of use. New blocks follow
+        them, ordered by last use. Known blocks that are not listed are forgotten. Blocks added
+        during the listing stay; blocks forgotten during it stay forgotten. If ``found`` raises, the
+        blocks before that are taken over and none are forgotten.
+
+        Listed blocks are known, and may be evicted, before ``found`` ends. Concurrent calls wait.
+        """
+        with self._running:
+            with self._lock:
+                self._table.round = (self._table.round + 1) % _ROUNDS
+                self._table.packed.begin_listing()
+                self._gone = set()
+            try:
+                items = iter(found)
+                while some := sorted(islice(items, _AT_ONCE), key=lambda item: item[2]):
+                    with self._lock:
+                        for block, size, used in some:
+                            self._table.list(
+                                block, size, used, forgotten=block in (self._gone or ())
+                            )
+            finally:
+                with self._lock:
+                    self._gone = None
+                self._order_listed()
+            return self._not_listed()
+
+    def _order_listed(self) -> None:
+        """Unpack the newest listed blocks, as many as may be ordered."""
+        with self._lock:
+            self._table.packed.end_listing()
+            newest = self._table.packed.newest(self._table.most_ordered)
+        for start in range(0, len(newest), _AT_ONCE):
+            with self._lock:
+                for block in newest[start : start + _AT_ONCE]:
+                    self._table.ordered(block)
+
+    def _not_listed(self) -> list[bytes]:
+        """Forget and return the blocks that the last listing did not find."""
+        with self._lock:
+            gone = [
+                one.block for one in self._table.blocks.values() if one.round != self._table.round
+            ]
+            for block in gone:
+                self._table.forget(block)
+        for part in self._table.packed.parts():
+            with self._lock:
+                rows = self._table.packed.sweep(part, lambda row: row.round != self._table.round)
+                for row in rows:
+                    self._table.forget(row.block)
+            gone += (row.block for row in rows)
+        return gone
+
+
+class Holds:
+    """The holds on blocks of ``table``; a block may be held several times.
+
+    Thread safety: all methods but `added`, by the catalogue's ``lock``.
+    """
+
+    def __init__(self, table: BlockTable, filling: Filling, lock: threading.Lock) -> None:
+        self._table = table
+        self._filling = filling
+        self._lock = lock
+        self._ahead: dict[bytes, int] = {}  # holds of blocks that are not added yet
+
+    def hold(self, block: bytes) -> bool:
+        """Keep ``block`` from eviction until `free` was called as often; False if it is unknown."""
+        with self._lock:
+            return self._hold(block)
+
+    def ahead(self, block: bytes) -> None:
+        """`hold` a block; if it is unknown, from the moment at which it is added."""
+        with self._lock:
+            if not self._hold(block):
+                self._ahead[block] = self._ahead.get(block, 0) + 1
+
+    def hold_all(self, blocks: Iterable[bytes], held: list[bytes]) -> None:
+        """`hold` each of ``blocks``; those that are known are appended to ``held``, one by one.
+
+        So a caller that is interrupted knows what to free.
+        """
+        with self._lock:
+            held.extend(block for block in blocks if self._hold(block))
+
+    def free(self, block: bytes) -> None:
+        """Undo one `hold` or `ahead`; does nothing if ``block`` was forgotten meanwhile."""
+        with self._lock:
+            self._free(block)
+
+    def free_all(self, blocks: Iterable[bytes]) -> None:
+        """`free` each of ``blocks``."""
+        with self._lock:
+            for block in blocks:
+                self._free(block)
+
+    def give_up(self, blocks: Iterable[bytes], needed: int) -> list[bytes]:
+        """Forget the first of ``blocks`` that together free ``needed`` bytes; return them.
+
+        The caller has held each once. Blocks that others hold too, or that are pinned, are skipped.
+        If the rest is smaller than ``needed``, nothing is forgotten.
+        """
+        gone: list[bytes] = []
+        with self._lock:
+            for block in blocks:
+                known = self._table.blocks.get(block)
+                if known is not None and known.held == 1 and not known.pinned:
+                    gone.append(block)
+                    needed -= self._table.takes(known.size)
+                    if needed <= 0:
+                        break
+            if needed > 0:
+                return []
+            for block in gone:
+                self._filling.forgotten(block)
+                self._table.forget(block)
+        return gone
+
+    def added(self, block: bytes) -> None:
+        """Begin the holds that were taken ahead of ``block``; call it under the lock."""
+        for _ in range(self._ahead.pop(block, 0)):
+            self._hold(block)
+
+    def _hold(self, name: bytes) -> bool:
+        block = self._table.ordered(name)
+        if block is None:
+            return False
+        self._table.order.discard(block)
+        block.held += 1
+        return True
+
+    def _free(self, name: bytes) -> None:
+        ahead = self._ahead.pop(name, 0)
+        if ahead:
+            if ahead > 1:
+                self._ahead[name] = ahead - 1
+            return
+        block = self._table.blocks.get(name)
+        if block is not None and block.held:
+            block.held -= 1
+            self._table.order.restore(block)

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from kvkeep.store.tiers.catalogue import Catalogue
     from kvkeep.store.tiers.loss_log import LossLog
     from kvkeep.store.tiers.memory import MemorySpec
-    from kvkeep.store.tiers.shared_memory import SharedMemoryTier
-    from kvkeep.store.tiers.shared_order import SharedOrder
+    from kvkeep.store.tiers.shared_memory import SharedMemoryTier, SharedOrder
     from kvkeep.store.tiers.tier_shares import TenantWeights
 
     FrontMemory = MemoryTier | SharedMemoryTier

@@ -4,34 +4,43 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvkeep.core.cost import CostModel
+from kvkeep.core.errors import MissingExtra
 from kvkeep.core.eviction import LRU, EvictionPolicy
 from kvkeep.core.keys import SPACE_BYTES
 from kvkeep.store.backends.budget import WriteBucket
+from kvkeep.store.backends.buffers import aligned
+from kvkeep.store.codecs import Damaged, OtherKey
 from kvkeep.store.tiers.breaker import Breakers
 from kvkeep.store.tiers.calls import BackendCalls
 from kvkeep.store.tiers.catalogue import Catalogue
 from kvkeep.store.tiers.counters import TierCounters, TierStats
-from kvkeep.store.tiers.health import TierHealth, query_sizes
-from kvkeep.store.tiers.known import KnownBlocks
-from kvkeep.store.tiers.listing import Listing
-from kvkeep.store.tiers.loss_log import LossLog
-from kvkeep.store.tiers.record import HEADER_BYTES
-from kvkeep.store.tiers.record_codec import RecordCodec
-from kvkeep.store.tiers.record_reader import RecordReader
-from kvkeep.store.tiers.space import PutFailed, TierSpace
+from kvkeep.store.tiers.known import REFUSED, KnownBlocks
+from kvkeep.store.tiers.listing import Listing, PutFailed, TierSpace
+from kvkeep.store.tiers.loss_log import Loss, LossLog
+from kvkeep.store.tiers.record import HEADER_BYTES, BadRecord, OtherVersion
+from kvkeep.store.tiers.record_codec import (
+    NotForUs,
+    RecordCodec,
+    RecordRoom,
+    WrongSize,
+    another_length,
+)
 from kvkeep.store.tiers.workers import Workers
-from kvkeep.store.tiers.write_order import WriteOrder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
+    from kvkeep.core.cost import LearnedTransfer
     from kvkeep.store.backends import Backend, WriteBudget
     from kvkeep.store.codecs import Codec
+    from kvkeep.store.tiers.prompt_holds import PromptHolds
     from kvkeep.store.tiers.tier_shares import TenantWeights
 
 __all__ = ["ORDERED", "Tier", "TierOptions", "TierSpec"]
@@ -42,6 +51,9 @@ _LISTING_SHARE = 20  # pause between two `expire`, in durations of the last list
 _TOUCH_COST = 1024  # bytes that a queued touch of a block counts for, about
 ORDERED = 1 << 16
 """Blocks that a tier's policy orders; those beyond, which are evicted first, take less memory."""
+
+_SLOW_READ = 0.05  # seconds; a read that takes longer is slow for any backend
+_MOSTLY = 0.5  # share of a request's time; a read that takes more of it delayed the request
 
 
 @dataclass(frozen=True, slots=True)
@@ -449,3 +461,375 @@ class Tier:
 
     def __repr__(self) -> str:
         return f"<Tier {self.name} {self.backend.describe()} {self.codec.name}>"
+
+
+class WriteOrder:
+    """The writes that run in one tier, and the prompts that they belong to.
+
+    Writers work in parallel, so a later block of a prompt may take the room that an earlier one
+    needs, and without the earlier one the later is never found. A block without room therefore
+    waits for the running writes of later blocks and takes their room (`take_room`). ``timeout``
+    returns the tier's timeout in seconds.
+
+    Thread safety: all methods.
+
+    Attributes:
+        prompts: prompts of which blocks are being written to the tier, or wait for it.
+    """
+
+    def __init__(self, tier: str, known: KnownBlocks, timeout: Callable[[], float]) -> None:
+        self._tier = tier
+        self._known = known
+        self._timeout = timeout
+        self.prompts: dict[PromptHolds, None] = {}
+        self._changed = threading.Condition()
+        self._running: dict[bytes, None] = {}
+
+    @contextmanager
+    def writing(self, block: bytes) -> Iterator[bool]:
+        """Run the write of ``block`` in the ``with`` block, unless the yielded value is False.
+
+        It is False if an earlier block of its prompt found no room.
+        """
+        with self._changed:
+            allowed = not any(prompt.excludes(self._tier, block) for prompt in list(self.prompts))
+            if allowed:
+                self._running[block] = None
+        try:
+            yield allowed
+        finally:
+            with self._changed:
+                self._running.pop(block, None)
+                self._changed.notify_all()
+
+    def take_room(self, block: bytes, needed: int) -> list[bytes]:
+        """Forget blocks of ``needed`` bytes behind ``block`` in its prompt, and return them.
+
+        The caller deletes them. Waits for running writes of later blocks, for the tier's timeout at
+        most. If the later blocks together are smaller, none is forgotten, and those
+        not written yet are not written.
+        """
+        until = time.monotonic() + self._timeout()
+        with self._changed:
+            prompts = list(self.prompts)
+            while any(prompt.precedes_any(block, self._running) for prompt in prompts):
+                left = until - time.monotonic()
+                if left <= 0 or not self._changed.wait(left):
+                    break
+            for prompt in prompts:
+                gone = prompt.give_up(self._tier, self._known, block, needed)
+                if gone:
+                    return gone
+            return []
+
+
+class TierHealth:
+    """Judges a tier by its circuit breakers, its running calls, and its threads.
+
+    Thread safety: all methods. No I/O: the backend is not called.
+    """
+
+    def __init__(self, calls: BackendCalls, reading: Workers, writing: Workers) -> None:
+        self._calls = calls
+        self._backend = calls.backend
+        self._breakers = calls.breakers
+        self._counters = calls.counters
+        self._reading = reading
+        self._writing = writing
+
+    def unread(self, block: bytes) -> bool:
+        """Whether reading ``block`` is pointless now, because such calls fail or hang."""
+        if self._calls.quiet:
+            return False
+        self._calls.report_hung("lookup", "read")
+        part = self._backend.part(block)
+        return self._breakers.blocks("read", part) or self._breakers.blocks("lookup", part)
+
+    def note_failure(self, late: str | None = None) -> None:
+        """Count a failed read: not answered in time, for the reason ``late``, or not allowed."""
+        if late is None:
+            self._counters.count(skipped_calls=1)
+            self._calls.note_failure("unavailable", "breaker")
+        else:
+            self._counters.count(late=1)
+            self._calls.note_failure("late", late)
+
+    def trouble(self, since: float | None = None) -> Loss | None:
+        """Return why reads fail now, or failed at some time ``since`` (Unix seconds); else None."""
+        if self._breakers.any_blocks("read", "lookup"):
+            return Loss(self._calls.name, "unavailable", time.time(), "breaker")
+        if since is None:
+            return None
+        last, now = self._calls.last_failure, time.time()
+        if last is not None and last.at is not None and last.at >= since:
+            return last
+        if self._reading.longest > max(_SLOW_READ, _MOSTLY * (now - since)):
+            return Loss(self._calls.name, "late", now, "no answer")
+        return None
+
+    def unwritable(self, block: bytes) -> bool:
+        """Whether writing ``block`` is pointless now, because such calls fail or hang."""
+        if self._calls.quiet:
+            return False
+        return self.writers_hang() or self._breakers.blocks("write", self._backend.part(block))
+
+    def writers_hang(self) -> bool:
+        """Whether all writer threads hang in calls of the backend."""
+        self._calls.report_hung("write", "touch", "delete", "flush")
+        return (
+            self._writing.stuck(self._backend.timeout) and self.stuck_for() > self._backend.timeout
+        )
+
+    def settled(self, timeout: float | None) -> bool:
+        """Wait until the write queue is empty, ``timeout`` seconds at most; return whether it is.
+
+        Returns early if a write makes no progress for longer than the backend's timeout.
+        """
+        until = float("inf") if timeout is None else time.monotonic() + timeout
+        while True:
+            hangs = self._backend.timeout - self.stuck_for()
+            left = min(hangs, until - time.monotonic())
+            if self._writing.wait(max(0.0, left)):
+                return True
+            if hangs <= 0 or time.monotonic() >= until:
+                return False
+
+    def stuck_for(self) -> float:
+        """Return the seconds for which the longest write has made no progress."""
+        return min(self._writing.longest, time.monotonic() - self._backend.last_progress)
+
+
+def query_sizes(
+    calls: BackendCalls,
+    reading: Workers,
+    blocks: Sequence[bytes],
+    *,
+    until: float | None,
+    unread: Callable[[bytes], bool],
+    answered: Callable[[], object],
+) -> dict[bytes, int | None]:
+    """Return the size of each of ``blocks``, None if missing; unanswered blocks are left out.
+
+    Parts of the backend are queried in parallel. Waits for the backend's timeout at most, and until
+    ``until`` (monotonic seconds) at most. ``unread`` returns whether querying a block is pointless,
+    and reports hanging calls to their breakers; ``answered`` is called in a reader thread after
+    each answer.
+    """
+    timeout = calls.backend.timeout
+    patience = timeout if until is None else min(timeout, max(0.0, until - time.monotonic()))
+    end = time.monotonic() + patience
+    parts = calls.by_part(blocks)
+    queries = [_Query(calls, part, found, unread, answered) for part, found in parts.items()]
+    for query in queries:
+        query.submit(reading)
+    sizes: dict[bytes, int | None] = {}
+    for query in queries:
+        sizes |= query.result(end, whole=patience == timeout)
+    return sizes
+
+
+class _Query:
+    """The sizes of blocks in one part of a backend."""
+
+    def __init__(
+        self,
+        calls: BackendCalls,
+        part: str,
+        blocks: list[bytes],
+        unread: Callable[[bytes], bool],
+        answered: Callable[[], object],
+    ) -> None:
+        self._calls = calls
+        self._part = part
+        self._blocks = blocks
+        self._unread = unread
+        self._answered = answered
+        self._sizes: list[int | None] = []
+        self._began = False
+        self._done = threading.Event()
+
+    def submit(self, reading: Workers) -> None:
+        """Queue the query, unless such calls fail or hang now."""
+        calls = self._calls
+        if self._unread(self._blocks[0]) or not calls.breaker("lookup", self._part).allows():
+            calls.counters.count(skipped_calls=1)
+            calls.note_failure("unavailable", "breaker")
+            self._done.set()
+        elif not reading.submit(self._run, given_up=self._done.set):
+            calls.counters.count(late=1)
+            calls.note_failure("late", "queue full")
+            self._done.set()
+
+    def _run(self) -> None:
+        self._began = True
+        try:
+            with self._calls.to("sizes", "lookup", self._part):
+                self._sizes = self._calls.backend.sizes(self._blocks)
+        finally:
+            self._done.set()
+        if self._sizes:
+            self._answered()
+
+    def result(self, end: float, *, whole: bool) -> dict[bytes, int | None]:
+        """Wait for the answer until ``end`` (monotonic seconds); return {} if there is none.
+
+        ``whole``: the wait lasts the backend's full timeout, so a running call counts as failed. If
+        the query still waits for a thread, the calls that occupy the threads count as failed.
+        """
+        if not self._done.wait(max(0.0, end - time.monotonic())):
+            calls = self._calls
+            calls.counters.count(late=1)
+            calls.note_failure("late", "no answer")
+            if whole and self._began:
+                why = f"no answer in {calls.backend.timeout:g} s"
+                calls.breaker("lookup", self._part).failed(why)
+            else:
+                self._unread(self._blocks[0])
+            return {}
+        return dict(zip(self._blocks, self._sizes, strict=False))
+
+
+class RecordReader:
+    """Reads the records of one tier. A failure of the backend is a miss, counted and logged.
+
+    Damaged records are quarantined. Intact records that the tier must not serve, such as those of
+    another key, are hidden until they are written anew.
+
+    ``cost`` learns what reads take, decoding included, by the bytes of raw KV.
+
+    Thread safety: all methods. They run in the calling thread.
+    """
+
+    def __init__(
+        self,
+        calls: BackendCalls,
+        known: KnownBlocks,
+        records: RecordCodec,
+        losses: LossLog,
+        cost: LearnedTransfer,
+    ) -> None:
+        self._calls = calls
+        self._backend = calls.backend
+        self._known = known
+        self._records = records
+        self._losses = losses
+        self._cost = cost
+
+    def load(
+        self, block: bytes, raw_bytes: int, place: Callable[[], memoryview]
+    ) -> memoryview | None:
+        """Return the decoded record of ``block`` in the buffer of ``place()``; None for a miss.
+
+        ``place`` returns memory for a header and ``raw_bytes``, and is called once the record is
+        found. The header in the result may be invalid. Damaged records are quarantined.
+        """
+        part = self._backend.part(block)
+        if not self._calls.allowed("read", part):
+            self._calls.note_failure("unavailable", "breaker")
+            return None
+        moved: int | None = None
+        self._cost.begin()
+        try:
+            record, failed = self._load(block, raw_bytes, place, part)
+            moved = raw_bytes if record is not None else None if failed else 0
+        finally:
+            self._cost.end(moved)
+        return record
+
+    def _load(
+        self, block: bytes, raw_bytes: int, place: Callable[[], memoryview], part: str
+    ) -> tuple[memoryview | None, bool]:
+        """Return the record, and whether the backend failed."""
+        known, mark = block in self._known, self._known.before_query()
+        started = time.monotonic()
+        room = RecordRoom(self._records, raw_bytes, place)
+        record: memoryview | None = None
+        try:
+            with self._calls.to("get", "read", part) as call:
+                record = self._backend.get(block, call.callback(room))
+                call.decisive = record is not None
+        except WrongSize as wrong:
+            self._calls.counters.count(read_seconds=time.monotonic() - started)
+            self._refuse(block, f"another length, or damaged: {wrong}")
+            return None, False
+        if call.failed:
+            return None, True
+        self._calls.counters.count(read_seconds=time.monotonic() - started)
+        if record is None:
+            if known:
+                self._known.catalogue.forget(block)
+                self._losses.note([block], self._calls.name, "removed", "gone")
+            self._calls.counters.count(misses=1)
+            return None, False
+        return self._decoded(block, raw_bytes, record, room, mark), False
+
+    def _decoded(
+        self, block: bytes, raw_bytes: int, record: memoryview, room: RecordRoom, mark: int
+    ) -> memoryview | None:
+        """Verify and decode; a record that is damaged or not for this tier is a miss."""
+        try:
+            header, codec = self._records.verify(block, record)
+            if header.raw_bytes != raw_bytes:
+                raise NotForUs(another_length(header.raw_bytes, raw_bytes))
+            record = self._records.decode(codec, header, record, room)
+        except (NotForUs, OtherVersion, OtherKey, MissingExtra) as other:
+            self._refuse(block, str(other))
+            return None
+        except (BadRecord, Damaged) as damage:
+            self.quarantine(block, str(damage))
+            return None
+        self._known.learn(block, header.record_bytes, mark)
+        self._calls.counters.count(hits=1, read_bytes=header.record_bytes)
+        return record
+
+    def fetch(self, block: bytes) -> memoryview | None:
+        """Return the decoded record of ``block`` in new memory, to write it to another tier.
+
+        The header in the result may be invalid. Counts neither a hit nor a miss.
+        """
+        part = self._backend.part(block)
+        if not self._calls.allowed("read", part):
+            return None
+        with self._cost.transfer(0) as transfer:
+            record = self._fetch(block, part)
+            if record is not None:
+                transfer.moved = len(record) - HEADER_BYTES
+        return record
+
+    def _fetch(self, block: bytes, part: str) -> memoryview | None:
+        record: memoryview | None = None
+        with self._calls.to("get", "read", part) as call:
+            record = self._backend.get(block, call.callback(aligned))
+            call.decisive = record is not None
+        if record is None:
+            return None
+        try:
+            header, codec = self._records.verify(block, record)
+            return self._records.decode_alone(codec, header, record)
+        except NotForUs:
+            return None
+        except (OtherVersion, OtherKey, MissingExtra) as other:
+            self._refuse(block, str(other))
+        except (BadRecord, Damaged) as damage:
+            self.quarantine(block, str(damage))
+        return None
+
+    def _refuse(self, block: bytes, reason: str) -> None:
+        """Hide an intact record that this tier must not serve, until it is written anew."""
+        _LOG.info("tier %s: %s", self._calls.name, reason)
+        self._calls.counters.count(refused=1)
+        self._known.hide([block], REFUSED)
+        self._losses.note([block], self._calls.name, "refused", reason)
+
+    def quarantine(self, block: bytes, reason: str) -> None:
+        """Forget a damaged record and move it out of the way in the backend."""
+        _LOG.warning(
+            "tier %s: block %s… is bad: %s", self._calls.name, block[SPACE_BYTES:][:8].hex(), reason
+        )
+        self._calls.counters.count(damaged=1)
+        self._known.catalogue.forget(block)
+        self._losses.note([block], self._calls.name, "damaged", reason)
+        with self._calls.to("quarantine", "delete", self._backend.part(block)) as call:
+            self._backend.quarantine(block, reason)
+        if call.failed:
+            self._known.keep_undeleted([block])

@@ -1,8 +1,6 @@
 """Records as files in a directory of a local disk, which several processes may share.
 
-backend.py     DiskBackend, the public class
-writing.py     how one record is written: reserve, fill, rename
-usage.py       bytes used by all processes, and space for a record
+backend.py     DiskBackend, the public class: how a record is written, and space for it
 ledger.py      the file that holds the count of bytes, and its lock
 recount.py     counts a large directory while other processes write to it, with a journal of changes
 sync.py        files that still need an fsync

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import os
@@ -11,43 +12,53 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Final, Literal, cast
 
-from kvkeep.core.errors import BackendFailed, InvalidValue, whole
+from kvkeep.core.errors import BackendFailed, InvalidValue, OutOfRoom, whole
 from kvkeep.store.backends.base import ALIGNMENT, Backend, Listed
 from kvkeep.store.backends.disk.files import (
     ABSENT,
     CANNOT_WRITE,
     closing_fd,
+    create_locked,
     open_record,
+    padded,
+    preallocate,
     read_whole,
     size_of,
     supports_direct,
     translated,
+    write_whole,
 )
+from kvkeep.store.backends.disk.ledger import DiskLedger
 from kvkeep.store.backends.disk.notes import LastBudget, add_note, read_budget, read_notes, settle
 from kvkeep.store.backends.disk.opening import open_directory, restore
+from kvkeep.store.backends.disk.recount import Recount
 from kvkeep.store.backends.disk.sync import Sync, SyncQueue
-from kvkeep.store.backends.disk.usage import DiskUsage
-from kvkeep.store.backends.disk.writing import RecordWriter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from kvkeep.store.backends.base import Room
+    from kvkeep.store.backends.disk.directory import RecordDirectory
+    from kvkeep.store.backends.disk.ledger import Count
     from kvkeep.store.backends.urls import TierURL
 
 __all__ = ["DiskBackend", "Io"]
 
 _LOG = logging.getLogger("kvkeep.tiers")
-
 Io = Literal["auto", "direct", "buffered"]
-
 DIRECT_FROM: Final = 64 * 1024
 """Bytes from which ``io="auto"`` bypasses the page cache. Below, waiting for the device costs more
 than a copy."""
+
 _PER_LOCK: Final = 32  # files unlinked before other processes get the lock
 _APART: Final = 1000  # nanoseconds between the times of two blocks used at once
 _AHEAD: Final = 1.0  # seconds that a file's time may be ahead of the clock
+RECOUNT_AFTER: Final = 300.0
+"""Seconds after which a full store is recounted, in case files were deleted by hand."""
+
+SMALL: Final = 8192
+"""Files that are counted under the lock; a larger directory is counted by the next listing."""
 
 
 class DiskBackend(Backend):
@@ -378,3 +389,141 @@ def _options(url: TierURL) -> tuple[int | None, Sync, Io]:
     sync = url.choice("sync", ("never", "flush", "always"), "flush")
     io = url.choice("io", ("auto", "direct", "buffered"), "auto")
     return capacity, cast("Sync", sync), cast("Io", io)
+
+
+class RecordWriter:
+    """Writes records into ``directory``, for all threads.
+
+    Records of ``direct_from`` bytes and more are written with direct I/O. With ``sync`` each file
+    is synced before it gets its name.
+    """
+
+    def __init__(
+        self, directory: RecordDirectory, usage: DiskUsage, *, direct_from: float, sync: bool
+    ) -> None:
+        self._directory = directory
+        self._usage = usage
+        self._direct_from = direct_from
+        self._sync = sync
+
+    def write(self, block: bytes, record: memoryview, timeout: float) -> str:
+        """Write ``record``; return its path. ``timeout`` limits each wait for the ledger's lock."""
+        path = self._directory.path(block)
+        fd, tmp = self._reserve(padded(len(record)), timeout)
+        try:
+            self._fill(fd, record)
+            self._rename(tmp, path, block, timeout)
+        except BaseException:
+            self._discard(tmp, timeout)
+            raise
+        finally:
+            os.close(fd)
+        return path
+
+    def _reserve(self, size: int, timeout: float) -> tuple[int, str]:
+        """Create a temporary file whose ``size`` bytes count as used from now on."""
+        tmp = f"{self._directory.tmp}/{os.getpid()}-{os.urandom(12).hex()}"
+        with self._usage.ledger.held(timeout) as count:
+            self._usage.make_room(count, size)
+            count.mark(size)
+            try:
+                fd = self._create(tmp, size)
+            except OSError:
+                count.settle()  # nothing changed
+                raise
+            count.used += size
+        return fd, tmp
+
+    def _create(self, tmp: str, size: int) -> int:
+        try:
+            return create_locked(tmp, size)
+        except FileNotFoundError:
+            restore(self._directory)  # tmp/ was removed from outside
+            return create_locked(tmp, size)
+
+    def _fill(self, fd: int, record: memoryview) -> None:
+        size = len(record)
+        preallocate(fd, padded(size))
+        write_whole(fd, record, direct=size >= self._direct_from)
+        if size != padded(size):
+            os.ftruncate(fd, size)
+        # The kernel stamps writes by a coarse clock; this finer one keeps the order of records.
+        os.utime(fd, ns=(now := time.time_ns(), now))
+        if self._sync:
+            os.fsync(fd)
+
+    def _rename(self, tmp: str, path: str, block: bytes, timeout: float) -> None:
+        """Give the finished file the name of its record."""
+        with self._usage.ledger.held(timeout) as count:
+            if not self._directory.has_space(block):
+                os.mkdir(self._directory.space(block), 0o700)
+            count.rename(tmp, path, block)
+
+    def _discard(self, tmp: str, timeout: float) -> None:
+        try:
+            with self._usage.ledger.held(timeout) as count:
+                count.remove(tmp)
+        except OSError:
+            # Report the error of the put, not this one. The file stays counted, and is removed
+            # later like the files of killed writers.
+            return
+
+
+class DiskUsage:
+    """Counts the bytes used, and frees space by removing unfinished files of killed writers.
+
+    Attributes:
+        capacity: maximum bytes; None: as much as the filesystem has.
+        ledger: the count and its lock.
+    """
+
+    def __init__(self, directory: RecordDirectory, capacity: int | None) -> None:
+        self._directory = directory
+        self.capacity = capacity
+        self.ledger = DiskLedger(directory.ledger, self._recount, partial(restore, directory))
+
+    def used(self, timeout: float) -> int:
+        """Return the bytes used, waiting for the lock for ``timeout`` seconds at most."""
+        try:
+            with self.ledger.held(timeout) as count:
+                return count.used
+        except OSError as error:
+            if error.errno not in CANNOT_WRITE:
+                raise
+        used = self._directory.used()
+        assert used is not None, "without a limit all is counted"
+        return used
+
+    def make_room(self, count: Count, need: int) -> None:
+        """Raise `OutOfRoom` unless ``need`` more bytes fit; free space first if needed."""
+        if self.capacity is None or count.used + need <= self.capacity:
+            return
+        self._remove_abandoned(count)
+        counted_at = self.ledger.counted_at
+        if counted_at is not None and time.monotonic() - counted_at > RECOUNT_AFTER:
+            self.ledger.recount(count)
+        if count.used + need > self.capacity:
+            raise OutOfRoom(count.used + need - self.capacity, self._directory.url)
+
+    def begin_recount(self, timeout: float) -> Recount | None:
+        """Return a recount if the directory has to be counted; the caller feeds it from a scan."""
+        try:
+            if self.ledger.counted_at is None:
+                with self.ledger.held(timeout):
+                    pass  # the first use counts a small directory
+            if self.ledger.wants_count:
+                return Recount(self.ledger, self._directory, timeout)
+        except OSError as error:
+            # A read-only directory need not be counted; a missing one is listed as empty.
+            if error.errno not in CANNOT_WRITE | {errno.ENOENT}:
+                raise
+        return None
+
+    def _recount(self, count: Count) -> int | None:
+        self._remove_abandoned(count)
+        self._directory.remove_spaces(self._directory.empty_spaces())
+        return self._directory.used(SMALL)
+
+    def _remove_abandoned(self, count: Count) -> None:
+        for path in self._directory.abandoned():
+            count.remove(path)

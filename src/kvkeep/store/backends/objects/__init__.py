@@ -1,8 +1,6 @@
 """Records in an object store: S3 and compatible servers, Google Cloud Storage, Azure Blob.
 
-backend.py   ObjectBackend: records as objects of any obstore store
-clouds.py    the stores that have a URL
-usage.py     counts the bytes held, which object stores do not
+backend.py   ObjectBackend: records as objects of any obstore store, and the bytes they take
 """
 
 from __future__ import annotations

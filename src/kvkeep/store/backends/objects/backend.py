@@ -4,41 +4,47 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
 from itertools import chain
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from kvkeep.core.errors import BackendFailed, InvalidValue, require
+from kvkeep.core.errors import BackendFailed, InvalidValue, OutOfRoom, require
 from kvkeep.core.keys import BLOCK_ID_BYTES, SPACE_BYTES
 from kvkeep.store.backends.base import Backend, Listed, Room
-from kvkeep.store.backends.objects.clouds import opener_of
-from kvkeep.store.backends.objects.usage import UsageCount
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from obstore import GetResult
-    from obstore.store import ObjectStore
+    from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
-    from kvkeep.store.backends.objects.clouds import Opener
     from kvkeep.store.backends.urls import TierURL
 
 __all__ = ["ObjectBackend"]
 
 _CHUNK: Final = 256 << 10
 """Bytes received at a time; obstore copies larger chunks once more."""
+
 _AT_ONCE: Final = 16
 """Concurrent requests of one call about many blocks."""
+
 _PAGE: Final = 1000
 """Objects in one page of a listing, and names in one delete request."""
+
 _NOTES_READ: Final = 64
 """Notes on namespaces that are read; each takes a request."""
+
 _NOTE_BYTES: Final = 1 << 14
 _SPACE: Final = re.compile(f"[0-9a-f]{{{2 * SPACE_BYTES}}}")
 _NAME: Final = re.compile(
     f"[0-9a-f]{{{2 * SPACE_BYTES}}}/[0-9a-f]{{{2 * (BLOCK_ID_BYTES - SPACE_BYTES)}}}"
 )
+Opener = Callable[[float], "ObjectStore"]
+"""Opens a store whose requests end within a timeout in seconds. Does not connect."""
 
 
 class ObjectBackend(Backend):
@@ -286,3 +292,153 @@ def _short(error: BaseException) -> str:
     """Return the first line of an error, without the queries of URLs: they may be signatures."""
     lines = chain(str(error).strip().splitlines(), [type(error).__name__])
     return re.sub(r"\?[^\s)\"']*", "?…", next(line for line in lines if line))[:300]
+
+
+@dataclass(frozen=True)
+class Cloud:
+    """One kind of object store.
+
+    Attributes:
+        store: name of its class in `obstore.store`.
+        options: option of the URL → setting of obstore.
+        settings: fixed settings.
+    """
+
+    store: str
+    options: dict[str, str]
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+CLOUDS: Final = {
+    # Signing a payload means hashing it, which takes four times as long as sending it and adds
+    # nothing to the checksum in each record.
+    "s3": Cloud(
+        "S3Store", {"endpoint": "endpoint", "region": "region"}, {"unsigned_payload": True}
+    ),
+    "gs": Cloud("GCSStore", {"endpoint": "base_url"}),
+    "az": Cloud("AzureStore", {"endpoint": "endpoint"}),
+}
+
+
+def opener_of(url: TierURL) -> Opener:
+    """Return what opens the bucket of ``url``; takes ``endpoint`` and ``region``.
+
+    Raises:
+        InvalidValue: a wrong scheme or option, no bucket, or credentials in the URL.
+    """
+    cloud = CLOUDS.get(url.scheme)
+    if cloud is None:
+        raise InvalidValue(f"{url.safe}: an object store is one of {', '.join(CLOUDS)}")
+    if not url.host or url.port is not None:
+        raise InvalidValue(
+            f"{url.safe}: a bucket is needed, as in {url.scheme}://bucket/prefix; "
+            "a server of your own goes into ?endpoint=http://host:port"
+        )
+    if url.username or url.password:
+        raise InvalidValue(
+            f"{url.safe}: credentials are not taken from the URL, but from the environment "
+            "(AWS_ACCESS_KEY_ID …) or the cloud's own configuration"
+        )
+    settings = dict(cloud.settings)
+    for option, setting in cloud.options.items():
+        if (value := url.text(option)) is not None:
+            settings[setting] = value
+    endpoint = settings.get(cloud.options["endpoint"], "")
+    if endpoint and not re.fullmatch(r"https?://[^@/?#]+/?[^@?#]*", endpoint):
+        raise InvalidValue(f"endpoint= in {url.safe}; one is http://host:port or https://host")
+    bucket, plain = url.place, endpoint.startswith("http://")
+    kind = getattr(require("obstore.store", "objects"), cloud.store)
+
+    def open_store(timeout: float) -> ObjectStore:
+        client: ClientConfig = {
+            "timeout": timedelta(seconds=timeout * 0.8),
+            "connect_timeout": timedelta(seconds=timeout * 0.4),
+            "user_agent": "kvkeep",
+        }
+        if plain:
+            client["allow_http"] = True
+        retry: RetryConfig = {
+            "max_retries": 2,
+            "retry_timeout": timedelta(seconds=timeout * 0.2),
+            "backoff": {
+                "init_backoff": timedelta(seconds=timeout * 0.01),
+                "max_backoff": timedelta(seconds=timeout * 0.05),
+            },
+        }
+        store: ObjectStore = kind(
+            bucket, client_options=client, retry_config=retry, config=settings
+        )
+        return store
+
+    return open_store
+
+
+class UsageCount:
+    """Counts the bytes held, from a listing and from this process's puts and deletes.
+
+    A put counts as held while it is under way. After a failed call the content is uncertain: the
+    place is listed again before the next put.
+
+    Thread safety: all methods. While the place is listed, other calls wait.
+    """
+
+    def __init__(self, capacity: int, where: str, listing: Callable[[], Iterable[Listed]]) -> None:
+        self._capacity = capacity
+        self._where = where
+        self._listing = listing
+        self._sizes: dict[bytes, int] | None = None  # None: list the place first
+        self._held = 0
+        self._coming: dict[bytes, int] = {}  # sizes of puts under way
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def putting(self, block: bytes, size: int) -> Iterator[None]:
+        """Count a put of ``size`` bytes, which runs in the ``with`` block, or raise `OutOfRoom`."""
+        with self._lock:
+            before = self._known().get(block, 0)
+            if self._held - before + size > self._capacity:
+                raise OutOfRoom(size, self._where)
+            self._set(block, size)
+            self._coming[block] = size
+        try:
+            yield
+        except BaseException:
+            self._doubt()
+            raise
+        finally:
+            with self._lock:
+                self._coming.pop(block, None)
+
+    @contextmanager
+    def deleting(self, blocks: Sequence[bytes]) -> Iterator[None]:
+        """Count the blocks as gone after the ``with`` block."""
+        try:
+            yield
+        except BaseException:
+            self._doubt()
+            raise
+        with self._lock:
+            for block in blocks if self._sizes is not None else ():
+                self._set(block, 0)
+
+    def used(self) -> int:
+        """Return the bytes held; list the store first if its content is uncertain."""
+        with self._lock:
+            self._known()
+            return self._held
+
+    def _doubt(self) -> None:
+        with self._lock:
+            self._sizes = None
+
+    def _known(self) -> dict[bytes, int]:
+        if self._sizes is None:
+            self._sizes = {one.block: one.size for one in self._listing()} | self._coming
+            self._held = sum(self._sizes.values())
+        return self._sizes
+
+    def _set(self, block: bytes, size: int) -> None:
+        assert self._sizes is not None
+        self._held += size - self._sizes.pop(block, 0)
+        if size:
+            self._sizes[block] = size

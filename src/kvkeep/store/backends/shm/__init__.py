@@ -7,11 +7,8 @@ lock.py      the lock between processes, and which of them live
 books.py     the columns of the index, and lookups without the lock
 extents.py   free memory
 repair.py    rebuilds everything derived from the records, after a crash
-victims.py   which records are evicted next
-core.py      the lock with its repair, holds, dead processes
-arena.py     records: reserve, publish, delete, evict; `check` recounts everything
-pins.py      pins of all processes
-quotas.py    bytes of namespaces with a quota
+core.py      the lock with its repair, holds, dead processes, quotas of namespaces
+arena.py     records: reserve, publish, pin, delete, evict; `check` recounts everything
 backend.py   the contract of backends, over the arena
 """
 

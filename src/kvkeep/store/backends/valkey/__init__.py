@@ -1,15 +1,12 @@
 """Records on a Valkey or Redis server, or spread over a cluster of them.
 
-backend.py   ValkeyBackend, the public class
-options.py   ValkeyOptions: what the URL of a tier says
-memory.py    what a server says of its memory
+backend.py   ValkeyBackend, the public class, and ValkeyOptions: what the URL of a tier says
 nodes.py     connection pools, and which node has which key
 wire.py      one connection: RESP2, values without a copy
 """
 
 from __future__ import annotations
 
-from kvkeep.store.backends.valkey.backend import ValkeyBackend
-from kvkeep.store.backends.valkey.options import ValkeyOptions
+from kvkeep.store.backends.valkey.backend import ValkeyBackend, ValkeyOptions
 
 __all__ = ["ValkeyBackend", "ValkeyOptions"]

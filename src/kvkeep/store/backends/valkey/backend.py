@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import ssl
 import time
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Final, cast
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
-from kvkeep.core.errors import BackendFailed, OutOfRoom
+from kvkeep.core.errors import BackendFailed, InvalidValue, OutOfRoom, reason
 from kvkeep.core.geometry.units import format_bytes
 from kvkeep.core.keys import BLOCK_ID_BYTES, SPACE_BYTES
 from kvkeep.store.backends.base import Backend, Listed, Room
-from kvkeep.store.backends.valkey.memory import ServerMemory, read_memory
 from kvkeep.store.backends.valkey.nodes import Address, Nodes, Number
-from kvkeep.store.backends.valkey.options import ValkeyOptions
 from kvkeep.store.backends.valkey.wire import (
     MAX_VALUE,
     Answer,
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kvkeep.store.backends.urls import TierURL
+    from kvkeep.store.backends.valkey.nodes import Topology
 
 __all__ = ["ValkeyBackend", "ValkeyOptions"]
 
@@ -170,12 +173,12 @@ class ValkeyBackend(Backend):
 
     def note_space(self, space: bytes, note: bytes) -> None:
         """Set a field of the hash ``prefix:1:spaces``, unless it has 256."""
-        name, field = self._prefix + b"spaces", space.hex().encode()
+        name, key = self._prefix + b"spaces", space.hex().encode()
         with self._translated():
             deadline = self._deadline()
             count = self._nodes.call(name, [command(b"HLEN", name)], Wire.expect, deadline)
             if isinstance(count, int) and count < _NOTED:
-                words = command(b"HSETNX", name, field, note)
+                words = command(b"HSETNX", name, key, note)
                 self._nodes.call(name, [words], Wire.expect, deadline)
 
     def noted_spaces(self) -> dict[bytes, bytes]:
@@ -190,10 +193,10 @@ class ValkeyBackend(Backend):
         if not isinstance(answer, list):
             return {}
         notes: dict[bytes, bytes] = {}
-        for field, note in zip(answer[::2], answer[1::2], strict=False):
+        for space, note in zip(answer[::2], answer[1::2], strict=False):
             with suppress(ValueError):
-                if isinstance(field, bytes) and isinstance(note, bytes):
-                    notes[bytes.fromhex(field.decode("ascii"))] = note
+                if isinstance(space, bytes) and isinstance(note, bytes):
+                    notes[bytes.fromhex(space.decode("ascii"))] = note
         return notes
 
     def memory(self) -> Sequence[ServerMemory]:
@@ -314,3 +317,143 @@ def _scanned(answer: Answer) -> tuple[bytes, list[bytes]]:
         case [bytes(cursor), list(names)] if all(isinstance(name, bytes) for name in names):
             return cursor, cast("list[bytes]", names)
     raise Garbled("the server's listing cannot be read")
+
+
+class ServerMemory(NamedTuple):
+    """The memory of the server ``node``.
+
+    Attributes:
+        node: ``host:port``.
+        used: bytes that it uses.
+        limit: its ``maxmemory`` in bytes; 0: none.
+        policy: its ``maxmemory-policy``.
+    """
+
+    node: str
+    used: int
+    limit: int
+    policy: str
+
+
+def read_memory(answer: Answer, node: str) -> ServerMemory:
+    """Read the answer to ``INFO memory``. Raises `Garbled` if it lacks a field."""
+    text = answer.decode("utf-8", "replace") if isinstance(answer, bytes) else ""
+    fields = dict(re.findall(r"^(\w+):(\S*)\r?$", text, re.MULTILINE))
+    try:
+        return ServerMemory(
+            node, int(fields["used_memory"]), int(fields["maxmemory"]), fields["maxmemory_policy"]
+        )
+    except (KeyError, ValueError) as error:
+        raise Garbled("the server does not tell its memory") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValkeyOptions:
+    """Address, credentials and use of a server.
+
+    ``expire`` is in seconds; None leaves eviction to the server. ``ca`` is a file with certificates
+    to trust (None: the system's), ``cert`` and ``key`` are files with the client certificate. The
+    repr shows neither ``username`` nor ``password``.
+    """
+
+    host: str
+    port: int = 6379
+    database: int = 0
+    username: str | None = field(default=None, repr=False)
+    password: str | None = field(default=None, repr=False)
+    tls: bool = False
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+    cluster: Topology = "auto"
+    connections: int = 4
+    expire: float | None = None
+    prefix: str = "kvkeep"
+
+    @classmethod
+    def from_url(cls, url: TierURL) -> ValkeyOptions:
+        """Read a URL as documented at `ValkeyBackend`."""
+        if url.host is None:
+            raise InvalidValue(
+                f"{url.safe} names no host; write for example valkey://localhost:6379"
+            )
+        if url.text("size") is not None:
+            raise InvalidValue(
+                f"{url.safe} takes no size: the server limits its memory; set its maxmemory, and "
+                "maxmemory-policy allkeys-lru"
+            )
+        place = url.path.strip("/")
+        if not re.fullmatch(r"[0-9]{0,9}", place):
+            raise InvalidValue(f"{url.safe} ends in {place!r}; a database is a number such as /0")
+        prefix = cast("str", url.text("prefix", "kvkeep"))
+        if not re.fullmatch(r"[A-Za-z0-9._:/-]{1,100}", prefix):
+            raise InvalidValue(f"prefix={prefix} in {url.safe}; use letters, digits and . _ : / -")
+        tls = url.scheme in {"valkeys", "rediss"}
+        files = {name: _file(url, name) for name in ("ca", "cert", "key")}
+        given = [name for name, path in files.items() if path]
+        if given and not tls:
+            raise InvalidValue(f"{url.safe} has {given[0]}= but no TLS; write valkeys://")
+        if files["key"] and not files["cert"]:
+            raise InvalidValue(f"{url.safe} has key= without cert=, the certificate it belongs to")
+        options = cls(
+            host=url.host,
+            port=6379 if url.port is None else url.port,
+            database=int(place or 0),
+            username=url.username,
+            password=_password(url),
+            tls=tls,
+            cluster=cast("Topology", url.choice("cluster", ("auto", "yes", "no"), "auto")),
+            connections=url.number("connections", 4, 1, 256),
+            expire=url.seconds("expire"),
+            prefix=prefix,
+            **files,
+        )
+        if options.cluster == "yes" and options.database:
+            raise InvalidValue(f"{url.safe} names a database; a cluster has database 0 only")
+        url.finish()
+        return options
+
+    def tls_context(self) -> ssl.SSLContext | None:
+        """Return the TLS context, None without TLS. Raises `InvalidValue`."""
+        if not self.tls:
+            return None
+        try:
+            context = ssl.create_default_context(cafile=self.ca)
+            if self.cert is not None:
+                # Without a password OpenSSL would prompt on the terminal for an encrypted key.
+                context.load_cert_chain(self.cert, self.key, password="")
+        except OSError as error:
+            files = ", ".join(f for f in (self.ca, self.cert, self.key) if f)
+            raise InvalidValue(
+                f"certificates and keys cannot be read from {files}: {reason(error)}"
+            ) from error
+        return context
+
+
+def _password(url: TierURL) -> str | None:
+    path = _file(url, "password_file")
+    if path is None:
+        return url.password
+    if url.password is not None:
+        raise InvalidValue(f"{url.safe} has a password and password_file=; use one of them")
+    try:
+        password = Path(path).read_text("utf-8").rstrip("\r\n")
+    except UnicodeDecodeError:  # its text contains bytes of the file
+        raise InvalidValue(f"password_file={path} in {url.safe} is not UTF-8 text") from None
+    if not password:
+        raise InvalidValue(f"password_file={path} in {url.safe} is empty")
+    return password
+
+
+def _file(url: TierURL, name: str) -> str | None:
+    """Take an option that names a file; check that the file can be read."""
+    path = url.text(name)
+    if path is not None:
+        try:
+            with Path(path).open("rb"):
+                pass
+        except OSError as error:
+            raise InvalidValue(
+                f"{name}={path} in {url.safe} cannot be read: {reason(error)}"
+            ) from error
+    return path
