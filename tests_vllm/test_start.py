@@ -10,7 +10,7 @@ import pytest
 from engines import engine, prompt
 from tiered import tiered
 
-from kvkeep.integrations.vllm.started import join_logs
+from kvkeep.integrations.vllm.kept import join_logs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

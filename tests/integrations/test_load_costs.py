@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvkeep.integrations.load_costs import LoadPace, TimedLoads
+from kvkeep.integrations.load_choice import LoadPace, TimedLoads
 from kvkeep.store import BlockStore
 from kvkeep.store.backends.disk import DiskBackend
 
