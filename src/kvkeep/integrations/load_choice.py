@@ -23,7 +23,6 @@ __all__ = [
     "LoadPace",
     "LookupPatience",
     "ProbeEnd",
-    "Read",
     "RunCost",
     "StoredRun",
     "TimedLoads",

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
-__all__ = ["BACKEND", "backend_names", "build_tree", "register"]
+__all__ = ["register"]
 
 
 def register() -> None:

@@ -25,15 +25,7 @@ if TYPE_CHECKING:
     from kvkeep.core.prefix.base import Encoder
     from kvkeep.core.prefix.node import Node
 
-__all__ = [
-    "GivenPages",
-    "PageSlots",
-    "PathHandle",
-    "SlotIndex",
-    "SlotTree",
-    "StoredPages",
-    "namespace_of",
-]
+__all__ = ["GivenPages", "PageSlots", "PathHandle", "SlotIndex", "SlotTree", "namespace_of"]
 
 
 class PathHandle:

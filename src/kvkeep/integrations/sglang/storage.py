@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kvkeep.integrations.sglang.pages import HeadParts, HostPages
     from kvkeep.store.tiers import TierStats
 
-__all__ = ["KVKeepStorage", "StoredPool", "restorable_prefixes"]
+__all__ = ["KVKeepStorage"]
 
 
 _LOG = logging.getLogger("kvkeep.sglang")

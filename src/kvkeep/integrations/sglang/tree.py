@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from kvkeep.core.prefix.node import Node, Root
     from kvkeep.core.prefix.waits import RunningPrompt
 
-__all__ = ["FinishedAnswers", "KVKeepTree", "Placements", "Space", "TreeReturns"]
+__all__ = ["FinishedAnswers", "KVKeepTree"]
 
 
 _LOG = logging.getLogger("kvkeep.sglang")

@@ -33,15 +33,7 @@ if TYPE_CHECKING:
     from kvkeep.store.blocks import ReturnNotes
     from kvkeep.store.tiers import TierStats
 
-__all__ = [
-    "Loaders",
-    "OpenStore",
-    "SharedStore",
-    "join_logs",
-    "log_fault",
-    "log_start",
-    "start_line",
-]
+__all__ = ["Loaders", "OpenStore", "SharedStore", "join_logs", "log_fault", "log_start"]
 
 
 _LOG = logging.getLogger("kvkeep.vllm")

@@ -31,14 +31,7 @@ if TYPE_CHECKING:
     from kvkeep.integrations.vllm.options import RequestOptions
     from kvkeep.integrations.vllm.stats import Counts
 
-__all__ = [
-    "BlockLookups",
-    "FollowedRequest",
-    "LookupPatience",
-    "PendingLookup",
-    "RequestChoices",
-    "StepTimes",
-]
+__all__ = ["BlockLookups", "FollowedRequest", "RequestChoices"]
 
 
 _THREADS = 4

@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "computed_by",
-    "dtype_of",
     "engine_namespace",
     "machine_of",
     "namespace_of",

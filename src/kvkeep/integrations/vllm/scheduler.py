@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from kvkeep.integrations.vllm.options import ConnectorOptions
     from kvkeep.store.blocks import ReturnNotes
 
-__all__ = ["AnswerEnds", "AnswerWatch", "SchedulerSide"]
+__all__ = ["AnswerWatch", "SchedulerSide"]
 
 
 _LOG = logging.getLogger("kvkeep.vllm")

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     Headers = Iterable[tuple[bytes, bytes]]
 
-__all__ = ["Via", "create_proxy"]
+__all__ = ["create_proxy"]
 
 
 class Via:

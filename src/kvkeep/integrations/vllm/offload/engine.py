@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
     from vllm.v1.request import Request
 
-__all__ = ["ArrivedRequest", "KVKeepManager", "KVKeepOffloadingConnector", "OffloadEngine"]
+__all__ = ["KVKeepManager", "KVKeepOffloadingConnector", "OffloadEngine"]
 
 _STARTING: ContextVar[OffloadEngine | None] = ContextVar("the engine that starts", default=None)
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kvkeep.integrations.vllm.offload.requests import TierRequest
     from kvkeep.integrations.vllm.stats import Counts
 
-__all__ = ["FinishedJob", "TierJobs"]
+__all__ = ["TierJobs"]
 
 _LOG = logging.getLogger("kvkeep.vllm")
 

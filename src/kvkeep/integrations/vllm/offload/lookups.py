@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvkeep.integrations.vllm.offload.requests import TierRequest
     from kvkeep.integrations.vllm.stats import Counts
 
-__all__ = ["ChunkChoices", "ChunkLookups", "ScheduleTimes"]
+__all__ = ["ChunkChoices", "ChunkLookups"]
 
 
 _THREADS = 4
